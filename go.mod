@@ -1,0 +1,3 @@
+module github.com/verdict-proxy/verdict
+
+go 1.26

@@ -1,0 +1,39 @@
+package dataplane
+
+import "net/netip"
+
+// Config is what the node's operator decided. Fields mean what kube-proxy's options of the same name mean.
+type Config struct {
+	// NodeName is compared with the endpoints' nodeName to tell which are local.
+	NodeName string
+	// DetectLocal says how pods are told from others.
+	DetectLocal DetectLocal
+	// MasqueradeAll masquerades all traffic to cluster IPs.
+	MasqueradeAll bool
+	// NodePortAddresses are the ranges whose addresses on this host answer on node ports. Nil means the node's primary
+	// addresses: those of the Node object.
+	NodePortAddresses []netip.Prefix
+	// LocalhostNodePorts makes IPv4 node ports answer on 127.0.0.1 too: with NodePortAddresses nil, or when they hold it.
+	LocalhostNodePorts bool
+}
+
+// DetectLocal is kube-proxy's detectLocalMode with its argument.
+type DetectLocal struct {
+	// Mode selects which of the fields below counts.
+	Mode DetectLocalMode
+	// ClusterCIDRs are looked at in mode ClusterCIDR, the first of each family; none of a family means unknown there.
+	ClusterCIDRs []netip.Prefix
+	// Interface is the bridge of mode BridgeInterface, or the prefix of mode InterfaceNamePrefix.
+	Interface string
+}
+
+// DetectLocalMode is one of kube-proxy's modes. The zero value is its default, ClusterCIDR.
+type DetectLocalMode uint8
+
+// The modes; NodeCIDR takes the pod ranges from the Node object and follows it.
+const (
+	DetectClusterCIDR DetectLocalMode = iota
+	DetectNodeCIDR
+	DetectBridgeInterface
+	DetectInterfaceNamePrefix
+)

@@ -1,0 +1,257 @@
+// Package snapshot holds what a proxy may know about the cluster at one moment: Services, EndpointSlices, this node, the
+// service ranges and this host's addresses, trimmed to what decides where a packet goes.
+//
+// Objects are values that nobody changes once they are handed over: an update replaces the whole object. A Snapshot is
+// moved forward by a Delta, which names only the objects that differ, so that the cost of an update follows its size.
+package snapshot
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Name identifies a namespaced object.
+type Name struct {
+	Namespace, Name string
+}
+
+// String gives "namespace/name".
+func (n Name) String() string { return n.Namespace + "/" + n.Name }
+
+// Compare orders names by namespace, then name.
+func (n Name) Compare(o Name) int {
+	return cmp.Or(strings.Compare(n.Namespace, o.Namespace), strings.Compare(n.Name, o.Name))
+}
+
+// Protocol is an IP protocol number as in the IANA registry. The zero value is not a valid protocol.
+type Protocol uint8
+
+// The protocols a Service port can have.
+const (
+	TCP  Protocol = 6
+	UDP  Protocol = 17
+	SCTP Protocol = 132
+)
+
+// String gives the name nft and the Kubernetes tools print, in lower case.
+func (p Protocol) String() string {
+	switch p {
+	case TCP:
+		return "tcp"
+	case UDP:
+		return "udp"
+	case SCTP:
+		return "sctp"
+	}
+	return "unknown"
+}
+
+// Service is a v1 Service that has at least one cluster IP; headless and ExternalName Services never become one.
+type Service struct {
+	Name Name
+	// ClusterIPs has one or two addresses, at most one of each family. A family without one is not served at all.
+	ClusterIPs []netip.Addr
+	// ExternalIPs are spec.externalIPs.
+	ExternalIPs []netip.Addr
+	// LoadBalancerIPs are the ingress addresses whose ipMode is unset or VIP.
+	LoadBalancerIPs []netip.Addr
+	// SourceRanges restrict who may use LoadBalancerIPs; masked. Ranges of one family say nothing about the other, and a
+	// family with none, or with a range of length zero, is open to everybody.
+	SourceRanges []netip.Prefix
+	// InternalLocal is internalTrafficPolicy Local.
+	InternalLocal bool
+	// ExternalLocal is externalTrafficPolicy Local; set only on Services that can be reached from outside.
+	ExternalLocal bool
+	// Affinity is the ClientIP session affinity timeout, whole seconds; 0 means no affinity.
+	Affinity time.Duration
+	// HealthCheckNodePort is 0 when there is none.
+	HealthCheckNodePort uint16
+	Ports               []Port
+}
+
+// Port is one port of a Service.
+type Port struct {
+	// Name is empty for the only port of a Service.
+	Name     string
+	Protocol Protocol
+	Port     uint16
+	// NodePort is 0 when none is allocated.
+	NodePort uint16
+}
+
+// Slice is an EndpointSlice, or an Endpoints object read as slices.
+type Slice struct {
+	Name Name
+	// Service is the name of the Service in the same namespace that the slice belongs to.
+	Service   string
+	Ports     []SlicePort
+	Endpoints []Endpoint
+}
+
+// SlicePort maps a Service port, by name and protocol, to the port its endpoints listen on.
+type SlicePort struct {
+	Name     string
+	Protocol Protocol
+	// Port is never 0: ports without a number are dropped on reading.
+	Port uint16
+}
+
+// Endpoint is one backend of a Service.
+type Endpoint struct {
+	Addr netip.Addr
+	// Node is the name of the node it runs on; empty means unknown, which counts as another node.
+	Node string
+	// ForZones and ForNodes are the topology hints; nil means no hint.
+	ForZones, ForNodes []string
+	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
+	Ready, Serving, Terminating bool
+}
+
+// Node is the node this proxy runs on.
+type Node struct {
+	Name string
+	// Zone is the label topology.kubernetes.io/zone; empty means unknown.
+	Zone string
+	// Addresses are the node's InternalIPs, then its ExternalIPs, in the order of the object.
+	Addresses []netip.Addr
+	// PodCIDRs are spec.podCIDRs in their order.
+	PodCIDRs []netip.Prefix
+}
+
+// Snapshot is everything known at one moment. The zero value is not ready for use; call New.
+type Snapshot struct {
+	Services map[Name]*Service
+	// Slices are keyed by the Service they belong to, then by the slice's own name. Slices of unknown Services are kept:
+	// the Service may come later.
+	Slices map[Name]map[string]*Slice
+	// Node is the zero Node until the object is known.
+	Node Node
+	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
+	ServiceCIDRs []netip.Prefix
+	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included.
+	HostAddrs []netip.Addr
+
+	sliceService map[Name]Name
+}
+
+// New gives an empty Snapshot.
+func New() *Snapshot {
+	return &Snapshot{
+		Services:     map[Name]*Service{},
+		Slices:       map[Name]map[string]*Slice{},
+		sliceService: map[Name]Name{},
+	}
+}
+
+// Delta names what differs from the snapshot before it. The zero Delta says that nothing does.
+type Delta struct {
+	// Services maps a name to its new object, or to nil if the Service is gone.
+	Services map[Name]*Service
+	// Slices maps a slice's name to its new object, or to nil if the slice is gone.
+	Slices map[Name]*Slice
+	// Node, ServiceCIDRs and HostAddrs are nil when they did not change.
+	Node         *Node
+	ServiceCIDRs *[]netip.Prefix
+	HostAddrs    *[]netip.Addr
+}
+
+// Empty says whether the delta changes nothing.
+func (d *Delta) Empty() bool {
+	return len(d.Services) == 0 && len(d.Slices) == 0 && d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil
+}
+
+// Merge adds what a later delta says; where both name an object, the later one wins.
+func (d *Delta) Merge(later Delta) {
+	for n, s := range later.Services {
+		if d.Services == nil {
+			d.Services = make(map[Name]*Service, len(later.Services))
+		}
+		d.Services[n] = s
+	}
+	for n, s := range later.Slices {
+		if d.Slices == nil {
+			d.Slices = make(map[Name]*Slice, len(later.Slices))
+		}
+		d.Slices[n] = s
+	}
+	if later.Node != nil {
+		d.Node = later.Node
+	}
+	if later.ServiceCIDRs != nil {
+		d.ServiceCIDRs = later.ServiceCIDRs
+	}
+	if later.HostAddrs != nil {
+		d.HostAddrs = later.HostAddrs
+	}
+}
+
+// Change says which Services are worth looking at again. The zero Change says none.
+type Change struct {
+	// Services are sorted and unique. Some of them may turn out to be the same as before.
+	Services []Name
+	// All means that something every Service depends on changed: the node, its addresses, or the service ranges.
+	All bool
+}
+
+// Apply moves the snapshot forward by one delta and says which Services that may concern. A delta that names objects the
+// snapshot does not hold as gone is no error.
+func (s *Snapshot) Apply(d Delta) Change {
+	touched := make(map[Name]struct{}, len(d.Services)+len(d.Slices))
+	for n, svc := range d.Services {
+		touched[n] = struct{}{}
+		if svc == nil {
+			delete(s.Services, n)
+		} else {
+			s.Services[n] = svc
+		}
+	}
+	for n, sl := range d.Slices {
+		s.applySlice(n, sl, touched)
+	}
+	var c Change
+	if d.Node != nil && !d.Node.equal(s.Node) {
+		s.Node, c.All = *d.Node, true
+	}
+	if d.ServiceCIDRs != nil && !slices.Equal(*d.ServiceCIDRs, s.ServiceCIDRs) {
+		s.ServiceCIDRs, c.All = *d.ServiceCIDRs, true
+	}
+	if d.HostAddrs != nil && !slices.Equal(*d.HostAddrs, s.HostAddrs) {
+		s.HostAddrs, c.All = *d.HostAddrs, true
+	}
+	c.Services = make([]Name, 0, len(touched))
+	for n := range touched {
+		c.Services = append(c.Services, n)
+	}
+	slices.SortFunc(c.Services, Name.Compare)
+	return c
+}
+
+// applySlice files one slice under its Service. A slice may change the Service it belongs to: both are touched.
+func (s *Snapshot) applySlice(n Name, sl *Slice, touched map[Name]struct{}) {
+	if before, ok := s.sliceService[n]; ok {
+		touched[before] = struct{}{}
+		delete(s.Slices[before], n.Name)
+		if len(s.Slices[before]) == 0 {
+			delete(s.Slices, before)
+		}
+		delete(s.sliceService, n)
+	}
+	if sl == nil {
+		return
+	}
+	owner := Name{Namespace: n.Namespace, Name: sl.Service}
+	touched[owner] = struct{}{}
+	if s.Slices[owner] == nil {
+		s.Slices[owner] = make(map[string]*Slice, 1)
+	}
+	s.Slices[owner][n.Name] = sl
+	s.sliceService[n] = owner
+}
+
+func (n Node) equal(o Node) bool {
+	return n.Name == o.Name && n.Zone == o.Zone &&
+		slices.Equal(n.Addresses, o.Addresses) && slices.Equal(n.PodCIDRs, o.PodCIDRs)
+}
