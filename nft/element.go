@@ -1,0 +1,257 @@
+package nft
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// maxKey is the longest key: an IPv6 source range (address, protocol, port, address).
+const maxKey = 40
+
+// Element is one element of a set or map. Its key and data are kept as the kernel has them: each field in network order (the
+// kernel's own order for slots and ids), padded to four bytes. Which fields they are, the Set says.
+type Element struct {
+	Set SetID
+	// KeyLen and DataLen are the bytes used of key and data.
+	KeyLen, DataLen uint8
+	// Bits is the prefix length of the key's last field in an Interval set, else unused.
+	Bits uint8
+	key  [maxKey]byte
+	data [20]byte
+	// Chain is where a verdict map's element goes to; the zero ChainID in other sets.
+	Chain ChainID
+	// Comment is shown by nft; empty means none.
+	Comment string
+}
+
+// maxComment is what the kernel takes as an element's comment, its final zero byte included; a longer one would make it
+// refuse the whole transaction.
+const maxComment = 128
+
+// Key gives the key's bytes.
+func (e *Element) Key() []byte { return e.key[:e.KeyLen] }
+
+// Data gives the data's bytes; empty in sets and verdict maps.
+func (e *Element) Data() []byte { return e.data[:e.DataLen] }
+
+// KeyEnd gives the last key of an Interval set's element.
+func (e *Element) KeyEnd(f Family) []byte {
+	end := e.key
+	last := end[int(e.KeyLen)-f.AddrLen() : e.KeyLen]
+	for bit := int(e.Bits); bit < 8*len(last); bit++ {
+		last[bit/8] |= 0x80 >> (bit % 8)
+	}
+	return end[:e.KeyLen]
+}
+
+// same says whether two elements with the same key need no change.
+func (e *Element) same(o *Element) bool {
+	return e.data == o.data && e.Chain == o.Chain && e.Comment == o.Comment && e.Bits == o.Bits
+}
+
+func (e *Element) addKeyAddr(a netip.Addr) {
+	e.KeyLen += uint8(putAddr(e.key[e.KeyLen:], a))
+}
+
+func (e *Element) addKeyWord(v uint32) {
+	binary.NativeEndian.PutUint32(e.key[e.KeyLen:], v)
+	e.KeyLen += 4
+}
+
+func (e *Element) addKeyPort(p uint16) {
+	binary.BigEndian.PutUint16(e.key[e.KeyLen:], p)
+	e.KeyLen += 4
+}
+
+func (e *Element) addKeyFrontend(k dataplane.Key) {
+	e.addKeyAddr(k.Addr)
+	e.key[e.KeyLen] = byte(k.Protocol)
+	e.KeyLen += 4
+	e.addKeyPort(k.Port)
+}
+
+func (e *Element) setTarget(ep netip.AddrPort) {
+	n := putAddr(e.data[:], ep.Addr())
+	binary.BigEndian.PutUint16(e.data[n:], ep.Port())
+	e.DataLen = uint8(n) + 4
+}
+
+func (e *Element) setID(id uint32) {
+	binary.NativeEndian.PutUint32(e.data[:], id)
+	e.DataLen = 4
+}
+
+func putAddr(b []byte, a netip.Addr) int {
+	if a.Is4() {
+		v := a.As4()
+		return copy(b, v[:])
+	}
+	v := a.As16()
+	return copy(b, v[:])
+}
+
+// frontendElement gives an element whose key is a frontend.
+func frontendElement(set SetID, k dataplane.Key) Element {
+	e := Element{Set: set}
+	e.addKeyFrontend(k)
+	return e
+}
+
+// slotElement gives the element that puts an endpoint into a slot of a frontend.
+func slotElement(set SetID, k dataplane.Key, slot int, ep netip.AddrPort) Element {
+	e := frontendElement(set, k)
+	e.addKeyWord(uint32(slot))
+	e.setTarget(ep)
+	return e
+}
+
+// memberElement gives the element that makes an endpoint a member of a sticky pool.
+func memberElement(id uint32, ep netip.AddrPort) Element {
+	e := Element{Set: StickyEndpoints}
+	e.addKeyWord(id)
+	e.addKeyAddr(ep.Addr())
+	e.addKeyPort(ep.Port())
+	return e
+}
+
+// addrElement gives an element of a set of addresses; n times the same address as key.
+func addrElement(set SetID, a netip.Addr, n int) Element {
+	e := Element{Set: set}
+	for range n {
+		e.addKeyAddr(a)
+	}
+	return e
+}
+
+// prefixElement gives an element of ServiceCIDRs.
+func prefixElement(set SetID, p netip.Prefix) Element {
+	e := addrElement(set, p.Masked().Addr(), 1)
+	e.Bits = uint8(p.Bits())
+	return e
+}
+
+// sourceElement gives the element that lets a range of sources use a frontend.
+func sourceElement(k dataplane.Key, p netip.Prefix) Element {
+	e := frontendElement(SourceRanges, k)
+	e.addKeyAddr(p.Masked().Addr())
+	e.Bits = uint8(p.Bits())
+	return e
+}
+
+// ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only in
+// maps. It is not ok if a key or data has not the length the set's fields have.
+func ElementFrom(f Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
+	s := SetByID(set)
+	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) {
+		return e, false
+	}
+	e = Element{Set: set, KeyLen: uint8(copy(e.key[:], key)), DataLen: uint8(copy(e.data[:], data)), Comment: comment}
+	copy(e.key[:], key)
+	copy(e.data[:], data)
+	if s.Interval {
+		e.Bits = uint8(8 * f.AddrLen())
+		if len(keyEnd) == len(key) {
+			e.Bits = sharedBits(key[len(key)-f.AddrLen():], keyEnd[len(key)-f.AddrLen():])
+		}
+	}
+	if s.Verdicts {
+		e.Chain, ok = chainByName(chain)
+		return e, ok
+	}
+	return e, true
+}
+
+// PaddedLen is the length of fields one after the other, each padded to four bytes.
+func PaddedLen(f Family, fields []Field) int {
+	n := 0
+	for _, field := range fields {
+		n += (field.Len(f) + 3) &^ 3
+	}
+	return n
+}
+
+// sharedBits counts the bits at the beginning that are the same.
+func sharedBits(a, b []byte) uint8 {
+	n := 0
+	for i := range a {
+		same := bits.LeadingZeros8(a[i] ^ b[i])
+		if n += same; same < 8 {
+			break
+		}
+	}
+	return uint8(n)
+}
+
+// AffinityOf gives the pool and the endpoint that an element of Affinity names.
+func (e *Element) AffinityOf(f Family) (id uint32, ep netip.AddrPort) {
+	n := f.AddrLen()
+	addr, _ := netip.AddrFromSlice(e.data[:n])
+	return binary.NativeEndian.Uint32(e.key[n:]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[n:]))
+}
+
+// commentOf cuts a service port's name to what the kernel takes. Kubernetes' names are ASCII, so no rune is cut in two.
+func commentOf(name string) string {
+	return name[:min(len(name), maxComment-1)]
+}
+
+// Text gives the element as nft writes it.
+func (e *Element) Text(f Family, s *Set) string { return e.text(f, s, "") }
+
+// text puts what the kernel adds to an element in its place, between the key and the comment.
+func (e *Element) text(f Family, s *Set, extra string) string {
+	var b strings.Builder
+	b.WriteString(fieldValues(f, s.Key, e.Key()))
+	if s.Interval && int(e.Bits) < 8*f.AddrLen() {
+		fmt.Fprintf(&b, "/%d", e.Bits)
+	}
+	b.WriteString(extra)
+	if e.Comment != "" {
+		fmt.Fprintf(&b, " comment %q", e.Comment)
+	}
+	switch {
+	case s.Verdicts:
+		b.WriteString(" : goto " + e.Chain.Name())
+	case len(s.Data) > 0:
+		b.WriteString(" : " + fieldValues(f, s.Data, e.Data()))
+	}
+	return b.String()
+}
+
+// fieldValues prints concatenated values.
+func fieldValues(f Family, fields []Field, b []byte) string {
+	parts := make([]string, len(fields))
+	for i, field := range fields {
+		n := field.Len(f)
+		parts[i] = fieldValue(field, b[:n])
+		b = b[(n+3)&^3:]
+	}
+	return strings.Join(parts, " . ")
+}
+
+func fieldValue(field Field, b []byte) string {
+	switch field {
+	case SourceAddr, DestAddr, OriginalDestAddr:
+		a, _ := netip.AddrFromSlice(b)
+		return a.String()
+	case L4Proto:
+		return snapshot.Protocol(b[0]).String()
+	case DestPort, OriginalDestPort:
+		return strconv.Itoa(int(binary.BigEndian.Uint16(b)))
+	case Priority:
+		v := binary.NativeEndian.Uint32(b)
+		return fmt.Sprintf("%x:%x", v>>16, v&0xffff)
+	}
+	return strconv.FormatUint(uint64(binary.NativeEndian.Uint32(b)), 10)
+}
+
+// bigEndian gives a word in the host's byte order as bytes that compare by its value.
+func bigEndian(b []byte) []byte {
+	return binary.BigEndian.AppendUint32(nil, binary.NativeEndian.Uint32(b))
+}

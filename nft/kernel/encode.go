@@ -1,0 +1,349 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"sort"
+
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+)
+
+// Attributes that package unix lacks.
+const (
+	nftaTableUserdata       = 6  // since 5.10
+	nftaChainUserdata       = 12 // since 5.10
+	nftaSetExpr             = 17 // since 5.7
+	nftaSetElemKeyEnd       = 10 // since 5.6
+	nftSetConcat            = 0x80
+	nftaSetDescConcat       = 2
+	nftaSetFieldLen         = 1
+	nfAccept                = 1
+	dataTypeVerdict         = 0xffffff00 // NFT_DATA_VERDICT
+	maxNest                 = maxAttr - 512
+	intervalEnd             = 1 // NFT_SET_ELEM_INTERVAL_END
+	gotoCode          int32 = -4
+)
+
+// hookNumbers are the kernel's, from linux/netfilter.h.
+var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
+
+// batch is a transaction on its way into bytes. What each message holds is noted, so that an error can name its object.
+type batch struct {
+	buffer
+	notes []note
+	// chains caches the bytes of verdicts that lead to a chain.
+	chains map[nft.ChainID][]byte
+}
+
+// note says what a message does. Elements are those it carries, in their order.
+type note struct {
+	seq      uint32
+	start    int
+	what     string
+	family   nft.Family
+	elements []nft.Element
+}
+
+// encode turns a transaction into one batch. The bytes hold until the next call.
+func (b *batch) encode(txn *nft.Txn) []byte {
+	b.reset()
+	b.notes = b.notes[:0]
+	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	for i, f := range nft.Families {
+		b.table(f, &txn.Tables[i])
+	}
+	b.batch(unix.NFNL_MSG_BATCH_END)
+	return b.b
+}
+
+// table writes a table's part in the order TableTxn gives.
+func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
+	if tt.Create != nil {
+		b.replaceTable(f, tt.Create)
+	}
+	for set := range tt.Del {
+		b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
+	}
+	for _, id := range tt.DelChains {
+		b.chainOnly(f, unix.NFT_MSG_DELCHAIN, id, "delete chain "+id.Name())
+	}
+	chains := tt.AddChains
+	if tt.Create != nil {
+		chains = append(append([]nft.Chain{}, tt.Create.Chains...), chains...)
+	}
+	for i := range chains {
+		b.newChain(f, &chains[i])
+	}
+	for _, c := range tt.Rewrite {
+		b.chainOnly(f, unix.NFT_MSG_DELRULE, c.ID, "flush chain "+c.ID.Name())
+		b.rules(f, &c)
+	}
+	for i := range chains {
+		b.rules(f, &chains[i])
+	}
+	for set := range tt.Add {
+		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.SetID(set), tt.Add[set])
+	}
+}
+
+// object starts a message about something of our table and notes what it is for.
+func (b *batch) object(f nft.Family, msg uint16, flags uint16, what string) int {
+	b.notes = append(b.notes, note{seq: b.seq, start: len(b.b), what: what, family: f})
+	m := b.message(subsystem|msg, flags, f)
+	b.text(1, nft.TableName) // attribute 1 is the table's name in every message of nf_tables
+	return m
+}
+
+// replaceTable makes the table anew: it is added first, so that deleting it succeeds whether it was there or not.
+func (b *batch) replaceTable(f nft.Family, t *nft.Table) {
+	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
+	b.deleteTable(f)
+	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table")
+	b.attr(nftaTableUserdata, commentUserdata(t.Comment))
+	b.end(m)
+	for i := range t.Sets {
+		b.newSet(f, &t.Sets[i])
+	}
+}
+
+func (b *batch) deleteTable(f nft.Family) {
+	b.end(b.object(f, unix.NFT_MSG_DELTABLE, flagsRequest, "delete table"))
+}
+
+func (b *batch) newSet(f nft.Family, s *nft.Set) {
+	m := b.object(f, unix.NFT_MSG_NEWSET, flagsCreate, "add set "+s.Name())
+	b.text(unix.NFTA_SET_NAME, s.Name())
+	b.u32(unix.NFTA_SET_FLAGS, setFlags(s))
+	b.u32(unix.NFTA_SET_KEY_TYPE, dataType(f, s.Key))
+	b.u32(unix.NFTA_SET_KEY_LEN, uint32(nft.PaddedLen(f, s.Key)))
+	switch {
+	case s.Verdicts:
+		b.u32(unix.NFTA_SET_DATA_TYPE, dataTypeVerdict)
+	case s.IsMap():
+		b.u32(unix.NFTA_SET_DATA_TYPE, dataType(f, s.Data))
+		b.u32(unix.NFTA_SET_DATA_LEN, uint32(nft.PaddedLen(f, s.Data)))
+	}
+	b.setDescription(f, s)
+	b.u32(unix.NFTA_SET_ID, uint32(s.ID)+1)
+	b.attr(unix.NFTA_SET_USERDATA, setUserdata(f, s))
+	if s.Counter {
+		b.attr(nftaSetExpr|nestedAttr, marshal(f, &expr.Counter{}))
+	}
+	b.end(m)
+}
+
+func setFlags(s *nft.Set) uint32 {
+	var flags uint32
+	if s.IsMap() {
+		flags |= unix.NFT_SET_MAP
+	}
+	if s.Interval {
+		flags |= unix.NFT_SET_INTERVAL
+	}
+	if s.Interval && len(s.Key) > 1 {
+		flags |= nftSetConcat
+	}
+	if s.Dynamic {
+		flags |= unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT
+	}
+	return flags
+}
+
+// setDescription tells the kernel the size, and the fields of a key that holds a range.
+func (b *batch) setDescription(f nft.Family, s *nft.Set) {
+	concat := s.Interval && len(s.Key) > 1
+	if s.Size == 0 && !concat {
+		return
+	}
+	d := b.nest(unix.NFTA_SET_DESC)
+	if s.Size > 0 {
+		b.u32(unix.NFTA_SET_DESC_SIZE, s.Size)
+	}
+	if concat {
+		c := b.nest(nftaSetDescConcat)
+		for _, field := range s.Key {
+			e := b.nest(unix.NFTA_LIST_ELEM)
+			b.u32(nftaSetFieldLen, uint32(field.Len(f)))
+			b.close(e)
+		}
+		b.close(c)
+	}
+	b.close(d)
+}
+
+func (b *batch) newChain(f nft.Family, c *nft.Chain) {
+	m := b.object(f, unix.NFT_MSG_NEWCHAIN, flagsCreate, "add chain "+c.ID.Name())
+	b.text(unix.NFTA_CHAIN_NAME, c.ID.Name())
+	if c.Hook != nil {
+		h := b.nest(unix.NFTA_CHAIN_HOOK)
+		b.u32(unix.NFTA_HOOK_HOOKNUM, hookNumbers[c.Hook.Name])
+		b.u32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
+		b.close(h)
+		b.u32(unix.NFTA_CHAIN_POLICY, nfAccept)
+		b.text(unix.NFTA_CHAIN_TYPE, c.Hook.Type)
+	}
+	if c.Comment != "" {
+		b.attr(nftaChainUserdata, commentUserdata(c.Comment))
+	}
+	b.end(m)
+}
+
+// chainOnly writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
+func (b *batch) chainOnly(f nft.Family, msg uint16, id nft.ChainID, what string) {
+	attr := uint16(unix.NFTA_CHAIN_NAME)
+	if msg == unix.NFT_MSG_DELRULE {
+		attr = unix.NFTA_RULE_CHAIN
+	}
+	m := b.object(f, msg, flagsRequest, what)
+	b.text(attr, id.Name())
+	b.end(m)
+}
+
+func (b *batch) rules(f nft.Family, c *nft.Chain) {
+	for _, r := range c.Rules {
+		m := b.object(f, unix.NFT_MSG_NEWRULE, flagsCreate|unix.NLM_F_APPEND, "add rule "+c.ID.Name()+" "+r.Text(f))
+		b.text(unix.NFTA_RULE_CHAIN, c.ID.Name())
+		x := b.nest(unix.NFTA_RULE_EXPRESSIONS)
+		for _, e := range ruleExprs(f, r) {
+			b.attr(unix.NFTA_LIST_ELEM|nestedAttr, marshal(f, e))
+		}
+		b.close(x)
+		b.end(m)
+	}
+}
+
+// marshal never fails for the expressions of this package: the library only refuses kinds it does not know.
+func marshal(f nft.Family, e expr.Any) []byte {
+	data, err := expr.Marshal(byte(f), e)
+	if err != nil {
+		panic(fmt.Sprintf("kernel: %T: %v", e, err))
+	}
+	return data
+}
+
+// elements writes elements of one set, as many to a message as its list takes: 64 KiB.
+func (b *batch) elements(f nft.Family, msg uint16, set nft.SetID, elements []nft.Element) {
+	for len(elements) > 0 {
+		what := "add element " + set.String()
+		flags := uint16(flagsCreate)
+		if msg == unix.NFT_MSG_DELSETELEM {
+			what, flags = "delete element "+set.String(), flagsRequest
+		}
+		m := b.object(f, msg, flags, what)
+		b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		n := 0
+		for n < len(elements) && len(b.b)-list < maxNest {
+			b.element(f, &elements[n], msg == unix.NFT_MSG_NEWSETELEM)
+			n++
+		}
+		b.close(list)
+		b.end(m)
+		b.notes[len(b.notes)-1].elements = elements[:n]
+		elements = elements[n:]
+	}
+}
+
+// element writes one element; whole says whether with its data and comment, or only the key.
+func (b *batch) element(f nft.Family, e *nft.Element, whole bool) {
+	start := b.nest(unix.NFTA_LIST_ELEM)
+	b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
+	switch e.Set {
+	case nft.SourceRanges:
+		b.value(nftaSetElemKeyEnd, e.KeyEnd(f))
+	case nft.ServiceCIDRs:
+		b.close(start)
+		b.rangeEnd(f, e)
+		return
+	}
+	if whole {
+		if e.Chain.Kind != nft.NoChain {
+			b.b = append(b.b, b.verdict(e.Chain)...)
+		} else if data := e.Data(); len(data) > 0 {
+			b.value(unix.NFTA_SET_ELEM_DATA, data)
+		}
+		if e.Comment != "" {
+			n := len(e.Comment) + 1
+			b.attrHeader(unix.NFTA_SET_ELEM_USERDATA, 2+n)
+			b.b = append(append(b.b, udataComment, byte(n)), e.Comment...)
+			b.b = append(b.b, 0)
+			b.pad()
+		}
+	}
+	b.close(start)
+}
+
+// rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has none.
+func (b *batch) rangeEnd(f nft.Family, e *nft.Element) {
+	last, _ := netip.AddrFromSlice(e.KeyEnd(f))
+	next := last.Next()
+	if !next.IsValid() {
+		return
+	}
+	start := b.nest(unix.NFTA_LIST_ELEM)
+	b.value(unix.NFTA_SET_ELEM_KEY, next.AsSlice())
+	b.u32(unix.NFTA_SET_ELEM_FLAGS, intervalEnd)
+	b.close(start)
+}
+
+// value writes a nested attribute that holds one data value.
+func (b *batch) value(typ uint16, v []byte) {
+	n := b.nest(typ)
+	b.attr(unix.NFTA_DATA_VALUE, v)
+	b.close(n)
+}
+
+// verdict gives the data of an element that goes to a chain.
+func (b *batch) verdict(id nft.ChainID) []byte {
+	if v, ok := b.chains[id]; ok {
+		return v
+	}
+	var w buffer
+	d := w.nest(unix.NFTA_SET_ELEM_DATA)
+	v := w.nest(unix.NFTA_DATA_VERDICT)
+	code := gotoCode
+	w.u32(unix.NFTA_VERDICT_CODE, uint32(code))
+	w.text(unix.NFTA_VERDICT_CHAIN, id.Name())
+	w.close(v)
+	w.close(d)
+	if b.chains == nil {
+		b.chains = map[nft.ChainID][]byte{}
+	}
+	b.chains[id] = w.b
+	return w.b
+}
+
+// describe names the object of the message with a sequence number; offset is where in the message the kernel points to, or 0.
+func (b *batch) describe(seq uint32, offset int) string {
+	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= seq })
+	if i == len(b.notes) || b.notes[i].seq != seq {
+		return "transaction"
+	}
+	n := &b.notes[i]
+	what := fmt.Sprintf("%s %s: %s", n.family, nft.TableName, n.what)
+	if len(n.elements) == 0 {
+		return what
+	}
+	e := &n.elements[b.elementAt(n, offset)]
+	set := nft.SetByID(e.Set)
+	return fmt.Sprintf("%s { %s }", what, e.Text(n.family, &set))
+}
+
+// elementAt gives the index of the element that an offset into a message lies in. Ranges of a tree are two on the wire.
+func (b *batch) elementAt(n *note, offset int) int {
+	list := n.start + headerLen
+	list += int(native16(b.b[list:])+3) &^ 3 // table
+	list += int(native16(b.b[list:])+3) &^ 3 // set
+	end := list + int(native16(b.b[list:]))
+	index := -1
+	for at := list + attrLen; at < end && at <= n.start+offset; at += int(native16(b.b[at:])+3) &^ 3 {
+		index++
+	}
+	if n.elements[0].Set == nft.ServiceCIDRs {
+		index /= 2
+	}
+	return min(max(index, 0), len(n.elements)-1)
+}

@@ -1,0 +1,201 @@
+package kernel
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// register gives the number of the register at a place counted in words of four bytes: the four registers of 16 bytes where
+// one begins, else the small ones, as nft does.
+func register(word int) uint32 {
+	if word%4 == 0 {
+		return unix.NFT_REG_1 + uint32(word/4)
+	}
+	return unix.NFT_REG32_00 + uint32(word)
+}
+
+// words is the room a key takes in registers.
+func words(f nft.Family, fields []nft.Field) int { return nft.PaddedLen(f, fields) / 4 }
+
+// ruleExprs gives the expressions of a rule, in the form nft itself gives them.
+func ruleExprs(f nft.Family, r nft.Rule) []expr.Any {
+	var out []expr.Any
+	for _, s := range r {
+		out = append(out, statementExprs(f, s)...)
+	}
+	return out
+}
+
+func statementExprs(f nft.Family, s nft.Statement) []expr.Any {
+	switch s := s.(type) {
+	case nft.InSet:
+		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
+	case nft.LookupVerdict:
+		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Map.String(),
+			DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})
+	case nft.DNAT:
+		return append(lookup(f, s.Key, s.Map), &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f),
+			RegAddrMin: register(0), RegProtoMin: register(f.AddrLen() / 4)})
+	case nft.SetPriority:
+		return append(lookup(f, s.Key, s.Map),
+			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)})
+	case nft.ClearPriority:
+		return []expr.Any{&expr.Immediate{Register: register(0), Data: make([]byte, 4)},
+			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(0)}}
+	case nft.Update:
+		// The data begins at a register of 16 bytes: there nft 1.0.6 looks for it when it lists the rule.
+		data := (words(f, s.Key.Fields) + 3) &^ 3
+		out := append(load(f, s.Key, 0), load(f, s.Data, data)...)
+		return append(out, &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data), SetName: s.Map.String(),
+			Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: s.Timeout})
+	}
+	return plainExprs(f, s)
+}
+
+// plainExprs are the statements that look nothing up.
+func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
+	switch s := s.(type) {
+	case nft.ProtocolIs:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{byte(s.Protocol)})}
+	case nft.FromPods:
+		return matchPods(f, s.Pods, s.Not)
+	case nft.FromNode:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIF, Register: register(0)}, equal(s.Not, make([]byte, 4))}
+	case nft.OffLoopback:
+		loopback := netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8)
+		return append(interfaceIs("lo", false, true), inPrefix(f, s.Field, loopback, false)...)
+	case nft.Translated:
+		const dnat = 1 << 5 // IPS_DST_NAT
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeySTATUS, Register: register(0)},
+			&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(dnat), Xor: native(0)},
+			equal(true, native(0)),
+		}
+	case nft.Counter:
+		return []expr.Any{&expr.Counter{}}
+	case nft.Masquerade:
+		return []expr.Any{&expr.Masq{FullyRandom: true}}
+	case nft.RejectPacket:
+		code := uint8(3) // ICMP_PORT_UNREACH
+		if f == nft.IPv6 {
+			code = 4 // ICMPV6_PORT_UNREACH
+		}
+		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
+	case nft.DropPacket:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
+	case nft.Jump:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: s.Chain.Name()}}
+	case nft.Goto:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: s.Chain.Name()}}
+	}
+	panic(fmt.Sprintf("kernel: no expressions for %T", s))
+}
+
+// lookup loads a key and replaces it by what a map gives.
+func lookup(f nft.Family, key nft.Concat, m nft.SetID) []expr.Any {
+	return append(load(f, key, 0), &expr.Lookup{SourceRegister: register(0), SetName: m.String(),
+		DestRegister: register(0), IsDestRegSet: true})
+}
+
+// load puts a key into the registers from a word on.
+func load(f nft.Family, key nft.Concat, word int) []expr.Any {
+	out := make([]expr.Any, 0, len(key.Fields)+1)
+	for _, field := range key.Fields {
+		out = append(out, loadField(f, field, key.Mod, register(word)))
+		word += words(f, []nft.Field{field})
+	}
+	return out
+}
+
+func loadField(f nft.Family, field nft.Field, mod uint32, reg uint32) expr.Any {
+	switch field {
+	case nft.SourceAddr, nft.DestAddr:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: addrOffset(f, field),
+			Len: uint32(f.AddrLen())}
+	case nft.L4Proto:
+		return &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}
+	case nft.DestPort:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	case nft.RandomSlot:
+		return &expr.Numgen{Register: reg, Modulus: mod, Type: unix.NFT_NG_RANDOM}
+	case nft.Priority:
+		return &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg}
+	case nft.OriginalDestAddr:
+		key := expr.CtKeyDSTIP
+		if f == nft.IPv6 {
+			key = expr.CtKeyDSTIP6
+		}
+		return &expr.Ct{Key: key, Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
+	}
+	return &expr.Ct{Key: expr.CtKeyPROTODST, Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
+}
+
+// addrOffset is where an address stands in the IPv4 or IPv6 header.
+func addrOffset(f nft.Family, field nft.Field) uint32 {
+	source := uint32(12)
+	if f == nft.IPv6 {
+		source = 8
+	}
+	if field == nft.SourceAddr {
+		return source
+	}
+	return source + uint32(f.AddrLen())
+}
+
+func matchPods(f nft.Family, p dataplane.Pods, not bool) []expr.Any {
+	switch {
+	case p.Interface != "":
+		return interfaceIs(p.Interface, false, not)
+	case p.InterfacePrefix != "":
+		return interfaceIs(p.InterfacePrefix, true, not)
+	}
+	return inPrefix(f, nft.SourceAddr, p.CIDR, not)
+}
+
+// interfaceIs compares the name of the interface a packet came in by: whole with its padding, or only its beginning.
+func interfaceIs(name string, prefix, not bool) []expr.Any {
+	value := []byte(name)
+	if !prefix {
+		value = make([]byte, unix.IFNAMSIZ)
+		copy(value, name)
+	}
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: register(0)}, equal(not, value)}
+}
+
+// inPrefix compares an address with a range: only the bytes that count where the range ends at a byte, else under a mask.
+func inPrefix(f nft.Family, field nft.Field, p netip.Prefix, not bool) []expr.Any {
+	addr := p.Masked().Addr().AsSlice()
+	n := p.Bits() / 8
+	if p.Bits()%8 == 0 && n > 0 {
+		return []expr.Any{&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader,
+			Offset: addrOffset(f, field), Len: uint32(n)}, equal(not, addr[:n])}
+	}
+	mask := make([]byte, len(addr))
+	for bit := range p.Bits() {
+		mask[bit/8] |= 0x80 >> (bit % 8)
+	}
+	return []expr.Any{
+		loadField(f, field, 0, register(0)),
+		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: uint32(len(addr)), Mask: mask,
+			Xor: make([]byte, len(addr))},
+		equal(not, addr),
+	}
+}
+
+// native gives a number in the order the kernel keeps its own numbers in registers.
+func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
+
+func equal(not bool, value []byte) expr.Any {
+	op := expr.CmpOpEq
+	if not {
+		op = expr.CmpOpNeq
+	}
+	return &expr.Cmp{Op: op, Register: register(0), Data: value}
+}

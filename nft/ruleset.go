@@ -1,0 +1,357 @@
+// Package nft says, as plain values, what nf_tables should hold for a dataplane.State: tables, chains, rules, sets, maps and
+// their elements. It compiles states, finds the difference between two of them, and prints nft text. It touches no socket;
+// package nft/kernel carries these values to and from the kernel.
+package nft
+
+import (
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// TableName is the name of our table, the same in both families.
+const TableName = "verdict"
+
+// Family is a netfilter protocol family; its value is the kernel's NFPROTO number.
+type Family uint8
+
+// The families we have a table in.
+const (
+	IPv4 Family = 2
+	IPv6 Family = 10
+)
+
+// Families lists both families in the order everything is written.
+var Families = [...]Family{IPv4, IPv6}
+
+// String gives the family as nft writes it: "ip" or "ip6".
+func (f Family) String() string {
+	if f == IPv6 {
+		return "ip6"
+	}
+	return "ip"
+}
+
+// AddrLen is the length of an address in bytes.
+func (f Family) AddrLen() int {
+	if f == IPv6 {
+		return 16
+	}
+	return 4
+}
+
+// index numbers the families from 0.
+func (f Family) index() int {
+	if f == IPv6 {
+		return 1
+	}
+	return 0
+}
+
+// Table is the structure of one family's table, without elements. Its size does not depend on the number of Services.
+type Table struct {
+	Family  Family
+	Comment string
+	Sets    []Set
+	Chains  []Chain
+}
+
+// Set is a set, or a map if Data or Verdicts is set.
+type Set struct {
+	ID   SetID
+	Key  []Field
+	Data []Field
+	// Verdicts makes it a verdict map.
+	Verdicts bool
+	// Interval lets the last field of the key be a range.
+	Interval bool
+	// Dynamic lets rules add elements, which time out.
+	Dynamic bool
+	// Counter counts the packets, that is the connections, that match each element.
+	Counter bool
+	// Size is the most elements the set takes; 0 means no limit. The kernel sizes its hash table by it once.
+	Size    uint32
+	Comment string
+}
+
+// Name is the set's name in the ruleset.
+func (s *Set) Name() string { return s.ID.String() }
+
+// IsMap says whether the set has data.
+func (s *Set) IsMap() bool { return s.Verdicts || len(s.Data) > 0 }
+
+// Chain is a chain with its rules.
+type Chain struct {
+	ID ChainID
+	// Hook is nil for chains that only rules and verdicts lead to.
+	Hook    *Hook
+	Comment string
+	Rules   []Rule
+}
+
+// Hook is where the kernel enters a base chain.
+type Hook struct {
+	// Type is "nat" or "filter".
+	Type string
+	// Name is "prerouting", "input", "output" or "postrouting".
+	Name     string
+	Priority int32
+}
+
+// The standard priorities used here, from linux/netfilter_ipv4.h.
+const (
+	priorityRaw    = -300
+	priorityDstNAT = -100
+	prioritySrcNAT = 100
+)
+
+// Rule is a list of statements that are evaluated in order until one does not match.
+type Rule []Statement
+
+// Statement is one of the types below.
+type Statement interface {
+	text(f Family) string
+}
+
+// Field is something a packet or its connection carries that fits into a key.
+type Field uint8
+
+// The fields, in the order of their texts in fieldText.
+const (
+	SourceAddr Field = iota
+	DestAddr
+	L4Proto
+	DestPort
+	// RandomSlot is a random number below a modulus; in a set's key the modulus is MaxSlots.
+	RandomSlot
+	// Priority is the packet's queueing priority, used as a scratch register between rules.
+	Priority
+	OriginalDestAddr
+	OriginalDestPort
+)
+
+// MaxSlots is how many endpoints one pool can have.
+const MaxSlots = 65536
+
+// Concat is a key made of fields. Mod is the modulus of a RandomSlot among them, 0 if there is none.
+type Concat struct {
+	Fields []Field
+	Mod    uint32
+}
+
+func fieldText(f Family, field Field, mod uint32) string {
+	switch field {
+	case SourceAddr:
+		return f.String() + " saddr"
+	case DestAddr:
+		return f.String() + " daddr"
+	case L4Proto:
+		return "meta l4proto"
+	case DestPort:
+		return "th dport"
+	case RandomSlot:
+		return "numgen random mod " + strconv.FormatUint(uint64(mod), 10)
+	case Priority:
+		return "meta priority"
+	case OriginalDestAddr:
+		return "ct original " + f.String() + " daddr"
+	case OriginalDestPort:
+		return "ct original proto-dst"
+	}
+	panic("nft: unknown field")
+}
+
+func (c Concat) text(f Family) string {
+	parts := make([]string, len(c.Fields))
+	for i, field := range c.Fields {
+		parts[i] = fieldText(f, field, c.Mod)
+	}
+	return strings.Join(parts, " . ")
+}
+
+// fieldsText is Concat.text for the fields of a set.
+func fieldsText(f Family, fields []Field) string {
+	return Concat{Fields: fields, Mod: MaxSlots}.text(f)
+}
+
+// Len is the length of the field's value in bytes, without padding.
+func (field Field) Len(f Family) int {
+	switch field {
+	case SourceAddr, DestAddr, OriginalDestAddr:
+		return f.AddrLen()
+	case L4Proto:
+		return 1
+	case DestPort, OriginalDestPort:
+		return 2
+	}
+	return 4
+}
+
+// InSet matches if the key is in the set; if Not, when it isn't.
+type InSet struct {
+	Key Concat
+	Not bool
+	Set SetID
+}
+
+func (s InSet) text(f Family) string {
+	not := ""
+	if s.Not {
+		not = "!= "
+	}
+	return s.Key.text(f) + " " + not + "@" + s.Set.String()
+}
+
+// LookupVerdict does what a verdict map says; it does nothing for a key the map does not hold.
+type LookupVerdict struct {
+	Key Concat
+	Map SetID
+}
+
+func (s LookupVerdict) text(f Family) string { return s.Key.text(f) + " vmap @" + s.Map.String() }
+
+// DNAT sends the connection to the address and port a map gives; it does nothing for a key the map does not hold.
+type DNAT struct {
+	Key Concat
+	Map SetID
+}
+
+func (s DNAT) text(f Family) string {
+	return "dnat " + f.String() + " to " + s.Key.text(f) + " map @" + s.Map.String()
+}
+
+// SetPriority writes the value a map gives into the scratch field; the rule ends if the map does not hold the key.
+type SetPriority struct {
+	Key Concat
+	Map SetID
+}
+
+func (s SetPriority) text(f Family) string {
+	return "meta priority set " + s.Key.text(f) + " map @" + s.Map.String()
+}
+
+// ClearPriority empties the scratch field.
+type ClearPriority struct{}
+
+func (ClearPriority) text(Family) string { return "meta priority set none" }
+
+// Update adds an element to a dynamic map, or refreshes its timeout if the key is there.
+type Update struct {
+	Map     SetID
+	Key     Concat
+	Timeout time.Duration
+	Data    Concat
+}
+
+func (s Update) text(f Family) string {
+	return "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout) + " : " + s.Data.text(f) + " }"
+}
+
+// secondsText writes a duration of whole seconds as nft does: 3h, 1m30s, 1d.
+func secondsText(d time.Duration) string {
+	s := int64(d / time.Second)
+	var b strings.Builder
+	for _, u := range [...]struct {
+		name string
+		n    int64
+	}{{"d", 86400}, {"h", 3600}, {"m", 60}, {"s", 1}} {
+		if s >= u.n {
+			b.WriteString(strconv.FormatInt(s/u.n, 10) + u.name)
+			s %= u.n
+		}
+	}
+	return b.String()
+}
+
+// ProtocolIs matches packets of one transport protocol; nft also needs it before it accepts a port of a connection's tuple.
+type ProtocolIs struct{ Protocol Protocol }
+
+func (s ProtocolIs) text(Family) string { return "meta l4proto " + s.Protocol.String() }
+
+// FromPods matches packets that come from a pod; if Not, all others.
+type FromPods struct {
+	Pods dataplane.Pods
+	Not  bool
+}
+
+func (s FromPods) text(f Family) string {
+	op := ""
+	if s.Not {
+		op = "!= "
+	}
+	switch {
+	case s.Pods.Interface != "":
+		return `iifname ` + op + `"` + s.Pods.Interface + `"`
+	case s.Pods.InterfacePrefix != "":
+		return `iifname ` + op + `"` + s.Pods.InterfacePrefix + `*"`
+	}
+	return f.String() + " saddr " + op + s.Pods.CIDR.String()
+}
+
+// FromNode matches packets that this node itself sent: they came in by no interface; if Not, all others. In postrouting
+// the kernel tells the incoming interface since 5.7.
+type FromNode struct{ Not bool }
+
+func (s FromNode) text(Family) string {
+	if s.Not {
+		return "iif != 0"
+	}
+	return "iif 0"
+}
+
+// OffLoopback matches packets that came in by another interface than lo and bear a loopback address: martians that the
+// kernel would drop itself if its route_localnet were off.
+type OffLoopback struct {
+	// Field is SourceAddr or DestAddr.
+	Field Field
+}
+
+func (s OffLoopback) text(f Family) string {
+	return `iifname != "lo" ` + fieldText(f, s.Field, 0) + ` 127.0.0.0/8`
+}
+
+// Translated matches connections whose destination was translated.
+type Translated struct{}
+
+func (Translated) text(Family) string { return "ct status dnat" }
+
+// Counter counts the packets that get so far in the rule.
+type Counter struct{}
+
+func (Counter) text(Family) string { return "counter" }
+
+// Masquerade gives the connection the outgoing interface's address as its source, with a random port.
+type Masquerade struct{}
+
+func (Masquerade) text(Family) string { return "masquerade fully-random" }
+
+// RejectPacket answers with ICMP or ICMPv6 port unreachable, for every protocol.
+type RejectPacket struct{}
+
+func (RejectPacket) text(Family) string { return "reject" }
+
+// DropPacket drops in silence.
+type DropPacket struct{}
+
+func (DropPacket) text(Family) string { return "drop" }
+
+// Jump goes on in another chain and comes back at its end.
+type Jump struct{ Chain ChainID }
+
+func (s Jump) text(Family) string { return "jump " + s.Chain.Name() }
+
+// Goto goes on in another chain for good.
+type Goto struct{ Chain ChainID }
+
+func (s Goto) text(Family) string { return "goto " + s.Chain.Name() }
+
+// Text gives the rule as nft writes it.
+func (r Rule) Text(f Family) string {
+	parts := make([]string, len(r))
+	for i, s := range r {
+		parts[i] = s.text(f)
+	}
+	return strings.Join(parts, " ")
+}
