@@ -84,6 +84,8 @@ type Model struct {
 	tables   [len(Families)]tableModel
 	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
 	pools map[uint32]poolID
+	// minSize is the least size of a set; 0 means the default. Tests lower it, to see sets grow.
+	minSize uint32
 }
 
 type poolID struct {
@@ -139,7 +141,7 @@ func (m *Model) planner() *planner {
 
 // fill plans everything for a kernel that holds nothing, or nothing known.
 func (m *Model) fill(s *dataplane.State) *Txn {
-	*m = Model{filled: true, services: map[snapshot.Name]*service{}, pools: map[uint32]poolID{}}
+	*m = Model{filled: true, services: map[snapshot.Name]*service{}, pools: map[uint32]poolID{}, minSize: m.minSize}
 	m.emptyTables()
 	for i, f := range Families {
 		m.tables[i].structure = StructureOf(s, f)
@@ -185,7 +187,7 @@ func (p *planner) create() {
 		tm := &p.m.tables[i]
 		t := layout(f, tm.structure)
 		for n := range t.Sets {
-			t.Sets[n].Size = max(t.Sets[n].Size, sizeFor(&t.Sets[n], tm.count[t.Sets[n].ID]))
+			t.Sets[n].Size = max(t.Sets[n].Size, p.m.sizeFor(&t.Sets[n], tm.count[t.Sets[n].ID]))
 			tm.size[t.Sets[n].ID] = t.Sets[n].Size
 		}
 		p.txn.Tables[i].Create = &t
@@ -193,12 +195,17 @@ func (p *planner) create() {
 	}
 }
 
+const defaultMinSize = 1024
+
 // sizeFor gives the size of a set: room for half as much again, since a hash table does not grow. Trees have no size.
-func sizeFor(s *Set, elements int) uint32 {
+func (m *Model) sizeFor(s *Set, elements int) uint32 {
 	if s.Interval {
 		return 0
 	}
-	size := uint32(1024)
+	size := m.minSize
+	if size == 0 {
+		size = defaultMinSize
+	}
 	for int(size) < elements+elements/2 {
 		size *= 2
 	}
@@ -285,11 +292,11 @@ func (p *planner) service(name snapshot.Name, now *service) {
 	if before == nil {
 		before = &service{}
 	}
-	for _, a := range before.clusterIPs {
-		p.count(p.table(a).clusterIPs, a, -1, addrElement(ClusterIPs, a, 1))
-	}
 	for _, a := range now.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
+	}
+	for _, a := range before.clusterIPs {
+		p.count(p.table(a).clusterIPs, a, -1, addrElement(ClusterIPs, a, 1))
 	}
 	for _, old := range before.ports {
 		p.port(old, now.port(old.id))
@@ -315,8 +322,8 @@ func (s *service) port(id portID) *port {
 
 func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[familyOf(a).index()] }
 
-// count adds to the number of those who need an element, and plans it when the first comes or the last goes. One that goes
-// and comes in one transaction is planned not at all.
+// count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers let come
+// before they let go: so what stays is never planned.
 func (p *planner) count(m map[netip.Addr]int, a netip.Addr, by int, e Element) {
 	before := m[a]
 	if m[a] += by; m[a] == 0 {

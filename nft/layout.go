@@ -324,5 +324,14 @@ func (c ChainID) next() ChainID {
 	return ChainID{}
 }
 
+// Everything gives a table with a chain of every kind: what a kernel must take to be of use.
+func Everything(f Family, s Structure) Table {
+	t := layout(f, s)
+	for _, kind := range []ChainKind{Pick, OutsidePick, StickyPick, OutsideStickyPick, RememberFor} {
+		t.Chains = append(t.Chains, numbered(ChainID{kind, 1}))
+	}
+	return t
+}
+
 // SetByID gives a set of the layout, without its size.
 func SetByID(id SetID) Set { return sets()[id] }

@@ -23,11 +23,11 @@ func (p *planner) port(before, now *port) {
 	p.stickyIDs(old, want)
 	p.members(f, old, want)
 	addrs := p.m.tables[f.index()].hairpin
-	for _, a := range old.local {
-		p.count(addrs, a, -1, addrElement(Hairpin, a, 2))
-	}
 	for _, a := range want.local {
 		p.count(addrs, a, +1, addrElement(Hairpin, a, 2))
+	}
+	for _, a := range old.local {
+		p.count(addrs, a, -1, addrElement(Hairpin, a, 2))
 	}
 	p.frontends(f, old, want)
 }

@@ -98,11 +98,7 @@ func (b *Backend) refusals(refused []refusal) error {
 			errs = append(errs, fmt.Errorf("and %d more", len(refused)-i))
 			break
 		}
-		what := b.batch.describe(r.seq, r.offset)
-		if r.text != "" {
-			what += ": " + r.text
-		}
-		errs = append(errs, fmt.Errorf("nft: %s: %w", what, r.errno))
+		errs = append(errs, b.batch.refusalError(r))
 	}
 	return errors.Join(errs...)
 }

@@ -1,9 +1,12 @@
 package kernel
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -20,14 +23,19 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 	w.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 	w.end(m)
 	var out []nft.Listed
+	var ends [][]byte
 	err := c.dump(w.b, func(attrs []byte) {
 		eachAttr(attrs, func(typ uint16, list []byte) {
 			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
 				return
 			}
 			eachAttr(list, func(_ uint16, elem []byte) {
-				if l, ok := parseElement(f, set, elem); ok {
-					out = append(out, l)
+				p := parseElement(elem)
+				if p.isEnd {
+					ends = append(ends, p.key)
+				} else if e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, p.data, p.chain, p.comment); ok {
+					p.Element = e
+					out = append(out, p.Listed)
 				}
 			})
 		})
@@ -35,41 +43,62 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
 	}
+	if set == nft.ServiceCIDRs {
+		closeRanges(f, out, ends)
+	}
 	return out, nil
 }
 
-// parseElement reads one element; those that only end a range are none.
-func parseElement(f nft.Family, set nft.SetID, elem []byte) (l nft.Listed, ok bool) {
-	var key, keyEnd, data []byte
-	var chain, comment string
-	end := false
+// closeRanges gives the elements of a tree of ranges their ends: each ends before the nearest end after it, or at the last
+// address there is. The kernel lists beginnings and ends as elements of their own, in no order that says which belong together.
+func closeRanges(f nft.Family, starts []nft.Listed, ends [][]byte) {
+	slices.SortFunc(ends, bytes.Compare)
+	for i := range starts {
+		key := bytes.Clone(starts[i].Key())
+		last := bytes.Repeat([]byte{0xff}, len(key))
+		if n := slices.IndexFunc(ends, func(end []byte) bool { return bytes.Compare(end, key) > 0 }); n >= 0 {
+			end, _ := netip.AddrFromSlice(ends[n])
+			last = end.Prev().AsSlice()
+		}
+		if e, ok := nft.ElementFrom(f, nft.ServiceCIDRs, key, last, nil, "", ""); ok {
+			starts[i].Element = e
+		}
+	}
+}
+
+// parsed is an element as it is on the wire. Its slices point into the message.
+type parsed struct {
+	nft.Listed
+	key, keyEnd, data []byte
+	chain, comment    string
+	// isEnd marks the end of a range, which is no element of its own.
+	isEnd bool
+}
+
+func parseElement(elem []byte) (p parsed) {
 	eachAttr(elem, func(typ uint16, v []byte) {
 		switch typ {
 		case unix.NFTA_SET_ELEM_KEY:
-			key = dataValue(v)
+			p.key = bytes.Clone(dataValue(v))
 		case nftaSetElemKeyEnd:
-			keyEnd = dataValue(v)
+			p.keyEnd = dataValue(v)
 		case unix.NFTA_SET_ELEM_DATA:
-			data, chain = dataValue(v), verdictChain(v)
+			p.data, p.chain = dataValue(v), verdictChain(v)
 		case unix.NFTA_SET_ELEM_FLAGS:
-			end = len(v) == 4 && binary.BigEndian.Uint32(v)&intervalEnd != 0
+			p.isEnd = len(v) == 4 && binary.BigEndian.Uint32(v)&intervalEnd != 0
 		case unix.NFTA_SET_ELEM_USERDATA:
 			if len(v) > 2 && v[0] == udataComment {
-				comment = unix.ByteSliceToString(v[2:])
+				p.comment = unix.ByteSliceToString(v[2:])
 			}
 		case unix.NFTA_SET_ELEM_TIMEOUT:
-			l.Timeout = milliseconds(v)
+			p.Timeout = milliseconds(v)
 		case unix.NFTA_SET_ELEM_EXPIRATION:
-			l.Expires = milliseconds(v)
+			p.Expires = milliseconds(v)
 		case unix.NFTA_SET_ELEM_EXPR:
-			l.Counted, l.Packets, l.Bytes = counter(v)
+			p.Counted, p.Packets, p.Bytes = counter(v)
 		}
 	})
-	if end {
-		return l, false
-	}
-	l.Element, ok = nft.ElementFrom(f, set, key, keyEnd, data, chain, comment)
-	return l, ok
+	return p
 }
 
 // dataValue gives the bytes of a nested data attribute; nil if it holds a verdict.

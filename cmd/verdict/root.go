@@ -1,0 +1,72 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/nft/kernel"
+)
+
+// Exit statuses.
+const (
+	exitOK = iota
+	exitError
+	// exitUnsupported says that this host's kernel, or this process's rights, are not enough: trying again will not help.
+	exitUnsupported
+)
+
+// run does what the command line says and gives the exit status.
+func run() int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	err := newRoot().ExecuteContext(ctx)
+	var status exitStatus
+	var unsupported *kernel.Unsupported
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &status):
+		return int(status)
+	}
+	fmt.Fprintln(os.Stderr, "verdict:", err)
+	if errors.As(err, &unsupported) || errors.Is(err, kernel.ErrRights) {
+		return exitUnsupported
+	}
+	return exitError
+}
+
+// exitStatus is an error that has been shown already.
+type exitStatus int
+
+func (s exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(s)) }
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "verdict",
+		Short: "A Kubernetes Service proxy on nftables verdict maps",
+		Long: `Verdict makes Kubernetes Services real in the Linux kernel: it watches Services and EndpointSlices, from an
+API server or from manifest files, and keeps one nftables table per address family equal to them. The tables are
+called "verdict"; look at them with "nft list table ip verdict".
+
+  verdict demo                      see it work in network namespaces of its own, in under 30 seconds
+  verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no rights
+  verdict run --from dump.yaml      carry the Services of a file or directory on this node
+  verdict run --kubeconfig FILE     the same from an API server; without --kubeconfig, from inside the cluster
+  verdict cleanup                   remove everything of ours from this node
+
+A dump is what "kubectl get svc,endpointslices,nodes -A -o yaml" prints.
+
+Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough.`,
+		SilenceUsage:      true,
+		SilenceErrors:     true,
+		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
+	}
+	root.AddCommand(newRun(), newRender(), newCleanup())
+	return root
+}

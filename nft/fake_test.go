@@ -1,0 +1,155 @@
+package nft
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
+// fakeTable takes transactions as strictly as the kernel does: what is added must not be there, what is deleted must, and a
+// chain must exist while something leads to it.
+type fakeTable struct {
+	family Family
+	chains map[ChainID]string
+	sets   [NumSets]map[string]Element
+	size   [NumSets]uint32
+}
+
+func (t *fakeTable) apply(tt *TableTxn) error {
+	if tt.Create != nil {
+		*t = fakeTable{family: t.family, chains: map[ChainID]string{}}
+		for _, s := range tt.Create.Sets {
+			t.sets[s.ID], t.size[s.ID] = map[string]Element{}, s.Size
+		}
+		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add}
+	}
+	for set, elements := range tt.Del {
+		for _, e := range elements {
+			if held, ok := t.sets[set][string(e.Key())]; !ok || held.Bits != e.Bits {
+				return fmt.Errorf("delete %v: it is not there", e.describe(t.family))
+			}
+			delete(t.sets[set], string(e.Key()))
+		}
+	}
+	for _, id := range tt.DelChains {
+		delete(t.chains, id)
+	}
+	for _, c := range slices.Concat(tt.AddChains, tt.Rewrite) {
+		t.chains[c.ID] = rulesText(t.family, c.Rules)
+	}
+	for set, elements := range tt.Add {
+		for _, e := range elements {
+			if _, ok := t.sets[set][string(e.Key())]; ok {
+				return fmt.Errorf("add %v: it is there already", e.describe(t.family))
+			}
+			t.sets[set][string(e.Key())] = e
+		}
+		if n := len(t.sets[set]); t.size[set] > 0 && n > int(t.size[set]) {
+			return fmt.Errorf("%s: %d elements in a set of size %d", SetID(set), n, t.size[set])
+		}
+	}
+	return t.dangling()
+}
+
+// dangling reports what leads to a chain that is not there, and numbered chains nothing leads to.
+func (t *fakeTable) dangling() error {
+	used := map[string]bool{}
+	for set := range t.sets {
+		for _, e := range t.sets[set] {
+			if e.Chain.Kind == NoChain {
+				continue
+			}
+			if _, ok := t.chains[e.Chain]; !ok {
+				return fmt.Errorf("%v: no such chain", e.describe(t.family))
+			}
+			used[e.Chain.Name()] = true
+			used[e.Chain.next().Name()] = true
+		}
+	}
+	for id := range t.chains {
+		if id.Kind > numFixedChains && !used[id.Name()] {
+			return fmt.Errorf("chain %s: nothing leads to it", id.Name())
+		}
+	}
+	return nil
+}
+
+func (e *Element) describe(f Family) string {
+	s := SetByID(e.Set)
+	return fmt.Sprintf("%s %s { %s }", f, e.Set, e.Text(f, &s))
+}
+
+func rulesText(f Family, rules []Rule) string {
+	var lines []string
+	for _, r := range rules {
+		lines = append(lines, r.Text(f))
+	}
+	return strings.Join(lines, "\n")
+}
+
+// lines gives everything the table holds, a line each, in order. The slots of a pool are any order of its endpoints, so
+// their lines tell which slots there are and which endpoints, but not which is where.
+func (t *fakeTable) lines() []string {
+	var out []string
+	for id, text := range t.chains {
+		out = append(out, "chain "+id.Name()+"\n"+text)
+	}
+	for set := range t.sets {
+		for _, e := range t.sets[set] {
+			line := e.describe(t.family)
+			if e.Set == Endpoints || e.Set == OutsideEndpoints {
+				key, data, _ := strings.Cut(line, " : ")
+				i := strings.LastIndex(key, " . ")
+				out = append(out, "slot "+key, "endpoint "+key[:i]+" : "+data)
+				continue
+			}
+			out = append(out, line)
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// fakeKernel is both tables.
+type fakeKernel [len(Families)]fakeTable
+
+func newFakeKernel() *fakeKernel {
+	var k fakeKernel
+	for i, f := range Families {
+		k[i].family = f
+	}
+	return &k
+}
+
+func (k *fakeKernel) apply(txn *Txn) error {
+	for i := range k {
+		if err := k[i].apply(&txn.Tables[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// diff gives the lines that only one of two kernels holds.
+func (k *fakeKernel) diff(want *fakeKernel) []string {
+	count := map[string]int{}
+	for i := range k {
+		for _, l := range k[i].lines() {
+			count[l]++
+		}
+		for _, l := range want[i].lines() {
+			count[l]--
+		}
+	}
+	var out []string
+	for _, l := range slices.Sorted(maps.Keys(count)) {
+		switch n := count[l]; {
+		case n > 0:
+			out = append(out, "too much: "+l)
+		case n < 0:
+			out = append(out, "missing: "+l)
+		}
+	}
+	return out
+}

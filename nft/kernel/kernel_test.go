@@ -1,0 +1,431 @@
+package kernel
+
+import (
+	"encoding/hex"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+func TestMain(m *testing.M) { labtest.Main(m) }
+
+func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
+
+// host gives an empty network namespace with a backend in it.
+func host(t testing.TB) (*lab.Host, *Backend) {
+	t.Helper()
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	var conn *Conn
+	labtest.Check(t, h.Do(func() (err error) {
+		conn, err = Dial(0)
+		return err
+	}))
+	t.Cleanup(func() { conn.Close() })
+	return h, NewBackend(conn)
+}
+
+// nfts gives the nft programs of this machine: the system's, and others that VERDICT_NFT_DIR holds.
+func nfts(t testing.TB) []string {
+	t.Helper()
+	system, err := exec.LookPath("nft")
+	if err != nil {
+		t.Fatal("the tests of the ruleset need nft: install the package nftables, or run make test, which does")
+	}
+	list := []string{system}
+	if dir := os.Getenv("VERDICT_NFT_DIR"); dir != "" {
+		more, _ := filepath.Glob(filepath.Join(dir, "nft-*"))
+		if len(more) == 0 {
+			t.Fatalf("VERDICT_NFT_DIR=%s holds no nft-* program", dir)
+		}
+		list = append(list, more...)
+	}
+	return list
+}
+
+// loadsIPv6Affinity says whether an nft can load an update of a map whose key and data are longer than 16 bytes: 1.0.6
+// aborts on it.
+func loadsIPv6Affinity(t testing.TB, nftPath string) bool {
+	t.Helper()
+	out, err := exec.Command(nftPath, "--version").Output()
+	labtest.Check(t, err)
+	var major, minor int
+	if _, err := fmt.Sscanf(string(out), "nftables v%d.%d", &major, &minor); err != nil {
+		t.Fatalf("%s --version: %q", nftPath, out)
+	}
+	return major > 1 || minor >= 1
+}
+
+// cluster gives a snapshot with every kind of Service there is; random chooses their policies and endpoints.
+func cluster(random *rand.Rand, services int, affinity bool) *snapshot.Snapshot {
+	s := snapshot.New()
+	addrs := []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("2001:db8::1")}
+	cidrs := []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("10.97.0.0/16"),
+		netip.MustParsePrefix("fd00:96::/112")}
+	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node-1", Addresses: addrs[1:]},
+		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	for i := range services {
+		d.Merge(serviceDelta(random, i, affinity))
+	}
+	s.Apply(d)
+	return s
+}
+
+func serviceDelta(random *rand.Rand, i int, affinity bool) snapshot.Delta {
+	n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", i)}
+	yes := func() bool { return random.IntN(2) == 0 }
+	svc := &snapshot.Service{
+		Name:          n,
+		ClusterIPs:    []netip.Addr{lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[1], i+1)},
+		InternalLocal: yes(), ExternalLocal: yes(),
+		Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: 30000 + uint16(i)},
+			{Name: "b", Protocol: snapshot.UDP, Port: 53}, {Name: "c", Protocol: snapshot.SCTP, Port: 9}},
+	}
+	if affinity && yes() {
+		svc.Affinity = time.Duration(1+random.IntN(100000)) * time.Second
+	}
+	if yes() {
+		svc.LoadBalancerIPs = []netip.Addr{lab.Nth(lab.ExternalRange[0], i+1), lab.Nth(lab.ExternalRange[1], i+1)}
+		svc.SourceRanges = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/25"), netip.MustParsePrefix("0.0.0.0/1"),
+			netip.MustParsePrefix("2001:db8:1::/48")}
+	}
+	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	for part, pods := range []netip.Prefix{lab.NodePodRange[0], lab.NodePodRange[1]} {
+		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: n.Namespace, Name: fmt.Sprintf("%s-%d", n.Name, part)}, Service: n.Name,
+			Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53},
+				{Name: "c", Protocol: snapshot.SCTP, Port: 9}}}
+		for e := range random.IntN(5) {
+			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: lab.Nth(pods, 10+random.IntN(4)+4*e),
+				Node: fmt.Sprintf("node-%d", 1+random.IntN(2)), Ready: true, Serving: true})
+		}
+		d.Slices[sl.Name] = sl
+	}
+	return d
+}
+
+var configs = map[string]dataplane.Config{
+	"cluster CIDR": {NodeName: "node-1", LocalhostNodePorts: true, DetectLocal: dataplane.DetectLocal{
+		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:10:244::/48")}}},
+	"odd cluster CIDR": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
+		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/13"), netip.MustParsePrefix("fd00:10:240::/47")}}},
+	"everybody": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
+		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}}},
+	"unknown":        {NodeName: "node-1"},
+	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
+	"bridge":         {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+	"prefix":         {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"}},
+}
+
+// counters have to be passed over when two listings are compared.
+var counters = regexp.MustCompile(`counter packets \d+ bytes \d+`)
+
+func listing(t testing.TB, h *lab.Host, nftPath string) string {
+	t.Helper()
+	blocks := strings.Split(counters.ReplaceAllString(labtest.Run(t, h, "", nftPath, "list", "ruleset"), "counter"), "\n\n")
+	for i, block := range blocks {
+		if head, elements, ok := strings.Cut(block, "elements = {"); ok && strings.Contains(head, "set source-ranges") {
+			// nft lists the elements of this kind of set in the order in which they came.
+			list := strings.Split(strings.Trim(elements, "}\n\t "), ",")
+			for n := range list {
+				list[n] = strings.TrimSpace(list[n])
+			}
+			slices.Sort(list)
+			blocks[i] = head + strings.Join(list, "\n")
+		}
+	}
+	return strings.Join(blocks, "\n\n")
+}
+
+func text(t testing.TB, st *dataplane.State) string {
+	t.Helper()
+	var b strings.Builder
+	for _, l := range nft.List(st) {
+		labtest.Check(t, l.Print(&b))
+	}
+	return b.String()
+}
+
+// TestTwoWritersOneListing writes states by netlink, and loads the text of the same states with every nft at hand: each of
+// them must list both the same.
+func TestTwoWritersOneListing(t *testing.T) {
+	for name, cfg := range configs {
+		t.Run(name, func(t *testing.T) {
+			st, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, true))
+			withoutAffinity, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, false))
+			for _, nftPath := range nfts(t) {
+				loadable := withoutAffinity
+				if loadsIPv6Affinity(t, nftPath) {
+					loadable = st
+				}
+				h, b := host(t)
+				apply(t, b, st)
+				if got := listing(t, h, nftPath); !strings.Contains(got, "map services") {
+					t.Errorf("%s lists no map services:\n%s", nftPath, got)
+				}
+				apply(t, NewBackend(b.conn), loadable)
+				written := listing(t, h, nftPath)
+				labtest.Check(t, b.Remove())
+				labtest.Run(t, h, text(t, loadable), nftPath, "-f", "-")
+				if loaded := listing(t, h, nftPath); loaded != written {
+					t.Errorf("%s lists what it loaded and what we wrote differently:\n%s", nftPath, firstDifference(loaded, written))
+				}
+			}
+		})
+	}
+}
+
+func firstDifference(a, b string) string {
+	x, y := strings.Split(a, "\n"), strings.Split(b, "\n")
+	for i := range min(len(x), len(y)) {
+		if x[i] != y[i] {
+			return fmt.Sprintf("line %d:\nloaded:  %s\nwritten: %s", i+1, x[i], y[i])
+		}
+	}
+	return fmt.Sprintf("one has %d lines, the other %d", len(x), len(y))
+}
+
+func apply(t testing.TB, b *Backend, st *dataplane.State) {
+	t.Helper()
+	_, err := b.Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+}
+
+// TestSetsAreWhatNftMakes compares the kernel's sets, userdata included, with those that nft makes of our text.
+func TestSetsAreWhatNftMakes(t *testing.T) {
+	st, _ := dataplane.Compute(configs["cluster CIDR"], cluster(rand.New(rand.NewPCG(1, 1)), 3, false))
+	h, b := host(t)
+	apply(t, b, st)
+	written := setAttributes(t, b.conn)
+	labtest.Check(t, b.Remove())
+	labtest.Run(t, h, text(t, st), nfts(t)[0], "-f", "-")
+	loaded := setAttributes(t, b.conn)
+	if len(written) != len(nft.Families)*int(nft.NumSets) {
+		t.Errorf("%d sets were written; want %d", len(written), len(nft.Families)*int(nft.NumSets))
+	}
+	for name, want := range loaded {
+		if got := written[name]; got != want {
+			t.Errorf("set %s:\nwritten: %s\nby nft:  %s", name, got, want)
+		}
+	}
+}
+
+// setAttributes gives everything the kernel says about our sets, but for what it made up itself.
+func setAttributes(t *testing.T, c *Conn) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	for _, f := range nft.Families {
+		var w buffer
+		w.reset()
+		w.end(w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f))
+		labtest.Check(t, c.dump(w.b, func(attrs []byte) {
+			var name string
+			var lines []string
+			eachAttr(attrs, func(typ uint16, v []byte) {
+				const handle, id, typeName, count = 16, unix.NFTA_SET_ID, 21, 22
+				switch typ {
+				case unix.NFTA_SET_NAME:
+					name = unix.ByteSliceToString(v)
+				case handle, id, typeName, count:
+				default:
+					lines = append(lines, fmt.Sprintf("%d=%s", typ, hex.EncodeToString(v)))
+				}
+			})
+			slices.Sort(lines)
+			out[f.String()+" "+name] = strings.Join(lines, " ")
+		}))
+	}
+	return out
+}
+
+// TestChangesEndWhereTheFullStateDoes walks through random changes in a real kernel; after each, what the kernel lists is
+// what the state asks for.
+func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
+	random := rand.New(rand.NewPCG(3, 9))
+	_, b := host(t)
+	planner, snap := dataplane.NewPlanner(configs["cluster CIDR"]), cluster(random, 6, true)
+	change, _ := planner.Apply(snap, snapshot.Change{})
+	for step := range 150 {
+		if _, err := b.Apply(planner.State(), change); err != nil {
+			t.Fatalf("step %d: %v", step, err)
+		}
+		if got, want := held(t, b), wanted(planner.State()); got != want {
+			t.Fatalf("step %d: %s", step, firstDifference(got, want))
+		}
+		delta := serviceDelta(random, random.IntN(8), true)
+		if random.IntN(5) == 0 {
+			for n := range delta.Services {
+				delta.Services[n] = nil
+			}
+		}
+		change, _ = planner.Apply(snap, snap.Apply(delta))
+	}
+}
+
+// held gives what the kernel holds, a line for each element. Slots may be in any order, so that their lines are two: which
+// slots there are, and which endpoints.
+func held(t *testing.T, b *Backend) string {
+	t.Helper()
+	l, err := b.List()
+	labtest.Check(t, err)
+	return lines(l[:])
+}
+
+func wanted(st *dataplane.State) string {
+	l := nft.List(st)
+	return lines(l[:])
+}
+
+func lines(tables []nft.Listing) string {
+	var out []string
+	for _, l := range tables {
+		for _, c := range l.Table.Chains {
+			out = append(out, fmt.Sprintf("%s chain %s", l.Table.Family, c.ID.Name()))
+		}
+		for i := range l.Table.Sets {
+			set := &l.Table.Sets[i]
+			for _, e := range l.Elements[set.ID] {
+				line := fmt.Sprintf("%s %s %s", l.Table.Family, set.Name(), e.Element.Text(l.Table.Family, set))
+				if key, data, ok := strings.Cut(line, " : "); ok && set.Key[len(set.Key)-1] == nft.RandomSlot {
+					i := strings.LastIndex(key, " . ")
+					out = append(out, key, key[:i]+" : "+data)
+					continue
+				}
+				out = append(out, line)
+			}
+		}
+	}
+	slices.Sort(out)
+	return strings.Join(out, "\n")
+}
+
+// TestRefusalNamesTheObject gives the kernel elements it must refuse.
+func TestRefusalNamesTheObject(t *testing.T) {
+	st, _ := dataplane.Compute(configs["unknown"], cluster(rand.New(rand.NewPCG(1, 1)), 3, false))
+	_, b := host(t)
+	apply(t, b, st)
+	var m nft.Model
+	txn := m.Plan(st, dataplane.Change{})
+	services := txn.Tables[0].Add[nft.Services]
+	txn.Tables[0].Create = nil
+	txn.Tables[0].AddChains = nil
+	txn.Tables[1] = nft.TableTxn{}
+	for set := range txn.Tables[0].Add {
+		txn.Tables[0].Add[set] = nil
+	}
+	// The last of three is there already and leads somewhere else; the other two are there as they are, which is no error.
+	services[2].Chain = nft.ChainID{Kind: nft.NoLocalEndpoints}
+	txn.Tables[0].Add[nft.Services] = services[:3]
+	err := b.commit(b.batch.encode(txn))
+	set := nft.SetByID(nft.Services)
+	want := "nft: ip verdict: add element services { " + services[2].Text(nft.IPv4, &set) + " }: file exists"
+	if err == nil || err.Error() != want {
+		t.Errorf("got  %v\nwant %s", err, want)
+	}
+}
+
+// TestRemove deletes what is ours, twice, and leaves others alone.
+func TestRemove(t *testing.T) {
+	h, b := host(t)
+	foreign := "table ip kube-proxy {\n\tchain services {\n\t\taccept\n\t}\n}\n"
+	labtest.Run(t, h, foreign, "nft", "-f", "-")
+	st, _ := dataplane.Compute(configs["unknown"], cluster(rand.New(rand.NewPCG(1, 1)), 3, true))
+	apply(t, b, st)
+	for range 2 {
+		labtest.Check(t, b.Remove())
+		if got := listing(t, h, "nft"); got != foreign {
+			t.Fatalf("left behind:\n%s", got)
+		}
+	}
+}
+
+// TestForgetAffinity takes one endpoint away from a sticky Service: the entries of its clients go, the others' stay.
+func TestForgetAffinity(t *testing.T) {
+	h, b := host(t)
+	sticky := func(endpoints ...string) *dataplane.State {
+		s := snapshot.New()
+		n := snapshot.Name{Namespace: "default", Name: "web"}
+		slice := &snapshot.Slice{Name: n, Service: "web", Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+		for _, e := range endpoints {
+			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(e), Ready: true, Serving: true})
+		}
+		s.Apply(snapshot.Delta{
+			Services: map[snapshot.Name]*snapshot.Service{n: {Name: n, Affinity: time.Hour, ClusterIPs: []netip.Addr{addr("10.96.0.1")},
+				Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80}}}},
+			Slices: map[snapshot.Name]*snapshot.Slice{n: slice}})
+		st, _ := dataplane.Compute(configs["unknown"], s)
+		return st
+	}
+	apply(t, b, sticky("10.244.1.1", "10.244.1.2"))
+	l, err := b.List()
+	labtest.Check(t, err)
+	set := nft.SetByID(nft.Sticky)
+	_, id, _ := strings.Cut(l[0].Elements[nft.Sticky][0].Element.Text(nft.IPv4, &set), " : ")
+	var entries []string
+	for i := 1; i <= 200; i++ {
+		entries = append(entries, fmt.Sprintf("198.51.100.%d . %s timeout 1h : 10.244.1.%d . 8080", i, id, 1+i%2))
+	}
+	labtest.Run(t, h, "add element ip verdict affinity { "+strings.Join(entries, ", ")+" }", "nft", "-f", "-")
+	_, err = b.Apply(sticky("10.244.1.1"), dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
+	labtest.Check(t, err)
+	left, err := b.conn.Elements(nft.IPv4, nft.Affinity)
+	labtest.Check(t, err)
+	if len(left) != 100 {
+		t.Errorf("%d entries are left; want 100", len(left))
+	}
+	for _, e := range left {
+		if _, ep := e.AffinityOf(nft.IPv4); ep != netip.MustParseAddrPort("10.244.1.1:8080") {
+			t.Errorf("an entry still leads to %v", ep)
+		}
+	}
+}
+
+// TestProbe says that the probe passes here and leaves nothing, and what it says of kernels that lack something.
+func TestProbe(t *testing.T) {
+	h, b := host(t)
+	labtest.Check(t, b.conn.Probe())
+	if got := listing(t, h, "nft"); got != "" {
+		t.Fatalf("the probe left:\n%s", got)
+	}
+	for _, c := range []struct {
+		refuse  string
+		release string
+		want    string
+	}{
+		{"ip verdict: add rule pick-1 ", "6.1.0", "numgen (Linux 4.9, CONFIG_NFT_NUMGEN)"},
+		{"ip verdict: add rule no-endpoints ", "5.8.0", "reject in nat chains at prerouting (Linux 5.9, CONFIG_NFT_REJECT)"},
+		{"ip verdict: add set source-ranges", "6.1.0", "ranges inside concatenated keys (Linux 5.6)"},
+		{"ip verdict: add chain prerouting", "4.9.0", "nat chains in nf_tables (Linux 4.18, CONFIG_NF_NAT)"},
+		{"", "5.4.0-generic", "counters in elements of maps (Linux 5.7; this is 5.4.0-generic)"},
+	} {
+		var p batch
+		p.reset()
+		p.table(nft.IPv4, probeTable(nft.IPv4))
+		var refused []refusal
+		for _, n := range p.notes {
+			what := p.describe(n.seq, 0)
+			if c.refuse != "" && strings.HasPrefix(what, c.refuse) ||
+				strings.HasPrefix(c.refuse, "ip verdict: add chain") && strings.Contains(what, "add rule prerouting ") {
+				refused = append(refused, refusal{seq: n.seq, errno: unix.ENOENT})
+			}
+		}
+		err := p.judge(refused, c.release)
+		if unsupported, ok := err.(*Unsupported); !ok || len(unsupported.Missing) == 0 || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("refused %q: got %v; want %s", c.refuse, err, c.want)
+		}
+	}
+}

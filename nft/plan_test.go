@@ -1,0 +1,287 @@
+package nft
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
+
+func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+
+var testConfig = dataplane.Config{
+	NodeName:           "node-1",
+	LocalhostNodePorts: true,
+	DetectLocal:        dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"), prefix("fd00:244::/32")}},
+}
+
+// world gives the deltas of a random cluster that keeps changing.
+type world struct{ r *rand.Rand }
+
+func (w world) yes() bool { return w.r.IntN(2) == 0 }
+
+func (w world) host() snapshot.Delta {
+	addrs := []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("2001:db8::1")}
+	if w.yes() {
+		addrs = append(addrs, addr("2001:db8::2"))
+	}
+	cidrs := []netip.Prefix{prefix("10.96.0.0/16")}
+	if w.yes() {
+		cidrs = append(cidrs, prefix("10.97.0.0/16"), prefix("fd00:96::/112"))
+	}
+	node := snapshot.Node{Name: "node-1", Addresses: addrs[1:]}
+	return snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &node}
+}
+
+func (w world) service(i int) *snapshot.Service {
+	n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", i)}
+	s := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{addr(fmt.Sprintf("10.96.0.%d", i+1))}}
+	if w.yes() {
+		s.ClusterIPs = append(s.ClusterIPs, addr(fmt.Sprintf("fd00:96::%d", i+1)))
+	}
+	s.InternalLocal, s.ExternalLocal = w.yes(), w.yes()
+	if w.yes() {
+		s.Affinity = time.Duration(1+w.r.IntN(2)) * time.Hour
+	}
+	if w.yes() {
+		s.LoadBalancerIPs = []netip.Addr{addr(fmt.Sprintf("203.0.113.%d", w.r.IntN(4))), addr("2001:db8:1::1")}
+		for range w.r.IntN(4) {
+			s.SourceRanges = append(s.SourceRanges, netip.PrefixFrom(addr("198.51.100.0"), 24+w.r.IntN(8)).Masked())
+		}
+	}
+	ports := []snapshot.Port{
+		{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: 30000 + uint16(w.r.IntN(3))},
+		{Name: "b", Protocol: snapshot.UDP, Port: 53},
+		{Name: "c", Protocol: snapshot.SCTP, Port: 80, NodePort: 30000},
+	}
+	s.Ports = ports[:1+w.r.IntN(3)]
+	return s
+}
+
+func (w world) slice(i, part int) *snapshot.Slice {
+	s := &snapshot.Slice{
+		Name:    snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d-%d", i, part)},
+		Service: fmt.Sprintf("s%d", i),
+		Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53},
+			{Name: "c", Protocol: snapshot.SCTP, Port: 9}},
+	}
+	format := []string{"10.244.1.%d", "fd00:244::%x"}[part]
+	for n := range w.r.IntN(6) {
+		if w.yes() {
+			continue
+		}
+		e := snapshot.Endpoint{Addr: addr(fmt.Sprintf(format, n+1)), Ready: w.yes(), Node: fmt.Sprintf("node-%d", 1+w.r.IntN(2))}
+		e.Serving, e.Terminating = e.Ready || w.yes(), !e.Ready && w.yes()
+		s.Endpoints = append(s.Endpoints, e)
+	}
+	return s
+}
+
+func (w world) step() snapshot.Delta {
+	var d snapshot.Delta
+	for range 1 + w.r.IntN(3) {
+		i := w.r.IntN(4)
+		switch w.r.IntN(8) {
+		case 0:
+			d.Merge(w.host())
+		case 1:
+			d.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{w.service(i).Name: nil}})
+		case 2, 3:
+			s := w.service(i)
+			d.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s}})
+		default:
+			s := w.slice(i, w.r.IntN(2))
+			d.Merge(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{s.Name: s}})
+		}
+	}
+	return d
+}
+
+// FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel with
+// what one transaction for the last state alone would leave; and that each is one the kernel takes.
+func FuzzPlanEqualsFull(f *testing.F) {
+	for seed := range uint64(40) {
+		f.Add(seed, uint8(30), uint8(seed))
+	}
+	f.Fuzz(func(t *testing.T, seed uint64, steps, minSize uint8) {
+		w := world{rand.New(rand.NewPCG(seed, 1))}
+		snap, planner := snapshot.New(), dataplane.NewPlanner(testConfig)
+		model := Model{minSize: uint32(minSize)}
+		kernel := newFakeKernel()
+		delta := w.host()
+		for step := range int(steps) {
+			change, _ := planner.Apply(snap, snap.Apply(delta))
+			txn := model.Plan(planner.State(), change)
+			if err := kernel.apply(txn); err != nil {
+				t.Fatalf("step %d: %v", step, err)
+			}
+			var fresh Model
+			want := newFakeKernel()
+			if err := want.apply(fresh.Plan(planner.State(), dataplane.Change{})); err != nil {
+				t.Fatalf("step %d: full: %v", step, err)
+			}
+			if d := kernel.diff(want); d != nil {
+				t.Fatalf("step %d:\n%s", step, strings.Join(d, "\n"))
+			}
+			delta = w.step()
+		}
+	})
+}
+
+// stateOf gives the state of one Service with endpoints on the given last bytes of 10.244.1.0.
+func stateOf(s *snapshot.Service, endpoints ...int) *dataplane.State {
+	snap := snapshot.New()
+	slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name, Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+	for _, n := range endpoints {
+		slice.Endpoints = append(slice.Endpoints,
+			snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n)), Ready: true, Serving: true})
+	}
+	snap.Apply(snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+		Slices:   map[snapshot.Name]*snapshot.Slice{slice.Name: slice},
+	})
+	st, _ := dataplane.Compute(testConfig, snap)
+	return st
+}
+
+func webService() *snapshot.Service {
+	return &snapshot.Service{
+		Name:       snapshot.Name{Namespace: "default", Name: "web"},
+		ClusterIPs: []netip.Addr{addr("10.96.0.1")},
+		Ports:      []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80}},
+	}
+}
+
+// TestOneEndpointIsOneSlot counts what one changed endpoint costs, whatever the size of the pool.
+func TestOneEndpointIsOneSlot(t *testing.T) {
+	many := func(n int) []int {
+		list := make([]int, n)
+		for i := range list {
+			list[i] = i + 1
+		}
+		return list
+	}
+	without := func(n, gone int) []int { return slices.DeleteFunc(many(n), func(i int) bool { return i == gone }) }
+	for _, c := range []struct {
+		name                     string
+		before, after            []int
+		added, replaced, removed int
+	}{
+		{"one more", many(100), many(101), 1, 1, 0},
+		{"the first gone", many(100), without(100, 1), 0, 2, 1},
+		{"the last gone", many(100), without(100, 100), 0, 1, 1},
+		{"one for another", many(100), append(without(100, 7), 200), 0, 1, 0},
+		{"nothing", many(100), many(100), 0, 0, 0},
+		{"the first comes", nil, many(1), 1, 1, 0},
+		{"the last goes", many(1), nil, 0, 1, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var m Model
+			m.Plan(stateOf(webService(), c.before...), dataplane.Change{})
+			txn := m.Plan(stateOf(webService(), c.after...), dataplane.Change{Services: []snapshot.Name{webService().Name}})
+			added, replaced, removed := txn.Counts()
+			if added != c.added || replaced != c.replaced || removed != c.removed {
+				t.Errorf("added %d, replaced %d, removed %d; want %d, %d, %d", added, replaced, removed, c.added, c.replaced, c.removed)
+			}
+		})
+	}
+}
+
+// TestForgetOnlyTheGone says whose affinity entries go when a sticky Service loses an endpoint, and when it stops being sticky.
+func TestForgetOnlyTheGone(t *testing.T) {
+	sticky := webService()
+	sticky.Affinity = time.Hour
+	change := dataplane.Change{Services: []snapshot.Name{sticky.Name}}
+	var m Model
+	m.Plan(stateOf(sticky, 1, 2, 3), dataplane.Change{})
+	txn := m.Plan(stateOf(sticky, 1, 3), change)
+	want := netip.MustParseAddrPort("10.244.1.2:8080")
+	if len(txn.Forget) != 1 || txn.Forget[0].Endpoint != want || txn.Forget[0].ID == 0 {
+		t.Fatalf("forget %v; want only %v", txn.Forget, want)
+	}
+	id := txn.Forget[0].ID
+	txn = m.Plan(stateOf(webService(), 1, 3), change)
+	if len(txn.Forget) != 1 || txn.Forget[0] != (Forget{Family: IPv4, ID: id}) {
+		t.Fatalf("forget %v; want the whole pool %x", txn.Forget, id)
+	}
+	if len(m.pools) != 0 {
+		t.Fatalf("pool ids %v are still taken", m.pools)
+	}
+}
+
+// TestSetsGrow lets a Service outgrow the size its set was made with: everything is written anew, and nothing is lost.
+func TestSetsGrow(t *testing.T) {
+	big := webService()
+	for p := uint16(1000); p < 1600; p++ {
+		big.Ports = append(big.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: p})
+	}
+	var m Model
+	kernel := newFakeKernel()
+	check := func(s *snapshot.Service) *Txn {
+		t.Helper()
+		txn := m.Plan(stateOf(s, 1), dataplane.Change{Services: []snapshot.Name{s.Name}})
+		if err := kernel.apply(txn); err != nil {
+			t.Fatal(err)
+		}
+		return txn
+	}
+	check(webService())
+	if txn := check(big); txn.Tables[0].Create != nil {
+		t.Fatal("600 elements do not fit into a set of size 1024")
+	}
+	for p := uint16(2000); p < 3000; p++ {
+		big.Ports = append(big.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: p})
+	}
+	if txn := check(big); txn.Tables[0].Create == nil {
+		t.Fatal("1600 elements were put into a set of size 1024")
+	}
+	if got := len(kernel[0].sets[Services]); got != 1601 {
+		t.Fatalf("%d frontends; want 1601", got)
+	}
+}
+
+// TestLongNames says that a name longer than the kernel's limit for comments is cut, not refused.
+func TestLongNames(t *testing.T) {
+	s := webService()
+	s.Name = snapshot.Name{Namespace: strings.Repeat("n", 63), Name: strings.Repeat("s", 63)}
+	l := List(stateOf(s))
+	for _, e := range l[0].Elements[Services] {
+		if len(e.Comment) != maxComment-1 || !strings.HasPrefix(s.Name.String()+":a", e.Comment) {
+			t.Errorf("comment %q of %d bytes", e.Comment, len(e.Comment))
+		}
+	}
+}
+
+// TestStructureIsConstant says that the number of lines that are no elements does not follow the number of Services.
+func TestStructureIsConstant(t *testing.T) {
+	structure := func(services int) int {
+		snap := snapshot.New()
+		for i := range services {
+			s := webService()
+			s.Name.Name = fmt.Sprintf("web-%d", i)
+			s.ClusterIPs = []netip.Addr{netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})}
+			slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name,
+				Ports:     []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}},
+				Endpoints: []snapshot.Endpoint{{Addr: addr("10.244.1.1"), Ready: true, Serving: true}}}
+			snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+				Slices: map[snapshot.Name]*snapshot.Slice{s.Name: slice}})
+		}
+		st, _ := dataplane.Compute(testConfig, snap)
+		n := 0
+		for _, l := range List(st) {
+			n += len(l.Table.Sets) + len(l.Table.Chains)
+		}
+		return n
+	}
+	if a, b := structure(3), structure(3000); a != b {
+		t.Errorf("%d sets, maps and chains for 3 Services, %d for 3000", a, b)
+	}
+}
