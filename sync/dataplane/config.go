@@ -10,10 +10,10 @@ type Config struct {
 	DetectLocal DetectLocal
 	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
-	// NodePortAddresses are the ranges whose addresses on this host answer on node ports. Nil means the node's primary
-	// addresses: those of the Node object.
+	// NodePortAddresses are the ranges whose addresses on this host answer on node ports; a family without a range has no node
+	// ports. Empty means the node's primary addresses: the Node object's first of each family that is on this host.
 	NodePortAddresses []netip.Prefix
-	// LocalhostNodePorts makes IPv4 node ports answer on 127.0.0.1 too: with NodePortAddresses nil, or when they hold it.
+	// LocalhostNodePorts makes IPv4 node ports answer on 127.0.0.1 too: with NodePortAddresses empty, or when they hold it.
 	LocalhostNodePorts bool
 }
 

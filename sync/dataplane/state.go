@@ -12,7 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// State is the answer for every packet: the one value all backends are told. Services are immutable once in the map.
+// State is the answer for every packet: the one value all backends are told. Services are immutable once in the map. No two
+// frontends in a State have the same Key.
 type State struct {
 	// Services holds every Service that has at least one frontend.
 	Services map[snapshot.Name]*Service
@@ -22,7 +23,8 @@ type State struct {
 	MasqueradeAll bool
 	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, nil means none is known.
 	ServiceCIDRs []netip.Prefix
-	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback range.
+	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback
+	// range.
 	LocalhostNodePorts bool
 }
 
@@ -41,7 +43,8 @@ type ServicePort struct {
 	// Affinity makes a client, told apart by its address, stay with its endpoint over all frontends of the port for this
 	// long after its last connection; whole seconds, 0 means no affinity.
 	Affinity time.Duration
-	// Cluster and Local are the pools the routes name. Either may be empty.
+	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. They are
+	// the same Pool where they have the same endpoints.
 	Cluster, Local *Pool
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
@@ -146,7 +149,8 @@ var fromNames = [...]string{"anyone", "pod", "node"}
 
 func (f From) String() string { return fromNames[f] }
 
-// Pool is a set of endpoints of which one answers a connection, each with the same chance.
+// Pool is a set of endpoints of which one answers a connection, each with the same chance. Pools are immutable, and those
+// without endpoints are shared by many Services.
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint

@@ -38,7 +38,8 @@ func (q *Queue) Synced() {
 // Wake gives a channel that receives whenever Take is worth calling.
 func (q *Queue) Wake() <-chan struct{} { return q.wake }
 
-// Take gives what was gathered since the last call. Until every source is synced it gives ready == false and keeps what it has.
+// Take gives what was gathered since the last call, which may be nothing: an empty cluster is an answer too. Until every
+// source is synced it gives ready == false and keeps what it has.
 func (q *Queue) Take() (d Delta, ready bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

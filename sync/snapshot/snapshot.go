@@ -3,10 +3,14 @@
 //
 // Objects are values that nobody changes once they are handed over: an update replaces the whole object. A Snapshot is
 // moved forward by a Delta, which names only the objects that differ, so that the cost of an update follows its size.
+//
+// Addresses are plain: IPv4 ones are never written as IPv6 (::ffff:10.0.0.1), and none has a zone. Whoever reads them in
+// unmaps them.
 package snapshot
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -131,7 +135,8 @@ type Snapshot struct {
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
 	ServiceCIDRs []netip.Prefix
-	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included.
+	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included; nil means
+	// unknown. Addresses that a backend of ours binds, as IPVS needs it, are not among them.
 	HostAddrs []netip.Addr
 
 	sliceService map[Name]Name
@@ -196,17 +201,19 @@ type Change struct {
 	All bool
 }
 
-// Apply moves the snapshot forward by one delta and says which Services that may concern. A delta that names objects the
-// snapshot does not hold as gone is no error.
+// Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the snapshot
+// does not hold is no error and concerns nobody.
 func (s *Snapshot) Apply(d Delta) Change {
 	touched := make(map[Name]struct{}, len(d.Services)+len(d.Slices))
 	for n, svc := range d.Services {
-		touched[n] = struct{}{}
-		if svc == nil {
+		if svc != nil {
+			s.Services[n] = svc
+		} else if _, held := s.Services[n]; held {
 			delete(s.Services, n)
 		} else {
-			s.Services[n] = svc
+			continue
 		}
+		touched[n] = struct{}{}
 	}
 	for n, sl := range d.Slices {
 		s.applySlice(n, sl, touched)
@@ -221,34 +228,43 @@ func (s *Snapshot) Apply(d Delta) Change {
 	if d.HostAddrs != nil && !slices.Equal(*d.HostAddrs, s.HostAddrs) {
 		s.HostAddrs, c.All = *d.HostAddrs, true
 	}
-	c.Services = make([]Name, 0, len(touched))
-	for n := range touched {
-		c.Services = append(c.Services, n)
+	if len(touched) > 0 {
+		c.Services = slices.AppendSeq(make([]Name, 0, len(touched)), maps.Keys(touched))
+		slices.SortFunc(c.Services, Name.Compare)
 	}
-	slices.SortFunc(c.Services, Name.Compare)
 	return c
 }
 
 // applySlice files one slice under its Service. A slice may change the Service it belongs to: both are touched.
 func (s *Snapshot) applySlice(n Name, sl *Slice, touched map[Name]struct{}) {
-	if before, ok := s.sliceService[n]; ok {
+	before, held := s.sliceService[n]
+	if held {
 		touched[before] = struct{}{}
-		delete(s.Slices[before], n.Name)
-		if len(s.Slices[before]) == 0 {
-			delete(s.Slices, before)
-		}
-		delete(s.sliceService, n)
 	}
 	if sl == nil {
+		if held {
+			s.dropSlice(n, before)
+		}
 		return
 	}
 	owner := Name{Namespace: n.Namespace, Name: sl.Service}
+	if held && before != owner {
+		s.dropSlice(n, before)
+	}
 	touched[owner] = struct{}{}
 	if s.Slices[owner] == nil {
 		s.Slices[owner] = make(map[string]*Slice, 1)
 	}
 	s.Slices[owner][n.Name] = sl
 	s.sliceService[n] = owner
+}
+
+func (s *Snapshot) dropSlice(n, owner Name) {
+	delete(s.sliceService, n)
+	delete(s.Slices[owner], n.Name)
+	if len(s.Slices[owner]) == 0 {
+		delete(s.Slices, owner)
+	}
 }
 
 func (n Node) equal(o Node) bool {

@@ -1,0 +1,294 @@
+package lab
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Outcome is how an attempt to reach somebody ended.
+type Outcome uint8
+
+// The outcomes.
+const (
+	// Failed means that it could not be tried, or that whoever answered was no Server; see Result.Err.
+	Failed Outcome = iota
+	// Answered means that a Server answered.
+	Answered
+	// Refused means that the client was told at once: an RST, an SCTP ABORT, or any ICMP error.
+	Refused
+	// TimedOut means silence.
+	TimedOut
+)
+
+// String gives "failed", "answered", "refused" or "timed out".
+func (o Outcome) String() string {
+	return [...]string{"failed", "answered", "refused", "timed out"}[o]
+}
+
+// Result is what a client learned.
+type Result struct {
+	Outcome Outcome
+	// Endpoint is the name of the host that answered; it and the next two are only set if one did.
+	Endpoint string
+	// Source is the client as the endpoint saw it: after SNAT.
+	Source netip.AddrPort
+	// Destination is what the endpoint was reached at: after DNAT.
+	Destination netip.AddrPort
+	// Latency is the time from the first packet to the outcome.
+	Latency time.Duration
+	// Err is what the kernel said, nil if an endpoint answered.
+	Err error
+}
+
+// String is for messages: "answered by pod-1 at 10.244.1.10:80, which saw 10.244.1.11:40000", "refused: ...".
+func (r Result) String() string {
+	if r.Outcome == Answered {
+		return fmt.Sprintf("answered by %s at %s, which saw %s", r.Endpoint, r.Destination, r.Source)
+	}
+	return fmt.Sprintf("%s: %v", r.Outcome, r.Err)
+}
+
+// Options say how a client dials. The zero value is fine.
+type Options struct {
+	// Timeout is how long to wait for the endpoint's first words; 0 means one second.
+	Timeout time.Duration
+	// From is the client's own address and port. A zero port or an invalid address leaves the choice to the kernel.
+	From netip.AddrPort
+}
+
+func (o Options) timeout() time.Duration {
+	if o.Timeout == 0 {
+		return time.Second
+	}
+	return o.Timeout
+}
+
+// Dial tries once to reach a Server from the host, and leaves no connection behind: TCP is closed by RST, so that a test may
+// dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is sent
+// just once. Any number of goroutines may dial at the same time.
+func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
+	if p == snapshot.SCTP {
+		return h.dialSCTP(unmap(to), o)
+	}
+	c, r := h.Open(p, to, o)
+	if c != nil {
+		c.abort()
+	}
+	return r
+}
+
+// Conn is a TCP connection, or a UDP flow, that is kept. Its methods are for one goroutine at a time.
+type Conn struct {
+	host     *Host
+	conn     net.Conn
+	lines    *bufio.Reader // of TCP
+	greeting Result
+	pings    int
+	closed   sync.Once
+}
+
+// Open dials like Dial and keeps the connection: TCP or UDP. Conn is nil unless the outcome is Answered. It is closed with
+// the host at the latest.
+func (h *Host) Open(p snapshot.Protocol, to netip.AddrPort, o Options) (*Conn, Result) {
+	start := time.Now()
+	c, r := h.openConn(p, to, o, start.Add(o.timeout()))
+	r.Latency = time.Since(start)
+	return c, r
+}
+
+func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadline time.Time) (*Conn, Result) {
+	kind := unix.SOCK_STREAM
+	switch p {
+	case snapshot.TCP:
+	case snapshot.UDP:
+		kind = unix.SOCK_DGRAM
+	default:
+		return nil, Result{Err: fmt.Errorf("lab: can't keep a %s connection", p)}
+	}
+	ctx, cancel := context.WithDeadlineCause(context.Background(), deadline, os.ErrDeadlineExceeded)
+	defer cancel()
+	conn, err := h.connect(ctx, kind, o.From, to)
+	if err != nil {
+		return nil, failure(fmt.Errorf("%s to %s: %w", p, to, err))
+	}
+	c := &Conn{host: h, conn: conn}
+	if p == snapshot.TCP {
+		c.lines = bufio.NewReader(conn)
+	}
+	r := c.greet(deadline)
+	if r.Outcome != Answered {
+		c.abort()
+		return nil, r
+	}
+	c.greeting = r
+	if !h.open.add(aborter{c}) {
+		c.abort()
+		return nil, failure(ErrClosed)
+	}
+	return c, r
+}
+
+// greet waits for the first words of an endpoint. TCP servers speak first, UDP must be asked.
+func (c *Conn) greet(deadline time.Time) Result {
+	if c.lines == nil {
+		return c.ask(deadline)
+	}
+	if err := c.conn.SetDeadline(deadline); err != nil {
+		return failure(err)
+	}
+	line, err := c.lines.ReadString('\n')
+	if err != nil {
+		return failure(err)
+	}
+	return parseGreeting(line)
+}
+
+// Ping asks the endpoint at the other end for a sign of life and waits for it that long; 0 means one second. For TCP it is
+// the endpoint of the greeting that answers, or nobody. For UDP it is whoever gets the datagram now.
+func (c *Conn) Ping(timeout time.Duration) Result {
+	start := time.Now()
+	deadline := start.Add(Options{Timeout: timeout}.timeout())
+	r := c.greeting
+	if c.lines == nil {
+		r = c.ask(deadline)
+	} else if err := c.echo(deadline); err != nil {
+		r = failure(err)
+	}
+	r.Latency = time.Since(start)
+	return r
+}
+
+// ask sends a datagram and waits for the answer to just that one.
+func (c *Conn) ask(deadline time.Time) Result {
+	c.pings++
+	question := fmt.Sprintf("ping %d", c.pings)
+	if err := c.conn.SetDeadline(deadline); err != nil {
+		return failure(err)
+	}
+	// A packet that a firewall of this very host rejects or drops gives EPERM here. Whether the client is told of it, by
+	// ICMP, or waits in vain shows in reading.
+	if _, err := c.conn.Write([]byte(question)); err != nil && !errors.Is(err, unix.EPERM) {
+		return failure(err)
+	}
+	buf := make([]byte, 512)
+	for {
+		n, err := c.conn.Read(buf)
+		if err != nil {
+			return failure(err)
+		}
+		if greeting, echoed, _ := strings.Cut(string(buf[:n]), "\n"); echoed == question {
+			return parseGreeting(greeting)
+		}
+	}
+}
+
+// echo sends a line over TCP and waits for it to come back.
+func (c *Conn) echo(deadline time.Time) error {
+	c.pings++
+	question := fmt.Sprintf("ping %d\n", c.pings)
+	if err := c.conn.SetDeadline(deadline); err != nil {
+		return err
+	}
+	if _, err := c.conn.Write([]byte(question)); err != nil {
+		return err
+	}
+	for {
+		line, err := c.lines.ReadString('\n')
+		if err != nil || line == question {
+			return err
+		}
+	}
+}
+
+// Local gives the client's own address and port, before any translation.
+func (c *Conn) Local() netip.AddrPort { return addrPort(c.conn.LocalAddr()) }
+
+// Close ends the connection in the ordinary way.
+func (c *Conn) Close() error {
+	var err error
+	c.closed.Do(func() {
+		c.host.open.remove(aborter{c})
+		err = c.conn.Close()
+	})
+	return err
+}
+
+// abort ends the connection by RST.
+func (c *Conn) abort() error {
+	if tcp, ok := c.conn.(*net.TCPConn); ok {
+		_ = tcp.SetLinger(0)
+	}
+	return c.Close()
+}
+
+// aborter closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would hold
+// its namespace for minutes.
+type aborter struct{ *Conn }
+
+func (a aborter) Close() error { return a.abort() }
+
+// failure turns an error into a Result without an answer.
+func failure(err error) Result {
+	r := Result{Err: err}
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.ETIMEDOUT):
+		r.Outcome = TimedOut
+	case errors.Is(err, io.EOF):
+		r.Outcome = Refused
+	default:
+		for _, errno := range refusals {
+			if errors.Is(err, errno) {
+				r.Outcome = Refused
+			}
+		}
+	}
+	return r
+}
+
+// refusals are the errors that an RST or an ICMP message of any kind becomes.
+var refusals = []unix.Errno{
+	unix.ECONNREFUSED, unix.ECONNRESET, unix.EPIPE,
+	unix.EHOSTUNREACH, unix.ENETUNREACH, unix.EHOSTDOWN, unix.ENONET,
+	unix.ENOPROTOOPT, // IPv4 protocol unreachable
+	unix.EPROTO,      // IPv6 unknown next header, parameter problem
+	unix.EACCES,      // IPv6 administratively prohibited
+}
+
+// greeting is what a server says first.
+func greeting(name string, source, destination netip.AddrPort) string {
+	return fmt.Sprintf("%s %s %s", name, unmap(source), unmap(destination))
+}
+
+func parseGreeting(s string) Result {
+	fields := strings.Fields(s)
+	if len(fields) != 3 {
+		return Result{Err: fmt.Errorf("lab: unknown greeting %q", s)}
+	}
+	source, err1 := netip.ParseAddrPort(fields[1])
+	destination, err2 := netip.ParseAddrPort(fields[2])
+	if err := errors.Join(err1, err2); err != nil {
+		return Result{Err: fmt.Errorf("lab: unknown greeting %q: %w", s, err)}
+	}
+	return Result{Outcome: Answered, Endpoint: fields[0], Source: source, Destination: destination}
+}
+
+// addrPort gives the address of a TCP or UDP connection.
+func addrPort(a net.Addr) netip.AddrPort {
+	if a, ok := a.(interface{ AddrPort() netip.AddrPort }); ok {
+		return unmap(a.AddrPort())
+	}
+	return netip.AddrPort{}
+}

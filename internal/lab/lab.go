@@ -1,0 +1,125 @@
+// Package lab builds test hosts: network namespaces of our own, joined by veth links, with servers and clients in them that
+// tell who answered whom. Nothing on the machine itself changes, no external tool is needed, and Close leaves nothing behind.
+//
+// It works as root and, after Enter, for an unprivileged user in a user namespace. Every piece of work inside a namespace
+// runs on an operating system thread that was moved there and is thrown away afterwards; a socket made there stays there
+// and may be used from any goroutine.
+package lab
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+)
+
+// ErrClosed is what a closed Net or Host answers with.
+var ErrClosed = errors.New("lab: closed")
+
+// Family is an address family, by its version number.
+type Family uint8
+
+// The address families.
+const (
+	IPv4 Family = 4
+	IPv6 Family = 6
+)
+
+// String gives "IPv4" or "IPv6".
+func (f Family) String() string { return fmt.Sprintf("IPv%d", uint8(f)) }
+
+// FamilyOf gives the family of an address.
+func FamilyOf(a netip.Addr) Family {
+	if a.Is4() {
+		return IPv4
+	}
+	return IPv6
+}
+
+// Families gives the families this kernel speaks: IPv4, and IPv6 unless the machine was started without it. A Host has no
+// IPv6 address where the kernel has none; adding one is then silently left out.
+func Families() []Family {
+	if hasIPv6() {
+		return []Family{IPv4, IPv6}
+	}
+	return []Family{IPv4}
+}
+
+var hasIPv6 = sync.OnceValue(func() bool {
+	_, err := os.Stat("/proc/sys/net/ipv6")
+	return err == nil
+})
+
+// Net is a set of hosts and the wires between them. Call New.
+type Net struct {
+	mu     sync.Mutex
+	hosts  []*Host
+	closed bool
+}
+
+// New gives a net without hosts. The process needs the rights that Enter looks for.
+func New() *Net { return &Net{} }
+
+// Hosts gives the hosts in the order they were made.
+func (n *Net) Hosts() []*Host {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.Clone(n.hosts)
+}
+
+// Close removes all hosts with their links, servers and connections. What the caller made himself inside a host (a socket,
+// a process, a function that still runs in Do) keeps that namespace alive until it ends.
+func (n *Net) Close() error {
+	n.mu.Lock()
+	hosts := n.hosts
+	n.hosts, n.closed = nil, true
+	n.mu.Unlock()
+	var errs []error
+	for _, h := range hosts {
+		errs = append(errs, h.close())
+	}
+	return errors.Join(errs...)
+}
+
+// closers is what has to be closed with its host.
+type closers struct {
+	mu     sync.Mutex
+	all    map[io.Closer]struct{}
+	closed bool
+}
+
+// add reports whether c is now held; after closeAll it is not, and the caller closes it.
+func (s *closers) add(c io.Closer) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false
+	}
+	if s.all == nil {
+		s.all = make(map[io.Closer]struct{})
+	}
+	s.all[c] = struct{}{}
+	return true
+}
+
+func (s *closers) remove(c io.Closer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.all, c)
+}
+
+// closeAll closes everything outside the lock, since closing may call remove.
+func (s *closers) closeAll() error {
+	s.mu.Lock()
+	all := s.all
+	s.all, s.closed = nil, true
+	s.mu.Unlock()
+	var errs []error
+	for c := range all {
+		errs = append(errs, c.Close())
+	}
+	return errors.Join(errs...)
+}

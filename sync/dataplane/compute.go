@@ -1,0 +1,44 @@
+package dataplane
+
+import (
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Compute decides everything anew from a snapshot. It gives the State and all conflicts, sorted. It is what a Planner's
+// increments must add up to, and the way for whoever needs only one answer; its cost follows the size of the cluster.
+func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
+	b := builder{host: newHost(cfg, s)}
+	st := &State{Services: make(map[snapshot.Name]*Service, len(s.Services))}
+	st.setGlobals(&b.host, s.ServiceCIDRs)
+
+	winner := make(map[Key]Claim, len(s.Services))
+	for n := range s.Services {
+		svc := b.service(s, n)
+		if svc == nil {
+			continue
+		}
+		st.Services[n] = svc
+		svc.eachClaim(func(k Key, c Claim) {
+			if w, claimed := winner[k]; !claimed || c.Compare(w) < 0 {
+				winner[k] = c
+			}
+		})
+	}
+	var found []Conflict
+	for n, svc := range st.Services {
+		left, _ := svc.keepWon(func(k Key, c Claim) bool {
+			if w := winner[k]; c != w {
+				found = append(found, Conflict{Key: k, Winner: w, Loser: c})
+				return false
+			}
+			return true
+		})
+		if left == nil {
+			delete(st.Services, n)
+		}
+	}
+	slices.SortFunc(found, Conflict.Compare)
+	return st, found
+}

@@ -1,0 +1,172 @@
+package dataplane
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Claim is a service port's wish to answer at some Key.
+type Claim struct {
+	Port PortName
+	Kind Kind
+}
+
+// Compare orders the claims on one Key, the one that gets it first: by Kind, then by name, so that every node and every
+// restart decides alike. Among Services of one Kind no claim is better than another.
+func (c Claim) Compare(o Claim) int {
+	return cmp.Or(cmp.Compare(c.Kind, o.Kind), c.Port.Compare(o.Port))
+}
+
+// String gives "default/web:http (NodePort)".
+func (c Claim) String() string { return c.Port.String() + " (" + c.Kind.String() + ")" }
+
+// Conflict says that two service ports claim one Key. The loser answers at its other frontends only.
+type Conflict struct {
+	Key           Key
+	Winner, Loser Claim
+}
+
+// Compare orders by Key, then winner, then loser.
+func (c Conflict) Compare(o Conflict) int {
+	return cmp.Or(c.Key.Compare(o.Key), c.Winner.Compare(o.Winner), c.Loser.Compare(o.Loser))
+}
+
+// String gives a line for the log.
+func (c Conflict) String() string {
+	return c.Key.String() + " is claimed twice: " + c.Winner.String() + " keeps it, " + c.Loser.String() + " is left out there"
+}
+
+// claims remembers who claims which Key. A Key is in at most one of the first two maps.
+type claims struct {
+	// only holds the Service with the only claim. It must have got its Key, so that its Frontend tells the rest of the claim.
+	only map[Key]snapshot.Name
+	// contested holds the claims where there are several, sorted: the first one wins. Lists are replaced, never changed.
+	// Amid an update there may be one left.
+	contested map[Key][]Claim
+	// lost holds the keys a Service claims in vain, possibly more than once each.
+	lost map[snapshot.Name][]Key
+}
+
+func newClaims(keys int) claims {
+	return claims{
+		only:      make(map[Key]snapshot.Name, keys),
+		contested: map[Key][]Claim{},
+		lost:      map[snapshot.Name][]Key{},
+	}
+}
+
+// add files a claim and gives those there were before it, sorted. claimOf looks up the claim of a Key's only claimant.
+func (cl *claims) add(k Key, c Claim, claimOf func(snapshot.Name, Key) Claim) (before []Claim) {
+	before = cl.contested[k]
+	if before == nil {
+		owner, owned := cl.only[k]
+		if !owned {
+			cl.only[k] = c.Port.Service
+			return nil
+		}
+		delete(cl.only, k)
+		before = []Claim{claimOf(owner, k)}
+	}
+	i, _ := slices.BinarySearchFunc(before, c, Claim.Compare)
+	cl.contested[k] = slices.Concat(before[:i], []Claim{c}, before[i:])
+	return before
+}
+
+// remove forgets every claim of a Service on a Key.
+func (cl *claims) remove(k Key, n snapshot.Name) {
+	list := cl.contested[k]
+	if list == nil {
+		if cl.only[k] == n {
+			delete(cl.only, k)
+		}
+		return
+	}
+	list = slices.DeleteFunc(slices.Clone(list), func(c Claim) bool { return c.Port.Service == n })
+	if len(list) == 0 {
+		delete(cl.contested, k)
+	} else {
+		cl.contested[k] = list
+	}
+}
+
+// calm files a Key that is contested no more as the only claimant's, who must have been given it.
+func (cl *claims) calm(k Key) {
+	if list := cl.contested[k]; len(list) == 1 {
+		delete(cl.contested, k)
+		cl.only[k] = list[0].Port.Service
+	}
+}
+
+// wins says whether a claim that was added gets its Key.
+func (cl *claims) wins(k Key, c Claim) bool {
+	list := cl.contested[k]
+	return len(list) == 0 || list[0] == c
+}
+
+// winner gives the Service that gets a Key, or the zero Name if nobody claims it.
+func (cl *claims) winner(k Key) snapshot.Name {
+	if list := cl.contested[k]; list != nil {
+		return list[0].Port.Service
+	}
+	return cl.only[k]
+}
+
+// conflicts gives those a Key's sorted claims make.
+func conflicts(k Key, list []Claim) []Conflict {
+	var out []Conflict
+	for i := 1; i < len(list); i++ {
+		out = append(out, Conflict{Key: k, Winner: list[0], Loser: list[i]})
+	}
+	return out
+}
+
+// keepWon takes the frontends out that do not get their Key, then ports without frontends. It changes the Service, which
+// nobody else may hold yet, and gives nil if nothing is left of it.
+func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key) {
+	if s == nil {
+		return nil, nil
+	}
+	for _, sp := range s.Ports {
+		sp.Frontends = slices.DeleteFunc(sp.Frontends, func(f Frontend) bool {
+			if wins(f.Key, Claim{sp.Name, f.Kind}) {
+				return false
+			}
+			lost = append(lost, f.Key)
+			return true
+		})
+	}
+	if lost == nil {
+		return s, nil
+	}
+	s.Ports = slices.DeleteFunc(s.Ports, func(sp *ServicePort) bool { return len(sp.Frontends) == 0 })
+	if len(s.Ports) == 0 {
+		return nil, lost
+	}
+	return s, lost
+}
+
+// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same kinds.
+func (s *Service) sameClaims(o *Service) bool {
+	if s == nil || o == nil {
+		return s == o
+	}
+	return slices.EqualFunc(s.Ports, o.Ports, func(p, op *ServicePort) bool {
+		return p.Name == op.Name && slices.EqualFunc(p.Frontends, op.Frontends, func(f, of Frontend) bool {
+			return f.Key == of.Key && f.Kind == of.Kind
+		})
+	})
+}
+
+// eachClaim calls f for every frontend of a Service, which may be nil.
+func (s *Service) eachClaim(f func(Key, Claim)) {
+	if s == nil {
+		return
+	}
+	for _, sp := range s.Ports {
+		for i := range sp.Frontends {
+			f(sp.Frontends[i].Key, Claim{sp.Name, sp.Frontends[i].Kind})
+		}
+	}
+}

@@ -1,0 +1,40 @@
+package dataplane
+
+import "slices"
+
+// equal says whether two Services, of which either may be nil, give every packet the same answer in the same words.
+func (s *Service) equal(o *Service) bool {
+	if s == nil || o == nil {
+		return s == o
+	}
+	return s.Name == o.Name && slices.Equal(s.ClusterIPs, o.ClusterIPs) &&
+		slices.EqualFunc(s.Ports, o.Ports, (*ServicePort).equal)
+}
+
+func (sp *ServicePort) equal(o *ServicePort) bool {
+	if sp.Name != o.Name || sp.Affinity != o.Affinity || len(sp.Frontends) != len(o.Frontends) ||
+		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) {
+		return false
+	}
+	for i := range sp.Frontends {
+		f, of := &sp.Frontends[i], &o.Frontends[i]
+		if f.Key != of.Key || f.Kind != of.Kind || !slices.Equal(f.Sources, of.Sources) || len(f.Routes) != len(of.Routes) {
+			return false
+		}
+		for j, r := range f.Routes {
+			if !sp.sameRoute(r, o, of.Routes[j]) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// sameRoute compares two routes whose ports have equal pools: only which of the pools they name is left to look at.
+func (sp *ServicePort) sameRoute(r Route, o *ServicePort, or Route) bool {
+	return r.From == or.From && r.SNAT == or.SNAT && (r.Pool == sp.Cluster) == (or.Pool == o.Cluster)
+}
+
+func (p *Pool) equal(o *Pool) bool {
+	return p == o || p.Empty == o.Empty && slices.Equal(p.Endpoints, o.Endpoints)
+}

@@ -1,0 +1,281 @@
+package dataplane
+
+import (
+	"maps"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// dice makes choices from bytes, so that a fuzzer can steer them; when they run out every choice is the first.
+type dice struct{ data []byte }
+
+func (d *dice) n(sides int) int {
+	if len(d.data) == 0 {
+		return 0
+	}
+	b := d.data[0]
+	d.data = d.data[1:]
+	return int(b) % sides
+}
+
+func (d *dice) yes() bool { return d.n(2) == 1 }
+
+func pick[T any](d *dice, of ...T) T { return of[d.n(len(of))] }
+
+func some[T any](d *dice, of ...T) (out []T) {
+	mask := d.n(256)
+	for i, v := range of {
+		if mask>>i&1 == 1 {
+			out = append(out, v)
+		}
+	}
+	return out
+}
+
+// The universe of the walk is small, so that names, addresses and ports collide all the time.
+var (
+	walkNames    = []snapshot.Name{name("a"), name("b"), name("c"), {Namespace: "other", Name: "a"}}
+	walkHosts    = addrs("127.0.0.1 192.168.0.1 192.168.0.2 198.51.100.1 fd00:192::1 fe80::1")
+	walkVIPs     = addrs("198.51.100.1 198.51.100.2 192.168.0.1 2001:db8:1::1 10.96.0.1")
+	walkEnds     = addrs("10.244.9.1 10.244.9.2 fd00:244::1")
+	walkSources  = prefixes("192.168.0.0/24 192.168.0.0/16 0.0.0.0/0 fd00::/8 198.51.100.0/24")
+	walkPortName = []string{"", "web"}
+	walkPorts    = []uint16{80, 81}
+	walkProtocol = []snapshot.Protocol{snapshot.TCP, snapshot.TCP, snapshot.TCP, snapshot.UDP}
+)
+
+func (d *dice) config() Config {
+	return Config{
+		NodeName: "here",
+		DetectLocal: DetectLocal{
+			Mode:         pick(d, DetectClusterCIDR, DetectNodeCIDR, DetectBridgeInterface, DetectInterfaceNamePrefix),
+			ClusterCIDRs: some(d, prefixes("10.244.0.0/16 fd00:244::/32")...),
+			Interface:    "cni",
+		},
+		MasqueradeAll:      d.yes(),
+		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
+		LocalhostNodePorts: d.yes(),
+	}
+}
+
+func (d *dice) service(n snapshot.Name) *snapshot.Service {
+	svc := &snapshot.Service{
+		Name: n,
+		ClusterIPs: pick(d, addrs("10.96.0.1"), addrs("10.96.0.2"), addrs("10.96.0.1 fd00:96::1"), addrs("fd00:96::2 10.96.0.2"),
+			addrs("fd00:96::1"), nil),
+		LoadBalancerIPs: some(d, walkVIPs...),
+		ExternalIPs:     some(d, walkVIPs...),
+		SourceRanges:    some(d, walkSources...),
+		InternalLocal:   d.yes(),
+		ExternalLocal:   d.yes(),
+		Affinity:        time.Duration(d.n(2)) * time.Hour,
+	}
+	for range d.n(4) {
+		svc.Ports = append(svc.Ports, snapshot.Port{
+			Name: pick(d, walkPortName...), Protocol: pick(d, walkProtocol...), Port: pick(d, walkPorts...),
+			NodePort: pick[uint16](d, 0, 80, 30080),
+		})
+	}
+	return svc
+}
+
+func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
+	sl := &snapshot.Slice{Name: n, Service: pick(d, "a", "b", "c", "nobody")}
+	for range 1 + d.n(4) {
+		sl.Ports = append(sl.Ports, snapshot.SlicePort{
+			Name: pick(d, walkPortName...), Protocol: pick(d, walkProtocol...), Port: pick[uint16](d, 8080, 9090),
+		})
+	}
+	for range d.n(5) {
+		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{
+			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""),
+			ForZones: some(d, "a", "b"), ForNodes: some(d, "here", "there"),
+			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(),
+		})
+	}
+	return sl
+}
+
+// delta changes a few things at once.
+func (d *dice) delta() snapshot.Delta {
+	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	for range 1 + d.n(4) {
+		switch d.n(12) {
+		case 0, 1, 2, 3:
+			n := pick(d, walkNames...)
+			delta.Services[n] = d.service(n)
+		case 4:
+			delta.Services[pick(d, walkNames...)] = nil
+		case 5, 6, 7:
+			n := pick(d, name("s1"), name("s2"), name("s3"), snapshot.Name{Namespace: "other", Name: "s1"})
+			delta.Slices[n] = d.slice(n)
+		case 8:
+			delta.Slices[pick(d, name("s1"), name("s2"), name("s3"))] = nil
+		case 9:
+			delta.Node = &snapshot.Node{Name: "here", Zone: pick(d, "", "a", "b"), Addresses: some(d, walkHosts...),
+				PodCIDRs: some(d, prefixes("10.244.1.0/24 10.244.2.0/24 fd00:244:1::/48")...)}
+		case 10:
+			list := some(d, walkHosts...)
+			delta.HostAddrs = &list
+		case 11:
+			list := some(d, prefixes("10.96.0.0/16 198.51.100.0/24 fd00:96::/32")...)
+			delta.ServiceCIDRs = &list
+		}
+	}
+	return delta
+}
+
+// FuzzIncrementalEqualsFull walks at random through snapshots. After every step the Planner must hold what Compute makes of
+// the snapshot, and must have said truly what changed.
+func FuzzIncrementalEqualsFull(f *testing.F) {
+	r := rand.New(rand.NewPCG(3, 4))
+	for i := range 300 {
+		data := make([]byte, 20+i*5)
+		for j := range data {
+			data[j] = byte(r.Uint32())
+		}
+		f.Add(data)
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		d := &dice{data}
+		cfg := d.config()
+		p, s := NewPlanner(cfg), snapshot.New()
+		p.Apply(s, snapshot.Change{})
+		known := map[Conflict]bool{}
+		for len(d.data) > 0 {
+			before, globals := maps.Clone(p.State().Services), *p.State()
+			change, found := p.Apply(s, s.Apply(d.delta()))
+
+			want, conflicts := Compute(cfg, s)
+			if !reflect.DeepEqual(p.State(), want) {
+				t.Fatalf("the Planner has\n%s\nCompute has\n%s", dump(p.State()), dump(want))
+			}
+			checkInvariants(t, want)
+			checkChange(t, before, p.State().Services, change.Services)
+			globals.Services = want.Services
+			if same := reflect.DeepEqual(&globals, want); same == change.Globals {
+				t.Fatalf("Globals is %v", change.Globals)
+			}
+			checkConflicts(t, p, known, conflicts, found)
+			checkClaims(t, p)
+		}
+	})
+}
+
+// checkChange compares what an Apply said with what it did.
+func checkChange(t *testing.T, before, after map[snapshot.Name]*Service, named []snapshot.Name) {
+	t.Helper()
+	if !slices.IsSortedFunc(named, snapshot.Name.Compare) || hasTwins(named, snapshot.Name.Compare) {
+		t.Fatalf("not sorted and unique: %v", named)
+	}
+	for _, n := range slices.Concat(slices.Collect(maps.Keys(before)), slices.Collect(maps.Keys(after)), named) {
+		if _, said := slices.BinarySearchFunc(named, n, snapshot.Name.Compare); !said && before[n] != after[n] {
+			t.Fatalf("%v changed and is not named", n)
+		} else if said && reflect.DeepEqual(before[n], after[n]) {
+			t.Fatalf("%v is named and did not change", n)
+		}
+	}
+}
+
+// checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it updates.
+func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all, found []Conflict) {
+	t.Helper()
+	if !slices.Equal(p.Conflicts(), all) {
+		t.Fatalf("the Planner has conflicts %v, Compute has %v", p.Conflicts(), all)
+	}
+	var fresh []Conflict
+	for _, c := range all {
+		if !known[c] {
+			fresh = append(fresh, c)
+		}
+	}
+	if !slices.Equal(found, fresh) {
+		t.Fatalf("reported %v, new are %v", found, fresh)
+	}
+	clear(known)
+	for _, c := range all {
+		known[c] = true
+	}
+}
+
+// checkClaims compares the Planner's books with its State.
+func checkClaims(t *testing.T, p *Planner) {
+	t.Helper()
+	won, lost := 0, 0
+	for n, svc := range p.State().Services {
+		svc.eachClaim(func(k Key, c Claim) {
+			won++
+			if !p.claims.wins(k, c) || p.claims.winner(k) != n {
+				t.Fatalf("%v has %v, the books say %v", c, k, p.claims.winner(k))
+			}
+		})
+	}
+	for k, list := range p.claims.contested {
+		lost += len(list) - 1
+		if _, twice := p.claims.only[k]; twice || len(list) < 2 {
+			t.Fatalf("%v is contested by %v", k, list)
+		}
+	}
+	if keys := len(p.claims.only) + len(p.claims.contested); keys != won {
+		t.Fatalf("%d keys in the books, %d in the State", keys, won)
+	}
+	for _, keys := range p.claims.lost {
+		lost -= len(keys)
+	}
+	if lost != 0 {
+		t.Fatalf("lost keys are off by %d", lost)
+	}
+}
+
+func dump(st *State) string {
+	out := ""
+	for _, n := range slices.SortedFunc(maps.Keys(st.Services), snapshot.Name.Compare) {
+		out += frontendsText(st.Services[n])
+		for _, sp := range st.Services[n].Ports {
+			out += "  cluster " + sp.Cluster.text() + ", local " + sp.Local.text() + "\n"
+		}
+	}
+	return out
+}
+
+// TestWalkMeetsConflicts: the fuzz test is worth its name only if its universe is crowded enough.
+func TestWalkMeetsConflicts(t *testing.T) {
+	r := rand.New(rand.NewPCG(5, 6))
+	conflicts, droppedPools, sources, noted := 0, 0, 0, map[From]int{}
+	for range 200 {
+		data := make([]byte, 400)
+		for j := range data {
+			data[j] = byte(r.Uint32())
+		}
+		d, s := &dice{data}, snapshot.New()
+		cfg := d.config()
+		for len(d.data) > 0 {
+			s.Apply(d.delta())
+		}
+		st, found := Compute(cfg, s)
+		conflicts += len(found)
+		for _, svc := range st.Services {
+			for _, sp := range svc.Ports {
+				if sp.Local.Empty == Drop {
+					droppedPools++
+				}
+				for _, f := range sp.Frontends {
+					sources += len(f.Sources)
+					for _, r := range f.Routes {
+						if len(r.Pool.Endpoints) > 0 {
+							noted[r.From]++
+						}
+					}
+				}
+			}
+		}
+	}
+	if conflicts < 100 || droppedPools < 20 || sources < 100 || len(noted) != 3 {
+		t.Errorf("conflicts %d, drops %d, sources %d, routes %v", conflicts, droppedPools, sources, noted)
+	}
+}

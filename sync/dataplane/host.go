@@ -1,0 +1,173 @@
+package dataplane
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// family is an address family. A Service lives in each family it has a cluster IP of, and in each independently.
+type family uint8
+
+const (
+	ipv4 family = iota
+	ipv6
+)
+
+var families = [...]family{ipv4, ipv6}
+
+// has says whether an address belongs to the family; the zero Addr belongs to none.
+func (f family) has(a netip.Addr) bool {
+	if f == ipv4 {
+		return a.Is4()
+	}
+	return a.Is6()
+}
+
+// firstOf gives the first prefix of the family, or the zero Prefix.
+func (f family) firstOf(prefixes []netip.Prefix) netip.Prefix {
+	for _, p := range prefixes {
+		if f.has(p.Addr()) {
+			return p
+		}
+	}
+	return netip.Prefix{}
+}
+
+// host is what the answer of every Service depends on besides the Service itself: the operator's wishes and this node.
+type host struct {
+	nodeName, zone string
+	masqueradeAll  bool
+	// addresses are the Node object's.
+	addresses []netip.Addr
+	// nodePortAddrs, per family, are where node ports answer; 127.0.0.1 is among them if loopback is set.
+	nodePortAddrs [2][]netip.Addr
+	// pods, per family, tell pods from others.
+	pods     [2]Pods
+	loopback bool
+}
+
+func newHost(cfg Config, s *snapshot.Snapshot) host {
+	h := host{
+		nodeName:      cfg.NodeName,
+		zone:          s.Node.Zone,
+		masqueradeAll: cfg.MasqueradeAll,
+		addresses:     s.Node.Addresses,
+		loopback:      localhostNodePorts(cfg),
+	}
+	for _, f := range families {
+		h.nodePortAddrs[f] = nodePortAddrs(cfg.NodePortAddresses, s, f)
+		h.pods[f] = detectPods(cfg.DetectLocal, s.Node.PodCIDRs, f)
+	}
+	if h.loopback {
+		h.nodePortAddrs[ipv4] = append(h.nodePortAddrs[ipv4], localhost)
+	}
+	return h
+}
+
+// equal says whether every Service gets the same answer on both, which have the same Config. Addresses that come and go
+// without being a node port's, such as the link-local ones of every new pod's interface, make no difference, and cost
+// nothing by that.
+func (h *host) equal(o *host) bool {
+	return h.zone == o.zone && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
+		slices.Equal(h.nodePortAddrs[ipv4], o.nodePortAddrs[ipv4]) &&
+		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
+}
+
+// setGlobals writes everything of a State that is no Service's and says whether that changed anything.
+func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
+	changed = st.Pods4 != h.pods[ipv4] || st.Pods6 != h.pods[ipv6] || st.MasqueradeAll != h.masqueradeAll ||
+		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs)
+	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipv4], h.pods[ipv6], h.masqueradeAll
+	st.LocalhostNodePorts, st.ServiceCIDRs = h.loopback, serviceCIDRs
+	return changed
+}
+
+// detectPods is kube-proxy's local traffic detector. Like there, only the first range of each family counts; unlike there, a
+// Node whose pod ranges are not known yet, or change, is followed rather than waited for or ended on.
+func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f family) Pods {
+	switch d.Mode {
+	case DetectClusterCIDR:
+		return Pods{CIDR: f.firstOf(d.ClusterCIDRs)}
+	case DetectNodeCIDR:
+		return Pods{CIDR: f.firstOf(podCIDRs)}
+	case DetectBridgeInterface:
+		return Pods{Interface: d.Interface}
+	case DetectInterfaceNamePrefix:
+		return Pods{InterfacePrefix: d.Interface}
+	}
+	return Pods{}
+}
+
+var localhost = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+
+// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does, as in all of kube-proxy's modes: the
+// kernel has no route_localnet for IPv6.
+func localhostNodePorts(cfg Config) bool {
+	return cfg.LocalhostNodePorts && (len(cfg.NodePortAddresses) == 0 || contain(cfg.NodePortAddresses, localhost))
+}
+
+// nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
+func nodePortAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f family) []netip.Addr {
+	if len(ranges) == 0 {
+		return primaryAddr(s, f)
+	}
+	return listedAddrs(ranges, s, f)
+}
+
+// primaryAddr gives the Node object's first address of the family that is on this host, as kube-proxy's "primary" does, with
+// two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no packet
+// is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where kube-proxy's
+// list turns empty and so opens them on every address.
+func primaryAddr(s *snapshot.Snapshot, f family) []netip.Addr {
+	for _, a := range s.Node.Addresses {
+		if f.has(a) && !a.IsLoopback() && (len(s.HostAddrs) == 0 || slices.Contains(s.HostAddrs, a)) {
+			return []netip.Addr{a}
+		}
+	}
+	return nil
+}
+
+// listedAddrs gives the host's addresses of the family inside the operator's ranges. Where the host's addresses are unknown,
+// as when rendering for another machine, a range of a single address stands for itself.
+//
+// kube-proxy opens node ports on all addresses of a family the list does not mention, so that an IPv4 list leaves IPv6 open.
+// A list is a restriction: here such a family has no node ports. All of a family is 0.0.0.0/0 or ::/0.
+func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f family) []netip.Addr {
+	candidates := s.HostAddrs
+	if len(candidates) == 0 {
+		for _, r := range ranges {
+			if r.IsSingleIP() {
+				candidates = append(candidates, r.Addr())
+			}
+		}
+	}
+	var addrs []netip.Addr
+	for _, a := range candidates {
+		if f.has(a) && answersNodePorts(a, ranges, s.ServiceCIDRs) {
+			addrs = append(addrs, a)
+		}
+	}
+	return addrs
+}
+
+// answersNodePorts says whether a host address may be a node port's.
+//
+// Never a loopback address, which localhostNodePorts decides about, nor a Service's: what IPVS bound to a dummy device
+// would otherwise multiply node ports by cluster IPs. IPv6 link-local addresses only if a range asks for just those: a
+// frontend has no scope, so the same address on two links cannot be told apart, and ::/0 is not the wish to answer on every
+// pod's link. kube-proxy's IPVS mode leaves them out too; its nftables mode takes every address of type local.
+func answersNodePorts(a netip.Addr, ranges, serviceCIDRs []netip.Prefix) bool {
+	if a.IsLoopback() || contain(serviceCIDRs, a) {
+		return false
+	}
+	linkLocal := a.Is6() && a.IsLinkLocalUnicast()
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool {
+		return r.Contains(a) && (!linkLocal || r.Addr().IsLinkLocalUnicast())
+	})
+}
+
+func contain(ranges []netip.Prefix, a netip.Addr) bool {
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+}

@@ -1,0 +1,234 @@
+package dataplane
+
+import (
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Change says what of a State differs from the one before. The zero Change says that nothing does.
+type Change struct {
+	// Services are those whose value was replaced, added or removed; sorted and unique. A Service not named is the same
+	// pointer as before.
+	Services []snapshot.Name
+	// Globals says that Pods4, Pods6, ServiceCIDRs or LocalhostNodePorts changed.
+	Globals bool
+}
+
+// Empty says whether there is nothing to do.
+func (c Change) Empty() bool { return len(c.Services) == 0 && !c.Globals }
+
+// Planner keeps a State up to date with a snapshot, at a cost that follows the size of each change. Make one with
+// NewPlanner. It is not safe for concurrent use.
+type Planner struct {
+	cfg     Config
+	started bool
+	build   builder
+	claims  claims
+	state   State
+}
+
+// NewPlanner gives a Planner that has seen nothing yet. Its State is empty.
+func NewPlanner(cfg Config) *Planner {
+	return &Planner{cfg: cfg, claims: newClaims(0), state: State{
+		Services:      map[snapshot.Name]*Service{},
+		MasqueradeAll: cfg.MasqueradeAll,
+	}}
+}
+
+// State gives the answer to all that was applied. It belongs to the Planner and holds until the next Apply, which changes it
+// in place; the Services in it are never changed, only replaced.
+func (p *Planner) State() *State { return &p.state }
+
+// Conflicts gives all there are at the moment, sorted.
+func (p *Planner) Conflicts() []Conflict {
+	var all []Conflict
+	for k, list := range p.claims.contested {
+		all = append(all, conflicts(k, list)...)
+	}
+	slices.SortFunc(all, Conflict.Compare)
+	return all
+}
+
+// Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
+// what of the State that changed, and which conflicts are new, sorted. The first call looks at the whole snapshot whatever c
+// says, and always names Globals.
+func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conflict) {
+	var change Change
+	all := !p.started
+	if all || c.All {
+		h := newHost(p.cfg, s)
+		change.Globals = p.state.setGlobals(&h, s.ServiceCIDRs) || all
+		all = all || !h.equal(&p.build.host)
+		p.build.host, p.started = h, true
+	}
+	u := update{Planner: p, snapshot: s}
+	if all {
+		u.reconsiderAll()
+	} else {
+		u.reconsider(c.Services)
+	}
+	u.moveClaims()
+	u.settle()
+	// A Service whose endpoints changed may also have won or lost a key to one that moved: it was written twice.
+	slices.SortFunc(u.changed, snapshot.Name.Compare)
+	change.Services = slices.Compact(u.changed)
+	return change, u.newConflicts()
+}
+
+// update is one Apply on its way.
+type update struct {
+	*Planner
+	snapshot *snapshot.Snapshot
+	// moved are the Services whose claims may have changed.
+	moved []move
+	// before holds what the claims were on every key that was contested or has become so.
+	before  map[Key][]Claim
+	changed []snapshot.Name
+}
+
+// move is a Service between two answers; either is nil if there is none.
+type move struct {
+	name     snapshot.Name
+	old, new *Service
+}
+
+// reconsider works out the named Services. Most changes are to endpoints only: the claims stay, and no other Service can be
+// concerned.
+func (u *update) reconsider(names []snapshot.Name) {
+	for _, n := range names {
+		old, svc := u.state.Services[n], u.build.service(u.snapshot, n)
+		if svc.sameClaims(old) && len(u.claims.lost[n]) == 0 {
+			u.put(n, old, svc)
+			continue
+		}
+		u.moved = append(u.moved, move{n, old, svc})
+	}
+}
+
+// reconsiderAll works out every Service and starts the books of claims anew.
+func (u *update) reconsiderAll() {
+	u.before = u.claims.contested
+	u.claims = newClaims(max(len(u.claims.only), len(u.snapshot.Services)))
+	u.moved = make([]move, 0, len(u.snapshot.Services))
+	for n := range u.snapshot.Services {
+		u.moved = append(u.moved, move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
+	}
+	for n, old := range u.state.Services {
+		if u.snapshot.Services[n] == nil {
+			u.moved = append(u.moved, move{n, old, nil})
+		}
+	}
+}
+
+// moveClaims takes back the old claims of all moved Services, then files the new ones. Meanwhile the State holds what the
+// Services ask for, not what they get, so that claimOf finds it there.
+func (u *update) moveClaims() {
+	for _, m := range u.moved {
+		m.old.eachClaim(func(k Key, _ Claim) { u.withdraw(k, m.name) })
+		for _, k := range u.claims.lost[m.name] {
+			u.withdraw(k, m.name)
+		}
+	}
+	for _, m := range u.moved {
+		u.set(m.name, m.new)
+		m.new.eachClaim(func(k Key, c Claim) {
+			if list := u.claims.add(k, c, u.claimOf); list != nil {
+				u.note(k, list)
+			}
+		})
+	}
+}
+
+// withdraw takes back a Service's claims on a key.
+func (u *update) withdraw(k Key, n snapshot.Name) {
+	if list := u.claims.contested[k]; list != nil {
+		u.note(k, list)
+	}
+	u.claims.remove(k, n)
+}
+
+// note remembers the claims on a key as they were before this update first touched them.
+func (u *update) note(k Key, before []Claim) {
+	if _, noted := u.before[k]; noted {
+		return
+	}
+	if u.before == nil {
+		u.before = map[Key][]Claim{}
+	}
+	u.before[k] = before
+}
+
+// claimOf finds the claim of a Service that has the only one on a key.
+func (u *update) claimOf(n snapshot.Name, k Key) Claim {
+	for _, sp := range u.state.Services[n].Ports {
+		i, found := slices.BinarySearchFunc(sp.Frontends, k, func(f Frontend, k Key) int { return f.Key.Compare(k) })
+		if found {
+			return Claim{sp.Name, sp.Frontends[i].Kind}
+		}
+	}
+	panic("dataplane: " + n.String() + " does not claim " + k.String())
+}
+
+// settle leaves every moved Service with the keys it won, then looks again at those that won or lost a key by the move.
+func (u *update) settle() {
+	for _, m := range u.moved {
+		u.settleOne(m)
+	}
+	touched := map[snapshot.Name]struct{}{}
+	for k, before := range u.before {
+		if was, is := before[0].Port.Service, u.claims.winner(k); was != is {
+			touched[was], touched[is] = struct{}{}, struct{}{}
+		}
+	}
+	for n := range touched {
+		// One that moved is settled already: it is found unchanged.
+		u.settleOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
+	}
+	for k := range u.before {
+		u.claims.calm(k)
+	}
+}
+
+func (u *update) settleOne(m move) {
+	left, lost := m.new.keepWon(u.claims.wins)
+	if lost == nil {
+		delete(u.claims.lost, m.name)
+	} else {
+		u.claims.lost[m.name] = lost
+	}
+	u.put(m.name, m.old, left)
+}
+
+// put writes a Service's answer. One that is equal to the old is dropped for it: what did not change stays the same pointer.
+func (u *update) put(n snapshot.Name, old, svc *Service) {
+	if svc.equal(old) {
+		svc = old
+	} else {
+		u.changed = append(u.changed, n)
+	}
+	u.set(n, svc)
+}
+
+func (u *update) set(n snapshot.Name, svc *Service) {
+	if svc == nil {
+		delete(u.state.Services, n)
+	} else {
+		u.state.Services[n] = svc
+	}
+}
+
+// newConflicts gives those there were none of before.
+func (u *update) newConflicts() []Conflict {
+	var found []Conflict
+	for k, before := range u.before {
+		known := conflicts(k, before)
+		for _, c := range conflicts(k, u.claims.contested[k]) {
+			if !slices.Contains(known, c) {
+				found = append(found, c)
+			}
+		}
+	}
+	slices.SortFunc(found, Conflict.Compare)
+	return found
+}

@@ -1,0 +1,290 @@
+package dataplane
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// shop is a snapshot with a Planner that follows it.
+type shop struct {
+	t *testing.T
+	s *snapshot.Snapshot
+	p *Planner
+}
+
+func openShop(t *testing.T, cfg Config, objects ...any) *shop {
+	s := &shop{t: t, s: snapshot.New(), p: NewPlanner(cfg)}
+	put(s.s, objects...)
+	s.p.Apply(s.s, snapshot.Change{})
+	return s
+}
+
+// expect applies a change and compares what the Planner says of it, as "globals name name | conflict; conflict".
+func (s *shop) expect(what string, c snapshot.Change, want string) {
+	s.t.Helper()
+	change, found := s.p.Apply(s.s, c)
+	got := ""
+	if change.Globals {
+		got = "globals "
+	}
+	for _, n := range change.Services {
+		got += n.Name + " "
+	}
+	got += "|"
+	for _, f := range found {
+		got += " " + f.Winner.Port.Service.Name + " over " + f.Loser.Port.Service.Name + " at " + f.Key.String()
+	}
+	if got != want {
+		s.t.Errorf("%s: got %q, want %q", what, got, want)
+	}
+	if change.Empty() != (len(change.Services) == 0 && !change.Globals) {
+		s.t.Errorf("%s: %+v says Empty %v", what, change, change.Empty())
+	}
+}
+
+// owner gives the Service that answers at a TCP key, or "".
+func (s *shop) owner(k string) string {
+	sp, fe := s.p.State().frontend(key(k))
+	if fe == nil {
+		return ""
+	}
+	return sp.Name.Service.Name + " " + fe.Kind.String()
+}
+
+func webService(n, clusterIP string) *snapshot.Service {
+	return &snapshot.Service{Name: name(n), ClusterIPs: addrs(clusterIP), Ports: tcp80(0)}
+}
+
+func TestApplyNamesWhatChanged(t *testing.T) {
+	s := openShop(t, Config{NodeName: "here"})
+	s.expect("nothing", snapshot.Change{}, "|")
+	s.expect("a slice before its Service", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))), "|")
+	s.expect("its Service", put(s.s, webService("a", "10.96.0.1")), "a |")
+	if got := s.p.State().Services[name("a")].Ports[0].Cluster.text(); got != "10.244.9.1:8080" {
+		t.Errorf("got %s", got)
+	}
+	s.expect("the same again", put(s.s, webService("a", "10.96.0.1"), sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))), "|")
+	s.expect("an endpoint that is not used", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"),
+		snapshot.Endpoint{Addr: addr("10.244.9.2")})), "|")
+	s.expect("one more endpoint", put(s.s, sliceOf("a", "a-2", endpoint("10.244.9.2", "x"))), "a |")
+	s.expect("two Services, out of order", put(s.s, webService("c", "10.96.0.3"), webService("b", "10.96.0.2")), "b c |")
+	s.expect("a slice moves", put(s.s, sliceOf("b", "a-2", endpoint("10.244.9.2", "x"))), "a b |")
+	healthy := webService("c", "10.96.0.3")
+	healthy.HealthCheckNodePort = 31000
+	s.expect("what decides no packet's way", put(s.s, healthy), "|")
+	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("c"): nil, name("d"): nil}}
+	s.expect("gone, and never there", s.s.Apply(delta), "c |")
+	s.expect("renamed port", put(s.s, &snapshot.Service{Name: name("b"), ClusterIPs: addrs("10.96.0.2"),
+		Ports: []snapshot.Port{{Name: "x", Protocol: snapshot.TCP, Port: 80}}}), "b |")
+	if st := s.p.State(); len(st.Services) != 2 || s.owner("10.96.0.2:80") != "b ClusterIP" {
+		t.Errorf("left: %v", st.Services)
+	}
+}
+
+// TestApplyNoticesEveryField changes one thing at a time, and back.
+func TestApplyNoticesEveryField(t *testing.T) {
+	node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
+	base := snapshot.Service{
+		Name: name("a"), ClusterIPs: addrs("10.96.0.1 fd00:96::1"), LoadBalancerIPs: addrs("198.51.100.1"),
+		ExternalIPs: addrs("198.51.100.2"), ExternalLocal: true, Ports: tcp80(30080),
+	}
+	ends := []any{sliceOf("a", "a-1", endpoint("10.244.9.1", "here"), endpoint("10.244.9.2", "x"))}
+	for what, change := range map[string]func(*snapshot.Service){
+		"cluster IPs":             func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.1") },
+		"which one is first":      func(s *snapshot.Service) { s.ClusterIPs = addrs("fd00:96::1 10.96.0.1") },
+		"external IPs":            func(s *snapshot.Service) { s.ExternalIPs = nil },
+		"load balancer IPs":       func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.3") },
+		"kind of an address":      func(s *snapshot.Service) { s.LoadBalancerIPs, s.ExternalIPs = s.ExternalIPs, s.LoadBalancerIPs },
+		"source ranges":           func(s *snapshot.Service) { s.SourceRanges = prefixes("10.0.0.0/8") },
+		"internal traffic policy": func(s *snapshot.Service) { s.InternalLocal = true },
+		"external traffic policy": func(s *snapshot.Service) { s.ExternalLocal = false },
+		"affinity":                func(s *snapshot.Service) { s.Affinity = 10 * time.Second },
+		"port": func(s *snapshot.Service) {
+			s.Ports = []snapshot.Port{{Protocol: snapshot.TCP, Port: 81, NodePort: 30080}}
+		},
+		"protocol": func(s *snapshot.Service) {
+			s.Ports = []snapshot.Port{{Protocol: snapshot.UDP, Port: 80, NodePort: 30080}}
+		},
+		"node port": func(s *snapshot.Service) { s.Ports = tcp80(30081) },
+	} {
+		changed := base
+		change(&changed)
+		s := openShop(t, Config{NodeName: "here"}, append(ends, node, &base)...)
+		s.expect(what, put(s.s, &changed), "a |")
+		s.expect(what+", back", put(s.s, &base), "a |")
+	}
+
+	s := openShop(t, Config{NodeName: "here"}, &snapshot.Service{
+		Name: name("a"), ClusterIPs: addrs("10.96.0.1"), InternalLocal: true, Ports: tcp80(0),
+	})
+	s.expect("endpoints elsewhere only: drop, not reject", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))), "a |")
+	s.expect("one moves here", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "here"))), "a |")
+	s.expect("its port", put(s.s, &snapshot.Slice{Name: name("a-1"), Service: "a", Ports: []snapshot.SlicePort{
+		{Protocol: snapshot.TCP, Port: 9090}}, Endpoints: []snapshot.Endpoint{endpoint("10.244.9.1", "here")}}), "a |")
+}
+
+// TestCostFollowsTheChange counts allocations, which do not depend on the machine.
+func TestCostFollowsTheChange(t *testing.T) {
+	cost := func(services int) (slice, hostAddr float64) {
+		s := benchSnapshot(services, 10)
+		p := NewPlanner(benchConfig)
+		p.Apply(s, snapshot.Change{})
+		generation := 0
+		apply := func(d snapshot.Delta) { p.Apply(s, s.Apply(d)) }
+		slice = testing.AllocsPerRun(50, func() {
+			generation++
+			sl := benchSlice(7, 10, generation)
+			apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}})
+		})
+		hostAddr = testing.AllocsPerRun(50, func() {
+			generation++
+			list := []netip.Addr{addr("192.0.2.7"), netip.MustParseAddr(fmt.Sprintf("fe80::%x", generation))}
+			apply(snapshot.Delta{HostAddrs: &list})
+		})
+		return slice, hostAddr
+	}
+	smallSlice, smallHost := cost(50)
+	largeSlice, largeHost := cost(5000)
+	if largeSlice > smallSlice+2 || largeHost > smallHost+2 || largeHost > 30 {
+		t.Errorf("a slice costs %v and %v allocations, a host address %v and %v", smallSlice, largeSlice, smallHost, largeHost)
+	}
+}
+
+func TestApplyFollowsTheHost(t *testing.T) {
+	node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1"), PodCIDRs: prefixes("10.244.1.0/24")}
+	open := webService("open", "10.96.0.2")
+	open.Ports = tcp80(30080)
+	hinted := func(a, zone string) snapshot.Endpoint {
+		e := endpoint(a, "x")
+		e.ForZones = []string{zone}
+		return e
+	}
+	cfg := Config{NodeName: "here", DetectLocal: DetectLocal{Mode: DetectNodeCIDR}}
+	s := openShop(t, cfg, webService("closed", "10.96.0.1"), open,
+		sliceOf("closed", "closed-1", hinted("10.244.9.1", "a"), hinted("10.244.9.2", "b")))
+	hostAddrs := func(list string) snapshot.Change {
+		a := addrs(list)
+		return s.s.Apply(snapshot.Delta{HostAddrs: &a})
+	}
+	s.expect("the host's addresses alone", hostAddrs("127.0.0.1 192.168.0.1"), "|")
+	s.expect("the node is known: its ports, its pods", put(s.s, node), "globals closed open |")
+	podless := node
+	podless.PodCIDRs = nil
+	s.expect("the pods are unknown again", put(s.s, podless), "globals closed open |")
+	s.expect("and known", put(s.s, node), "globals closed open |")
+	s.expect("a pod's link-local address", hostAddrs("127.0.0.1 192.168.0.1 fe80::1"), "|")
+	node.Zone = "a"
+	s.expect("the zone", put(s.s, node), "closed |")
+	node.Addresses = addrs("192.168.0.2")
+	s.expect("an address that is not on the host yet", put(s.s, node), "open |")
+	s.expect("and now is", hostAddrs("127.0.0.1 192.168.0.1 192.168.0.2"), "open |")
+	if s.owner("192.168.0.1:30080") != "" || s.owner("192.168.0.2:30080") != "open NodePort" {
+		t.Error("the node port did not follow the address")
+	}
+	cidrs := prefixes("10.96.0.0/16")
+	s.expect("the service ranges", s.s.Apply(snapshot.Delta{ServiceCIDRs: &cidrs}), "globals |")
+	node.PodCIDRs = prefixes("10.244.7.0/24")
+	s.expect("the pod range: the rows stay, what they mean does not", put(s.s, node), "globals |")
+}
+
+func TestFirstApplyLooksAtEverything(t *testing.T) {
+	s := snapshot.New()
+	put(s, webService("a", "10.96.0.1"))
+	p := NewPlanner(Config{})
+	if c, _ := p.Apply(s, snapshot.Change{}); !c.Globals || !slices.Equal(c.Services, []snapshot.Name{name("a")}) {
+		t.Errorf("got %+v", c)
+	}
+	if c, _ := NewPlanner(Config{}).Apply(snapshot.New(), snapshot.Change{}); !c.Globals || c.Empty() {
+		t.Errorf("an empty cluster is an answer too: %+v", c)
+	}
+}
+
+func TestConflicts(t *testing.T) {
+	claiming := func(n, clusterIP string, lb, external string, nodePort uint16) *snapshot.Service {
+		return &snapshot.Service{Name: name(n), ClusterIPs: addrs(clusterIP), LoadBalancerIPs: addrs(lb),
+			ExternalIPs: addrs(external), Ports: tcp80(nodePort)}
+	}
+	gone := func(s *shop, n string) snapshot.Change {
+		return s.s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name(n): nil}})
+	}
+	const vip = "198.51.100.1:80"
+
+	t.Run("by kind, then name; back when the winner goes", func(t *testing.T) {
+		s := openShop(t, Config{})
+		s.expect("first", put(s.s, claiming("b", "10.96.0.2", "", "198.51.100.1", 0)), "b |")
+		s.expect("higher name", put(s.s, claiming("c", "10.96.0.3", "", "198.51.100.1", 0)), "c | b over c at "+vip+"/tcp")
+		s.expect("lower name", put(s.s, claiming("a", "10.96.0.1", "", "198.51.100.1", 0)),
+			"a b | a over b at "+vip+"/tcp a over c at "+vip+"/tcp")
+		s.expect("endpoints of a loser", put(s.s, sliceOf("c", "c-1", endpoint("10.244.9.1", "x"))), "c |")
+		s.expect("lower kind", put(s.s, claiming("d", "10.96.0.4", "198.51.100.1", "", 0)), "a d | d over a at "+vip+
+			"/tcp d over b at "+vip+"/tcp d over c at "+vip+"/tcp")
+		if got := s.owner(vip); got != "d LoadBalancerIP" {
+			t.Errorf("owner %q", got)
+		}
+		s.expect("the winner gives it up", put(s.s, claiming("d", "10.96.0.4", "", "", 0)),
+			"a d | a over b at "+vip+"/tcp a over c at "+vip+"/tcp")
+		s.expect("a loser goes", gone(s, "b"), "b |")
+		s.expect("the winner goes", gone(s, "a"), "a c |")
+		if got := s.owner(vip); got != "c ExternalIP" || len(s.p.Conflicts()) != 0 {
+			t.Errorf("owner %q, conflicts %v", got, s.p.Conflicts())
+		}
+	})
+
+	t.Run("a Service that loses everything", func(t *testing.T) {
+		s := openShop(t, Config{}, claiming("a", "10.96.0.1", "", "", 0), claiming("b", "10.96.0.1", "", "", 0))
+		if s.p.State().Services[name("b")] != nil || len(s.p.Conflicts()) != 1 {
+			t.Errorf("%v %v", s.p.State().Services, s.p.Conflicts())
+		}
+		s.expect("endpoints of one without a frontend", put(s.s, sliceOf("b", "b-1", endpoint("10.244.9.1", "x"))), "|")
+		s.expect("the winner moves", put(s.s, claiming("a", "10.96.0.7", "", "", 0)), "a b |")
+		if got := s.owner("10.96.0.1:80"); got != "b ClusterIP" {
+			t.Errorf("owner %q", got)
+		}
+	})
+
+	t.Run("a swap in one change", func(t *testing.T) {
+		s := openShop(t, Config{}, claiming("a", "10.96.0.1", "", "", 0), claiming("b", "10.96.0.2", "", "", 0))
+		s.expect("swap", put(s.s, claiming("a", "10.96.0.2", "", "", 0), claiming("b", "10.96.0.1", "", "", 0)), "a b |")
+		if s.owner("10.96.0.1:80") != "b ClusterIP" || s.owner("10.96.0.2:80") != "a ClusterIP" {
+			t.Error("not swapped")
+		}
+	})
+
+	t.Run("node ports and other kinds", func(t *testing.T) {
+		node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
+		s := openShop(t, Config{}, node, claiming("a", "10.96.0.1", "", "", 80), claiming("b", "10.96.0.2", "192.168.0.1", "", 0))
+		if got := s.owner("192.168.0.1:80"); got != "b LoadBalancerIP" {
+			t.Errorf("owner %q", got)
+		}
+		node.Addresses = addrs("192.168.0.2")
+		s.expect("the node's address moves out of the way", put(s.s, node), "a |")
+		node.Addresses = addrs("192.168.0.1")
+		s.expect("and back", put(s.s, node), "a | b over a at 192.168.0.1:80/tcp")
+		s.expect("one Service may have its own address as both", put(s.s, claiming("b", "10.96.0.2", "192.168.0.1", "", 30080)), "b |")
+		if got := s.owner("192.168.0.1:30080"); got != "b NodePort" {
+			t.Errorf("owner %q", got)
+		}
+	})
+}
+
+// TestUnchangedServicesKeepTheirPointer also when everything was looked at.
+func TestUnchangedServicesKeepTheirPointer(t *testing.T) {
+	open := webService("open", "10.96.0.2")
+	open.Ports = tcp80(30080)
+	s := openShop(t, Config{}, webService("closed", "10.96.0.1"), open)
+	before := maps.Clone(s.p.State().Services)
+	s.expect("the node", put(s.s, snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}), "open |")
+	after := s.p.State().Services
+	if before[name("closed")] != after[name("closed")] || before[name("open")] == after[name("open")] {
+		t.Error("closed must be the same pointer, open another")
+	}
+	if got := fmt.Sprint(len(before[name("open")].Ports[0].Frontends), len(after[name("open")].Ports[0].Frontends)); got != "1 2" {
+		t.Errorf("a Service that is in the map is never changed: %s", got)
+	}
+}

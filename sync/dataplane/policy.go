@@ -1,0 +1,72 @@
+package dataplane
+
+// row is a Route whose pool is not chosen yet.
+type row struct {
+	from From
+	pool poolName
+	snat bool
+}
+
+// poolName says which of a ServicePort's pools a row leads to.
+type poolName uint8
+
+const (
+	clusterPool poolName = iota
+	localPool
+)
+
+// condition is a question of the policy table.
+type condition uint8
+
+const (
+	either condition = iota
+	no
+	yes
+)
+
+func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
+
+// policies is the whole traffic policy. The first line whose conditions all hold gives the rows of a frontend.
+//
+// external: the frontend is a node port, load balancer or external address, not a cluster IP.
+// local: the policy for such frontends (internalTrafficPolicy, externalTrafficPolicy) is Local.
+// pods: pods can be told from others. masqAll: the operator masquerades everything sent to cluster IPs.
+//
+// Traffic to an external address that starts on this node never left it, so under Local it is served as if it had gone out
+// to a load balancer and come back at some node that has an endpoint; from the node itself it is masqueraded, since its
+// source may be the very address it goes to.
+var policies = [...]struct {
+	external, local, pods, masqAll condition
+	rows                           []row
+}{
+	{no, no, either, yes, []row{{Anyone, clusterPool, true}}},
+	{no, no, yes, no, []row{{Pod, clusterPool, false}, {Anyone, clusterPool, true}}},
+	{no, no, no, no, []row{{Anyone, clusterPool, false}}},
+	{no, yes, either, yes, []row{{Anyone, localPool, true}}},
+	{no, yes, yes, no, []row{{Pod, localPool, false}, {Anyone, localPool, true}}},
+	{no, yes, no, no, []row{{Anyone, localPool, false}}},
+	{yes, no, either, either, []row{{Anyone, clusterPool, true}}},
+	{yes, yes, yes, either, []row{{Pod, clusterPool, false}, {Node, clusterPool, true}, {Anyone, localPool, false}}},
+	{yes, yes, no, either, []row{{Node, clusterPool, true}, {Anyone, localPool, false}}},
+}
+
+// rowsFor looks the table up.
+func rowsFor(external, local, pods, masqAll bool) []row {
+	for i := range policies {
+		p := &policies[i]
+		if p.external.holds(external) && p.local.holds(local) && p.pods.holds(pods) && p.masqAll.holds(masqAll) {
+			return p.rows
+		}
+	}
+	panic("dataplane: the policy table has a gap")
+}
+
+// lead says whether any row leads to the pool.
+func lead(rows []row, to poolName) bool {
+	for _, r := range rows {
+		if r.pool == to {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,171 @@
+package dataplane
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// The pools without endpoints; all Services share them.
+var (
+	noneAnywhere = &Pool{Empty: Reject}
+	noneHere     = &Pool{Empty: Drop}
+)
+
+// candidate is an endpoint that might serve a port.
+type candidate struct {
+	addr netip.AddrPort
+	*snapshot.Endpoint
+	local bool
+	// order is the place in the slices, which decides between two mentions that differ in nothing else.
+	order int32
+}
+
+// ready and draining are the two ways of being usable. An endpoint that is neither is never used. One may be both, as
+// publishNotReadyAddresses makes it: then it counts as ready.
+func (c *candidate) ready() bool    { return c.Ready }
+func (c *candidate) draining() bool { return c.Serving && c.Terminating }
+
+// preference orders mentions of the same endpoint, best first. The one that is not terminating is the newer pod on a reused
+// address, even while it is not ready. kube-proxy leaves the rest to chance.
+func (c *candidate) preference() int {
+	p := 0
+	for _, good := range [...]bool{!c.Terminating, c.Ready, c.Serving, c.local} {
+		p <<= 1
+		if !good {
+			p |= 1
+		}
+	}
+	return p
+}
+
+func compareCandidates(a, b candidate) int {
+	if c := a.addr.Compare(b.addr); c != 0 {
+		return c
+	}
+	return cmp.Or(cmp.Compare(a.preference(), b.preference()), cmp.Compare(a.order, b.order))
+}
+
+// gather fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
+func (b *builder) gather(p *snapshot.Port, f family) {
+	b.candidates = b.candidates[:0]
+	for _, sl := range b.slices {
+		for _, sp := range sl.Ports {
+			if sp.Name != p.Name || sp.Protocol != p.Protocol {
+				continue
+			}
+			for i := range sl.Endpoints {
+				ep := &sl.Endpoints[i]
+				if !f.has(ep.Addr) {
+					continue
+				}
+				b.candidates = append(b.candidates, candidate{
+					addr:     netip.AddrPortFrom(ep.Addr, sp.Port),
+					Endpoint: ep,
+					local:    ep.Node != "" && ep.Node == b.host.nodeName,
+					order:    int32(len(b.candidates)),
+				})
+			}
+		}
+	}
+	slices.SortFunc(b.candidates, compareCandidates)
+	b.candidates = slices.CompactFunc(b.candidates, func(x, y candidate) bool { return x.addr == y.addr })
+}
+
+// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints.
+func (b *builder) pools(p *snapshot.Port, f family, wantCluster, wantLocal bool) (cluster, local *Pool) {
+	b.gather(p, f)
+	cluster, local = noneAnywhere, noneAnywhere
+	if wantCluster {
+		cluster = b.clusterSet()
+	}
+	if wantLocal {
+		local = b.localSet()
+	}
+	if len(local.Endpoints) > 0 && slices.Equal(local.Endpoints, cluster.Endpoints) {
+		local = cluster
+	}
+	return cluster, local
+}
+
+// clusterSet is every ready endpoint that the topology hints give this node, else every draining one. The fallback knows no
+// topology, and hints are never followed to an empty set: it happens only when no endpoint is ready anywhere.
+func (b *builder) clusterSet() *Pool {
+	byHint := b.hints()
+	pool := b.pick(func(c *candidate) bool { return c.ready() && byHint(c) }, noneAnywhere)
+	if len(pool.Endpoints) == 0 {
+		pool = b.pick((*candidate).draining, noneAnywhere)
+	}
+	return pool
+}
+
+// localSet is every ready endpoint on this node, else every draining one on this node, hints notwithstanding.
+func (b *builder) localSet() *Pool {
+	pool := b.pick(func(c *candidate) bool { return c.local && c.ready() }, noneAnywhere)
+	if len(pool.Endpoints) == 0 {
+		pool = b.pick(func(c *candidate) bool { return c.local && c.draining() }, noneAnywhere)
+	}
+	usable := func(c candidate) bool { return c.ready() || c.draining() }
+	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
+		return noneHere
+	}
+	return pool
+}
+
+// pick gives the pool of the candidates to keep, or the given one if there are none.
+func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
+	n := 0
+	for i := range b.candidates {
+		if keep(&b.candidates[i]) {
+			n++
+		}
+	}
+	if n == 0 {
+		return none
+	}
+	endpoints := make([]Endpoint, 0, n)
+	for i := range b.candidates {
+		if c := &b.candidates[i]; keep(c) {
+			endpoints = append(endpoints, Endpoint{AddrPort: c.addr, Local: c.local})
+		}
+	}
+	return &Pool{Endpoints: endpoints}
+}
+
+// hints gives the filter the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since a
+// half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come first.
+func (b *builder) hints() func(*candidate) bool {
+	forNode := func(c *candidate) bool { return slices.Contains(c.ForNodes, b.host.nodeName) }
+	forZone := func(c *candidate) bool { return slices.Contains(c.ForZones, b.host.zone) }
+	allNodes, allZones, ourNode, ourZone := true, true, false, false
+	for i := range b.candidates {
+		c := &b.candidates[i]
+		if !c.ready() {
+			continue
+		}
+		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0
+		ourNode, ourZone = ourNode || forNode(c), ourZone || forZone(c)
+	}
+	switch {
+	case allNodes && ourNode:
+		return forNode
+	case allZones && ourZone && b.host.zone != "":
+		return forZone
+	}
+	return func(*candidate) bool { return true }
+}
+
+// loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on the
+// order of a Go map.
+func (b *builder) loadSlices(of map[string]*snapshot.Slice) {
+	b.slices = b.slices[:0]
+	for _, sl := range of {
+		b.slices = append(b.slices, sl)
+	}
+	if len(b.slices) > 1 {
+		slices.SortFunc(b.slices, func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
+	}
+}

@@ -1,0 +1,167 @@
+package dataplane
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// builder works out what one Service asks for, as if it were the only one. It keeps its buffers between Services.
+type builder struct {
+	host       host
+	slices     []*snapshot.Slice
+	candidates []candidate
+}
+
+// service gives what a Service of the snapshot asks for, or nil for one that is gone or has no port.
+func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
+	svc := s.Services[n]
+	if svc == nil {
+		return nil
+	}
+	b.loadSlices(s.Slices[n])
+	out := &Service{Name: n, ClusterIPs: svc.ClusterIPs, Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
+	for _, f := range families {
+		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.has)
+		if clusterIP < 0 {
+			continue
+		}
+		sources := b.sources(svc, f)
+		for i := range svc.Ports {
+			if repeated(svc.Ports, i) {
+				continue
+			}
+			out.Ports = append(out.Ports, b.port(svc, &svc.Ports[i], f, svc.ClusterIPs[clusterIP], sources))
+		}
+	}
+	if len(out.Ports) == 0 {
+		return nil
+	}
+	return out
+}
+
+// repeated says whether an earlier port has the same name and protocol. The API server refuses that, a manifest file may
+// hold it: the first one counts, since a port's name must tell its claims apart.
+func repeated(ports []snapshot.Port, i int) bool {
+	return slices.ContainsFunc(ports[:i], func(p snapshot.Port) bool {
+		return p.Name == ports[i].Name && p.Protocol == ports[i].Protocol
+	})
+}
+
+// port works out one port of a Service in one family.
+func (b *builder) port(
+	svc *snapshot.Service, p *snapshot.Port, f family, clusterIP netip.Addr, sources []netip.Prefix,
+) *ServicePort {
+	sp := &ServicePort{
+		Name:      PortName{Service: svc.Name, Port: p.Name, Protocol: p.Protocol},
+		Affinity:  svc.Affinity,
+		Frontends: b.frontends(svc, p, f, clusterIP, sources),
+	}
+	internal := rowsFor(false, svc.InternalLocal, b.host.pods[f].Known(), b.host.masqueradeAll)
+	var external []row
+	if len(sp.Frontends) > 1 { // all but the cluster IP
+		external = rowsFor(true, svc.ExternalLocal, b.host.pods[f].Known(), b.host.masqueradeAll)
+	}
+	sp.Cluster, sp.Local = b.pools(p, f, lead(internal, clusterPool) || lead(external, clusterPool),
+		lead(internal, localPool) || lead(external, localPool))
+
+	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
+	for i := range sp.Frontends {
+		if fe := &sp.Frontends[i]; fe.Kind == ClusterIP {
+			fe.Routes = internalRoutes
+		} else {
+			fe.Routes = externalRoutes
+		}
+	}
+	return sp
+}
+
+// routes puts the port's pools into rows of policy. Frontends with the same policy share them.
+func (sp *ServicePort) routes(rows []row) []Route {
+	if len(rows) == 0 {
+		return nil
+	}
+	pools := [...]*Pool{clusterPool: sp.Cluster, localPool: sp.Local}
+	routes := make([]Route, len(rows))
+	for i, r := range rows {
+		routes[i] = Route{From: r.from, Pool: pools[r.pool], SNAT: r.snat}
+	}
+	return routes
+}
+
+// frontends gives the addresses a port answers at in one family, without routes; sorted by Key, and where the port names an
+// address twice, only once, as the lowest Kind.
+func (b *builder) frontends(
+	svc *snapshot.Service, p *snapshot.Port, f family, clusterIP netip.Addr, sources []netip.Prefix,
+) []Frontend {
+	n := 1 + len(svc.LoadBalancerIPs) + len(svc.ExternalIPs)
+	if p.NodePort != 0 {
+		n += len(b.host.nodePortAddrs[f])
+	}
+	fs := make([]Frontend, 0, n)
+	add := func(kind Kind, a netip.Addr, port uint16, sources []netip.Prefix) {
+		if f.has(a) {
+			fs = append(fs, Frontend{Key: Key{Addr: a, Protocol: p.Protocol, Port: port}, Kind: kind, Sources: sources})
+		}
+	}
+	add(ClusterIP, clusterIP, p.Port, nil)
+	for _, a := range svc.LoadBalancerIPs {
+		add(LoadBalancerIP, a, p.Port, sources)
+	}
+	for _, a := range svc.ExternalIPs {
+		add(ExternalIP, a, p.Port, nil)
+	}
+	if p.NodePort != 0 {
+		for _, a := range b.host.nodePortAddrs[f] {
+			add(NodePort, a, p.NodePort, nil)
+		}
+	}
+	if len(fs) > 1 {
+		slices.SortFunc(fs, func(x, y Frontend) int {
+			return cmp.Or(x.Key.Compare(y.Key), cmp.Compare(x.Kind, y.Kind))
+		})
+		fs = slices.CompactFunc(fs, func(x, y Frontend) bool { return x.Key == y.Key })
+	}
+	return fs
+}
+
+// sources gives who may use the load balancer addresses of one family; nil is everybody.
+//
+// If this node may, so may the load balancer addresses themselves: where one is bound to this node, the node's own
+// connections to it carry it as their source.
+func (b *builder) sources(svc *snapshot.Service, f family) []netip.Prefix {
+	var ranges []netip.Prefix
+	node := false
+	for _, r := range svc.SourceRanges {
+		if !f.has(r.Addr()) {
+			continue
+		}
+		if r.Bits() == 0 {
+			return nil
+		}
+		ranges = append(ranges, r)
+		node = node || slices.ContainsFunc(b.host.addresses, r.Contains)
+	}
+	if node {
+		for _, a := range svc.LoadBalancerIPs {
+			if f.has(a) {
+				ranges = append(ranges, netip.PrefixFrom(a, a.BitLen()))
+			}
+		}
+	}
+	return outermost(ranges)
+}
+
+// outermost sorts ranges and drops those inside another: an nft interval set holds no overlapping ones.
+func outermost(ranges []netip.Prefix) []netip.Prefix {
+	slices.SortFunc(ranges, netip.Prefix.Compare) // a range comes right before those it contains
+	kept := ranges[:0]
+	for _, r := range ranges {
+		if len(kept) == 0 || !kept[len(kept)-1].Contains(r.Addr()) {
+			kept = append(kept, r)
+		}
+	}
+	return kept
+}

@@ -1,0 +1,216 @@
+package snapshot
+
+import (
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func in(namespace, name string) Name { return Name{Namespace: namespace, Name: name} }
+
+func named(n Name) *Service { return &Service{Name: n} }
+
+func sliceFor(n Name, service string) *Slice { return &Slice{Name: n, Service: service} }
+
+func concerned(c Change) string {
+	var words []string
+	for _, n := range c.Services {
+		words = append(words, n.String())
+	}
+	if c.All {
+		words = append(words, "all")
+	}
+	return strings.Join(words, " ")
+}
+
+// checkIndex holds a snapshot to its own books: each slice is under exactly one Service, and no empty map stays behind.
+func checkIndex(t *testing.T, s *Snapshot) {
+	t.Helper()
+	filed := 0
+	for owner, of := range s.Slices {
+		if len(of) == 0 {
+			t.Fatalf("an empty map stayed behind for %v", owner)
+		}
+		for key, sl := range of {
+			filed++
+			if sl.Name.Name != key || (Name{sl.Name.Namespace, sl.Service}) != owner || s.sliceService[sl.Name] != owner {
+				t.Fatalf("slice %v of %q is filed under %v, %q", sl.Name, sl.Service, owner, key)
+			}
+		}
+	}
+	if filed != len(s.sliceService) {
+		t.Fatalf("%d slices filed, %d known", filed, len(s.sliceService))
+	}
+}
+
+func TestApply(t *testing.T) {
+	a, b := in("x", "a"), in("x", "b")
+	s1 := in("x", "s1")
+	addrs := func(list ...string) *[]netip.Addr {
+		out := []netip.Addr{}
+		for _, w := range list {
+			out = append(out, netip.MustParseAddr(w))
+		}
+		return &out
+	}
+	cidrs := &[]netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")}
+	steps := []struct {
+		what string
+		d    Delta
+		want string
+	}{
+		{"nothing", Delta{}, ""},
+		{"gone, and never there", Delta{Services: map[Name]*Service{a: nil}, Slices: map[Name]*Slice{s1: nil}}, ""},
+		{"two Services, sorted", Delta{Services: map[Name]*Service{b: named(b), in("w", "z"): named(in("w", "z")), a: named(a)}},
+			"w/z x/a x/b"},
+		{"a slice", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a"},
+		{"its new self", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a"},
+		{"it moves", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "b")}}, "x/a x/b"},
+		{"its Service goes", Delta{Services: map[Name]*Service{b: nil}}, "x/b"},
+		{"and so does it", Delta{Slices: map[Name]*Slice{s1: nil}}, "x/b"},
+		{"once only", Delta{Slices: map[Name]*Slice{s1: nil}}, ""},
+		{"a slice of an unknown Service", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "later")}}, "x/later"},
+		{"Service and slice at once", Delta{Services: map[Name]*Service{a: named(a)},
+			Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a x/later"},
+		{"the node", Delta{Node: &Node{Name: "n", Zone: "z"}}, "all"},
+		{"the same node", Delta{Node: &Node{Name: "n", Zone: "z"}}, ""},
+		{"its addresses", Delta{Node: &Node{Name: "n", Zone: "z", Addresses: *addrs("192.0.2.1")}}, "all"},
+		{"its pod ranges", Delta{Node: &Node{Name: "n", Zone: "z", Addresses: *addrs("192.0.2.1"), PodCIDRs: *cidrs}}, "all"},
+		{"the node goes", Delta{Node: &Node{}}, "all"},
+		{"the service ranges", Delta{ServiceCIDRs: cidrs}, "all"},
+		{"the same ranges", Delta{ServiceCIDRs: cidrs}, ""},
+		{"the host's addresses", Delta{HostAddrs: addrs("127.0.0.1", "192.0.2.1")}, "all"},
+		{"the same addresses", Delta{HostAddrs: addrs("127.0.0.1", "192.0.2.1")}, ""},
+		{"one less, and a Service", Delta{HostAddrs: addrs("127.0.0.1"), Services: map[Name]*Service{a: nil}}, "x/a all"},
+	}
+	s := New()
+	for _, step := range steps {
+		if got := concerned(s.Apply(step.d)); got != step.want {
+			t.Errorf("%s: got %q, want %q", step.what, got, step.want)
+		}
+		checkIndex(t, s)
+	}
+	if len(s.Services) != 1 || len(s.Slices) != 1 || len(s.HostAddrs) != 1 || !reflect.DeepEqual(s.Node, Node{}) {
+		t.Errorf("left: %+v", s)
+	}
+}
+
+// randomDelta names a few of very few objects.
+func randomDelta(r *rand.Rand) Delta {
+	var d Delta
+	names := []Name{in("x", "a"), in("x", "b"), in("y", "a")}
+	for range r.IntN(3) {
+		n := names[r.IntN(3)]
+		if d.Services == nil {
+			d.Services = map[Name]*Service{}
+		}
+		d.Services[n] = nil
+		if r.IntN(2) == 0 {
+			d.Services[n] = &Service{Name: n, HealthCheckNodePort: uint16(r.IntN(9))}
+		}
+	}
+	for range r.IntN(3) {
+		n := names[r.IntN(3)]
+		if d.Slices == nil {
+			d.Slices = map[Name]*Slice{}
+		}
+		d.Slices[n] = nil
+		if r.IntN(3) > 0 {
+			d.Slices[n] = sliceFor(n, []string{"a", "b"}[r.IntN(2)])
+		}
+	}
+	if r.IntN(4) == 0 {
+		d.Node = &Node{Zone: []string{"a", "b"}[r.IntN(2)]}
+	}
+	if r.IntN(4) == 0 {
+		d.ServiceCIDRs = &[]netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10}), 8+r.IntN(2))}
+	}
+	if r.IntN(4) == 0 {
+		d.HostAddrs = &[]netip.Addr{netip.AddrFrom4([4]byte{10, 0, 0, byte(r.IntN(2))})}
+	}
+	return d
+}
+
+// TestMergeIsApplyInOrder: deltas merged and applied once lead where the same deltas lead one after the other, and concern no
+// Service the single steps did not.
+func TestMergeIsApplyInOrder(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	merged, single := New(), New()
+	for range 3000 {
+		var all Delta
+		touched := map[Name]bool{}
+		for range 1 + r.IntN(4) {
+			d := randomDelta(r)
+			all.Merge(d)
+			for _, n := range single.Apply(d).Services {
+				touched[n] = true
+			}
+		}
+		before := maps.Clone(merged.Services)
+		c := merged.Apply(all)
+		if !reflect.DeepEqual(merged, single) {
+			t.Fatalf("merged\n%+v\none by one\n%+v", merged, single)
+		}
+		checkIndex(t, merged)
+		for _, n := range c.Services {
+			if !touched[n] {
+				t.Fatalf("%v is concerned by %+v, but by no part of it", n, all)
+			}
+		}
+		for n := range touched {
+			if !slices.Contains(c.Services, n) && before[n] != merged.Services[n] {
+				t.Fatalf("%v changed and is not named", n)
+			}
+		}
+	}
+}
+
+// TestMergeKeepsItsOwnMaps: what a source handed over is not written to, and what it writes later is not seen.
+func TestMergeKeepsItsOwnMaps(t *testing.T) {
+	a, b := in("x", "a"), in("x", "b")
+	first := Delta{Services: map[Name]*Service{a: named(a)}, Slices: map[Name]*Slice{a: nil}}
+	var d Delta
+	d.Merge(first)
+	d.Merge(Delta{Services: map[Name]*Service{b: nil}, Slices: map[Name]*Slice{b: nil}})
+	if len(first.Services) != 1 || len(first.Slices) != 1 {
+		t.Errorf("Merge wrote to a delta it was given: %+v", first)
+	}
+	first.Services[a] = nil
+	if d.Services[a] == nil {
+		t.Error("Merge kept a map it was given")
+	}
+}
+
+func TestEmpty(t *testing.T) {
+	if d := (Delta{Services: map[Name]*Service{}}); !d.Empty() {
+		t.Error("a delta without objects is empty")
+	}
+	for _, d := range []Delta{
+		{Services: map[Name]*Service{{}: nil}}, {Slices: map[Name]*Slice{{}: nil}}, {Node: &Node{}},
+		{ServiceCIDRs: new([]netip.Prefix)}, {HostAddrs: new([]netip.Addr)},
+	} {
+		if d.Empty() {
+			t.Errorf("%+v is not empty", d)
+		}
+	}
+}
+
+func TestNames(t *testing.T) {
+	sorted := []Name{in("a", "z"), in("b", "a"), in("b", "b")}
+	for i, n := range sorted {
+		for j, o := range sorted {
+			if got := n.Compare(o); (got < 0) != (i < j) || (got > 0) != (i > j) {
+				t.Errorf("%v compared with %v is %d", n, o, got)
+			}
+		}
+	}
+	for p, want := range map[Protocol]string{TCP: "tcp", UDP: "udp", SCTP: "sctp", 0: "unknown"} {
+		if p.String() != want {
+			t.Errorf("%d prints as %s", p, p)
+		}
+	}
+}
