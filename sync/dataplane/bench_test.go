@@ -141,3 +141,29 @@ func BenchmarkApplyOneService(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkApplyBigService replaces one slice of a Service with 5,000 endpoints in slices of 100.
+func BenchmarkApplyBigService(b *testing.B) {
+	slice := func(i, generation int) *snapshot.Slice {
+		sl := benchSlice(i, 100, generation<<8|i)
+		sl.Service, sl.Name = "big", name(fmt.Sprint("big-", i))
+		return sl
+	}
+	s := snapshot.New()
+	put(s, &snapshot.Service{Name: name("big"), ClusterIPs: addrs("172.16.0.1"), Ports: []snapshot.Port{
+		{Name: "http", Protocol: snapshot.TCP, Port: 80}}})
+	for i := range 50 {
+		put(s, slice(i, 0))
+	}
+	p := NewPlanner(benchConfig)
+	p.Apply(s, snapshot.Change{})
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		b.StopTimer()
+		d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{name("big-7"): slice(7, i+1)}}
+		b.StartTimer()
+		if c, _ := p.Apply(s, s.Apply(d)); len(c.Services) != 1 {
+			b.Fatal(c)
+		}
+	}
+}

@@ -180,8 +180,6 @@ var matrixNode = snapshot.Node{
 	PodCIDRs:  prefixes("10.244.1.0/24 fd00:244:1::/48"),
 }
 
-var bools = []bool{false, true}
-
 // TestTrafficMatrix asks every client, on every frontend, under every policy and option, for every set of endpoints, in both
 // families.
 func TestTrafficMatrix(t *testing.T) {

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// source is where objects come from: a *watch.Files, a *watch.Kubernetes or a *watch.Host.
+type source interface {
+	Run(ctx context.Context, sink watch.Sink) error
+}
+
+// node is the proxy of one node, put together from its sources to the kernel.
+type node struct {
+	config  dataplane.Config
+	sources []source
+	backend reconcile.Backend
+	log     *slog.Logger
+	// written, if not nil, is told of each transaction.
+	written func(reconcile.Transaction)
+	// routeLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
+	routeLocalnet func() error
+}
+
+// run works until ctx is done, and leaves in the kernel what is there.
+func (n *node) run(ctx context.Context) error {
+	queue := snapshot.NewQueue(len(n.sources))
+	group, ctx := errgroup.WithContext(ctx)
+	for _, s := range n.sources {
+		group.Go(func() error { return s.Run(ctx, queue) })
+	}
+	planner := dataplane.NewPlanner(n.config)
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Backend: n.backend, Log: n.log}
+	routed := false
+	loop.Written = func(t reconcile.Transaction) {
+		if planner.State().LocalhostNodePorts && !routed {
+			routed = true
+			if err := n.routeLocalnet(); err != nil {
+				n.log.Warn("node ports will not answer at 127.0.0.1", "err", err)
+			}
+		}
+		if n.written != nil {
+			n.written(t)
+		}
+	}
+	group.Go(func() error { return loop.Run(ctx) })
+	return group.Wait()
+}
+
+// routeLocalnet sets the sysctl without which the kernel does not let a packet from 127.0.0.1 leave the host.
+func routeLocalnet() error {
+	const path = "/proc/sys/net/ipv4/conf/all/route_localnet"
+	if v, err := os.ReadFile(path); err == nil && string(v) == "1\n" {
+		return nil
+	}
+	return os.WriteFile(path, []byte("1"), 0o644)
+}
+
+// openBackend opens the kernel of the network namespace the calling thread is in, and makes sure that it is up to it.
+func openBackend() (*kernel.Conn, *kernel.Backend, error) {
+	conn, err := kernel.Dial(0)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := conn.Probe(); err != nil {
+		return nil, nil, errors.Join(err, conn.Close())
+	}
+	return conn, kernel.NewBackend(conn), nil
+}
+
+// newLog gives the log that the flags ask for.
+func newLog(w io.Writer, format, level string) (*slog.Logger, error) {
+	var o slog.HandlerOptions
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		return nil, fmt.Errorf("--log-level: %q is none of debug, info, warn, error", level)
+	}
+	o.Level = l
+	switch format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, &o)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, &o)), nil
+	}
+	return nil, fmt.Errorf("--log-format: %q is none of text, json", format)
+}

@@ -1,0 +1,624 @@
+package watch
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// The labels that decide whether an object is ours. kube-proxy's informers select by them on the server.
+const (
+	labelProxyName = "service.kubernetes.io/service-proxy-name"
+	labelHeadless  = corev1.IsHeadlessService
+)
+
+// defaultAffinity and maxAffinity are the API's default and limit for clientIP.timeoutSeconds.
+const (
+	defaultAffinity = 10800 * time.Second
+	maxAffinity     = 86400 * time.Second
+)
+
+// converter turns API objects into snapshot values, as kube-proxy reads them. A field that makes no sense is reported and
+// left out alone. What is missing has the API's default, so that it takes both what a server sent and what a person wrote.
+type converter struct {
+	shared
+}
+
+// service gives nil for a Service nobody is to serve: headless, ExternalName, another proxy's, or without a cluster IP.
+func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
+	f := &findings{object: objectName("Service", nameOf(o))}
+	if !ours(o) || !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
+		return nil, f.list
+	}
+	spec := &o.Spec
+	s := &snapshot.Service{
+		Name:          snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
+		ClusterIPs:    clusterIPs(f, spec),
+		ExternalIPs:   addrs(f, "spec.externalIPs[%d]", spec.ExternalIPs, unicast),
+		Affinity:      affinity(f, spec),
+		InternalLocal: local(f, "spec.internalTrafficPolicy", deref(spec.InternalTrafficPolicy, "")),
+		Ports:         c.servicePorts(f, spec.Ports),
+	}
+	if len(s.ClusterIPs) == 0 {
+		return nil, f.list
+	}
+	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
+	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
+	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in k8s.io/kubernetes).
+	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
+	external := balanced || spec.Type == corev1.ServiceTypeNodePort || len(spec.ExternalIPs) > 0
+	s.ExternalLocal = local(f, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy) && external
+	if s.ExternalLocal && balanced && spec.HealthCheckNodePort != 0 {
+		field := func(name string) string { return "spec." + name }
+		s.HealthCheckNodePort = port(f, field, "healthCheckNodePort", spec.HealthCheckNodePort)
+	}
+	return s, f.list
+}
+
+// ours says whether a Service is for a proxy, and for this one.
+func ours(o *corev1.Service) bool {
+	if _, other := o.Labels[labelProxyName]; other || o.Spec.Type == corev1.ServiceTypeExternalName {
+		return false
+	}
+	return o.Spec.ClusterIP != corev1.ClusterIPNone && !slices.Contains(o.Spec.ClusterIPs, corev1.ClusterIPNone)
+}
+
+// clusterIPs reads clusterIPs, and clusterIP where the list is missing, as it is in objects from before dual stack.
+func clusterIPs(f *findings, spec *corev1.ServiceSpec) []netip.Addr {
+	if len(spec.ClusterIPs) == 0 {
+		if spec.ClusterIP == "" {
+			return nil
+		}
+		a, err := parseAddr(spec.ClusterIP, servable)
+		if err != nil {
+			f.add("spec.clusterIP", "%w", err)
+			return nil
+		}
+		return []netip.Addr{a}
+	}
+	if spec.ClusterIP != "" && spec.ClusterIP != spec.ClusterIPs[0] {
+		f.add("spec.clusterIP", "%s is not the first of clusterIPs: the list counts", quote(spec.ClusterIP))
+	}
+	ips := make([]netip.Addr, 0, min(len(spec.ClusterIPs), 2))
+	for i, text := range spec.ClusterIPs {
+		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
+		a, err := parseAddr(text, servable)
+		switch {
+		case err != nil:
+			f.add(field, "%w", err)
+		case slices.ContainsFunc(ips, func(b netip.Addr) bool { return a.Is4() == b.Is4() }):
+			f.add(field, "%s is a second address of its family: a Service has one of each at most", a)
+		default:
+			ips = append(ips, a)
+		}
+	}
+	return ips
+}
+
+// loadBalancerIPs leaves out the entries whose traffic is meant to go out to the load balancer: those with a host name
+// only, and those with ipMode Proxy (KEP-1860).
+func loadBalancerIPs(f *findings, ingress []corev1.LoadBalancerIngress) []netip.Addr {
+	var (
+		ips   []netip.Addr
+		known seen[netip.Addr]
+	)
+	for i, in := range ingress {
+		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
+			continue
+		}
+		a, err := parseAddr(in.IP, servable)
+		if err != nil {
+			f.add(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "%w", err)
+		} else if !known.before(a) {
+			ips = append(ips, a)
+		}
+	}
+	return ips
+}
+
+// nobody are the source ranges of a load balancer whose own ranges can't be read. No packet that could be answered has
+// the unspecified address as its source.
+var nobody = [2]netip.Prefix{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}
+
+// sourceRanges reads loadBalancerSourceRanges. A range that can't be read may be of either family, and a family without
+// ranges is open to everybody: so that a typing error never opens a Service, it closes each family that has no readable
+// range of its own.
+func sourceRanges(f *findings, texts []string) []netip.Prefix {
+	var (
+		ranges   []netip.Prefix
+		families [2]bool
+		bad      bool
+		known    seen[netip.Prefix]
+	)
+	for i, text := range texts {
+		p, err := parsePrefix(strings.TrimSpace(text))
+		if err != nil {
+			f.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%w; a family with no good range is closed", err)
+			bad = true
+			continue
+		}
+		families[family(p.Addr())] = true
+		if !known.before(p) {
+			ranges = append(ranges, p)
+		}
+	}
+	for fam, good := range families {
+		if bad && !good {
+			ranges = append(ranges, nobody[fam])
+		}
+	}
+	return ranges
+}
+
+func family(a netip.Addr) int {
+	if a.Is4() {
+		return 0
+	}
+	return 1
+}
+
+func affinity(f *findings, spec *corev1.ServiceSpec) time.Duration {
+	switch spec.SessionAffinity {
+	case "", corev1.ServiceAffinityNone:
+		return 0
+	case corev1.ServiceAffinityClientIP:
+	default:
+		f.add("spec.sessionAffinity", "%s is unknown: write ClientIP or None", quote(string(spec.SessionAffinity)))
+		return 0
+	}
+	c := spec.SessionAffinityConfig
+	if c == nil || c.ClientIP == nil || c.ClientIP.TimeoutSeconds == nil {
+		return defaultAffinity
+	}
+	d := time.Duration(*c.ClientIP.TimeoutSeconds) * time.Second
+	if d < time.Second || d > maxAffinity {
+		f.add("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not between 1 and 86400: using %d",
+			*c.ClientIP.TimeoutSeconds, defaultAffinity/time.Second)
+		return defaultAffinity
+	}
+	return d
+}
+
+// local reads a traffic policy.
+func local[T ~string](f *findings, field string, policy T) bool {
+	switch string(policy) {
+	case "", string(corev1.ServiceInternalTrafficPolicyCluster):
+		return false
+	case string(corev1.ServiceInternalTrafficPolicyLocal):
+		return true
+	}
+	f.add(field, "%s is unknown: write Cluster or Local", quote(string(policy)))
+	return false
+}
+
+// portName and portNumber both identify a port of a Service.
+type (
+	portName struct {
+		name     string
+		protocol snapshot.Protocol
+	}
+	portNumber struct {
+		number   uint16
+		protocol snapshot.Protocol
+	}
+)
+
+func (c *converter) servicePorts(f *findings, ports []corev1.ServicePort) []snapshot.Port {
+	var (
+		out     = make([]snapshot.Port, 0, len(ports))
+		names   seen[portName]
+		numbers seen[portNumber]
+	)
+	for i := range ports {
+		p := &ports[i]
+		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
+		proto, number := protocol(f, field, p.Protocol), port(f, field, "port", p.Port)
+		switch {
+		case proto == 0 || number == 0 || p.Name != "" && !validName(f, field("name"), p.Name):
+			continue
+		case names.before(portName{p.Name, proto}):
+			f.add(field("name"), "%s is the name of two ports: the first one counts", quote(p.Name))
+			continue
+		case numbers.before(portNumber{number, proto}):
+			f.add(field("port"), "%d/%s is there twice: the first one counts", number, proto)
+			continue
+		}
+		sp := snapshot.Port{Name: c.text(p.Name), Protocol: proto, Port: number}
+		if p.NodePort != 0 {
+			sp.NodePort = port(f, field, "nodePort", p.NodePort)
+		}
+		out = append(out, sp)
+	}
+	return out
+}
+
+// inObject makes a field's path from its name in the part that is being read.
+type inObject func(name string) string
+
+// port gives 0 for what is no port.
+func port(f *findings, field inObject, name string, n int32) uint16 {
+	if n < 1 || n > 65535 {
+		f.add(field(name), "%d is not a port (1-65535)", n)
+		return 0
+	}
+	return uint16(n)
+}
+
+// protocol gives 0 for what Services can't have.
+func protocol(f *findings, field inObject, p corev1.Protocol) snapshot.Protocol {
+	switch p {
+	case "", corev1.ProtocolTCP:
+		return snapshot.TCP
+	case corev1.ProtocolUDP:
+		return snapshot.UDP
+	case corev1.ProtocolSCTP:
+		return snapshot.SCTP
+	}
+	f.add(field("protocol"), "%s is unknown: write TCP, UDP or SCTP", quote(string(p)))
+	return 0
+}
+
+// slice gives nil for a slice nobody is to serve: headless, of names instead of addresses, or of no Service.
+func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Problem) {
+	f := &findings{object: objectName("EndpointSlice", nameOf(o))}
+	if _, headless := o.Labels[labelHeadless]; headless || o.AddressType == discoveryv1.AddressTypeFQDN {
+		return nil, nil
+	}
+	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
+		return nil, f.list
+	}
+	owner := o.Labels[discoveryv1.LabelServiceName]
+	if owner == "" {
+		f.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing: it says which Service the slice belongs to")
+		return nil, f.list
+	}
+	if o.AddressType != discoveryv1.AddressTypeIPv4 && o.AddressType != discoveryv1.AddressTypeIPv6 {
+		f.add("addressType", "%s is unknown: write IPv4 or IPv6", quote(string(o.AddressType)))
+		return nil, f.list
+	}
+	return &snapshot.Slice{
+		Name:      snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
+		Service:   string([]byte(owner)),
+		Ports:     c.slicePorts(f, o.Ports),
+		Endpoints: c.endpointsOf(f, o),
+	}, f.list
+}
+
+func (c *converter) slicePorts(f *findings, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
+	out := make([]snapshot.SlicePort, 0, len(ports))
+	var names seen[portName]
+	for i := range ports {
+		p := &ports[i]
+		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
+		if p.Port == nil {
+			continue // "all ports", which no Service port can ask for
+		}
+		if p.Name == nil {
+			f.add(field("name"), "missing: write the name of the Service's port, or \"\"")
+			continue
+		}
+		if sp, ok := c.slicePort(f, field, &names, *p.Name, deref(p.Protocol, ""), *p.Port); ok {
+			out = append(out, sp)
+		}
+	}
+	return out
+}
+
+// slicePort reads one port of a slice or of a subset. The number 0 stands for a port that was never resolved.
+func (c *converter) slicePort(f *findings, field inObject, names *seen[portName],
+	name string, asked corev1.Protocol, n int32,
+) (snapshot.SlicePort, bool) {
+	if n == 0 {
+		return snapshot.SlicePort{}, false
+	}
+	proto, number := protocol(f, field, asked), port(f, field, "port", n)
+	if proto == 0 || number == 0 {
+		return snapshot.SlicePort{}, false
+	}
+	if names.before(portName{name, proto}) {
+		f.add(field("name"), "%s is the name of two ports: the first one counts", quote(name))
+		return snapshot.SlicePort{}, false
+	}
+	return snapshot.SlicePort{Name: c.text(name), Protocol: proto, Port: number}, true
+}
+
+// endpointsOf reads only the first address of each endpoint, as the API says all consumers do.
+func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []snapshot.Endpoint {
+	out := make([]snapshot.Endpoint, 0, len(o.Endpoints))
+	at := make(map[netip.Addr]int, len(o.Endpoints))
+	for i := range o.Endpoints {
+		e := &o.Endpoints[i]
+		if len(e.Addresses) == 0 {
+			f.add(fmt.Sprintf("endpoints[%d].addresses", i), "an endpoint needs an address")
+			continue
+		}
+		field := fmt.Sprintf("endpoints[%d].addresses[0]", i)
+		a, err := parseAddr(e.Addresses[0], unicast)
+		if err != nil {
+			f.add(field, "%w", err)
+			continue
+		}
+		if a.Is4() != (o.AddressType == discoveryv1.AddressTypeIPv4) {
+			f.add(field, "%s is not of the slice's addressType %s", a, o.AddressType)
+			continue
+		}
+		ep := snapshot.Endpoint{
+			Addr:        a,
+			Node:        c.text(deref(e.NodeName, "")),
+			Ready:       deref(e.Conditions.Ready, true),
+			Serving:     deref(e.Conditions.Serving, true),
+			Terminating: deref(e.Conditions.Terminating, false),
+		}
+		if e.Hints != nil {
+			ep.ForZones, ep.ForNodes = c.hints(e.Hints)
+		}
+		out = addEndpoint(f, field, out, at, ep)
+	}
+	return out
+}
+
+// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first.
+func addEndpoint(f *findings, field string, list []snapshot.Endpoint, at map[netip.Addr]int, e snapshot.Endpoint,
+) []snapshot.Endpoint {
+	j, again := at[e.Addr]
+	if !again {
+		at[e.Addr] = len(list)
+		return append(list, e)
+	}
+	f.add(field, "%s is there twice: the endpoint that is not terminating counts, else the first", e.Addr)
+	if list[j].Terminating && !e.Terminating {
+		list[j] = e
+	}
+	return list
+}
+
+func (c *converter) hints(h *discoveryv1.EndpointHints) (zones, nodes []string) {
+	for _, z := range h.ForZones {
+		zones = append(zones, z.Name)
+	}
+	for _, n := range h.ForNodes {
+		nodes = append(nodes, n.Name)
+	}
+	return c.list(zones), c.list(nodes)
+}
+
+// endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names hold a colon, which no object of
+// the API can have in its own.
+func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Problem) {
+	f := &findings{object: objectName("Endpoints", nameOf(o))}
+	if _, headless := o.Labels[labelHeadless]; headless {
+		return nil, nil
+	}
+	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
+		return nil, f.list
+	}
+	var out []*snapshot.Slice
+	ns, owner := c.text(o.Namespace), string([]byte(o.Name))
+	for i := range o.Subsets {
+		sub := &o.Subsets[i]
+		s := &snapshot.Slice{
+			Name:    snapshot.Name{Namespace: ns, Name: fmt.Sprintf("%s:%d", owner, i)},
+			Service: owner,
+			Ports:   make([]snapshot.SlicePort, 0, len(sub.Ports)),
+		}
+		var names seen[portName]
+		for j, p := range sub.Ports {
+			field := func(name string) string { return fmt.Sprintf("subsets[%d].ports[%d].%s", i, j, name) }
+			if sp, ok := c.slicePort(f, field, &names, p.Name, p.Protocol, p.Port); ok {
+				s.Ports = append(s.Ports, sp)
+			}
+		}
+		at := make(map[netip.Addr]int, len(sub.Addresses)+len(sub.NotReadyAddresses))
+		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].addresses", i), s.Endpoints, at, sub.Addresses, true)
+		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses, false)
+		out = append(out, s)
+	}
+	return out, f.list
+}
+
+func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, at map[netip.Addr]int,
+	addresses []corev1.EndpointAddress, ready bool,
+) []snapshot.Endpoint {
+	for i, e := range addresses {
+		field := fmt.Sprintf("%s[%d].ip", field, i)
+		a, err := parseAddr(e.IP, unicast)
+		if err != nil {
+			f.add(field, "%w", err)
+			continue
+		}
+		ep := snapshot.Endpoint{Addr: a, Node: c.text(deref(e.NodeName, "")), Ready: ready, Serving: ready}
+		list = addEndpoint(f, field, list, at, ep)
+	}
+	return list
+}
+
+// node gives what is known of a node; it is never nil.
+func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
+	f := &findings{object: objectName("Node", snapshot.Name{Name: o.Name})}
+	n := &snapshot.Node{Name: string([]byte(o.Name)), Zone: c.text(o.Labels[corev1.LabelTopologyZone])}
+	var known seen[netip.Addr]
+	for _, kind := range []corev1.NodeAddressType{corev1.NodeInternalIP, corev1.NodeExternalIP} {
+		for i, na := range o.Status.Addresses {
+			if na.Type != kind {
+				continue
+			}
+			a, err := parseAddr(na.Address, valid)
+			if err != nil {
+				f.add(fmt.Sprintf("status.addresses[%d].address", i), "%w", err)
+			} else if !known.before(a) {
+				n.Addresses = append(n.Addresses, a)
+			}
+		}
+	}
+	field, cidrs := "spec.podCIDRs[%d]", o.Spec.PodCIDRs
+	if len(cidrs) == 0 && o.Spec.PodCIDR != "" {
+		field, cidrs = "spec.podCIDR", []string{o.Spec.PodCIDR}
+	}
+	n.PodCIDRs = prefixes(f, field, cidrs)
+	return n, f.list
+}
+
+// serviceCIDR gives the ranges of one object in their order; it is never nil.
+func (c *converter) serviceCIDR(o *networkingv1.ServiceCIDR) (*[]netip.Prefix, []*Problem) {
+	f := &findings{object: objectName("ServiceCIDR", snapshot.Name{Name: o.Name})}
+	p := prefixes(f, "spec.cidrs[%d]", o.Spec.CIDRs)
+	return &p, f.list
+}
+
+// union gives all ranges, sorted and unique; nil if there are none.
+func union(lists []*[]netip.Prefix) []netip.Prefix {
+	var all []netip.Prefix
+	for _, l := range lists {
+		all = append(all, *l...)
+	}
+	slices.SortFunc(all, netip.Prefix.Compare)
+	return slices.Compact(all)
+}
+
+func prefixes(f *findings, field string, texts []string) []netip.Prefix {
+	var out []netip.Prefix
+	for i, text := range texts {
+		if p, err := parsePrefix(text); err != nil {
+			f.add(indexed(field, i), "%w", err)
+		} else {
+			out = append(out, p)
+		}
+	}
+	return out
+}
+
+// addrs reads a list of addresses, each once.
+func addrs(f *findings, field string, texts []string, need need) []netip.Addr {
+	var (
+		out   []netip.Addr
+		known seen[netip.Addr]
+	)
+	for i, text := range texts {
+		if a, err := parseAddr(text, need); err != nil {
+			f.add(indexed(field, i), "%w", err)
+		} else if !known.before(a) {
+			out = append(out, a)
+		}
+	}
+	return out
+}
+
+// indexed puts i where the path has a %d, if it has one.
+func indexed(field string, i int) string {
+	return strings.Replace(field, "%d", fmt.Sprint(i), 1)
+}
+
+// need says which addresses make sense in a place.
+type need uint8
+
+const (
+	// valid is every address.
+	valid need = iota
+	// servable is what a packet of somebody else can be addressed to. Link-local ranges do serve as service ranges.
+	servable
+	// unicast is what the API server allows as an endpoint or external IP: nothing link-local either.
+	unicast
+)
+
+// parseAddr takes an address as the API server writes it. Zones mean nothing beyond one host, and an IPv4 address in IPv6
+// notation would be compared with IPv4 addresses and never be equal.
+func parseAddr(text string, need need) (netip.Addr, error) {
+	a, err := netip.ParseAddr(text)
+	switch {
+	case err != nil:
+		return netip.Addr{}, fmt.Errorf("%s is not an IP address", quote(text))
+	case a.Zone() != "":
+		return netip.Addr{}, fmt.Errorf("%s has a zone: write %s", quote(text), a.WithZone(""))
+	case a.Is4In6():
+		return netip.Addr{}, fmt.Errorf("%s is an IPv4 address in IPv6 notation: write %s", quote(text), a.Unmap())
+	case need == valid:
+		return a, nil
+	case a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}),
+		need == unicast && a.IsLinkLocalUnicast():
+		return netip.Addr{}, fmt.Errorf("%s is special: nothing can be served there", a)
+	}
+	return a, nil
+}
+
+// parsePrefix takes a range and clears the bits of its address that lie outside, as kube-proxy does.
+func parsePrefix(text string) (netip.Prefix, error) {
+	p, err := netip.ParsePrefix(text)
+	if err != nil {
+		if _, err := netip.ParseAddr(text); err == nil {
+			return netip.Prefix{}, fmt.Errorf("%s is an address, not a range: add /32 or /128 for this address alone", quote(text))
+		}
+		return netip.Prefix{}, fmt.Errorf("%s is not an address range like 10.0.0.0/8", quote(text))
+	}
+	if p.Addr().Is4In6() {
+		return netip.Prefix{}, fmt.Errorf("%s is an IPv4 range in IPv6 notation", quote(text))
+	}
+	return p.Masked(), nil
+}
+
+var errName = errors.New("a name has letters, digits, '-' and '.' only")
+
+// validName is what names must be for us, less than what the API server asks. Names end up in comments in the kernel, in
+// metrics and in texts that are fed to nft, where a quotation mark or a line feed would be somebody else's command.
+func validName(f *findings, field, s string) bool {
+	switch {
+	case s == "":
+		f.add(field, "missing")
+		return false
+	case len(s) > 253:
+		f.add(field, "%s is longer than 253 characters", quote(s))
+		return false
+	}
+	for i := range len(s) {
+		b := s[i]
+		if (b < 'a' || b > 'z') && (b < 'A' || b > 'Z') && (b < '0' || b > '9') && b != '-' && b != '.' {
+			f.add(field, "%s: %w", quote(s), errName)
+			return false
+		}
+	}
+	return true
+}
+
+// seen tells which values came before. Nearly every list has one value, which costs no map.
+type seen[T comparable] struct {
+	first T
+	count int
+	more  map[T]struct{}
+}
+
+// before says whether v came before, and remembers it.
+func (s *seen[T]) before(v T) bool {
+	if s.count == 0 {
+		s.first, s.count = v, 1
+		return false
+	}
+	if _, again := s.more[v]; again || v == s.first {
+		return true
+	}
+	if s.more == nil {
+		s.more = map[T]struct{}{}
+	}
+	s.more[v] = struct{}{}
+	s.count++
+	return false
+}
+
+func nameOf(o metav1.Object) snapshot.Name {
+	return snapshot.Name{Namespace: o.GetNamespace(), Name: o.GetName()}
+}
+
+func deref[T interface{ ~bool | ~string }](p *T, missing T) T {
+	if p == nil {
+		return missing
+	}
+	return *p
+}

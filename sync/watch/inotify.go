@@ -1,0 +1,260 @@
+package watch
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// inotify tells of changes in directories. It is used as it is and not through fsnotify, because fsnotify keeps the one
+// event to itself that says when a file is complete: without it, whoever writes a large file, or takes his time, is read
+// half-way, and half a list of Services is a good list.
+type inotify struct {
+	fd   int
+	file *os.File
+	// events is closed when reading fails; then err says why.
+	events chan []event
+	err    error
+	done   chan struct{}
+
+	mu   sync.Mutex
+	dirs map[int]string
+}
+
+// event is a change of a name in a directory. An empty name stands for the directory itself, or for events that were lost.
+type event struct {
+	place
+	mask uint32
+}
+
+// place is an entry of a directory, given without symbolic links.
+type place struct {
+	dir, name string
+}
+
+// Writing shows only when it is finished, with CLOSE_WRITE. CREATE is for links; ATTRIB for files that become readable.
+const inotifyMask = unix.IN_CLOSE_WRITE | unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
+	unix.IN_ATTRIB | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
+
+func newInotify() (*inotify, error) {
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("inotify: %w (fs.inotify.max_user_instances is the limit)", err)
+	}
+	w := &inotify{
+		fd: fd, file: os.NewFile(uintptr(fd), "inotify"), events: make(chan []event), done: make(chan struct{}),
+		dirs: map[int]string{},
+	}
+	go w.read()
+	return w, nil
+}
+
+// close ends reading; no event comes after it.
+func (w *inotify) close() {
+	close(w.done)
+	w.file.Close()
+}
+
+// set watches these directories and no others. Directories that are gone or closed to us are left out, and the first
+// error with one of the others is given.
+func (w *inotify) set(dirs map[string]bool) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var first error
+	now := make(map[int]string, len(dirs))
+	for dir, needed := range dirs {
+		wd, err := unix.InotifyAddWatch(w.fd, dir, inotifyMask)
+		switch {
+		case err == nil:
+			now[wd] = dir
+		case errors.Is(err, fs.ErrNotExist) || err == unix.ENOTDIR || errors.Is(err, fs.ErrPermission) && !needed:
+		case first == nil:
+			first = fmt.Errorf("changes in %s go unnoticed: %w (fs.inotify.max_user_watches is the limit)", dir, err)
+		}
+	}
+	for wd := range w.dirs {
+		if _, still := now[wd]; !still {
+			unix.InotifyRmWatch(w.fd, uint32(wd)) // fails if the directory is gone already
+		}
+	}
+	w.dirs = now
+	return first
+}
+
+func (w *inotify) read() {
+	defer close(w.events)
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := w.file.Read(buf)
+		if err != nil {
+			w.err = err
+			return
+		}
+		select {
+		case w.events <- w.parse(buf[:n]):
+		case <-w.done:
+			return
+		}
+	}
+}
+
+// parse reads struct inotify_event (inotify(7)): wd, mask, cookie and len, 32 bits each, then a name padded with zeros.
+func (w *inotify) parse(b []byte) []event {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var events []event
+	for len(b) >= unix.SizeofInotifyEvent {
+		wd, mask := int(int32(binary.NativeEndian.Uint32(b))), binary.NativeEndian.Uint32(b[4:])
+		end := unix.SizeofInotifyEvent + int(binary.NativeEndian.Uint32(b[12:]))
+		name := strings.TrimRight(string(b[unix.SizeofInotifyEvent:end]), "\x00")
+		b = b[end:]
+		dir, known := w.dirs[wd]
+		switch {
+		case mask&unix.IN_Q_OVERFLOW != 0:
+			events = append(events, event{mask: mask})
+		case mask&unix.IN_IGNORED != 0:
+			delete(w.dirs, wd)
+		case known:
+			events = append(events, event{place{dir, name}, mask})
+		}
+	}
+	return events
+}
+
+// trail is where the path and its files lie and what leads there.
+type trail struct {
+	// places are the entries whose change matters: those on the way, with an empty string, and the files themselves with
+	// the name they are read by.
+	places map[place]string
+	// folder is the directory of the path if it is one, without symbolic links.
+	folder string
+	// dirs are the directories to watch. True is for those without which changes of a file would be missed.
+	dirs map[string]bool
+}
+
+// maxLinks is how many symbolic links the kernel follows in one path (path_resolution(7)).
+const maxLinks = 40
+
+// walk notes each step to path, up to where it ends: at what the path means, or at the first step that is missing.
+func (t *trail) walk(path string) (place, bool) {
+	rest := strings.Split(path, "/")
+	dir, last := "/", place{"/", ""}
+	for links := 0; len(rest) > 0; {
+		name := rest[0]
+		rest = rest[1:]
+		switch name {
+		case "", ".":
+			continue
+		case "..":
+			dir = filepath.Dir(dir)
+			continue
+		}
+		last = place{dir, name}
+		if _, known := t.places[last]; !known {
+			t.places[last] = ""
+		}
+		t.dirs[dir] = t.dirs[dir] || false
+		full := filepath.Join(dir, name)
+		info, err := os.Lstat(full)
+		if err != nil {
+			return last, false
+		}
+		if info.Mode()&fs.ModeSymlink == 0 {
+			dir = full
+			continue
+		}
+		target, err := os.Readlink(full)
+		if links++; err != nil || links > maxLinks {
+			return last, false
+		}
+		if strings.HasPrefix(target, "/") {
+			dir = "/"
+		}
+		rest = append(strings.Split(target, "/"), rest...)
+	}
+	return last, true
+}
+
+// file notes the way to a file, and the file itself by its name.
+func (t *trail) file(name, path string) {
+	at, ok := t.walk(path)
+	t.dirs[at.dir] = true
+	switch {
+	case !ok:
+	case t.places[at] == "":
+		t.places[at] = name
+	default:
+		t.places[at] = "" // one file by several names
+	}
+}
+
+// follow finds out again where everything lies, and watches it. That must come before reading: what changes later makes
+// an event.
+func (d *folder) follow(w *inotify) {
+	t := trail{places: map[place]string{}, dirs: map[string]bool{}}
+	path, err := filepath.Abs(d.path)
+	if err != nil {
+		path = d.path
+	}
+	dir, names, _ := d.list()
+	if !dir {
+		t.file(filepath.Base(d.path), path)
+	} else if at, ok := t.walk(path); ok {
+		t.folder = filepath.Join(at.dir, at.name)
+		t.dirs[t.folder] = true
+		for _, name := range names {
+			t.file(name, filepath.Join(t.folder, name))
+		}
+	}
+	d.trail = t
+	d.once("watch", w.set(t.dirs), "")
+}
+
+// note takes in what has happened and says whether there is something to read.
+func (d *folder) note(events []event) bool {
+	for _, e := range events {
+		if e.name == "" {
+			d.all = true
+			clear(d.creating)
+			continue
+		}
+		name, ok := d.trail.places[e.place]
+		switch {
+		case !ok && (e.dir != d.trail.folder || !isManifest(e.name)):
+			continue
+		case !ok:
+			name = e.name
+		case name == "":
+			d.all = true
+			continue
+		}
+		switch {
+		case e.mask&unix.IN_CREATE != 0 && beingWritten(e.place):
+			d.creating[name] = true
+		case e.mask&unix.IN_ATTRIB != 0 && d.creating[name]:
+		default:
+			delete(d.creating, name)
+			d.dirty[name] = true
+		}
+	}
+	return d.all || len(d.dirty) > 0
+}
+
+// beingWritten says whether a new entry is a file that somebody has opened to write it, who will close it. Links are
+// complete as they are.
+func beingWritten(p place) bool {
+	info, err := os.Lstat(filepath.Join(p.dir, p.name))
+	if err != nil || !info.Mode().IsRegular() {
+		return false
+	}
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && st.Nlink == 1
+}

@@ -1,0 +1,403 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"net/url"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	apiwatch "k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Kubernetes is a source that watches the Kubernetes API: Services, EndpointSlices, ServiceCIDRs and the Node with our
+// name, with kube-proxy's selectors. Objects are converted as they arrive and only the result is kept.
+//
+// Losing the API server withdraws nothing; what changed meanwhile comes once it is back. A Node that is deleted stays
+// known: it usually comes back, and its addresses are those of this host in any case. An API server that has no
+// ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
+type Kubernetes struct {
+	// Config is the server to ask; see ClientConfig.
+	Config *rest.Config
+	// NodeName is the name of the Node to watch.
+	NodeName string
+	// Report takes what is wrong: a *Problem of an object, or an error of the connection, which is told once and then no
+	// more than every five minutes. Nil drops it. Calls don't overlap.
+	Report func(error)
+}
+
+// ClientConfig gives the configuration in a kubeconfig file, or that of the pod we run in if the path is empty. Mind that
+// a pod is told the cluster IP of the API server, which is one of those we are to serve: on a node where nobody serves it
+// yet, set KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT to the server's own address.
+func ClientConfig(kubeconfig string) (*rest.Config, error) {
+	var (
+		c   *rest.Config
+		err error
+	)
+	if kubeconfig == "" {
+		c, err = rest.InClusterConfig()
+	} else {
+		c, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("client configuration: %w", err)
+	}
+	// kube-proxy's defaults (clientConnection in its configuration).
+	c.ContentType, c.AcceptContentTypes = runtime.ContentTypeProtobuf, runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
+	c.QPS, c.Burst = 5, 10
+	return c, nil
+}
+
+// apiTypes are the only types we decode. Registering whole API groups would link all their types into the binary.
+var apiTypes = func() serializer.CodecFactory {
+	s := runtime.NewScheme()
+	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Node{}, &corev1.NodeList{})
+	s.AddKnownTypes(discoveryv1.SchemeGroupVersion, &discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{})
+	s.AddKnownTypes(networkingv1.SchemeGroupVersion, &networkingv1.ServiceCIDR{}, &networkingv1.ServiceCIDRList{})
+	for _, gv := range []schema.GroupVersion{
+		corev1.SchemeGroupVersion, discoveryv1.SchemeGroupVersion, networkingv1.SchemeGroupVersion, {Version: "v1"},
+	} {
+		metav1.AddToGroupVersion(s, gv)
+	}
+	return serializer.NewCodecFactory(s)
+}()
+
+// klogQuiet silences client-go, which logs by itself what our callback is told anyway.
+var klogQuiet sync.Once
+
+// Run puts what the API says into sink until ctx is done; then it gives nil. It fails only if Config makes no sense: a
+// server that doesn't answer is waited for.
+func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
+	klogQuiet.Do(func() { klog.SetLogger(klog.Logger{}) })
+	c, report := &converter{}, quietly(k.Report)
+	var incomplete atomic.Int32
+	complete := func() {
+		if incomplete.Add(-1) == 0 {
+			sink.Synced()
+		}
+	}
+	services := newStore(c.service, sameService, report, complete)
+	services.put = func(m map[snapshot.Name]*snapshot.Service) { sink.Put(snapshot.Delta{Services: m}) }
+	endpointSlices := newStore(c.slice, sameSlice, report, complete)
+	endpointSlices.put = func(m map[snapshot.Name]*snapshot.Slice) { sink.Put(snapshot.Delta{Slices: m}) }
+	nodes := newStore(c.node, sameNode, report, complete)
+	nodes.put = func(m map[snapshot.Name]*snapshot.Node) {
+		if n := m[snapshot.Name{Name: k.NodeName}]; n != nil {
+			sink.Put(snapshot.Delta{Node: n})
+		}
+	}
+	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete)
+	cidrs.put = func(map[snapshot.Name]*[]netip.Prefix) {
+		all := union(slices.Collect(maps.Values(cidrs.known)))
+		sink.Put(snapshot.Delta{ServiceCIDRs: &all})
+	}
+	resources := []resource{
+		{corev1.SchemeGroupVersion, "services", &corev1.Service{}, services, metav1.ListOptions{
+			LabelSelector: "!" + labelProxyName, FieldSelector: "spec.clusterIP!=" + corev1.ClusterIPNone,
+		}, nil},
+		{discoveryv1.SchemeGroupVersion, "endpointslices", &discoveryv1.EndpointSlice{}, endpointSlices, metav1.ListOptions{
+			LabelSelector: "!" + labelHeadless,
+		}, nil},
+		{corev1.SchemeGroupVersion, "nodes", &corev1.Node{}, nodes, metav1.ListOptions{
+			FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, k.NodeName).String(),
+		}, nil},
+		{networkingv1.SchemeGroupVersion, "servicecidrs", &networkingv1.ServiceCIDR{}, cidrs, metav1.ListOptions{},
+			cidrs.complete},
+	}
+	incomplete.Store(int32(len(resources)))
+	ctx = klog.NewContext(ctx, klog.Logger{})
+	var reflectors []*cache.Reflector
+	for _, res := range resources {
+		client, err := k.client(res.gv)
+		if err != nil {
+			return fmt.Errorf("watch Kubernetes: %w", err)
+		}
+		l := &lister{resource: res, client: client, report: report}
+		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
+		reflectors = append(reflectors, cache.NewReflectorWithOptions(l, res.object, res.store, o))
+	}
+	var all sync.WaitGroup
+	for _, r := range reflectors {
+		all.Go(func() { r.RunWithContext(ctx) })
+	}
+	all.Wait()
+	return nil
+}
+
+// resource is what one reflector watches.
+type resource struct {
+	gv        schema.GroupVersion
+	name      string // as in the URL
+	object    runtime.Object
+	store     cache.ReflectorStore
+	selectors metav1.ListOptions
+	// refused is called when the server refuses the resource for good; nil means that we can't do without it.
+	refused func()
+}
+
+func samePrefixes(a, b *[]netip.Prefix) bool { return slices.Equal(*a, *b) }
+
+func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
+	if k.Config == nil {
+		return nil, errors.New("there is no client configuration")
+	}
+	c := rest.CopyConfig(k.Config)
+	c.GroupVersion, c.APIPath = &gv, "/apis"
+	if gv.Group == "" {
+		c.APIPath = "/api"
+	}
+	c.NegotiatedSerializer = apiTypes.WithoutConversion()
+	c.WarningHandler = rest.NoWarnings{}
+	if c.UserAgent == "" {
+		c.UserAgent = rest.DefaultKubernetesUserAgent()
+	}
+	return rest.RESTClientFor(c)
+}
+
+// store is the reflector's end of one resource. It converts what comes, keeps the values it has passed on, and passes on
+// what differs from them. Only the reflector's goroutine calls it.
+type store[In, Out any] struct {
+	convert func(*In) (*Out, []*Problem)
+	same    func(a, b *Out) bool
+	put     func(map[snapshot.Name]*Out)
+	report  func(error)
+	// complete says that the first list is in, or that there will be none; calls after the first do nothing.
+	complete func()
+
+	known map[snapshot.Name]*Out
+	// faulty are the problems last reported of each object that has any.
+	faulty map[snapshot.Name]string
+}
+
+func newStore[In, Out any](convert func(*In) (*Out, []*Problem), same func(a, b *Out) bool, report func(error),
+	complete func(),
+) *store[In, Out] {
+	return &store[In, Out]{
+		convert: convert, same: same, report: report, complete: sync.OnceFunc(complete),
+		known: map[snapshot.Name]*Out{}, faulty: map[snapshot.Name]string{},
+	}
+}
+
+// converted is an object on its way through a reflector that collects a list before it hands it over.
+type converted[Out any] struct {
+	name  snapshot.Name
+	value *Out
+}
+
+// Transformer makes the reflector convert the objects of a streamed list one by one, so that they never exist all at once.
+func (s *store[In, Out]) Transformer() cache.TransformFunc {
+	return func(o any) (any, error) { return s.take(o) }
+}
+
+// take converts an object, unless that is done, and reports what is new about its problems.
+func (s *store[In, Out]) take(o any) (converted[Out], error) {
+	if c, done := o.(converted[Out]); done {
+		return c, nil
+	}
+	in, ok := o.(*In)
+	if !ok {
+		return converted[Out]{}, fmt.Errorf("watch: unexpected object %T", o)
+	}
+	name := nameOf(o.(metav1.Object))
+	value, problems := s.convert(in)
+	text := ""
+	if err := texts(problems); err != nil {
+		text = err.Error()
+	}
+	if text != s.faulty[name] {
+		for _, p := range problems {
+			s.report(p)
+		}
+		s.faulty[name] = text
+	}
+	if text == "" {
+		delete(s.faulty, name)
+	}
+	return converted[Out]{name, value}, nil
+}
+
+// Replace takes a complete list: what isn't in it is gone.
+func (s *store[In, Out]) Replace(list []any, _ string) error {
+	changed := map[snapshot.Name]*Out{}
+	there := make(map[snapshot.Name]bool, len(list))
+	for i, o := range list {
+		c, err := s.take(o)
+		if err != nil {
+			return err
+		}
+		list[i] = nil // an object of a large list is garbage once it is converted
+		there[c.name] = true
+		s.change(changed, c)
+	}
+	for n := range s.known {
+		if !there[n] {
+			s.change(changed, converted[Out]{name: n})
+		}
+	}
+	maps.DeleteFunc(s.faulty, func(n snapshot.Name, _ string) bool { return !there[n] })
+	if len(changed) > 0 {
+		s.put(changed)
+	}
+	s.complete()
+	return nil
+}
+
+// change moves known forward by one object and notes in changed if that makes a difference.
+func (s *store[In, Out]) change(changed map[snapshot.Name]*Out, c converted[Out]) {
+	old := s.known[c.name]
+	switch {
+	case c.value == nil && old == nil:
+		return
+	case c.value == nil:
+		delete(s.known, c.name)
+	case old != nil && s.same(old, c.value):
+		return
+	default:
+		s.known[c.name] = c.value
+	}
+	changed[c.name] = c.value
+}
+
+// Update takes a new or changed object.
+func (s *store[In, Out]) Update(o any) error {
+	c, err := s.take(o)
+	if err != nil {
+		return err
+	}
+	changed := map[snapshot.Name]*Out{}
+	if s.change(changed, c); len(changed) > 0 {
+		s.put(changed)
+	}
+	return nil
+}
+
+// Add is Update.
+func (s *store[In, Out]) Add(o any) error { return s.Update(o) }
+
+// Delete takes an object that is gone.
+func (s *store[In, Out]) Delete(o any) error {
+	object, ok := o.(metav1.Object)
+	if !ok {
+		return fmt.Errorf("watch: unexpected object %T", o)
+	}
+	name := nameOf(object)
+	delete(s.faulty, name)
+	changed := map[snapshot.Name]*Out{}
+	if s.change(changed, converted[Out]{name: name}); len(changed) > 0 {
+		s.put(changed)
+	}
+	return nil
+}
+
+// Resync does nothing: every value was passed on.
+func (s *store[In, Out]) Resync() error { return nil }
+
+// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for
+// every askAgain.
+const (
+	repeatAfter = 5 * time.Minute
+	askAgain    = 10 * time.Minute
+)
+
+// lister asks the API for one resource, and reports the errors of that. Reflectors try again by themselves, less and less
+// often, up to twice a minute.
+type lister struct {
+	resource
+	client *rest.RESTClient
+	report func(error)
+
+	mu    sync.Mutex
+	cause string
+	told  time.Time
+}
+
+// ListWithContext gives the objects there are.
+func (l *lister) ListWithContext(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+	list, err := l.request(&o).Do(ctx).Get()
+	l.result(ctx, "list", err)
+	return list, err
+}
+
+// WatchWithContext starts a stream of changes, which begins with a list if asked so.
+func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
+	o.Watch = true
+	w, err := l.request(&o).Watch(ctx)
+	if o.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)) {
+		return w, err // servers before 1.32 can't stream lists; the reflector asks for one in the old way then
+	}
+	l.result(ctx, "watch", err)
+	return w, err
+}
+
+// List is ListWithContext, for an interface the reflector doesn't use any more.
+func (l *lister) List(o metav1.ListOptions) (runtime.Object, error) {
+	return l.ListWithContext(context.Background(), o)
+}
+
+// Watch is WatchWithContext, likewise.
+func (l *lister) Watch(o metav1.ListOptions) (apiwatch.Interface, error) {
+	return l.WatchWithContext(context.Background(), o)
+}
+
+func (l *lister) request(o *metav1.ListOptions) *rest.Request {
+	o.LabelSelector, o.FieldSelector = l.selectors.LabelSelector, l.selectors.FieldSelector
+	return l.client.Get().Resource(l.name).VersionedParams(o, metav1.ParameterCodec)
+}
+
+// result reports the error of a request, unless the last one had the same cause not long ago. It holds up the next request
+// for a resource that is refused.
+func (l *lister) result(ctx context.Context, verb string, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil || ctx.Err() != nil || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
+		l.cause = ""
+		return
+	}
+	refused := l.refused != nil &&
+		(apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || apierrors.IsMethodNotSupported(err))
+	if cause := rootCause(err); cause != l.cause || time.Since(l.told) >= repeatAfter && !refused {
+		l.cause, l.told = cause, time.Now()
+		if u := (*url.Error)(nil); errors.As(err, &u) {
+			err = u.Err // the URL has a random timeout in it and says nothing new
+		}
+		l.report(fmt.Errorf("%s %s: %w", verb, l.name, err))
+	}
+	if refused {
+		l.refused()
+		select {
+		case <-ctx.Done():
+		case <-time.After(askAgain):
+		}
+	}
+}
+
+// rootCause is the text of the innermost error, which unlike those around it has no port of ours in it.
+func rootCause(err error) string {
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil {
+			return err.Error()
+		}
+		err = inner
+	}
+}

@@ -1,0 +1,436 @@
+package watch
+
+import (
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"reflect"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// reader turns the text of manifests into snapshot values.
+type reader struct {
+	converter
+	nodeName string
+	seed     maphash.Seed
+	// searches counts down the errors whose lines are worth searching for, so that a file full of them can't hold us up.
+	searches atomic.Int32
+}
+
+func newReader(nodeName string) *reader {
+	return &reader{nodeName: nodeName, seed: maphash.MakeSeed()}
+}
+
+// maxProblems is how many problems of one file are reported: a dump of a newer version may have an unknown field in each of
+// ten thousand objects.
+const maxProblems = 50
+
+// manifest is what a file said.
+type manifest struct {
+	objects []object
+	// hash is that of the file's text.
+	hash uint64
+	// chunks are the objects of each flawless chunk by the hash of its text: an edit of a large file costs what it changes.
+	chunks map[uint64][]object
+}
+
+// object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an Endpoints
+// object), *snapshot.Node or *[]netip.Prefix (of a ServiceCIDR), and nil for objects that nobody is to serve.
+type object struct {
+	key   objectKey
+	value any
+	line  int
+}
+
+type objectKey struct {
+	kind string
+	name snapshot.Name
+}
+
+// reading is what one chunk gave. If bad is set, there is something in it that could not be used at all.
+type reading struct {
+	objects  []object
+	problems []*Problem
+	bad      bool
+	// unparsed is set if the chunk as a whole was no YAML or JSON.
+	unparsed bool
+}
+
+// manifest reads a file's text; before is what the file said until now, or nil. What is right about the text is in the
+// result even if bad is true.
+func (r *reader) manifest(file, text string, before *manifest) (m *manifest, problems []error, bad bool) {
+	r.searches.Store(20)
+	m = &manifest{hash: maphash.String(r.seed, text), chunks: map[uint64][]object{}}
+	var chunks []chunk
+	docs := documents(text)
+	for i := range docs {
+		if parts := items(&docs[i]); parts != nil {
+			chunks = append(chunks, parts...)
+		} else {
+			chunks = append(chunks, docs[i])
+		}
+	}
+	hidden := 0
+	for i, got := range r.chunks(chunks, before) {
+		c := &chunks[i]
+		for j := range got.objects {
+			o := got.objects[j]
+			o.line += c.line - 1
+			m.objects = append(m.objects, o)
+		}
+		for _, p := range got.problems {
+			if len(problems) == maxProblems {
+				hidden++
+				continue
+			}
+			p.File, p.Line = file, max(p.Line, 1)+c.line-1
+			problems = append(problems, p)
+		}
+		if len(got.problems) == 0 {
+			m.chunks[r.hash(c)] = got.objects
+		}
+		bad = bad || got.bad
+	}
+	if hidden > 0 {
+		problems = append(problems, &Problem{File: file, Err: fmt.Errorf("%d problems more", hidden)})
+	}
+	return m, problems, bad
+}
+
+// chunks reads all chunks, on all processors: YAML takes its time.
+func (r *reader) chunks(chunks []chunk, before *manifest) []reading {
+	out := make([]reading, len(chunks))
+	var (
+		next atomic.Int64
+		wg   sync.WaitGroup
+	)
+	for range min(runtime.GOMAXPROCS(0), len(chunks)) {
+		wg.Go(func() {
+			for i := int(next.Add(1)) - 1; i < len(chunks); i = int(next.Add(1)) - 1 {
+				if before != nil {
+					if known, ok := before.chunks[r.hash(&chunks[i])]; ok {
+						out[i].objects = known
+						continue
+					}
+				}
+				out[i] = r.chunk(&chunks[i])
+			}
+		})
+	}
+	wg.Wait()
+	r.rejoin(chunks, out)
+	return out
+}
+
+// rejoin reads documents whole whose parts did not parse, if they are of a size that somebody wrote by hand.
+func (r *reader) rejoin(chunks []chunk, out []reading) {
+	for i := 0; i < len(chunks); i++ {
+		doc := chunks[i].whole
+		if doc == nil {
+			continue
+		}
+		first, unparsed := i, out[i].unparsed
+		for ; i+1 < len(chunks) && chunks[i+1].whole == doc; i++ {
+			unparsed = unparsed || out[i+1].unparsed
+		}
+		if !unparsed || len(doc.text) > maxErrorText {
+			continue
+		}
+		whole := r.chunk(doc)
+		if whole.unparsed {
+			continue
+		}
+		chunks[first], out[first] = *doc, whole
+		for j := first + 1; j <= i; j++ {
+			out[j] = reading{}
+		}
+	}
+}
+
+func (r *reader) hash(c *chunk) uint64 {
+	var h maphash.Hash
+	h.SetSeed(r.seed)
+	h.WriteString(c.text)
+	h.WriteByte(0)
+	h.WriteString(c.kind)
+	h.WriteByte(0)
+	h.WriteString(c.apiVersion)
+	return h.Sum64()
+}
+
+func (r *reader) chunk(c *chunk) reading {
+	t, err := r.tree(c)
+	if err == nil && c.item {
+		if t.kind != list || len(t.parts) != 1 {
+			err = &syntaxError{1, errors.New("this is not one item of a list")}
+		} else {
+			t = &t.parts[0]
+		}
+	}
+	if err != nil {
+		p := &Problem{Line: err.line, Object: objectIn(t, c.text), Err: err.err}
+		return reading{problems: []*Problem{p}, bad: true, unparsed: true}
+	}
+	var out reading
+	r.objects(t, c.kind, c.apiVersion, &out)
+	return out
+}
+
+func (r *reader) tree(c *chunk) (*tree, *syntaxError) {
+	search := r.searches.Load() > 0
+	if !c.json {
+		t, err := parseYAML(c.text, search)
+		if err != nil {
+			r.searches.Add(-1)
+		}
+		return t, err
+	}
+	t, err := parseJSON(c.text)
+	if err != nil && len(c.text) <= maxErrorText {
+		// YAML in braces looks like JSON at first.
+		if t, err := parseYAML(c.text, false); err == nil {
+			return t, nil
+		}
+	}
+	return t, err
+}
+
+// kind is how objects of one kind are read.
+type kind struct {
+	apiVersion string
+	namespaced bool
+	read       func(*reader, *decoder, *tree) (any, []*Problem)
+}
+
+// kinds are those a proxy reads, by the name they have in a manifest.
+var kinds = map[string]kind{
+	"Service":       {"v1", true, (*reader).readService},
+	"EndpointSlice": {discoveryv1.SchemeGroupVersion.String(), true, (*reader).readSlice},
+	"Endpoints":     {"v1", true, (*reader).readEndpoints},
+	"Node":          {"v1", false, (*reader).readNode},
+	"ServiceCIDR":   {networkingv1.SchemeGroupVersion.String(), false, (*reader).readServiceCIDR},
+}
+
+// objects reads the objects of a tree: one, those of a list, or none if nobody needs the kind. kind and apiVersion are for
+// those that have none of their own.
+func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
+	if t.null() {
+		return
+	}
+	refuse := func(object, field, format string, args ...any) {
+		p := &Problem{Line: t.lineOf(field), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
+		out.problems, out.bad = append(out.problems, p), true
+	}
+	if t.kind != mapping {
+		refuse("", "", "this is no Kubernetes object but %s", kindWords[t.kind])
+		return
+	}
+	if own := t.str("kind"); own != "" {
+		kind, apiVersion = own, ""
+	}
+	if own := t.str("apiVersion"); own != "" {
+		apiVersion = own
+	}
+	if kind == "" {
+		refuse("", "kind", "missing: this is no Kubernetes object")
+		return
+	}
+	of := strings.TrimSuffix(kind, "List")
+	if _, known := kinds[of]; kind != of && (known || of == "") {
+		r.listed(t.get("items"), of, apiVersion, out)
+		return
+	}
+	k, known := kinds[kind]
+	if !known {
+		return
+	}
+	key := objectKey{kind, nameIn(t, k.namespaced)}
+	name := objectName(kind, key.name)
+	if apiVersion != k.apiVersion {
+		if apiVersion == "" {
+			refuse(name, "apiVersion", "missing: write %s", k.apiVersion)
+		} else if group, _, ok := strings.Cut(apiVersion, "/"); !ok || strings.HasSuffix(group, ".k8s.io") {
+			refuse(name, "apiVersion", "%s is not supported: write %s", quote(apiVersion), k.apiVersion)
+		} // else it is another API's kind of the same name: Knative has Services too
+		return
+	}
+	if kind == "Node" && key.name.Name != r.nodeName {
+		return
+	}
+	d := &decoder{object: name}
+	value, problems := k.read(r, d, t)
+	for _, p := range problems {
+		p.Line = t.lineOf(p.Field)
+	}
+	out.problems = append(append(out.problems, d.problems...), problems...)
+	if out.bad = out.bad || d.bad; d.bad {
+		return
+	}
+	out.objects = append(out.objects, object{objectKey{kind, r.keep(key.name)}, value, t.line})
+}
+
+// listed reads the items of a list; kind is empty for a v1 List, whose items all name their own.
+func (r *reader) listed(items *tree, kind, apiVersion string, out *reading) {
+	if items == nil || items.null() {
+		return
+	}
+	if items.kind != list {
+		err := fmt.Errorf("this is %s: write %s", kindWords[items.kind], kindWords[list])
+		out.problems, out.bad = append(out.problems, &Problem{Line: items.line, Field: "items", Err: err}), true
+		return
+	}
+	for i := range items.parts {
+		r.objects(&items.parts[i], kind, apiVersion, out)
+	}
+}
+
+func (r *reader) keep(n snapshot.Name) snapshot.Name {
+	return snapshot.Name{Namespace: r.text(n.Namespace), Name: string([]byte(n.Name))}
+}
+
+// nameIn gives an object's name before it is decoded.
+func nameIn(t *tree, namespaced bool) snapshot.Name {
+	meta := t.get("metadata")
+	if meta == nil {
+		meta = &tree{}
+	}
+	n := snapshot.Name{Name: meta.str("name")}
+	if namespaced {
+		n.Namespace = corev1.NamespaceDefault
+		if ns := meta.str("namespace"); ns != "" {
+			n.Namespace = ns
+		}
+	}
+	return n
+}
+
+func decode[T any](d *decoder, t *tree) *T {
+	o := new(T)
+	d.decode(t, reflect.ValueOf(o).Elem())
+	return o
+}
+
+// setNamespace is what the API server does for a request without one.
+func setNamespace(ns *string) {
+	if *ns == "" {
+		*ns = corev1.NamespaceDefault
+	}
+}
+
+func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
+	o := decode[corev1.Service](d, t)
+	if d.bad {
+		return nil, nil
+	}
+	setNamespace(&o.Namespace)
+	f := &findings{object: d.object}
+	switch o.Spec.Type {
+	case "", corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer,
+		corev1.ServiceTypeExternalName:
+	default:
+		f.add("spec.type", "%s is unknown: write ClusterIP, NodePort, LoadBalancer or ExternalName", quote(string(o.Spec.Type)))
+	}
+	if ours(o) && o.Spec.ClusterIP == "" && len(o.Spec.ClusterIPs) == 0 {
+		f.add("spec.clusterIP", "no cluster IP: a manifest has nobody to allocate one, write an address or None")
+	}
+	for i, p := range o.Spec.Ports {
+		if p.NodePort == 0 && o.Spec.Type == corev1.ServiceTypeNodePort {
+			f.add(fmt.Sprintf("spec.ports[%d].nodePort", i), "no node port: a manifest has nobody to allocate one, write a number")
+		}
+	}
+	s, problems := r.service(o)
+	return s, append(f.list, problems...)
+}
+
+func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
+	o := decode[discoveryv1.EndpointSlice](d, t)
+	if d.bad {
+		return nil, nil
+	}
+	setNamespace(&o.Namespace)
+	for i := range o.Ports {
+		if o.Ports[i].Name == nil {
+			o.Ports[i].Name = new(string)
+		}
+	}
+	if o.AddressType == "" {
+		f := &findings{object: d.object}
+		f.add("addressType", "missing: write IPv4 or IPv6")
+		return (*snapshot.Slice)(nil), f.list
+	}
+	return pair(r.slice(o))
+}
+
+func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
+	o := decode[corev1.Endpoints](d, t)
+	if d.bad {
+		return nil, nil
+	}
+	setNamespace(&o.Namespace)
+	return pair(r.endpoints(o))
+}
+
+func (r *reader) readNode(d *decoder, t *tree) (any, []*Problem) {
+	return pair(r.node(decode[corev1.Node](d, t)))
+}
+
+func (r *reader) readServiceCIDR(d *decoder, t *tree) (any, []*Problem) {
+	return pair(r.serviceCIDR(decode[networkingv1.ServiceCIDR](d, t)))
+}
+
+func pair[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
+
+// objectIn names the object in a text that did not parse, as far as it can be told: by what of it did, or by its lines.
+func objectIn(t *tree, text string) string {
+	if t != nil && t.kind == mapping {
+		return objectName(t.str("kind"), nameIn(t, kinds[t.str("kind")].namespaced))
+	}
+	var (
+		name          snapshot.Name
+		kind, section string
+		top, inner    = -1, -1
+	)
+	for line := range strings.Lines(text) {
+		body := strings.TrimLeft(line, " ")
+		if strings.HasPrefix(body, "- ") && top < 0 {
+			body = strings.TrimLeft(body[1:], " ")
+		}
+		key, value, ok := strings.Cut(strings.TrimRight(body, " \r\n"), ":")
+		indent := len(line) - len(body)
+		if !ok || strings.HasPrefix(body, "#") {
+			continue
+		}
+		if top < 0 {
+			top = indent
+		}
+		value = strings.Trim(value, ` "'`)
+		switch {
+		case indent == top:
+			section, inner = key, -1
+			if key == "kind" {
+				kind = value
+			}
+		case section == "metadata" && (inner < 0 || indent == inner):
+			inner = indent
+			switch key {
+			case "name":
+				name.Name = value
+			case "namespace":
+				name.Namespace = value
+			}
+		}
+	}
+	if kinds[kind].namespaced && name.Namespace == "" {
+		name.Namespace = corev1.NamespaceDefault
+	}
+	return objectName(kind, name)
+}

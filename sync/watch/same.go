@@ -1,0 +1,33 @@
+package watch
+
+import (
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// What a proxy doesn't read changes all the time: annotations, resource versions, conditions of other controllers. Only
+// what differs after conversion is passed on.
+
+func sameService(a, b *snapshot.Service) bool {
+	return a == b || a.Name == b.Name && a.InternalLocal == b.InternalLocal && a.ExternalLocal == b.ExternalLocal &&
+		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
+		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
+		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
+		slices.Equal(a.Ports, b.Ports)
+}
+
+func sameSlice(a, b *snapshot.Slice) bool {
+	return a == b || a.Name == b.Name && a.Service == b.Service && slices.Equal(a.Ports, b.Ports) &&
+		slices.EqualFunc(a.Endpoints, b.Endpoints, sameEndpoint)
+}
+
+func sameEndpoint(a, b snapshot.Endpoint) bool {
+	return a.Addr == b.Addr && a.Node == b.Node && a.Ready == b.Ready && a.Serving == b.Serving &&
+		a.Terminating == b.Terminating && slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
+}
+
+func sameNode(a, b *snapshot.Node) bool {
+	return a == b || a.Name == b.Name && a.Zone == b.Zone &&
+		slices.Equal(a.Addresses, b.Addresses) && slices.Equal(a.PodCIDRs, b.PodCIDRs)
+}

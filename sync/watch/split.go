@@ -1,0 +1,209 @@
+package watch
+
+import "strings"
+
+// chunk is a part of a manifest that can be parsed by itself: a document, or one item of a list. Large dumps are one list,
+// and taking them apart before they are parsed keeps one item's tree in memory instead of all.
+type chunk struct {
+	text string
+	// line is the chunk's first line in the file, from 1.
+	line int
+	json bool
+	// item says that text is a YAML list of one element.
+	item bool
+	// kind and apiVersion are those of items that have none of their own, as in a ServiceList.
+	kind, apiVersion string
+	// whole is the document the item came from.
+	whole *chunk
+}
+
+// documents takes a file apart at its document markers ("---", "..."). What stands on a marker's own line belongs to the
+// document after it.
+func documents(text string) []chunk {
+	text = strings.TrimPrefix(text, "\uFEFF") // a byte order mark
+	var docs []chunk
+	start, startLine := 0, 1
+	add := func(end int) {
+		if body := text[start:end]; !blank(body) {
+			json := strings.HasPrefix(strings.TrimLeft(body, " \t\r\n"), "{")
+			docs = append(docs, chunk{text: body, line: startLine, json: json})
+		}
+	}
+	for at, line := 0, 1; at < len(text); line++ {
+		if isMarker(text[at:]) {
+			add(at)
+			start, startLine = at+3, line
+		}
+		end := strings.IndexByte(text[at:], '\n')
+		if end < 0 {
+			break
+		}
+		at += end + 1
+	}
+	add(len(text))
+	return docs
+}
+
+func isMarker(line string) bool {
+	return (strings.HasPrefix(line, "---") || strings.HasPrefix(line, "...")) &&
+		(len(line) == 3 || strings.IndexByte(" \t\r\n", line[3]) >= 0)
+}
+
+// blank says whether a text has only white space, comments and YAML directives.
+func blank(text string) bool {
+	for text != "" {
+		line, rest, _ := strings.Cut(text, "\n")
+		if line = strings.TrimSpace(line); line != "" && line[0] != '#' && line[0] != '%' {
+			return false
+		}
+		text = rest
+	}
+	return true
+}
+
+// items takes a list as kubectl prints it apart. It gives nil if the document is anything else; then it must be parsed
+// whole.
+//
+// In YAML it goes by indentation alone. Where that is wrong, in a quoted text that spans lines and has a dash at the very
+// column of the items, or with an anchor in another item, one of the parts is no good YAML.
+func items(doc *chunk) []chunk {
+	var head *tree
+	var parts []chunk
+	if doc.json {
+		head, parts = jsonItems(doc.text)
+	} else {
+		head, parts = yamlItems(doc.text)
+	}
+	if head == nil || !strings.HasSuffix(head.str("kind"), "List") {
+		return nil
+	}
+	kind, apiVersion := head.str("kind"), head.str("apiVersion")
+	for i := range parts {
+		p := &parts[i]
+		p.whole, p.json, p.item, p.line = doc, doc.json, !doc.json, p.line+doc.line
+		if kind != "List" {
+			p.kind, p.apiVersion = strings.TrimSuffix(kind, "List"), apiVersion
+		}
+	}
+	return parts
+}
+
+// yamlItems gives the list without its items and the items, with the lines before them. Both are nil if it can't.
+func yamlItems(text string) (*tree, []chunk) {
+	const key = "items:"
+	at := 0
+	if !strings.HasPrefix(text, key) {
+		if at = strings.Index(text, "\n"+key) + 1; at == 0 {
+			return nil, nil
+		}
+	}
+	line := strings.Count(text[:at], "\n")
+	body := text[at+len(key):]
+	if first, rest, _ := strings.Cut(body, "\n"); blank(first) {
+		body, line = rest, line+1
+	} else {
+		return nil, nil
+	}
+	indent := len(body) - len(strings.TrimLeft(body, " "))
+	if !isItem(body[indent:]) {
+		return nil, nil
+	}
+	var parts []chunk
+	for body != "" {
+		n, lines := itemLength(body, indent)
+		parts = append(parts, chunk{text: body[:n], line: line})
+		body, line = body[n:], line+lines
+		if len(body) < indent || strings.Trim(body[:indent], " ") != "" || !isItem(body[indent:]) {
+			break
+		}
+	}
+	if strings.HasPrefix(body, key) || strings.Contains(body, "\n"+key) {
+		return nil, nil
+	}
+	head, err := parseYAML(text[:at]+body, false)
+	if err != nil {
+		return nil, nil
+	}
+	return head, parts
+}
+
+func isItem(line string) bool {
+	return line != "" && line[0] == '-' && (len(line) == 1 || strings.IndexByte(" \r\n", line[1]) >= 0)
+}
+
+// itemLength gives the bytes and lines of the item body starts with: up to the next line that is indented no deeper than
+// the item's dash and is neither empty nor a comment.
+func itemLength(body string, indent int) (n, lines int) {
+	for n < len(body) {
+		end := strings.IndexByte(body[n:], '\n') + 1
+		if end == 0 {
+			end = len(body) - n
+		}
+		line := body[n : n+end]
+		text := strings.TrimLeft(line, " ")
+		if n > 0 && len(line)-len(text) <= indent && text != "" && strings.IndexByte("#\r\n", text[0]) < 0 {
+			break
+		}
+		n, lines = n+end, lines+1
+	}
+	return n, lines
+}
+
+// jsonItems is yamlItems for JSON.
+func jsonItems(text string) (*tree, []chunk) {
+	p := &jsonParser{text: text, line: 1}
+	if p.peek() != '{' {
+		return nil, nil
+	}
+	head := &tree{kind: mapping}
+	var parts []chunk
+	for p.pos++; p.peek() == '"'; p.pos++ {
+		key, err := p.str()
+		if err != nil || p.peek() != ':' {
+			return nil, nil
+		}
+		p.pos++
+		var value tree
+		if key == "items" && p.peek() == '[' && parts == nil {
+			parts = p.elements()
+			if parts == nil {
+				return nil, nil
+			}
+		} else if err := p.value(&value, 1); err != nil {
+			return nil, nil
+		}
+		head.parts = append(head.parts, tree{text: key}, value)
+		if p.peek() != ',' {
+			break
+		}
+	}
+	if p.peek() != '}' {
+		return nil, nil
+	}
+	if p.pos++; p.peek() != 0 {
+		return nil, nil
+	}
+	return head, parts
+}
+
+// elements gives the elements of the list at pos, or nil if they can't be told apart.
+func (p *jsonParser) elements() []chunk {
+	var parts []chunk
+	for {
+		p.pos++
+		p.space()
+		start := p.pos
+		if err := p.skip(); err != nil || p.text[start] == ']' {
+			return nil
+		}
+		parts = append(parts, chunk{text: p.text[start:p.pos], line: p.lineAt(start) - 1})
+		switch p.peek() {
+		case ',':
+		case ']':
+			p.pos++
+			return parts
+		default:
+			return nil
+		}
+	}
+}

@@ -1,0 +1,294 @@
+package watch
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// tree is a parsed YAML or JSON value that knows the lines it came from. Aliases and merge keys are resolved.
+type tree struct {
+	kind treeKind
+	// quoted scalars are text whatever they look like.
+	quoted bool
+	// line counts from 1 in the text that was parsed.
+	line int
+	// text is a scalar's.
+	text string
+	// parts are a list's values, or a mapping's keys and values in turn.
+	parts []tree
+}
+
+type treeKind uint8
+
+const (
+	scalar treeKind = iota
+	list
+	mapping
+)
+
+var kindWords = [...]string{"a single value", "a list", "a mapping"}
+
+// maxDepth is how deep values may nest. The objects we know need about ten levels.
+const maxDepth = 100
+
+// get gives the value of a key, the last one if there are several, or nil.
+func (t *tree) get(key string) *tree {
+	if t.kind != mapping {
+		return nil
+	}
+	for i := len(t.parts) - 2; i >= 0; i -= 2 {
+		if t.parts[i].text == key {
+			return &t.parts[i+1]
+		}
+	}
+	return nil
+}
+
+// str gives the text of a key's scalar, or "".
+func (t *tree) str(key string) string {
+	if v := t.get(key); v != nil && v.kind == scalar && !v.null() {
+		return v.text
+	}
+	return ""
+}
+
+func (t *tree) null() bool {
+	if t.kind != scalar || t.quoted {
+		return false
+	}
+	switch t.text {
+	case "", "~", "null", "Null", "NULL":
+		return true
+	}
+	return false
+}
+
+// lineOf gives the line of a field, written as Problem.Field is, or that of the nearest part around it.
+func (t *tree) lineOf(field string) int {
+	at := t
+	line := t.line
+	for field != "" && at != nil {
+		var key string
+		switch {
+		case field[0] == '.':
+			field = field[1:]
+			continue
+		case field[0] == '[':
+			end := strings.IndexByte(field, ']')
+			if end < 0 {
+				return line
+			}
+			key, field = field[1:end], field[end+1:]
+		default:
+			end := strings.IndexAny(field, ".[")
+			if end < 0 {
+				end = len(field)
+			}
+			key, field = field[:end], field[end:]
+		}
+		at, line = at.child(key, line)
+	}
+	return line
+}
+
+// child goes one step down: to a list's index or a mapping's key, whose line is the better one to show.
+func (t *tree) child(key string, line int) (*tree, int) {
+	if t.kind == list {
+		var i int
+		if _, err := fmt.Sscanf(key, "%d", &i); err != nil || i < 0 || i >= len(t.parts) {
+			return nil, line
+		}
+		return &t.parts[i], t.parts[i].line
+	}
+	if t.kind == mapping {
+		for i := len(t.parts) - 2; i >= 0; i -= 2 {
+			if t.parts[i].text == key {
+				return &t.parts[i+1], t.parts[i].line
+			}
+		}
+	}
+	return nil, line
+}
+
+// syntaxError is text that is no YAML or JSON.
+type syntaxError struct {
+	line int // in the text that was parsed, from 1
+	err  error
+}
+
+func (e *syntaxError) Error() string { return e.err.Error() }
+
+// parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long; else the
+// error's line is the text's first.
+func parseYAML(text string, search bool) (*tree, *syntaxError) {
+	n, err := yamlNode(text)
+	if err != nil {
+		line := 1
+		if search {
+			line = yamlErrorLine(text)
+		}
+		return nil, &syntaxError{line, fmt.Errorf("this is no YAML: %s", yamlPlace.ReplaceAllString(err.Error(), ""))}
+	}
+	if n.Kind == yaml.DocumentNode && len(n.Content) == 1 {
+		n = n.Content[0]
+	}
+	// Aliases may stand for each other in turn and grow exponentially; ten times the size of the text is more than anybody
+	// writes by hand.
+	b := &yamlBuilder{budget: 10*len(text) + 1000}
+	t := &tree{}
+	if err := b.build(n, t, 0); err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// yamlNode calls the parser. It has had crashes of its own (CVE-2022-28948); one bad file must not end the data plane.
+func yamlNode(text string) (n *yaml.Node, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			n, err = nil, fmt.Errorf("the parser gave up: %v", r)
+		}
+	}()
+	n = &yaml.Node{}
+	return n, yaml.Unmarshal([]byte(text), n)
+}
+
+var yamlPlace = regexp.MustCompile(`^yaml: (line \d+: )?`)
+
+// maxErrorText is how large a text may be for its error to be searched for, and maxOpen how many lines a quoted text or a
+// bracket may span for the search to see beyond it.
+const (
+	maxErrorText = 64 << 10
+	maxOpen      = 30
+)
+
+// yamlErrorLine finds the line an error is on: the one after the longest beginning that is good. The parser itself names
+// the line where the block around the error starts, or the one before that.
+func yamlErrorLine(text string) int {
+	if len(text) > maxErrorText {
+		return 1
+	}
+	lines := strings.SplitAfter(text, "\n")
+	parse := func(n int) error {
+		_, err := yamlNode(strings.Join(lines[:n], ""))
+		return err
+	}
+	lo, hi := 0, len(lines) // the first lo lines are good
+search:
+	for lo < hi {
+		mid := (lo + hi + 1) / 2
+		for n := mid; n <= min(hi, mid+maxOpen); n++ {
+			err := parse(n)
+			if err == nil {
+				lo = n
+				continue search
+			}
+			if !yamlOpen.MatchString(err.Error()) {
+				break
+			}
+		}
+		hi = mid - 1
+	}
+	return min(lo+1, len(lines))
+}
+
+// yamlOpen are the errors of a text that would be good if it went on.
+var yamlOpen = regexp.MustCompile(`unexpected end of stream|expected ',' or|expected node content`)
+
+// yamlBuilder copies nodes of the YAML library to trees.
+type yamlBuilder struct {
+	budget int
+}
+
+func (b *yamlBuilder) build(n *yaml.Node, t *tree, depth int) *syntaxError {
+	if b.budget--; b.budget < 0 {
+		return &syntaxError{n.Line, errors.New("aliases make this too large")}
+	}
+	if depth > maxDepth {
+		return &syntaxError{n.Line, errDeep}
+	}
+	t.line = n.Line
+	switch n.Kind {
+	case yaml.AliasNode:
+		line := t.line
+		err := b.build(n.Alias, t, depth+1)
+		t.line = line
+		return err
+	case yaml.ScalarNode:
+		t.text = n.Value
+		const quotes = yaml.SingleQuotedStyle | yaml.DoubleQuotedStyle | yaml.LiteralStyle | yaml.FoldedStyle
+		t.quoted = n.Style&quotes != 0 || n.Tag == "!!str" && n.Style&yaml.TaggedStyle != 0
+	case yaml.SequenceNode:
+		t.kind = list
+		t.parts = make([]tree, len(n.Content))
+		for i, c := range n.Content {
+			if err := b.build(c, &t.parts[i], depth+1); err != nil {
+				return err
+			}
+		}
+	case yaml.MappingNode:
+		return b.mapping(n, t, depth)
+	}
+	return nil
+}
+
+// mapping puts merged keys ("<<") before the mapping's own, so that the last one of each counts.
+func (b *yamlBuilder) mapping(n *yaml.Node, t *tree, depth int) *syntaxError {
+	t.kind = mapping
+	own := make([]tree, 0, len(n.Content))
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		var k, v tree
+		if err := b.build(n.Content[i], &k, depth+1); err != nil {
+			return err
+		}
+		if err := b.build(n.Content[i+1], &v, depth+1); err != nil {
+			return err
+		}
+		switch {
+		case k.kind != scalar:
+			return &syntaxError{k.line, fmt.Errorf("%s can't be a key", kindWords[k.kind])}
+		case k.text == "<<" && !k.quoted:
+			t.parts = append(t.parts, merged(&v)...)
+		default:
+			own = append(own, k, v)
+		}
+	}
+	if t.parts == nil {
+		t.parts = own
+		return nil
+	}
+	// A merged key that is overridden is not there twice; the mapping's own are kept for the reader to complain about.
+	known := make(map[string]bool, len(own)/2)
+	for i := 0; i < len(own); i += 2 {
+		known[own[i].text] = true
+	}
+	kept := make([]tree, 0, len(t.parts))
+	for i := len(t.parts) - 2; i >= 0; i -= 2 {
+		if !known[t.parts[i].text] {
+			known[t.parts[i].text] = true
+			kept = append(kept, t.parts[i], t.parts[i+1])
+		}
+	}
+	t.parts = append(kept, own...)
+	return nil
+}
+
+// merged gives the keys and values of a mapping, or of a list of mappings of which the first ones count more.
+func merged(v *tree) []tree {
+	if v.kind == mapping {
+		return v.parts
+	}
+	var parts []tree
+	for i := len(v.parts) - 1; v.kind == list && i >= 0; i-- {
+		if v.parts[i].kind == mapping {
+			parts = append(parts, v.parts[i].parts...)
+		}
+	}
+	return parts
+}
+
+var errDeep = fmt.Errorf("values nest deeper than %d levels", maxDepth)
