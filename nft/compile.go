@@ -123,18 +123,15 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 }
 
 func answerOf(sp *dataplane.ServicePort, pool *dataplane.Pool) answer {
-	var a answer
-	if pool == sp.Local {
-		a.pool = localPool
+	switch {
+	case len(pool.Endpoints) == 0 && pool.Empty == dataplane.Drop:
+		return answer{verdict: NoLocalEndpoints}
+	case len(pool.Endpoints) == 0:
+		return answer{verdict: NoEndpoints}
+	case pool == sp.Local:
+		return answer{pool: localPool}
 	}
-	if len(pool.Endpoints) > 0 {
-		return a
-	}
-	a.verdict = NoEndpoints
-	if pool.Empty == dataplane.Drop {
-		a.verdict = NoLocalEndpoints
-	}
-	return a
+	return answer{pool: clusterPool}
 }
 
 func familyOf(a netip.Addr) Family {

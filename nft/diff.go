@@ -146,13 +146,11 @@ func (m *Model) fill(s *dataplane.State) *Txn {
 	for i, f := range Families {
 		m.tables[i].structure = StructureOf(s, f)
 	}
-	p := m.planner()
-	for _, name := range sortedNames(s.Services) {
-		p.service(name, compileService(s.Services[name]))
+	names, services := sortedNames(s.Services), make([]*service, len(s.Services))
+	for i, name := range names {
+		services[i] = compileService(s.Services[name])
 	}
-	p.cidrs(s.ServiceCIDRs)
-	p.create()
-	return p.txn
+	return m.planAll(names, services, s.ServiceCIDRs)
 }
 
 // refill plans everything the model holds anew, with larger sets. Slots and pool ids stay as they are.
@@ -160,13 +158,41 @@ func (m *Model) refill() *Txn {
 	held, cidrs := m.services, m.cidrs
 	m.services, m.cidrs = map[snapshot.Name]*service{}, nil
 	m.emptyTables()
+	names, services := sortedNames(held), make([]*service, len(held))
+	for i, name := range names {
+		services[i] = held[name]
+	}
+	return m.planAll(names, services, cidrs)
+}
+
+// planAll plans new tables with the given services, the names' in their order.
+func (m *Model) planAll(names []snapshot.Name, services []*service, cidrs []netip.Prefix) *Txn {
 	p := m.planner()
-	for _, name := range sortedNames(held) {
-		p.service(name, held[name])
+	p.reserve(services)
+	for i, name := range names {
+		p.service(name, services[i])
 	}
 	p.cidrs(cidrs)
 	p.create()
 	return p.txn
+}
+
+// reserve makes room for the elements of the two large maps, which would otherwise be copied each time they outgrow it.
+func (p *planner) reserve(services []*service) {
+	var frontends, slots [len(Families)]int
+	for _, s := range services {
+		for _, port := range s.ports {
+			f := port.id.family.index()
+			frontends[f] += len(port.frontends)
+			for i := range port.frontends {
+				slots[f] += len(port.insideSlots(&port.frontends[i]))
+			}
+		}
+	}
+	for f := range p.txn.Tables {
+		p.txn.Tables[f].Add[Services] = make([]Element, 0, frontends[f])
+		p.txn.Tables[f].Add[Endpoints] = make([]Element, 0, slots[f])
+	}
 }
 
 func (m *Model) emptyTables() {

@@ -16,7 +16,7 @@ type client struct {
 	// iface is the interface its packets come in by; the node's own come in by none.
 	iface string
 	node  bool
-	// in4 says in which of the ranges a detector may know the client is: "cluster node bridge".
+	// in says in which of the ranges a detector may know the client is: "cluster node bridge".
 	in string
 }
 
@@ -204,7 +204,7 @@ func TestTrafficMatrix(t *testing.T) {
 							got := answer{e.words(r.Pool, f), r.SNAT}
 							want := expected(c, kind, internalLocal, externalLocal, masqAll, detector, e)
 							if got != want {
-								t.Errorf("%s -> %v %v, detector %q, masqAll %v, internalLocal %v, externalLocal %v, endpoints %q: got %v, want %v",
+								t.Errorf("%s -> %v %v, detector %q, masqAll %v, Local %v %v, endpoints %q: got %v, want %v",
 									c.name, kind, sp.Name, detector, masqAll, internalLocal, externalLocal, e.all, got, want)
 							}
 							asked++
@@ -216,7 +216,7 @@ func TestTrafficMatrix(t *testing.T) {
 		}
 	}
 	if want := 4 * 8 * len(endpointSets) * 2 * 4 * len(clients); asked != want || len(different) < 12 {
-		t.Errorf("asked %d questions of %d and got %d different answers: the test is not asking what it means to", asked, want, len(different))
+		t.Errorf("asked %d questions of %d, %d different answers: this is not the matrix", asked, want, len(different))
 	}
 }
 
@@ -269,7 +269,9 @@ func TestKubeProxyFlows(t *testing.T) {
 		{"internal local", LoadBalancerIP, "node", snat},
 		{"internal local", LoadBalancerIP, "outside", snat},
 	}
-	options := []Config{matrixConfig(false, "cluster"), matrixConfig(true, "cluster"), matrixConfig(false, ""), matrixConfig(true, "")}
+	options := []Config{
+		matrixConfig(false, "cluster"), matrixConfig(true, "cluster"), matrixConfig(false, ""), matrixConfig(true, ""),
+	}
 	pools := map[string]string{"r1 l2": "C", "l2": "L"}
 	e := endpoints{all: "r1R l2R"}
 	for _, flow := range flows {

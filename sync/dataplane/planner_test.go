@@ -266,7 +266,8 @@ func TestConflicts(t *testing.T) {
 		s.expect("the node's address moves out of the way", put(s.s, node), "a |")
 		node.Addresses = addrs("192.168.0.1")
 		s.expect("and back", put(s.s, node), "a | b over a at 192.168.0.1:80/tcp")
-		s.expect("one Service may have its own address as both", put(s.s, claiming("b", "10.96.0.2", "192.168.0.1", "", 30080)), "b |")
+		both := claiming("b", "10.96.0.2", "192.168.0.1", "", 30080)
+		s.expect("one Service may have its address as both", put(s.s, both), "b |")
 		if got := s.owner("192.168.0.1:30080"); got != "b NodePort" {
 			t.Errorf("owner %q", got)
 		}

@@ -75,7 +75,8 @@ func (b *builder) gather(p *snapshot.Port, f family) {
 	b.candidates = slices.CompactFunc(b.candidates, func(x, y candidate) bool { return x.addr == y.addr })
 }
 
-// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints.
+// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints. The two
+// are different pools even while they hold the same endpoints: they may part, and what is remembered of each must not.
 func (b *builder) pools(p *snapshot.Port, f family, wantCluster, wantLocal bool) (cluster, local *Pool) {
 	b.gather(p, f)
 	cluster, local = noneAnywhere, noneAnywhere
@@ -84,9 +85,6 @@ func (b *builder) pools(p *snapshot.Port, f family, wantCluster, wantLocal bool)
 	}
 	if wantLocal {
 		local = b.localSet()
-	}
-	if len(local.Endpoints) > 0 && slices.Equal(local.Endpoints, cluster.Endpoints) {
-		local = cluster
 	}
 	return cluster, local
 }

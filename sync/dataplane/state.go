@@ -43,8 +43,8 @@ type ServicePort struct {
 	// Affinity makes a client, told apart by its address, stay with its endpoint over all frontends of the port for this
 	// long after its last connection; whole seconds, 0 means no affinity.
 	Affinity time.Duration
-	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. They are
-	// the same Pool where they have the same endpoints.
+	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. Two with
+	// endpoints are never the same Pool, even while the endpoints are the same.
 	Cluster, Local *Pool
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend

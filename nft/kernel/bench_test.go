@@ -1,0 +1,164 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// large gives a cluster of Services with one cluster IP and one port, each with a slice of endpoints.
+func large(services, endpoints int) snapshot.Delta {
+	d := snapshot.Delta{
+		Services: make(map[snapshot.Name]*snapshot.Service, services),
+		Slices:   make(map[snapshot.Name]*snapshot.Slice, services),
+	}
+	for i := range services {
+		n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("service-%d", i)}
+		d.Services[n] = &snapshot.Service{
+			Name:       n,
+			ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})},
+			Ports:      []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}},
+		}
+		s := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		for e := range endpoints {
+			at := i*endpoints + e
+			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{
+				Addr: netip.AddrFrom4([4]byte{10, 128 + byte(at>>16), byte(at >> 8), byte(at)}), Node: fmt.Sprintf("node-%d", at%100),
+				Ready: true, Serving: true})
+		}
+		d.Slices[n] = s
+	}
+	return d
+}
+
+// BenchmarkCold measures the whole line, from objects in memory to the kernel's acknowledgement, into an empty namespace; and
+// beside it the kernel alone, with the same bytes again into another empty namespace. Own is all that is not the kernel's.
+func BenchmarkCold(b *testing.B) {
+	for _, size := range []struct{ services, endpoints int }{{1000, 10}, {10000, 10}} {
+		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
+			delta := large(size.services, size.endpoints)
+			var own, commit, floor time.Duration
+			var last dataplane.Receipt
+			for b.Loop() {
+				debug.FreeOSMemory()
+				_, back := benchHost(b)
+				start := time.Now()
+				snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+				change, _ := planner.Apply(snap, snap.Apply(delta))
+				policy := time.Since(start)
+				r, err := back.Apply(planner.State(), change)
+				labtest.Check(b, err)
+				last = r
+				own += policy + r.Plan + r.Encode
+				commit += r.Commit
+				floor += replay(b, back.batch.b)
+			}
+			n := float64(b.N)
+			b.ReportMetric(own.Seconds()*1000/n, "own-ms")
+			b.ReportMetric(commit.Seconds()*1000/n, "commit-ms")
+			b.ReportMetric(floor.Seconds()*1000/n, "floor-ms")
+			b.ReportMetric(float64(last.Added), "elements")
+			b.ReportMetric(float64(last.Bytes), "bytes")
+			b.ReportMetric(residentMiB(b), "rss-MiB")
+		})
+	}
+}
+
+// benchHost gives a namespace of its own; it is closed when the benchmark ends.
+func benchHost(b *testing.B) (*lab.Host, *Backend) {
+	b.StopTimer()
+	defer b.StartTimer()
+	return host(b)
+}
+
+// replay sends the same bytes into an empty namespace: what the kernel takes for them alone.
+func replay(b *testing.B, bytes []byte) time.Duration {
+	_, other := benchHost(b)
+	start := time.Now()
+	refused, err := other.conn.transact(bytes)
+	labtest.Check(b, err)
+	if len(refused) > 0 {
+		b.Fatal(refused)
+	}
+	return time.Since(start)
+}
+
+// residentMiB is the memory this process has resident, after a collection.
+func residentMiB(b *testing.B) float64 {
+	runtime.GC()
+	status, err := os.ReadFile("/proc/self/status")
+	labtest.Check(b, err)
+	for line := range strings.Lines(string(status)) {
+		if kib, ok := strings.CutPrefix(line, "VmRSS:"); ok {
+			n, err := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib), "kB")), 64)
+			labtest.Check(b, err)
+			return n / 1024
+		}
+	}
+	b.Fatal("no VmRSS in /proc/self/status")
+	return 0
+}
+
+// BenchmarkEncode measures turning 10,000 Services with 10 endpoints into bytes.
+func BenchmarkEncode(b *testing.B) {
+	snap := snapshot.New()
+	snap.Apply(large(10000, 10))
+	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
+	var m nft.Model
+	txn := m.Plan(st, dataplane.Change{})
+	var batch batch
+	b.ReportAllocs()
+	for b.Loop() {
+		b.SetBytes(int64(len(batch.encode(txn))))
+	}
+}
+
+// BenchmarkPlan measures compiling the same into a transaction.
+func BenchmarkPlan(b *testing.B) {
+	snap := snapshot.New()
+	snap.Apply(large(10000, 10))
+	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
+	b.ReportAllocs()
+	for b.Loop() {
+		var m nft.Model
+		m.Plan(st, dataplane.Change{})
+	}
+}
+
+// BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in clusters
+// of different size.
+func BenchmarkOneEndpoint(b *testing.B) {
+	for _, services := range []int{1000, 10000} {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			_, back := benchHost(b)
+			snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+			change, _ := planner.Apply(snap, snap.Apply(large(services, 10)))
+			_, err := back.Apply(planner.State(), change)
+			labtest.Check(b, err)
+			n := snapshot.Name{Namespace: "default", Name: "service-500"}
+			for i := 0; b.Loop(); i++ {
+				s := *snap.Slices[n][n.Name]
+				s.Endpoints = append([]snapshot.Endpoint{}, s.Endpoints...)
+				s.Endpoints[3].Addr = netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})
+				change, _ := planner.Apply(snap, snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{n: &s}}))
+				r, err := back.Apply(planner.State(), change)
+				labtest.Check(b, err)
+				if r.Replaced != 1 || r.Added != 0 || r.Removed != 0 {
+					b.Fatalf("%+v", r)
+				}
+			}
+		})
+	}
+}
