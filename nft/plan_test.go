@@ -217,6 +217,35 @@ func TestForgetOnlyTheGone(t *testing.T) {
 	}
 }
 
+// TestPoolsPart adds the first endpoint on another node to a sticky Service with externalTrafficPolicy Local: nobody is forgotten.
+func TestPoolsPart(t *testing.T) {
+	s := webService()
+	s.Affinity, s.ExternalLocal, s.LoadBalancerIPs = time.Hour, true, []netip.Addr{addr("203.0.113.1")}
+	state := func(nodes ...string) *dataplane.State {
+		snap := snapshot.New()
+		slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name, Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+		for i, node := range nodes {
+			slice.Endpoints = append(slice.Endpoints,
+				snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", i+1)), Node: node, Ready: true, Serving: true})
+		}
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+			Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+		st, _ := dataplane.Compute(testConfig, snap)
+		return st
+	}
+	var m Model
+	change := dataplane.Change{Services: []snapshot.Name{s.Name}}
+	m.Plan(state("node-1", "node-1"), dataplane.Change{})
+	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
+		txn := m.Plan(state(nodes...), change)
+		for _, f := range txn.Forget {
+			if f.Endpoint != netip.MustParseAddrPort("10.244.1.3:8080") {
+				t.Errorf("%v: forgets %v", nodes, f)
+			}
+		}
+	}
+}
+
 // TestSetsGrow lets a Service outgrow the size its set was made with: everything is written anew, and nothing is lost.
 func TestSetsGrow(t *testing.T) {
 	big := webService()

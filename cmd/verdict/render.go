@@ -49,18 +49,12 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 
 // render prints the ruleset. Problems with the manifests are shown, and make the exit status 1 in the end.
 func render(w io.Writer, config dataplane.Config, from string) error {
-	snap, problems, err := watch.Load(from, config.NodeName)
+	state, problems, err := compute(config, from)
 	if err != nil {
 		return err
 	}
 	for _, p := range problems {
 		fmt.Fprintln(os.Stderr, "verdict:", p)
-	}
-	addrs := assumedAddrs(snap.Node)
-	snap.Apply(snapshot.Delta{HostAddrs: &addrs})
-	state, conflicts := dataplane.Compute(config, snap)
-	for _, c := range conflicts {
-		fmt.Fprintln(os.Stderr, "verdict:", c)
 	}
 	for _, l := range nft.List(state) {
 		if err := l.Print(w); err != nil {
@@ -71,6 +65,22 @@ func render(w io.Writer, config dataplane.Config, from string) error {
 		return exitStatus(exitError)
 	}
 	return nil
+}
+
+// compute gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that is
+// wrong with them.
+func compute(config dataplane.Config, from string) (*dataplane.State, []error, error) {
+	snap, problems, err := watch.Load(from, config.NodeName)
+	if err != nil {
+		return nil, nil, err
+	}
+	addrs := assumedAddrs(snap.Node)
+	snap.Apply(snapshot.Delta{HostAddrs: &addrs})
+	state, conflicts := dataplane.Compute(config, snap)
+	for _, c := range conflicts {
+		problems = append(problems, errors.New(c.String()))
+	}
+	return state, problems, nil
 }
 
 // assumedAddrs are the addresses a node has as far as its object tells, and the loopback address every host has.

@@ -446,32 +446,51 @@ func elementTexts(t *testing.T, b *Backend) []string {
 	return out
 }
 
-// TestUnusedAndUnallocated says what happens to other ports of a cluster IP, and to cluster IPs nobody has; the ranges may
-// change while the proxy runs.
-func TestUnusedAndUnallocated(t *testing.T) {
-	c, b, s, st := one(t, both, asIs)
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+// TestUnusedPort refuses other ports of a cluster IP, whoever asks.
+func TestUnusedPort(t *testing.T) {
+	c, _, s, _ := one(t, both, asIs)
+	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
 		for _, o := range origins(c) {
-			unused := netip.AddrPortFrom(s.frontendOf(c, dataplane.ClusterIP, f).Addr(), 81)
-			nobody := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i], 77), 80)
 			for _, p := range flowProtocols {
+				unused := netip.AddrPortFrom(s.frontendOf(c, dataplane.ClusterIP, f).Addr(), 81)
 				if r := dialAsExpected(o.host, p, unused, lab.Refused); r.Outcome != lab.Refused {
 					t.Errorf("%s -> unused port (%s, %s): %v; want refused", o.name, f, p, r)
 				}
 			}
-			if r := dialAsExpected(o.host, snapshot.TCP, nobody, lab.TimedOut); r.Outcome != lab.TimedOut {
-				t.Errorf("%s -> unallocated address (%s): %v; want silence", o.name, f, r)
+		}
+	}
+}
+
+// TestUnallocated drops what is sent to a cluster IP that no Service has, as long as it lies in a service range. Somebody who
+// has that address shows what would happen otherwise.
+func TestUnallocated(t *testing.T) {
+	c, b, _, st := one(t, both, asIs)
+	_, err := c.Outside.Serve(snapshot.TCP, 80)
+	labtest.Check(t, err)
+	reach := func(want lab.Outcome) {
+		t.Helper()
+		for _, r := range lab.ServiceRange {
+			nobody := lab.Nth(r, 77)
+			for _, o := range []*lab.Host{c.Node, c.Pods[2], c.RemotePods[2]} {
+				if r := dialAsExpected(o, snapshot.TCP, netip.AddrPortFrom(nobody, 80), want); r.Outcome != want {
+					t.Errorf("%s -> %s: %v; want %v", o.Name, nobody, r, want)
+				}
 			}
 		}
 	}
-	// Outside the ranges nothing is dropped: the packet is routed, and whoever gets it answers as he likes.
+	for _, r := range lab.ServiceRange {
+		nobody := lab.Nth(r, 77)
+		labtest.Check(t, c.Outside.AddAddr("lo", netip.PrefixFrom(nobody, nobody.BitLen())))
+	}
+	reach(lab.TimedOut)
 	without := *st
 	without.ServiceCIDRs = nil
-	_, err := b.Apply(&without, dataplane.Change{Globals: true})
+	_, err = b.Apply(&without, dataplane.Change{Globals: true})
 	labtest.Check(t, err)
-	if n := strings.Count(strings.Join(elementTexts(t, b), "\n"), "service-cidrs "); n != 0 {
-		t.Errorf("%d ranges are still dropped", n)
-	}
+	reach(lab.Answered)
+	_, err = b.Apply(st, dataplane.Change{Globals: true})
+	labtest.Check(t, err)
+	reach(lab.TimedOut)
 }
 
 // TestSourceRanges says who may use a load balancer address with loadBalancerSourceRanges, and that nothing else is restricted.
@@ -624,6 +643,48 @@ func TestAffinity(t *testing.T) {
 	}
 	if len(seen) < 2 {
 		t.Errorf("after its timeout the client always came back to %v", seen)
+	}
+}
+
+// TestAffinityHostNetwork binds clients to an endpoint that is the node itself: their packets are delivered here and never
+// pass postrouting.
+func TestAffinityHostNetwork(t *testing.T) {
+	c, b, s, _ := one(t, both, asIs)
+	for _, p := range flowProtocols {
+		_, err := c.Node.Serve(p, targetPort)
+		labtest.Check(t, err)
+	}
+	snap := snapshot.New()
+	d := s.delta(c)
+	d.Services[s.name()].Affinity = time.Hour
+	for _, sl := range d.Slices {
+		own := sl.Endpoints[0]
+		own.Addr = c.Node.IP(lab.FamilyOf(own.Addr))
+		sl.Endpoints[0] = own
+	}
+	snap.Apply(facts(c))
+	snap.Apply(d)
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
+	_, err := b.Apply(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
+	labtest.Check(t, err)
+	answered := map[string]int{}
+	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+		for _, p := range flowProtocols {
+			for _, o := range origins(c) {
+				at := s.frontendOf(c, dataplane.LoadBalancerIP, f)
+				first := dialAsExpected(o.host, p, at, lab.Answered)
+				answered[first.Endpoint]++
+				for range 8 {
+					if r := dialAsExpected(o.host, p, at, lab.Answered); r.Endpoint != first.Endpoint || r.Outcome != lab.Answered {
+						t.Errorf("%s (%s, %s): %v, then %v", o.name, f, p, first, r)
+						break
+					}
+				}
+			}
+		}
+	}
+	if answered["node"] == 0 {
+		t.Errorf("the node never answered: %v", answered)
 	}
 }
 

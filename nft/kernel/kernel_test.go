@@ -5,10 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"os"
-	"os/exec"
-	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -38,37 +34,6 @@ func host(t testing.TB) (*lab.Host, *Backend) {
 	}))
 	t.Cleanup(func() { conn.Close() })
 	return h, NewBackend(conn)
-}
-
-// nfts gives the nft programs of this machine: the system's, and others that VERDICT_NFT_DIR holds.
-func nfts(t testing.TB) []string {
-	t.Helper()
-	system, err := exec.LookPath("nft")
-	if err != nil {
-		t.Fatal("the tests of the ruleset need nft: install the package nftables, or run make test, which does")
-	}
-	list := []string{system}
-	if dir := os.Getenv("VERDICT_NFT_DIR"); dir != "" {
-		more, _ := filepath.Glob(filepath.Join(dir, "nft-*"))
-		if len(more) == 0 {
-			t.Fatalf("VERDICT_NFT_DIR=%s holds no nft-* program", dir)
-		}
-		list = append(list, more...)
-	}
-	return list
-}
-
-// loadsIPv6Affinity says whether an nft can load an update of a map whose key and data are longer than 16 bytes: 1.0.6
-// aborts on it.
-func loadsIPv6Affinity(t testing.TB, nftPath string) bool {
-	t.Helper()
-	out, err := exec.Command(nftPath, "--version").Output()
-	labtest.Check(t, err)
-	var major, minor int
-	if _, err := fmt.Sscanf(string(out), "nftables v%d.%d", &major, &minor); err != nil {
-		t.Fatalf("%s --version: %q", nftPath, out)
-	}
-	return major > 1 || minor >= 1
 }
 
 // cluster gives a snapshot with every kind of Service there is; random chooses their policies and endpoints.
@@ -131,26 +96,6 @@ var configs = map[string]dataplane.Config{
 	"prefix":         {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"}},
 }
 
-// counters have to be passed over when two listings are compared.
-var counters = regexp.MustCompile(`counter packets \d+ bytes \d+`)
-
-func listing(t testing.TB, h *lab.Host, nftPath string) string {
-	t.Helper()
-	blocks := strings.Split(counters.ReplaceAllString(labtest.Run(t, h, "", nftPath, "list", "ruleset"), "counter"), "\n\n")
-	for i, block := range blocks {
-		if head, elements, ok := strings.Cut(block, "elements = {"); ok && strings.Contains(head, "set source-ranges") {
-			// nft lists the elements of this kind of set in the order in which they came.
-			list := strings.Split(strings.Trim(elements, "}\n\t "), ",")
-			for n := range list {
-				list[n] = strings.TrimSpace(list[n])
-			}
-			slices.Sort(list)
-			blocks[i] = head + strings.Join(list, "\n")
-		}
-	}
-	return strings.Join(blocks, "\n\n")
-}
-
 func text(t testing.TB, st *dataplane.State) string {
 	t.Helper()
 	var b strings.Builder
@@ -167,36 +112,26 @@ func TestTwoWritersOneListing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			st, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, true))
 			withoutAffinity, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, false))
-			for _, nftPath := range nfts(t) {
+			for _, n := range labtest.Nfts(t) {
 				loadable := withoutAffinity
-				if loadsIPv6Affinity(t, nftPath) {
+				if n.LoadsWideUpdates() {
 					loadable = st
 				}
 				h, b := host(t)
 				apply(t, b, st)
-				if got := listing(t, h, nftPath); !strings.Contains(got, "map services") {
-					t.Errorf("%s lists no map services:\n%s", nftPath, got)
+				if got := n.List(t, h); !strings.Contains(got, "map services") {
+					t.Errorf("%s lists no map services:\n%s", n.Path, got)
 				}
 				apply(t, NewBackend(b.conn), loadable)
-				written := listing(t, h, nftPath)
+				written := n.List(t, h)
 				labtest.Check(t, b.Remove())
-				labtest.Run(t, h, text(t, loadable), nftPath, "-f", "-")
-				if loaded := listing(t, h, nftPath); loaded != written {
-					t.Errorf("%s lists what it loaded and what we wrote differently:\n%s", nftPath, firstDifference(loaded, written))
+				labtest.Run(t, h, text(t, loadable), n.Path, "-f", "-")
+				if loaded := n.List(t, h); loaded != written {
+					t.Errorf("%s lists what it loaded and what we wrote differently:\n%s", n.Path, labtest.FirstDifference(loaded, written))
 				}
 			}
 		})
 	}
-}
-
-func firstDifference(a, b string) string {
-	x, y := strings.Split(a, "\n"), strings.Split(b, "\n")
-	for i := range min(len(x), len(y)) {
-		if x[i] != y[i] {
-			return fmt.Sprintf("line %d:\nloaded:  %s\nwritten: %s", i+1, x[i], y[i])
-		}
-	}
-	return fmt.Sprintf("one has %d lines, the other %d", len(x), len(y))
 }
 
 func apply(t testing.TB, b *Backend, st *dataplane.State) {
@@ -212,7 +147,7 @@ func TestSetsAreWhatNftMakes(t *testing.T) {
 	apply(t, b, st)
 	written := setAttributes(t, b.conn)
 	labtest.Check(t, b.Remove())
-	labtest.Run(t, h, text(t, st), nfts(t)[0], "-f", "-")
+	labtest.Run(t, h, text(t, st), labtest.Nfts(t)[0].Path, "-f", "-")
 	loaded := setAttributes(t, b.conn)
 	if len(written) != len(nft.Families)*int(nft.NumSets) {
 		t.Errorf("%d sets were written; want %d", len(written), len(nft.Families)*int(nft.NumSets))
@@ -264,7 +199,7 @@ func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
 			t.Fatalf("step %d: %v", step, err)
 		}
 		if got, want := held(t, b), wanted(planner.State()); got != want {
-			t.Fatalf("step %d: %s", step, firstDifference(got, want))
+			t.Fatalf("step %d: %s", step, labtest.FirstDifference(got, want))
 		}
 		delta := serviceDelta(random, random.IntN(8), true)
 		if random.IntN(5) == 0 {
@@ -347,7 +282,7 @@ func TestRemove(t *testing.T) {
 	apply(t, b, st)
 	for range 2 {
 		labtest.Check(t, b.Remove())
-		if got := listing(t, h, "nft"); got != foreign {
+		if got := labtest.Nfts(t)[0].List(t, h); got != foreign {
 			t.Fatalf("left behind:\n%s", got)
 		}
 	}
@@ -398,7 +333,7 @@ func TestForgetAffinity(t *testing.T) {
 func TestProbe(t *testing.T) {
 	h, b := host(t)
 	labtest.Check(t, b.conn.Probe())
-	if got := listing(t, h, "nft"); got != "" {
+	if got := labtest.Nfts(t)[0].List(t, h); got != "" {
 		t.Fatalf("the probe left:\n%s", got)
 	}
 	for _, c := range []struct {

@@ -95,7 +95,7 @@ func (r *reader) manifest(file, text string, before *manifest) (m *manifest, pro
 			p.File, p.Line = file, max(p.Line, 1)+c.line-1
 			problems = append(problems, p)
 		}
-		if len(got.problems) == 0 {
+		if len(got.problems) == 0 && c.text != "" {
 			m.chunks[r.hash(c)] = got.objects
 		}
 		bad = bad || got.bad
@@ -151,7 +151,7 @@ func (r *reader) rejoin(chunks []chunk, out []reading) {
 		}
 		chunks[first], out[first] = *doc, whole
 		for j := first + 1; j <= i; j++ {
-			out[j] = reading{}
+			chunks[j], out[j] = chunk{}, reading{}
 		}
 	}
 }
@@ -389,16 +389,31 @@ func (r *reader) readServiceCIDR(d *decoder, t *tree) (any, []*Problem) {
 
 func pair[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
 
-// objectIn names the object in a text that did not parse, as far as it can be told: by what of it did, or by its lines.
+// objectIn names the object in a text that did not parse, as far as it can be told: by the tree of what did parse, which
+// may be nil, else by the lines of the text.
 func objectIn(t *tree, text string) string {
-	if t != nil && t.kind == mapping {
-		return objectName(t.str("kind"), nameIn(t, kinds[t.str("kind")].namespaced))
+	if t != nil && t.kind == list && len(t.parts) == 1 {
+		t = &t.parts[0]
 	}
-	var (
-		name          snapshot.Name
-		kind, section string
-		top, inner    = -1, -1
-	)
+	if t == nil || t.kind != mapping {
+		t = &tree{}
+	}
+	kind, name := objectOnLines(text)
+	if known := t.str("kind"); known != "" {
+		kind = known
+	}
+	if known := nameIn(t, kinds[kind].namespaced); known.Name != "" {
+		name = known
+	}
+	if kinds[kind].namespaced && name.Name != "" && name.Namespace == "" {
+		name.Namespace = corev1.NamespaceDefault
+	}
+	return objectName(kind, name)
+}
+
+// objectOnLines reads kind and name as they stand in block style, by their indentation.
+func objectOnLines(text string) (kind string, name snapshot.Name) {
+	section, top, inner := "", -1, -1
 	for line := range strings.Lines(text) {
 		body := strings.TrimLeft(line, " ")
 		if strings.HasPrefix(body, "- ") && top < 0 {
@@ -429,8 +444,5 @@ func objectIn(t *tree, text string) string {
 			}
 		}
 	}
-	if kinds[kind].namespaced && name.Namespace == "" {
-		name.Namespace = corev1.NamespaceDefault
-	}
-	return objectName(kind, name)
+	return kind, name
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -55,6 +56,7 @@ type findings struct {
 }
 
 func objectName(kind string, n snapshot.Name) string {
+	kind = short(kind)
 	switch {
 	case kind == "":
 		return ""
@@ -79,26 +81,34 @@ func texts(problems []*Problem) error {
 	return errors.Join(errs...)
 }
 
-// maxQuoted is how much of a bad value an error repeats. Values are whatever somebody wrote into a manifest.
-const maxQuoted = 64
+// maxQuoted is how much of a bad value an error repeats, and maxReason how much of another package's error. Values are
+// whatever somebody wrote into a manifest.
+const (
+	maxQuoted = 64
+	maxReason = 200
+)
 
 // short cuts s for a message and makes control characters visible.
-func short(s string) string {
-	if len(s) > maxQuoted {
-		s = strings.ToValidUTF8(s[:maxQuoted], "") + "..."
-	}
-	q := strconv.Quote(s)
-	if q[1:len(q)-1] != s {
-		return q
+func short(s string) string { return clip(s, maxQuoted) }
+
+func clip(s string, n int) string {
+	s = cut(s, n)
+	for _, r := range s {
+		if !strconv.IsPrint(r) || r == utf8.RuneError {
+			return strconv.Quote(s)
+		}
 	}
 	return s
 }
 
 // quote is short in quotation marks always.
 func quote(s string) string {
-	s = short(s)
-	if strings.HasPrefix(s, `"`) {
+	return strconv.Quote(cut(s, maxQuoted))
+}
+
+func cut(s string, n int) string {
+	if len(s) <= n {
 		return s
 	}
-	return `"` + s + `"`
+	return strings.ToValidUTF8(s[:n], "") + "..."
 }

@@ -122,23 +122,35 @@ type syntaxError struct {
 
 func (e *syntaxError) Error() string { return e.err.Error() }
 
-// parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long; else the
-// error's line is the text's first.
+// parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long, and gives
+// the tree of what comes before; else the error's line is the text's first and there is no tree.
 func parseYAML(text string, search bool) (*tree, *syntaxError) {
 	n, err := yamlNode(text)
-	if err != nil {
-		line := 1
-		if search {
-			line = yamlErrorLine(text)
-		}
-		return nil, &syntaxError{line, fmt.Errorf("this is no YAML: %s", yamlPlace.ReplaceAllString(err.Error(), ""))}
+	if err == nil {
+		return buildYAML(n, len(text))
 	}
+	reason := clip(yamlPlace.ReplaceAllString(err.Error(), ""), maxReason)
+	problem := &syntaxError{1, fmt.Errorf("this is no YAML: %s", reason)}
+	if !search || len(text) > maxErrorText {
+		return nil, problem
+	}
+	lines := strings.SplitAfter(text, "\n")
+	good := goodLines(lines)
+	problem.line = min(good+1, len(lines))
+	if n, err = yamlNode(strings.Join(lines[:good], "")); err != nil {
+		return nil, problem
+	}
+	t, _ := buildYAML(n, len(text))
+	return t, problem
+}
+
+func buildYAML(n *yaml.Node, size int) (*tree, *syntaxError) {
 	if n.Kind == yaml.DocumentNode && len(n.Content) == 1 {
 		n = n.Content[0]
 	}
 	// Aliases may stand for each other in turn and grow exponentially; ten times the size of the text is more than anybody
 	// writes by hand.
-	b := &yamlBuilder{budget: 10*len(text) + 1000}
+	b := &yamlBuilder{budget: 10*size + 1000}
 	t := &tree{}
 	if err := b.build(n, t, 0); err != nil {
 		return nil, err
@@ -166,23 +178,15 @@ const (
 	maxOpen      = 30
 )
 
-// yamlErrorLine finds the line an error is on: the one after the longest beginning that is good. The parser itself names
-// the line where the block around the error starts, or the one before that.
-func yamlErrorLine(text string) int {
-	if len(text) > maxErrorText {
-		return 1
-	}
-	lines := strings.SplitAfter(text, "\n")
-	parse := func(n int) error {
-		_, err := yamlNode(strings.Join(lines[:n], ""))
-		return err
-	}
+// goodLines gives the length of the longest beginning that is good: the error is on the line after it. The parser itself
+// names the line where the block around the error starts, or the one before that.
+func goodLines(lines []string) int {
 	lo, hi := 0, len(lines) // the first lo lines are good
 search:
 	for lo < hi {
 		mid := (lo + hi + 1) / 2
 		for n := mid; n <= min(hi, mid+maxOpen); n++ {
-			err := parse(n)
+			_, err := yamlNode(strings.Join(lines[:n], ""))
 			if err == nil {
 				lo = n
 				continue search
@@ -193,7 +197,7 @@ search:
 		}
 		hi = mid - 1
 	}
-	return min(lo+1, len(lines))
+	return lo
 }
 
 // yamlOpen are the errors of a text that would be good if it went on.

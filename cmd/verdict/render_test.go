@@ -1,0 +1,115 @@
+package main
+
+import (
+	"bytes"
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+var update = flag.Bool("update", false, "write the goldens anew")
+
+// goldens are manifests with the flags they are rendered with, and the nft text that must come out.
+func goldens(t *testing.T) map[string][]string {
+	t.Helper()
+	out := map[string][]string{
+		"../../examples/cluster.yaml": {"--node-name", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48"},
+	}
+	files, err := filepath.Glob("testdata/render/*.yaml")
+	labtest.Check(t, err)
+	for _, f := range files {
+		text, err := os.ReadFile(f)
+		labtest.Check(t, err)
+		line, _, _ := strings.Cut(string(text), "\n")
+		flags, ok := strings.CutPrefix(line, "# flags: ")
+		if !ok {
+			t.Fatalf("%s does not begin with its flags", f)
+		}
+		out[f] = strings.Fields(flags)
+	}
+	return out
+}
+
+// command runs the program in this process and gives what it wrote to standard output.
+func command(args ...string) (string, error) {
+	var out bytes.Buffer
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(&out)
+	err := root.Execute()
+	return out.String(), err
+}
+
+func goldenPath(file string) string {
+	return filepath.Join("testdata/render", strings.TrimSuffix(filepath.Base(file), ".yaml")+".nft")
+}
+
+// TestRender compares what is printed with the goldens.
+func TestRender(t *testing.T) {
+	for file, flags := range goldens(t) {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			got, err := command(append([]string{"render", "--from", file}, flags...)...)
+			labtest.Check(t, err)
+			if *update {
+				labtest.Check(t, os.WriteFile(goldenPath(file), []byte(got), 0o644))
+			}
+			want, err := os.ReadFile(goldenPath(file))
+			labtest.Check(t, err)
+			if got != string(want) {
+				t.Errorf("render prints something else than %s (go test -update writes it anew):\n%s", goldenPath(file), labtest.FirstDifference(got, string(want)))
+			}
+		})
+	}
+}
+
+// TestGoldensLoad gives every golden to every nft at hand, and compares what it lists then with what it lists of our own
+// commit of the same state. An nft that would abort on a line is not given it: the text says so itself.
+func TestGoldensLoad(t *testing.T) {
+	for file, flags := range goldens(t) {
+		for _, n := range labtest.Nfts(t) {
+			t.Run(filepath.Base(file)+" "+filepath.Base(n.Path), func(t *testing.T) {
+				text, err := os.ReadFile(goldenPath(file))
+				labtest.Check(t, err)
+				h := labtest.NewHost(t, labtest.NewNet(t), "node")
+				if strings.Contains(string(text), "# nft 1.0.6 aborts") && !n.LoadsWideUpdates() {
+					if out, err := h.RunInput(string(text), n.Path, "-f", "-"); err == nil {
+						t.Fatalf("the text says that this nft cannot load it, and it can: %s", out)
+					}
+					return
+				}
+				labtest.Run(t, h, string(text), n.Path, "-f", "-")
+				loaded := n.List(t, h)
+				labtest.Check(t, h.Do(func() error { return write(t, file, flags) }))
+				if written := n.List(t, h); written != loaded {
+					t.Errorf("loaded and written tables are listed differently:\n%s", labtest.FirstDifference(written, loaded))
+				}
+			})
+		}
+	}
+}
+
+// write writes what render shows for the same flags into the namespace of the calling thread.
+func write(t *testing.T, file string, flags []string) error {
+	var p policyFlags
+	f := pflag.NewFlagSet("render", pflag.ContinueOnError)
+	p.add(f)
+	labtest.Check(t, f.Parse(flags))
+	config, err := p.config()
+	labtest.Check(t, err)
+	st, _, err := compute(config, file)
+	labtest.Check(t, err)
+	conn, backend, err := openBackend()
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	_, err = backend.Apply(st, dataplane.Change{})
+	return err
+}

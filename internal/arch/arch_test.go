@@ -1,0 +1,126 @@
+// Package arch holds the layers of the house apart: who may import whom.
+package arch
+
+import (
+	"bytes"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/verdict-proxy/verdict/"
+
+// layers says what each package may import besides the standard library: packages of ours, and modules of others. Test
+// files may import more.
+var layers = map[string]struct{ ours, others []string }{
+	"sync/snapshot":        {},
+	"sync/dataplane":       {ours: []string{"sync/snapshot"}},
+	"sync/watch":           {ours: []string{"sync/snapshot"}, others: []string{"*"}},
+	"sync/reconcile":       {ours: []string{"sync/snapshot", "sync/dataplane"}},
+	"nft":                  {ours: []string{"sync/snapshot", "sync/dataplane"}},
+	"nft/kernel":           {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}, others: []string{"github.com/google/nftables", "github.com/mdlayher/netlink", "golang.org/x/sys"}},
+	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
+	"internal/lab/labtest": {ours: []string{"internal/lab"}},
+	"cmd/verdict":          {ours: []string{"*"}, others: []string{"*"}},
+}
+
+// reserved are modules that only one package may see.
+var reserved = map[string]string{
+	"k8s.io/":                    "sync/watch",
+	"github.com/google/nftables": "nft/kernel",
+}
+
+func TestLayers(t *testing.T) {
+	root := filepath.Join("..", "..")
+	seen := map[string]bool{}
+	walk(t, root, func(file, pkg string, imports []string) {
+		seen[pkg] = true
+		rules, ok := layers[pkg]
+		if !ok {
+			t.Errorf("%s: package %s has no place in the house: give it one in internal/arch", file, pkg)
+			return
+		}
+		for _, i := range imports {
+			ours, isOurs := strings.CutPrefix(i, module)
+			external := strings.Contains(strings.SplitN(i, "/", 2)[0], ".")
+			switch {
+			case isOurs && !slices.Contains(rules.ours, ours) && !slices.Contains(rules.ours, "*"):
+				t.Errorf("%s: %s must not import %s", file, pkg, ours)
+			case !isOurs && external && !allowed(rules.others, i):
+				t.Errorf("%s: %s must not import %s", file, pkg, i)
+			}
+			for module, owner := range reserved {
+				if strings.HasPrefix(i, module) && pkg != owner {
+					t.Errorf("%s: only %s may import %s", file, owner, i)
+				}
+			}
+		}
+	})
+	for pkg := range layers {
+		if !seen[pkg] {
+			t.Errorf("package %s is gone: take it out of the table", pkg)
+		}
+	}
+}
+
+func allowed(modules []string, path string) bool {
+	return slices.ContainsFunc(modules, func(m string) bool {
+		return m == "*" || path == m || strings.HasPrefix(path, m+"/")
+	})
+}
+
+// walk calls do for every Go file that is no test.
+func walk(t *testing.T, root string, do func(file, pkg string, imports []string)) {
+	t.Helper()
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		name := d.Name()
+		if err != nil || d.IsDir() && (name == "testdata" || strings.HasPrefix(name, ".") && path != root) {
+			return cmpErr(err, fs.SkipDir)
+		}
+		if d.IsDir() || !strings.HasSuffix(name, ".go") || strings.HasSuffix(name, "_test.go") {
+			return nil
+		}
+		f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ImportsOnly)
+		if err != nil {
+			return err
+		}
+		var imports []string
+		for _, i := range f.Imports {
+			p, _ := strconv.Unquote(i.Path.Value)
+			imports = append(imports, p)
+		}
+		pkg, _ := filepath.Rel(root, filepath.Dir(path))
+		do(path, filepath.ToSlash(pkg), imports)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func cmpErr(err, otherwise error) error {
+	if err != nil {
+		return err
+	}
+	return otherwise
+}
+
+// TestShape holds what DESIGN's layout says of files: sync shadows no standard package, and main is only a door.
+func TestShape(t *testing.T) {
+	if files, _ := filepath.Glob("../../sync/*.go"); len(files) > 0 {
+		t.Errorf("sync/ holds %v: a package there would shadow the standard one", files)
+	}
+	main, err := os.ReadFile("../../cmd/verdict/main.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := bytes.Count(main, []byte("\n")); n > 20 {
+		t.Errorf("cmd/verdict/main.go has %d lines", n)
+	}
+}

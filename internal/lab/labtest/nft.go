@@ -1,0 +1,86 @@
+package labtest
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+)
+
+// Nft is an nft program.
+type Nft struct {
+	Path string
+	// Major and Minor are of its version.
+	Major, Minor int
+}
+
+// Nfts gives the system's nft and those in the directory VERDICT_NFT_DIR, where `make test` puts other versions. That the
+// system has none, or the directory, is a failure.
+func Nfts(t testing.TB) []Nft {
+	t.Helper()
+	system, err := exec.LookPath("nft")
+	if err != nil {
+		t.Fatal("the tests of the ruleset need nft: install the package nftables, or run make test, which does")
+	}
+	paths := []string{system}
+	if dir := os.Getenv("VERDICT_NFT_DIR"); dir != "" {
+		more, _ := filepath.Glob(filepath.Join(dir, "nft-*"))
+		if len(more) == 0 {
+			t.Fatalf("VERDICT_NFT_DIR=%s holds no nft-* program", dir)
+		}
+		paths = append(paths, more...)
+	}
+	list := make([]Nft, len(paths))
+	for i, p := range paths {
+		out, err := exec.Command(p, "--version").Output()
+		Check(t, err)
+		list[i].Path = p
+		if _, err := fmt.Sscanf(string(out), "nftables v%d.%d", &list[i].Major, &list[i].Minor); err != nil {
+			t.Fatalf("%s --version: %q", p, out)
+		}
+	}
+	return list
+}
+
+// LoadsWideUpdates says whether this nft loads an update of a map whose key or data is longer than 16 bytes, as session
+// affinity has it in IPv6. 1.0.6 aborts on it; 1.1.3 is the first known to load it.
+func (n Nft) LoadsWideUpdates() bool { return n.Major > 1 || n.Minor >= 1 }
+
+var counterValues = regexp.MustCompile(`counter packets \d+ bytes \d+`)
+
+// List gives the host's ruleset as this nft lists it, without the counters' values. The elements of sets that nft lists in
+// the order in which they came are sorted.
+func (n Nft) List(t testing.TB, h *lab.Host) string {
+	t.Helper()
+	blocks := strings.Split(counterValues.ReplaceAllString(Run(t, h, "", n.Path, "list", "ruleset"), "counter"), "\n\n")
+	for i, block := range blocks {
+		head, elements, ok := strings.Cut(block, "elements = {")
+		if !ok || !strings.Contains(head, "flags interval") {
+			continue
+		}
+		list := strings.Split(strings.Trim(elements, "}\n\t "), ",")
+		for k := range list {
+			list[k] = strings.TrimSpace(list[k])
+		}
+		slices.Sort(list)
+		blocks[i] = head + strings.Join(list, "\n")
+	}
+	return strings.Join(blocks, "\n\n")
+}
+
+// FirstDifference tells where two texts part.
+func FirstDifference(got, want string) string {
+	g, w := strings.Split(got, "\n"), strings.Split(want, "\n")
+	for i := range min(len(g), len(w)) {
+		if g[i] != w[i] {
+			return fmt.Sprintf("line %d\ngot:  %s\nwant: %s", i+1, g[i], w[i])
+		}
+	}
+	return fmt.Sprintf("got %d lines, want %d", len(g), len(w))
+}
