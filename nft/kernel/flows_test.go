@@ -693,14 +693,19 @@ func TestAffinityHostNetwork(t *testing.T) {
 func TestAffinityLocal(t *testing.T) {
 	c, _, s, _ := one(t, both, func(svc *snapshot.Service) { svc.Affinity, svc.ExternalLocal = time.Hour, true })
 	here := []string{c.Pods[0].Name, c.Pods[1].Name}
-	for n := range 10 {
-		from := netip.AddrPort{}
-		cluster := c.Outside.Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), lab.Options{From: from})
-		for _, kind := range kinds[1:] {
-			r := c.Outside.Dial(snapshot.TCP, s.frontendOf(c, kind, lab.IPv4), lab.Options{From: from})
-			if !slices.Contains(here, r.Endpoint) {
-				t.Errorf("dial %d: cluster IP %v; %s %v, want an endpoint on this node", n, cluster, kind, r)
+	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+		bound := map[bool]string{}
+		for n := range 40 {
+			kind := kinds[n%len(kinds)]
+			r := dialAsExpected(c.Outside, snapshot.TCP, s.frontendOf(c, kind, f), lab.Answered)
+			external := kind != dataplane.ClusterIP
+			if external && !slices.Contains(here, r.Endpoint) {
+				t.Errorf("%s (%s): %v; want an endpoint on this node", kind, f, r)
 			}
+			if first, ok := bound[external]; ok && first != r.Endpoint {
+				t.Errorf("%s (%s), dial %d: %v; first was %s", kind, f, n, r, first)
+			}
+			bound[external] = r.Endpoint
 		}
 	}
 }
