@@ -67,6 +67,6 @@ Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough.`,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newRun(), newRender(), newCleanup())
+	root.AddCommand(newDemo(), newRun(), newRender(), newCleanup())
 	return root
 }
