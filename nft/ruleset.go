@@ -4,6 +4,7 @@
 package nft
 
 import (
+	"fmt"
 	"strconv"
 	"strings"
 	"time"
@@ -317,10 +318,18 @@ type Translated struct{}
 
 func (Translated) text(Family) string { return "ct status dnat" }
 
-// Counter counts the packets that get so far in the rule.
-type Counter struct{}
+// Counter counts the packets that get so far in the rule. Packets and Bytes are set if Counted is.
+type Counter struct {
+	Counted        bool
+	Packets, Bytes uint64
+}
 
-func (Counter) text(Family) string { return "counter" }
+func (c Counter) text(Family) string {
+	if c.Counted {
+		return fmt.Sprintf("counter packets %d bytes %d", c.Packets, c.Bytes)
+	}
+	return "counter"
+}
 
 // Masquerade gives the connection the outgoing interface's address as its source, with a random port.
 type Masquerade struct{}

@@ -63,11 +63,14 @@ func (b *Backend) Remove() error {
 	return b.commit(b.batch.b)
 }
 
-// List reads back what the kernel holds of our tables' elements. The structure is what the model says.
+// List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
 func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
 	var out [len(nft.Families)]nft.Listing
 	for i, f := range nft.Families {
 		out[i].Table = b.model.Structure(f)
+		if err := b.conn.ruleCounters(f, out[i].Table.Chains); err != nil {
+			return out, err
+		}
 		for set := range nft.NumSets {
 			elements, err := b.conn.Elements(f, set)
 			if err != nil {

@@ -364,3 +364,42 @@ func TestProbe(t *testing.T) {
 		}
 	}
 }
+
+// TestListIsWhatNftLists compares what List prints of a table that has carried traffic with what nft lists, numbers included.
+func TestListIsWhatNftLists(t *testing.T) {
+	c, b, s, _ := one(t, both, asIs)
+	at := s.frontendOf(c, dataplane.ClusterIP, lab.IPv4)
+	for range 5 {
+		c.Node.Dial(snapshot.TCP, at, lab.Options{})
+		c.Node.Dial(snapshot.TCP, netip.AddrPortFrom(at.Addr(), 81), lab.Options{})
+	}
+	tables, err := b.List()
+	labtest.Check(t, err)
+	words := func(text string) []string {
+		fields := strings.Fields(strings.NewReplacer("priority raw", "priority -300", "priority dstnat", "priority -100",
+			"priority srcnat", "priority 100").Replace(text))
+		slices.Sort(fields) // nft orders elements and breaks lines in its own way
+		return fields
+	}
+	for _, l := range tables {
+		var printed strings.Builder
+		labtest.Check(t, l.Print(&printed))
+		listed := labtest.Run(t, c.Node, "", "nft", "list", "table", l.Table.Family.String(), nft.TableName)
+		got, want := words(printed.String()), words(listed)
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: printed and listed differ: %v", l.Table.Family, firstWords(got, want))
+		}
+		if l.Table.Family == nft.IPv4 && !strings.Contains(printed.String(), "@cluster-ips counter packets 5 ") {
+			t.Errorf("5 packets to an unused port are not counted:\n%s", printed.String())
+		}
+	}
+}
+
+func firstWords(a, b []string) string {
+	for i := range min(len(a), len(b)) {
+		if a[i] != b[i] {
+			return fmt.Sprintf("%q and %q", a[i:min(i+5, len(a))], b[i:min(i+5, len(b))])
+		}
+	}
+	return fmt.Sprintf("%d and %d words", len(a), len(b))
+}

@@ -101,6 +101,64 @@ func parseElement(elem []byte) (p parsed) {
 	return p
 }
 
+// ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their chain.
+func (c *Conn) ruleCounters(f nft.Family, chains []nft.Chain) error {
+	var w buffer
+	w.reset()
+	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
+	w.text(unix.NFTA_RULE_TABLE, nft.TableName)
+	w.end(m)
+	seen := map[string]int{}
+	err := c.dump(w.b, func(attrs []byte) {
+		var table, chain string
+		var expressions []byte
+		eachAttr(attrs, func(typ uint16, v []byte) {
+			switch typ {
+			case unix.NFTA_RULE_TABLE:
+				table = unix.ByteSliceToString(v)
+			case unix.NFTA_RULE_CHAIN:
+				chain = unix.ByteSliceToString(v)
+			case unix.NFTA_RULE_EXPRESSIONS:
+				expressions = v
+			}
+		})
+		if table != nft.TableName { // kernels before 4.10 do not look at the table that was asked for
+			return
+		}
+		n := seen[chain]
+		seen[chain]++
+		if i := slices.IndexFunc(chains, func(c nft.Chain) bool { return c.ID.Name() == chain }); i >= 0 && n < len(chains[i].Rules) {
+			countRule(chains[i].Rules[n], expressions)
+		}
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("nft: list rules of %s %s: %w", f, nft.TableName, err)
+	}
+	return nil
+}
+
+// countRule fills in the counter of a rule, of which there is at most one.
+func countRule(r nft.Rule, expressions []byte) {
+	i := slices.IndexFunc(r, func(s nft.Statement) bool { _, ok := s.(nft.Counter); return ok })
+	if i < 0 {
+		return
+	}
+	eachAttr(expressions, func(_ uint16, e []byte) {
+		if ok, packets, bytes := counter(e); ok && expressionName(e) == "counter" {
+			r[i] = nft.Counter{Counted: true, Packets: packets, Bytes: bytes}
+		}
+	})
+}
+
+func expressionName(e []byte) (name string) {
+	eachAttr(e, func(typ uint16, v []byte) {
+		if typ == unix.NFTA_EXPR_NAME {
+			name = unix.ByteSliceToString(v)
+		}
+	})
+	return name
+}
+
 // dataValue gives the bytes of a nested data attribute; nil if it holds a verdict.
 func dataValue(nested []byte) (value []byte) {
 	eachAttr(nested, func(typ uint16, v []byte) {
