@@ -506,6 +506,8 @@ func TestSourceRanges(t *testing.T) {
 		{"outside and nodes", withNode, []string{"outside", "this node", "other node"}},
 		{"one family only", outsideOnly[:1], []string{"outside"}},
 		{"nested", append([]netip.Prefix{netip.MustParsePrefix("198.51.100.0/26")}, outsideOnly...), []string{"outside"}},
+		// What package watch makes of ranges it cannot read.
+		{"nobody", []netip.Prefix{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}, []string{}},
 		{"everybody", []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
+	"net"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strconv"
 	"strings"
@@ -28,10 +28,13 @@ import (
 
 // apiServer serves the four resources as the Kubernetes API does: lists, and streams of changes from a resource version.
 type apiServer struct {
-	*httptest.Server
-	t testing.TB
+	t    testing.TB
+	addr string
+	http *http.Server
 	// streams says that lists can be streamed, as servers do since 1.32.
 	streams bool
+	// media is the content type the server speaks, whatever it is asked for.
+	media string
 	// refuses is the status of resources that are not there for us.
 	refuses map[string]int
 
@@ -41,7 +44,6 @@ type apiServer struct {
 	log     []change
 	oldest  int // changes before this version are forgotten
 	watches map[chan struct{}]bool
-	down    bool
 	// queries are the parameters each resource was first asked for with, and asked counts the requests.
 	queries map[string]string
 	asked   map[string]int
@@ -59,30 +61,33 @@ var apiLists = map[string]struct {
 	list func() runtime.Object
 	mark func() metav1.Object // an object for bookmarks
 }{
-	"services":       {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.ServiceList{} }, func() metav1.Object { return &corev1.Service{} }},
-	"nodes":          {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.NodeList{} }, func() metav1.Object { return &corev1.Node{} }},
-	"endpointslices": {discoveryv1.SchemeGroupVersion, func() runtime.Object { return &discoveryv1.EndpointSliceList{} }, func() metav1.Object { return &discoveryv1.EndpointSlice{} }},
-	"servicecidrs":   {networkingv1.SchemeGroupVersion, func() runtime.Object { return &networkingv1.ServiceCIDRList{} }, func() metav1.Object { return &networkingv1.ServiceCIDR{} }},
+	"services": {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.ServiceList{} },
+		func() metav1.Object { return &corev1.Service{} }},
+	"nodes": {corev1.SchemeGroupVersion, func() runtime.Object { return &corev1.NodeList{} },
+		func() metav1.Object { return &corev1.Node{} }},
+	"endpointslices": {discoveryv1.SchemeGroupVersion, func() runtime.Object { return &discoveryv1.EndpointSliceList{} },
+		func() metav1.Object { return &discoveryv1.EndpointSlice{} }},
+	"servicecidrs": {networkingv1.SchemeGroupVersion, func() runtime.Object { return &networkingv1.ServiceCIDRList{} },
+		func() metav1.Object { return &networkingv1.ServiceCIDR{} }},
 }
 
 func newAPIServer(t testing.TB, streams bool) *apiServer {
 	s := &apiServer{
-		t: t, streams: streams, refuses: map[string]int{}, version: 1, objects: map[string]map[snapshot.Name]metav1.Object{},
+		t: t, streams: streams, media: runtime.ContentTypeProtobuf, refuses: map[string]int{}, version: 1,
+		objects: map[string]map[snapshot.Name]metav1.Object{},
 		watches: map[chan struct{}]bool{}, queries: map[string]string{}, asked: map[string]int{},
 	}
 	for resource := range apiLists {
 		s.objects[resource] = map[snapshot.Name]metav1.Object{}
 	}
-	s.Server = httptest.NewServer(s)
-	t.Cleanup(func() {
-		s.setDown(true)
-		s.Close()
-	})
+	s.addr = "127.0.0.1:0"
+	s.up()
+	t.Cleanup(s.down)
 	return s
 }
 
 func (s *apiServer) config() *rest.Config {
-	c := &rest.Config{Host: s.URL, QPS: -1}
+	c := &rest.Config{Host: "http://" + s.addr, QPS: -1}
 	c.ContentType = runtime.ContentTypeProtobuf
 	return c
 }
@@ -136,17 +141,19 @@ func (s *apiServer) forget() {
 	s.log, s.oldest = nil, s.version
 }
 
-// setDown ends all streams and breaks each new connection, or stops doing so.
-func (s *apiServer) setDown(down bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.down = down; down {
-		for w := range s.watches {
-			close(w)
-		}
-		clear(s.watches)
+// up begins to listen, at the address of the last time if there was one.
+func (s *apiServer) up() {
+	l, err := net.Listen("tcp", s.addr)
+	if err != nil {
+		s.t.Fatal(err)
 	}
+	s.addr = l.Addr().String()
+	s.http = &http.Server{Handler: s}
+	go s.http.Serve(l)
 }
+
+// down ends all connections and refuses new ones.
+func (s *apiServer) down() { s.http.Close() }
 
 func (s *apiServer) requests(resource string) int {
 	s.mu.Lock()
@@ -175,7 +182,7 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	s.asked[resource]++
-	down, refused := s.down, s.refuses[resource]
+	refused := s.refuses[resource]
 	q := r.URL.Query()
 	if s.queries[resource] == "" {
 		s.queries[resource] = q.Get("labelSelector") + "|" + q.Get("fieldSelector")
@@ -184,8 +191,6 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case r.URL.Path != path:
 		http.NotFound(w, r)
-	case down:
-		panic(http.ErrAbortHandler)
 	case refused != 0:
 		s.status(w, refused, "Refused")
 	case q.Get("watch") == "":
@@ -207,19 +212,20 @@ func (s *apiServer) status(w http.ResponseWriter, code int, reason metav1.Status
 	case http.StatusGone:
 		reason = metav1.StatusReasonExpired
 	}
-	w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+	w.Header().Set("Content-Type", s.media)
 	w.WriteHeader(code)
-	w.Write(s.encode(&metav1.Status{Status: "Failure", Code: int32(code), Reason: reason, Message: "so it is"}, schema.GroupVersion{Version: "v1"}))
+	w.Write(s.encode(&metav1.Status{Status: "Failure", Code: int32(code), Reason: reason, Message: "so it is"},
+		schema.GroupVersion{Version: "v1"}))
 }
 
-func protobuf() runtime.SerializerInfo {
-	info, _ := runtime.SerializerInfoForMediaType(apiTypes.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+func (s *apiServer) serializer() runtime.SerializerInfo {
+	info, _ := runtime.SerializerInfoForMediaType(apiTypes.SupportedMediaTypes(), s.media)
 	return info
 }
 
 func (s *apiServer) encode(o runtime.Object, gv schema.GroupVersion) []byte {
 	var b bytes.Buffer
-	if err := apiTypes.EncoderForVersion(protobuf().Serializer, gv).Encode(o, &b); err != nil {
+	if err := apiTypes.EncoderForVersion(s.serializer().Serializer, gv).Encode(o, &b); err != nil {
 		s.t.Errorf("encode %T: %v", o, err)
 	}
 	return b.Bytes()
@@ -238,7 +244,7 @@ func (s *apiServer) list(w http.ResponseWriter, resource string) {
 	list.(metav1.ListInterface).SetResourceVersion(strconv.Itoa(s.version))
 	body := s.encode(list, apiLists[resource].gv)
 	s.mu.Unlock()
-	w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+	w.Header().Set("Content-Type", s.media)
 	w.Write(body)
 }
 
@@ -265,22 +271,21 @@ func (s *apiServer) watch(w http.ResponseWriter, r *http.Request, resource strin
 	s.watches[wake] = true
 	s.mu.Unlock()
 
-	w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
-	info, gv := protobuf(), apiLists[resource].gv
-	stream := streaming.NewEncoder(info.StreamSerializer.Framer.NewFrameWriter(w), apiTypes.EncoderForVersion(info.StreamSerializer.Serializer, gv))
+	w.Header().Set("Content-Type", s.media+";stream=watch")
+	info, gv := s.serializer(), apiLists[resource].gv
+	stream := streaming.NewEncoder(info.StreamSerializer.Framer.NewFrameWriter(w),
+		apiTypes.EncoderForVersion(info.StreamSerializer.Serializer, gv))
 	for {
 		for _, c := range first {
-			event := &metav1.WatchEvent{Type: string(c.kind), Object: runtime.RawExtension{Raw: s.encode(c.object.(runtime.Object), gv)}}
+			event := &metav1.WatchEvent{Type: string(c.kind), Object: runtime.RawExtension{Raw: s.encode(c.object.(runtime.Object),
+				gv)}}
 			if err := stream.Encode(event); err != nil {
 				return
 			}
 		}
 		w.(http.Flusher).Flush()
 		select {
-		case _, ok := <-wake:
-			if !ok {
-				panic(http.ErrAbortHandler)
-			}
+		case <-wake:
 		case <-r.Context().Done():
 			s.mu.Lock()
 			delete(s.watches, wake)

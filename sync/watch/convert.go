@@ -394,6 +394,8 @@ func (c *converter) hints(h *discoveryv1.EndpointHints) (zones, nodes []string) 
 
 // endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names hold a colon, which no object of
 // the API can have in its own.
+//
+//lint:ignore SA1019 manifests still have it
 func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Problem) {
 	f := &findings{object: objectName("Endpoints", nameOf(o))}
 	if _, headless := o.Labels[labelHeadless]; headless {

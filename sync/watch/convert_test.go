@@ -54,6 +54,10 @@ func apiService() *corev1.Service {
 	}
 }
 
+func stickyFor(seconds int32) *corev1.SessionAffinityConfig {
+	return &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &seconds}}
+}
+
 func webService() *snapshot.Service {
 	return &snapshot.Service{
 		Name: snapshot.Name{Namespace: "default", Name: "web"}, ClusterIPs: ips("10.96.0.1"),
@@ -70,9 +74,11 @@ func TestService(t *testing.T) {
 	}{
 		{"plain", func(*corev1.Service) {}, func(*snapshot.Service) {}, nil},
 		{"headless", func(s *corev1.Service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "None", []string{"None"} }, nil, nil},
-		{"headless by the list alone", func(s *corev1.Service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "", []string{"None"} }, nil, nil},
+		{"headless by the list alone", func(s *corev1.Service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "", []string{"None"} },
+			nil, nil},
 		{"not allocated yet", func(s *corev1.Service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "", nil }, nil, nil},
-		{"ExternalName with a cluster IP left over", func(s *corev1.Service) { s.Spec.Type = corev1.ServiceTypeExternalName }, nil, nil},
+		{"ExternalName with a cluster IP left over", func(s *corev1.Service) { s.Spec.Type = corev1.ServiceTypeExternalName },
+			nil, nil},
 		{"another proxy's, whatever the value", func(s *corev1.Service) {
 			s.Labels = map[string]string{"service.kubernetes.io/service-proxy-name": ""}
 		}, nil, nil},
@@ -88,7 +94,10 @@ func TestService(t *testing.T) {
 			"Service default/web: spec.clusterIPs[1]: 10.96.0.2 is a second address of its family: a Service has one of each at most",
 			"Service default/web: spec.clusterIPs[3]: fd00::2 is a second address of its family: a Service has one of each at most",
 		}},
-		{"one bad cluster IP of two", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "::ffff:10.96.0.9") },
+		{"one bad cluster IP of two", func(s *corev1.Service) {
+			s.Spec.ClusterIPs = append(s.Spec.ClusterIPs,
+				"::ffff:10.96.0.9")
+		},
 			func(*snapshot.Service) {}, []string{
 				`Service default/web: spec.clusterIPs[1]: "::ffff:10.96.0.9" is an IPv4 address in IPv6 notation: write 10.96.0.9`,
 			}},
@@ -119,7 +128,8 @@ func TestService(t *testing.T) {
 			s.Spec.InternalTrafficPolicy = ptr(corev1.ServiceInternalTrafficPolicyLocal)
 		}, func(s *snapshot.Service) { s.InternalLocal = true }, nil},
 		{"unknown policies", func(s *corev1.Service) {
-			s.Spec.Type, s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy = corev1.ServiceTypeNodePort, ptr(corev1.ServiceInternalTrafficPolicy("local")), "Global"
+			s.Spec.Type, s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy = corev1.ServiceTypeNodePort,
+				ptr(corev1.ServiceInternalTrafficPolicy("local")), "Global"
 		}, func(*snapshot.Service) {}, []string{
 			`Service default/web: spec.internalTrafficPolicy: "local" is unknown: write Cluster or Local`,
 			`Service default/web: spec.externalTrafficPolicy: "Global" is unknown: write Cluster or Local`,
@@ -147,11 +157,11 @@ func TestService(t *testing.T) {
 			func(s *snapshot.Service) { s.Affinity = 3 * time.Hour }, nil},
 		{"affinity", func(s *corev1.Service) {
 			s.Spec.SessionAffinity = "ClientIP"
-			s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(10))}}
+			s.Spec.SessionAffinityConfig = stickyFor(10)
 		}, func(s *snapshot.Service) { s.Affinity = 10 * time.Second }, nil},
 		{"affinity for too long", func(s *corev1.Service) {
 			s.Spec.SessionAffinity = "ClientIP"
-			s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(86401))}}
+			s.Spec.SessionAffinityConfig = stickyFor(86401)
 		}, func(s *snapshot.Service) { s.Affinity = 3 * time.Hour }, []string{
 			"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400: using 10800",
 		}},
@@ -165,7 +175,8 @@ func TestService(t *testing.T) {
 			}
 		}, func(s *snapshot.Service) {
 			s.Ports = []snapshot.Port{
-				{Name: "a", Protocol: snapshot.TCP, Port: 53}, {Name: "b", Protocol: snapshot.UDP, Port: 53}, {Name: "c", Protocol: snapshot.SCTP, Port: 9},
+				{Name: "a", Protocol: snapshot.TCP, Port: 53}, {Name: "b", Protocol: snapshot.UDP, Port: 53}, {Name: "c",
+					Protocol: snapshot.SCTP, Port: 9},
 			}
 		}, []string{
 			"Service default/web: spec.ports[2].nodePort: 70000 is not a port (1-65535)",
@@ -262,14 +273,16 @@ func TestSlice(t *testing.T) {
 		{"headless", func(s *discoveryv1.EndpointSlice) { s.Labels["service.kubernetes.io/headless"] = "" }, nil, nil},
 		{"names", func(s *discoveryv1.EndpointSlice) { s.AddressType = discoveryv1.AddressTypeFQDN }, nil, nil},
 		{"no Service", func(s *discoveryv1.EndpointSlice) { s.Labels = nil }, nil, []string{
-			"EndpointSlice default/web-abc: metadata.labels[kubernetes.io/service-name]: missing: it says which Service the slice belongs to",
+			"EndpointSlice default/web-abc: metadata.labels[kubernetes.io/service-name]: missing: it says which Service the " +
+				"slice belongs to",
 		}},
 		{"unknown address type", func(s *discoveryv1.EndpointSlice) { s.AddressType = "IP" }, nil, []string{
 			`EndpointSlice default/web-abc: addressType: "IP" is unknown: write IPv4 or IPv6`,
 		}},
 		{"ports", func(s *discoveryv1.EndpointSlice) {
 			s.Ports = []discoveryv1.EndpointPort{
-				{Name: ptr("all")}, {Name: ptr("zero"), Port: ptr(int32(0))}, {Port: ptr(int32(1))}, {Name: ptr(""), Port: ptr(int32(1))},
+				{Name: ptr("all")}, {Name: ptr("zero"), Port: ptr(int32(0))}, {Port: ptr(int32(1))}, {Name: ptr(""),
+					Port: ptr(int32(1))},
 				{Name: ptr("big"), Port: ptr(int32(65536))}, {Name: ptr("udp"), Port: ptr(int32(53)), Protocol: ptr(corev1.ProtocolUDP)},
 				{Name: ptr("udp"), Port: ptr(int32(54)), Protocol: ptr(corev1.ProtocolUDP)},
 				{Name: ptr("x"), Port: ptr(int32(54)), Protocol: ptr(corev1.Protocol("tcp"))},
@@ -284,12 +297,14 @@ func TestSlice(t *testing.T) {
 		}},
 		{"endpoints", func(s *discoveryv1.EndpointSlice) {
 			s.Endpoints = []discoveryv1.Endpoint{
-				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false), Terminating: ptr(true)}, NodeName: ptr("n1")},
+				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false),
+					Terminating: ptr(true)}, NodeName: ptr("n1")},
 				{Addresses: nil},
 				{Addresses: []string{"fd00::1"}},
-				{Addresses: []string{"10.1.0.2"}, Conditions: discoveryv1.EndpointConditions{Serving: ptr(false), Ready: ptr(false)}, Hints: &discoveryv1.EndpointHints{
-					ForZones: []discoveryv1.ForZone{{Name: "a"}, {Name: "b"}}, ForNodes: []discoveryv1.ForNode{{Name: "n1"}},
-				}},
+				{Addresses: []string{"10.1.0.2"}, Conditions: discoveryv1.EndpointConditions{Serving: ptr(false), Ready: ptr(false)},
+					Hints: &discoveryv1.EndpointHints{
+						ForZones: []discoveryv1.ForZone{{Name: "a"}, {Name: "b"}}, ForNodes: []discoveryv1.ForNode{{Name: "n1"}},
+					}},
 				{Addresses: []string{"10.1.0.1"}, NodeName: ptr("n2")},
 				{Addresses: []string{"10.1.0.1"}, NodeName: ptr("n3")},
 				{Addresses: []string{"169.254.1.1"}},
@@ -302,8 +317,10 @@ func TestSlice(t *testing.T) {
 		}, []string{
 			"EndpointSlice default/web-abc: endpoints[1].addresses: an endpoint needs an address",
 			"EndpointSlice default/web-abc: endpoints[2].addresses[0]: fd00::1 is not of the slice's addressType IPv4",
-			"EndpointSlice default/web-abc: endpoints[4].addresses[0]: 10.1.0.1 is there twice: the endpoint that is not terminating counts, else the first",
-			"EndpointSlice default/web-abc: endpoints[5].addresses[0]: 10.1.0.1 is there twice: the endpoint that is not terminating counts, else the first",
+			"EndpointSlice default/web-abc: endpoints[4].addresses[0]: 10.1.0.1 is there twice: the endpoint that is not " +
+				"terminating counts, else the first",
+			"EndpointSlice default/web-abc: endpoints[5].addresses[0]: 10.1.0.1 is there twice: the endpoint that is not " +
+				"terminating counts, else the first",
 			"EndpointSlice default/web-abc: endpoints[6].addresses[0]: 169.254.1.1 is special: nothing can be served there",
 		}},
 	}
@@ -328,8 +345,10 @@ func TestSlice(t *testing.T) {
 }
 
 func TestEndpoints(t *testing.T) {
+	//lint:ignore SA1019 manifests still have it
 	in := &corev1.Endpoints{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"},
+		//lint:ignore SA1019 likewise
 		Subsets: []corev1.EndpointSubset{{
 			Addresses:         []corev1.EndpointAddress{{IP: "10.1.0.1", NodeName: ptr("n1")}, {IP: "fd00::1"}, {IP: "nobody"}},
 			NotReadyAddresses: []corev1.EndpointAddress{{IP: "10.1.0.2"}, {IP: "10.1.0.1"}},
@@ -358,7 +377,8 @@ func TestEndpoints(t *testing.T) {
 	}
 	wantProblems := []string{
 		`Endpoints default/web: subsets[0].addresses[2].ip: "nobody" is not an IP address`,
-		"Endpoints default/web: subsets[0].notReadyAddresses[1].ip: 10.1.0.1 is there twice: the endpoint that is not terminating counts, else the first",
+		"Endpoints default/web: subsets[0].notReadyAddresses[1].ip: 10.1.0.1 is there twice: the endpoint that is not " +
+			"terminating counts, else the first",
 	}
 	if !slices.Equal(lines(problems), wantProblems) {
 		t.Errorf("problems: %q", lines(problems))
@@ -404,11 +424,14 @@ func TestServiceCIDRs(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Name: "kubernetes"},
 		Spec:       networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/12", "fd00::/108", "10.96.0.0"}},
 	})
-	b, _ := c.serviceCIDR(&networkingv1.ServiceCIDR{Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/12", "10.0.0.0/16"}}})
-	if got, want := union([]*[]netip.Prefix{a, b}), nets("10.0.0.0/16", "10.96.0.0/12", "fd00::/108"); !slices.Equal(got, want) {
+	b, _ := c.serviceCIDR(&networkingv1.ServiceCIDR{Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/12",
+		"10.0.0.0/16"}}})
+	if got, want := union([]*[]netip.Prefix{a, b}), nets("10.0.0.0/16", "10.96.0.0/12", "fd00::/108"); !slices.Equal(got,
+		want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
-	want := `ServiceCIDR kubernetes: spec.cidrs[2]: "10.96.0.0" is an address, not a range: add /32 or /128 for this address alone`
+	want := `ServiceCIDR kubernetes: spec.cidrs[2]: "10.96.0.0" is an address, not a range: add /32 or /128 for this ` +
+		`address alone`
 	if !slices.Equal(lines(problems), []string{want}) {
 		t.Errorf("problems: %q", lines(problems))
 	}

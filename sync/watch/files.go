@@ -28,8 +28,11 @@ import (
 //
 // A file that can't be read, or has a document that can't, is reported and what it said before stays in force, all of it.
 // On first reading there is nothing before: then the good documents count. An object that is in two files is taken from
-// the first by name. If Path itself goes away everything stays in force until it is back; an empty directory or file
-// means that there is nothing.
+// the first by name. A file that is being written counts when its writer closes it. Changes made by other hosts on a file
+// system they share with us are not noticed.
+//
+// If Path itself goes away everything stays in force until it is back; an empty directory or file means that there is
+// nothing.
 type Files struct {
 	// Path is a file, or a directory whose *.yaml, *.yml and *.json are read; those that start with a dot or a hash mark
 	// are not. Symbolic links are followed, as a mounted ConfigMap has them.

@@ -149,7 +149,8 @@ func watchFiles(t testing.TB, path string) *view {
 }
 
 func service(name, ip string) string {
-	return "apiVersion: v1\nkind: Service\nmetadata: {name: " + name + "}\nspec:\n  clusterIP: " + ip + "\n  ports: [{port: 80}]\n"
+	return "apiVersion: v1\nkind: Service\nmetadata: {name: " + name + "}\nspec:\n  clusterIP: " + ip +
+		"\n  ports: [{port: 80}]\n"
 }
 
 func write(t testing.TB, path, text string) {
@@ -401,7 +402,8 @@ endpoints: [{addresses: [10.1.0.1]}]
 	if want := map[string]string{"web-1": "10.1.0.1", "api:0": "10.1.0.2"}; !reflect.DeepEqual(endpoints, want) {
 		t.Errorf("endpoints %v, want %v", endpoints, want)
 	}
-	if !reflect.DeepEqual(s.Node, snapshot.Node{Name: "n1", Zone: "a"}) || !slices.Equal(s.ServiceCIDRs, nets("10.0.0.0/16", "10.96.0.0/12")) {
+	if !reflect.DeepEqual(s.Node, snapshot.Node{Name: "n1", Zone: "a"}) || !slices.Equal(s.ServiceCIDRs, nets("10.0.0.0/16",
+		"10.96.0.0/12")) {
 		t.Errorf("node %+v, ranges %v", s.Node, s.ServiceCIDRs)
 	}
 	want := filepath.Join(dir, "dump.yaml") + `:17: Service default/bad: spec.clusterIP: "10.96.0.300" is not an IP address`
@@ -417,7 +419,8 @@ endpoints: [{addresses: [10.1.0.1]}]
 		t.Errorf("one file: %v %v", file, err)
 	}
 	missing := filepath.Join(dir, "missing")
-	if _, _, err := Load(missing, "n1"); err == nil || err.Error() != "manifests: "+missing+": no such file or directory" || !errors.Is(err, fs.ErrNotExist) {
+	if _, _, err := Load(missing, "n1"); err == nil || err.Error() != "manifests: "+missing+": no such file or "+
+		"directory" || !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("missing path: %v", err)
 	}
 	err = (&Files{Path: missing}).Run(t.Context(), &view{})
@@ -438,7 +441,8 @@ func TestFilesUnderLoad(t *testing.T) {
 			case <-end:
 				return
 			default:
-				os.WriteFile(filepath.Join(dir, "busy.yaml"), []byte(service("busy", fmt.Sprintf("10.97.%d.%d", i/250%250, i%250+1))), 0o644)
+				os.WriteFile(filepath.Join(dir, "busy.yaml"), []byte(service("busy", fmt.Sprintf("10.97.%d.%d", i/250%250, i%250+1))),
+					0o644)
 			}
 		}
 	})
@@ -461,13 +465,20 @@ func BenchmarkLoad(b *testing.B) {
 			write(b, path, text)
 			b.SetBytes(int64(len(text)))
 			text = ""
-			var s *snapshot.Snapshot
+			var (
+				d *folder
+				s *snapshot.Snapshot
+			)
 			for b.Loop() {
-				var err error
-				if s, _, err = Load(path, "n1"); err != nil || len(s.Services) != 10000 || len(s.Slices) != 10000 {
-					b.Fatal(len(s.Services), err)
+				d, s = newFolder(path, "n1", func(err error) { b.Error(err) }), snapshot.New()
+				if err := d.refresh(); err != nil {
+					b.Fatal(err)
+				}
+				if s.Apply(d.delta()); len(s.Services) != 10000 || len(s.Slices) != 10000 {
+					b.Fatal(len(s.Services))
 				}
 			}
+			b.ReportMetric(heapOf(func() { d = nil }), "source-MiB") // what the source remembers besides the snapshot
 			b.ReportMetric(heapOf(func() { s = nil }), "snapshot-MiB")
 		})
 	}

@@ -22,6 +22,9 @@ type Host struct {
 	Namespace *netns.NsHandle
 	// Report takes errors that are tried again; nil drops them. Calls don't overlap.
 	Report func(error)
+
+	// receiveBuffer is that of the subscription's socket in bytes; 0 means the system's default. Tests make it small.
+	receiveBuffer int
 }
 
 const (
@@ -77,7 +80,8 @@ func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
 	updates := make(chan netlink.AddrUpdate, 64)
 	lost := make(chan error, 1)
 	err = netlink.AddrSubscribeWithOptions(updates, done, netlink.AddrSubscribeOptions{
-		Namespace: h.Namespace,
+		Namespace:         h.Namespace,
+		ReceiveBufferSize: h.receiveBuffer,
 		ErrorCallback: func(err error) {
 			select {
 			case lost <- err:

@@ -161,7 +161,9 @@ func (t *trail) walk(path string) (place, bool) {
 		if _, known := t.places[last]; !known {
 			t.places[last] = ""
 		}
-		t.dirs[dir] = t.dirs[dir] || false
+		if !t.dirs[dir] {
+			t.dirs[dir] = false
+		}
 		full := filepath.Join(dir, name)
 		info, err := os.Lstat(full)
 		if err != nil {

@@ -89,7 +89,29 @@ var klogQuiet sync.Once
 // server that doesn't answer is waited for.
 func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 	klogQuiet.Do(func() { klog.SetLogger(klog.Logger{}) })
-	c, report := &converter{}, quietly(k.Report)
+	report := quietly(k.Report)
+	ctx = klog.NewContext(ctx, klog.Logger{})
+	var reflectors []*cache.Reflector
+	for _, res := range k.resources(sink, report) {
+		client, err := k.client(res.gv)
+		if err != nil {
+			return fmt.Errorf("watch Kubernetes: %w", err)
+		}
+		l := &lister{resource: res, client: client, report: report}
+		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
+		reflectors = append(reflectors, cache.NewReflectorWithOptions(l, res.object, res.store, o))
+	}
+	var all sync.WaitGroup
+	for _, r := range reflectors {
+		all.Go(func() { r.RunWithContext(ctx) })
+	}
+	all.Wait()
+	return nil
+}
+
+// resources gives what is to be watched. The selectors are kube-proxy's.
+func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
+	c := &converter{}
 	var incomplete atomic.Int32
 	complete := func() {
 		if incomplete.Add(-1) == 0 {
@@ -125,23 +147,13 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 			cidrs.complete},
 	}
 	incomplete.Store(int32(len(resources)))
-	ctx = klog.NewContext(ctx, klog.Logger{})
-	var reflectors []*cache.Reflector
-	for _, res := range resources {
-		client, err := k.client(res.gv)
-		if err != nil {
-			return fmt.Errorf("watch Kubernetes: %w", err)
-		}
-		l := &lister{resource: res, client: client, report: report}
-		o := cache.ReflectorOptions{Name: res.name, Logger: &klog.Logger{}}
-		reflectors = append(reflectors, cache.NewReflectorWithOptions(l, res.object, res.store, o))
-	}
-	var all sync.WaitGroup
-	for _, r := range reflectors {
-		all.Go(func() { r.RunWithContext(ctx) })
-	}
-	all.Wait()
-	return nil
+	return resources
+}
+
+// apiStore is a store of any type.
+type apiStore interface {
+	cache.TransformingStore
+	takeMessage([]byte) (runtime.Object, error)
 }
 
 // resource is what one reflector watches.
@@ -149,7 +161,7 @@ type resource struct {
 	gv        schema.GroupVersion
 	name      string // as in the URL
 	object    runtime.Object
-	store     cache.ReflectorStore
+	store     apiStore
 	selectors metav1.ListOptions
 	// refused is called when the server refuses the resource for good; nil means that we can't do without it.
 	refused func()
@@ -204,19 +216,29 @@ type converted[Out any] struct {
 	value *Out
 }
 
-// Transformer makes the reflector convert the objects of a streamed list one by one, so that they never exist all at once.
+// Transformer makes the reflector convert the objects of a streamed list one by one, so that they never exist all at
+// once. The selectors are on the server, so a list has hardly any objects that convert to nothing.
 func (s *store[In, Out]) Transformer() cache.TransformFunc {
 	return func(o any) (any, error) { return s.take(o) }
 }
 
+// takeMessage is take for an object that is still encoded.
+func (s *store[In, Out]) takeMessage(message []byte) (runtime.Object, error) {
+	var o any = new(In)
+	if err := o.(interface{ Unmarshal([]byte) error }).Unmarshal(message); err != nil {
+		return nil, err
+	}
+	return s.take(o)
+}
+
 // take converts an object, unless that is done, and reports what is new about its problems.
-func (s *store[In, Out]) take(o any) (converted[Out], error) {
-	if c, done := o.(converted[Out]); done {
+func (s *store[In, Out]) take(o any) (*converted[Out], error) {
+	if c, done := o.(*converted[Out]); done {
 		return c, nil
 	}
 	in, ok := o.(*In)
 	if !ok {
-		return converted[Out]{}, fmt.Errorf("watch: unexpected object %T", o)
+		return nil, fmt.Errorf("watch: unexpected object %T", o)
 	}
 	name := nameOf(o.(metav1.Object))
 	value, problems := s.convert(in)
@@ -233,7 +255,7 @@ func (s *store[In, Out]) take(o any) (converted[Out], error) {
 	if text == "" {
 		delete(s.faulty, name)
 	}
-	return converted[Out]{name, value}, nil
+	return &converted[Out]{name, value}, nil
 }
 
 // Replace takes a complete list: what isn't in it is gone.
@@ -245,13 +267,13 @@ func (s *store[In, Out]) Replace(list []any, _ string) error {
 		if err != nil {
 			return err
 		}
-		list[i] = nil // an object of a large list is garbage once it is converted
+		list[i] = nil // an object in JSON is garbage once it is converted
 		there[c.name] = true
 		s.change(changed, c)
 	}
 	for n := range s.known {
 		if !there[n] {
-			s.change(changed, converted[Out]{name: n})
+			s.change(changed, &converted[Out]{name: n})
 		}
 	}
 	maps.DeleteFunc(s.faulty, func(n snapshot.Name, _ string) bool { return !there[n] })
@@ -263,7 +285,7 @@ func (s *store[In, Out]) Replace(list []any, _ string) error {
 }
 
 // change moves known forward by one object and notes in changed if that makes a difference.
-func (s *store[In, Out]) change(changed map[snapshot.Name]*Out, c converted[Out]) {
+func (s *store[In, Out]) change(changed map[snapshot.Name]*Out, c *converted[Out]) {
 	old := s.known[c.name]
 	switch {
 	case c.value == nil && old == nil:
@@ -303,7 +325,7 @@ func (s *store[In, Out]) Delete(o any) error {
 	name := nameOf(object)
 	delete(s.faulty, name)
 	changed := map[snapshot.Name]*Out{}
-	if s.change(changed, converted[Out]{name: name}); len(changed) > 0 {
+	if s.change(changed, &converted[Out]{name: name}); len(changed) > 0 {
 		s.put(changed)
 	}
 	return nil
@@ -312,11 +334,13 @@ func (s *store[In, Out]) Delete(o any) error {
 // Resync does nothing: every value was passed on.
 func (s *store[In, Out]) Resync() error { return nil }
 
-// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for
-// every askAgain.
+// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for again
+// after askFirst, then after twice as long each time up to askMost: an API server that has just started refuses everything
+// until it has read its roles.
 const (
 	repeatAfter = 5 * time.Minute
-	askAgain    = 10 * time.Minute
+	askFirst    = time.Second
+	askMost     = 10 * time.Minute
 )
 
 // lister asks the API for one resource, and reports the errors of that. Reflectors try again by themselves, less and less
@@ -329,11 +353,13 @@ type lister struct {
 	mu    sync.Mutex
 	cause string
 	told  time.Time
+	// refusedFor is how long the last refusal held up the next request; 0 if the last answer was none.
+	refusedFor time.Duration
 }
 
 // ListWithContext gives the objects there are.
 func (l *lister) ListWithContext(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-	list, err := l.request(&o).Do(ctx).Get()
+	list, err := decodeList(l.request(&o).Do(ctx), l.store.takeMessage)
 	l.result(ctx, "list", err)
 	return list, err
 }
@@ -343,7 +369,7 @@ func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (ap
 	o.Watch = true
 	w, err := l.request(&o).Watch(ctx)
 	if o.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)) {
-		return w, err // servers before 1.32 can't stream lists; the reflector asks for one in the old way then
+		return w, err // many servers before 1.34 can't stream lists; the reflector asks for one in the old way then
 	}
 	l.result(ctx, "watch", err)
 	return w, err
@@ -370,7 +396,7 @@ func (l *lister) result(ctx context.Context, verb string, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err == nil || ctx.Err() != nil || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
-		l.cause = ""
+		l.cause, l.refusedFor = "", 0
 		return
 	}
 	refused := l.refused != nil &&
@@ -384,9 +410,10 @@ func (l *lister) result(ctx context.Context, verb string, err error) {
 	}
 	if refused {
 		l.refused()
+		l.refusedFor = min(max(2*l.refusedFor, askFirst), askMost)
 		select {
 		case <-ctx.Done():
-		case <-time.After(askAgain):
+		case <-time.After(l.refusedFor):
 		}
 	}
 }

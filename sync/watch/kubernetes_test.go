@@ -3,8 +3,11 @@ package watch
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,8 +15,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	apiwatch "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 
@@ -84,32 +90,76 @@ func TestKubernetes(t *testing.T) {
 	})
 }
 
+// Whatever a server answers in, the objects are the same.
+func TestKubernetesInJSON(t *testing.T) {
+	both(t, func(t *testing.T, s *apiServer) {
+		s.media = "application/json"
+		s.set(named("web", "10.96.0.1"), apiSlice(), apiNode("a"), apiCIDR("kubernetes", "10.96.0.0/12"))
+		v := watchAPI(t, s)
+		v.await("first lists", func() bool { return v.synced == 1 })
+		s.set(named("api", "10.96.0.2"))
+		v.awaitServices("default/api 10.96.0.2", "default/web 10.96.0.1")
+		if len(v.snap.Slices) != 1 || v.snap.Node.Zone != "a" || len(v.snap.ServiceCIDRs) != 1 || len(v.problems) > 0 {
+			t.Errorf("%+v %q", v.snap, v.problems)
+		}
+	})
+}
+
+// A message that is cut off anywhere is an error or is left to others, and is never read beyond its end.
+func TestListMessageCutOff(t *testing.T) {
+	s := &apiServer{t: t, media: "application/vnd.kubernetes.protobuf"}
+	list := &corev1.ServiceList{Items: []corev1.Service{*apiService(), *named("api", "10.96.0.2")}}
+	list.ResourceVersion, list.Kind, list.APIVersion = "7", "ServiceList", "v1"
+	body := s.encode(list, corev1.SchemeGroupVersion)
+	count := func(body []byte) (n int, err error) {
+		raw, ok := listMessage(body)
+		if !ok {
+			return 0, errProtobuf
+		}
+		err = eachField(raw, func(number uint64, value []byte) error {
+			n++
+			return nil
+		})
+		return n, err
+	}
+	if n, err := count(body); n != 3 || err != nil {
+		t.Fatalf("%d fields, %v", n, err)
+	}
+	for i := range body {
+		if n, err := count(body[:i]); n == 3 && err == nil && i < len(body)-4 { // the last fields of the envelope are empty
+			t.Errorf("complete after %d of %d bytes", i, len(body))
+		}
+	}
+	for _, b := range []string{"\x80", "\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "\x0b", "\x09\x00", "\x0d", "\x08", "\x0a"} {
+		if err := eachField([]byte(b), func(uint64, []byte) error { return nil }); err == nil {
+			t.Errorf("%q is good", b)
+		}
+	}
+}
+
 // An outage withdraws nothing and is told once; afterwards the state is the server's, also if its log is gone.
 func TestKubernetesOutage(t *testing.T) {
 	both(t, func(t *testing.T, s *apiServer) {
 		s.set(named("web", "10.96.0.1"), named("gone", "10.96.0.2"), named("same", "10.96.0.5"), apiSlice(), apiNode("a"))
 		v := watchAPI(t, s)
 		v.await("first lists", func() bool { return v.synced == 1 })
-		s.setDown(true)
-		v.take(1)
-		asked := s.requests("services")
+		s.down()
+		v.await("report of each resource", func() bool { return len(v.problems) == 4 })
 		s.remove(named("gone", "10.96.0.2"))
 		s.set(named("web", "10.96.0.3"), named("new", "10.96.0.4"))
 		s.remove(apiSlice())
 		s.forget()
-		v.await("second try", func() bool { return s.requests("services") >= asked+2 || !v.nudge() })
 		v.mu.Lock()
 		if got := v.services(); len(got) != 3 || len(v.snap.Slices) != 1 {
 			t.Errorf("during the outage: services %q, slices %v", got, v.snap.Slices)
 		}
-		for _, p := range v.problems {
-			if strings.Contains(p, "services") {
-				t.Errorf("reported again: %q", v.problems)
-			}
+		slices.Sort(v.problems)
+		if want := "watch endpointslices: dial tcp " + s.addr + ": connect: connection refused"; v.problems[0] != want {
+			t.Errorf("reported %q, want %q first", v.problems, want)
 		}
 		before := len(v.deltas)
 		v.mu.Unlock()
-		s.setDown(false)
+		s.up()
 		v.awaitServices("default/new 10.96.0.4", "default/same 10.96.0.5", "default/web 10.96.0.3")
 		v.await("slice gone", func() bool { return len(v.snap.Slices) == 0 })
 		v.mu.Lock()
@@ -122,10 +172,32 @@ func TestKubernetesOutage(t *testing.T) {
 	})
 }
 
-// nudge has await look again though nothing has come; it is always true.
-func (v *view) nudge() bool {
-	go v.signal()
-	return true
+// An error that lasts is told once in a while, whatever ports and parameters its text has.
+func TestReportsAreFew(t *testing.T) {
+	var got []string
+	l := &lister{resource: resource{name: "services"}, report: func(err error) { got = append(got, err.Error()) }}
+	refused := func(port int) error {
+		local := &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: port}
+		op := &net.OpError{Op: "read", Net: "tcp", Source: local, Err: os.NewSyscallError("read", syscall.ECONNRESET)}
+		return &url.Error{Op: "Get", URL: fmt.Sprintf("https://api?timeout=%d", port), Err: op}
+	}
+	ctx := t.Context()
+	l.result(ctx, "watch", refused(1))
+	l.result(ctx, "list", refused(2))
+	l.told = l.told.Add(-repeatAfter)
+	l.result(ctx, "watch", refused(3))
+	l.result(ctx, "watch", errors.New("other"))
+	l.result(ctx, "watch", nil)
+	l.result(ctx, "watch", errors.New("other"))
+	l.result(ctx, "watch", apierrors.NewResourceExpired("too old")) // an answer like any other
+	want := []string{
+		"watch services: read tcp 10.0.0.1:1: read: connection reset by peer",
+		"watch services: read tcp 10.0.0.1:3: read: connection reset by peer",
+		"watch services: other", "watch services: other",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("reported %q, want %q", got, want)
+	}
 }
 
 func TestKubernetesWithoutServiceCIDRs(t *testing.T) {
@@ -137,7 +209,8 @@ func TestKubernetesWithoutServiceCIDRs(t *testing.T) {
 			v.await("first lists", func() bool { return v.synced == 1 })
 			v.awaitServices("default/web 10.96.0.1")
 			got := v.take(1)
-			if len(got) != 1 || !strings.HasPrefix(got[0], "watch servicecidrs: ") && !strings.HasPrefix(got[0], "list servicecidrs: ") {
+			if len(got) != 1 || !strings.HasPrefix(got[0], "watch servicecidrs: ") && !strings.HasPrefix(got[0],
+				"list servicecidrs: ") {
 				t.Errorf("reported %q", got)
 			}
 			if n := s.requests("servicecidrs"); n > 2 {
@@ -203,7 +276,8 @@ func TestKubernetesProblems(t *testing.T) {
 		other.Spec.ExternalIPs[0] = "192.0.2.400"
 		s.set(other)
 		v.wantProblems(`Service default/web: spec.externalIPs[0]: "192.0.2.400" is not an IP address`)
-		if got := v.snap.Services[snapshot.Name{Namespace: "default", Name: "web"}].ExternalIPs; !slices.Equal(got, ips("192.0.2.1")) {
+		if got := v.snap.Services[snapshot.Name{Namespace: "default", Name: "web"}].ExternalIPs; !slices.Equal(got,
+			ips("192.0.2.1")) {
 			t.Errorf("external IPs %v", got)
 		}
 	})
@@ -253,7 +327,7 @@ func TestKubernetesMemory(t *testing.T) {
 	both(t, func(t *testing.T, s *apiServer) {
 		s.fill(10000)
 		cmd := exec.Command(os.Args[0], "-test.run=^TestKubernetesMemory$")
-		cmd.Env = append(os.Environ(), "WATCH_MEMORY_URL="+s.URL)
+		cmd.Env = append(os.Environ(), "WATCH_MEMORY_URL=http://"+s.addr)
 		out, err := cmd.CombinedOutput()
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
@@ -297,4 +371,3 @@ func useMemory(url string) {
 	heap := heapOf(func() { snap, q = nil, nil; cancel(); <-done })
 	fmt.Printf("\npeak=%d heap=%.0f\n", peak>>10, heap)
 }
-

@@ -275,7 +275,9 @@ func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	out.objects = append(out.objects, object{objectKey{kind, r.keep(key.name)}, value, t.line})
+	// Nothing that is kept may be a piece of the file's text.
+	key = objectKey{r.text(kind), snapshot.Name{Namespace: r.text(key.name.Namespace), Name: string([]byte(key.name.Name))}}
+	out.objects = append(out.objects, object{key, value, t.line})
 }
 
 // listed reads the items of a list; kind is empty for a v1 List, whose items all name their own.
@@ -291,10 +293,6 @@ func (r *reader) listed(items *tree, kind, apiVersion string, out *reading) {
 	for i := range items.parts {
 		r.objects(&items.parts[i], kind, apiVersion, out)
 	}
-}
-
-func (r *reader) keep(n snapshot.Name) snapshot.Name {
-	return snapshot.Name{Namespace: r.text(n.Namespace), Name: string([]byte(n.Name))}
 }
 
 // nameIn gives an object's name before it is decoded.
@@ -371,6 +369,7 @@ func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
 }
 
 func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
+	//lint:ignore SA1019 dumps of older clusters, and what people wrote for them, have nothing else
 	o := decode[corev1.Endpoints](d, t)
 	if d.bad {
 		return nil, nil

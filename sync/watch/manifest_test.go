@@ -28,122 +28,58 @@ spec:
   - port: 80
 `
 
-// manifestTests are what people write, what of it is used, and what they are told.
-var manifestTests = []struct {
-	name     string
-	text     string
-	objects  []string
-	problems []string
-	bad      bool
-}{
-	{name: "nothing", text: ""},
-	{name: "comments alone", text: "# nothing here\n---\n\n--- # nor here\n...\n"},
-	{name: "one service", text: serviceYAML, objects: []string{"Service default/web"}},
-	{name: "documents", text: "%YAML 1.2\n---\n" + serviceYAML + "---\n" + strings.Replace(serviceYAML, "web", "api", 1) + "...\n# end\n",
-		objects: []string{"Service default/web", "Service default/api"}},
-	{name: "carriage returns and a byte order mark", text: "\uFEFF" + strings.ReplaceAll(serviceYAML+"---\n"+serviceYAML, "\n", "\r\n"),
-		objects: []string{"Service default/web", "Service default/web"}},
-	{name: "JSON", text: `{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.1"}}`,
-		objects: []string{"Service default/web"}},
-	{name: "a document on the marker's line", text: `--- {apiVersion: v1, kind: Service, metadata: {name: web}, spec: {clusterIP: 10.96.0.1}}`,
-		objects: []string{"Service default/web"}},
-	{name: "other kinds", text: "apiVersion: v1\nkind: Pod\nspec: 7\n---\napiVersion: serving.knative.dev/v1\nkind: Service\n" +
-		"---\napiVersion: v1\nkind: PodList\nitems: {}\n---\napiVersion: v1\nkind: Node\nmetadata: {name: another}\nspec: []\n"},
-	{name: "our node and the ranges", text: "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\nstatus: {capacity: {cpu: 2}}\n---\n" +
-		"apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {name: kubernetes}\nspec: {cidrs: [10.96.0.0/12]}\n",
-		objects: []string{"Node n1", "ServiceCIDR kubernetes"}},
-	{name: "anchors and merge keys", text: "x: &x\n  port: 80\nkind: Service\napiVersion: v1\nmetadata: &m {name: web}\n" +
-		"spec:\n  clusterIP: 10.96.0.1\n  ports:\n  - <<: *x\n    nodePort: 30080\n  - {<<: *x, port: 81, name: b}\n",
-		objects: []string{"Service default/web"}, problems: []string{"f.yaml:1: Service default/web: x: unknown field"}},
-	{name: "a list", text: "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Service\n  metadata:\n    name: web\n  spec:\n" +
-		"    clusterIP: 10.96.0.1\n    externalIPs:\n    - 1.2.3\n",
-		objects:  []string{"Service default/web"},
-		problems: []string{`f.yaml:11: Service default/web: spec.externalIPs[0]: "1.2.3" is not an IP address`}},
-	{name: "a ServiceList whose items name no kind", text: "kind: ServiceList\napiVersion: v1\nitems:\n  - metadata: {name: web}\n" +
-		"    spec: {clusterIP: 10.96.0.1, clusterIp: x}\n  - metadata: {name: api, namespace: shop}\n    spec: {clusterIP: 10.96.0.2}\nmetadata: {}\n",
-		objects:  []string{"Service default/web", "Service shop/api"},
-		problems: []string{"f.yaml:5: Service default/web: spec.clusterIp: unknown field: did you mean clusterIP?"}},
-	{name: "a JSON list whose kind comes last", text: "{\n\"apiVersion\": \"v1\",\n\"items\": [\n{\"metadata\": {\"name\": \"web\"},\n" +
-		"\"spec\": {\"clusterIP\": \"10.96.0.1\",\n\"typ\\u0065x\": 1}},\n{\"metadata\": {\"name\": \"api\"}, \"spec\":\n{\"clusterIP\": \"x\"}}],\n\"kind\": \"ServiceList\"}\n",
-		objects: []string{"Service default/web", "Service default/api"}, problems: []string{
-			"f.yaml:6: Service default/web: spec.typex: unknown field",
-			`f.yaml:8: Service default/api: spec.clusterIP: "x" is not an IP address`,
-		}},
-	{name: "a quoted text with a line that looks like an item", text: "kind: List\napiVersion: v1\nitems:\n- kind: Service\n  apiVersion: v1\n" +
-		"  metadata:\n    name: web\n    annotations: {a: \"x\n- y\"}\n  spec: {clusterIP: 10.96.0.1}\n",
-		objects: []string{"Service default/web"}},
-	{name: "an anchor in another item", text: "kind: List\napiVersion: v1\nitems:\n- kind: Service\n  apiVersion: v1\n  metadata: {name: web}\n" +
-		"  spec: &s {clusterIP: 10.96.0.1}\n- kind: Service\n  apiVersion: v1\n  metadata: {name: api}\n  spec: *s\n",
-		objects: []string{"Service default/web", "Service default/api"}},
-	{name: "lists in lists", text: "kind: List\napiVersion: v1\nitems: [{kind: List, items: [{kind: Service, apiVersion: v1, metadata: {name: web}, spec: {clusterIP: 10.0.0.1}}]}]",
-		objects: []string{"Service default/web"}},
+// manifestTest is what people write, what of it is used, and what they are told.
+type manifestTest struct {
+	name, text        string
+	objects, problems []string
+	bad               bool
+}
 
-	{name: "wrong indentation", text: "# first\n---\n" + serviceYAML + "---\n" + strings.Replace(strings.Replace(serviceYAML, "web", "api", 1), "  ports", " ports", 1),
-		objects:  []string{"Service default/web"},
-		problems: []string{"f.yaml:18: Service default/api: this is no YAML: did not find expected key"}, bad: true},
-	{name: "a tab", text: "kind: Service\nmetadata:\n\tname: web\n",
-		problems: []string{"f.yaml:3: Service: this is no YAML: found character that cannot start any token"}, bad: true},
-	{name: "an open quotation mark", text: strings.Replace(serviceYAML, "10.96.0.1", `"10.96.0.1`, 1),
-		problems: []string{"f.yaml:6: Service default/web: this is no YAML: found unexpected end of stream"}, bad: true},
-	{name: "an open bracket after one that is closed", text: strings.Replace(serviceYAML, "spec:\n", "spec:\n  externalIPs: [\n    1.2.3.4,\n    5.6.7.8 ]\n  ipFamilies: [\n    IPv4\n", 1),
-		problems: []string{"f.yaml:9: Service default/web: this is no YAML: did not find expected ',' or ']'"}, bad: true},
-	{name: "a template", text: "kind: Service\nmetadata:\n  name: web\n{{ if .x }}\nspec: {}\n{{ end }}\n",
-		problems: []string{"f.yaml:4: Service default/web: this is no YAML: could not find expected ':'"}, bad: true},
-	{name: "one bad item", text: "kind: List\napiVersion: v1\nitems:\n- kind: Service\n  apiVersion: v1\n  metadata: {name: web}\n  spec: {clusterIP: 10.96.0.1}\n" +
-		"- kind: Service\n  apiVersion: v1\n  metadata:\n    namespace: shop\n    name: 'api'\n  spec: clusterIP: 10.96.0.2\n",
-		objects:  []string{"Service default/web"},
-		problems: []string{"f.yaml:13: Service shop/api: this is no YAML: mapping values are not allowed in this context"}, bad: true},
-	{name: "JSON that ends too early", text: "{\"kind\": \"Service\", \"metadata\": {\"name\": \"web\"},\n\"spec\": {\n",
-		problems: []string{"f.yaml:3: Service default/web: this is no JSON: it ends too early"}, bad: true},
-	{name: "JSON without a comma", text: "{\n  \"kind\": \"Service\"\n  \"metadata\": {\n}}",
-		problems: []string{"f.yaml:3: Service: this is no JSON: '\"' makes no sense here"}, bad: true},
-	{name: "JSON with a bare word", text: "{\"kind\": \"Service\",\n\"metadata\": undefined]}",
-		problems: []string{`f.yaml:2: Service: this is no JSON: "undefined" is no value`}, bad: true},
-	{name: "not UTF-8", text: "kind: Service\nmetadata: {name: \xff\xfe}\n",
-		problems: []string{"f.yaml:2: Service: this is no YAML: invalid leading UTF-8 octet"}, bad: true},
-	{name: "a list at the top", text: "- kind: Service\n", problems: []string{"f.yaml:1: this is no Kubernetes object but a list"}, bad: true},
-	{name: "just text", text: "\nhello\n", problems: []string{"f.yaml:2: this is no Kubernetes object but a single value"}, bad: true},
-	{name: "no kind", text: "apiVersion: v1\nmetadata: {name: web}\n", problems: []string{"f.yaml:1: kind: missing: this is no Kubernetes object"}, bad: true},
-	{name: "no apiVersion", text: "metadata: {name: web}\nkind: Service\n",
-		problems: []string{"f.yaml:1: Service default/web: apiVersion: missing: write v1"}, bad: true},
-	{name: "an old apiVersion", text: "metadata: {name: web}\nkind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
-		problems: []string{`f.yaml:3: EndpointSlice default/web: apiVersion: "discovery.k8s.io/v1beta1" is not supported: write discovery.k8s.io/v1`}, bad: true},
-	{name: "items that are none", text: "kind: List\napiVersion: v1\nitems: 7\n", problems: []string{"f.yaml:3: items: this is a single value: write a list"}, bad: true},
-	{name: "text for a list", text: strings.Replace(serviceYAML, "spec:\n", "spec:\n  loadBalancerSourceRanges: 10.0.0.0/8\n", 1),
-		problems: []string{"f.yaml:6: Service default/web: spec.loadBalancerSourceRanges: this is a single value: write a list"}, bad: true},
-	{name: "text for a number", text: strings.Replace(serviceYAML, "port: 80", `port: http`, 1),
-		problems: []string{`f.yaml:8: Service default/web: spec.ports[0].port: "http" is not a number`}, bad: true},
-	{name: "a number too large", text: strings.Replace(serviceYAML, "port: 80", `port: 99999999999`, 1),
-		problems: []string{`f.yaml:8: Service default/web: spec.ports[0].port: 99999999999 is too large`}, bad: true},
-	{name: "a number for text", text: strings.Replace(serviceYAML, "name: web", "name: web\n  labels:\n    version: 1.20\n    debug: true", 1),
-		problems: []string{
-			"f.yaml:6: Service default/web: metadata.labels[version]: 1.20 is a number, not text: put it in quotation marks",
-			"f.yaml:7: Service default/web: metadata.labels[debug]: true is true or false, not text: put it in quotation marks",
-		}, bad: true},
-	{name: "text for true or false", text: "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1\nmetadata: {name: web-1}\nendpoints:\n- conditions:\n    ready: yes\n",
-		problems: []string{`f.yaml:6: EndpointSlice default/web-1: endpoints[0].conditions.ready: "yes" is not true or false`}, bad: true},
-
-	{name: "a port that is none", text: serviceYAML + "    nodePort: 70000\n", objects: []string{"Service default/web"},
-		problems: []string{"f.yaml:9: Service default/web: spec.ports[0].nodePort: 70000 is not a port (1-65535)"}},
-	{name: "a field in the wrong place", text: serviceYAML + "clusterIP: x\nname: y\n", objects: []string{"Service default/web"},
-		problems: []string{"f.yaml:9: Service default/web: clusterIP: unknown field", "f.yaml:10: Service default/web: name: unknown field"}},
-	{name: "a field twice", text: serviceYAML + "spec:\n  clusterIP: 10.96.0.9\n", objects: []string{"Service default/web"},
-		problems: []string{"f.yaml:9: Service default/web: spec: there twice: the last one counts"}},
-	{name: "no cluster IP", text: strings.Replace(serviceYAML, "clusterIP: 10.96.0.1", "type: NodePort", 1), objects: []string{"Service default/web"},
-		problems: []string{
-			"f.yaml:5: Service default/web: spec.clusterIP: no cluster IP: a manifest has nobody to allocate one, write an address or None",
-			"f.yaml:8: Service default/web: spec.ports[0].nodePort: no node port: a manifest has nobody to allocate one, write a number",
-		}},
-	{name: "unknown type", text: strings.Replace(serviceYAML, "spec:", "spec:\n  type: Nodeport", 1), objects: []string{"Service default/web"},
-		problems: []string{`f.yaml:6: Service default/web: spec.type: "Nodeport" is unknown: write ClusterIP, NodePort, LoadBalancer or ExternalName`}},
-	{name: "no name", text: strings.Replace(serviceYAML, "name: web", "generateName: web", 1), objects: []string{"Service"},
-		problems: []string{"f.yaml:3: Service: metadata.name: missing"}},
-	{name: "a slice without address type", text: "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1\nmetadata: {name: web-1}\nendpoints: []\n",
-		objects: []string{"EndpointSlice default/web-1"}, problems: []string{"f.yaml:1: EndpointSlice default/web-1: addressType: missing: write IPv4 or IPv6"}},
+// manifestTests reads testdata/manifests.txt: after a line "==== name" the manifest, then what is expected of it in lines
+// that begin with "==> ". A text file can't have those that stand here.
+func manifestTests(t testing.TB) []manifestTest {
+	tests := []manifestTest{
+		{
+			name:    "carriage returns and a byte order mark",
+			text:    "\uFEFF" + strings.ReplaceAll(serviceYAML+"---\n"+serviceYAML, "\n", "\r\n"),
+			objects: []string{"Service default/web", "Service default/web"},
+		},
+		{
+			name:     "not UTF-8",
+			text:     "kind: Service\nmetadata: {name: \xff\xfe}\n",
+			problems: []string{"f.yaml:2: Service: this is no YAML: invalid leading UTF-8 octet"},
+			bad:      true,
+		},
+		{
+			name:     "a control character for a kind",
+			text:     "kind: a\x00\n",
+			problems: []string{`f.yaml:1: "a\x00": this is no YAML: control characters are not allowed`},
+			bad:      true,
+		},
+	}
+	data, err := os.ReadFile("testdata/manifests.txt")
+	must(t, err)
+	for _, block := range strings.Split("\n"+string(data), "\n==== ")[1:] {
+		name, text, _ := strings.Cut(strings.TrimRight(block, "\n"), "\n")
+		text, expected, _ := strings.Cut("\n"+text+"\n", "\n==> ")
+		test := manifestTest{name: name, text: strings.TrimPrefix(text+"\n", "\n")}
+		for _, line := range strings.Split(strings.TrimSpace(expected), "\n==> ") {
+			switch what, rest, _ := strings.Cut(line, " "); what {
+			case "object":
+				test.objects = append(test.objects, rest)
+			case "report":
+				test.problems = append(test.problems, rest)
+			case "bad":
+				test.bad = true
+			}
+		}
+		tests = append(tests, test)
+	}
+	return tests
 }
 
 func TestManifest(t *testing.T) {
-	for _, test := range manifestTests {
+	for _, test := range manifestTests(t) {
 		t.Run(test.name, func(t *testing.T) {
 			m, problems, bad := newReader("n1").manifest("f.yaml", test.text, nil)
 			var objects []string
@@ -154,7 +90,7 @@ func TestManifest(t *testing.T) {
 				t.Errorf("objects %q, want %q", objects, test.objects)
 			}
 			if !slices.Equal(lines(problems), test.problems) {
-				t.Errorf("problems:\n%s\nwant:\n%s", strings.Join(lines(problems), "\n"), strings.Join(test.problems, "\n"))
+				t.Errorf("reported:\n%s\nwant:\n%s", strings.Join(lines(problems), "\n"), strings.Join(test.problems, "\n"))
 			}
 			if bad != test.bad {
 				t.Errorf("bad is %v", bad)
@@ -179,12 +115,13 @@ endpoints: [{addresses: [10.1.0.1]}]
 	service.Ports = []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}, {Name: "dns", Protocol: snapshot.UDP, Port: 53}}
 	slice := webSlice()
 	slice.Name.Name, slice.Ports[0].Name = "web-1", ""
-	if want := []any{service, slice}; !reflect.DeepEqual([]any{m.objects[0].value, m.objects[1].value}, want) || len(problems) > 0 {
+	if want := []any{service, slice}; !reflect.DeepEqual([]any{m.objects[0].value, m.objects[1].value},
+		want) || len(problems) > 0 {
 		t.Errorf("got %+v %+v %q", m.objects[0].value, m.objects[1].value, problems)
 	}
 }
 
-// kubectlList is n Services with a slice of ten endpoints each, and one Pod, as `kubectl get -o yaml` or `-o json` prints it.
+// kubectlList is n Services with a slice of ten endpoints each, and one Pod, as kubectl prints it with -o yaml or -o json.
 func kubectlList(t testing.TB, n int, format string) string {
 	var b strings.Builder
 	write := func(o any) {
@@ -230,9 +167,10 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	const uid = "1f9a8f2e-7d5c-4a8e-9e0a-3f6b7c8d9e0f"
 	s := apiService()
 	s.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Service"}
-	s.Name, s.Namespace, s.UID, s.ResourceVersion, s.CreationTimestamp = fmt.Sprintf("svc-%05d", i), fmt.Sprintf("ns-%d", i%50), uid, "12345", metav1.Now()
+	s.Name, s.Namespace, s.UID, s.ResourceVersion, s.CreationTimestamp = fmt.Sprintf("svc-%05d", i), fmt.Sprintf("ns-%d",
+		i%50), uid, "12345", metav1.Now()
 	s.Labels = map[string]string{"app": "x", "app.kubernetes.io/name": "y", "version": "1.20"}
-	s.Annotations = map[string]string{"kubectl.kubernetes.io/last-applied-configuration": `{"apiVersion":"v1","kind":"Service",` +
+	s.Annotations = map[string]string{corev1.LastAppliedConfigAnnotation: `{"apiVersion":"v1","kind":"Service",` +
 		`"metadata":{"annotations":{},"labels":{"app":"x"},"name":"svc","namespace":"ns"},"spec":{"ports":[{"port":80}]}}` + "\n"}
 	s.Spec.ClusterIP = fmt.Sprintf("10.%d.%d.%d", 96+i/60000, i/250%240, i%250+1)
 	s.Spec.ClusterIPs = []string{s.Spec.ClusterIP}
@@ -240,10 +178,13 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	s.Spec.Selector = map[string]string{"app": "x"}
 	e := apiSlice()
 	e.TypeMeta = metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"}
-	e.Name, e.Namespace, e.UID, e.ResourceVersion, e.CreationTimestamp = s.Name+"-abcde", s.Namespace, uid, "12345", metav1.Now()
-	e.Labels = map[string]string{"kubernetes.io/service-name": s.Name, "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"}
+	e.Name, e.Namespace, e.UID, e.ResourceVersion, e.CreationTimestamp = s.Name+"-abcde", s.Namespace, uid, "12345",
+		metav1.Now()
+	e.Labels = map[string]string{"kubernetes.io/service-name": s.Name,
+		"endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"}
 	e.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"}
-	e.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Service", Name: s.Name, UID: uid, Controller: ptr(true)}}
+	e.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Service", Name: s.Name, UID: uid,
+		Controller: ptr(true)}}
 	e.Endpoints = nil
 	for j := range 10 {
 		e.Endpoints = append(e.Endpoints, discoveryv1.Endpoint{
@@ -302,7 +243,8 @@ func TestListsAreTakenApart(t *testing.T) {
 }
 
 func TestManyProblems(t *testing.T) {
-	text := "kind: ServiceList\napiVersion: v1\nitems:\n" + strings.Repeat("- metadata: {name: a}\n  spec: {clusterIP: None, brandNew: 1}\n", 1000)
+	text := "kind: ServiceList\napiVersion: v1\nitems:\n" + strings.Repeat("- metadata: {name: a}\n  spec: {clusterIP: "+
+		"None, brandNew: 1}\n", 1000)
 	_, problems, bad := newReader("").manifest("f.yaml", text, nil)
 	if len(problems) != maxProblems+1 || bad {
 		t.Fatalf("%d problems", len(problems))
@@ -336,12 +278,13 @@ func TestBombs(t *testing.T) {
 
 // FuzzManifest looks for texts that end the process, or that give other objects when they are read twice.
 func FuzzManifest(f *testing.F) {
-	for _, test := range manifestTests {
+	for _, test := range manifestTests(f) {
 		f.Add(test.text)
 	}
 	f.Add(kubectlList(f, 1, "yaml"))
 	f.Add(kubectlList(f, 1, "json"))
-	f.Add("kind: EndpointsList\napiVersion: v1\nitems:\n- metadata: {name: e}\n  subsets: [{addresses: [{ip: 10.0.0.1}], ports: [{port: 1}]}]\n")
+	f.Add("kind: EndpointsList\napiVersion: v1\nitems:\n- metadata: {name: e}\n  subsets: [{addresses: [{ip: 10.0.0.1}], " +
+		"ports: [{port: 1}]}]\n")
 	path := filepath.Join(f.TempDir(), "f.yaml")
 	f.Fuzz(func(t *testing.T, text string) {
 		r := newReader("n1")

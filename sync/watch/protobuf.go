@@ -1,0 +1,126 @@
+package watch
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/rest"
+)
+
+// Servers before 1.34 mostly don't stream their lists but send each in one piece. Decoded in one piece, 10,000 Services and
+// their slices take more than 100 MiB for a moment; so protobuf lists are taken apart here and converted one by one.
+
+// convertedList is a list whose items are converted already.
+type convertedList struct {
+	metav1.TypeMeta
+	metav1.ListMeta
+	Items []runtime.Object
+}
+
+// DeepCopyObject gives the list itself: nobody changes it.
+func (l *convertedList) DeepCopyObject() runtime.Object { return l }
+
+// GetObjectKind gives nothing, as for all objects that did not come from a decoder.
+func (c *converted[Out]) GetObjectKind() schema.ObjectKind { return schema.EmptyObjectKind }
+
+// DeepCopyObject gives the object itself: nobody changes it.
+func (c *converted[Out]) DeepCopyObject() runtime.Object { return c }
+
+// decodeList reads the answer to a list request; item converts the message of one object.
+func decodeList(r rest.Result, item func([]byte) (runtime.Object, error)) (runtime.Object, error) {
+	body, err := r.Raw()
+	if err != nil {
+		return nil, r.Error()
+	}
+	if raw, ok := listMessage(body); ok {
+		list := &convertedList{}
+		err := eachField(raw, func(number uint64, value []byte) error {
+			switch number {
+			case 1:
+				return list.ListMeta.Unmarshal(value)
+			case 2:
+				o, err := item(value)
+				list.Items = append(list.Items, o)
+				return err
+			}
+			return nil
+		})
+		return list, err
+	}
+	return r.Get()
+}
+
+// listMessage gives the message of a list in the envelope objects are sent in, runtime.Unknown ("Kubernetes Protobuf
+// encoding" in the API concepts). It is not ok if it is anything else: then it is left to apimachinery's decoders.
+func listMessage(body []byte) (raw []byte, ok bool) {
+	body, ok = bytes.CutPrefix(body, []byte("k8s\x00"))
+	if !ok {
+		return nil, false
+	}
+	list, plain := false, true
+	err := eachField(body, func(number uint64, value []byte) error {
+		switch number {
+		case 1: // apiVersion and kind
+			return eachField(value, func(number uint64, value []byte) error {
+				list = list || number == 2 && strings.HasSuffix(string(value), "List")
+				return nil
+			})
+		case 2:
+			raw = value
+		case 3: // an encoding such as gzip
+			plain = len(value) == 0
+		}
+		return nil
+	})
+	return raw, err == nil && list && plain
+}
+
+var errProtobuf = errors.New("protobuf message is cut off")
+
+// eachField calls f with each string, bytes or message field, and passes over the others
+// ("Encoding" in the protobuf guide).
+func eachField(b []byte, f func(number uint64, value []byte) error) error {
+	for len(b) > 0 {
+		tag, n := binary.Uvarint(b)
+		if n <= 0 {
+			return errProtobuf
+		}
+		b = b[n:]
+		var size uint64
+		switch tag & 7 {
+		case 0:
+			_, n := binary.Uvarint(b)
+			size = uint64(n)
+			if n <= 0 {
+				return errProtobuf
+			}
+		case 1:
+			size = 8
+		case 2:
+			length, n := binary.Uvarint(b)
+			if n <= 0 {
+				return errProtobuf
+			}
+			b, size = b[n:], length
+		case 5:
+			size = 4
+		default:
+			return errProtobuf
+		}
+		if size > uint64(len(b)) {
+			return errProtobuf
+		}
+		if tag&7 == 2 {
+			if err := f(tag>>3, b[:size]); err != nil {
+				return err
+			}
+		}
+		b = b[size:]
+	}
+	return nil
+}
