@@ -73,19 +73,13 @@ func TestClusterReach(t *testing.T) {
 func TestClusterNAT(t *testing.T) {
 	needNft(t)
 	for name, conf := range layouts {
-		t.Run(name, func(t *testing.T) {
-			c := labtest.NewCluster(t, conf)
-			serve(t, everybody(c), 8080)
-			if name == "called" {
-				for _, s := range []string{"net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"} {
-					if err := c.Node.Sysctl(s, "1"); errors.Is(err, os.ErrNotExist) {
-						t.Skip("this kernel has no br_netfilter, or has not loaded it")
-					} else if err != nil {
-						t.Fatal(err)
-					}
+		for _, masquerade := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s masquerade %v", name, masquerade), func(t *testing.T) {
+				c := labtest.NewCluster(t, conf)
+				serve(t, everybody(c), 8080)
+				if name == "called" {
+					callNetfilter(t, c)
 				}
-			}
-			for _, masquerade := range []bool{false, true} {
 				for i, f := range lab.Families() {
 					vips := make(map[*lab.Host]netip.AddrPort)
 					for n, to := range everybody(c) {
@@ -94,8 +88,18 @@ func TestClusterNAT(t *testing.T) {
 					labtest.Run(t, c.Node, natRules(f, vips, masquerade), "nft", "-f", "-")
 					testNAT(t, c, f, vips, masquerade)
 				}
-			}
-		})
+			})
+		}
+	}
+}
+
+func callNetfilter(t *testing.T, c *lab.Cluster) {
+	for _, s := range []string{"net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"} {
+		if err := c.Node.Sysctl(s, "1"); errors.Is(err, os.ErrNotExist) {
+			t.Skip("this kernel has no br_netfilter, or has not loaded it")
+		} else if err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

@@ -77,10 +77,11 @@ func (o Options) timeout() time.Duration {
 }
 
 // Dial tries once to reach a Server from the host, and leaves no connection behind: TCP is closed by RST, so that a test may
-// dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is sent
-// just once. Any number of goroutines may dial at the same time.
+// dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is sent just
+// once, a TCP SYN again after one second. UDP and SCTP take their own ports in turn, so that what conntrack remembers of
+// earlier dials does not decide about this one. Any number of goroutines may dial at the same time.
 func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
-	if p == snapshot.SCTP {
+	if p == snapshot.SCTP && !h.kernelSCTP() {
 		return h.dialSCTP(unmap(to), o)
 	}
 	c, r := h.Open(p, to, o)
@@ -90,18 +91,18 @@ func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
 	return r
 }
 
-// Conn is a TCP connection, or a UDP flow, that is kept. Its methods are for one goroutine at a time.
+// Conn is a connection, or a UDP flow, that is kept. Its methods are for one goroutine at a time.
 type Conn struct {
 	host     *Host
 	conn     net.Conn
-	lines    *bufio.Reader // of TCP
+	lines    *bufio.Reader // nil for UDP
 	greeting Result
 	pings    int
 	closed   sync.Once
 }
 
-// Open dials like Dial and keeps the connection: TCP or UDP. Conn is nil unless the outcome is Answered. It is closed with
-// the host at the latest.
+// Open dials like Dial and keeps the connection: TCP, UDP, or SCTP if the kernel has it loaded. Conn is nil unless the
+// outcome is Answered. It is closed with the host at the latest.
 func (h *Host) Open(p snapshot.Protocol, to netip.AddrPort, o Options) (*Conn, Result) {
 	start := time.Now()
 	c, r := h.openConn(p, to, o, start.Add(o.timeout()))
@@ -110,22 +111,17 @@ func (h *Host) Open(p snapshot.Protocol, to netip.AddrPort, o Options) (*Conn, R
 }
 
 func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadline time.Time) (*Conn, Result) {
-	kind := unix.SOCK_STREAM
-	switch p {
-	case snapshot.TCP:
-	case snapshot.UDP:
-		kind = unix.SOCK_DGRAM
-	default:
+	if p != snapshot.TCP && p != snapshot.UDP && !(p == snapshot.SCTP && h.kernelSCTP()) {
 		return nil, Result{Err: fmt.Errorf("lab: can't keep a %s connection", p)}
 	}
 	ctx, cancel := context.WithDeadlineCause(context.Background(), deadline, os.ErrDeadlineExceeded)
 	defer cancel()
-	conn, err := h.connect(ctx, kind, o.From, to)
+	conn, err := h.connect(ctx, p, o.From, to)
 	if err != nil {
 		return nil, failure(fmt.Errorf("%s to %s: %w", p, to, err))
 	}
 	c := &Conn{host: h, conn: conn}
-	if p == snapshot.TCP {
+	if p != snapshot.UDP {
 		c.lines = bufio.NewReader(conn)
 	}
 	r := c.greet(deadline)

@@ -25,7 +25,8 @@ type Host struct {
 	work chan func()     // to the thread that lives inside it
 	quit chan struct{}   // closed when that thread shall end
 
-	open closers // servers and connections
+	open  closers     // servers and connections
+	ports portCounter // for UDP and SCTP clients
 
 	sctpOnce sync.Once
 	stack    *sctpStack

@@ -4,6 +4,18 @@
 // It works as root and, after Enter, for an unprivileged user in a user namespace. Every piece of work inside a namespace
 // runs on an operating system thread that was moved there and is thrown away afterwards; a socket made there stays there
 // and may be used from any goroutine.
+//
+//	c, err := lab.NewCluster(lab.Config{LocalPods: 2, RemotePods: 1})
+//	...
+//	defer c.Close()
+//	_, err = c.Pods[0].Serve(snapshot.TCP, 8080)
+//	...
+//	err = c.Node.Do(openProxy) // its netlink sockets stay in the node
+//	...
+//	r := c.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:80"), lab.Options{})
+//	fmt.Println(r) // answered by pod-1 at 10.244.1.10:8080, which saw 198.51.100.7:41234
+//
+// Tests find it wrapped in package labtest.
 package lab
 
 import (

@@ -6,8 +6,9 @@ import (
 	"hash/crc32"
 )
 
-// Many kernels have no SCTP sockets. The beginning of an association is enough to see where a packet goes: INIT, answered by
-// INIT ACK or ABORT (RFC 9260 section 5.1), with the verification tags and checksums that conntrack looks at.
+// Many kernels have no SCTP sockets, or have not loaded them. The beginning of an association is enough to see where a packet
+// goes: INIT, answered by INIT ACK or ABORT (RFC 9260 section 5.1), with the verification tags and checksums that conntrack
+// looks at.
 
 // The chunks of an SCTP packet that are used here.
 const (
@@ -95,7 +96,9 @@ func decodeSCTP(b []byte) (sctpPacket, error) {
 		return sctpPacket{}, errNotSCTP
 	}
 	p.InitTag = binary.BigEndian.Uint32(body)
-	p.Cookie = findCookie(body[initChunk:])
+	if p.Chunk == chunkInitAck {
+		p.Cookie = findCookie(body[initChunk:])
+	}
 	return p, nil
 }
 

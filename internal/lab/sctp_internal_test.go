@@ -2,7 +2,10 @@ package lab
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
+	"hash/crc32"
+	"strings"
 	"testing"
 )
 
@@ -29,9 +32,9 @@ func TestSCTPPacket(t *testing.T) {
 
 // The bytes of an INIT, put together by hand from RFC 9260 sections 3.1 and 3.3.2.
 func TestSCTPBytes(t *testing.T) {
-	const want = "8000 1388 00000000 SUM 01 00 0014 11223344 00010000 0001 0001 00000001"
+	const want = "8000 1388 00000000 00000000 01 00 0014 11223344 00010000 0001 0001 00000001" // without the checksum
 	got := sctpPacket{Source: 32768, Dest: 5000, Chunk: chunkInit, InitTag: 0x11223344}.encode()
-	clean, err := hex.DecodeString(string(bytes.ReplaceAll(bytes.Replace([]byte(want), []byte("SUM"), []byte("00000000"), 1), []byte(" "), nil)))
+	clean, err := hex.DecodeString(strings.ReplaceAll(want, " ", ""))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,11 +46,15 @@ func TestSCTPBytes(t *testing.T) {
 
 func FuzzDecodeSCTP(f *testing.F) {
 	f.Add(sctpPacket{Source: 1, Dest: 2, Chunk: chunkInitAck, InitTag: 7, Cookie: "x"}.encode())
+	f.Add(sctpPacket{Source: 1, Dest: 2, Chunk: chunkInit, InitTag: 7}.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
+		if len(b) >= sctpHeader { // nobody guesses a checksum
+			copy(b[8:], make([]byte, 4))
+			binary.LittleEndian.PutUint32(b[8:], crc32.Checksum(b, castagnoli))
+		}
 		p, err := decodeSCTP(b)
 		if err != nil {
-			findCookie(b)
 			return
 		}
 		if again, err := decodeSCTP(p.encode()); again != p || err != nil {

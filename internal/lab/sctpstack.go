@@ -11,10 +11,62 @@ import (
 	"sync"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
+
+// kernelSCTP reports whether the kernel answers SCTP packets itself, which spoils what a raw socket says. That is so from the
+// moment somebody on the machine has made an SCTP socket. Then the kernel's sockets are used, just like TCP's.
+func (h *Host) kernelSCTP() bool {
+	answers := false
+	_ = h.inside(func() {
+		_, err := os.Stat("/proc/thread-self/net/sctp")
+		answers = err == nil
+	})
+	return answers
+}
+
+// listenKernelSCTP serves a port with the kernel's sockets, one an address: one for all addresses would offer each client all
+// of them to talk to, and answer from whichever the kernel likes best.
+func (s *Server) listenKernelSCTP(f Family, port uint16) error {
+	family := map[Family]int{IPv4: netlink.FAMILY_V4, IPv6: netlink.FAMILY_V6}[f]
+	addrs, err := s.host.nl.AddrList(nil, family)
+	if err != nil {
+		return err
+	}
+	served := make(map[netip.Addr]bool) // a gateway has the same address on many links
+	for _, a := range addrs {
+		addr, _ := netip.AddrFromSlice(a.IP)
+		addr = addr.Unmap()
+		if addr.IsLinkLocalUnicast() || served[addr] {
+			continue
+		}
+		served[addr] = true
+		if err := s.listenStream(s.host.listenKernelSCTP(netip.AddrPortFrom(addr, port))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// listenKernelSCTP announces like net.Listen, which does not know SCTP.
+func (h *Host) listenKernelSCTP(at netip.AddrPort) (net.Listener, error) {
+	fd, err := h.socket(snapshot.SCTP, FamilyOf(at.Addr()))
+	if err != nil {
+		return nil, err
+	}
+	socket := os.NewFile(uintptr(fd), "socket")
+	defer socket.Close() // FileListener has its own
+	if err := unix.Bind(fd, sockaddr(at)); err != nil {
+		return nil, os.NewSyscallError("bind", err)
+	}
+	if err := unix.Listen(fd, 4096); err != nil {
+		return nil, os.NewSyscallError("listen", err)
+	}
+	return net.FileListener(socket)
+}
 
 // sctpStack is a host's share of SCTP: one raw socket a family for all its servers and clients, told apart by port. A raw
 // socket sees all packets and all ICMP errors of its host, so a socket a client would cost the square of the clients.
@@ -26,7 +78,6 @@ type sctpStack struct {
 	mu     sync.Mutex
 	served map[uint16]struct{}
 	dials  map[uint16]*sctpDial
-	next   uint16
 }
 
 // sctpDial is a client that waits.
@@ -36,12 +87,6 @@ type sctpDial struct {
 	reply chan Result // takes one without waiting
 }
 
-// The ports clients get, like those of net.ipv4.ip_local_port_range.
-const (
-	firstClientPort = 32768
-	lastClientPort  = 60999
-)
-
 // sctpStack gives the host's stack; the first call makes it.
 func (h *Host) sctpStack() (*sctpStack, error) {
 	h.sctpOnce.Do(func() {
@@ -50,7 +95,6 @@ func (h *Host) sctpStack() (*sctpStack, error) {
 			conns:  make(map[Family]*net.IPConn),
 			served: make(map[uint16]struct{}),
 			dials:  make(map[uint16]*sctpDial),
-			next:   firstClientPort,
 		}
 		if h.sctpErr = s.open(h); h.sctpErr == nil && !h.open.add(s) {
 			h.sctpErr = ErrClosed
@@ -71,10 +115,7 @@ func (s *sctpStack) open(h *Host) error {
 		}
 		c := pc.(*net.IPConn)
 		s.conns[f] = c
-		level, option := unix.SOL_IP, unix.IP_RECVERR
-		if f == IPv6 {
-			level, option = unix.SOL_IPV6, unix.IPV6_RECVERR
-		}
+		level, option := recvErr(f)
 		if err := errors.Join(setOption(c, level, option, 1), receiveDestinations(c, f)); err != nil {
 			return err
 		}
@@ -237,7 +278,7 @@ func (h *Host) dialSCTP(to netip.AddrPort, o Options) Result {
 	}
 	start := time.Now()
 	d := &sctpDial{to: to, tag: newTag(), reply: make(chan Result, 1)}
-	port, err := s.register(d, o.From.Port())
+	port, err := s.register(d, o.From.Port(), &h.ports)
 	if err != nil {
 		return Result{Err: err}
 	}
@@ -260,28 +301,22 @@ func (h *Host) dialSCTP(to netip.AddrPort, o Options) Result {
 	return r
 }
 
-// register gives a client a port, the given one if it is not 0.
-func (s *sctpStack) register(d *sctpDial, port uint16) (uint16, error) {
+// register makes a client known by a port, the next free one if it is 0.
+func (s *sctpStack) register(d *sctpDial, port uint16, ports *portCounter) (uint16, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if port != 0 {
-		if s.dials[port] != nil {
-			return 0, fmt.Errorf("lab: SCTP port %d: %w", port, unix.EADDRINUSE)
-		}
-		s.dials[port] = d
-		return port, nil
+	tries := 1
+	if port == 0 {
+		port, tries = ports.next(), clientPorts
 	}
-	for range lastClientPort - firstClientPort + 1 {
-		port = s.next
-		if s.next++; s.next > lastClientPort {
-			s.next = firstClientPort
-		}
+	for range tries {
 		if s.dials[port] == nil {
 			s.dials[port] = d
 			return port, nil
 		}
+		port = ports.next()
 	}
-	return 0, fmt.Errorf("lab: no SCTP port is free: %w", unix.EADDRINUSE)
+	return 0, fmt.Errorf("lab: bind an SCTP client: %w", unix.EADDRINUSE)
 }
 
 func (s *sctpStack) unregister(port uint16, d *sctpDial) {

@@ -46,7 +46,7 @@ func (s *Server) Close() error {
 }
 
 func (s *Server) listen(p snapshot.Protocol, port uint16) error {
-	if p == snapshot.SCTP {
+	if p == snapshot.SCTP && !s.host.kernelSCTP() {
 		return s.listenSCTP(port)
 	}
 	for _, f := range Families() {
@@ -55,7 +55,9 @@ func (s *Server) listen(p snapshot.Protocol, port uint16) error {
 		var err error
 		switch p {
 		case snapshot.TCP:
-			err = s.listenTCP(network, address)
+			err = s.listenStream(s.host.Listen(network, address))
+		case snapshot.SCTP:
+			err = s.listenKernelSCTP(f, port)
 		case snapshot.UDP:
 			err = s.listenUDP(f, network, address)
 		default:
@@ -68,8 +70,7 @@ func (s *Server) listen(p snapshot.Protocol, port uint16) error {
 	return nil
 }
 
-func (s *Server) listenTCP(network, address string) error {
-	l, err := s.host.Listen(network, address)
+func (s *Server) listenStream(l net.Listener, err error) error {
 	if err != nil {
 		return err
 	}
@@ -86,13 +87,13 @@ func (s *Server) listenTCP(network, address string) error {
 				time.Sleep(10 * time.Millisecond)
 				continue
 			}
-			s.wg.Go(func() { s.serveTCP(c.(*net.TCPConn)) })
+			s.wg.Go(func() { s.serveStream(c.(*net.TCPConn)) })
 		}
 	})
 	return nil
 }
 
-func (s *Server) serveTCP(c *net.TCPConn) {
+func (s *Server) serveStream(c *net.TCPConn) {
 	cut := resetter{c}
 	if !s.open.add(cut) {
 		cut.Close()

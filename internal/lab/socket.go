@@ -7,10 +7,13 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // DialContext connects from inside the host like net.Dialer.DialContext, for network tcp or udp and an address without names.
@@ -20,16 +23,16 @@ func (h *Host) DialContext(ctx context.Context, network, address string) (net.Co
 	if err != nil {
 		return nil, &net.OpError{Op: "dial", Net: network, Err: err}
 	}
-	var kind int
+	var p snapshot.Protocol
 	switch network {
 	case "tcp", "tcp4", "tcp6":
-		kind = unix.SOCK_STREAM
+		p = snapshot.TCP
 	case "udp", "udp4", "udp6":
-		kind = unix.SOCK_DGRAM
+		p = snapshot.UDP
 	default:
 		return nil, &net.OpError{Op: "dial", Net: network, Err: net.UnknownNetworkError(network)}
 	}
-	c, err := h.connect(ctx, kind, netip.AddrPort{}, to)
+	c, err := h.connect(ctx, p, netip.AddrPort{}, to)
 	if err != nil {
 		return nil, &net.OpError{Op: "dial", Net: network, Addr: net.TCPAddrFromAddrPort(to), Err: err}
 	}
@@ -54,13 +57,13 @@ func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err erro
 
 // connect makes a socket inside the host and connects it from the calling goroutine: only the first needs the host's thread,
 // so that any number of connections can wait for their answer. An invalid from leaves the choice to the kernel.
-func (h *Host) connect(ctx context.Context, kind int, from, to netip.AddrPort) (net.Conn, error) {
+func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.AddrPort) (net.Conn, error) {
 	to = unmap(to)
-	fd, err := h.socket(to.Addr(), kind)
+	fd, err := h.socket(p, FamilyOf(to.Addr()))
 	if err != nil {
 		return nil, err
 	}
-	if err := prepare(fd, kind, from, to); err != nil {
+	if err := h.prepare(fd, p, from, to); err != nil {
 		unix.Close(fd)
 		return nil, err
 	}
@@ -77,33 +80,36 @@ func (h *Host) connect(ctx context.Context, kind int, from, to netip.AddrPort) (
 }
 
 // socket makes a socket without blocking reads inside the host.
-func (h *Host) socket(to netip.Addr, kind int) (fd int, err error) {
-	domain := unix.AF_INET
-	if to.Is6() {
+func (h *Host) socket(p snapshot.Protocol, f Family) (fd int, err error) {
+	domain, kind := unix.AF_INET, unix.SOCK_STREAM
+	if f == IPv6 {
 		domain = unix.AF_INET6
 	}
-	if e := h.inside(func() { fd, err = unix.Socket(domain, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0) }); e != nil {
+	if p == snapshot.UDP {
+		kind = unix.SOCK_DGRAM
+	}
+	e := h.inside(func() { fd, err = unix.Socket(domain, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(p)) })
+	if e != nil {
 		return -1, e
 	}
 	return fd, os.NewSyscallError("socket", err)
 }
 
-// prepare binds a socket and lets it hear of all ICMP errors: without RECVERR, UDP is only told of ports and protocols
-// that nobody serves, not of hosts out of reach.
-func prepare(fd, kind int, from, to netip.AddrPort) error {
-	if kind == unix.SOCK_DGRAM {
-		level, option := unix.SOL_IP, unix.IP_RECVERR
-		if to.Addr().Is6() {
-			level, option = unix.SOL_IPV6, unix.IPV6_RECVERR
-		}
+// prepare binds a socket and lets it hear of all ICMP errors: without RECVERR, UDP and SCTP are only told of those that
+// nobody can mend.
+func (h *Host) prepare(fd int, p snapshot.Protocol, from, to netip.AddrPort) error {
+	if p != snapshot.TCP {
+		level, option := recvErr(FamilyOf(to.Addr()))
 		if err := unix.SetsockoptInt(fd, level, option, 1); err != nil {
 			return os.NewSyscallError("setsockopt RECVERR", err)
 		}
 	}
-	if !from.IsValid() {
+	switch {
+	case p != snapshot.TCP && from.Port() == 0:
+		return h.bindNext(fd, from.Addr(), to)
+	case !from.IsValid():
 		return nil
-	}
-	if kind == unix.SOCK_STREAM {
+	case p == snapshot.TCP:
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
 			return os.NewSyscallError("setsockopt SO_REUSEADDR", err)
 		}
@@ -113,6 +119,52 @@ func prepare(fd, kind int, from, to netip.AddrPort) error {
 	}
 	return nil
 }
+
+// recvErr is the option that makes a socket hear of ICMP errors, with the packets that caused them.
+func recvErr(f Family) (level, option int) {
+	if f == IPv4 {
+		return unix.SOL_IP, unix.IP_RECVERR
+	}
+	return unix.SOL_IPV6, unix.IPV6_RECVERR
+}
+
+// bindNext binds a socket to the port whose turn it is. The kernel would choose at random, now and then a port of
+// which conntrack still remembers what used to be done with its packets.
+func (h *Host) bindNext(fd int, from netip.Addr, to netip.AddrPort) error {
+	if from = from.Unmap(); !from.IsValid() {
+		from = netip.IPv4Unspecified()
+		if to.Addr().Is6() {
+			from = netip.IPv6Unspecified()
+		}
+	}
+	if from.Is6() { // keep it from taking the port of IPv4, too
+		if err := unix.SetsockoptInt(fd, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1); err != nil {
+			return os.NewSyscallError("setsockopt IPV6_V6ONLY", err)
+		}
+	}
+	var err error
+	for range clientPorts {
+		a := netip.AddrPortFrom(from, h.ports.next())
+		if err = unix.Bind(fd, sockaddr(a)); err != unix.EADDRINUSE {
+			if err != nil {
+				return fmt.Errorf("bind to %s: %w", a, err)
+			}
+			return nil
+		}
+	}
+	return os.NewSyscallError("bind", err)
+}
+
+// portCounter gives ports to clients one after the other, so that none comes again soon.
+type portCounter struct{ n atomic.Uint32 }
+
+// The ports clients get, like those of net.ipv4.ip_local_port_range.
+const (
+	firstClientPort = 32768
+	clientPorts     = 28232
+)
+
+func (c *portCounter) next() uint16 { return uint16(firstClientPort + (c.n.Add(1)-1)%clientPorts) }
 
 // waitConnected waits until a socket is connected, refused, or out of time.
 func waitConnected(ctx context.Context, f *os.File) error {
