@@ -16,6 +16,8 @@ type Backend struct {
 	conn  *Conn
 	model nft.Model
 	batch batch
+	// unforgotten is what the affinity maps may still name though a transaction took it away.
+	unforgotten []nft.Forget
 }
 
 // NewBackend gives a backend that writes through a connection. Whatever tables of ours are there, its first transaction
@@ -29,7 +31,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	txn := b.model.Plan(want, change)
 	r := dataplane.Receipt{Plan: time.Since(start)}
 	if txn.Empty() {
-		return r, nil
+		return r, b.forget()
 	}
 	r.Full = txn.Tables[0].Create != nil
 	r.Added, r.Replaced, r.Removed = txn.Counts()
@@ -43,15 +45,16 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		b.model = nft.Model{}
 		return r, err
 	}
-	if err := b.forget(txn.Forget); err != nil {
-		return r, fmt.Errorf("session affinity: %w", err)
+	if r.Full { // the affinity maps are new, too
+		b.unforgotten = nil
 	}
-	return r, nil
+	b.unforgotten = append(b.unforgotten, txn.Forget...)
+	return r, b.forget()
 }
 
 // Remove deletes our tables. That they are not there is no error.
 func (b *Backend) Remove() error {
-	b.model = nft.Model{}
+	b.model, b.unforgotten = nft.Model{}, nil
 	b.batch.reset()
 	b.batch.notes = b.batch.notes[:0]
 	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
@@ -106,17 +109,16 @@ func (b *Backend) refusals(refused []refusal) error {
 	return errors.Join(errs...)
 }
 
-// forget deletes the affinity entries that a transaction made wrong. An entry may run out between reading and deleting, which
-// fails the batch: then those that are left are deleted.
-func (b *Backend) forget(list []nft.Forget) error {
+// forget deletes the affinity entries that transactions made wrong. What it could not do, the next call does.
+func (b *Backend) forget() error {
 	for _, f := range nft.Families {
-		wrong := matcher(f, list)
+		wrong := matcher(f, b.unforgotten)
 		if wrong == nil {
 			continue
 		}
 		entries, err := b.conn.Elements(f, nft.Affinity)
 		if err != nil {
-			return err
+			return fmt.Errorf("session affinity: %w", err)
 		}
 		var gone []nft.Element
 		for i := range entries {
@@ -125,9 +127,10 @@ func (b *Backend) forget(list []nft.Forget) error {
 			}
 		}
 		if err := b.deleteAffinity(f, gone); err != nil {
-			return err
+			return fmt.Errorf("session affinity: %w", err)
 		}
 	}
+	b.unforgotten = nil
 	return nil
 }
 
@@ -148,7 +151,8 @@ func matcher(f nft.Family, list []nft.Forget) func(*nft.Element) bool {
 	}
 }
 
-// deleteAffinity deletes entries, each by a message of its own, so that the kernel names every one that is gone already.
+// deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting, which
+// fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
 func (b *Backend) deleteAffinity(f nft.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
 		b.batch.reset()

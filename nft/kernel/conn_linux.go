@@ -191,17 +191,35 @@ func parseRefusal(h header, body []byte) (refusal, bool) {
 	return r, true
 }
 
-// dump asks for all objects of a kind and calls do with the attributes of each.
-func (c *Conn) dump(request []byte, do func(attrs []byte)) error {
-	if err := c.send(request); err != nil {
-		return err
+// maxDumps bounds how often a dump begins again because somebody committed something meanwhile.
+const maxDumps = 10
+
+// dump asks for all objects of a kind, and calls do with the attributes of each. If somebody commits a transaction meanwhile,
+// in any table, objects may be missing: then it calls begin and do anew, from the first one on.
+func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
+	for range maxDumps {
+		begin()
+		whole, err := c.dumpOnce(request, do)
+		if err != nil || whole {
+			return err
+		}
 	}
+	return fmt.Errorf("interrupted %d times by other transactions: %w", maxDumps, unix.EINTR)
+}
+
+// dumpOnce says whether the dump was whole.
+func (c *Conn) dumpOnce(request []byte, do func(attrs []byte)) (whole bool, err error) {
+	if err := c.send(request); err != nil {
+		return false, err
+	}
+	whole = true
 	for done := false; !done; {
 		n, err := c.recv(0)
 		if err != nil {
-			return err
+			return false, err
 		}
 		err = eachMessage(c.receive[:n], func(h header, body []byte) error {
+			whole = whole && h.flags&unix.NLM_F_DUMP_INTR == 0
 			switch h.typ {
 			case unix.NLMSG_DONE:
 				done = true
@@ -217,9 +235,11 @@ func (c *Conn) dump(request []byte, do func(attrs []byte)) error {
 			}
 			return nil
 		})
-		if err != nil {
-			return err
+		if errors.Is(err, unix.EINTR) {
+			whole = false
+		} else if err != nil {
+			return false, err
 		}
 	}
-	return nil
+	return whole, nil
 }

@@ -167,7 +167,7 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 		var w buffer
 		w.reset()
 		w.end(w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f))
-		labtest.Check(t, c.dump(w.b, func(attrs []byte) {
+		labtest.Check(t, c.dump(w.b, func() {}, func(attrs []byte) {
 			var name string
 			var lines []string
 			eachAttr(attrs, func(typ uint16, v []byte) {

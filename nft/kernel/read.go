@@ -24,7 +24,7 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 	w.end(m)
 	var out []nft.Listed
 	var ends [][]byte
-	err := c.dump(w.b, func(attrs []byte) {
+	err := c.dump(w.b, func() { out, ends = nil, nil }, func(attrs []byte) {
 		eachAttr(attrs, func(typ uint16, list []byte) {
 			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
 				return
@@ -108,8 +108,8 @@ func (c *Conn) ruleCounters(f nft.Family, chains []nft.Chain) error {
 	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
 	w.text(unix.NFTA_RULE_TABLE, nft.TableName)
 	w.end(m)
-	seen := map[string]int{}
-	err := c.dump(w.b, func(attrs []byte) {
+	var seen map[string]int
+	err := c.dump(w.b, func() { seen = map[string]int{} }, func(attrs []byte) {
 		var table, chain string
 		var expressions []byte
 		eachAttr(attrs, func(typ uint16, v []byte) {
