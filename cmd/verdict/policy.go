@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -54,6 +55,9 @@ func (p *policyFlags) config() (dataplane.Config, error) {
 	}
 	if len(p.nodePortAddresses) == 0 || slices.Equal(p.nodePortAddresses, []string{"primary"}) {
 		return c, nil
+	}
+	if slices.Contains(p.nodePortAddresses, "primary") {
+		return c, errors.New("--nodeport-addresses: \"primary\" stands alone, without ranges")
 	}
 	c.NodePortAddresses, err = parseRanges("--nodeport-addresses", p.nodePortAddresses)
 	return c, err
