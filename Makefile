@@ -1,34 +1,54 @@
 # The two commands of the README are `make demo` and `make test`. Both install what they need on a Debian machine with Go.
 
-GO    ?= go
-BIN   ?= bin
-CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verdict
+GO       ?= go
+BIN      ?= bin
+CACHE    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verdict
+FUZZTIME ?= 30s
+# The tests look at what they write with these, besides the system's own nft.
+export VERDICT_NFT_DIR ?= $(CACHE)/nft
 
-.PHONY: demo build test lint unit race fuzz bench guests tools clean
+.PHONY: help demo build test tools lint race unit once bench fuzz guests clean
 
-demo: build ## real connections, balanced by nftables, in namespaces of its own
-	$(BIN)/verdict demo
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-build:
-	CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/verdict ./cmd/verdict
+demo: build ## real connections, balanced by nftables, in namespaces that vanish with it
+	@$(BIN)/verdict demo
 
-test: tools build lint race fuzz bench-once ## everything CI runs
+build: ## bin/verdict, a static binary
+	@CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/verdict ./cmd/verdict
 
-# gcc is for the race detector; nft, ip and conntrack are what the tests compare and look with.
+test: tools build lint race once ## everything CI runs
+
+# gcc is for the race detector; the tests read and write rulesets with nft, and set up odd routes with ip.
 tools:
-	./internal/guest/install nftables iproute2 gcc libc6-dev
-	./internal/guest/fetch nft $(CACHE)/nft
+	@internal/guest/install nftables iproute2 gcc libc6-dev
+	@internal/guest/fetch nft $(VERDICT_NFT_DIR)
 
-lint:
+lint: ## gofmt, go vet, staticcheck
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
 	$(GO) vet ./...
 	$(GO) tool staticcheck ./...
 
-unit:
-	VERDICT_NFT_DIR=$(CACHE)/nft $(GO) test ./...
+race: ## all tests, with the race detector
+	$(GO) test -race -timeout 30m ./...
 
-race:
-	VERDICT_NFT_DIR=$(CACHE)/nft $(GO) test -race ./...
+unit: tools ## all tests, without it
+	$(GO) test ./...
+
+once: ## each benchmark once: that they work
+	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/...
+
+bench: ## the whole line to the kernel, and the kernel alone beside it
+	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel
+
+fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
+	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch
+	$(GO) test -run XXX -fuzz FuzzIncrementalEqualsFull -fuzztime $(FUZZTIME) ./sync/dataplane
+	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
+
+guests: ## the kernel's tests on Linux 5.10, 6.1, 6.12 and 7.2, under QEMU
+	internal/guest/matrix ./nft/kernel
 
 clean:
 	rm -rf $(BIN)
