@@ -20,9 +20,10 @@ build: ## bin/verdict, a static binary
 
 test: tools build lint race once ## everything CI runs
 
-# gcc is for the race detector; the tests read and write rulesets with nft, and set up odd routes with ip.
+# gcc is for the race detector; the tests read and write rulesets with nft, which has protocols' names from netbase, and set up
+# odd routes with ip.
 tools:
-	@internal/guest/install nftables iproute2 gcc libc6-dev
+	@internal/guest/install nftables netbase iproute2 gcc libc6-dev
 	@internal/guest/fetch nft $(VERDICT_NFT_DIR)
 
 lint: ## gofmt, go vet, staticcheck
