@@ -3,6 +3,7 @@ package kernel
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"sort"
 
 	"github.com/google/nftables/expr"
@@ -51,12 +52,47 @@ type note struct {
 func (b *batch) encode(txn *nft.Txn) []byte {
 	b.reset()
 	b.notes = b.notes[:0]
+	if txn.Tables[0].Create != nil {
+		b.reserve(txn)
+	}
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
 	for i, f := range nft.Families {
 		b.table(f, &txn.Tables[i])
 	}
 	b.batch(unix.NFNL_MSG_BATCH_END)
 	return b.b
+}
+
+// keepBytes is what a batch may keep for the next: the usual change takes far less, and a node full of Services should not hold
+// for good what its first fill took.
+const keepBytes = 1 << 20
+
+// trim lets go of what only a large transaction needed.
+func (b *batch) trim() {
+	if cap(b.b) > keepBytes {
+		b.b, b.notes = nil, nil
+	}
+}
+
+// reserve makes room for a transaction's elements, which would otherwise be copied each time they outgrow it.
+func (b *batch) reserve(txn *nft.Txn) {
+	// An element with its key and data is four nested attributes; one with a verdict has two more and the chain's name.
+	const perElement, perVerdict, perComment = 6 * attrLen, 2*attrLen + 4 + 32, attrLen + 6
+	n := 64 << 10 // structure
+	for i := range txn.Tables {
+		for _, elements := range txn.Tables[i].Add {
+			for e := range elements {
+				n += perElement + int(elements[e].KeyLen) + int(elements[e].DataLen)
+				if elements[e].Chain.Kind != nft.NoChain {
+					n += perVerdict
+				}
+				if elements[e].Comment != "" {
+					n += perComment + len(elements[e].Comment)
+				}
+			}
+		}
+	}
+	b.b = slices.Grow(b.b, n)
 }
 
 // table writes a table's part in the order TableTxn gives.
@@ -327,12 +363,18 @@ func (b *batch) describe(seq uint32, offset int) string {
 	if len(n.elements) == 0 {
 		return what
 	}
-	e := &n.elements[b.elementAt(n, offset)]
+	index := b.elementAt(n, offset)
+	e := &n.elements[max(index, 0)]
 	set := nft.SetByID(e.Set)
-	return fmt.Sprintf("%s { %s }", what, e.Text(n.family, &set))
+	what = fmt.Sprintf("%s { %s }", what, e.Text(n.family, &set))
+	if others := len(n.elements) - 1; index < 0 && others > 0 {
+		what += fmt.Sprintf(" or one of the %d after it", others)
+	}
+	return what
 }
 
-// elementAt gives the index of the element that an offset into a message lies in. Ranges of a tree are two on the wire.
+// elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements, as it does
+// with kernels that do not say which one they refuse (5.10 does not, 6.1 does). Ranges of a tree are two on the wire.
 func (b *batch) elementAt(n *note, offset int) int {
 	list := n.start + headerLen
 	list += int(native16(b.b[list:])+3) &^ 3 // table
@@ -342,8 +384,8 @@ func (b *batch) elementAt(n *note, offset int) int {
 	for at := list + attrLen; at < end && at <= n.start+offset; at += int(native16(b.b[at:])+3) &^ 3 {
 		index++
 	}
-	if n.elements[0].Set == nft.ServiceCIDRs {
+	if n.elements[0].Set == nft.ServiceCIDRs && index > 0 {
 		index /= 2
 	}
-	return min(max(index, 0), len(n.elements)-1)
+	return min(index, len(n.elements)-1)
 }

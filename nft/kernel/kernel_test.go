@@ -122,6 +122,9 @@ func TestTwoWritersOneListing(t *testing.T) {
 				if got := n.List(t, h); !strings.Contains(got, "map services") {
 					t.Errorf("%s lists no map services:\n%s", n.Path, got)
 				}
+				if !n.LoadsRanges(t, h) {
+					continue
+				}
 				apply(t, NewBackend(b.conn), loadable)
 				written := n.List(t, h)
 				labtest.Check(t, b.Remove())
@@ -147,7 +150,11 @@ func TestSetsAreWhatNftMakes(t *testing.T) {
 	apply(t, b, st)
 	written := setAttributes(t, b.conn)
 	labtest.Check(t, b.Remove())
-	labtest.Run(t, h, text(t, st), labtest.Nfts(t)[0].Path, "-f", "-")
+	nfts := slices.DeleteFunc(labtest.Nfts(t), func(n labtest.Nft) bool { return !n.LoadsRanges(t, h) })
+	if len(nfts) == 0 {
+		t.Skip("the only nft here is too old for this kernel")
+	}
+	labtest.Run(t, h, text(t, st), nfts[0].Path, "-f", "-")
 	loaded := setAttributes(t, b.conn)
 	if len(written) != len(nft.Families)*int(nft.NumSets) {
 		t.Errorf("%d sets were written; want %d", len(written), len(nft.Families)*int(nft.NumSets))
@@ -268,9 +275,23 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	err := b.commit(b.batch.encode(txn))
 	set := nft.SetByID(nft.Services)
 	want := "nft: ip verdict: add element services { " + services[2].Text(nft.IPv4, &set) + " }: file exists"
+	if linuxBefore(t, 6, 1) { // it says only which message
+		want = "nft: ip verdict: add element services { " + services[0].Text(nft.IPv4, &set) + " } or one of the 2 after it: file exists"
+	}
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
 	}
+}
+
+func linuxBefore(t *testing.T, major, minor int) bool {
+	t.Helper()
+	var name unix.Utsname
+	labtest.Check(t, unix.Uname(&name))
+	haveMajor, haveMinor, ok := version(unix.ByteSliceToString(name.Release[:]))
+	if !ok {
+		t.Fatalf("kernel release %q", name.Release)
+	}
+	return haveMajor < major || haveMajor == major && haveMinor < minor
 }
 
 // TestRemove deletes what is ours, twice, and leaves others alone.

@@ -52,6 +52,22 @@ func Nfts(t testing.TB) []Nft {
 // affinity has it in IPv6. 1.0.6 aborts on it; 1.1.3 is the first known to load it.
 func (n Nft) LoadsWideUpdates() bool { return n.Major > 1 || n.Minor >= 1 }
 
+// LoadsRanges says whether this nft loads, on this kernel, a rule that looks for a protocol in a set with ranges, as the source
+// ranges of load balancers are. nft 1.0.6 puts a change of byte order before it, of one byte in steps of two: Linux 6.18 takes
+// that and does nothing, 7.2 refuses it. That any other nft is refused, or for another reason, is a failure.
+func (n Nft) LoadsRanges(t testing.TB, h *lab.Host) bool {
+	t.Helper()
+	const ranges = `table ip x {
+		set ranges { typeof meta l4proto . ip saddr; flags interval; }
+		chain c { meta l4proto . ip saddr @ranges accept; }
+	}`
+	out, err := h.RunInput(ranges, n.Path, "--check", "-f", "-")
+	if err != nil && (n.Major > 1 || n.Minor >= 1 || !strings.Contains(out, "Operation not supported")) {
+		t.Fatal(err)
+	}
+	return err == nil
+}
+
 var counterValues = regexp.MustCompile(`counter packets \d+ bytes \d+`)
 
 // List gives the host's ruleset as this nft lists it, without the counters' values. The elements of sets that nft lists in

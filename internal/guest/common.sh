@@ -1,0 +1,31 @@
+# shellcheck shell=bash
+# Read by the scripts beside it; not a program.
+
+# Everything that is fetched is kept here. Deleting it is always safe; while no script runs, that is.
+cache=${VERDICT_CACHE:-${XDG_CACHE_HOME:-${HOME:?}/.cache}/verdict}
+
+# The kernels there are guests for, and the Debian release each is the kernel of. A release under way moves on: the line that
+# `matrix` prints says which kernel it really was.
+kernels='5.10 6.1 6.12 7.2'
+
+suite_of_kernel() {
+	case $1 in
+	5.10) echo bullseye ;;
+	6.1) echo bookworm ;;
+	6.12) echo trixie ;;
+	7.2) echo forky ;;
+	*) fail "no guest with Linux $1; there are: $kernels" ;;
+	esac
+}
+
+fail() {
+	echo "guest: $*" >&2
+	exit 1
+}
+
+# lock NAME: one script at a time may fill that part of the cache, until it ends.
+lock() {
+	mkdir -p "$cache"
+	exec 9>"$cache/$1.lock"
+	flock 9
+}
