@@ -141,7 +141,9 @@ func (m *Model) planner() *planner {
 
 // fill plans everything for a kernel that holds nothing, or nothing known.
 func (m *Model) fill(s *dataplane.State) *Txn {
-	*m = Model{filled: true, services: map[snapshot.Name]*service{}, pools: map[uint32]poolID{}, minSize: m.minSize}
+	*m = Model{
+		filled: true, services: make(map[snapshot.Name]*service, len(s.Services)), pools: map[uint32]poolID{}, minSize: m.minSize,
+	}
 	m.emptyTables()
 	for i, f := range Families {
 		m.tables[i].structure = StructureOf(s, f)
@@ -156,7 +158,7 @@ func (m *Model) fill(s *dataplane.State) *Txn {
 // refill plans everything the model holds anew, with larger sets. Slots and pool ids stay as they are.
 func (m *Model) refill() *Txn {
 	held, cidrs := m.services, m.cidrs
-	m.services, m.cidrs = map[snapshot.Name]*service{}, nil
+	m.services, m.cidrs = make(map[snapshot.Name]*service, len(held)), nil
 	m.emptyTables()
 	names, services := sortedNames(held), make([]*service, len(held))
 	for i, name := range names {
@@ -177,10 +179,13 @@ func (m *Model) planAll(names []snapshot.Name, services []*service, cidrs []neti
 	return p.txn
 }
 
-// reserve makes room for the elements of the two large maps, which would otherwise be copied each time they outgrow it.
+// reserve makes room for the elements of the large maps, which would otherwise be copied each time they outgrow it.
 func (p *planner) reserve(services []*service) {
-	var frontends, slots [len(Families)]int
+	var clusterIPs, frontends, slots [len(Families)]int
 	for _, s := range services {
+		for _, a := range s.clusterIPs {
+			clusterIPs[familyOf(a).index()]++
+		}
 		for _, port := range s.ports {
 			f := port.id.family.index()
 			frontends[f] += len(port.frontends)
@@ -192,6 +197,8 @@ func (p *planner) reserve(services []*service) {
 	for f := range p.txn.Tables {
 		p.txn.Tables[f].Add[Services] = make([]Element, 0, frontends[f])
 		p.txn.Tables[f].Add[Endpoints] = make([]Element, 0, slots[f])
+		p.txn.Tables[f].Add[ClusterIPs] = make([]Element, 0, clusterIPs[f])
+		p.m.tables[f].clusterIPs = make(map[netip.Addr]int, clusterIPs[f])
 	}
 }
 

@@ -13,6 +13,10 @@ import (
 
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
+	// Sent, if not nil, is given the batch of each transaction that took the kernel to a state, for Conn.Replay. Unless it is
+	// copied it holds until the next call of Apply.
+	Sent func(batch []byte)
+
 	conn  *Conn
 	model nft.Model
 	batch batch
@@ -35,6 +39,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	}
 	r.Full = txn.Tables[0].Create != nil
 	r.Added, r.Replaced, r.Removed = txn.Counts()
+	defer b.batch.trim()
 	start = time.Now()
 	bytes := b.batch.encode(txn)
 	r.Encode, r.Bytes, r.Messages = time.Since(start), len(bytes), int(b.batch.seq)-1
@@ -44,6 +49,9 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	if err != nil {
 		b.model = nft.Model{}
 		return r, err
+	}
+	if b.Sent != nil {
+		b.Sent(bytes)
 	}
 	if r.Full { // the affinity maps are new, too
 		b.unforgotten = nil

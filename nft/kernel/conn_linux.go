@@ -86,6 +86,20 @@ func (c *Conn) transact(b []byte) ([]refusal, error) {
 	}
 }
 
+// Replay sends a batch that a Backend made, to measure what the kernel alone takes for it. It means something only in a
+// namespace that holds what the Backend's own did before the batch.
+func (c *Conn) Replay(batch []byte) error {
+	refused, err := c.transact(batch)
+	if err == nil && len(refused) > 0 {
+		r := &refused[0]
+		err = fmt.Errorf("message %d and %d more were refused: %w", r.seq, len(refused)-1, r.errno)
+	}
+	if err != nil {
+		return fmt.Errorf("nft: replay: %w", err)
+	}
+	return nil
+}
+
 // growSendBuffer makes room for a batch in one datagram.
 func (c *Conn) growSendBuffer(n int) error {
 	if n += 64 << 10; n <= c.sendMax {

@@ -13,7 +13,7 @@ func (s *Service) equal(o *Service) bool {
 
 func (sp *ServicePort) equal(o *ServicePort) bool {
 	if sp.Name != o.Name || sp.Affinity != o.Affinity || len(sp.Frontends) != len(o.Frontends) ||
-		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) {
+		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) {
 		return false
 	}
 	for i := range sp.Frontends {

@@ -113,6 +113,7 @@ func checkInvariants(t *testing.T, st *State) {
 					t.Fatalf("%v: pool %v", sp.Name, p.Endpoints)
 				}
 			}
+			checkServing(t, sp)
 			for i, f := range sp.Frontends {
 				if other, taken := seen[f.Key]; taken {
 					t.Fatalf("%v belongs to %v and %v", f.Key, other, sp.Name)
@@ -123,6 +124,26 @@ func checkInvariants(t *testing.T, st *State) {
 				}
 				checkFrontend(t, sp, &f)
 			}
+		}
+	}
+}
+
+// checkServing: flows may stay with whatever new ones can get.
+func checkServing(t *testing.T, sp *ServicePort) {
+	t.Helper()
+	byAddrPort := func(a, b Endpoint) int { return a.AddrPort.Compare(b.AddrPort) }
+	if sp.Name.Protocol == snapshot.TCP {
+		if sp.Serving != nil {
+			t.Fatalf("%v: serving %v", sp.Name, sp.Serving)
+		}
+		return
+	}
+	if !slices.IsSortedFunc(sp.Serving, byAddrPort) || hasTwins(sp.Serving, byAddrPort) {
+		t.Fatalf("%v: serving %v", sp.Name, sp.Serving)
+	}
+	for _, e := range slices.Concat(sp.Cluster.Endpoints, sp.Local.Endpoints) {
+		if !slices.Contains(sp.Serving, e) {
+			t.Fatalf("%v: %v is in a pool and not in serving %v", sp.Name, e, sp.Serving)
 		}
 	}
 }

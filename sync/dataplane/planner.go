@@ -111,6 +111,10 @@ func (u *update) reconsiderAll() {
 	u.before = u.claims.contested
 	u.claims = newClaims(max(len(u.claims.only), len(u.snapshot.Services)))
 	u.moved = make([]move, 0, len(u.snapshot.Services))
+	if len(u.state.Services) == 0 { // a map that grows is copied again and again
+		u.state.Services = make(map[snapshot.Name]*Service, len(u.snapshot.Services))
+		u.changed = make([]snapshot.Name, 0, len(u.snapshot.Services))
+	}
 	for n := range u.snapshot.Services {
 		u.moved = append(u.moved, move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}

@@ -113,6 +113,23 @@ func (b *builder) localSet() *Pool {
 	return pool
 }
 
+// serving gives every endpoint that is ready or serves. A pool that holds them all, as one mostly does, lends its list.
+func (b *builder) serving(pools ...*Pool) []Endpoint {
+	serves := func(c *candidate) bool { return c.Ready || c.Serving }
+	n := 0
+	for i := range b.candidates {
+		if serves(&b.candidates[i]) {
+			n++
+		}
+	}
+	for _, p := range pools {
+		if len(p.Endpoints) == n {
+			return p.Endpoints
+		}
+	}
+	return b.pick(serves, noneAnywhere).Endpoints
+}
+
 // pick gives the pool of the candidates to keep, or the given one if there are none.
 func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
 	n := 0

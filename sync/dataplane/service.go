@@ -66,6 +66,9 @@ func (b *builder) port(
 	}
 	sp.Cluster, sp.Local = b.pools(p, f, lead(internal, clusterPool) || lead(external, clusterPool),
 		lead(internal, localPool) || lead(external, localPool))
+	if p.Protocol != snapshot.TCP {
+		sp.Serving = b.serving(sp.Cluster, sp.Local)
+	}
 
 	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
 	for i := range sp.Frontends {

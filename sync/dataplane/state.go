@@ -46,6 +46,10 @@ type ServicePort struct {
 	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. Two with
 	// endpoints are never the same Pool, even while the endpoints are the same.
 	Cluster, Local *Pool
+	// Serving are the endpoints that flows which began earlier may stay with: all that are ready or serving, whatever policy,
+	// topology and draining say about new ones. Sorted by AddrPort and unique, it holds those of both pools. Nil for TCP, whose
+	// connections nobody has to end.
+	Serving []Endpoint
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
 }

@@ -204,7 +204,8 @@ type Change struct {
 // Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the snapshot
 // does not hold is no error and concerns nobody.
 func (s *Snapshot) Apply(d Delta) Change {
-	touched := make(map[Name]struct{}, len(d.Services)+len(d.Slices))
+	s.reserve(&d)
+	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
 	for n, svc := range d.Services {
 		if svc != nil {
 			s.Services[n] = svc
@@ -233,6 +234,17 @@ func (s *Snapshot) Apply(d Delta) Change {
 		slices.SortFunc(c.Services, Name.Compare)
 	}
 	return c
+}
+
+// reserve makes room for a first delta: maps that grow are copied again and again.
+func (s *Snapshot) reserve(d *Delta) {
+	if len(s.Services) == 0 && len(d.Services) > 0 {
+		s.Services = make(map[Name]*Service, len(d.Services))
+	}
+	if len(s.sliceService) == 0 && len(d.Slices) > 0 {
+		s.Slices = make(map[Name]map[string]*Slice, len(d.Services))
+		s.sliceService = make(map[Name]Name, len(d.Slices))
+	}
 }
 
 // applySlice files one slice under its Service. A slice may change the Service it belongs to: both are touched.
