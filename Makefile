@@ -4,6 +4,7 @@ GO       ?= go
 BIN      ?= bin
 CACHE    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verdict
 FUZZTIME ?= 30s
+export VERDICT_CACHE ?= $(CACHE)
 # The tests look at what they write with these, besides the system's own nft.
 export VERDICT_NFT_DIR ?= $(CACHE)/nft
 

@@ -84,6 +84,9 @@ func TestGoldensLoad(t *testing.T) {
 					}
 					return
 				}
+				if !n.LoadsRanges(t, h) {
+					return
+				}
 				labtest.Run(t, h, string(text), n.Path, "-f", "-")
 				loaded := n.List(t, h)
 				labtest.Check(t, h.Do(func() error { return write(t, file, flags) }))
