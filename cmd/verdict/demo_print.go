@@ -30,9 +30,10 @@ func newShow(w io.Writer) show { return show{w: w, colour: colourful(w)} }
 // colourful says whether colours are welcome: on a terminal, unless no-color.org is asked for.
 func colourful(w io.Writer) bool {
 	f, ok := w.(*os.File)
-	if !ok || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
-		return false
-	}
+	return ok && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && isTerminal(f)
+}
+
+func isTerminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
 	return err == nil
 }

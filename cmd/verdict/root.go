@@ -59,6 +59,7 @@ called "verdict"; look at them with "nft list table ip verdict".
   verdict run --from dump.yaml      carry the Services of a file or directory on this node
   verdict run --kubeconfig FILE     the same from an API server; without --kubeconfig, from inside the cluster
   verdict cleanup                   remove everything of ours from this node
+  verdict bench                     measure cold starts, changes and churn in a network namespace of its own
 
 A dump is what "kubectl get svc,endpointslices,nodes -A -o yaml" prints.
 
@@ -67,6 +68,6 @@ Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough.`,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newDemo(), newRun(), newRender(), newCleanup())
+	root.AddCommand(newDemo(), newRun(), newRender(), newCleanup(), newBench())
 	return root
 }

@@ -13,8 +13,8 @@ import (
 
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
-	// Sent, if not nil, is given the batch of each transaction that took the kernel to a state, for Conn.Replay. Unless it is
-	// copied it holds until the next call of Apply.
+	// Sent, if not nil, is given the batch of each transaction that took the kernel to a state, for Conn.Replay. The bytes hold
+	// until the Backend is called again.
 	Sent func(batch []byte)
 
 	conn  *Conn

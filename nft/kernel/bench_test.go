@@ -55,7 +55,7 @@ func BenchmarkCold(b *testing.B) {
 				debug.FreeOSMemory()
 				_, back := benchHost(b)
 				var batch []byte
-				back.Sent = func(sent []byte) { batch = sent }
+				back.Sent = func(sent []byte) { batch = sent } // the backend is not called again
 				start := time.Now()
 				snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
 				change, _ := planner.Apply(snap, snap.Apply(delta))

@@ -1,0 +1,136 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+)
+
+func newBench() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure the whole line to the kernel, in a network namespace of its own",
+		Long: `Bench makes up a cluster and measures what the proxy takes for it, from objects in memory to the kernel's
+acknowledgement, and beside it the floor: the kernel alone, given the same bytes once more in another empty namespace.
+
+  verdict bench cold     everything written into an empty kernel
+  verdict bench change   one endpoint or Service changed, again and again, in a full kernel
+  verdict bench churn    a steady rate of changes, through the same queue and loop as in "verdict run"
+
+The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without node ports, session
+affinity or topology hints; there are 100 endpoints to a node. Parsing objects is not part of what is measured.
+
+It works in namespaces of its own, changes nothing on the machine and leaves nothing behind. It needs root or, for other
+users, unprivileged user namespaces. There, what fits into one transaction is bounded by net.core.wmem_max: a large
+cluster takes CAP_NET_ADMIN in the initial user namespace.
+
+What is reported of memory:
+
+  resident      VmRSS after the first fill, as it comes, and once more after a garbage collection that gives everything back
+  kernel        by how much SUnreclaim, VmallocUsed and Percpu of /proc/meminfo grew with the first fill: elements, hash
+                tables and counters. They count the whole machine and by pages: 1 MB more or less means nothing, and other
+                work on the machine blurs it. 0 means that it did not grow
+  allocations   objects and bytes taken from the heap, whether or not they were given back
+
+Percentiles are exact: of all samples sorted, the one that so many percent do not exceed.`,
+	}
+	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn())
+	return cmd
+}
+
+// bench is what all three measurements share.
+type bench struct {
+	services, endpoints int
+	json                bool
+	progress            progress
+}
+
+// maxServices, and maxEndpoints of all Services together, are what there are addresses for: change adds as many again.
+const (
+	maxServices  = 1 << 21
+	maxEndpoints = 1 << 22
+)
+
+func (b *bench) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.IntVar(&b.services, "services", 10000, "Services of the cluster")
+	f.IntVar(&b.endpoints, "endpoints", 10, "endpoints of each Service")
+	f.BoolVar(&b.json, "json", false, "print one JSON object")
+}
+
+// check refuses clusters that cannot be made. An error names the flag.
+func (b *bench) check() error {
+	switch {
+	case b.services < 1 || b.services > maxServices:
+		return fmt.Errorf("--services: %d is not between 1 and %d", b.services, maxServices)
+	case b.endpoints < 1 || b.endpoints > maxEndpoints/b.services:
+		return fmt.Errorf("--endpoints: %d is not between 1 and %d, which is what there are addresses for",
+			b.endpoints, maxEndpoints/b.services)
+	}
+	return nil
+}
+
+// benchResult is what a measurement gives: its fields are the JSON object.
+type benchResult interface{ print(s *show) }
+
+// run takes a measurement where it may be taken, and prints what it gives.
+func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchResult, error)) error {
+	if err := b.check(); err != nil {
+		return err
+	}
+	status, done, err := lab.Enter()
+	switch {
+	case err != nil:
+		fmt.Fprintln(cmd.ErrOrStderr(), "verdict: bench makes network namespaces, which it may not do here:", err)
+		return exitStatus(exitUnsupported)
+	case done && status != exitOK:
+		return exitStatus(status)
+	case done:
+		return nil
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGHUP)
+	defer stop()
+	b.progress = newProgress(cmd.ErrOrStderr())
+	result, err := measure(ctx)
+	b.progress.clear()
+	if errors.Is(err, context.Canceled) {
+		fmt.Fprintln(cmd.ErrOrStderr(), "Interrupted. Nothing is left behind.")
+		return exitStatus(exitError)
+	}
+	if err != nil {
+		return err
+	}
+	return b.report(cmd.OutOrStdout(), result)
+}
+
+func (b *bench) report(w io.Writer, result benchResult) error {
+	if b.json {
+		return json.NewEncoder(w).Encode(result)
+	}
+	s := newShow(w)
+	result.print(&s)
+	return s.broken
+}
+
+// progress is a line on a terminal that is written over; elsewhere nothing.
+type progress struct{ w io.Writer }
+
+func newProgress(w io.Writer) progress {
+	if f, ok := w.(*os.File); !ok || !isTerminal(f) {
+		w = io.Discard
+	}
+	return progress{w}
+}
+
+func (p progress) show(format string, args ...any) { fmt.Fprintf(p.w, "\r\x1b[K"+format, args...) }
+
+func (p progress) clear() { fmt.Fprint(p.w, "\r\x1b[K") }
