@@ -50,11 +50,20 @@ const (
 	retryMost  = 30 * time.Second
 )
 
+// After a transaction the next one waits for restFactor times as long as it took. So the first change after quiet goes out at
+// once, and a burst is gathered for just so long that the kernel, which validates every verdict again at each commit, is not
+// busy with us for more than a fifth of the time. After a long transaction, such as the first, the rest is restMost.
+const (
+	restFactor = 4
+	restMost   = 50 * time.Millisecond
+)
+
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.behind = snapshot.New(), true
 	var retry <-chan time.Time
-	wait := retryFirst
+	wait, rest := retryFirst, time.NewTimer(0)
+	defer rest.Stop()
 	for {
 		select {
 		case <-ctx.Done():
@@ -62,11 +71,20 @@ func (l *Loop) Run(ctx context.Context) error {
 		case <-l.Queue.Wake():
 		case <-retry:
 		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-rest.C:
+		}
+		start := time.Now()
 		delta, ready := l.Queue.Take()
 		if !ready {
+			rest.Reset(0)
 			continue
 		}
-		if err := l.step(delta); err != nil {
+		err := l.step(delta)
+		rest.Reset(min(restFactor*time.Since(start), restMost))
+		if err != nil {
 			l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", wait)
 			retry, wait = time.After(wait), min(2*wait, retryMost)
 			continue

@@ -18,7 +18,9 @@ import (
 type fakeBackend struct {
 	mu sync.Mutex
 	// refuse is how many of the next transactions fail.
-	refuse  int
+	refuse int
+	// takes is how long a transaction takes.
+	takes   time.Duration
 	applied []call
 	removed int
 }
@@ -35,6 +37,7 @@ func (b *fakeBackend) Apply(want *dataplane.State, change dataplane.Change) (dat
 	defer b.mu.Unlock()
 	c := call{at: time.Now(), services: len(want.Services), change: change, failed: b.refuse > 0}
 	b.applied = append(b.applied, c)
+	time.Sleep(b.takes)
 	if c.failed {
 		b.refuse--
 		return dataplane.Receipt{}, errors.New("no room")
@@ -169,6 +172,36 @@ func TestRefusal(t *testing.T) {
 		time.Sleep(time.Hour)
 		if len(b.calls()) != count {
 			t.Error("the loop went on writing after it had succeeded")
+		}
+	})
+}
+
+// TestBurst says that the first change after quiet goes out at once, and that those of a burst share transactions, the more
+// the longer one takes.
+func TestBurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &fakeBackend{takes: 10 * time.Millisecond}
+		q, _ := start(t, b)
+		q.Synced()
+		time.Sleep(time.Second)
+		begin := time.Now()
+		for i := range 1000 {
+			q.Put(service(string(rune('0' + i%10))))
+			q.Put(snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i), 0, 0}), 16)}})
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(time.Second)
+		c := b.calls()[1:]
+		if d := c[0].at.Sub(begin); d != 0 {
+			t.Errorf("the first change waited for %v", d)
+		}
+		for i := 1; i < len(c); i++ {
+			if d := c[i].at.Sub(c[i-1].at); d < 50*time.Millisecond || d > 51*time.Millisecond {
+				t.Errorf("transaction %d came %v after the one before; want 10 ms of work and 40 ms of rest", i, d)
+			}
+		}
+		if n := len(c); n < 20 || n > 22 {
+			t.Errorf("%d transactions in a second", n)
 		}
 	})
 }
