@@ -25,6 +25,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"sync/reconcile":       {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft":                  {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft/kernel":           {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}, others: []string{"github.com/google/nftables", "github.com/mdlayher/netlink", "golang.org/x/sys"}},
+	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
 	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 	"cmd/verdict":          {ours: []string{"*"}, others: []string{"*"}},

@@ -1,0 +1,134 @@
+package conntrack
+
+import (
+	"encoding/binary"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// flow is one entry of the kernel's table. Its byte slices hold until the next datagram is read.
+type flow struct {
+	// frontend is where the first packet was sent to.
+	frontend dataplane.Key
+	// endpoint is where it went: the source of the replies.
+	endpoint netip.AddrPort
+	// zoned says that it is not in the default zone, in one direction at least.
+	zoned bool
+	// reply (the tuple of the replies), zone and id are what the kernel finds it by, as it wrote them. zone is nil in the default
+	// one.
+	reply, zone, id []byte
+}
+
+// translated says whether the flow goes elsewhere than it was sent to. The kernel's status has a bit for that, too, which is
+// not set when an endpoint happens to be the frontend's own address and port.
+func (f *flow) translated() bool {
+	return f.endpoint != netip.AddrPortFrom(f.frontend.Addr, f.frontend.Port)
+}
+
+// Attributes of linux/netfilter/nfnetlink_conntrack.h.
+const (
+	ctaTupleOrig  = 1
+	ctaTupleReply = 2
+	ctaID         = 12
+	ctaZone       = 18
+	ctaFilter     = 25 // since 5.8
+
+	ctaTupleIP    = 1
+	ctaTupleProto = 2
+	ctaTupleZone  = 3
+
+	ctaIPv4Src = 1
+	ctaIPv4Dst = 2
+	ctaIPv6Src = 3
+	ctaIPv6Dst = 4
+
+	ctaProtoNum     = 1
+	ctaProtoSrcPort = 2
+	ctaProtoDstPort = 3
+
+	ctaFilterOrigFlags = 1
+)
+
+const (
+	nfgenLen   = 4 // struct nfgenmsg
+	nestedAttr = unix.NLA_F_NESTED
+)
+
+// tuple is one direction of a flow. What the kernel did not say is zero.
+type tuple struct {
+	src, dst         netip.Addr
+	srcPort, dstPort uint16
+	protocol         snapshot.Protocol
+	zoned            bool
+}
+
+// parseFlow reads the attributes of an entry. One of which anything needed is missing is no flow: it is never judged.
+func parseFlow(attrs []byte) (flow, bool) {
+	var f flow
+	var original, reply tuple
+	eachAttr(attrs, func(typ uint16, v []byte) {
+		switch typ {
+		case ctaTupleOrig:
+			original = parseTuple(v)
+		case ctaTupleReply:
+			f.reply, reply = v, parseTuple(v)
+		case ctaZone:
+			f.zone = v
+		case ctaID:
+			f.id = v
+		}
+	})
+	f.frontend = dataplane.Key{Addr: original.dst, Protocol: original.protocol, Port: original.dstPort}
+	f.endpoint = netip.AddrPortFrom(reply.src, reply.srcPort)
+	f.zoned = f.zone != nil || original.zoned || reply.zoned
+	complete := original.dst.IsValid() && original.dstPort != 0 && reply.src.IsValid() && reply.srcPort != 0 &&
+		original.protocol == reply.protocol && len(f.id) == 4
+	return f, complete
+}
+
+func parseTuple(b []byte) (t tuple) {
+	eachAttr(b, func(typ uint16, v []byte) {
+		switch typ {
+		case ctaTupleIP:
+			eachAttr(v, func(typ uint16, v []byte) {
+				a, _ := netip.AddrFromSlice(v)
+				switch typ {
+				case ctaIPv4Src, ctaIPv6Src:
+					t.src = a
+				case ctaIPv4Dst, ctaIPv6Dst:
+					t.dst = a
+				}
+			})
+		case ctaTupleProto:
+			eachAttr(v, func(typ uint16, v []byte) {
+				switch {
+				case typ == ctaProtoNum && len(v) == 1:
+					t.protocol = snapshot.Protocol(v[0])
+				case typ == ctaProtoSrcPort && len(v) == 2:
+					t.srcPort = binary.BigEndian.Uint16(v)
+				case typ == ctaProtoDstPort && len(v) == 2:
+					t.dstPort = binary.BigEndian.Uint16(v)
+				}
+			})
+		case ctaTupleZone:
+			t.zoned = true
+		}
+	})
+	return t
+}
+
+// eachAttr walks attributes; types come without flags. It stops at what is no attribute.
+func eachAttr(b []byte, do func(typ uint16, value []byte)) {
+	for len(b) >= unix.NLA_HDRLEN {
+		n := int(binary.NativeEndian.Uint16(b))
+		if n < unix.NLA_HDRLEN || n > len(b) {
+			return
+		}
+		do(binary.NativeEndian.Uint16(b[2:])&^(nestedAttr|unix.NLA_F_NET_BYTEORDER), b[unix.NLA_HDRLEN:n])
+		b = b[min((n+3)&^3, len(b)):]
+	}
+}

@@ -1,0 +1,120 @@
+// Package conntrack removes UDP and SCTP flows that the kernel goes on translating as nobody would today: a flow is translated
+// once, when it begins, and keeps its endpoint for as long as its client keeps sending, even when the endpoint is gone or the
+// Service had none at that moment. TCP ends by itself and is never touched.
+//
+// A Cleaner stands around a backend, learns from each transaction which frontends are worth a look, and looks at them in its
+// own time: it has the kernel list their flows, and deletes those that are wrong by tuple and id.
+package conntrack
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// frontends is what the kernel carries of UDP and SCTP: where each frontend's flows may go. It keeps pointers into the states
+// it is told, whose Services nobody changes.
+type frontends struct {
+	services map[snapshot.Name]*dataplane.Service
+	ports    map[dataplane.Key]*dataplane.ServicePort
+}
+
+func newFrontends() frontends {
+	return frontends{map[snapshot.Name]*dataplane.Service{}, map[dataplane.Key]*dataplane.ServicePort{}}
+}
+
+// follow brings the frontends of the named Services to a state, and gives those whose flows may be wrong now: sorted and
+// unique, those that are gone among them.
+func (fs *frontends) follow(st *dataplane.State, names []snapshot.Name) []dataplane.Key {
+	before := map[dataplane.Key]*dataplane.ServicePort{}
+	for _, n := range names {
+		eachFrontend(fs.services[n], func(k dataplane.Key, sp *dataplane.ServicePort) {
+			before[k] = sp
+			delete(fs.ports, k)
+		})
+		delete(fs.services, n)
+	}
+	var look []dataplane.Key
+	// A key may have gone from one Service to another: all are taken out before the first is put in.
+	for _, n := range names {
+		svc := st.Services[n]
+		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
+			fs.services[n], fs.ports[k] = svc, sp
+			if mayHaveWrong(before[k], sp) {
+				look = append(look, k)
+			}
+			delete(before, k)
+		})
+	}
+	for k := range before {
+		look = append(look, k)
+	}
+	slices.SortFunc(look, dataplane.Key.Compare)
+	return look
+}
+
+// all names every Service that is carried, or that a state holds.
+func (fs *frontends) all(st *dataplane.State) []snapshot.Name {
+	names := make([]snapshot.Name, 0, len(st.Services))
+	for n := range st.Services {
+		names = append(names, n)
+	}
+	for n := range fs.services {
+		if st.Services[n] == nil {
+			names = append(names, n)
+		}
+	}
+	return names
+}
+
+// eachFrontend calls do for every UDP and SCTP frontend of a Service, which may be nil.
+func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		if sp.Name.Protocol == snapshot.TCP {
+			continue
+		}
+		for i := range sp.Frontends {
+			do(sp.Frontends[i].Key, sp)
+		}
+	}
+}
+
+// mayHaveWrong says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new, it had
+// no endpoints, or an endpoint has left. Whatever else changes, policies among it, is for flows that are yet to begin.
+func mayHaveWrong(before, now *dataplane.ServicePort) bool {
+	if before == nil {
+		return true
+	}
+	if len(before.Serving) == 0 {
+		return len(now.Serving) > 0
+	}
+	return slices.ContainsFunc(before.Serving, func(e dataplane.Endpoint) bool { return !serves(now, e.AddrPort) })
+}
+
+func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
+	_, found := slices.BinarySearchFunc(sp.Serving, a, func(e dataplane.Endpoint, a netip.AddrPort) int {
+		return e.AddrPort.Compare(a)
+	})
+	return found
+}
+
+// wrong says whether a flow to a frontend worth a look has to go.
+//
+// A frontend that is carried has no right flows but those to its serving endpoints; those that were never translated began
+// before it was carried. One that is carried no more leaves behind what was translated for it; what was not is somebody
+// else's, such as a process that listens at what used to be a node port.
+//
+// In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does: there it
+// is no wonder that one goes by untranslated.
+func (fs *frontends) wrong(f *flow) bool {
+	sp, carried := fs.ports[f.frontend]
+	if (!carried || f.zoned) && !f.translated() {
+		return false
+	}
+	return !carried || !serves(sp, f.endpoint)
+}

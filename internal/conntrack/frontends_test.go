@@ -1,0 +1,293 @@
+package conntrack
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+func name(s string) snapshot.Name { return snapshot.Name{Namespace: "default", Name: s} }
+
+// key reads "10.96.0.1:53/udp".
+func key(s string) dataplane.Key {
+	a, p, _ := strings.Cut(s, "/")
+	ap := netip.MustParseAddrPort(a)
+	protocol := map[string]snapshot.Protocol{"tcp": snapshot.TCP, "udp": snapshot.UDP, "sctp": snapshot.SCTP}[p]
+	return dataplane.Key{Addr: ap.Addr(), Protocol: protocol, Port: ap.Port()}
+}
+
+func keys(list string) (out []dataplane.Key) {
+	for _, w := range strings.Fields(list) {
+		out = append(out, key(w))
+	}
+	return out
+}
+
+// service makes a Service from ports such as "10.96.0.1:53/udp,192.0.2.10:30053/udp>10.244.1.10:53,10.244.1.11:53", each
+// with its frontends and its serving endpoints.
+func service(n string, ports ...string) *dataplane.Service {
+	svc := &dataplane.Service{Name: name(n)}
+	for i, p := range ports {
+		fronts, serving, _ := strings.Cut(p, ">")
+		sp := &dataplane.ServicePort{Cluster: &dataplane.Pool{}, Local: &dataplane.Pool{}}
+		for w := range strings.SplitSeq(fronts, ",") {
+			sp.Frontends = append(sp.Frontends, dataplane.Frontend{Key: key(w)})
+		}
+		for w := range strings.SplitSeq(serving, ",") {
+			if w != "" {
+				sp.Serving = append(sp.Serving, dataplane.Endpoint{AddrPort: netip.MustParseAddrPort(w)})
+			}
+		}
+		sp.Name = dataplane.PortName{Service: svc.Name, Port: fmt.Sprint(i), Protocol: sp.Frontends[0].Key.Protocol}
+		svc.Ports = append(svc.Ports, sp)
+	}
+	return svc
+}
+
+func state(services ...*dataplane.Service) *dataplane.State {
+	st := &dataplane.State{Services: map[snapshot.Name]*dataplane.Service{}}
+	for _, s := range services {
+		st.Services[s.Name] = s
+	}
+	return st
+}
+
+// TestFollow goes from one state to another, and lists the frontends that are worth a look then.
+func TestFollow(t *testing.T) {
+	dns := service("dns", "10.96.0.1:53/udp>10.0.0.1:53,10.0.0.2:53", "10.96.0.1:53/tcp>10.0.0.1:53")
+	tests := []struct {
+		what          string
+		before, after *dataplane.Service
+		look          string
+	}{
+		{"new", nil, dns, "10.96.0.1:53/udp"},
+		{"new and empty", nil, service("dns", "10.96.0.1:53/udp"), "10.96.0.1:53/udp"},
+		{"gone", dns, nil, "10.96.0.1:53/udp"},
+		{"TCP only", nil, service("dns", "10.96.0.1:53/tcp>10.0.0.1:53"), ""},
+		{"the same", dns, service("dns", "10.96.0.1:53/udp>10.0.0.1:53,10.0.0.2:53"), ""},
+		{"endpoint more", dns, service("dns", "10.96.0.1:53/udp>10.0.0.1:53,10.0.0.2:53,10.0.0.3:53"), ""},
+		{"endpoint less", dns, service("dns", "10.96.0.1:53/udp>10.0.0.2:53"), "10.96.0.1:53/udp"},
+		{"endpoint replaced", dns, service("dns", "10.96.0.1:53/udp>10.0.0.1:53,10.0.0.3:53"), "10.96.0.1:53/udp"},
+		{"target port", dns, service("dns", "10.96.0.1:53/udp>10.0.0.1:54,10.0.0.2:54"), "10.96.0.1:53/udp"},
+		{"scaled to zero", dns, service("dns", "10.96.0.1:53/udp"), "10.96.0.1:53/udp"},
+		{"still at zero", service("dns", "10.96.0.1:53/udp"), service("dns", "10.96.0.1:53/udp"), ""},
+		{"scaled from zero", service("dns", "10.96.0.1:53/udp"), dns, "10.96.0.1:53/udp"},
+		{"frontend more", dns, service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"), "192.0.2.1:30053/udp"},
+		{"frontend less", service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"), dns, "192.0.2.1:30053/udp"},
+		{"other address", dns, service("dns", "10.96.0.2:53/udp>10.0.0.1:53,10.0.0.2:53"), "10.96.0.1:53/udp 10.96.0.2:53/udp"},
+		{"SCTP", service("x", "10.96.0.1:53/sctp>10.0.0.1:53"), service("x", "10.96.0.1:53/sctp"), "10.96.0.1:53/sctp"},
+		{"every frontend of a port", service("x", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53"),
+			service("x", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.2:53"), "10.96.0.1:53/udp 192.0.2.1:30053/udp"},
+	}
+	for _, test := range tests {
+		t.Run(test.what, func(t *testing.T) {
+			fs, before, after := newFrontends(), state(), state()
+			if test.before != nil {
+				before = state(test.before)
+			}
+			if test.after != nil {
+				after = state(test.after)
+			}
+			fs.follow(before, fs.all(before))
+			got := fs.follow(after, fs.all(after))
+			if !slices.Equal(got, keys(test.look)) {
+				t.Errorf("look at %v, want %s", got, test.look)
+			}
+		})
+	}
+}
+
+// TestFrontendMoves: an address goes from one Service to another in one change, in either order of their names.
+func TestFrontendMoves(t *testing.T) {
+	for _, from := range []string{"a", "z"} {
+		fs := newFrontends()
+		fs.follow(state(service(from, "10.96.0.1:53/udp>10.0.0.1:53")), []snapshot.Name{name(from)})
+		st := state(service("m", "10.96.0.1:53/udp>10.0.0.2:53"))
+		if got := fs.follow(st, []snapshot.Name{name(from), name("m")}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
+			t.Errorf("from %s: look at %v", from, got)
+		}
+		if sp := fs.ports[key("10.96.0.1:53/udp")]; sp == nil || sp.Name.Service != name("m") {
+			t.Errorf("from %s: the frontend belongs to %v", from, sp)
+		}
+	}
+}
+
+func TestWrong(t *testing.T) {
+	fs := newFrontends()
+	st := state(service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,192.0.2.1:30053"), service("none", "10.96.0.2:53/udp"))
+	fs.follow(st, fs.all(st))
+	tests := []struct {
+		what, frontend, endpoint string
+		zoned, wrong             bool
+	}{
+		{"right", "10.96.0.1:53/udp", "10.0.0.1:53", false, false},
+		{"gone endpoint", "10.96.0.1:53/udp", "10.0.0.2:53", false, true},
+		{"other port", "10.96.0.1:53/udp", "10.0.0.1:54", false, true},
+		{"untranslated", "10.96.0.1:53/udp", "10.96.0.1:53", false, true},
+		{"the endpoint is the frontend", "192.0.2.1:30053/udp", "192.0.2.1:30053", false, false},
+		{"no endpoints", "10.96.0.2:53/udp", "10.0.0.1:53", false, true},
+		{"no endpoints, untranslated", "10.96.0.2:53/udp", "10.96.0.2:53", false, true},
+		{"frontend gone", "10.96.0.3:53/udp", "10.0.0.1:53", false, true},
+		{"frontend gone, untranslated", "192.0.2.1:30054/udp", "192.0.2.1:30054", false, false},
+		{"zone, right", "10.96.0.1:53/udp", "10.0.0.1:53", true, false},
+		{"zone, gone endpoint", "10.96.0.1:53/udp", "10.0.0.2:53", true, true},
+		{"zone, untranslated", "10.96.0.1:53/udp", "10.96.0.1:53", true, false},
+	}
+	for _, test := range tests {
+		f := flow{frontend: key(test.frontend), endpoint: netip.MustParseAddrPort(test.endpoint), zoned: test.zoned}
+		if got := fs.wrong(&f); got != test.wrong {
+			t.Errorf("%s: wrong is %v", test.what, got)
+		}
+	}
+}
+
+func TestQueries(t *testing.T) {
+	few := keys("10.96.0.1:53/udp 10.96.0.2:53/sctp 10.96.0.2:54/sctp [fd00::1]:53/udp [fd00::2]:53/udp [fd00::2]:53/sctp")
+	want := []query{
+		{unix.AF_INET, snapshot.UDP, few[0].Addr, 53}, {unix.AF_INET, snapshot.SCTP, few[1].Addr, 0},
+		{family: unix.AF_INET6, protocol: snapshot.UDP, port: 53}, {family: unix.AF_INET6, protocol: snapshot.SCTP},
+	}
+	if got := queries(few, true); !slices.Equal(got, want) {
+		t.Errorf("few: %v", got)
+	}
+	many := keys("[fd00::1]:53/udp")
+	for i := range maxSingle + 1 {
+		many = append(many, key(fmt.Sprintf("10.96.0.%d:53/udp", i)))
+	}
+	if got := queries(many, true); !slices.Equal(got, []query{{family: unix.AF_INET, protocol: snapshot.UDP}, want[2]}) {
+		t.Errorf("many: %v", got)
+	}
+	if got := queries(few, false); !slices.Equal(got, []query{{family: unix.AF_INET}, {family: unix.AF_INET6}}) {
+		t.Errorf("without filters: %v", got)
+	}
+	if got := queries(nil, true); len(got) != 0 {
+		t.Errorf("nothing: %v", got)
+	}
+}
+
+// walk is a small crowded cluster that changes at random.
+type walk struct{ *rand.Rand }
+
+func (w walk) yes() bool { return w.IntN(2) == 0 }
+
+func (w walk) delta() snapshot.Delta {
+	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	protocols := []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
+	for range 1 + w.IntN(3) {
+		n := name(string(rune('a' + w.IntN(4))))
+		switch w.IntN(8) {
+		case 0:
+			d.Services[n] = nil
+		case 1, 2, 3:
+			svc := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96, 0, byte(w.IntN(4))})},
+				InternalLocal: w.yes(), ExternalLocal: w.yes()}
+			for i := range w.IntN(3) {
+				svc.Ports = append(svc.Ports, snapshot.Port{Name: fmt.Sprint(i), Protocol: protocols[w.IntN(3)], Port: 53,
+					NodePort: uint16(w.IntN(2) * 30053)})
+			}
+			d.Services[n] = svc
+		case 4:
+			d.Slices[n] = nil
+		case 5, 6:
+			d.Slices[n] = w.slice(n)
+		case 7:
+			addrs := []netip.Addr{netip.AddrFrom4([4]byte{192, 0, 2, byte(w.IntN(3))})}
+			d.Node = &snapshot.Node{Name: "here", Zone: "a", Addresses: addrs}
+		}
+	}
+	return d
+}
+
+func (w walk) slice(n snapshot.Name) *snapshot.Slice {
+	sl := &snapshot.Slice{Name: n, Service: n.Name}
+	for i := range 3 {
+		for _, p := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP} {
+			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: fmt.Sprint(i), Protocol: p, Port: 53})
+		}
+	}
+	for i := range 4 {
+		if w.yes() {
+			ep := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), Ready: w.yes(), Serving: w.yes(), Terminating: w.yes()}
+			if w.yes() {
+				ep.Node, ep.ForZones = "here", []string{"a"}
+			}
+			sl.Endpoints = append(sl.Endpoints, ep)
+		}
+	}
+	return sl
+}
+
+// TestFollowProperty walks at random. At every step what is followed by change must be what follows from the full state; a
+// flow that was right and is not any more must be to a frontend that gets a look; and no flow to an endpoint that serves,
+// told from the snapshot alone, is ever wrong.
+func TestFollowProperty(t *testing.T) {
+	for seed := range uint64(300) {
+		w := walk{rand.New(rand.NewPCG(seed, 1))}
+		snap, planner, fs := snapshot.New(), dataplane.NewPlanner(dataplane.Config{NodeName: "here"}), newFrontends()
+		for step := range 60 {
+			before := frontends{maps.Clone(fs.services), maps.Clone(fs.ports)}
+			change, _ := planner.Apply(snap, snap.Apply(w.delta()))
+			look := fs.follow(planner.State(), change.Services)
+			full := newFrontends()
+			full.follow(planner.State(), full.all(planner.State()))
+			if !reflect.DeepEqual(fs, full) {
+				t.Fatalf("seed %d step %d: %v by change, %v from the full state", seed, step, fs, full)
+			}
+			for f := range everyFlow(&before, &fs) {
+				checkFlow(t, &before, &fs, look, snap, &f)
+			}
+		}
+	}
+}
+
+// everyFlow gives every flow there can be to a frontend of before or after.
+func everyFlow(before, after *frontends) func(func(flow) bool) {
+	return func(yield func(flow) bool) {
+		all := maps.Clone(before.ports)
+		maps.Copy(all, after.ports)
+		for k := range all {
+			ends := []netip.AddrPort{netip.AddrPortFrom(k.Addr, k.Port)}
+			for i := range 4 {
+				ends = append(ends, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 53))
+			}
+			for _, e := range ends {
+				if !yield(flow{frontend: k, endpoint: e}) {
+					return
+				}
+			}
+		}
+	}
+}
+
+func checkFlow(t *testing.T, before, after *frontends, look []dataplane.Key, snap *snapshot.Snapshot, f *flow) {
+	t.Helper()
+	if f.frontend.Protocol == snapshot.TCP {
+		t.Fatal("TCP is followed")
+	}
+	_, had := before.ports[f.frontend]
+	sp, has := after.ports[f.frontend]
+	// One that was wrong before has had its look.
+	if right := !had || !before.wrong(f); right && after.wrong(f) && !slices.Contains(look, f.frontend) {
+		t.Fatalf("%v -> %v is wrong now, and its frontend gets no look", f.frontend, f.endpoint)
+	}
+	if !has {
+		return
+	}
+	for _, sl := range snap.Slices[sp.Name.Service] {
+		for _, ep := range sl.Endpoints {
+			if ep.Addr == f.endpoint.Addr() && (ep.Ready || ep.Serving) && after.wrong(f) {
+				t.Fatalf("%v -> %v, which serves, is wrong", f.frontend, f.endpoint)
+			}
+		}
+	}
+}
