@@ -18,6 +18,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -390,6 +391,7 @@ type demoProxy struct {
 	backend *kernel.Backend
 	// reader is another connection, to look at counters while the proxy uses its own.
 	reader *kernel.Conn
+	flows  *conntrack.Conn
 	// transactions are told of as they happen.
 	transactions chan reconcile.Transaction
 	cancel       context.CancelFunc
@@ -421,6 +423,9 @@ func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
 		if p.reader, err = kernel.Dial(0); err != nil {
 			return errors.Join(err, p.conn.Close())
 		}
+		if p.flows, err = conntrack.Dial(0); err != nil {
+			return errors.Join(err, p.conn.Close(), p.reader.Close())
+		}
 		return nil
 	})
 	if err != nil {
@@ -435,6 +440,7 @@ func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
 			inHost{d.cluster.Node, &watch.Host{Report: reporter(log)}},
 		},
 		backend: p.backend,
+		flows:   p.flows,
 		log:     log,
 		written: func(t reconcile.Transaction) {
 			select {
@@ -459,7 +465,7 @@ func (p *demoProxy) stop() error {
 }
 
 func (p *demoProxy) close() error {
-	return errors.Join(p.stop(), p.conn.Close(), p.reader.Close())
+	return errors.Join(p.stop(), p.conn.Close(), p.reader.Close(), p.flows.Close())
 }
 
 // inHost is a source that works inside a host.

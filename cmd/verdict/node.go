@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -27,7 +28,9 @@ type node struct {
 	config  dataplane.Config
 	sources []source
 	backend reconcile.Backend
-	log     *slog.Logger
+	// flows is the kernel's connection tracking table, out of which UDP and SCTP flows go that a change leaves wrong.
+	flows *conntrack.Conn
+	log   *slog.Logger
 	// written, if not nil, is told of each transaction.
 	written func(reconcile.Transaction)
 	// routeLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
@@ -42,7 +45,9 @@ func (n *node) run(ctx context.Context) error {
 		group.Go(func() error { return s.Run(ctx, queue) })
 	}
 	planner := dataplane.NewPlanner(n.config)
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Backend: n.backend, Log: n.log}
+	cleaner := conntrack.NewCleaner(n.flows, n.looked)
+	group.Go(func() error { return cleaner.Run(ctx) })
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Backend: cleaner.Behind(n.backend), Log: n.log}
 	routed := false
 	loop.Written = func(t reconcile.Transaction) {
 		if planner.State().LocalhostNodePorts && !routed {
@@ -57,6 +62,16 @@ func (n *node) run(ctx context.Context) error {
 	}
 	group.Go(func() error { return loop.Run(ctx) })
 	return group.Wait()
+}
+
+// looked logs a look at the flows.
+func (n *node) looked(l conntrack.Look) {
+	if l.Err != nil {
+		n.log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
+	}
+	if removed := l.IPv4.Removed + l.IPv6.Removed; removed > 0 {
+		n.log.Info("flows to endpoints that are gone were removed", "flows", removed, "frontends", l.Frontends)
+	}
 }
 
 // routeLocalnet sets the sysctl without which the kernel does not let a packet from 127.0.0.1 leave the host.

@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
@@ -50,6 +51,10 @@ Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at; other
 			}
 			defer conn.Close()
 			n.backend = backend
+			if n.flows, err = conntrack.Dial(0); err != nil {
+				return err
+			}
+			defer n.flows.Close()
 			log.Info("verdict starts", "node", n.config.NodeName, "from", from)
 			return n.run(cmd.Context())
 		},
