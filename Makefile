@@ -38,8 +38,9 @@ race: ## all tests, with the race detector
 unit: tools ## all tests, without it
 	$(GO) test ./...
 
-once: ## each benchmark once: that they work
+once: ## each benchmark once, and the test of memory, which the race detector would blur
 	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/...
+	$(GO) test -run Memory -v ./sync/watch
 
 bench: ## the whole line to the kernel, and the kernel alone beside it
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel
