@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"flag"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -115,4 +116,25 @@ func write(t *testing.T, file string, flags []string) error {
 	defer conn.Close()
 	_, err = backend.Apply(st, dataplane.Change{})
 	return err
+}
+
+// TestRenderPipe gives render its manifests through a pipe, as the example in its help does.
+func TestRenderPipe(t *testing.T) {
+	text, err := os.ReadFile("../../examples/cluster.yaml")
+	labtest.Check(t, err)
+	r, w, err := os.Pipe()
+	labtest.Check(t, err)
+	defer r.Close()
+	go func() {
+		w.Write(text)
+		w.Close()
+	}()
+	got, err := command("render", "--from", fmt.Sprintf("/proc/self/fd/%d", r.Fd()),
+		"--node-name", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48")
+	labtest.Check(t, err)
+	want, err := os.ReadFile(goldenPath("cluster.yaml"))
+	labtest.Check(t, err)
+	if got != string(want) {
+		t.Errorf("through a pipe render prints something else:\n%s", labtest.FirstDifference(got, string(want)))
+	}
 }

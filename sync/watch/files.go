@@ -91,11 +91,12 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
-// Load reads what Files would, once. The errors in the list are problems of single files and objects, of which the
+// Load reads what Files would, once; path may also be a pipe, such as /dev/stdin, which is read to its end. The errors in the list are problems of single files and objects, of which the
 // snapshot has the rest. The last error says that path could not be read at all; then there is no snapshot.
 func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
 	var problems []error
 	d := newFolder(path, nodeName, func(err error) { problems = append(problems, err) })
+	d.pipes = true
 	if err := d.refresh(); err != nil {
 		return nil, problems, err
 	}
@@ -122,6 +123,8 @@ type folder struct {
 	dirty    map[string]bool
 	all      bool
 	creating map[string]bool
+	// pipes says that a path that is a pipe is waited for.
+	pipes bool
 	// dir says that the path is a directory.
 	dir bool
 	// lost says that the path was not there when last looked at.
@@ -195,7 +198,7 @@ func (d *folder) refresh() error {
 
 // read reads one file.
 func (d *folder) read(name, file string) {
-	text, err := readText(file)
+	text, err := readText(file, d.pipes && !d.dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, err := os.Lstat(file); err != nil {
 			delete(d.files, name)
@@ -243,8 +246,8 @@ func pathless(err error) error {
 	return err
 }
 
-// readText reads a regular file. A pipe would make us wait for somebody who writes.
-func readText(file string) (string, error) {
+// readText reads a regular file; also a pipe, if we may wait for somebody who writes.
+func readText(file string, pipes bool) (string, error) {
 	f, err := os.OpenFile(file, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return "", err
@@ -254,7 +257,7 @@ func readText(file string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if !info.Mode().IsRegular() {
+	if !info.Mode().IsRegular() && !(pipes && info.Mode()&fs.ModeNamedPipe != 0) {
 		return "", errors.New("it is not a regular file")
 	}
 	var b strings.Builder
