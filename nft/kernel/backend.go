@@ -97,7 +97,7 @@ func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
 func (b *Backend) commit(bytes []byte) error {
 	refused, err := b.conn.transact(bytes)
 	if err != nil {
-		return fmt.Errorf("nft: send transaction: %w", err)
+		return errors.Join(fmt.Errorf("nft: send transaction: %w", err), b.refusals(refused))
 	}
 	return b.refusals(refused)
 }
@@ -187,6 +187,9 @@ func (b *Backend) deleteAffinity(f nft.Family, entries []nft.Element) error {
 			if !gone[i] {
 				left = append(left, entries[i])
 			}
+		}
+		if len(left) == len(entries) { // it was no entry that was refused
+			return b.refusals(refused)
 		}
 		entries = left
 	}

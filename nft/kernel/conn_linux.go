@@ -66,12 +66,18 @@ func (c *Conn) transact(b []byte) ([]refusal, error) {
 		return nil, err
 	}
 	var refused []refusal
+	var lost error
 	for {
 		n, err := c.recv(unix.MSG_DONTWAIT)
-		if errors.Is(err, unix.EAGAIN) {
-			return refused, nil
-		}
-		if err != nil {
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			return refused, lost
+		case errors.Is(err, unix.ENOBUFS):
+			// More was refused than the socket holds. What it does hold is still to be read: left there, it would be taken
+			// for the answer to the next transaction.
+			lost = err
+			continue
+		case err != nil:
 			return refused, err
 		}
 		err = eachMessage(c.receive[:n], func(h header, body []byte) error {

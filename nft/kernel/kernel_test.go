@@ -218,6 +218,40 @@ func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
 	}
 }
 
+// TestOverlappingRanges moves between service ranges and source ranges that overlap, touch and replace one another: Kubernetes
+// allows all that, and a set of ranges takes no overlaps.
+func TestOverlappingRanges(t *testing.T) {
+	random := rand.New(rand.NewPCG(5, 5))
+	_, b := host(t)
+	planner, snap := dataplane.NewPlanner(configs["cluster CIDR"]), cluster(random, 2, false)
+	some := func(base string, bits int) []netip.Prefix {
+		var out []netip.Prefix
+		for range random.IntN(5) {
+			a := lab.Nth(netip.PrefixFrom(addr(base), bits), random.IntN(4)<<6)
+			out = append(out, netip.PrefixFrom(a, a.BitLen()-random.IntN(10)).Masked())
+		}
+		slices.SortFunc(out, netip.Prefix.Compare)
+		return slices.Compact(out)
+	}
+	change, _ := planner.Apply(snap, snapshot.Change{})
+	for step := range 200 {
+		if _, err := b.Apply(planner.State(), change); err != nil {
+			t.Fatalf("step %d: %v", step, err)
+		}
+		if got, want := held(t, b), wanted(planner.State()); got != want {
+			t.Fatalf("step %d: %s", step, labtest.FirstDifference(got, want))
+		}
+		cidrs := slices.Concat(some("10.96.0.0", 16), some("255.255.255.0", 24), some("fd00:96::", 112))
+		delta := serviceDelta(random, 0, false)
+		for _, s := range delta.Services {
+			s.LoadBalancerIPs = []netip.Addr{addr("203.0.113.1"), addr("2001:db8:cb::1")}
+			s.SourceRanges = slices.Concat(some("198.51.100.0", 24), some("2001:db8:1::", 112))
+		}
+		delta.ServiceCIDRs = &cidrs
+		change, _ = planner.Apply(snap, snap.Apply(delta))
+	}
+}
+
 // held gives what the kernel holds, a line for each element. Slots may be in any order, so that their lines are two: which
 // slots there are, and which endpoints.
 func held(t *testing.T, b *Backend) string {

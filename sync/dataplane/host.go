@@ -75,8 +75,10 @@ func (h *host) equal(o *host) bool {
 		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
 }
 
-// setGlobals writes everything of a State that is no Service's and says whether that changed anything.
+// setGlobals writes everything of a State that is no Service's and says whether that changed anything. Kubernetes lets
+// ServiceCIDRs overlap.
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
+	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	changed = st.Pods4 != h.pods[ipv4] || st.Pods6 != h.pods[ipv6] || st.MasqueradeAll != h.masqueradeAll ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipv4], h.pods[ipv6], h.masqueradeAll

@@ -21,7 +21,8 @@ type State struct {
 	Pods4, Pods6 Pods
 	// MasqueradeAll is the operator's wish that all traffic to cluster IPs be masqueraded.
 	MasqueradeAll bool
-	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, nil means none is known.
+	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, no range inside another, nil means
+	// none is known.
 	ServiceCIDRs []netip.Prefix
 	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback
 	// range.
