@@ -22,6 +22,8 @@ const (
 type service struct {
 	clusterIPs []netip.Addr
 	ports      []*port
+	// unread says that nobody knows yet which endpoint has which slot in the kernel.
+	unread bool
 }
 
 // portID identifies a service port in one family.

@@ -12,6 +12,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
+// slotLen is the length of the slot that ends the key of an endpoint.
+const slotLen = 4
+
 // maxKey is the longest key: an IPv6 source range (address, protocol, port, address).
 const maxKey = 40
 
@@ -146,7 +149,8 @@ func sourceElement(k dataplane.Key, p netip.Prefix) Element {
 }
 
 // ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only in
-// maps. It is not ok if a key or data has not the length the set's fields have.
+// maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length the set's
+// fields have.
 func ElementFrom(f Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
 	s := SetByID(set)
 	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) {
@@ -162,8 +166,7 @@ func ElementFrom(f Family, set SetID, key, keyEnd, data []byte, chain, comment s
 		}
 	}
 	if s.Verdicts {
-		e.Chain, ok = chainByName(chain)
-		return e, ok
+		e.Chain, _ = chainByName(chain)
 	}
 	return e, true
 }
@@ -247,6 +250,8 @@ func fieldValue(field Field, b []byte) string {
 	case Priority:
 		v := binary.NativeEndian.Uint32(b)
 		return fmt.Sprintf("%x:%x", v>>16, v&0xffff)
+	case Mark:
+		return fmt.Sprintf("0x%08x", binary.NativeEndian.Uint32(b))
 	}
 	return strconv.FormatUint(uint64(binary.NativeEndian.Uint32(b)), 10)
 }

@@ -14,15 +14,28 @@ type fakeTable struct {
 	chains map[ChainID]string
 	sets   [NumSets]map[string]Element
 	size   [NumSets]uint32
+	// fixed sets do not grow.
+	fixed bool
+	// midway says that more steps of the same transaction are to come: chains may wait for what leads to them.
+	midway bool
 }
 
 func (t *fakeTable) apply(tt *TableTxn) error {
 	if tt.Create != nil {
-		*t = fakeTable{family: t.family, chains: map[ChainID]string{}}
+		affinity := t.sets[Affinity]
+		*t = fakeTable{family: t.family, chains: map[ChainID]string{}, fixed: t.fixed, midway: t.midway}
 		for _, s := range tt.Create.Sets {
 			t.sets[s.ID], t.size[s.ID] = map[string]Element{}, s.Size
 		}
+		if tt.Keep {
+			t.sets[Affinity] = affinity
+		}
 		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add}
+	}
+	for _, s := range tt.Resize {
+		if !t.fixed {
+			t.size[s.ID] = s.Size
+		}
 	}
 	for set, elements := range tt.Del {
 		for _, e := range elements {
@@ -68,7 +81,7 @@ func (t *fakeTable) dangling() error {
 		}
 	}
 	for id := range t.chains {
-		if id.Kind > numFixedChains && !used[id.Name()] {
+		if id.Kind > numFixedChains && !used[id.Name()] && !t.midway {
 			return fmt.Errorf("chain %s: nothing leads to it", id.Name())
 		}
 	}
@@ -98,6 +111,9 @@ func (t *fakeTable) lines() []string {
 	for set := range t.sets {
 		for _, e := range t.sets[set] {
 			line := e.describe(t.family)
+			if e.Set == RevisionSet {
+				line = "revision " + e.Comment // whatever its number
+			}
 			if e.Set == Endpoints || e.Set == OutsideEndpoints {
 				key, data, _ := strings.Cut(line, " : ")
 				i := strings.LastIndex(key, " . ")
@@ -111,6 +127,32 @@ func (t *fakeTable) lines() []string {
 	return out
 }
 
+// found reads a table back.
+func (t *fakeTable) found() Found {
+	f := Found{Chains: map[ChainID]bool{}, Sizes: t.size}
+	for id := range t.chains {
+		f.Chains[id] = true
+	}
+	for set := range t.sets {
+		for _, e := range t.sets[set] {
+			f.Elements[set] = append(f.Elements[set], e)
+		}
+	}
+	f.Revisions = f.Elements[RevisionSet]
+	f.Revision = RevisionOf(f.Revisions)
+	return f
+}
+
+// copy gives a table that changes on its own.
+func (t *fakeTable) copy() fakeTable {
+	c := *t
+	c.chains = maps.Clone(t.chains)
+	for set := range c.sets {
+		c.sets[set] = maps.Clone(t.sets[set])
+	}
+	return c
+}
+
 // fakeKernel is both tables.
 type fakeKernel [len(Families)]fakeTable
 
@@ -122,13 +164,20 @@ func newFakeKernel() *fakeKernel {
 	return &k
 }
 
+// apply takes a transaction as a whole or not at all.
 func (k *fakeKernel) apply(txn *Txn) error {
+	before := fakeKernel{k[0].copy(), k[1].copy()}
 	for i := range k {
 		if err := k[i].apply(&txn.Tables[i]); err != nil {
+			*k = before
 			return err
 		}
 	}
 	return nil
+}
+
+func (k *fakeKernel) found() *[len(Families)]Found {
+	return &[len(Families)]Found{k[0].found(), k[1].found()}
 }
 
 // diff gives the lines that only one of two kernels holds.

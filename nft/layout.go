@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -33,6 +34,7 @@ const (
 	Remember
 	StickyEndpoints
 	Affinity
+	RevisionSet
 	// NumSets is how many there are.
 	NumSets
 )
@@ -40,7 +42,7 @@ const (
 var setNames = [NumSets]string{
 	"services", "endpoints", "outside-services", "outside-endpoints", "restricted-services", "source-ranges", "cluster-ips",
 	"service-cidrs", "masquerade-always", "masquerade-node", "hairpin", "sticky", "outside-sticky", "remember",
-	"sticky-endpoints", "affinity",
+	"sticky-endpoints", "affinity", "revision",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -173,8 +175,13 @@ func sets() []Set {
 			Comment: "sessionAffinity: the endpoints of each pool"},
 		{ID: Affinity, Key: []Field{SourceAddr, Priority}, Data: target, Dynamic: true, Size: affinitySize,
 			Comment: "sessionAffinity: client . pool : endpoint"},
+		{ID: RevisionSet, Key: []Field{Mark}, Size: revisionSize,
+			Comment: "number and digest of what this table holds, written with every change"},
 	}
 }
+
+// revisionSize leaves room for the old revision beside the new one, which is there until the transaction is through.
+const revisionSize = 4
 
 // affinitySize bounds the clients remembered at one time; when it is full, new clients are balanced without affinity.
 const affinitySize = 262144
@@ -331,6 +338,18 @@ func Everything(f Family, s Structure) Table {
 		t.Chains = append(t.Chains, numbered(ChainID{kind, 1}))
 	}
 	return t
+}
+
+// ChainNamed gives the chain that a name stands for: as a table has it, or what a numbered one has to be.
+func ChainNamed(t Table, name string) (c Chain, ok bool) {
+	id, ok := chainByName(name)
+	if !ok || id.Name() != name {
+		return c, false
+	}
+	if i := slices.IndexFunc(t.Chains, func(c Chain) bool { return c.ID == id }); i >= 0 {
+		return t.Chains[i], true
+	}
+	return numbered(id), id.Kind > numFixedChains
 }
 
 // SetByID gives a set of the layout, without its size.

@@ -195,6 +195,14 @@ func TestOneEndpointIsOneSlot(t *testing.T) {
 	}
 }
 
+// affinityElement gives what a client's packet leaves behind in the affinity map.
+func affinityElement(id uint32, ep string) *Element {
+	e := addrElement(Affinity, addr("198.51.100.1"), 1)
+	e.addKeyWord(id)
+	e.setTarget(netip.MustParseAddrPort(ep))
+	return &e
+}
+
 // TestForgetOnlyTheGone says whose affinity entries go when a sticky Service loses an endpoint, and when it stops being sticky.
 func TestForgetOnlyTheGone(t *testing.T) {
 	sticky := webService()
@@ -202,16 +210,27 @@ func TestForgetOnlyTheGone(t *testing.T) {
 	change := dataplane.Change{Services: []snapshot.Name{sticky.Name}}
 	var m Model
 	m.Plan(stateOf(sticky, 1, 2, 3), dataplane.Change{})
-	txn := m.Plan(stateOf(sticky, 1, 3), change)
-	want := netip.MustParseAddrPort("10.244.1.2:8080")
-	if len(txn.Forget) != 1 || txn.Forget[0].Endpoint != want || txn.Forget[0].ID == 0 {
-		t.Fatalf("forget %v; want only %v", txn.Forget, want)
+	var id uint32
+	for id = range m.pools {
+		break
 	}
-	id := txn.Forget[0].ID
-	txn = m.Plan(stateOf(webService(), 1, 3), change)
-	if len(txn.Forget) != 1 || txn.Forget[0] != (Forget{Family: IPv4, ID: id}) {
-		t.Fatalf("forget %v; want the whole pool %x", txn.Forget, id)
+	check := func(txn *Txn, sweep bool, remembered ...string) {
+		t.Helper()
+		if txn.Tables[0].Sweep != sweep || txn.Tables[1].Sweep {
+			t.Errorf("sweep %v and %v; want %v and false", txn.Tables[0].Sweep, txn.Tables[1].Sweep, sweep)
+		}
+		for _, ep := range []string{"10.244.1.1:8080", "10.244.1.2:8080", "10.244.1.3:8080", "10.244.1.3:8081"} {
+			if got, want := m.Remembers(IPv4, affinityElement(id, ep)), slices.Contains(remembered, ep); got != want {
+				t.Errorf("%s is remembered: %v; want %v", ep, got, want)
+			}
+		}
+		if m.Remembers(IPv4, affinityElement(id+1, "10.244.1.1:8080")) {
+			t.Error("an endpoint is remembered for a pool that is not there")
+		}
 	}
+	check(m.Plan(stateOf(sticky, 1, 2, 3, 4), change), false, "10.244.1.1:8080", "10.244.1.2:8080", "10.244.1.3:8080")
+	check(m.Plan(stateOf(sticky, 1, 3), change), true, "10.244.1.1:8080", "10.244.1.3:8080")
+	check(m.Plan(stateOf(webService(), 1, 3), change), true)
 	if len(m.pools) != 0 {
 		t.Fatalf("pool ids %v are still taken", m.pools)
 	}
@@ -237,43 +256,45 @@ func TestPoolsPart(t *testing.T) {
 	change := dataplane.Change{Services: []snapshot.Name{s.Name}}
 	m.Plan(state("node-1", "node-1"), dataplane.Change{})
 	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
-		txn := m.Plan(state(nodes...), change)
-		for _, f := range txn.Forget {
-			if f.Endpoint != netip.MustParseAddrPort("10.244.1.3:8080") {
-				t.Errorf("%v: forgets %v", nodes, f)
+		m.Plan(state(nodes...), change)
+		for id := range m.pools {
+			if !m.Remembers(IPv4, affinityElement(id, "10.244.1.2:8080")) {
+				t.Errorf("%v: pool %x forgets an endpoint that stays", nodes, id)
 			}
 		}
 	}
 }
 
-// TestSetsGrow lets a Service outgrow the size its set was made with: everything is written anew, and nothing is lost.
+// TestSetsGrow lets a Service outgrow the size its sets were made with: they grow before they are full, and where the kernel
+// does not do that, everything but the affinity map is made anew.
 func TestSetsGrow(t *testing.T) {
-	big := webService()
-	for p := uint16(1000); p < 1600; p++ {
-		big.Ports = append(big.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: p})
-	}
-	var m Model
-	kernel := newFakeKernel()
-	check := func(s *snapshot.Service) *Txn {
-		t.Helper()
-		txn := m.Plan(stateOf(s, 1), dataplane.Change{Services: []snapshot.Name{s.Name}})
-		if err := kernel.apply(txn); err != nil {
-			t.Fatal(err)
+	ports := func(n int) *snapshot.Service {
+		s := webService()
+		for p := range n - 1 {
+			s.Ports = append(s.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
 		}
-		return txn
+		return s
 	}
-	check(webService())
-	if txn := check(big); txn.Tables[0].Create != nil {
-		t.Fatal("600 elements do not fit into a set of size 1024")
-	}
-	for p := uint16(2000); p < 3000; p++ {
-		big.Ports = append(big.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: p})
-	}
-	if txn := check(big); txn.Tables[0].Create == nil {
-		t.Fatal("1600 elements were put into a set of size 1024")
-	}
-	if got := len(kernel[0].sets[Services]); got != 1601 {
-		t.Fatalf("%d frontends; want 1601", got)
+	for _, fixed := range []bool{false, true} {
+		m := Model{Fixed: fixed}
+		kernel := newFakeKernel()
+		for _, step := range []struct {
+			ports            int
+			resized, rebuilt bool
+		}{{1, false, false}, {600, false, false}, {1000, !fixed, false}, {1600, false, fixed}, {1700, false, false}} {
+			s := ports(step.ports)
+			txn := m.Plan(stateOf(s, 1), dataplane.Change{Services: []snapshot.Name{s.Name}})
+			if err := kernel.apply(txn); err != nil {
+				t.Fatal(err)
+			}
+			tt := &txn.Tables[0]
+			if step.ports > 1 && ((len(tt.Resize) > 0) != step.resized || (tt.Create != nil) != step.rebuilt || tt.Keep != step.rebuilt) {
+				t.Errorf("fixed %v, %d frontends: resized %d sets, rebuilt %v, kept %v", fixed, step.ports, len(tt.Resize), tt.Create != nil, tt.Keep)
+			}
+			if got := len(kernel[0].sets[Services]); got != step.ports {
+				t.Fatalf("%d frontends; want %d", got, step.ports)
+			}
+		}
 	}
 }
 

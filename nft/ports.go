@@ -7,6 +7,29 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
+// settle decides what of a Service's new answer depends on the one before: slots and pool ids.
+func (p *planner) settle(before, now *service) {
+	for _, want := range now.ports {
+		old := before.port(want.id)
+		if old == nil {
+			old = &port{id: want.id}
+		}
+		slots := old.slots
+		if p.slotsFound != nil {
+			slots = p.found(want)
+		}
+		for i := range want.slots {
+			want.slots[i] = assign(slots[i], want.slots[i])
+		}
+		p.stickyIDs(old, want)
+	}
+	for _, old := range before.ports {
+		if now.port(old.id) == nil {
+			p.stickyIDs(old, &port{id: old.id})
+		}
+	}
+}
+
 // port takes a service port from what it was to what it should be; nil means it was not, or should not be, there.
 func (p *planner) port(before, now *port) {
 	old, want := before, now
@@ -17,10 +40,6 @@ func (p *planner) port(before, now *port) {
 		want = &port{id: before.id}
 	}
 	f := want.id.family
-	for i := range want.slots {
-		want.slots[i] = assign(old.slots[i], want.slots[i])
-	}
-	p.stickyIDs(old, want)
 	p.members(f, old, want)
 	addrs := p.m.tables[f.index()].hairpin
 	for _, a := range want.local {
@@ -78,7 +97,7 @@ func (p *planner) stickyIDs(old, want *port) {
 			want.stickyIDs[i] = p.m.newPoolID(poolID{want.id, poolIndex(i)})
 		case !used && id != 0:
 			delete(p.m.pools, id)
-			p.txn.Forget = append(p.txn.Forget, Forget{Family: want.id.family, ID: id})
+			p.txn.Tables[want.id.family.index()].Sweep = true
 		}
 	}
 }
@@ -101,12 +120,9 @@ func (p *planner) members(f Family, old, want *port) {
 			delete(have, ep)
 		}
 		for _, ep := range before {
-			if !have[ep] {
-				continue
-			}
-			p.del(f, memberElement(old.stickyIDs[i], ep))
-			if want.stickyIDs[i] != 0 {
-				p.txn.Forget = append(p.txn.Forget, Forget{Family: f, ID: old.stickyIDs[i], Endpoint: ep})
+			if have[ep] {
+				p.del(f, memberElement(old.stickyIDs[i], ep))
+				p.txn.Tables[f.index()].Sweep = true
 			}
 		}
 	}

@@ -134,7 +134,7 @@ func compareElements(f Family, s *Set, a, b *Element) int {
 	for _, field := range s.Key {
 		n := field.Len(f)
 		x, y := a.key[off:off+n], b.key[off:off+n]
-		if field == RandomSlot || field == Priority {
+		if field == RandomSlot || field == Priority || field == Mark {
 			x, y = bigEndian(x), bigEndian(y)
 		}
 		if c := bytes.Compare(x, y); c != 0 {

@@ -131,6 +131,8 @@ const (
 	Priority
 	OriginalDestAddr
 	OriginalDestPort
+	// Mark is the packet's mark. No rule looks at it: it only lends its type to a set's key.
+	Mark
 )
 
 // MaxSlots is how many endpoints one pool can have.
@@ -160,6 +162,8 @@ func fieldText(f Family, field Field, mod uint32) string {
 		return "ct original " + f.String() + " daddr"
 	case OriginalDestPort:
 		return "ct original proto-dst"
+	case Mark:
+		return "meta mark"
 	}
 	panic("nft: unknown field")
 }

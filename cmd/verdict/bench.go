@@ -25,6 +25,7 @@ acknowledgement, and beside it the floor: the kernel alone, given the same bytes
   verdict bench cold     everything written into an empty kernel
   verdict bench change   one endpoint or Service changed, again and again, in a full kernel
   verdict bench churn    a steady rate of changes, through the same queue and loop as in "verdict run"
+  verdict bench restart  a new process that finds what an old one left in the kernel
 
 The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without node ports, session
 affinity or topology hints; there are 100 endpoints to a node. Parsing objects is not part of what is measured.
@@ -43,11 +44,11 @@ What is reported of memory:
 
 Percentiles are exact: of all samples sorted, the one that so many percent do not exceed.`,
 	}
-	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn())
+	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart())
 	return cmd
 }
 
-// bench is what all three measurements share.
+// bench is what all measurements share.
 type bench struct {
 	services, endpoints int
 	json                bool

@@ -149,7 +149,7 @@ func (b *bench) coldFill(ctx context.Context, round *coldRound) (batch []byte, e
 // replay has the kernel take a batch that was made before.
 func replay(h *benchHost, batch []byte) (time.Duration, error) {
 	start := time.Now()
-	err := h.conn.Replay(batch)
+	err := h.backend.Replay(batch)
 	return time.Since(start), err
 }
 

@@ -21,16 +21,16 @@ import (
 // benchHost is an empty network namespace with a backend that writes into it.
 type benchHost struct {
 	net     *lab.Net
-	conn    *kernel.Conn
+	host    *lab.Host
 	backend *kernel.Backend
 }
 
 func newBenchHost() (*benchHost, error) {
 	h := &benchHost{net: lab.New()}
-	host, err := h.net.NewHost("bench")
-	if err == nil {
-		err = host.Do(func() (err error) {
-			h.conn, h.backend, err = openBackend()
+	var err error
+	if h.host, err = h.net.NewHost("bench"); err == nil {
+		err = h.host.Do(func() (err error) {
+			h.backend, err = openBackend(kernel.Options{})
 			return err
 		})
 	}
@@ -43,7 +43,7 @@ func newBenchHost() (*benchHost, error) {
 // close empties the namespace and lets it go. Tables that went only with it would be there for a while yet: the kernel takes
 // its time with namespaces.
 func (h *benchHost) close() error {
-	return errors.Join(h.backend.Remove(), h.conn.Close(), h.net.Close())
+	return errors.Join(h.backend.Remove(), h.backend.Close(), h.net.Close())
 }
 
 // benchLine is the line from objects in memory to the kernel, step by step, as reconcile.Loop goes it.

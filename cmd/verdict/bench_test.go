@@ -146,6 +146,19 @@ func TestBenchChange(t *testing.T) {
 	}
 }
 
+func TestBenchRestart(t *testing.T) {
+	var r restartResult
+	fields := benchJSON(t, &r, "restart", "--rounds", "3", "--changed", "5")
+	object(t, fields, "corrected", "seconds", "slowest_seconds", "messages", "elements_written")
+	if a := r.Adopted; a.Seconds <= 0 || a.Seconds > a.Slowest || a.Messages != 0 || a.Elements != 0 {
+		t.Errorf("adopted: %+v", a)
+	}
+	if r.Rounds != 3 || r.Changed != 5 || r.Corrected.Elements != 4*5 {
+		t.Errorf("%+v", r)
+	}
+	printed(t, &r, seconds(r.Adopted.Seconds), seconds(r.Corrected.Seconds), seconds(r.Corrected.Slowest), "5 Services changed")
+}
+
 func TestBenchChurn(t *testing.T) {
 	var r churnResult
 	fields := benchJSON(t, &r, "churn", "--rate", "500", "--seconds", "0.6")

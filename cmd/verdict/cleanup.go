@@ -15,12 +15,12 @@ translation lives in connection tracking. Nothing else is touched; the sysctl ne
 is, since others may rely on it. That there is nothing to remove is no error.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			conn, err := kernel.Dial(0)
+			backend, err := kernel.Open(kernel.Options{})
 			if err != nil {
 				return err
 			}
-			defer conn.Close()
-			return kernel.NewBackend(conn).Remove()
+			defer backend.Close()
+			return backend.Remove()
 		},
 	}
 }

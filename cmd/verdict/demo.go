@@ -387,7 +387,6 @@ func (d *demo) write(name string, t *template.Template, data any) error {
 
 // demoProxy is the real proxy, at work in the node's namespace.
 type demoProxy struct {
-	conn    *kernel.Conn
 	backend *kernel.Backend
 	// reader is another connection, to look at counters while the proxy uses its own.
 	reader *kernel.Conn
@@ -417,14 +416,14 @@ func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
 	}
 	p := &demoProxy{transactions: make(chan reconcile.Transaction, 16), done: make(chan struct{})}
 	err = d.cluster.Node.Do(func() (err error) {
-		if p.conn, p.backend, err = openBackend(); err != nil {
+		if p.backend, err = openBackend(kernel.Options{}); err != nil {
 			return err
 		}
 		if p.reader, err = kernel.Dial(0); err != nil {
-			return errors.Join(err, p.conn.Close())
+			return errors.Join(err, p.backend.Close())
 		}
 		if p.flows, err = conntrack.Dial(0); err != nil {
-			return errors.Join(err, p.conn.Close(), p.reader.Close())
+			return errors.Join(err, p.backend.Close(), p.reader.Close())
 		}
 		return nil
 	})
@@ -465,7 +464,7 @@ func (p *demoProxy) stop() error {
 }
 
 func (p *demoProxy) close() error {
-	return errors.Join(p.stop(), p.conn.Close(), p.reader.Close(), p.flows.Close())
+	return errors.Join(p.stop(), p.backend.Close(), p.reader.Close(), p.flows.Close())
 }
 
 // inHost is a source that works inside a host.

@@ -84,15 +84,15 @@ func routeLocalnet() error {
 }
 
 // openBackend opens the kernel of the network namespace the calling thread is in, and makes sure that it is up to it.
-func openBackend() (*kernel.Conn, *kernel.Backend, error) {
-	conn, err := kernel.Dial(0)
+func openBackend(o kernel.Options) (*kernel.Backend, error) {
+	backend, err := kernel.Open(o)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	if err := conn.Probe(); err != nil {
-		return nil, nil, errors.Join(err, conn.Close())
+	if err := backend.Probe(); err != nil {
+		return nil, errors.Join(err, backend.Close())
 	}
-	return conn, kernel.NewBackend(conn), nil
+	return backend, nil
 }
 
 // newLog gives the log that the flags ask for.

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -109,11 +110,14 @@ func write(t *testing.T, file string, flags []string) error {
 	labtest.Check(t, err)
 	st, _, err := compute(config, file)
 	labtest.Check(t, err)
-	conn, backend, err := openBackend()
+	backend, err := openBackend(kernel.Options{})
 	if err != nil {
 		return err
 	}
-	defer conn.Close()
+	defer backend.Close()
+	if err := backend.Remove(); err != nil { // what nft loaded, which would be corrected otherwise
+		return err
+	}
 	_, err = backend.Apply(st, dataplane.Change{})
 	return err
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
@@ -45,11 +46,11 @@ Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at; other
 				return err
 			}
 			n.sources = []source{objects, &watch.Host{Report: reporter(log)}}
-			conn, backend, err := openBackend()
+			backend, err := openBackend(kernel.Options{Own: true})
 			if err != nil {
 				return err
 			}
-			defer conn.Close()
+			defer backend.Close()
 			n.backend = backend
 			if n.flows, err = conntrack.Dial(0); err != nil {
 				return err

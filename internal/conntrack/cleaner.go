@@ -15,6 +15,7 @@ import (
 // Backend is what makes the kernel carry states, as package reconcile has it.
 type Backend interface {
 	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
+	Check() (found []string, again time.Duration, err error)
 	Remove() error
 }
 
@@ -111,6 +112,7 @@ func newCleaner(t table, looked func(Look)) *Cleaner {
 // waits while the Cleaner deletes a few flows, which takes less than a millisecond, and never while it lists them.
 func (c *Cleaner) Behind(b Backend) Backend { return behind{b, c} }
 
+// behind leaves Check to the other backend: it writes nothing, and the Cleaner need not wait for it.
 type behind struct {
 	Backend
 	cleaner *Cleaner

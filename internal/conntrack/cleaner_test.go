@@ -84,7 +84,8 @@ type backendFunc func(*dataplane.State) (dataplane.Receipt, error)
 func (f backendFunc) Apply(st *dataplane.State, _ dataplane.Change) (dataplane.Receipt, error) {
 	return f(st)
 }
-func (f backendFunc) Remove() error { return nil }
+func (f backendFunc) Check() ([]string, time.Duration, error) { return nil, 0, nil }
+func (f backendFunc) Remove() error                           { return nil }
 
 func fine(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, nil }
 

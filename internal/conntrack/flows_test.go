@@ -58,16 +58,16 @@ func newProxied(t *testing.T) *proxied {
 // restart begins with a new proxy, which knows nothing yet. The kernel keeps what it has.
 func (p *proxied) restart(looked func(Look)) {
 	p.t.Helper()
-	var nft *kernel.Conn
+	var nft *kernel.Backend
 	labtest.Check(p.t, p.Node.Do(func() (err error) {
-		nft, err = kernel.Dial(0)
+		nft, err = kernel.Open(kernel.Options{})
 		return err
 	}))
 	p.t.Cleanup(func() { nft.Close() })
 	p.planner = dataplane.NewPlanner(dataplane.Config{NodeName: "node", LocalhostNodePorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}})
 	p.cleaner = NewCleaner(open(p.t, p.Node), looked)
-	p.backend = p.cleaner.Behind(kernel.NewBackend(nft))
+	p.backend = p.cleaner.Behind(nft)
 }
 
 func (p *proxied) apply(d snapshot.Delta) {

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -142,7 +143,8 @@ type noBackend struct{ full bool }
 func (b *noBackend) Apply(*dataplane.State, dataplane.Change) (dataplane.Receipt, error) {
 	return dataplane.Receipt{Full: b.full}, nil
 }
-func (b *noBackend) Remove() error { return nil }
+func (b *noBackend) Check() ([]string, time.Duration, error) { return nil, 0, nil }
+func (b *noBackend) Remove() error                           { return nil }
 
 // lookNow looks at all that is due, and ends the turns.
 func lookNow(t testing.TB, c *Cleaner) Look {

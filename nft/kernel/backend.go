@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -11,95 +12,302 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
+// Options say how a Backend works. The zero value is a Backend for a while: it opens its own socket, and owns nothing.
+type Options struct {
+	// Socket, if not nil, is what OpenSocket gave, here or in another process. The tables are written by it. It stays the
+	// caller's.
+	Socket *os.File
+	// Own makes the tables ours alone, where the kernel can do that (Linux 6.9): others get EPERM, and "nft flush ruleset"
+	// passes them by, for as long as anybody holds Socket open. Later they are everybody's, until the next Backend owns them.
+	Own bool
+}
+
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
 	// Sent, if not nil, is given the batch of each transaction that took the kernel to a state, for Conn.Replay. The bytes hold
 	// until the Backend is called again.
 	Sent func(batch []byte)
 
-	conn  *Conn
+	options Options
+	netns   *os.File
+	// dial opens a socket in a network namespace; tests put faults in.
+	dial func(netns int) (*Conn, error)
+	// conn is what we write by, and what owns the tables. reader only reads, and so does sweeper, whose dumps of the affinity maps
+	// go on while others read.
+	conn, reader, sweeper *Conn
+	// owns says that the kernel can make tables ours, and that it is wished for.
+	owns bool
+
 	model nft.Model
-	batch batch
-	// unforgotten is what the affinity maps may still name though a transaction took it away.
-	unforgotten []nft.Forget
+	trust trust
+	// missed is what of past changes is not in the kernel, since a transaction failed.
+	missed dataplane.Change
+	batch  batch
+	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
+	generation uint32
+	tables     [len(nft.Families)]tableInfo
+	sweep      sweep
+	inspection inspection
 }
 
-// NewBackend gives a backend that writes through a connection. Whatever tables of ours are there, its first transaction
-// replaces them as a whole.
-func NewBackend(c *Conn) *Backend { return &Backend{conn: c} }
+// trust is how far the model can be believed to be what the kernel holds.
+type trust uint8
 
-// Apply takes the kernel to a state in one transaction. After an error the kernel holds what it held before, and the next
-// call writes everything anew.
-func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	start := time.Now()
-	txn := b.model.Plan(want, change)
-	r := dataplane.Receipt{Plan: time.Since(start)}
-	if txn.Empty() {
-		return r, b.forget()
+const (
+	// stranger: nothing is known of the tables, which a former process may have left.
+	stranger trust = iota
+	// doubtful: others may have changed them. They are read back before the next transaction.
+	doubtful
+	// broken: what was read back could not be corrected. Everything is made anew.
+	broken
+	// certain: they are what the model says.
+	certain
+)
+
+// Open gives a backend for the network namespace of the calling thread. Nothing is written before the first Apply.
+func Open(o Options) (*Backend, error) {
+	netns, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, fmt.Errorf("nft: network namespace: %w", err)
 	}
+	b := &Backend{options: o, netns: netns, dial: Dial}
+	for _, c := range []**Conn{&b.reader, &b.sweeper} {
+		if *c, err = b.dial(int(netns.Fd())); err != nil {
+			return nil, errors.Join(err, b.Close())
+		}
+	}
+	if err := b.openWriter(); err != nil {
+		return nil, errors.Join(err, b.Close())
+	}
+	if o.Own {
+		if b.owns, err = b.conn.ownership(); err != nil {
+			return nil, errors.Join(err, b.Close())
+		}
+	}
+	if b.owns {
+		b.batch.tableFlags = tableOwner | tablePersist
+	}
+	return b, nil
+}
+
+// openWriter opens the connection to write by.
+func (b *Backend) openWriter() (err error) {
+	if b.options.Socket != nil {
+		b.conn, err = inherit(b.options.Socket)
+	} else {
+		b.conn, err = b.dial(int(b.netns.Fd()))
+	}
+	return err
+}
+
+// Owns says whether the tables are this backend's alone, as long as it holds its socket.
+func (b *Backend) Owns() bool { return b.owns }
+
+// Close closes the sockets. What was written stays.
+func (b *Backend) Close() error {
+	errs := []error{b.netns.Close()}
+	for _, c := range []*Conn{b.conn, b.reader, b.sweeper} {
+		if c != nil {
+			errs = append(errs, c.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Probe asks the kernel whether it takes our ruleset, without leaving anything. It returns nil, ErrRights, an *Unsupported, or
+// another error.
+func (b *Backend) Probe() error { return b.conn.Probe() }
+
+// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, everything anew; and each of them
+// once more because sets turned out not to grow, or the kernel asked for it.
+const maxAttempts = 6
+
+// Apply takes the kernel to a state in one transaction. What a former process left is adopted if it is the same, corrected if it
+// is nearly so, and replaced otherwise. After an error the kernel holds what it held before. The error is a *dataplane.Refused
+// if the kernel takes everything but what some Services ask for.
+func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	var r dataplane.Receipt
+	defer b.batch.trim()
+	b.missed = b.missed.With(change)
+	for attempt := 1; ; attempt++ {
+		start := time.Now()
+		txn, err := b.plan(want)
+		r.Plan += time.Since(start)
+		if err != nil {
+			return r, err
+		}
+		if !txn.Empty() {
+			err = b.commit(txn, &r)
+		} else if b.trust == stranger {
+			r.Adopted = true
+		}
+		if err == nil {
+			b.trust, b.missed = certain, dataplane.Change{}
+			return r, b.committed(txn)
+		}
+		if err = b.failed(txn, err); err != nil || attempt == maxAttempts {
+			return r, errors.Join(err, errAttempts(err, attempt))
+		}
+	}
+}
+
+func errAttempts(err error, attempts int) error {
+	if err == nil {
+		return fmt.Errorf("nft: %d transactions failed, each for another reason", attempts)
+	}
+	return nil
+}
+
+// plan gives the transaction that takes the kernel to a state.
+func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
+	if b.trust == certain {
+		ok, err := b.learn(b.missed)
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			return b.model.Plan(want, b.missed), nil
+		}
+		b.trust = doubtful
+	}
+	fresh := !b.model.Filled()
+	txn := b.model.Plan(want, b.missed)
+	if !fresh {
+		b.missed = dataplane.Change{} // what is corrected or made anew is all that the model holds
+	}
+	return b.planFrom(txn, fresh)
+}
+
+// planFrom is plan for a kernel that may hold anything. Txn is what a fresh model planned for one that holds nothing.
+func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
+	// What others write from now on will be seen.
+	generation, err := b.reader.generation()
+	if err != nil {
+		return nil, err
+	}
+	b.generation = generation
+	var found *[len(nft.Families)]nft.Found
+	held := false
+	if b.trust != broken {
+		if found, held, err = b.readBack(); err != nil {
+			return nil, err
+		}
+	}
+	switch {
+	case found == nil && fresh:
+		return txn, nil
+	case found == nil:
+		return b.model.Recreate(), nil
+	case b.trust == stranger && b.model.Adopt(found):
+		if !held { // the revision may be right and the elements others, if somebody else could change them
+			b.generation = 0
+		}
+		return &nft.Txn{}, nil
+	}
+	if err := b.readElements(found); err != nil {
+		return nil, err
+	}
+	return b.model.Correct(found), nil
+}
+
+// commit writes a transaction.
+func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
+	start := time.Now()
 	r.Full = txn.Tables[0].Create != nil
 	r.Added, r.Replaced, r.Removed = txn.Counts()
-	defer b.batch.trim()
-	start = time.Now()
 	bytes := b.batch.encode(txn)
-	r.Encode, r.Bytes, r.Messages = time.Since(start), len(bytes), int(b.batch.seq)-1
+	r.Encode += time.Since(start)
+	r.Bytes, r.Messages = len(bytes), int(b.batch.seq)-1
 	start = time.Now()
-	err := b.commit(bytes)
-	r.Commit = time.Since(start)
-	if err != nil {
-		b.model = nft.Model{}
-		return r, err
+	defer func() { r.Commit += time.Since(start) }()
+	err := b.send(bytes)
+	var large *errTooLarge
+	if errors.As(err, &large) {
+		return b.commitSteps(txn, large.room)
 	}
-	if b.Sent != nil {
+	if err == nil && b.Sent != nil {
 		b.Sent(bytes)
 	}
-	if r.Full { // the affinity maps are new, too
-		b.unforgotten = nil
-	}
-	b.unforgotten = append(b.unforgotten, txn.Forget...)
-	return r, b.forget()
+	return err
 }
 
-// Remove deletes our tables. That they are not there is no error.
-func (b *Backend) Remove() error {
-	b.model, b.unforgotten = nft.Model{}, nil
-	b.batch.reset()
-	b.batch.notes = b.batch.notes[:0]
-	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	for _, f := range nft.Families {
-		b.batch.end(b.batch.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
-		b.batch.deleteTable(f)
-	}
-	b.batch.batch(unix.NFNL_MSG_BATCH_END)
-	return b.commit(b.batch.b)
-}
+// maxElementBytes is more than the longest element takes in a batch, with its deletion before it.
+const maxElementBytes = 512
 
-// List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
-func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
-	var out [len(nft.Families)]nft.Listing
-	for i, f := range nft.Families {
-		out[i].Table = b.model.Structure(f)
-		if err := b.conn.ruleCounters(f, out[i].Table.Chains); err != nil {
-			return out, err
+// commitSteps writes a transaction in several, since this process may not send it in one.
+func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
+	for i, step := range txn.Split(max(room/maxElementBytes, 1)) {
+		if step.Empty() {
+			continue
 		}
-		for set := range nft.NumSets {
-			elements, err := b.conn.Elements(f, set)
-			if err != nil {
-				return out, err
+		if err := b.send(b.batch.encode(step)); err != nil {
+			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
+				return &halfway{err}
 			}
-			out[i].Elements[set] = elements
+			return err
 		}
 	}
-	return out, nil
+	return nil
 }
 
-// commit sends the batch's bytes and turns what was refused into an error that names the objects.
-func (b *Backend) commit(bytes []byte) error {
-	refused, err := b.conn.transact(bytes)
-	if err != nil {
-		return errors.Join(fmt.Errorf("nft: send transaction: %w", err), b.refusals(refused))
+// halfway is the error of a transaction of which some steps are in.
+type halfway struct{ error }
+
+func (h *halfway) Unwrap() error { return h.error }
+
+// rejected is what the kernel refused of a batch.
+type rejected struct {
+	refused []refusal
+	// text names the objects.
+	text error
+}
+
+func (r *rejected) Error() string { return r.text.Error() }
+
+func (r *rejected) Unwrap() error { return r.text }
+
+// all says whether every refusal has one of some error numbers.
+func (r *rejected) all(errnos ...unix.Errno) bool {
+	for _, x := range r.refused {
+		found := false
+		for _, e := range errnos {
+			found = found || x.errno == e
+		}
+		if !found {
+			return false
+		}
 	}
-	return b.refusals(refused)
+	return true
+}
+
+func (r *rejected) any(errno unix.Errno) bool {
+	for _, x := range r.refused {
+		if x.errno == errno {
+			return true
+		}
+	}
+	return false
+}
+
+// send sends a batch's bytes and turns what was refused into an error that names the objects.
+func (b *Backend) send(bytes []byte) error {
+	refused, err := b.conn.transact(bytes)
+	if len(refused) > 0 {
+		return &rejected{refused, errors.Join(err, b.refusals(refused))}
+	}
+	if err != nil {
+		return fmt.Errorf("nft: send transaction: %w", err)
+	}
+	b.generation = next(b.generation)
+	return nil
+}
+
+// next gives the number of the generation after one of ours. The kernel leaves out 0, which here means "not known".
+func next(generation uint32) uint32 {
+	if generation++; generation == 1 || generation == 0 {
+		return 0
+	}
+	return generation
 }
 
 // maxRefusals bounds the length of an error: when one object is refused, often all are.
@@ -117,81 +325,76 @@ func (b *Backend) refusals(refused []refusal) error {
 	return errors.Join(errs...)
 }
 
-// forget deletes the affinity entries that transactions made wrong. What it could not do, the next call does.
-func (b *Backend) forget() error {
-	for _, f := range nft.Families {
-		wrong := matcher(f, b.unforgotten)
-		if wrong == nil {
-			continue
-		}
-		entries, err := b.conn.Elements(f, nft.Affinity)
-		if err != nil {
-			return fmt.Errorf("session affinity: %w", err)
-		}
-		var gone []nft.Element
-		for i := range entries {
-			if wrong(&entries[i].Element) {
-				gone = append(gone, entries[i].Element)
-			}
-		}
-		if err := b.deleteAffinity(f, gone); err != nil {
-			return fmt.Errorf("session affinity: %w", err)
+// committed does what is to be done once a transaction is in.
+func (b *Backend) committed(txn *nft.Txn) error {
+	resized := false
+	for i := range txn.Tables {
+		tt := &txn.Tables[i]
+		resized = resized || len(tt.Resize) > 0
+		switch {
+		case tt.Create != nil && !tt.Keep: // the affinity map is new, too
+			b.sweep.turns[i], b.tables[i] = 0, tableInfo{}
+		case tt.Sweep:
+			b.sweep.order(i, sweepTurns, time.Now())
 		}
 	}
-	b.unforgotten = nil
-	return nil
-}
-
-// matcher gives a function that says whether an entry is to be forgotten; nil if there is nothing to forget in a family.
-func matcher(f nft.Family, list []nft.Forget) func(*nft.Element) bool {
-	set := map[nft.Forget]bool{}
-	for _, x := range list {
-		if x.Family == f {
-			set[x] = true
-		}
-	}
-	if len(set) == 0 {
-		return nil
-	}
-	return func(e *nft.Element) bool {
-		id, ep := e.AffinityOf(f)
-		return set[nft.Forget{Family: f, ID: id}] || set[nft.Forget{Family: f, ID: id, Endpoint: ep}]
-	}
-}
-
-// deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting, which
-// fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
-func (b *Backend) deleteAffinity(f nft.Family, entries []nft.Element) error {
-	for len(entries) > 0 {
-		b.batch.reset()
-		b.batch.notes = b.batch.notes[:0]
-		b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
-		first := b.batch.seq
-		for i := range entries {
-			b.batch.elements(f, unix.NFT_MSG_DELSETELEM, nft.Affinity, entries[i:i+1])
-		}
-		b.batch.batch(unix.NFNL_MSG_BATCH_END)
-		refused, err := b.conn.transact(b.batch.b)
-		if err != nil || len(refused) == 0 {
+	if resized {
+		if err := b.checkSizes(); err != nil {
 			return err
 		}
-		gone := map[int]bool{}
-		for _, r := range refused {
-			if r.errno != unix.ENOENT {
-				return b.refusals(refused)
-			}
-			gone[int(r.seq-first)] = true
+	}
+	return b.know()
+}
+
+// know remembers which tables ours are, to see later whether they still are the same.
+func (b *Backend) know() error {
+	for i, f := range nft.Families {
+		if b.tables[i].there {
+			continue
 		}
-		left := entries[:0]
-		for i := range entries {
-			if !gone[i] {
-				left = append(left, entries[i])
-			}
+		info, err := b.reader.table(f)
+		if err != nil {
+			return err
 		}
-		if len(left) == len(entries) { // it was no entry that was refused
-			return b.refusals(refused)
-		}
-		entries = left
+		b.tables[i] = info
 	}
 	return nil
+}
+
+// Replay sends a batch that another Backend made: see Conn.Replay.
+func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
+
+// Remove deletes our tables. That they are not there is no error.
+func (b *Backend) Remove() error {
+	b.model, b.trust, b.missed = nft.Model{Fixed: b.model.Fixed}, stranger, dataplane.Change{}
+	b.sweep, b.inspection = sweep{}, inspection{}
+	b.tables = [len(nft.Families)]tableInfo{}
+	b.batch.reset()
+	b.batch.notes = b.batch.notes[:0]
+	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	for _, f := range nft.Families {
+		b.batch.end(b.batch.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
+		b.batch.deleteTable(f)
+	}
+	b.batch.batch(unix.NFNL_MSG_BATCH_END)
+	return b.owned(b.send(b.batch.b))
+}
+
+// List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
+func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
+	var out [len(nft.Families)]nft.Listing
+	for i, f := range nft.Families {
+		out[i].Table = b.model.Structure(f)
+		if err := b.reader.ruleCounters(f, out[i].Table.Chains); err != nil {
+			return out, err
+		}
+		for set := range nft.NumSets {
+			elements, err := b.reader.Elements(f, set)
+			if err != nil {
+				return out, err
+			}
+			out[i].Elements[set] = elements
+		}
+	}
+	return out, nil
 }

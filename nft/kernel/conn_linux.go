@@ -4,17 +4,18 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"syscall"
+	"os"
 
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
 )
 
 // Conn is a netlink socket to nf_tables. It is not safe for concurrent use.
 type Conn struct {
-	nl      *netlink.Conn
-	raw     syscall.RawConn
+	wire    wire
 	receive []byte
+	// sendMax is the largest datagram that there was room for so far.
 	sendMax int
 }
 
@@ -23,26 +24,35 @@ const receiveLen = 256 << 10
 
 // Dial opens a socket in the network namespace that a file descriptor stands for; 0 is the caller's own.
 func Dial(netns int) (*Conn, error) {
-	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: netns})
+	s, err := openSocket(netns)
 	if err != nil {
-		return nil, fmt.Errorf("nft: open netlink socket: %w", err)
+		return nil, err
 	}
-	c := &Conn{nl: nl, receive: make([]byte, receiveLen)}
-	if c.raw, err = nl.SyscallConn(); err != nil {
-		nl.Close()
-		return nil, fmt.Errorf("nft: open netlink socket: %w", err)
-	}
-	for _, o := range []netlink.ConnOption{netlink.ExtendedAcknowledge, netlink.CapAcknowledge} {
-		if err := nl.SetOption(o, true); err != nil {
-			nl.Close()
-			return nil, fmt.Errorf("nft: netlink socket option: %w", err)
-		}
-	}
-	return c, nil
+	return newConn(s), nil
 }
 
+// inherit uses a socket that OpenSocket made. What a former user left unread in it is thrown away.
+func inherit(f *os.File) (*Conn, error) {
+	s, err := inheritSocket(f)
+	if err != nil {
+		return nil, err
+	}
+	c := newConn(s)
+	for {
+		_, err := c.recv(false)
+		if errors.Is(err, unix.EAGAIN) {
+			return c, nil
+		}
+		if err != nil && !errors.Is(err, unix.ENOBUFS) {
+			return nil, errors.Join(fmt.Errorf("nft: inherited socket: %w", err), c.Close())
+		}
+	}
+}
+
+func newConn(w wire) *Conn { return &Conn{wire: w, receive: make([]byte, receiveLen)} }
+
 // Close closes the socket. Nothing in the kernel changes by it.
-func (c *Conn) Close() error { return c.nl.Close() }
+func (c *Conn) Close() error { return c.wire.Close() }
 
 // refusal is the kernel's answer to one message it did not take.
 type refusal struct {
@@ -52,23 +62,33 @@ type refusal struct {
 	text   string
 }
 
+// errTooLarge says that a batch does not fit into the largest datagram this process may send.
+type errTooLarge struct{ size, room int }
+
+func (e *errTooLarge) Error() string {
+	return fmt.Sprintf("a transaction of %d bytes needs a larger send buffer than the %d bytes this process may have "+
+		"(CAP_NET_ADMIN in the initial user namespace, or a higher net.core.wmem_max)", e.size, e.room)
+}
+
+func (e *errTooLarge) Unwrap() error { return unix.EMSGSIZE }
+
 // transact sends one batch and gives what the kernel refused of it; nothing refused means that the batch is in. The kernel
-// works a batch off while it is being sent, so the answers are all there once the call is back.
+// works a batch off while it is being sent, so the answers are all there once the call is back. After an error it is not known
+// whether the batch is in, unless it is an *errTooLarge: then it is not.
 func (c *Conn) transact(b []byte) ([]refusal, error) {
-	if err := c.growSendBuffer(len(b)); err != nil {
+	if err := c.makeRoom(len(b)); err != nil {
 		return nil, err
 	}
 	if err := c.send(b); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
-			return nil, fmt.Errorf("a transaction of %d bytes needs a larger send buffer than this process may have "+
-				"(CAP_NET_ADMIN in the initial user namespace, or a higher net.core.wmem_max): %w", len(b), err)
+			return nil, &errTooLarge{len(b), c.sendMax}
 		}
 		return nil, err
 	}
 	var refused []refusal
 	var lost error
 	for {
-		n, err := c.recv(unix.MSG_DONTWAIT)
+		n, err := c.recv(false)
 		switch {
 		case errors.Is(err, unix.EAGAIN):
 			return refused, lost
@@ -106,47 +126,40 @@ func (c *Conn) Replay(batch []byte) error {
 	return nil
 }
 
-// growSendBuffer makes room for a batch in one datagram.
-func (c *Conn) growSendBuffer(n int) error {
-	if n += 64 << 10; n <= c.sendMax {
+// sendMargin is what a datagram takes of the send buffer besides its bytes.
+const sendMargin = 64 << 10
+
+// makeRoom makes room for a batch in one datagram.
+func (c *Conn) makeRoom(n int) error {
+	if n <= c.sendMax {
 		return nil
 	}
-	if err := c.nl.SetWriteBuffer(n); err != nil {
+	got, err := c.wire.room(n + sendMargin)
+	if err != nil {
 		return fmt.Errorf("nft: netlink send buffer: %w", err)
 	}
-	c.sendMax = n
+	// Twice what is asked for is what the socket has, and what a small datagram may take of it.
+	if c.sendMax = max(2*got-sendMargin, c.sendMax); n > c.sendMax {
+		return &errTooLarge{n, c.sendMax}
+	}
 	return nil
 }
 
 func (c *Conn) send(b []byte) error {
-	var serr error
-	err := c.raw.Write(func(fd uintptr) bool {
-		for {
-			serr = unix.Sendto(int(fd), b, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
-			if serr != unix.EINTR {
-				return serr != unix.EAGAIN
-			}
+	for {
+		if err := c.wire.send(b); !errors.Is(err, unix.EINTR) {
+			return err
 		}
-	})
-	return errors.Join(err, serr)
+	}
 }
 
-// recv reads one datagram. Without MSG_DONTWAIT it waits for one.
-func (c *Conn) recv(flags int) (int, error) {
-	var n int
-	var rerr error
-	err := c.raw.Read(func(fd uintptr) bool {
-		for {
-			n, _, rerr = unix.Recvfrom(int(fd), c.receive, unix.MSG_DONTWAIT)
-			if rerr != unix.EINTR {
-				return flags&unix.MSG_DONTWAIT != 0 || rerr != unix.EAGAIN
-			}
+// recv reads one datagram into c.receive.
+func (c *Conn) recv(wait bool) (int, error) {
+	for {
+		if n, err := c.wire.recv(c.receive, wait); !errors.Is(err, unix.EINTR) {
+			return n, err
 		}
-	})
-	if err != nil {
-		return 0, err
 	}
-	return n, rerr
 }
 
 // header is the part of a struct nlmsghdr that answers need.
@@ -219,7 +232,7 @@ const maxDumps = 10
 func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
 	for range maxDumps {
 		begin()
-		whole, err := c.dumpOnce(request, do)
+		whole, err := c.query(request, true, do)
 		if err != nil || whole {
 			return err
 		}
@@ -227,14 +240,14 @@ func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
 	return fmt.Errorf("interrupted %d times by other transactions: %w", maxDumps, unix.EINTR)
 }
 
-// dumpOnce says whether the dump was whole.
-func (c *Conn) dumpOnce(request []byte, do func(attrs []byte)) (whole bool, err error) {
+// query sends a request and calls do with the attributes of each object in the answer. It says whether the answer was whole.
+func (c *Conn) query(request []byte, dump bool, do func(attrs []byte)) (whole bool, err error) {
 	if err := c.send(request); err != nil {
 		return false, err
 	}
 	whole = true
 	for done := false; !done; {
-		n, err := c.recv(0)
+		n, err := c.recv(true)
 		if err != nil {
 			return false, err
 		}
@@ -249,6 +262,7 @@ func (c *Conn) dumpOnce(request []byte, do func(attrs []byte)) (whole bool, err 
 					return r.errno
 				}
 			default:
+				done = !dump
 				if len(body) >= 4 {
 					do(body[4:])
 				}
@@ -262,4 +276,73 @@ func (c *Conn) dumpOnce(request []byte, do func(attrs []byte)) (whole bool, err 
 		}
 	}
 	return whole, nil
+}
+
+// generation gives the number of the last transaction of the network namespace, whoever made it.
+func (c *Conn) generation() (uint32, error) {
+	var w buffer
+	w.reset()
+	w.end(w.message(subsystem|unix.NFT_MSG_GETGEN, unix.NLM_F_REQUEST, 0))
+	var gen uint32
+	_, err := c.query(w.b, false, func(attrs []byte) {
+		eachAttr(attrs, func(typ uint16, v []byte) {
+			if typ == unix.NFTA_GEN_ID && len(v) == 4 {
+				gen = binary.BigEndian.Uint32(v)
+			}
+		})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("nft: generation: %w", err)
+	}
+	return gen, nil
+}
+
+// getChunk is how many elements are asked for at once: the kernel answers each in a datagram of its own, and all of them have to
+// find room in the socket.
+const getChunk = 32
+
+// get reads elements of one set by their keys, and calls do with each that is there.
+func (c *Conn) get(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
+	for len(keys) > 0 {
+		n := min(getChunk, len(keys))
+		if err := c.getOnce(f, set, keys[:n], do); err != nil {
+			return fmt.Errorf("nft: read %s %s %s: %w", f, nft.TableName, set, err)
+		}
+		keys = keys[n:]
+	}
+	return nil
+}
+
+// getOnce asks for a few elements. The kernel stops at the first that is not there and does not say which it was: those
+// after the answers that came are asked for again.
+func (c *Conn) getOnce(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
+	for len(keys) > 0 {
+		var w batch
+		w.reset()
+		m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_ACK, f)
+		w.text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+		w.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+		list := w.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		for i := range keys {
+			w.element(f, &keys[i], false)
+		}
+		w.close(list)
+		w.end(m)
+		got := 0
+		_, err := c.query(w.b, true, func(attrs []byte) {
+			got++
+			eachElement(f, set, attrs, func(e nft.Listed) { do(e.Element) })
+		})
+		switch {
+		case err == nil:
+			return nil
+		case !errors.Is(err, unix.ENOENT):
+			return err
+		}
+		if got >= len(keys) {
+			return err
+		}
+		keys = keys[got+1:]
+	}
+	return nil
 }

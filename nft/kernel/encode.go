@@ -35,6 +35,12 @@ var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "
 type batch struct {
 	buffer
 	notes []note
+	// tableName is another name than our tables have, for a probe.
+	tableName string
+	// tableFlags are those of new tables.
+	tableFlags uint32
+	// single gives each element a message of its own, so that the kernel says of each what it thinks.
+	single bool
 	// chains caches the bytes of verdicts that lead to a chain.
 	chains map[nft.ChainID][]byte
 }
@@ -59,7 +65,9 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 	for i, f := range nft.Families {
 		b.table(f, &txn.Tables[i])
 	}
-	b.batch(unix.NFNL_MSG_BATCH_END)
+	if !b.single {
+		b.batch(unix.NFNL_MSG_BATCH_END)
+	}
 	return b.b
 }
 
@@ -98,13 +106,25 @@ func (b *batch) reserve(txn *nft.Txn) {
 // table writes a table's part in the order TableTxn gives.
 func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 	if tt.Create != nil {
-		b.replaceTable(f, tt.Create)
+		if tt.Keep {
+			b.emptyTable(f)
+		} else {
+			b.replaceTable(f, tt.Create)
+		}
+		for i := range tt.Create.Sets {
+			if s := &tt.Create.Sets[i]; !tt.Keep || s.ID != nft.Affinity {
+				b.newSet(f, s)
+			}
+		}
+	}
+	for _, name := range tt.DelForeign {
+		b.chainNamed(f, unix.NFT_MSG_DELRULE, name, "flush chain "+name)
 	}
 	for set := range tt.Del {
 		b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
 	}
 	for _, id := range tt.DelChains {
-		b.chainOnly(f, unix.NFT_MSG_DELCHAIN, id, "delete chain "+id.Name())
+		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, id.Name(), "delete chain "+id.Name())
 	}
 	chains := tt.AddChains
 	if tt.Create != nil {
@@ -114,8 +134,14 @@ func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 		b.newChain(f, &chains[i])
 	}
 	for _, c := range tt.Rewrite {
-		b.chainOnly(f, unix.NFT_MSG_DELRULE, c.ID, "flush chain "+c.ID.Name())
+		b.chainNamed(f, unix.NFT_MSG_DELRULE, c.ID.Name(), "flush chain "+c.ID.Name())
 		b.rules(f, &c)
+	}
+	for _, name := range tt.DelForeign { // nothing of ours leads there any more
+		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
+	}
+	for i := range tt.Resize {
+		b.newSet(f, &tt.Resize[i])
 	}
 	for i := range chains {
 		b.rules(f, &chains[i])
@@ -129,7 +155,11 @@ func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 func (b *batch) object(f nft.Family, msg uint16, flags uint16, what string) int {
 	b.notes = append(b.notes, note{seq: b.seq, start: len(b.b), what: what, family: f})
 	m := b.message(subsystem|msg, flags, f)
-	b.text(1, nft.TableName) // attribute 1 is the table's name in every message of nf_tables
+	name := nft.TableName
+	if b.tableName != "" {
+		name = b.tableName
+	}
+	b.text(1, name) // attribute 1 is the table's name in every message of nf_tables
 	return m
 }
 
@@ -138,11 +168,30 @@ func (b *batch) replaceTable(f nft.Family, t *nft.Table) {
 	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
 	b.deleteTable(f)
 	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table")
+	if b.tableFlags != 0 {
+		b.u32(nftaTableFlags, b.tableFlags)
+	}
 	b.attr(nftaTableUserdata, commentUserdata(t.Comment))
 	b.end(m)
-	for i := range t.Sets {
-		b.newSet(f, &t.Sets[i])
+}
+
+// emptyTable takes away all rules and sets of a table but the affinity map. Chains are left, since verdicts and hooks lead there.
+func (b *batch) emptyTable(f nft.Family) {
+	b.end(b.object(f, unix.NFT_MSG_DELRULE, flagsRequest, "delete all rules"))
+	for id := range nft.NumSets {
+		if id != nft.Affinity {
+			m := b.object(f, unix.NFT_MSG_DELSET, flagsRequest, "delete set "+id.String())
+			b.text(unix.NFTA_SET_NAME, id.String())
+			b.end(m)
+		}
 	}
+}
+
+// claimTable makes a table that nobody owns ours.
+func (b *batch) claimTable(f nft.Family, flags uint32) {
+	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "own table")
+	b.u32(nftaTableFlags, flags)
+	b.end(m)
 }
 
 func (b *batch) deleteTable(f nft.Family) {
@@ -227,14 +276,14 @@ func (b *batch) newChain(f nft.Family, c *nft.Chain) {
 	b.end(m)
 }
 
-// chainOnly writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
-func (b *batch) chainOnly(f nft.Family, msg uint16, id nft.ChainID, what string) {
+// chainNamed writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
+func (b *batch) chainNamed(f nft.Family, msg uint16, name, what string) {
 	attr := uint16(unix.NFTA_CHAIN_NAME)
 	if msg == unix.NFT_MSG_DELRULE {
 		attr = unix.NFTA_RULE_CHAIN
 	}
 	m := b.object(f, msg, flagsRequest, what)
-	b.text(attr, id.Name())
+	b.text(attr, name)
 	b.end(m)
 }
 
@@ -272,7 +321,7 @@ func (b *batch) elements(f nft.Family, msg uint16, set nft.SetID, elements []nft
 		b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		n := 0
-		for n < len(elements) && len(b.b)-list < maxNest {
+		for n < len(elements) && len(b.b)-list < maxNest && !(b.single && n == 1) {
 			b.element(f, &elements[n], msg == unix.NFT_MSG_NEWSETELEM)
 			n++
 		}

@@ -263,13 +263,7 @@ func proxied(t testing.TB, conf lab.Config) (*lab.Cluster, *Backend) {
 			labtest.Check(t, err)
 		}
 	}
-	var conn *Conn
-	labtest.Check(t, c.Node.Do(func() (err error) {
-		conn, err = Dial(0)
-		return err
-	}))
-	t.Cleanup(func() { conn.Close() })
-	return c, NewBackend(conn)
+	return c, open(t, c.Node, Options{})
 }
 
 // facts are what a proxy on the cluster's node knows of it.
@@ -622,6 +616,7 @@ func TestAffinity(t *testing.T) {
 	change := dataplane.Change{Services: []snapshot.Name{s.name()}}
 	_, err := b.Apply(oneState(c, reduced, sticky(time.Hour)), change)
 	labtest.Check(t, err)
+	quiet(t, b)
 	for _, o := range origins(c) {
 		at := s.frontendOf(c, dataplane.LoadBalancerIP, lab.IPv4)
 		r := dialAsExpected(o.host, snapshot.TCP, at, lab.Answered)

@@ -27,7 +27,7 @@ var ErrRights = errors.New("no right to change nf_tables: run as root, or with C
 // Probe asks the kernel whether it takes our ruleset, without leaving anything: a batch that is never finished is checked
 // message by message and then thrown away. It returns nil, ErrRights, an *Unsupported, or another error.
 func (c *Conn) Probe() error {
-	var b batch
+	b := batch{tableName: probeName}
 	b.reset()
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
 	for _, f := range nft.Families {
@@ -42,6 +42,23 @@ func (c *Conn) Probe() error {
 		return fmt.Errorf("nft: uname: %w", err)
 	}
 	return b.judge(refused, unix.ByteSliceToString(release.Release[:]))
+}
+
+// probeName is not the name of our tables, which may belong to another process.
+const probeName = nft.TableName + "-probe"
+
+// ownership says whether this kernel lets a table belong to a socket and stay when that is closed. Without the latter (Linux
+// 5.12 to 6.8) a table would vanish with the last process that holds the socket, and all Services with it.
+func (c *Conn) ownership() (bool, error) {
+	b := batch{tableName: probeName}
+	b.reset()
+	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.claimTable(nft.IPv4, tableOwner|tablePersist)
+	refused, err := c.transact(b.b)
+	if err != nil {
+		return false, fmt.Errorf("nft: probe: %w", err)
+	}
+	return len(refused) == 0, nil
 }
 
 // probeTable holds one of everything that a state could ask for.

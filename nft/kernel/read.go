@@ -16,29 +16,10 @@ import (
 
 // Elements reads all elements of one of our sets, in the kernel's order. A table or set that is not there gives none.
 func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
-	w.text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
-	w.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
-	w.end(m)
 	var out []nft.Listed
 	var ends [][]byte
-	err := c.dump(w.b, func() { out, ends = nil, nil }, func(attrs []byte) {
-		eachAttr(attrs, func(typ uint16, list []byte) {
-			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-				return
-			}
-			eachAttr(list, func(_ uint16, elem []byte) {
-				p := parseElement(elem)
-				if p.isEnd {
-					ends = append(ends, p.key)
-				} else if e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, p.data, p.chain, p.comment); ok {
-					p.Element = e
-					out = append(out, p.Listed)
-				}
-			})
-		})
+	err := c.dump(listRequest(f, set), func() { out, ends = nil, nil }, func(attrs []byte) {
+		ends = append(ends, eachElement(f, set, attrs, func(e nft.Listed) { out = append(out, e) })...)
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
@@ -47,6 +28,36 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 		closeRanges(f, out, ends)
 	}
 	return out, nil
+}
+
+// listRequest asks for all elements of a set.
+func listRequest(f nft.Family, set nft.SetID) []byte {
+	var w buffer
+	w.reset()
+	m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
+	w.text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+	w.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+	w.end(m)
+	return w.b
+}
+
+// eachElement calls do with the elements of one message, and gives the ends of ranges among them.
+func eachElement(f nft.Family, set nft.SetID, attrs []byte, do func(nft.Listed)) (ends [][]byte) {
+	eachAttr(attrs, func(typ uint16, list []byte) {
+		if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
+			return
+		}
+		eachAttr(list, func(_ uint16, elem []byte) {
+			p := parseElement(elem)
+			if p.isEnd {
+				ends = append(ends, p.key)
+			} else if e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, p.data, p.chain, p.comment); ok {
+				p.Element = e
+				do(p.Listed)
+			}
+		})
+	})
+	return ends
 }
 
 // closeRanges gives the elements of a tree of ranges their ends: each ends before the nearest end after it, or at the last

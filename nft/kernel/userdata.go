@@ -34,6 +34,7 @@ const (
 	fieldIPv6Dest    = 9
 	metaL4Proto      = 16
 	metaPriority     = 2
+	metaMark         = 3
 	orderUnspecified = 0
 	orderHost        = 1
 	orderBig         = 2
@@ -79,7 +80,7 @@ func byteOrder(fields []nft.Field) uint32 {
 	if len(fields) != 1 {
 		return orderUnspecified
 	}
-	if fields[0] == nft.Priority {
+	if fields[0] == nft.Priority || fields[0] == nft.Mark {
 		return orderHost
 	}
 	return orderBig
@@ -119,6 +120,8 @@ func typeofField(f nft.Family, field nft.Field) []byte {
 		return typeofExpression(exprMeta, udataWord(0, metaL4Proto))
 	case nft.Priority:
 		return typeofExpression(exprMeta, udataWord(0, metaPriority))
+	case nft.Mark:
+		return typeofExpression(exprMeta, udataWord(0, metaMark))
 	case nft.RandomSlot:
 		const random, offset = 1, 0
 		u := append(udataWord(0, random), udataWord(1, nft.MaxSlots)...)
@@ -134,6 +137,7 @@ const (
 	typeIPv6    = 8
 	typeProto   = 12
 	typeService = 13
+	typeMark    = 19
 	typeClassID = 23
 )
 
@@ -158,6 +162,8 @@ func fieldType(f nft.Family, field nft.Field) uint32 {
 		return typeService
 	case nft.Priority:
 		return typeClassID
+	case nft.Mark:
+		return typeMark
 	}
 	return typeInteger
 }

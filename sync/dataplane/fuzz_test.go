@@ -146,9 +146,12 @@ func FuzzIncrementalEqualsFull(f *testing.F) {
 		cfg := d.config()
 		p, s := NewPlanner(cfg), snapshot.New()
 		p.Apply(s, snapshot.Change{})
-		known := map[Conflict]bool{}
+		known, old := map[Conflict]bool{}, map[snapshot.Name]*Service{}
 		for len(d.data) > 0 {
 			before, globals := maps.Clone(p.State().Services), *p.State()
+			if d.n(4) == 0 {
+				old = before
+			}
 			change, found := p.Apply(s, s.Apply(d.delta()))
 
 			want, conflicts := Compute(cfg, s)
@@ -157,6 +160,8 @@ func FuzzIncrementalEqualsFull(f *testing.F) {
 			}
 			checkInvariants(t, want)
 			checkChange(t, before, p.State().Services, change.Services)
+			checkBefore(t, p, before, change.Services)
+			checkWithin(t, old, want)
 			globals.Services = want.Services
 			if same := reflect.DeepEqual(&globals, want); same == change.Globals {
 				t.Fatalf("Globals is %v", change.Globals)
@@ -180,6 +185,40 @@ func checkChange(t *testing.T, before, after map[snapshot.Name]*Service, named [
 			t.Fatalf("%v is named and did not change", n)
 		}
 	}
+}
+
+// checkBefore compares what the Planner says of the Services before the last Apply with what they were.
+func checkBefore(t *testing.T, p *Planner, before map[snapshot.Name]*Service, named []snapshot.Name) {
+	t.Helper()
+	list := p.Before()
+	if len(list) != len(named) || len(p.Before()) > 0 {
+		t.Fatalf("%d Services changed; it gives %d, and then %d", len(named), len(list), len(p.Before()))
+	}
+	for i, n := range named {
+		if list[i] != before[n] {
+			t.Fatalf("%v was %+v; it gives %+v", n, before[n], list[i])
+		}
+	}
+}
+
+// checkWithin puts what is left of all Services of an older State in the place of those of a newer one.
+func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
+	t.Helper()
+	mixed := State{Services: map[snapshot.Name]*Service{}}
+	for n, svc := range now.Services {
+		left := old[n].Within(svc)
+		if left == nil {
+			continue
+		}
+		mixed.Services[n] = left
+		if again := left.Within(svc); again != left {
+			t.Fatalf("of what is left of %v, less is left: %+v", n, again)
+		}
+		if left.equal(old[n]) != (left == old[n]) {
+			t.Fatalf("%v lost nothing, and is a copy", n)
+		}
+	}
+	checkInvariants(t, &mixed)
 }
 
 // checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it updates.

@@ -26,6 +26,8 @@ type Planner struct {
 	build   builder
 	claims  claims
 	state   State
+	// before holds the Services that the last Change names as they were, in its order.
+	before []*Service
 }
 
 // NewPlanner gives a Planner that has seen nothing yet. Its State is empty.
@@ -39,6 +41,14 @@ func NewPlanner(cfg Config) *Planner {
 // State gives the answer to all that was applied. It belongs to the Planner and holds until the next Apply, which changes it
 // in place; the Services in it are never changed, only replaced.
 func (p *Planner) State() *State { return &p.state }
+
+// Before gives what the Services that the last Change names were before it, in its order: nil for one that was not there.
+// Whoever asks first is handed them; the Planner keeps none.
+func (p *Planner) Before() []*Service {
+	before := p.before
+	p.before = nil
+	return before
+}
 
 // Conflicts gives all there are at the moment, sorted.
 func (p *Planner) Conflicts() []Conflict {
@@ -70,9 +80,7 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	}
 	u.moveClaims()
 	u.settle()
-	// A Service whose endpoints changed may also have won or lost a key to one that moved: it was written twice.
-	slices.SortFunc(u.changed, snapshot.Name.Compare)
-	change.Services = slices.Compact(u.changed)
+	change.Services, p.before = u.replacements()
 	return change, u.newConflicts()
 }
 
@@ -84,7 +92,39 @@ type update struct {
 	moved []move
 	// before holds what the claims were on every key that was contested or has become so.
 	before  map[Key][]Claim
-	changed []snapshot.Name
+	changed []replacement
+	// again says that what changes now may have changed already.
+	again bool
+}
+
+// replacement is a Service that was written, with what it was.
+type replacement struct {
+	name   snapshot.Name
+	before *Service
+	again  bool
+}
+
+// replacements gives the Services that were written, sorted and unique, and what they were. One whose endpoints changed may
+// also have won or lost a key to one that moved: it was written twice, and what it was is what it was the first time.
+func (u *update) replacements() (names []snapshot.Name, before []*Service) {
+	if len(u.changed) == 0 {
+		return nil, nil
+	}
+	slices.SortFunc(u.changed, func(a, b replacement) int {
+		if c := a.name.Compare(b.name); c != 0 || a.again == b.again {
+			return c
+		}
+		if a.again {
+			return +1
+		}
+		return -1
+	})
+	u.changed = slices.CompactFunc(u.changed, func(a, b replacement) bool { return a.name == b.name })
+	names, before = make([]snapshot.Name, len(u.changed)), make([]*Service, len(u.changed))
+	for i, r := range u.changed {
+		names[i], before[i] = r.name, r.before
+	}
+	return names, before
 }
 
 // move is a Service between two answers; either is nil if there is none.
@@ -113,7 +153,7 @@ func (u *update) reconsiderAll() {
 	u.moved = make([]move, 0, len(u.snapshot.Services))
 	if len(u.state.Services) == 0 { // a map that grows is copied again and again
 		u.state.Services = make(map[snapshot.Name]*Service, len(u.snapshot.Services))
-		u.changed = make([]snapshot.Name, 0, len(u.snapshot.Services))
+		u.changed = make([]replacement, 0, len(u.snapshot.Services))
 	}
 	for n := range u.snapshot.Services {
 		u.moved = append(u.moved, move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
@@ -185,6 +225,7 @@ func (u *update) settle() {
 			touched[was], touched[is] = struct{}{}, struct{}{}
 		}
 	}
+	u.again = true
 	for n := range touched {
 		// One that moved is settled already: it is found unchanged.
 		u.settleOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
@@ -209,7 +250,7 @@ func (u *update) put(n snapshot.Name, old, svc *Service) {
 	if svc.equal(old) {
 		svc = old
 	} else {
-		u.changed = append(u.changed, n)
+		u.changed = append(u.changed, replacement{n, old, u.again})
 	}
 	u.set(n, svc)
 }
@@ -235,4 +276,17 @@ func (u *update) newConflicts() []Conflict {
 	}
 	slices.SortFunc(found, Conflict.Compare)
 	return found
+}
+
+// With gives a change that names what either names.
+func (c Change) With(o Change) Change {
+	switch {
+	case c.Empty():
+		return o
+	case o.Empty():
+		return c
+	}
+	names := slices.Concat(c.Services, o.Services)
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return Change{Services: slices.Compact(names), Globals: c.Globals || o.Globals}
 }

@@ -289,3 +289,41 @@ func TestUnchangedServicesKeepTheirPointer(t *testing.T) {
 		t.Errorf("a Service that is in the map is never changed: %s", got)
 	}
 }
+
+// TestBeforeOfThoseWrittenTwice: the endpoints of Services change, and others take a key from each, all at once.
+func TestBeforeOfThoseWrittenTwice(t *testing.T) {
+	const pairs = 100 // few are sorted in another way than many
+	vip := func(i int) []netip.Addr { return []netip.Addr{v4(198<<24 | 18<<16 | uint32(i))} }
+	var losers, winners []any
+	want := map[snapshot.Name]*Service{}
+	for i := range pairs {
+		loser, winner := fmt.Sprint("loser-", i), fmt.Sprint("winner-", i)
+		l, w := webService(loser, fmt.Sprint("10.96.0.", i)), webService(winner, fmt.Sprint("10.96.1.", i))
+		l.ExternalIPs, w.LoadBalancerIPs = vip(i), vip(i)
+		losers = append(losers, l, sliceOf(loser, loser, endpoint("10.244.9.1", "x")))
+		winners = append(winners, w, sliceOf(loser, loser, endpoint("10.244.9.2", "x")))
+		want[name(winner)] = nil
+	}
+	s := openShop(t, Config{NodeName: "here"}, losers...)
+	if before := s.p.Before(); len(before) != pairs || slices.ContainsFunc(before, func(s *Service) bool { return s != nil }) {
+		t.Errorf("before the first Apply there was %v", before)
+	}
+	maps.Copy(want, s.p.State().Services)
+	change, conflicts := s.p.Apply(s.s, put(s.s, winners...))
+	before := s.p.Before()
+	if len(conflicts) != pairs || len(change.Services) != 2*pairs || len(before) != 2*pairs {
+		t.Fatalf("%d conflicts, %d changed, %d before", len(conflicts), len(change.Services), len(before))
+	}
+	for i, n := range change.Services {
+		if before[i] != want[n] {
+			t.Errorf("%v was %p; want %p", n, before[i], want[n])
+		}
+	}
+	if before := s.p.Before(); before != nil {
+		t.Errorf("handed over twice: %v", before)
+	}
+	s.expect("nothing", snapshot.Change{}, "|")
+	if before := s.p.Before(); before != nil {
+		t.Errorf("nothing changed, and before it was %v", before)
+	}
+}

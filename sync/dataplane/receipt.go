@@ -6,6 +6,8 @@ import "time"
 type Receipt struct {
 	// Full says that everything was written anew.
 	Full bool
+	// Adopted says that the tables that were found are exactly what is asked for: nothing was written.
+	Adopted bool
 	// Added, Replaced and Removed count elements, or what a backend has instead of them.
 	Added, Replaced, Removed int
 	// Messages and Bytes are what was sent to the kernel.

@@ -1,10 +1,13 @@
 // Package reconcile drives one backend to what the cluster asks for: it takes deltas from a queue, keeps the snapshot and the
-// state, and has the difference written. It does I/O only through its Backend.
+// state, and has the difference written. A Service that the kernel refuses is set aside, so that it keeps nothing else from
+// being written; what others change in the kernel is repaired. It does I/O only through its Backend.
 package reconcile
 
 import (
 	"context"
+	"errors"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -14,8 +17,15 @@ import (
 // Backend makes the kernel carry states. It is told states, not chores; a Change only says where to look.
 type Backend interface {
 	// Apply takes the kernel from what it holds to a state, as one transaction. After an error the kernel still holds what
-	// it held before, and the next Apply must look at the whole state, whatever its Change says.
+	// it held before, and the next Apply must look at the whole state, whatever its Change says. That Change is from the last
+	// state that was acknowledged: a backend which knows that the kernel holds just that may as well go by it.
+	//
+	// If the kernel refuses what belongs to some Services, the error wraps a *dataplane.Refused that names them.
 	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
+	// Check looks, for a bounded time, whether somebody else changed what is ours in the kernel. It gives what it found in
+	// words, one line each; after it found something the next Apply repairs it, whatever its Change says. again is in how long
+	// it wants to be called next; 0 leaves it to the caller (CheckEvery).
+	Check() (found []string, again time.Duration, err error)
 	// Remove takes everything of ours out of the kernel. That nothing is there is no error.
 	Remove() error
 }
@@ -27,6 +37,11 @@ type Transaction struct {
 	Policy, Total time.Duration
 	// Services is how many Services the state holds.
 	Services int
+	// Quarantined is how many Services are set aside because the kernel refuses them. The state has what the kernel took of
+	// them before.
+	Quarantined int
+	// Foreign is how many findings of Check were repaired.
+	Foreign int
 }
 
 // Loop brings a backend up to date with a queue. Nothing is written before the queue's sources are all synced, and nothing
@@ -40,8 +55,21 @@ type Loop struct {
 	Written func(Transaction)
 
 	snapshot *snapshot.Snapshot
+	want     wanted
 	// behind says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	behind bool
+	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
+	retryAt   time.Time
+	retryWait time.Duration
+
+	// checkAt is when the next Check is due; it means nothing while the kernel is behind.
+	checkAt time.Time
+	// foreign is how many findings of Check are not repaired yet; blind says that the last Check failed.
+	foreign int
+	blind   bool
+
+	// quarantined is what Quarantined gives; nil if there are none.
+	quarantined atomic.Pointer[[]Quarantined]
 }
 
 // A failed transaction is tried again after retryFirst, then after twice as long each time up to retryMost.
@@ -60,65 +88,146 @@ const (
 
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
-	l.snapshot, l.behind = snapshot.New(), true
-	var retry <-chan time.Time
-	wait, rest := retryFirst, time.NewTimer(0)
+	l.snapshot, l.want, l.behind, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
+	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-l.Queue.Wake():
-		case <-retry:
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-rest.C:
-		}
+	defer alarm.Stop()
+	for l.await(ctx, alarm) && l.pause(ctx, rest) {
 		start := time.Now()
 		delta, ready := l.Queue.Take()
 		if !ready {
 			rest.Reset(0)
 			continue
 		}
-		err := l.step(delta)
+		err := l.step(ctx, delta)
 		rest.Reset(min(restFactor*time.Since(start), restMost))
-		if err != nil {
-			l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", wait)
-			retry, wait = time.After(wait), min(2*wait, retryMost)
+		if err == nil {
+			l.retryAt, l.retryWait = time.Time{}, retryFirst
 			continue
 		}
-		retry, wait = nil, retryFirst
+		l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", l.retryWait)
+		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, retryMost)
+	}
+	return nil
+}
+
+// await waits until there is something to write. While there is not, it looks what others have changed. It returns false when
+// the context ends.
+func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
+	for {
+		due, check := l.turn()
+		if due.IsZero() {
+			alarm.Stop()
+		} else {
+			alarm.Reset(time.Until(due))
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-l.Queue.Wake():
+			return true
+		case <-alarm.C:
+		}
+		if !check {
+			return true
+		}
+		select {
+		case <-l.Queue.Wake(): // a change comes first
+			return true
+		default:
+		}
+		if l.check(); l.foreign > 0 {
+			return true
+		}
+	}
+}
+
+// turn gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
+func (l *Loop) turn() (due time.Time, check bool) {
+	if l.behind {
+		return l.retryAt, false
+	}
+	if due, any := l.want.nextTrial(); any && due.Before(l.checkAt) {
+		return due, false
+	}
+	return l.checkAt, true
+}
+
+// pause waits until the rest after the last transaction is over. It returns false when the context ends.
+func (l *Loop) pause(ctx context.Context, rest *time.Timer) bool {
+	if l.starved() {
+		l.check()
+	}
+	select {
+	case <-ctx.Done():
+		return false
+	case <-rest.C:
+		return true
 	}
 }
 
 // step brings the kernel up to date with one delta.
-func (l *Loop) step(delta snapshot.Delta) error {
+func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
 	change, conflicts := l.Planner.Apply(l.snapshot, l.snapshot.Apply(delta))
+	l.want.follow(change, l.Planner.Before())
 	policy := time.Since(start)
 	for _, c := range conflicts {
 		l.Log.Warn(c.String())
 	}
-	if change.Empty() && !l.behind {
+	if !l.behind {
+		l.want.try(start)
+	}
+	if l.want.acknowledged() && !l.behind && l.foreign == 0 {
+		l.publish() // a Service that is gone may have been aside, and nothing of it in force
 		return nil
 	}
-	state := l.Planner.State()
-	r, err := l.Backend.Apply(state, change)
+	r, err := l.write(ctx)
+	l.publish()
 	if err != nil {
 		l.behind = true
 		return err
 	}
-	if l.behind {
-		l.behind = false
-		l.Log.Info("the kernel carries the Services", "services", len(state.Services), "elements", r.Added)
+	t := Transaction{
+		Receipt: r, Policy: policy, Total: time.Since(start), Services: len(l.want.asked().Services),
+		Quarantined: len(l.want.aside), Foreign: l.foreign,
 	}
-	t := Transaction{Receipt: r, Policy: policy, Total: time.Since(start), Services: len(state.Services)}
-	l.Log.Debug("transaction", "full", r.Full, "added", r.Added, "replaced", r.Replaced, "removed", r.Removed,
-		"messages", r.Messages, "bytes", r.Bytes, "policy", policy, "plan", r.Plan, "encode", r.Encode, "commit", r.Commit)
-	if l.Written != nil {
-		l.Written(t)
-	}
+	l.foreign = 0
+	l.report(&t)
 	return nil
+}
+
+// write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state without them.
+func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
+	for {
+		r, err := l.Backend.Apply(l.want.ask())
+		if err == nil {
+			l.release()
+			return r, nil
+		}
+		l.want.failed()
+		var refused *dataplane.Refused
+		if !errors.As(err, &refused) || !l.setAside(refused) || ctx.Err() != nil {
+			l.want.endTrials()
+			return r, err
+		}
+	}
+}
+
+// report tells of a transaction that succeeded.
+func (l *Loop) report(t *Transaction) {
+	switch {
+	case t.Adopted:
+		l.Log.Info("the kernel carries the Services already; nothing was written", "services", t.Services)
+	case l.behind:
+		l.Log.Info("the kernel carries the Services", "services", t.Services, "elements", t.Added)
+	}
+	if l.behind {
+		l.behind, l.checkAt = false, time.Now().Add(CheckEvery)
+	}
+	l.Log.Debug("transaction", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
+		"messages", t.Messages, "bytes", t.Bytes, "policy", t.Policy, "plan", t.Plan, "encode", t.Encode, "commit", t.Commit)
+	if l.Written != nil {
+		l.Written(*t)
+	}
 }

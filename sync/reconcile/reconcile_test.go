@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"net/netip"
+	"reflect"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -14,35 +17,154 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// fakeBackend stands in for a kernel that can refuse: it notes what it is told.
+// fakeBackend stands in for a kernel that can refuse: it notes what it is told, and holds it to what a State and a Change
+// promise.
 type fakeBackend struct {
+	t    *testing.T
+	loop *Loop
+
 	mu sync.Mutex
 	// refuse is how many of the next transactions fail.
 	refuse int
-	// takes is how long a transaction takes.
+	// judge, if not nil, says what else the kernel has against a state.
+	judge func(*dataplane.State) error
+	// takes is how long a transaction takes; set before the loop runs.
 	takes   time.Duration
+	receipt dataplane.Receipt
 	applied []call
 	removed int
+	// kernel is what was acknowledged.
+	kernel dataplane.State
+
+	// look, if not nil, is what Check does, checkTakes how long it takes; checked is when.
+	look       func() ([]string, time.Duration, error)
+	checkTakes time.Duration
+	checked    []time.Time
 }
 
 type call struct {
 	at       time.Time
 	services int
+	state    map[snapshot.Name]*dataplane.Service
 	change   dataplane.Change
 	failed   bool
 }
 
 func (b *fakeBackend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	c := call{at: time.Now(), services: len(want.Services), state: maps.Clone(want.Services), change: change}
+	time.Sleep(b.takes)
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	c := call{at: time.Now(), services: len(want.Services), change: change, failed: b.refuse > 0}
-	b.applied = append(b.applied, c)
-	time.Sleep(b.takes)
-	if c.failed {
+	b.checkState(want)
+	b.checkChange(want, change)
+	var err error
+	if b.refuse > 0 {
 		b.refuse--
-		return dataplane.Receipt{}, errors.New("no room")
+		err = errors.New("no room")
+	} else if b.judge != nil {
+		err = b.judge(want)
 	}
-	return dataplane.Receipt{Added: 1}, nil
+	c.failed = err != nil
+	b.applied = append(b.applied, c)
+	if err != nil {
+		return dataplane.Receipt{}, err
+	}
+	b.kernel = *want
+	b.kernel.Services = c.state
+	return b.receipt, nil
+}
+
+// checkState holds a state against the planner's: only what is set aside may differ, and no two Services share a key.
+func (b *fakeBackend) checkState(want *dataplane.State) {
+	aside, full := b.loop.want.aside, b.loop.Planner.State()
+	if len(aside) == 0 && want != full {
+		b.t.Error("nothing is aside, and the state is a copy")
+	}
+	owner := map[dataplane.Key]snapshot.Name{}
+	for n, svc := range want.Services {
+		for k := range keysOf(svc) {
+			if other, taken := owner[k]; taken {
+				b.t.Errorf("%v belongs to %v and %v", k, n, other)
+			}
+			owner[k] = n
+		}
+		if full.Services[n] == nil {
+			b.t.Errorf("%v is gone, and in the state", n)
+		}
+	}
+	for n, svc := range full.Services {
+		a, got := aside[n], want.Services[n]
+		if a == nil || a.trial {
+			if got != svc {
+				b.t.Errorf("%v is not aside, and another in the state", n)
+			}
+			continue
+		}
+		if got == svc {
+			b.t.Errorf("%v is aside, and in the state", n)
+		}
+		if got == nil {
+			continue
+		}
+		now := keysOf(svc)
+		for k := range keysOf(got) {
+			if !now[k] {
+				b.t.Errorf("%v is aside, and has %v", n, k)
+			}
+		}
+		for _, ip := range got.ClusterIPs {
+			if !slices.Contains(svc.ClusterIPs, ip) {
+				b.t.Errorf("%v is aside, and has the cluster IP %v", n, ip)
+			}
+		}
+	}
+	globals := *want
+	if globals.Services = full.Services; !reflect.DeepEqual(&globals, full) {
+		b.t.Errorf("globals are %+v; want %+v", globals, full)
+	}
+}
+
+// checkChange: what is not named is what was acknowledged.
+func (b *fakeBackend) checkChange(want *dataplane.State, change dataplane.Change) {
+	if !slices.IsSortedFunc(change.Services, snapshot.Name.Compare) || len(slices.Compact(slices.Clone(change.Services))) != len(change.Services) {
+		b.t.Errorf("not sorted and unique: %v", change.Services)
+	}
+	for _, services := range []map[snapshot.Name]*dataplane.Service{want.Services, b.kernel.Services} {
+		for n := range services {
+			if want.Services[n] != b.kernel.Services[n] && !slices.Contains(change.Services, n) {
+				b.t.Errorf("%v is not what was acknowledged, and not named in %v", n, change.Services)
+			}
+		}
+	}
+	mixed := b.kernel
+	if mixed.Services = want.Services; !change.Globals && !reflect.DeepEqual(&mixed, want) {
+		b.t.Error("globals are not what was acknowledged, and not named")
+	}
+}
+
+func keysOf(svc *dataplane.Service) map[dataplane.Key]bool {
+	keys := map[dataplane.Key]bool{}
+	for _, sp := range svc.Ports {
+		for i := range sp.Frontends {
+			keys[sp.Frontends[i].Key] = true
+		}
+	}
+	return keys
+}
+
+func (b *fakeBackend) Check() ([]string, time.Duration, error) {
+	at := time.Now()
+	time.Sleep(b.checkTakes)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.checked = append(b.checked, at)
+	if b.loop.behind {
+		b.t.Error("a Check while the kernel does not hold the state")
+	}
+	if b.look == nil {
+		return nil, 0, nil
+	}
+	return b.look()
 }
 
 func (b *fakeBackend) Remove() error { b.removed++; return nil }
@@ -51,6 +173,13 @@ func (b *fakeBackend) calls() []call {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return append([]call{}, b.applied...)
+}
+
+// set changes what the kernel does.
+func (b *fakeBackend) set(change func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	change()
 }
 
 func service(name string) snapshot.Delta {
@@ -66,7 +195,11 @@ func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	q := snapshot.NewQueue(1)
-	l := Loop{Queue: q, Planner: dataplane.NewPlanner(dataplane.Config{}), Backend: b, Log: slog.New(slog.DiscardHandler)}
+	if b.loop == nil {
+		b.loop = &Loop{Log: slog.New(slog.DiscardHandler)}
+	}
+	l := b.loop
+	b.t, l.Queue, l.Planner, l.Backend = t, q, dataplane.NewPlanner(dataplane.Config{}), b
 	done := make(chan error, 1)
 	go func() { done <- l.Run(ctx) }()
 	t.Cleanup(func() {
@@ -139,6 +272,7 @@ func TestRefusal(t *testing.T) {
 		b := &fakeBackend{refuse: 12}
 		q, _ := start(t, b)
 		q.Put(service("a"))
+		synctest.Wait() // else it may be woken twice
 		q.Synced()
 		time.Sleep(10 * time.Minute)
 		c := b.calls()
@@ -152,9 +286,7 @@ func TestRefusal(t *testing.T) {
 			}
 			want = min(2*want, retryMost)
 		}
-		b.mu.Lock()
-		b.refuse = 8
-		b.mu.Unlock()
+		b.set(func() { b.refuse = 8 })
 		q.Put(service("b"))
 		time.Sleep(5 * time.Second) // the next try would be a while off
 		before := len(b.calls())

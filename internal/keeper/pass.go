@@ -1,0 +1,120 @@
+// Package keeper lets a netlink socket outlive the proxy that writes through it.
+//
+// A table with the flags owner and persist can be changed only through the socket that owns it, as long as any process
+// holds that socket. So the socket must survive a crash of the proxy, its restart, and its replacement by another one.
+// There are three concerns, each in a file of its own:
+//
+//   - Keep is a parent process that holds the socket and starts the proxy again after a crash.
+//   - Inherited and Held are the proxy's side: the socket it was given by that parent, or by systemd.
+//   - Seat is the place of the one proxy of a network namespace, and how another proxy takes it over.
+package keeper
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxFiles is how many descriptors a message of ours may carry: a listener and a socket.
+const maxFiles = 2
+
+// maxText is longer than any message of ours.
+const maxText = 512
+
+// send sends one message with files. It may be used on a unixpacket connection only, which keeps messages apart.
+func send(conn *net.UnixConn, text string, files ...syscall.Conn) error {
+	return withDescriptors(files, nil, func(fds []int) error {
+		_, _, err := conn.WriteMsgUnix([]byte(text), rights(fds), nil)
+		return err
+	})
+}
+
+// rights is unix.UnixRights, without a control message if there is no file.
+func rights(fds []int) []byte {
+	if len(fds) == 0 {
+		return nil
+	}
+	return unix.UnixRights(fds...)
+}
+
+// receive reads one message. The files are the caller's to close, and no child of this process will see them. The end of
+// the connection is an error.
+func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
+	b, oob := make([]byte, maxText), make([]byte, unix.CmsgSpace(4*maxFiles))
+	n, oobn, flags, _, err := conn.ReadMsgUnix(b, oob)
+	if err != nil {
+		return "", nil, err
+	}
+	if n == 0 {
+		return "", nil, io.EOF
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			continue
+		}
+		for _, fd := range fds {
+			files = append(files, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	if err == nil && flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0 {
+		err = fmt.Errorf("keeper: a message from the other side was cut off: %w", unix.EMSGSIZE)
+	}
+	if err != nil {
+		closeFiles(files)
+		return "", nil, err
+	}
+	return string(b[:n]), files, nil
+}
+
+func closeFiles(files []*os.File) {
+	for _, f := range files {
+		if f != nil {
+			f.Close()
+		}
+	}
+}
+
+// withDescriptors calls do with the descriptors of files, which cannot be closed meanwhile. os.File.Fd would do more: it
+// makes the socket a blocking one, for all processes that hold it.
+func withDescriptors(files []syscall.Conn, fds []int, do func(fds []int) error) error {
+	if len(files) == 0 {
+		return do(fds)
+	}
+	raw, err := files[0].SyscallConn()
+	if err != nil {
+		return err
+	}
+	var done error
+	err = raw.Control(func(fd uintptr) { done = withDescriptors(files[1:], append(fds, int(fd)), do) })
+	return errors.Join(err, done)
+}
+
+// same says whether two files are the same socket: each socket of a machine has an inode of its own.
+func same(a, b *os.File) bool {
+	x, err := a.Stat()
+	if err != nil {
+		return false
+	}
+	y, err := b.Stat()
+	return err == nil && os.SameFile(x, y)
+}
+
+// checkSocket says what is wrong with a descriptor that should be a socket, and keeps it from the children of this process.
+func checkSocket(fd int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fmt.Errorf("descriptor %d: %w", fd, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFSOCK {
+		return fmt.Errorf("descriptor %d is no socket", fd)
+	}
+	unix.CloseOnExec(fd)
+	return nil
+}

@@ -1,0 +1,204 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Owned says that a table of ours belongs to the socket of another process.
+type Owned struct {
+	Family nft.Family
+	// Port is the owner's netlink port: usually the pid of the process that opened the socket.
+	Port uint32
+}
+
+func (e *Owned) Error() string {
+	return fmt.Sprintf("the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first",
+		e.Family, nft.TableName, e.Port)
+}
+
+// failed decides what to do about a transaction that failed: nil means to try again at once.
+func (b *Backend) failed(txn *nft.Txn, err error) error {
+	var half *halfway
+	if errors.As(err, &half) {
+		b.trust = doubtful
+		return err
+	}
+	var r *rejected
+	if !errors.As(err, &r) {
+		return b.unclear(txn, err)
+	}
+	switch {
+	case r.any(unix.EPERM):
+		b.model.Rollback(txn)
+		return b.owned(err)
+	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
+		b.model.Rollback(txn)
+		return nil
+	case r.any(unix.ENFILE) && resizes(txn):
+		b.model.Rollback(txn)
+		return b.resize(txn)
+	case b.trust == certain && !b.alone(): // perhaps the kernel does not hold what we think
+		b.model.Rollback(txn)
+		b.trust = doubtful
+		return nil
+	}
+	services := b.blame(txn)
+	b.model.Rollback(txn)
+	switch {
+	case len(services) > 0:
+		return fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
+	case b.trust != broken && txn.Tables[0].Create == nil:
+		b.trust = broken
+		return nil
+	}
+	return err
+}
+
+// alone says whether nobody else wrote to nf_tables since we know what is there.
+func (b *Backend) alone() bool {
+	generation, err := b.reader.generation()
+	return err == nil && generation == b.generation
+}
+
+func resizes(txn *nft.Txn) bool {
+	return len(txn.Tables[0].Resize)+len(txn.Tables[1].Resize) > 0
+}
+
+// unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its answers got
+// lost. The revision in the tables tells.
+func (b *Backend) unclear(txn *nft.Txn, err error) error {
+	if rerr := b.reopen(); rerr != nil {
+		b.trust = min(b.trust, doubtful)
+		b.model.Rollback(txn)
+		return errors.Join(err, rerr)
+	}
+	for i, f := range nft.Families {
+		if len(txn.Tables[i].Add[nft.RevisionSet]) == 0 {
+			continue
+		}
+		revision, rerr := b.revision(f)
+		if rerr == nil && revision == b.model.Revision(f) {
+			continue
+		}
+		b.trust = min(b.trust, doubtful)
+		b.model.Rollback(txn)
+		return errors.Join(err, rerr)
+	}
+	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true.
+	b.trust = doubtful
+	return nil
+}
+
+// revision reads what a table says of itself.
+func (b *Backend) revision(f nft.Family) (nft.Revision, error) {
+	listed, err := b.reader.Elements(f, nft.RevisionSet)
+	elements := make([]nft.Element, len(listed))
+	for i := range listed {
+		elements[i] = listed[i].Element
+	}
+	return nft.RevisionOf(elements), err
+}
+
+// reopen opens the sockets anew, of which one may be the reason that a transaction failed.
+func (b *Backend) reopen() error {
+	for _, c := range []*Conn{b.conn, b.reader, b.sweeper} {
+		c.Close() // it may be closed already
+	}
+	b.generation, b.sweep.running = 0, false
+	for _, c := range []**Conn{&b.reader, &b.sweeper} {
+		fresh, err := b.dial(int(b.netns.Fd()))
+		if err != nil {
+			return err
+		}
+		*c = fresh
+	}
+	return b.openWriter()
+}
+
+// owned turns EPERM into who owns the table, if that is why.
+func (b *Backend) owned(err error) error {
+	if !errors.Is(err, unix.EPERM) {
+		return err
+	}
+	for _, f := range nft.Families {
+		info, terr := b.reader.table(f)
+		port, perr := b.conn.wire.port()
+		if terr == nil && perr == nil && info.owner != 0 && info.owner != port {
+			return &Owned{f, info.owner}
+		}
+	}
+	return fmt.Errorf("%w (%w)", ErrRights, err)
+}
+
+// blame finds the Services whose elements the kernel does not take. Each element is offered to it alone, in a batch that is
+// never finished: the kernel says of each message what it thinks of it, and then throws all of it away. It gives none if
+// anything but elements of Services is refused: then they are not to blame.
+func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
+	offer := batch{single: true, tableFlags: b.batch.tableFlags}
+	refused, err := b.conn.transact(offer.encode(txn))
+	if err != nil && !errors.Is(err, unix.ENOBUFS) {
+		return nil
+	}
+	out := map[snapshot.Name]error{}
+	for _, r := range refused {
+		i := slices.IndexFunc(offer.notes, func(n note) bool { return n.seq == r.seq })
+		if i < 0 || len(offer.notes[i].elements) == 0 {
+			return nil
+		}
+		n := &offer.notes[i]
+		names := b.model.Askers(txn, n.family, &n.elements[0])
+		if len(names) == 0 {
+			return nil
+		}
+		for _, name := range names {
+			if out[name] == nil {
+				out[name] = offer.refusalError(r)
+			}
+		}
+	}
+	return out
+}
+
+// resize gives sets the sizes that a transaction asked for, in one of its own: what is added to a set is measured by the size it
+// had before.
+func (b *Backend) resize(txn *nft.Txn) error {
+	var sizes nft.Txn
+	for i := range txn.Tables {
+		sizes.Tables[i].Resize = txn.Tables[i].Resize
+	}
+	if err := b.send(b.batch.encode(&sizes)); err != nil {
+		return b.owned(err)
+	}
+	for i, f := range nft.Families {
+		for _, set := range txn.Tables[i].Resize {
+			b.model.Sized(f, set.ID, set.Size)
+		}
+	}
+	return b.checkSizes()
+}
+
+// checkSizes looks whether sets got the size that was asked for. A kernel that does not do that will not do it later.
+func (b *Backend) checkSizes() error {
+	for _, f := range nft.Families {
+		s := &structure{}
+		want := b.model.Structure(f)
+		if err := b.reader.compareSets(f, want, s); err != nil {
+			return err
+		}
+		for _, set := range want.Sets {
+			if got := s.Sizes[set.ID]; got != set.Size {
+				b.model.Fixed = true
+				b.model.Sized(f, set.ID, got)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,315 @@
+package kernel
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// readBack looks at the structure of our tables, after making them ours if they can be. It gives nil if they are not there, or not
+// such that elements alone could take them to what the model holds. Held says that they were ours all the time.
+func (b *Backend) readBack() (found *[len(nft.Families)]nft.Found, held bool, err error) {
+	if held, err = b.claim(); err != nil {
+		return nil, held, err
+	}
+	found = &[len(nft.Families)]nft.Found{}
+	for i, f := range nft.Families {
+		if !b.tables[i].there || b.tables[i].flags&tableDormant != 0 {
+			return nil, held, nil
+		}
+		s, err := b.reader.structure(f, b.model.Structure(f))
+		if err != nil {
+			return nil, held, err
+		}
+		if !s.sets {
+			return nil, held, nil
+		}
+		found[i] = s.Found
+	}
+	return found, held, nil
+}
+
+// claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it stays
+// everybody's: the kernel does not change that. Held says that all were ours already.
+func (b *Backend) claim() (held bool, err error) {
+	port, err := b.conn.wire.port()
+	if err != nil {
+		return false, err
+	}
+	held = true
+	for i, f := range nft.Families {
+		if b.tables[i], err = b.reader.table(f); err != nil {
+			return false, err
+		}
+		t := &b.tables[i]
+		held = held && t.owner == port
+		switch {
+		case t.owner != 0 && t.owner != port:
+			return false, &Owned{f, t.owner}
+		case !b.owns || !t.there || t.owner == port || t.flags&tablePersist == 0:
+			continue
+		}
+		b.batch.reset()
+		b.batch.notes = b.batch.notes[:0]
+		b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		b.batch.claimTable(f, b.batch.tableFlags)
+		b.batch.batch(unix.NFNL_MSG_BATCH_END)
+		if err := b.send(b.batch.b); err != nil {
+			return false, b.owned(err)
+		}
+		t.owner, t.flags = port, t.flags|b.batch.tableFlags
+	}
+	return held, nil
+}
+
+// dumpMost is how many slots are read by listing the whole map. The kernel walks it anew for each datagram of a list, so that
+// larger ones are read faster by their keys, which follow from the frontends.
+const dumpMost = 32768
+
+// readElements reads what the tables hold besides affinity.
+func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
+	for i, f := range nft.Families {
+		for set := range nft.NumSets {
+			switch set {
+			case nft.Affinity, nft.RevisionSet, nft.Endpoints, nft.OutsideEndpoints:
+				continue
+			}
+			if err := b.readSet(f, set, &found[i]); err != nil {
+				return err
+			}
+		}
+		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
+			keys := nft.SlotKeys(slots, found[i].Elements[frontends])
+			if len(keys) <= dumpMost {
+				if err := b.readSet(f, slots, &found[i]); err != nil {
+					return err
+				}
+				continue
+			}
+			// Slots that no frontend leads to stay unseen here. If one is in the way later, everything is made anew.
+			err := b.reader.get(f, slots, keys, func(e nft.Element) {
+				found[i].Elements[slots] = append(found[i].Elements[slots], e)
+			})
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (b *Backend) readSet(f nft.Family, set nft.SetID, found *nft.Found) error {
+	listed, err := b.reader.Elements(f, set)
+	for i := range listed {
+		found.Elements[set] = append(found.Elements[set], listed[i].Element)
+	}
+	return err
+}
+
+// learn reads what the model has to know before it can plan a change. It is not ok if that is not what it should be.
+func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
+	unread := b.model.Unread(change.Services)
+	for i := range unread {
+		x := &unread[i]
+		var read []nft.Element
+		if err := b.reader.get(x.Family, x.Keys[0].Set, x.Keys, func(e nft.Element) { read = append(read, e) }); err != nil {
+			return false, err
+		}
+		if len(read) != len(x.Keys) {
+			return false, nil
+		}
+		x.Keys = read
+	}
+	return b.model.Learn(unread), nil
+}
+
+// checkBudget bounds how long a Check keeps its caller, who may have a change to write; it is then called again after
+// restFactor times as long.
+const (
+	checkBudget = 5 * time.Millisecond
+	restFactor  = 4
+)
+
+// inspection is a look at all elements, a few at a time.
+type inspection struct {
+	// left are the Services still to be looked at; running says that there is an inspection.
+	left    []snapshot.Name
+	running bool
+}
+
+// Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the next Apply
+// repairs it. It also ends what transactions left to do: affinity entries of endpoints that are gone. Again is when it wants
+// to go on; 0 means that it is through.
+func (b *Backend) Check() (found []string, again time.Duration, err error) {
+	if b.trust != certain { // the next Apply will look
+		return nil, 0, nil
+	}
+	start := time.Now()
+	deadline := start.Add(checkBudget)
+	busy, err := b.sweepUntil(deadline)
+	if err == nil {
+		found, err = b.lookAround()
+	}
+	for err == nil && len(found) == 0 && b.inspection.running && time.Now().Before(deadline) {
+		found, err = b.inspect()
+	}
+	if len(found) > 0 {
+		b.trust, b.inspection = doubtful, inspection{}
+	}
+	if busy || b.inspection.running {
+		again = max(restFactor*time.Since(start), time.Millisecond)
+	}
+	return found, again, err
+}
+
+// lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our tables, and
+// begins an inspection unless nobody else could have written to them.
+func (b *Backend) lookAround() ([]string, error) {
+	generation, err := b.reader.generation()
+	if err != nil || generation == b.generation {
+		return nil, err
+	}
+	var found []string
+	mine := true
+	for i, f := range nft.Families {
+		info, err := b.reader.table(f)
+		if err != nil {
+			return nil, err
+		}
+		was := b.tables[i]
+		b.tables[i] = info
+		switch {
+		case !info.there:
+			found = append(found, fmt.Sprintf("%s %s: the table is gone", f, nft.TableName))
+		case info.handle != was.handle:
+			found = append(found, fmt.Sprintf("%s %s: the table is another one", f, nft.TableName))
+		case info.owner != was.owner:
+			found = append(found, fmt.Sprintf("%s %s: the table's owner is netlink port %d, no longer %d", f, nft.TableName, info.owner, was.owner))
+		case info.flags != was.flags:
+			found = append(found, fmt.Sprintf("%s %s: the table's flags are %#x, no longer %#x", f, nft.TableName, info.flags, was.flags))
+		}
+		mine = mine && info.owner != 0
+	}
+	if found == nil && !(mine && b.generation != 0) {
+		found, err = b.lookAtStructure()
+		b.inspection = inspection{running: true, left: b.model.Names()}
+	}
+	b.generation = generation
+	return found, err
+}
+
+// lookAtStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
+func (b *Backend) lookAtStructure() (found []string, err error) {
+	for _, f := range nft.Families {
+		s, err := b.reader.structure(f, b.model.Structure(f))
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, s.wrong...)
+		if s.Revision != b.model.Revision(f) {
+			found = append(found, fmt.Sprintf("%s %s: the revision is not the one that was written", f, nft.TableName))
+		}
+		for set := range nft.NumSets {
+			if !s.counted || set == nft.Affinity || set == nft.RevisionSet || nft.SetByID(set).Interval {
+				continue
+			}
+			if got, want := s.counts[set], b.model.Count(f, set); got != want {
+				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f, nft.TableName, set, got, want))
+			}
+		}
+	}
+	return found, nil
+}
+
+// inspectAtOnce is how many Services are looked at in one go, some hundreds of elements.
+const inspectAtOnce = 16
+
+// inspect goes on with an inspection.
+func (b *Backend) inspect() ([]string, error) {
+	in := &b.inspection
+	if len(in.left) == 0 {
+		*in = inspection{}
+		return b.inspectRanges()
+	}
+	names := in.left[:min(inspectAtOnce, len(in.left))]
+	in.left = in.left[len(names):]
+	known, err := b.learn(dataplane.Change{Services: names})
+	if err != nil {
+		return nil, err
+	}
+	if !known {
+		return []string{fmt.Sprintf("the endpoints of %s, or of a Service after it, are others", names[0])}, nil
+	}
+	var found []string
+	for i, sets := range b.model.Holds(names) {
+		for set, want := range sets {
+			if len(want) == 0 || nft.SetByID(nft.SetID(set)).Interval {
+				continue
+			}
+			got := map[string]nft.Element{}
+			err := b.reader.get(nft.Families[i], nft.SetID(set), want, func(e nft.Element) { got[string(e.Key())] = e })
+			if err != nil && !errors.Is(err, unix.ENOENT) {
+				return nil, err
+			}
+			found = append(found, differences(nft.Families[i], want, got)...)
+		}
+	}
+	return found, nil
+}
+
+// differences says which elements are not as they should be.
+func differences(f nft.Family, want []nft.Element, got map[string]nft.Element) (found []string) {
+	for i := range want {
+		set := nft.SetByID(want[i].Set)
+		text := fmt.Sprintf("%s %s: %s { %s }", f, nft.TableName, set.Name(), want[i].Text(f, &set))
+		switch e, there := got[string(want[i].Key())]; {
+		case !there:
+			found = append(found, text+" is gone")
+		case e.Text(f, &set) != want[i].Text(f, &set):
+			found = append(found, text+" is now { "+e.Text(f, &set)+" }")
+		}
+	}
+	return found
+}
+
+// inspectRanges compares the sets of ranges, which are listed as a whole, and the numbers of elements of others that are small
+// enough for that.
+func (b *Backend) inspectRanges() (found []string, err error) {
+	for i, f := range nft.Families {
+		for set := range nft.NumSets {
+			s := nft.SetByID(set)
+			if set == nft.Affinity || set == nft.RevisionSet || !s.Interval && b.model.Count(f, set) > dumpMost/8 {
+				continue
+			}
+			listed, err := b.reader.Elements(f, set)
+			if err != nil {
+				return nil, err
+			}
+			if got, want := len(listed), b.model.Count(f, set); got != want {
+				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f, nft.TableName, set, got, want))
+			} else if s.Interval {
+				found = append(found, sameRanges(f, &s, listed, b.model.Ranges(set)[i])...)
+			}
+		}
+	}
+	return found, nil
+}
+
+// sameRanges compares as many ranges as there should be.
+func sameRanges(f nft.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
+	for i := range want {
+		at := slices.IndexFunc(listed, func(l nft.Listed) bool { return bytes.Equal(l.Key(), want[i].Key()) && l.Bits == want[i].Bits })
+		if at < 0 {
+			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f, nft.TableName, s.Name(), want[i].Text(f, s)))
+		}
+	}
+	return found
+}

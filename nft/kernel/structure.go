@@ -1,0 +1,311 @@
+package kernel
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+)
+
+// tableInfo is what the kernel says of a table as such.
+type tableInfo struct {
+	there bool
+	flags uint32
+	// owner is the netlink port that may write the table; 0 if everybody may.
+	owner  uint32
+	handle uint64
+}
+
+// Flags of tables; package unix has the first alone.
+const (
+	tableDormant = 0x1
+	tableOwner   = 0x2 // since Linux 5.12
+	tablePersist = 0x4 // since Linux 6.9
+
+	nftaTableFlags  = 2
+	nftaTableHandle = 4
+	nftaTableOwner  = 7
+)
+
+// table looks for our table of a family.
+func (c *Conn) table(f nft.Family) (info tableInfo, err error) {
+	var w buffer
+	w.reset()
+	m := w.message(subsystem|unix.NFT_MSG_GETTABLE, unix.NLM_F_REQUEST, f)
+	w.text(unix.NFTA_TABLE_NAME, nft.TableName)
+	w.end(m)
+	_, err = c.query(w.b, false, func(attrs []byte) {
+		info.there = true
+		eachAttr(attrs, func(typ uint16, v []byte) {
+			switch {
+			case typ == nftaTableFlags && len(v) == 4:
+				info.flags = binary.BigEndian.Uint32(v)
+			case typ == nftaTableOwner && len(v) == 4:
+				info.owner = binary.BigEndian.Uint32(v)
+			case typ == nftaTableHandle && len(v) == 8:
+				info.handle = binary.BigEndian.Uint64(v)
+			}
+		})
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return info, fmt.Errorf("nft: look for table %s %s: %w", f, nft.TableName, err)
+	}
+	return info, nil
+}
+
+// structure is what a table holds besides elements, compared with what it should.
+type structure struct {
+	nft.Found
+	// sets says that all sets are there and as they should be; counted that the kernel tells how many elements they have.
+	sets, counted bool
+	counts        [nft.NumSets]int
+	// wrong says in words what is not as it should be.
+	wrong []string
+}
+
+// structure reads a table back and compares it with what it should be. Chains that should not be there but have a name of ours
+// count as found, and are compared with what their name promises.
+func (c *Conn) structure(f nft.Family, want nft.Table) (*structure, error) {
+	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
+	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, s))
+	if err != nil {
+		return nil, err
+	}
+	revisions, err := c.Elements(f, nft.RevisionSet)
+	if err != nil {
+		return nil, err
+	}
+	for _, r := range revisions {
+		s.Revisions = append(s.Revisions, r.Element)
+	}
+	s.Revision = nft.RevisionOf(s.Revisions)
+	return s, nil
+}
+
+func (s *structure) note(f nft.Family, format string, args ...any) {
+	s.wrong = append(s.wrong, fmt.Sprintf("%s %s: ", f, nft.TableName)+fmt.Sprintf(format, args...))
+}
+
+// objects dumps all of a table's objects of a kind. A table that is not there has none.
+func (c *Conn) objects(f nft.Family, msg uint16, do func(attrs map[uint16][]byte)) error {
+	var w buffer
+	w.reset()
+	m := w.message(subsystem|msg, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
+	w.text(1, nft.TableName)
+	w.end(m)
+	var all []map[uint16][]byte
+	err := c.dump(w.b, func() { all = nil }, func(b []byte) {
+		attrs := map[uint16][]byte{}
+		eachAttr(b, func(typ uint16, v []byte) { attrs[typ] = bytes.Clone(v) })
+		if unix.ByteSliceToString(attrs[1]) == nft.TableName { // not every kernel looks at the table that was asked for
+			all = append(all, attrs)
+		}
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("nft: list table %s %s: %w", f, nft.TableName, err)
+	}
+	for _, attrs := range all {
+		do(attrs)
+	}
+	return nil
+}
+
+// nftaSetCount tells how many elements a set has, since Linux 6.16.
+const nftaSetCount = 20
+
+// compareSets looks at the sets.
+func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
+	var seen [nft.NumSets]bool
+	s.sets = true
+	err := c.objects(f, unix.NFT_MSG_GETSET, func(attrs map[uint16][]byte) {
+		name := unix.ByteSliceToString(attrs[unix.NFTA_SET_NAME])
+		i := slices.IndexFunc(want.Sets, func(s nft.Set) bool { return s.Name() == name })
+		if i < 0 {
+			s.sets = false
+			s.note(f, "set %s is not ours", name)
+			return
+		}
+		id := want.Sets[i].ID
+		seen[id] = true
+		eachAttr(attrs[unix.NFTA_SET_DESC], func(typ uint16, v []byte) {
+			if typ == unix.NFTA_SET_DESC_SIZE && len(v) == 4 {
+				s.Sizes[id] = binary.BigEndian.Uint32(v)
+			}
+		})
+		if v := attrs[nftaSetCount]; len(v) == 4 {
+			s.counted, s.counts[id] = true, int(binary.BigEndian.Uint32(v))
+		}
+		if !sameSet(f, want.Sets[i], attrs) {
+			s.sets = false
+			s.note(f, "set %s is another one", name)
+		}
+	})
+	for i := range want.Sets {
+		if !seen[want.Sets[i].ID] {
+			s.sets = false
+			s.note(f, "set %s is gone", want.Sets[i].Name())
+		}
+	}
+	return err
+}
+
+// sameSet compares a set with the attributes the kernel lists, but for its size, which may have grown.
+func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
+	var w batch
+	w.reset()
+	want.Size = 0
+	w.newSet(f, &want)
+	same := true
+	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {
+		switch typ {
+		case unix.NFTA_SET_ID: // only meant for the transaction
+		case unix.NFTA_SET_FLAGS: // not listed if there are none
+			same = same && bytes.Equal(v, append(attrs[typ], make([]byte, 4)...)[:4])
+		case nftaSetExpr:
+			same = same && expressionName(attrs[typ]) == expressionName(v)
+		case unix.NFTA_SET_DESC:
+			same = same && covers(v, attrs[typ])
+		default:
+			same = same && bytes.Equal(v, attrs[typ])
+		}
+	})
+	return same
+}
+
+// compareChains looks at the chains and their rules.
+func (c *Conn) compareChains(f nft.Family, want nft.Table, s *structure) error {
+	chains := map[string]map[uint16][]byte{}
+	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs
+	}); err != nil {
+		return err
+	}
+	rules := map[string][][]byte{}
+	if err := c.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
+		chain := unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])
+		rules[chain] = append(rules[chain], attrs[unix.NFTA_RULE_EXPRESSIONS])
+	}); err != nil {
+		return err
+	}
+	for i := range want.Chains {
+		if name := want.Chains[i].ID.Name(); chains[name] == nil {
+			s.note(f, "chain %s is gone", name)
+		}
+	}
+	for name, attrs := range chains {
+		chain, ok := nft.ChainNamed(want, name)
+		if !ok {
+			s.Foreign = append(s.Foreign, name)
+			s.note(f, "chain %s is not ours", name)
+			continue
+		}
+		sound := sameChain(f, chain, attrs)
+		if !sound {
+			s.sets = false // no rewriting of rules will mend it
+			s.note(f, "chain %s is another one", name)
+		} else if sound = sameRules(f, chain.Rules, rules[name]); !sound {
+			s.note(f, "the rules of chain %s are others", name)
+		}
+		s.Chains[chain.ID] = sound
+	}
+	slices.Sort(s.Foreign)
+	slices.Sort(s.wrong)
+	return nil
+}
+
+// sameChain compares a chain, without its rules, with the attributes the kernel lists.
+func sameChain(f nft.Family, want nft.Chain, attrs map[uint16][]byte) bool {
+	var w batch
+	w.reset()
+	w.newChain(f, &want)
+	_, based := attrs[unix.NFTA_CHAIN_HOOK]
+	same := based == (want.Hook != nil)
+	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {
+		if typ == unix.NFTA_CHAIN_HOOK {
+			same = same && covers(v, attrs[typ])
+		} else {
+			same = same && bytes.Equal(v, attrs[typ])
+		}
+	})
+	return same
+}
+
+// sameRules compares the rules of a chain with the expressions the kernel lists of each.
+func sameRules(f nft.Family, want []nft.Rule, listed [][]byte) bool {
+	if len(want) != len(listed) {
+		return false
+	}
+	for i, r := range want {
+		ours := ruleExprs(f, r)
+		n := 0
+		same := true
+		eachAttr(listed[i], func(_ uint16, theirs []byte) {
+			same = same && n < len(ours) && sameExpression(marshal(f, ours[n]), theirs)
+			n++
+		})
+		if !same || n != len(ours) {
+			return false
+		}
+	}
+	return true
+}
+
+// Attributes that tell the kernel about sets of the same transaction; it does not list them.
+const (
+	lookupSetID = 4 // NFTA_LOOKUP_SET_ID
+	dynsetSetID = 2 // NFTA_DYNSET_SET_ID
+)
+
+// sameExpression compares an expression with what the kernel lists of it, which may be more than we wrote.
+func sameExpression(ours, theirs []byte) bool {
+	name := expressionName(ours)
+	if expressionName(theirs) != name {
+		return false
+	}
+	skip := map[string]uint16{"lookup": lookupSetID, "dynset": dynsetSetID}[name]
+	return name == "counter" || coversBut(skip, expressionData(ours), expressionData(theirs))
+}
+
+func expressionData(e []byte) (data []byte) {
+	eachAttr(e, func(typ uint16, v []byte) {
+		if typ == unix.NFTA_EXPR_DATA {
+			data = v
+		}
+	})
+	return data
+}
+
+// covers says whether all attributes of ours are among theirs.
+func covers(ours, theirs []byte) bool { return coversBut(0, ours, theirs) }
+
+// coversBut is covers without the attributes of one type. Those of the same type are compared in their order.
+func coversBut(skip uint16, ours, theirs []byte) bool {
+	listed := map[uint16][][]byte{}
+	eachAttr(theirs, func(typ uint16, v []byte) { listed[typ] = append(listed[typ], v) })
+	for b := ours; len(b) >= attrLen; {
+		n := int(native16(b))
+		if n < attrLen || n > len(b) {
+			return false
+		}
+		nested := native16(b[2:])&nestedAttr != 0
+		typ, v := native16(b[2:])&^(nestedAttr|unix.NLA_F_NET_BYTEORDER), b[attrLen:n]
+		b = b[min((n+3)&^3, len(b)):]
+		if skip != 0 && typ == skip {
+			continue
+		}
+		if len(listed[typ]) == 0 {
+			return false
+		}
+		held := listed[typ][0]
+		listed[typ] = listed[typ][1:]
+		if nested && !covers(v, held) || !nested && !bytes.Equal(v, held) {
+			return false
+		}
+	}
+	return true
+}

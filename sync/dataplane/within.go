@@ -1,0 +1,42 @@
+package dataplane
+
+import (
+	"net/netip"
+	"slices"
+)
+
+// Within gives what is left of a Service that may have no more than another version of it, now: the frontends at keys where
+// now answers too, and the cluster IPs that now has too. So it can stand in now's place in a State in which other Services
+// have got the rest. It is nil if no frontend is left, or either is nil. The Service is not changed; if it loses nothing, it
+// is itself what is left.
+func (s *Service) Within(now *Service) *Service {
+	if s == nil || now == nil {
+		return nil
+	}
+	allowed := map[Key]bool{}
+	now.eachClaim(func(k Key, _ Claim) { allowed[k] = true })
+	taken := func(f Frontend) bool { return !allowed[f.Key] }
+	foreign := func(a netip.Addr) bool { return !slices.Contains(now.ClusterIPs, a) }
+
+	left, all := &Service{Name: s.Name, ClusterIPs: s.ClusterIPs}, true
+	if slices.ContainsFunc(s.ClusterIPs, foreign) {
+		left.ClusterIPs, all = slices.DeleteFunc(slices.Clone(s.ClusterIPs), foreign), false
+	}
+	for _, sp := range s.Ports {
+		if slices.ContainsFunc(sp.Frontends, taken) {
+			less := *sp
+			less.Frontends = slices.DeleteFunc(slices.Clone(sp.Frontends), taken)
+			sp, all = &less, false
+		}
+		if len(sp.Frontends) > 0 {
+			left.Ports = append(left.Ports, sp)
+		}
+	}
+	switch {
+	case all:
+		return s
+	case len(left.Ports) == 0:
+		return nil
+	}
+	return left
+}

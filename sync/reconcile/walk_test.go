@@ -1,0 +1,211 @@
+package reconcile
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// walk is a cluster that changes at random, over a kernel that refuses at random. Names, addresses and ports are few, so that
+// Services take keys from each other all the time.
+type walk struct {
+	*rand.Rand
+	t *testing.T
+	b *fakeBackend
+	q *snapshot.Queue
+	// cluster is what the queue was told of.
+	cluster *snapshot.Snapshot
+	// harmless says that no Service gets the port any more.
+	harmless bool
+	// kernel makes the kernel's choices.
+	kernel *rand.Rand
+	met
+}
+
+// met counts what the walk is about: refusals by name, trials without an answer, Services aside that were kept as they were
+// acknowledged, and those that had to give way to others.
+type met struct{ refused, unanswered, kept, cut int }
+
+var walkNames = []string{"a", "b", "c", "d", "e"}
+
+func (w *walk) addrs(base byte, most int) (out []netip.Addr) {
+	for i := range most {
+		if w.IntN(2) == 0 {
+			out = append(out, netip.AddrFrom4([4]byte{198, 51, 100, base + byte(i)}))
+		}
+	}
+	return out
+}
+
+func (w *walk) service(name string) *snapshot.Service {
+	svc := service(name).Services[nameOf(name)]
+	svc.ExternalIPs, svc.LoadBalancerIPs = w.addrs(0, 3), w.addrs(1, 3)
+	svc.ExternalLocal = w.IntN(3) == 0
+	svc.Ports = nil
+	for _, p := range []uint16{80, 81, poison} {
+		if w.IntN(2) == 0 || p == poison && (w.harmless || w.IntN(2) == 0) {
+			continue
+		}
+		svc.Ports = append(svc.Ports, snapshot.Port{Name: fmt.Sprint("p", p),
+			Protocol: []snapshot.Protocol{snapshot.TCP, snapshot.UDP}[w.IntN(2)], Port: p})
+	}
+	return svc
+}
+
+func (w *walk) delta() snapshot.Delta {
+	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}}
+	for range 1 + w.IntN(3) {
+		name := walkNames[w.IntN(len(walkNames))]
+		switch w.IntN(8) {
+		case 0:
+			d.Services[nameOf(name)] = nil
+		case 1, 2, 3, 4:
+			d.Services[nameOf(name)] = w.service(name)
+		case 5, 6:
+			e := endpoint(name, fmt.Sprintf("10.1.0.%d", w.IntN(4)))
+			if w.IntN(4) == 0 {
+				e.Slices[nameOf(name)] = nil
+			}
+			d.Merge(e)
+		case 7:
+			d.ServiceCIDRs = &[]netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 96, 0, 0}), 8+w.IntN(3))}
+		}
+	}
+	return d
+}
+
+// put tells the queue, and remembers what.
+func (w *walk) put(d snapshot.Delta) {
+	w.cluster.Apply(d)
+	w.q.Put(d)
+}
+
+// judge is the kernel: it refuses Services with the port, of which it may not name all at once, and now and then everything.
+func (w *walk) judge(st *dataplane.State) error {
+	for n, a := range w.b.loop.want.aside {
+		switch svc := st.Services[n]; {
+		case a.trial && w.kernel.IntN(8) == 0:
+			w.unanswered++
+			return errors.New("no memory, perhaps because of one on trial")
+		case a.trial || svc == nil:
+		case svc == w.b.kernel.Services[n]:
+			w.kept++
+		default:
+			w.cut++
+		}
+	}
+	if w.kernel.IntN(6) == 0 {
+		return errors.New("no memory")
+	}
+	r := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	for n, svc := range st.Services {
+		if poisoned(svc) && (len(r.Services) == 0 || w.kernel.IntN(2) == 0) {
+			r.Services[n] = errPoison
+		}
+	}
+	if len(r.Services) == 0 {
+		return nil
+	}
+	w.refused++
+	return errors.Join(errors.New("other words"), r)
+}
+
+// look is a Check by a backend that sometimes finds something, sometimes fails, and sometimes is in a hurry.
+func (w *walk) look() ([]string, time.Duration, error) {
+	switch w.kernel.IntN(10) {
+	case 0:
+		return []string{"a set is gone", "a rule is new"}, 0, nil
+	case 1:
+		return nil, 0, errors.New("no buffer space")
+	case 2:
+		return nil, time.Millisecond, nil
+	}
+	return nil, 0, nil
+}
+
+// settled says what the kernel has when all that can be is in: all but the refused ones, of which it has what it took.
+func (w *walk) settled(what string) {
+	synctest.Wait()
+	aside := w.b.loop.Quarantined()
+	poisonous := 0
+	for n, svc := range w.b.loop.Planner.State().Services {
+		if !poisoned(svc) {
+			if w.b.kernel.Services[n] != svc {
+				w.t.Fatalf("%s: the kernel does not have %v", what, n)
+			}
+			continue
+		}
+		poisonous++
+		if held := w.b.kernel.Services[n]; held != nil && poisoned(held) {
+			w.t.Fatalf("%s: the kernel has %v", what, n)
+		}
+	}
+	if len(aside) != poisonous {
+		w.t.Fatalf("%s: %d Services are aside; want %d", what, len(aside), poisonous)
+	}
+}
+
+// TestWalk says that whatever the kernel refuses in between, it comes to hold all that it can be brought to take, and in the
+// end what the cluster asks for. What every single State and Change must be, the backend says.
+func TestWalk(t *testing.T) {
+	sum := met{}
+	for seed := range uint64(40) {
+		synctest.Test(t, func(t *testing.T) {
+			w := &walk{Rand: rand.New(rand.NewPCG(seed, 7)), kernel: rand.New(rand.NewPCG(seed, 8)), t: t, b: &fakeBackend{},
+				cluster: snapshot.New()}
+			w.b.judge, w.b.look = w.judge, w.look
+			w.b.takes = time.Duration(seed%3) * time.Millisecond
+			w.q, _ = start(t, w.b)
+			w.q.Synced()
+			for range 5 {
+				for range 40 {
+					w.put(w.delta())
+					w.b.loop.Quarantined() // the race detector has a word on that
+					time.Sleep(time.Duration(w.IntN(int(time.Second))) >> w.IntN(12))
+				}
+				// Words of trouble are not random any more, for long enough that one try gets through.
+				w.b.set(func() { w.b.judge = refusesPoison(1) })
+				time.Sleep(retryMost + time.Second)
+				w.settled(fmt.Sprintf("seed %d", seed))
+				w.b.set(func() { w.b.judge = w.judge })
+			}
+			w.end(seed%2 == 0)
+			sum.refused, sum.unanswered = sum.refused+w.refused, sum.unanswered+w.unanswered
+			sum.kept, sum.cut = sum.kept+w.kept, sum.cut+w.cut
+		})
+	}
+	if sum.refused < 1000 || sum.unanswered < 100 || sum.kept < 500 || sum.cut < 100 {
+		t.Errorf("the walk met too little: %+v", sum)
+	}
+}
+
+// end takes away what the kernel has against the cluster: because the Services change, or because the kernel does.
+func (w *walk) end(change bool) {
+	if change {
+		w.harmless = true
+		for _, name := range walkNames {
+			w.put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{nameOf(name): w.service(name)}})
+		}
+	} else {
+		w.b.set(func() { w.b.judge = nil })
+	}
+	time.Sleep(2 * trialMost)
+	w.b.set(func() { w.b.judge = nil })
+	time.Sleep(2 * trialMost)
+	synctest.Wait()
+	want, _ := dataplane.Compute(dataplane.Config{}, w.cluster)
+	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil {
+		w.t.Errorf("the kernel has %+v; want %+v; aside: %v", w.b.kernel, want, w.b.loop.Quarantined())
+	}
+	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.held) > 0 {
+		w.t.Error("the loop holds on to what is acknowledged")
+	}
+}

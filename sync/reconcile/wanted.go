@@ -1,0 +1,184 @@
+package reconcile
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// wanted is the state the kernel is asked for, and how far it has acknowledged that. It is the planner's own state as long as
+// the kernel refuses none of its Services.
+type wanted struct {
+	planner *dataplane.Planner
+
+	// latest is what has changed since the kernel was asked last; before holds the Services it names as they were. They are
+	// only filed in held when the transaction fails, which is rare.
+	latest dataplane.Change
+	before []*dataplane.Service
+	// held holds, of every other Service of which the state may have something the kernel has not acknowledged, what it
+	// acknowledged last; nil for a Service it has nothing of. globals says the same of what Change.Globals stands for.
+	held    map[snapshot.Name]*dataplane.Service
+	globals bool
+
+	// aside are the Services the kernel refuses.
+	aside map[snapshot.Name]*aside
+	// state is the planner's, but for those aside. It is only there while there are some: else its Services are nil.
+	state dataplane.State
+}
+
+// asked gives the state.
+func (w *wanted) asked() *dataplane.State {
+	if w.state.Services != nil {
+		return &w.state
+	}
+	return w.planner.State()
+}
+
+// ask gives the state, and all that may differ in it from what the kernel acknowledged.
+func (w *wanted) ask() (*dataplane.State, dataplane.Change) {
+	change := dataplane.Change{Services: w.latest.Services, Globals: w.latest.Globals || w.globals}
+	if len(w.held) > 0 {
+		change.Services = slices.AppendSeq(slices.Clone(change.Services), maps.Keys(w.held))
+		slices.SortFunc(change.Services, snapshot.Name.Compare)
+		change.Services = slices.Compact(change.Services)
+	}
+	return w.asked(), change
+}
+
+// acknowledged says that the kernel has acknowledged all of the state.
+func (w *wanted) acknowledged() bool { return w.latest.Empty() && len(w.held) == 0 && !w.globals }
+
+// succeed takes note that the kernel acknowledged the state.
+func (w *wanted) succeed() {
+	w.latest, w.before, w.held, w.globals = dataplane.Change{}, nil, nil, false
+}
+
+// failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not been
+// acknowledged but in its oldest version.
+func (w *wanted) failed() {
+	for i, n := range w.latest.Services {
+		w.note(n, w.before[i])
+	}
+	w.globals = w.globals || w.latest.Globals
+	w.latest, w.before = dataplane.Change{}, nil
+}
+
+func (w *wanted) note(n snapshot.Name, svc *dataplane.Service) {
+	if _, noted := w.held[n]; noted {
+		return
+	}
+	if w.held == nil {
+		w.held = map[snapshot.Name]*dataplane.Service{}
+	}
+	w.held[n] = svc
+}
+
+// follow takes over what the planner says of its last Apply.
+func (w *wanted) follow(change dataplane.Change, before []*dataplane.Service) {
+	if len(w.aside) == 0 {
+		w.latest, w.before = change, before
+		return
+	}
+	if change.Globals {
+		w.copyGlobals()
+	}
+	w.globals = w.globals || change.Globals
+	for _, n := range change.Services {
+		svc, a := w.planner.State().Services[n], w.aside[n]
+		switch {
+		case a == nil:
+			w.set(n, svc)
+		case svc == nil: // there is nothing left to refuse
+			delete(w.aside, n)
+			w.set(n, nil)
+		default:
+			a.changed = true
+			w.keepLast(n)
+		}
+	}
+	w.join()
+}
+
+// copyGlobals brings everything of the state that is no Service's up to the planner's.
+func (w *wanted) copyGlobals() {
+	services := w.state.Services
+	w.state = *w.planner.State()
+	w.state.Services = services
+}
+
+// part makes the state one of its own, from which Services can be set aside.
+func (w *wanted) part() {
+	if w.state.Services != nil {
+		return
+	}
+	w.aside = map[snapshot.Name]*aside{}
+	w.state.Services = maps.Clone(w.planner.State().Services)
+	w.copyGlobals()
+}
+
+// join makes the state the planner's own again once no Service is aside: they are equal then.
+func (w *wanted) join() {
+	if len(w.aside) == 0 {
+		w.state = dataplane.State{}
+	}
+}
+
+// set replaces a Service in the state, which is not the planner's own.
+func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
+	w.note(n, w.state.Services[n])
+	if w.held[n] == svc {
+		delete(w.held, n)
+	}
+	if svc == nil {
+		delete(w.state.Services, n)
+	} else {
+		w.state.Services[n] = svc
+	}
+}
+
+// keepLast gives a Service that is aside what the kernel acknowledged of it, as far as the planner gives that to no other
+// Service now. One that is refused as it was acknowledged has nothing to fall back on.
+func (w *wanted) keepLast(n snapshot.Name) {
+	now := w.planner.State().Services[n]
+	last, differs := w.held[n]
+	if !differs {
+		last = w.state.Services[n]
+	}
+	if last == now {
+		last = nil
+	}
+	w.set(n, last.Within(now))
+}
+
+// try puts the Services aside whose time has come into the state as they should be.
+func (w *wanted) try(now time.Time) {
+	for n, a := range w.aside {
+		if !a.due().After(now) {
+			a.trial = true
+			w.set(n, w.planner.State().Services[n])
+		}
+	}
+}
+
+// nextTrial gives when the first of those aside is due.
+func (w *wanted) nextTrial() (due time.Time, any bool) {
+	for _, a := range w.aside {
+		if at := a.due(); !any || at.Before(due) {
+			due, any = at, true
+		}
+	}
+	return due, any
+}
+
+// endTrials takes back out of the state what is on trial: the transaction failed as a whole, and it may be because of them.
+func (w *wanted) endTrials() {
+	for n, a := range w.aside {
+		if a.trial {
+			a.unanswered(time.Now())
+			w.keepLast(n)
+		}
+	}
+}
