@@ -273,3 +273,28 @@ func TestRemove(t *testing.T) {
 		}
 	})
 }
+
+// backendThatChecks is one whose Check does this.
+type backendThatChecks struct {
+	backendFunc
+	check func()
+}
+
+func (b backendThatChecks) Check() ([]string, time.Duration, error) {
+	b.check()
+	return []string{"a set is gone"}, time.Second, errTable
+}
+
+// TestCheckPassesBy says that a Check is the other backend's, and keeps no look at the flows waiting.
+func TestCheckPassesBy(t *testing.T) {
+	c := newCleaner(&fakeTable{}, nil)
+	found, again, err := c.Behind(backendThatChecks{fine, func() {
+		if !c.mu.TryLock() {
+			t.Fatal("the Cleaner has to wait")
+		}
+		c.mu.Unlock()
+	}}).Check()
+	if len(found) != 1 || again != time.Second || err != errTable {
+		t.Errorf("got %v, %v, %v", found, again, err)
+	}
+}

@@ -1,3 +1,12 @@
+// Package keeper lets a netlink socket outlive the proxy that writes through it.
+//
+// A table with the flags owner and persist can be changed only through the socket that owns it, as long as any process
+// holds that socket. So the socket must survive a crash of the proxy, its restart, and its replacement by another one.
+// There are three concerns:
+//
+//   - Keep is a parent process that holds the socket and starts the proxy again after a crash.
+//   - Inherited and Held are the proxy's side: the socket it was given by that parent, or by systemd.
+//   - Seat is the place of the one proxy of a network namespace, and how another proxy takes it over.
 package keeper
 
 import (
@@ -8,7 +17,6 @@ import (
 	"net"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -189,10 +197,6 @@ func (k *keep) start(restarts int) (*child, error) {
 		return nil, err
 	}
 	go k.listen(c)
-	if restarts == 0 {
-		// What it took to come here is not needed again. The keeper sleeps for weeks.
-		debug.FreeOSMemory()
-	}
 	return c, nil
 }
 

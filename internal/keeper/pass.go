@@ -1,12 +1,3 @@
-// Package keeper lets a netlink socket outlive the proxy that writes through it.
-//
-// A table with the flags owner and persist can be changed only through the socket that owns it, as long as any process
-// holds that socket. So the socket must survive a crash of the proxy, its restart, and its replacement by another one.
-// There are three concerns, each in a file of its own:
-//
-//   - Keep is a parent process that holds the socket and starts the proxy again after a crash.
-//   - Inherited and Held are the proxy's side: the socket it was given by that parent, or by systemd.
-//   - Seat is the place of the one proxy of a network namespace, and how another proxy takes it over.
 package keeper
 
 import (

@@ -20,7 +20,7 @@ type Owned struct {
 }
 
 func (e *Owned) Error() string {
-	return fmt.Sprintf("the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first",
+	return fmt.Sprintf("the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first, or wait for it if it is about to be restarted",
 		e.Family, nft.TableName, e.Port)
 }
 

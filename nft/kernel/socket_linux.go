@@ -8,6 +8,8 @@ import (
 
 	"github.com/mdlayher/socket"
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
 )
 
 // wire is a netlink socket. Tests put faults in between.
@@ -83,6 +85,30 @@ func OpenSocket() (*os.File, error) {
 		return nil, fmt.Errorf("nft: netlink socket: %w", err)
 	}
 	return os.NewFile(uintptr(dup), "netlink"), nil
+}
+
+// OwnsTables says whether a socket that OpenSocket made owns our tables: one of them, if not both.
+func OwnsTables(f *os.File) bool {
+	s, err := inheritSocket(f)
+	if err != nil {
+		return false
+	}
+	defer s.Close()
+	port, err := s.port()
+	if err != nil {
+		return false
+	}
+	reader, err := Dial(0)
+	if err != nil {
+		return false
+	}
+	defer reader.Close()
+	for _, family := range nft.Families {
+		if info, err := reader.table(family); err == nil && info.owner == port {
+			return true
+		}
+	}
+	return false
 }
 
 func (s *netlinkSocket) send(b []byte) error {

@@ -34,14 +34,18 @@ func TestWithin(t *testing.T) {
 		change func(*snapshot.Service)
 		gone   []string
 	}{
-		"same addresses":     {func(*snapshot.Service) {}, nil},
-		"more of them":       {func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.2") }, nil},
-		"another kind":       {func(s *snapshot.Service) { s.LoadBalancerIPs, s.ExternalIPs = s.ExternalIPs, nil }, nil},
-		"other names":        {func(s *snapshot.Service) { s.Ports[0].Name, s.Ports[1].Name = "x", "y" }, nil},
-		"an address less":    {func(s *snapshot.Service) { s.ExternalIPs = nil }, []string{"198.51.100.1:80/tcp", "198.51.100.1:81/tcp"}},
-		"a port less":        {func(s *snapshot.Service) { s.Ports = s.Ports[:1] }, []string{"10.96.0.1:81/tcp", "198.51.100.1:81/tcp", "[fd00:96::1]:81/tcp"}},
-		"a family less":      {func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.1") }, []string{"[fd00:96::1]:80/tcp", "[fd00:96::1]:81/tcp"}},
-		"another cluster IP": {func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.9 fd00:96::1") }, []string{"10.96.0.1:80/tcp", "10.96.0.1:81/tcp"}},
+		"same addresses": {func(*snapshot.Service) {}, nil},
+		"more of them":   {func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.2") }, nil},
+		"another kind":   {func(s *snapshot.Service) { s.LoadBalancerIPs, s.ExternalIPs = s.ExternalIPs, nil }, nil},
+		"other names":    {func(s *snapshot.Service) { s.Ports[0].Name, s.Ports[1].Name = "x", "y" }, nil},
+		"an address less": {func(s *snapshot.Service) { s.ExternalIPs = nil },
+			[]string{"198.51.100.1:80/tcp", "198.51.100.1:81/tcp"}},
+		"a port less": {func(s *snapshot.Service) { s.Ports = s.Ports[:1] },
+			[]string{"10.96.0.1:81/tcp", "198.51.100.1:81/tcp", "[fd00:96::1]:81/tcp"}},
+		"a family less": {func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.1") },
+			[]string{"[fd00:96::1]:80/tcp", "[fd00:96::1]:81/tcp"}},
+		"another cluster IP": {func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.9 fd00:96::1") },
+			[]string{"10.96.0.1:80/tcp", "10.96.0.1:81/tcp"}},
 		"another protocol": {func(s *snapshot.Service) { s.Ports[1].Protocol = snapshot.UDP },
 			[]string{"10.96.0.1:81/tcp", "198.51.100.1:81/tcp", "[fd00:96::1]:81/tcp"}},
 	} {

@@ -5,9 +5,13 @@ import (
 	"time"
 )
 
-// CheckEvery is how often the loop has the backend look for what others changed, unless the backend asks for another time: so
-// a change is noticed, and repaired, within a second, even if the loop is busy for as long again.
+// CheckEvery is how often the loop has the backend look for what others changed, besides once after each transaction, unless the
+// backend asks for another time: so a change is noticed, and repaired, within a second, even if the loop is busy for as long
+// again.
 const CheckEvery = 500 * time.Millisecond
+
+// checkRoom is a rest that a Check does not exceed.
+const checkRoom = 20 * time.Millisecond
 
 // maxFindings bounds the line in the log: when somebody flushes our tables, everything is a finding.
 const maxFindings = 8
@@ -30,8 +34,13 @@ func (l *Loop) check() {
 	}
 }
 
-// starved says that changes have come for so long, one right after another, that a Check is overdue by as long as it may wait.
-// Then it has its turn in the rest after a transaction, when changes have to wait anyway.
-func (l *Loop) starved() bool {
-	return !l.behind && time.Since(l.checkAt) > CheckEvery
+// checkNow says whether a Check should be made though there is something to write, where changes come one right after another.
+// It should if it is due and the rest after a transaction, in which changes have to wait anyway, is long enough for it; and,
+// so that short rests do not put it off for ever, if it is overdue by as long as it may wait.
+func (l *Loop) checkNow(rested time.Time) bool {
+	now := time.Now()
+	if l.behind || now.Before(l.checkAt) {
+		return false
+	}
+	return rested.Sub(now) >= checkRoom || now.Sub(l.checkAt) > CheckEvery
 }

@@ -44,11 +44,11 @@ func TestCheckOnlyWhatIsHeld(t *testing.T) {
 		expect("")
 		q.Synced() // at 3 s; it is taken at 3.7 s
 		time.Sleep(2 * time.Second)
-		expect("4.2 4.7")
+		expect("3.7 4.2 4.7")
 		b.set(func() { b.refuse = 5 })
 		q.Put(service("b")) // at 5 s; it is taken at 8.1 s
 		time.Sleep(4 * time.Second)
-		expect("8.6")
+		expect("8.1 8.6")
 	})
 }
 
@@ -80,7 +80,7 @@ func TestForeignChange(t *testing.T) {
 			t.Errorf("%+v; want one transaction with nothing in its Change", c)
 		}
 		expectCalls(t, b, begin, "0.5:1")
-		if got := b.checks(begin); got != "0.5 1 1.5 2 2.5 3" {
+		if got := b.checks(begin); got != "0 0.5 0.5 1 1.5 2 2.5 3" {
 			t.Errorf("checked at %s", got)
 		}
 		if len(told) != 2 || told[0].Foreign != 0 || told[1].Foreign != 20 {
@@ -115,7 +115,7 @@ func TestCheckAgain(t *testing.T) {
 		q.Synced()
 		begin := time.Now()
 		time.Sleep(1100 * time.Millisecond)
-		if got := b.checks(begin); got != "0.5 0.51 0.52 0.53 1.03" {
+		if got := b.checks(begin); got != "0 0.01 0.02 0.03 0.53 1.03" {
 			t.Errorf("checked at %s", got)
 		}
 	})
@@ -143,7 +143,7 @@ func TestCheckFails(t *testing.T) {
 				t.Errorf("log: %q", lines)
 			}
 		}
-		if n := len(strings.Fields(b.checks(begin))); n != 44 {
+		if n := len(strings.Fields(b.checks(begin))); n != 45 {
 			t.Errorf("%d checks in 22 seconds", n)
 		}
 		expectCalls(t, b, begin, "0:0")
@@ -166,41 +166,47 @@ func TestChangeBeforeCheck(t *testing.T) {
 	}
 }
 
-// TestCheckAmidChanges says that changes without a pause put off the Checks for a while, not for ever, and do not wait for
-// them any longer than for the rest after a transaction.
+// TestCheckAmidChanges says that changes without a pause put off the Checks for a while if the rests between transactions are
+// short, but not for ever, and that they do not wait for a Check where it fits into a rest.
 func TestCheckAmidChanges(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		b := &fakeBackend{takes: 10 * time.Millisecond, checkTakes: 30 * time.Millisecond}
-		q, _ := start(t, b)
-		q.Synced()
-		begin := time.Now()
-		for i := range 10_000 {
-			q.Put(with(string(rune('a'+i%20)), uint16(1+i)))
-			time.Sleep(time.Millisecond)
-		}
-		time.Sleep(time.Second)
-		var last time.Time
-		for i, c := range b.calls()[1:] {
-			if d := c.at.Sub(last); i > 0 && (d < 50*time.Millisecond || d > 51*time.Millisecond) && c.at.Sub(begin) < 10*time.Second {
-				t.Errorf("transaction %d came %v after the one before; want 10 ms of work and 40 ms of rest", i, d)
+	for _, c := range []struct {
+		takes, checkTakes time.Duration
+		// most is the time between two transactions at most, least that between two Checks.
+		most, least time.Duration
+	}{
+		{10 * time.Millisecond, 30 * time.Millisecond, 51 * time.Millisecond, 50 * time.Millisecond},
+		{time.Millisecond, 3 * time.Millisecond, 6 * time.Millisecond, CheckEvery},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			b := &fakeBackend{takes: c.takes, checkTakes: c.checkTakes}
+			q, _ := start(t, b)
+			q.Synced()
+			for i := range 50_000 {
+				q.Put(with(string(rune('a'+i%20)), uint16(1+i)))
+				time.Sleep(100 * time.Microsecond)
 			}
-			last = c.at
-		}
-		var before time.Time
-		n := 0
-		b.set(func() {
-			for _, at := range b.checked {
-				if d := at.Sub(before); n > 0 && d > 1100*time.Millisecond {
-					t.Errorf("no Check for %v", d)
+			end := time.Now()
+			synctest.Wait()
+			calls := b.calls()[1:]
+			for i := 1; i < len(calls); i++ {
+				if d := calls[i].at.Sub(calls[i-1].at); d < 5*c.takes || d > c.most {
+					t.Errorf("transaction %d came %v after the one before; they take %v", i, d, c.takes)
 				}
-				before = at
-				n++
 			}
+			b.set(func() {
+				at := append(b.checked, end)
+				for i := 1; i < len(at); i++ {
+					d := at[i].Sub(at[i-1])
+					if d > c.least+60*time.Millisecond || d < c.least && at[i] != end {
+						t.Errorf("for %v no Check; want %v", d, c.least)
+					}
+				}
+				if len(at) < 4 {
+					t.Errorf("Checks at %v", b.checked)
+				}
+			})
 		})
-		if n < 9 {
-			t.Errorf("%d checks in 11 seconds", n)
-		}
-	})
+	}
 }
 
 // TestAdopted says that tables which were found as they should be are a transaction like others.
@@ -217,8 +223,8 @@ func TestAdopted(t *testing.T) {
 		if len(told) != 1 || !told[0].Adopted || told[0].Services != 1 {
 			t.Errorf("told of %+v", told)
 		}
-		if lines := log.take("INFO", "carries the Services"); len(lines) != 1 || !strings.Contains(lines[0], "already; nothing was written") ||
-			!strings.Contains(lines[0], "services=1") {
+		if lines := log.take("INFO", "carries the Services"); len(lines) != 1 ||
+			!strings.Contains(lines[0], "already; nothing was written") || !strings.Contains(lines[0], "services=1") {
 			t.Errorf("log: %q", lines)
 		}
 		b.set(func() { b.receipt = dataplane.Receipt{} })

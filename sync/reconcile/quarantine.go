@@ -137,7 +137,8 @@ func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {
 	if l.want.state.Services[n] == nil {
 		return false
 	}
-	l.Log.Error("the kernel refuses what it held of this Service, too; nothing of it is in force", "service", n.String(), "err", err)
+	l.Log.Error("the kernel refuses what it held of this Service, too; nothing of it is in force",
+		"service", n.String(), "err", err)
 	l.want.set(n, nil)
 	return true
 }

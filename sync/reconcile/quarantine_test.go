@@ -207,8 +207,8 @@ func TestLastGood(t *testing.T) {
 			t.Errorf("the kernel has %+v; want what it had", b.kernel.Services[nameOf("x")])
 		}
 		time.Sleep(500 * time.Millisecond)
-		q.Put(with("a", 80))
-		q.Put(snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}})
+		q.Put(merged(with("a", 80),
+			snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}}))
 		expectCalls(t, b, time.Now(), "0:2")
 		if b.kernel.Services[nameOf("x")] != good || len(b.kernel.ServiceCIDRs) != 1 {
 			t.Errorf("the kernel has %+v", b.kernel)

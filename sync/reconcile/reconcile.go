@@ -22,7 +22,7 @@ type Backend interface {
 	//
 	// If the kernel refuses what belongs to some Services, the error wraps a *dataplane.Refused that names them.
 	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
-	// Check looks, for a bounded time, whether somebody else changed what is ours in the kernel. It gives what it found in
+	// Check looks, for a few milliseconds, whether somebody else changed what is ours in the kernel. It gives what it found in
 	// words, one line each; after it found something the next Apply repairs it, whatever its Change says. again is in how long
 	// it wants to be called next; 0 leaves it to the caller (CheckEvery).
 	Check() (found []string, again time.Duration, err error)
@@ -92,7 +92,8 @@ func (l *Loop) Run(ctx context.Context) error {
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
-	for l.await(ctx, alarm) && l.pause(ctx, rest) {
+	rested := time.Now()
+	for l.await(ctx, alarm) && l.pause(ctx, rest, rested) {
 		start := time.Now()
 		delta, ready := l.Queue.Take()
 		if !ready {
@@ -100,7 +101,9 @@ func (l *Loop) Run(ctx context.Context) error {
 			continue
 		}
 		err := l.step(ctx, delta)
-		rest.Reset(min(restFactor*time.Since(start), restMost))
+		took := time.Since(start)
+		rested = start.Add(took + min(restFactor*took, restMost))
+		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
 			continue
@@ -153,9 +156,9 @@ func (l *Loop) turn() (due time.Time, check bool) {
 	return l.checkAt, true
 }
 
-// pause waits until the rest after the last transaction is over. It returns false when the context ends.
-func (l *Loop) pause(ctx context.Context, rest *time.Timer) bool {
-	if l.starved() {
+// pause waits until the rest after the last transaction is over, at the time given. It returns false when the context ends.
+func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bool {
+	if l.checkNow(rested) {
 		l.check()
 	}
 	select {
@@ -222,9 +225,11 @@ func (l *Loop) report(t *Transaction) {
 	case l.behind:
 		l.Log.Info("the kernel carries the Services", "services", t.Services, "elements", t.Added)
 	}
-	if l.behind {
-		l.behind, l.checkAt = false, time.Now().Add(CheckEvery)
+	// The backend may have left something for later. A Check that is overdue stays so, or steady changes would put it off.
+	if now := time.Now(); l.behind || l.checkAt.After(now) {
+		l.checkAt = now
 	}
+	l.behind = false
 	l.Log.Debug("transaction", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 		"messages", t.Messages, "bytes", t.Bytes, "policy", t.Policy, "plan", t.Plan, "encode", t.Encode, "commit", t.Commit)
 	if l.Written != nil {

@@ -126,7 +126,8 @@ func (b *fakeBackend) checkState(want *dataplane.State) {
 
 // checkChange: what is not named is what was acknowledged.
 func (b *fakeBackend) checkChange(want *dataplane.State, change dataplane.Change) {
-	if !slices.IsSortedFunc(change.Services, snapshot.Name.Compare) || len(slices.Compact(slices.Clone(change.Services))) != len(change.Services) {
+	names := change.Services
+	if !slices.IsSortedFunc(names, snapshot.Name.Compare) || len(slices.Compact(slices.Clone(names))) != len(names) {
 		b.t.Errorf("not sorted and unique: %v", change.Services)
 	}
 	for _, services := range []map[snapshot.Name]*dataplane.Service{want.Services, b.kernel.Services} {

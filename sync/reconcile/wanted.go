@@ -39,13 +39,8 @@ func (w *wanted) asked() *dataplane.State {
 
 // ask gives the state, and all that may differ in it from what the kernel acknowledged.
 func (w *wanted) ask() (*dataplane.State, dataplane.Change) {
-	change := dataplane.Change{Services: w.latest.Services, Globals: w.latest.Globals || w.globals}
-	if len(w.held) > 0 {
-		change.Services = slices.AppendSeq(slices.Clone(change.Services), maps.Keys(w.held))
-		slices.SortFunc(change.Services, snapshot.Name.Compare)
-		change.Services = slices.Compact(change.Services)
-	}
-	return w.asked(), change
+	missed := slices.SortedFunc(maps.Keys(w.held), snapshot.Name.Compare)
+	return w.asked(), w.latest.With(dataplane.Change{Services: missed, Globals: w.globals})
 }
 
 // acknowledged says that the kernel has acknowledged all of the state.

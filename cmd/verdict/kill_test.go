@@ -1,0 +1,321 @@
+package main
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+var kills = flag.Int("kills", 200, "how often TestKilled kills the proxy")
+
+// killServices is how many Services there are; of each kind of target a client has one.
+const killServices = 24
+
+// victim is a proxy that is killed again and again, while files change and clients come.
+type victim struct {
+	t       *testing.T
+	cluster *lab.Cluster
+	dir     string
+	random  *rand.Rand
+	flags   []string
+	keeper  *lab.Cmd
+	log     *os.File
+
+	// dials, pings and edits count what was done; failures say what clients did not get.
+	dials, pings, edits atomic.Int64
+	mu                  sync.Mutex
+	failures            []string
+}
+
+func (v *victim) fail(format string, args ...any) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.failures = append(v.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
+}
+
+// write replaces a file as an editor or a ConfigMap does.
+func (v *victim) write(name, text string) {
+	path := filepath.Join(v.dir, name)
+	labtest.Check(v.t, os.WriteFile(path+".tmp", []byte(text), 0o644))
+	labtest.Check(v.t, os.Rename(path+".tmp", path))
+}
+
+func (v *victim) service(i int) string {
+	affinity := "None"
+	if i%3 == 0 {
+		affinity = "ClientIP"
+	}
+	return fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: web-%d, namespace: default}
+spec:
+  type: LoadBalancer
+  clusterIP: %s
+  clusterIPs: [%s, "%s"]
+  ipFamilies: [IPv4, IPv6]
+  sessionAffinity: %s
+  ports:
+  - {name: http, port: 80, protocol: TCP, nodePort: %d}
+  - {name: dns, port: 53, protocol: UDP, nodePort: %d}
+status: {loadBalancer: {ingress: [{ip: %s}]}}
+---`, i, lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[1], i+1), affinity,
+		30000+i, 31000+i, lab.Nth(lab.ExternalRange[0], i+1))
+}
+
+// slice gives a Service's endpoints: some of the pods, never none. All pods go on to serve, so whoever is sent to one is answered.
+func (v *victim) slice(i int) string {
+	var out strings.Builder
+	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
+	v.random.Shuffle(len(pods), func(a, b int) { pods[a], pods[b] = pods[b], pods[a] })
+	pods = pods[:1+v.random.IntN(len(pods))]
+	for f, family := range []string{"IPv4", "IPv6"} {
+		fmt.Fprintf(&out, `
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-%d-%d, namespace: default, labels: {kubernetes.io/service-name: web-%d}}
+addressType: %s
+ports: [{name: http, port: 8080, protocol: TCP}, {name: dns, port: 8080, protocol: UDP}]
+endpoints:
+`, i, f, i, family)
+		for _, p := range pods {
+			node := "node"
+			if slices.Contains(v.cluster.RemotePods, p) {
+				node = "node2"
+			}
+			fmt.Fprintf(&out, "- {addresses: [\"%s\"], nodeName: %s, conditions: {ready: true}}\n",
+				p.IP([]lab.Family{lab.IPv4, lab.IPv6}[f]), node)
+		}
+		out.WriteString("---\n")
+	}
+	return out.String()
+}
+
+// churn edits files until it is stopped.
+func (v *victim) churn(stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		case <-time.After(3 * time.Millisecond):
+		}
+		i := v.edits.Add(1) % killServices
+		v.write(fmt.Sprintf("slice-%d.yaml", i), v.slice(int(i)))
+	}
+}
+
+// dial opens new connections until it is stopped: every one must be answered.
+func (v *victim) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		i := random.IntN(killServices)
+		targets := []netip.AddrPort{
+			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 80),
+			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[1], i+1), 80),
+			netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80),
+			netip.AddrPortFrom(v.cluster.Node.IP(lab.IPv4), uint16(30000+i)),
+			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 53),
+			netip.AddrPortFrom(v.cluster.Node.IP(lab.IPv6), uint16(31000+i)),
+		}
+		n := random.IntN(len(targets))
+		p := snapshot.TCP
+		if n >= 4 {
+			p = snapshot.UDP
+		}
+		if r := from.Dial(p, targets[n], lab.Options{}); r.Outcome != lab.Answered {
+			v.fail("%s to %s %s: %v", from.Name, targets[n], p, r)
+		}
+		v.dials.Add(1)
+	}
+}
+
+// hold keeps a TCP connection and pings over it until it is stopped.
+func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
+	at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i%2], i+1), 80)
+	c, r := from.Open(snapshot.TCP, at, lab.Options{})
+	if c == nil {
+		v.fail("%s to %s: %v", from.Name, at, r)
+		return
+	}
+	defer c.Close()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-time.After(20 * time.Millisecond):
+		}
+		if r := c.Ping(0); r.Outcome != lab.Answered {
+			v.fail("connection of %s to %s: %v", from.Name, at, r)
+			return
+		}
+		v.pings.Add(1)
+	}
+}
+
+// start starts verdict run.
+func (v *victim) start() {
+	v.keeper = v.cluster.Node.Command("/proc/self/exe", append([]string{"run", "--from", v.dir, "--node-name", "node"}, v.flags...)...)
+	v.keeper.Env = append(os.Environ(), beVerdict+"=1")
+	v.keeper.Stdout, v.keeper.Stderr = v.log, v.log
+	labtest.Check(v.t, v.keeper.Start())
+}
+
+// child gives the pid of the keeper's child; 0 if it has none just now.
+func (v *victim) child() int {
+	threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", v.keeper.Process.Pid))
+	for _, path := range threads {
+		list, _ := os.ReadFile(path)
+		if child, err := strconv.Atoi(strings.TrimSpace(string(list))); err == nil {
+			return child
+		}
+	}
+	return 0
+}
+
+// wait waits for what the log says of the proxy's progress.
+func (v *victim) wait(what string, times int) {
+	v.t.Helper()
+	deadline := time.Now().Add(20 * time.Second)
+	for {
+		text := v.said()
+		if strings.Count(text, what) >= times {
+			return
+		}
+		if time.Now().After(deadline) {
+			v.t.Fatalf("%q is not %d times in the log:\n%s", what, times, text)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// childrenPerKeeper bounds how often a keeper's child is killed before the keeper is: each time it waits longer before it starts another.
+const childrenPerKeeper = 3
+
+// kill kills the proxy at a random moment, mostly without its keeper. It says how often each was hit.
+func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers int) {
+	for n := 0; children+keepers < *kills; n++ {
+		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond)
+		child := v.child()
+		if n%(childrenPerKeeper+1) == childrenPerKeeper {
+			labtest.Check(t, v.keeper.Process.Kill())
+			if child != 0 && random.IntN(2) == 0 { // else it ends by itself
+				_ = syscall.Kill(child, syscall.SIGKILL)
+			}
+			_ = v.keeper.Wait()
+			v.start()
+			keepers++
+			continue
+		}
+		for child == 0 {
+			time.Sleep(time.Millisecond)
+			child = v.child()
+		}
+		if syscall.Kill(child, syscall.SIGKILL) == nil {
+			children++
+		}
+		if n%4 == 0 && v.owned() { // and the keeper holds the socket
+			labtest.Run(t, v.cluster.Node, "", "nft", "flush", "ruleset")
+		}
+	}
+	return children, keepers
+}
+
+// owned says whether both tables belong to somebody.
+func (v *victim) owned() bool {
+	return strings.Count(labtest.Nfts(v.t)[0].List(v.t, v.cluster.Node), "flags owner") == 2
+}
+
+// TestKilled kills the proxy, again and again, while endpoints change and clients open new connections and hold old ones. Not one
+// fails. In the end the kernel holds exactly what the files ask for.
+func TestKilled(t *testing.T) {
+	v := &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
+		random: rand.New(rand.NewPCG(1, 1)),
+		flags:  []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
+	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
+	for _, p := range pods {
+		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
+			_, err := p.Serve(protocol, 8080)
+			labtest.Check(t, err)
+		}
+	}
+	var services strings.Builder
+	fmt.Fprintf(&services, "apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
+		"{type: InternalIP, address: \"%s\"}]}\n---", v.cluster.Node.IP(lab.IPv4), v.cluster.Node.IP(lab.IPv6))
+	for i := range killServices {
+		services.WriteString(v.service(i))
+		v.write(fmt.Sprintf("slice-%d.yaml", i), v.slice(i))
+	}
+	v.write("services.yaml", services.String())
+	var err error
+	v.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
+	labtest.Check(t, err)
+	v.start()
+	v.wait("the kernel carries the Services", 1)
+
+	stop, clients := make(chan struct{}), sync.WaitGroup{}
+	for n, from := range []*lab.Host{v.cluster.Outside, v.cluster.Pods[0], v.cluster.Node, v.cluster.Node2} {
+		clients.Go(func() { v.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), stop) })
+		for i := range 4 {
+			clients.Go(func() { v.hold(from, 4*n+i, stop) })
+		}
+	}
+	clients.Go(func() { v.churn(stop) })
+	start := time.Now()
+	children, keepers := v.kill(t, rand.New(rand.NewPCG(3, 3)))
+	close(stop)
+	clients.Wait()
+	t.Logf("%d children and %d keepers killed in %v; %d edits; %d connections opened, %d pings over held ones; %d failures",
+		children, keepers, time.Since(start).Round(time.Millisecond), v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures))
+	if len(v.failures) > 0 {
+		t.Errorf("%d clients failed, such as:\n%s", len(v.failures), strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
+	}
+	v.settle()
+}
+
+// settle lets the proxy come to rest and end. Another one must find exactly what the files ask for, and look at all of it.
+func (v *victim) settle() {
+	v.t.Helper()
+	for again := range 2 {
+		if again == 1 {
+			v.start()
+			v.wait("the kernel carries the Services", strings.Count(v.said(), "the kernel carries the Services")+1)
+		}
+		time.Sleep(1500 * time.Millisecond)
+		labtest.Check(v.t, v.keeper.Process.Signal(syscall.SIGTERM))
+		if err := v.keeper.Wait(); err != nil {
+			v.t.Errorf("the proxy ended with %v", err)
+		}
+	}
+	said := v.said()
+	last := said[strings.LastIndex(said, "verdict starts"):]
+	if !strings.Contains(last, "nothing was written") || strings.Contains(said, "somebody else changed") {
+		v.t.Errorf("the kernel did not hold what the files ask for:\n%s", said)
+	}
+	labtest.Check(v.t, v.cluster.Node.Do(func() error { return removeTables(nil) }))
+}
+
+// said gives the log of all proxies.
+func (v *victim) said() string {
+	text, err := os.ReadFile(v.log.Name())
+	labtest.Check(v.t, err)
+	return string(text)
+}

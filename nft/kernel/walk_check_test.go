@@ -1,0 +1,405 @@
+package kernel
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// content is all that our tables hold.
+type content [len(nft.Families)]tableContent
+
+type tableContent struct {
+	family   nft.Family
+	elements map[nft.Element]bool
+	bySet    [nft.NumSets][]nft.Element
+	// chains are the bytes of each chain with its rules.
+	chains map[string]string
+}
+
+// content reads the kernel, by another connection than the backend's.
+func (w *walker) content() (c content) {
+	w.t.Helper()
+	for i, f := range nft.Families {
+		t := &c[i]
+		t.family, t.elements, t.chains = f, map[nft.Element]bool{}, map[string]string{}
+		for set := range nft.NumSets {
+			listed, err := w.eye.Elements(f, set)
+			w.must(err)
+			t.bySet[set] = make([]nft.Element, len(listed))
+			for n := range listed {
+				t.bySet[set][n] = listed[n].Element
+				t.elements[listed[n].Element] = true
+			}
+		}
+		w.must(w.eye.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] += string(attrs[unix.NFTA_CHAIN_HOOK]) + "\n"
+		}))
+		w.must(w.eye.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
+			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])] += string(attrs[unix.NFTA_RULE_EXPRESSIONS]) + "\n"
+		}))
+	}
+	return c
+}
+
+// difference names a few things that only one of two contents has.
+func (c *content) difference(now *content) string {
+	var out []string
+	for i := range c {
+		f := c[i].family
+		for e := range c[i].elements {
+			if !now[i].elements[e] {
+				out = append(out, "gone: "+elementText(f, &e))
+			}
+		}
+		for e := range now[i].elements {
+			if !c[i].elements[e] {
+				out = append(out, "new: "+elementText(f, &e))
+			}
+		}
+		for name, rules := range c[i].chains {
+			if now[i].chains[name] != rules {
+				out = append(out, fmt.Sprintf("%s chain %s is gone or another one", f, name))
+			}
+		}
+		for name := range now[i].chains {
+			if _, was := c[i].chains[name]; !was {
+				out = append(out, fmt.Sprintf("%s chain %s is new", f, name))
+			}
+		}
+	}
+	slices.Sort(out)
+	return strings.Join(out[:min(len(out), 20)], "\n")
+}
+
+func elementText(f nft.Family, e *nft.Element) string {
+	set := nft.SetByID(e.Set)
+	return fmt.Sprintf("%s %s { %s }", f, set.Name(), e.Text(f, &set))
+}
+
+// incomplete names a frontend that leads to a chain or an endpoint that is not there.
+func (c *content) incomplete() string {
+	for i := range c {
+		t := &c[i]
+		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
+			there := make(map[string]bool, len(t.bySet[slots]))
+			for _, e := range t.bySet[slots] {
+				there[string(e.Key())] = true
+			}
+			for _, e := range t.bySet[frontends] {
+				if _, ok := t.chains[e.Chain.Name()]; !ok {
+					return elementText(t.family, &e) + " leads nowhere"
+				}
+				for _, slot := range nft.SlotKeys(slots, []nft.Element{e}) {
+					if !there[string(slot.Key())] {
+						return elementText(t.family, &e) + " has not all its endpoints"
+					}
+				}
+			}
+		}
+	}
+	return ""
+}
+
+// fact is what the kernel must hold whatever happened before: an element, or of a slot that it is there and, for itself, which
+// endpoint there is.
+type fact struct {
+	element    nft.Element
+	slot, data string
+}
+
+func facts(e nft.Element) []fact {
+	switch e.Set {
+	case nft.Endpoints, nft.OutsideEndpoints:
+		key := string(e.Key())
+		set := string(rune('0' + e.Set))
+		return []fact{{slot: set + key}, {slot: set + key[:len(key)-4], data: string(e.Data())}}
+	}
+	return []fact{{element: e}}
+}
+
+// lacking compares a content with what a state asks for.
+func (w *walker) lacking(c *content, want *dataplane.State) string {
+	list := nft.List(want)
+	for i := range list {
+		count := make(map[fact]int, 2*len(c[i].elements))
+		for set := range nft.NumSets {
+			if set == nft.Affinity || set == nft.RevisionSet {
+				continue
+			}
+			for _, e := range c[i].bySet[set] {
+				for _, x := range facts(e) {
+					count[x]++
+				}
+			}
+			for _, l := range list[i].Elements[set] {
+				for _, x := range facts(l.Element) {
+					count[x]--
+				}
+			}
+		}
+		for _, n := range count {
+			if n != 0 {
+				return w.differences(c, list)
+			}
+		}
+		revisions, written := c[i].bySet[nft.RevisionSet], list[i].Elements[nft.RevisionSet]
+		if len(revisions) != 1 || revisions[0].Comment != written[0].Comment {
+			return fmt.Sprintf("%s: the revisions are %v; want %v", c[i].family, revisions, written)
+		}
+	}
+	return ""
+}
+
+// differences is lacking for people.
+func (w *walker) differences(c *content, list [len(nft.Families)]nft.Listing) string {
+	count := map[string]int{}
+	got := list
+	for i := range list {
+		for _, l := range strings.Split(lines(list[i:i+1]), "\n") {
+			count[l]--
+		}
+		for set := range nft.NumSets {
+			got[i].Elements[set] = nil
+			for _, e := range c[i].bySet[set] {
+				got[i].Elements[set] = append(got[i].Elements[set], nft.Listed{Element: e})
+			}
+		}
+		for _, l := range strings.Split(lines(got[i:i+1]), "\n") {
+			count[l]++
+		}
+	}
+	var out []string
+	for l, n := range count {
+		if n > 0 && !strings.Contains(l, " affinity ") {
+			out = append(out, "too much: "+l)
+		} else if n < 0 {
+			out = append(out, "missing:  "+l)
+		}
+	}
+	slices.Sort(out)
+	return strings.Join(out[:min(len(out), 20)], "\n")
+}
+
+// verify compares the kernel with a state, and the state with the objects.
+func (w *walker) verify(st *dataplane.State) {
+	w.t.Helper()
+	if st == w.planner.State() {
+		var found []dataplane.Conflict
+		st, found = dataplane.Compute(w.cfg, w.world.snapshot(w.r))
+		if d := firstOther(st, w.planner.State()); d != "" {
+			w.fail("the planner strayed from the objects: %s", d)
+		}
+		w.count["contended keys"] += len(found)
+	}
+	c := w.content()
+	if d := w.lacking(&c, st); d != "" {
+		w.fail("the kernel does not hold what it should:\n%s", d)
+	}
+	w.verifyStructure(st)
+	w.verifyAffinity(&c)
+	w.verifyQuiet()
+	w.meddled, w.renewed = false, false
+}
+
+// firstOther names a Service that two states have in different ways.
+func firstOther(a, b *dataplane.State) string {
+	for n, s := range a.Services {
+		if o := b.Services[n]; o == nil || s.Within(o) == nil || len(s.Ports) != len(o.Ports) {
+			return n.String()
+		}
+	}
+	if len(a.Services) != len(b.Services) {
+		return fmt.Sprintf("%d Services, not %d", len(b.Services), len(a.Services))
+	}
+	return ""
+}
+
+// verifyStructure compares sets, chains and rules. Now and then a process that knows nothing must find all as it wants it.
+func (w *walker) verifyStructure(st *dataplane.State) {
+	w.t.Helper()
+	list := nft.List(st)
+	var found [len(nft.Families)]nft.Found
+	for i, f := range nft.Families {
+		s, err := w.eye.structure(f, list[i].Table)
+		w.must(err)
+		if !s.sets || len(s.wrong) > 0 {
+			w.fail("%s", strings.Join(s.wrong, "\n"))
+		}
+		for id := range s.Chains {
+			if !slices.ContainsFunc(list[i].Table.Chains, func(c nft.Chain) bool { return c.ID == id }) {
+				w.fail("%s: chain %s is too much", f, id.Name())
+			}
+		}
+		if s.Revision != w.backend.model.Revision(f) {
+			w.fail("%s: revision %v; the model has %v", f, s.Revision, w.backend.model.Revision(f))
+		}
+		if found[i] = s.Found; s.counted {
+			for set := range nft.NumSets {
+				if size := s.Sizes[set]; size > 0 && s.counts[set] > int(size) {
+					w.fail("%s %s: %d elements in a set of size %d", f, set, s.counts[set], size)
+				}
+				w.most(set, int(s.Sizes[set]))
+			}
+		}
+	}
+	var fresh nft.Model
+	if fresh.Plan(st, dataplane.Change{}); !fresh.Adopt(&found) {
+		w.fail("another process would not adopt what is there")
+	}
+}
+
+// most notes the largest sets.
+func (w *walker) most(set nft.SetID, size int) {
+	if size > 1024 && set != nft.Affinity {
+		w.count["steps with a set that grew"]++
+	}
+}
+
+// verifyQuiet says that there is nothing left to do, and that nothing is done.
+func (w *walker) verifyQuiet() {
+	w.t.Helper()
+	before, err := w.eye.generation()
+	w.must(err)
+	if got := w.backend.generation; got != before {
+		w.fail("the backend knows of generation %d; it is %d", got, before)
+	}
+	if w.backend.trust != certain {
+		w.fail("the backend does not trust itself: %d", w.backend.trust)
+	}
+	r, err := w.backend.Apply(w.planner.State(), w.change(w.planner.State()))
+	w.must(err)
+	if after, err := w.eye.generation(); err != nil || after != before || r.Bytes > 0 {
+		w.fail("there was nothing to write; generation %d became %d: %+v", before, after, r)
+	}
+	for i, f := range nft.Families {
+		info, err := w.eye.table(f)
+		w.must(err)
+		if info.flags&tableDormant != 0 {
+			w.fail("%s: the table sleeps", f)
+		}
+		if port, err := w.backend.conn.wire.port(); info.owner != 0 && (err != nil || info.owner != port) {
+			w.fail("%s: the table belongs to %d, not to %d (%v)", f, info.owner, port, err)
+		}
+		if w.backend.owns && info.owner == 0 && info.flags&tablePersist != 0 {
+			w.fail("%s: the table belongs to nobody", f)
+		}
+		w.handle(i, info)
+	}
+}
+
+// handle looks whether a table is still the same. One that was made anew without need has lost its affinity without need.
+func (w *walker) handle(i int, info tableInfo) {
+	w.t.Helper()
+	if was := w.handles[i]; was != info.handle {
+		if was != 0 && !w.renewed {
+			w.fail("%s: the table was made anew", nft.Families[i])
+		}
+		w.handles[i] = info.handle
+		clear(w.clients[i])
+		w.count["tables made anew"]++
+	}
+}
+
+// member is an endpoint of a sticky pool.
+type member struct {
+	pool uint32
+	ep   netip.AddrPort
+}
+
+// acknowledged notes whom clients may stay with, after an Apply.
+func (w *walker) acknowledged(st *dataplane.State) {
+	list := nft.List(st)
+	for i, f := range nft.Families {
+		w.members[i] = map[member]bool{}
+		for _, e := range list[i].Elements[nft.StickyEndpoints] {
+			w.members[i][memberOf(f, &e.Element)] = true
+		}
+		for e := range w.clients[i] {
+			if id, ep := e.AffinityOf(f); !w.members[i][member{id, ep}] {
+				delete(w.clients[i], e)
+			}
+		}
+	}
+}
+
+// memberOf reads an element of StickyEndpoints.
+func memberOf(f nft.Family, e *nft.Element) member {
+	key := e.Key()
+	a, _ := netip.AddrFromSlice(key[4 : 4+f.AddrLen()])
+	return member{binary.NativeEndian.Uint32(key), netip.AddrPortFrom(a, binary.BigEndian.Uint16(key[4+f.AddrLen():]))}
+}
+
+// verifyAffinity says that no client stays with an endpoint that is gone, and that all others do stay.
+func (w *walker) verifyAffinity(c *content) {
+	w.t.Helper()
+	for i, f := range nft.Families {
+		info, err := w.eye.table(f)
+		w.must(err)
+		w.handle(i, info)
+		there := map[nft.Element]bool{}
+		for _, e := range c[i].bySet[nft.Affinity] {
+			there[e] = true
+			if id, ep := e.AffinityOf(f); !w.members[i][member{id, ep}] {
+				w.fail("%s: a client stays with %v, which is gone", f, ep)
+			}
+		}
+		for e := range w.clients[i] {
+			if !there[e] {
+				w.fail("%s: a client was forgotten: %s", f, elementText(f, &e))
+			}
+		}
+		w.count["clients seen"] += len(there)
+	}
+}
+
+// remember adds affinity entries as packets would: nobody learns of a transaction.
+func (w *walker) remember() {
+	w.t.Helper()
+	b := &w.backend.batch
+	for i, f := range nft.Families {
+		var entries []nft.Element
+		for m := range w.members[i] {
+			if w.r.IntN(3) == 0 && len(w.clients[i]) < 100 {
+				entries = append(entries, w.client(f, m))
+			}
+		}
+		if len(entries) == 0 {
+			continue
+		}
+		b.reset()
+		b.notes = b.notes[:0]
+		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.Affinity, entries)
+		b.batch(unix.NFNL_MSG_BATCH_END)
+		refused, err := w.backend.conn.transact(b.b)
+		if err != nil || len(refused) > 0 {
+			w.fail("%v", errors.Join(err, w.backend.refusals(refused)))
+		}
+		w.backend.generation = next(w.backend.generation)
+		for _, e := range entries {
+			w.clients[i][e] = true
+		}
+		w.count["clients"] += len(entries)
+	}
+}
+
+// client gives the entry of another client of an endpoint.
+func (w *walker) client(f nft.Family, m member) nft.Element {
+	w.nextIP++
+	ip := bytes.Repeat([]byte{1}, f.AddrLen())
+	binary.BigEndian.PutUint32(ip[f.AddrLen()-4:], 0x64000000+uint32(w.nextIP))
+	key := binary.NativeEndian.AppendUint32(ip, m.pool)
+	data := binary.BigEndian.AppendUint16(m.ep.Addr().AsSlice(), m.ep.Port())
+	e, _ := nft.ElementFrom(f, nft.Affinity, key, nil, append(data, 0, 0), "", "")
+	return e
+}

@@ -1,0 +1,390 @@
+package kernel
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+var (
+	walkSeed  = flag.Uint64("walk.seed", 0, "take only this walk of TestWalk; 0 means several")
+	walkSteps = flag.Int("walk.steps", 0, "how many steps TestWalk takes in all; 0 means as many as everyday tests should")
+)
+
+// Each walk has walkLength steps at most: another seed gives another kind of process, so many short ones see more than one
+// long one.
+const (
+	walkLength  = 500
+	walkDefault = 2500
+	walkRace    = 500 // with the race detector
+)
+
+// TestWalk lives through what a backend can meet with: objects come and go, the process is restarted and killed, the wire breaks,
+// the kernel refuses, others write to our tables. After each step the kernel must hold what the objects ask for, and nothing
+// else. A walk that fails is taken once more with -walk.seed.
+func TestWalk(t *testing.T) {
+	all := *walkSteps
+	switch {
+	case all == 0 && raceEnabled:
+		all = walkRace
+	case all == 0:
+		all = walkDefault
+	}
+	total := map[string]int{}
+	if *walkSeed != 0 {
+		walkOnce(t, *walkSeed, all, total)
+		return
+	}
+	start := time.Now()
+	for seed, left := uint64(1), all; left > 0; seed, left = seed+1, left-walkLength {
+		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) { walkOnce(t, seed, min(left, walkLength), total) })
+		if t.Failed() {
+			return
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(total)) {
+		t.Logf("%8d %s", total[name], name)
+	}
+	t.Logf("%d steps in %v", all, time.Since(start).Round(time.Millisecond))
+	if all < 20*walkLength {
+		return
+	}
+	for _, name := range walkMustSee() {
+		if total[name] == 0 {
+			t.Errorf("in %d steps there was not one %q", all, name)
+		}
+	}
+}
+
+// walker is one walk.
+type walker struct {
+	t    *testing.T
+	seed uint64
+	step int
+	// r makes the choices of one step. It begins anew with each, so that what happened before has no part in them.
+	r     *rand.Rand
+	notes []string
+	count map[string]int
+
+	host  *lab.Host
+	world *walkWorld
+	burst bool
+
+	// This is the process: what it was told to be, and what it knows.
+	cfg     dataplane.Config
+	options Options
+	snap    *snapshot.Snapshot
+	planner *dataplane.Planner
+	backend *Backend
+	faults  *faults
+	// acked is what the backend was last asked for with success.
+	acked dataplane.State
+
+	// other is what foreign hands write by, eye what the checks read by.
+	other, eye *Conn
+	// meddled says that others may have changed our tables since they were seen to be right.
+	meddled bool
+	// renewed says that tables may have been made anew since then.
+	renewed bool
+	handles [len(nft.Families)]uint64
+	// members are the endpoints of sticky pools, clients the affinity entries that must be there.
+	members [len(nft.Families)]map[member]bool
+	clients [len(nft.Families)]map[nft.Element]bool
+	nextIP  int
+	saved   string
+	watch   *observer
+}
+
+// walkOnce takes one walk.
+func walkOnce(t *testing.T, seed uint64, steps int, total map[string]int) {
+	w := newWalker(t, seed)
+	for w.step = range steps {
+		w.r = rand.New(rand.NewPCG(seed, uint64(w.step)))
+		w.faults.random = w.r
+		k := w.choose()
+		w.count[k.name]++
+		w.note("%s", k.name)
+		late := time.AfterFunc(time.Minute, func() { w.hang() })
+		k.do(w)
+		late.Stop()
+		w.watch.check(w)
+	}
+	w.end()
+	for name, n := range w.count {
+		total[name] += n
+	}
+}
+
+func newWalker(t *testing.T, seed uint64) *walker {
+	r := rand.New(rand.NewPCG(seed, 1<<63))
+	w := &walker{t: t, seed: seed, r: r, count: map[string]int{}, host: labtest.NewHost(t, labtest.NewNet(t), "node"),
+		world: newWalkWorld(r), faults: newFaults()}
+	for i := range w.clients {
+		w.clients[i] = map[nft.Element]bool{}
+	}
+	for _, c := range []**Conn{&w.other, &w.eye} {
+		w.must(w.host.Do(func() (err error) {
+			*c, err = Dial(0)
+			return err
+		}))
+		t.Cleanup(func() { (*c).Close() })
+	}
+	w.faults.meddle = w.meddleOnce
+	t.Cleanup(w.close)
+	w.begin(w.world.snapshot(r))
+	if seed%4 == 1 {
+		w.watch = watchOver(w)
+	}
+	w.settle()
+	return w
+}
+
+// close ends the process, and lets go of the socket it would hand on.
+func (w *walker) close() {
+	if w.backend != nil {
+		w.backend.Close()
+	}
+	if w.options.Socket != nil {
+		w.options.Socket.Close()
+	}
+	w.watch.stop()
+}
+
+// end looks whether all can be taken away.
+func (w *walker) end() {
+	for name, n := range w.faults.struck {
+		w.count["fault: "+name] += n
+	}
+	w.must(w.backend.Remove())
+	for _, f := range nft.Families {
+		if info, err := w.eye.table(f); err != nil || info.there {
+			w.fail("after Remove: %+v, %v", info, err)
+		}
+	}
+}
+
+// note adds to what is told when the walk fails.
+func (w *walker) note(format string, args ...any) {
+	if len(w.notes) > 1000 {
+		w.notes = slices.Clone(w.notes[500:])
+	}
+	w.notes = append(w.notes, fmt.Sprintf("%6d  ", w.step)+fmt.Sprintf(format, args...))
+}
+
+// story gives what happened in the last steps.
+func (w *walker) story() string {
+	first := fmt.Sprintf("%6d", max(w.step-20, 0))
+	at := max(slices.IndexFunc(w.notes, func(n string) bool { return n[:6] >= first }), 0)
+	return fmt.Sprintf("\nseed %d, step %d; take it again with\n  go test ./nft/kernel -run TestWalk -walk.seed=%d -walk.steps=%d\n%s",
+		w.seed, w.step, w.seed, w.step+1, strings.Join(w.notes[at:], "\n"))
+}
+
+func (w *walker) fail(format string, args ...any) {
+	w.t.Helper()
+	w.t.Fatalf("%s\n%s", fmt.Sprintf(format, args...), w.story())
+}
+
+func (w *walker) must(err error) {
+	w.t.Helper()
+	if err != nil {
+		w.fail("%v", err)
+	}
+}
+
+// hang tells of a step that does not end.
+func (w *walker) hang() {
+	stacks := make([]byte, 1<<20)
+	fmt.Fprintf(os.Stderr, "a step hangs\n%s\n%s\n", w.story(), stacks[:runtime.Stack(stacks, true)])
+	os.Exit(1)
+}
+
+// begin starts a process that has seen a snapshot.
+func (w *walker) begin(s *snapshot.Snapshot) {
+	configs := []string{"cluster CIDR", "cluster CIDR", "unknown", "masquerade all", "bridge", "prefix"}
+	w.cfg = configsOf(oneOf(w.r, configs...), w.r)
+	w.snap, w.planner, w.acked = s, dataplane.NewPlanner(w.cfg), dataplane.State{}
+	w.planner.Apply(w.snap, snapshot.Change{})
+	w.must(w.host.Do(func() (err error) {
+		w.backend, err = Open(w.options)
+		return err
+	}))
+	w.backend.dial = w.dial
+	w.backend.model.Fixed = w.r.IntN(5) == 0
+	w.wrap()
+	w.note("begins with %+v, owns %v, fixed %v", w.options, w.backend.Owns(), w.backend.model.Fixed)
+}
+
+// configsOf gives a configuration by name, or the same with pods told apart by the Node object.
+func configsOf(name string, r *rand.Rand) dataplane.Config {
+	cfg := configs[name]
+	if r.IntN(4) == 0 {
+		cfg.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}
+	}
+	cfg.LocalhostNodePorts = r.IntN(2) == 0
+	return cfg
+}
+
+// dial is how the backend opens sockets.
+func (w *walker) dial(netns int) (*Conn, error) {
+	if err := w.faults.call(); err != nil {
+		return nil, err
+	}
+	if w.faults.dials > 0 {
+		w.faults.dials--
+		w.faults.harm++
+		w.faults.struck["dial fails"]++
+		return nil, errors.New("no more sockets")
+	}
+	c, err := Dial(netns)
+	if err == nil {
+		c.wire = &walkWire{wire: c.wire, f: w.faults}
+	}
+	return c, err
+}
+
+// wrap puts the faults into the wires the backend has.
+func (w *walker) wrap() {
+	for _, c := range []*Conn{w.backend.conn, w.backend.reader, w.backend.sweeper} {
+		if _, ok := c.wire.(*walkWire); !ok {
+			c.wire = &walkWire{wire: c.wire, f: w.faults}
+		}
+	}
+}
+
+// see gives the process a delta.
+func (w *walker) see(d snapshot.Delta) { w.planner.Apply(w.snap, w.snap.Apply(d)) }
+
+// change is what differs in a state from what the backend was last asked for with success.
+func (w *walker) change(want *dataplane.State) (c dataplane.Change) {
+	for n, s := range want.Services {
+		if w.acked.Services[n] != s {
+			c.Services = append(c.Services, n)
+		}
+	}
+	for n := range w.acked.Services {
+		if want.Services[n] == nil {
+			c.Services = append(c.Services, n)
+		}
+	}
+	slices.SortFunc(c.Services, snapshot.Name.Compare)
+	a, b := w.acked, *want
+	c.Globals = a.Services == nil || a.Pods4 != b.Pods4 || a.Pods6 != b.Pods6 || a.MasqueradeAll != b.MasqueradeAll ||
+		a.LocalhostNodePorts != b.LocalhostNodePorts || !slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs)
+	return c
+}
+
+// apply asks the backend for a state once. After an error it looks at what is in the kernel.
+func (w *walker) apply(want *dataplane.State) error {
+	w.t.Helper()
+	var before content
+	risky, meddled, harm := w.faults.risky(), w.meddled, w.faults.harm
+	w.watch.expect(w, want)
+	before = w.content()
+	change := w.change(want)
+	r, err := w.backend.Apply(want, change)
+	w.wrap()
+	w.renewed = w.renewed || w.meddled || w.faults.lies > 0
+	if err == nil {
+		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v", len(change.Services), r.Added, r.Replaced,
+			r.Removed, r.Full, r.Adopted)
+		w.acked = *want
+		w.acked.Services = maps.Clone(want.Services)
+		w.acknowledged(want)
+		return nil
+	}
+	w.note("  %v", err)
+	var refused *dataplane.Refused
+	if !errors.As(err, &refused) && (!risky || harm == w.faults.harm) {
+		w.fail("Apply failed, and nothing was wrong: %v", err)
+	}
+	if !meddled && !w.meddled {
+		w.unchanged(before, want, !errors.As(err, &refused))
+	}
+	return err
+}
+
+// unchanged looks at the kernel after an Apply that failed.
+func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) {
+	w.t.Helper()
+	now := w.content()
+	switch d := before.difference(&now); {
+	case d == "":
+		w.count["failed: all as before"]++
+	case unclear && w.lacking(&now, want) == "":
+		w.count["failed: all in"]++
+	case unclear && (w.faults.steps > 0 || w.faults.most > 0):
+		w.count["failed: half in"]++
+		if bad := now.incomplete(); bad != "" && before.incomplete() == "" {
+			w.fail("a transaction stopped midway, and %s", bad)
+		}
+		w.renewed = true
+	default:
+		w.fail("Apply failed, and the kernel holds something else:\n%s", d)
+	}
+}
+
+// maxTries bounds how often an Apply or a Check is tried: each fault makes one of them fail, and there are not many.
+const maxTries = 30
+
+// settle brings the kernel to what the process wants, as its loop would, and looks at everything.
+func (w *walker) settle() {
+	w.t.Helper()
+	for round := 1; ; round++ {
+		for try := 1; w.apply(w.planner.State()) != nil; try++ {
+			if try == maxTries {
+				w.fail("tried %d times", try)
+			}
+		}
+		found := w.look()
+		if found == nil {
+			break
+		}
+		w.count["found and repaired"]++
+		if !w.meddled || round == maxTries {
+			w.fail("found what nobody did: %q", found)
+		}
+	}
+	w.faults.disarm()
+	w.backend.conn.sendMax = 0
+	w.verify(w.planner.State())
+}
+
+// look has the backend look around until it is through, or finds something.
+func (w *walker) look() []string {
+	w.t.Helper()
+	for failed, n := 0, 0; ; n++ {
+		harm := w.faults.harm
+		found, again, err := w.backend.Check()
+		w.wrap()
+		if err != nil {
+			w.note("  check: %v", err)
+		}
+		switch {
+		case err != nil && (harm == w.faults.harm || failed == maxTries):
+			w.fail("Check failed, and nothing was wrong: %v", err)
+		case err != nil:
+			failed++
+		case found != nil:
+			w.note("  found %q", found[:min(len(found), 3)])
+			return found
+		case again == 0:
+			return nil
+		case n == 100000:
+			w.fail("Check never ends")
+		}
+	}
+}
