@@ -8,7 +8,7 @@ export VERDICT_CACHE ?= $(CACHE)
 # The tests look at what they write with these, besides the system's own nft.
 export VERDICT_NFT_DIR ?= $(CACHE)/nft
 
-.PHONY: help demo build test tools lint race unit once bench fuzz guests clean
+.PHONY: help demo build test tools lint race unit once bench fuzz guests soak clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -49,9 +49,14 @@ fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch
 	$(GO) test -run XXX -fuzz FuzzIncrementalEqualsFull -fuzztime $(FUZZTIME) ./sync/dataplane
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
+	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
 
 guests: ## the kernel's tests on Linux 5.10, 6.1, 6.12 and 7.2, under QEMU
 	internal/guest/matrix ./nft/kernel
+
+soak: tools ## the long random walk, leaks over 10,000 syncs, and 1,000 kills: about half an hour
+	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
+	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
 
 clean:
 	rm -rf $(BIN)

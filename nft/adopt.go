@@ -42,9 +42,9 @@ func (m *Model) Adopt(found *[len(Families)]Found) bool {
 	return true
 }
 
-// sound says whether all of some chains are there and as they should be.
+// sound says whether all of some chains are there and as they should be, and no other.
 func (f *Found) sound(chains []Chain) bool {
-	return !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
+	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
 // Correct plans the smallest transaction that takes what was found, elements included, to what the model holds. Slots stay as
@@ -61,6 +61,7 @@ func (m *Model) Correct(found *[len(Families)]Found) *Txn {
 	if m.overfull() {
 		undo := p.txn.undo
 		txn := m.Rebuild()
+		txn.letGo(p.txn)
 		txn.undo = undo
 		return txn
 	}

@@ -22,15 +22,18 @@ type fakeTable struct {
 
 func (t *fakeTable) apply(tt *TableTxn) error {
 	if tt.Create != nil {
-		affinity := t.sets[Affinity]
+		before := *t
 		*t = fakeTable{family: t.family, chains: map[ChainID]string{}, fixed: t.fixed, midway: t.midway}
 		for _, s := range tt.Create.Sets {
 			t.sets[s.ID], t.size[s.ID] = map[string]Element{}, s.Size
 		}
-		if tt.Keep {
-			t.sets[Affinity] = affinity
+		if tt.Keep { // chains stay, without their rules
+			t.sets[Affinity] = before.sets[Affinity]
+			for id := range before.chains {
+				t.chains[id] = ""
+			}
 		}
-		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add}
+		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add, DelChains: tt.DelChains}
 	}
 	for _, s := range tt.Resize {
 		if !t.fixed {
@@ -46,6 +49,9 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 		}
 	}
 	for _, id := range tt.DelChains {
+		if _, ok := t.chains[id]; !ok {
+			return fmt.Errorf("delete chain %s: it is not there", id.Name())
+		}
 		delete(t.chains, id)
 	}
 	for _, c := range slices.Concat(tt.AddChains, tt.Rewrite) {

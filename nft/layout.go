@@ -139,10 +139,12 @@ type Structure struct {
 
 // StructureOf gives what a state asks of a family's table.
 func StructureOf(s *dataplane.State, f Family) Structure {
+	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
 	if f == IPv6 {
-		return Structure{Pods: s.Pods6, MasqueradeAll: s.MasqueradeAll}
+		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
-	return Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
+	out.Pods.CIDR = out.Pods.CIDR.Masked() // as the rules have it
+	return out
 }
 
 // sets gives the sets and maps of a table, without sizes.

@@ -74,12 +74,13 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 	for _, name := range change.Services {
 		p.service(name, compileService(s.Services[name]))
 	}
+	p.chains()
 	if m.overfull() {
 		txn := m.Rebuild()
+		txn.letGo(p.txn)
 		txn.undo.services, txn.undo.cidrs, txn.undo.tables = p.txn.undo.services, p.txn.undo.cidrs, p.txn.undo.tables
 		return txn
 	}
-	p.chains()
 	p.grow()
 	p.revise()
 	return p.txn
@@ -146,6 +147,13 @@ func (m *Model) Rebuild() *Txn {
 	p := m.again(nil)
 	p.create(true)
 	return p.txn
+}
+
+// letGo has a transaction that makes everything anew delete the chains that another would have: those stay otherwise.
+func (t *Txn) letGo(instead *Txn) {
+	for i := range t.Tables {
+		t.Tables[i].DelChains, t.Tables[i].DelForeign = instead.Tables[i].DelChains, instead.Tables[i].DelForeign
+	}
 }
 
 // Recreate is Rebuild in new tables: it makes no use of anything that is there.

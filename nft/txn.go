@@ -34,7 +34,7 @@ type TableTxn struct {
 // Empty says whether the transaction writes nothing.
 func (t *Txn) Empty() bool {
 	for i := range t.Tables {
-		if tt := &t.Tables[i]; !tt.empty() || len(tt.Add[RevisionSet]) > 0 {
+		if tt := &t.Tables[i]; !tt.empty() || len(tt.Add[RevisionSet])+len(tt.Del[RevisionSet]) > 0 {
 			return false
 		}
 	}

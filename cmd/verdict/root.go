@@ -68,6 +68,6 @@ Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough.`,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newDemo(), newRun(), newRender(), newCleanup(), newBench())
+	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newCleanup(), newBench())
 	return root
 }

@@ -29,77 +29,79 @@ const (
 	sweepAgain = time.Second
 )
 
-// order asks for a map to be looked at.
+// order asks for a map to be looked at, not later than at the given time.
 func (s *sweep) order(family, turns int, due time.Time) {
-	s.turns[family], s.due[family] = max(s.turns[family], turns), due
+	if s.turns[family] == 0 || due.Before(s.due[family]) {
+		s.due[family] = due
+	}
+	s.turns[family] = max(s.turns[family], turns)
 }
 
 // sweepUntil sweeps until a time, and says whether there is more to do soon.
 func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 	s := &b.sweep
 	for first := true; first || time.Now().Before(deadline); first = false {
-		if !s.running && !b.startSweep() {
+		if !s.running && !s.begin() {
 			return false, nil
 		}
 		done, err := b.sweepOn()
-		if err != nil {
-			s.running = false
-			s.order(s.family, 1, time.Now().Add(sweepAgain))
-			return false, errors.Join(fmt.Errorf("session affinity: %w", err), b.reopen())
+		if err == nil && done {
+			err = b.endSweep()
 		}
-		if done {
-			s.running = false
-			if err := b.endSweep(); err != nil {
-				return false, fmt.Errorf("session affinity: %w", err)
-			}
+		if s.running = err == nil && !done; err != nil {
+			s.order(s.family, 1, time.Now().Add(sweepAgain))
+			return false, fmt.Errorf("session affinity: %w", err)
 		}
 	}
 	return true, nil
 }
 
-// startSweep asks for the list of a map that is to be looked at, if there is one.
-func (b *Backend) startSweep() bool {
-	s := &b.sweep
-	for i, f := range nft.Families {
+// begin chooses a map that is to be looked at, if there is one.
+func (s *sweep) begin() bool {
+	for i := range nft.Families {
 		if s.turns[i] > 0 && !time.Now().Before(s.due[i]) {
 			s.turns[i]--
 			s.family, s.gone, s.due[i] = i, nil, time.Now().Add(sweepAgain)
-			s.running = b.sweeper.send(listRequest(f, nft.Affinity)) == nil
 			return true
 		}
 	}
 	return false
 }
 
-// sweepOn reads one datagram of the list, and says whether it was the last. That others commit transactions meanwhile does not
-// matter here: entries come and go all the time.
+// sweepOn asks for the list, or reads one datagram of it, and says whether that was the last. That others commit transactions
+// meanwhile does not matter here: entries come and go all the time.
 func (b *Backend) sweepOn() (done bool, err error) {
 	s := &b.sweep
 	f := nft.Families[s.family]
+	if !s.running {
+		if err := b.sweeper.fresh(); err != nil {
+			return false, err
+		}
+		err := b.sweeper.send(listRequest(f, nft.Affinity))
+		b.sweeper.stale = err != nil
+		return false, err
+	}
 	n, err := b.sweeper.recv(true)
 	if err != nil {
+		b.sweeper.stale = true
 		return false, err
 	}
 	err = eachMessage(b.sweeper.receive[:n], func(h header, body []byte) error {
-		switch h.typ {
-		case unix.NLMSG_DONE:
+		if h.typ == unix.NLMSG_DONE || h.typ == unix.NLMSG_ERROR {
 			done = true
-		case unix.NLMSG_ERROR:
-			done = true
-			if r, ok := parseRefusal(h, body); ok && r.errno != unix.ENOENT {
-				return r.errno
+			if err := endOf(h, body); !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
+				return err
 			}
-		default:
-			if len(body) >= 4 {
-				eachElement(f, nft.Affinity, body[4:], func(e nft.Listed) {
-					if !b.model.Remembers(f, &e.Element) {
-						s.gone = append(s.gone, e.Element)
-					}
-				})
-			}
+		} else if len(body) >= 4 {
+			eachElement(f, nft.Affinity, body[4:], func(e nft.Listed) {
+				if !b.model.Remembers(f, &e.Element) {
+					s.gone = append(s.gone, e.Element)
+				}
+			})
 		}
 		return nil
 	})
+	b.sweeper.stale = err != nil
 	return done, err
 }
 
@@ -116,7 +118,7 @@ func (b *Backend) endSweep() error {
 	}
 	s.gone = nil
 	err := b.deleteAffinity(f, gone)
-	if len(gone) > 0 || err != nil {
+	if len(gone) > 0 {
 		s.order(s.family, 1, time.Now().Add(sweepAgain))
 	}
 	return err

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -48,6 +49,8 @@ type Backend struct {
 	tables     [len(nft.Families)]tableInfo
 	sweep      sweep
 	inspection inspection
+	// fill is what Fill gives.
+	fill atomic.Pointer[[len(nft.Families)]nft.Fill]
 }
 
 // trust is how far the model can be believed to be what the kernel holds.
@@ -72,11 +75,11 @@ func Open(o Options) (*Backend, error) {
 	}
 	b := &Backend{options: o, netns: netns, dial: Dial}
 	for _, c := range []**Conn{&b.reader, &b.sweeper} {
-		if *c, err = b.dial(int(netns.Fd())); err != nil {
+		if *c, err = b.openReader(); err != nil {
 			return nil, errors.Join(err, b.Close())
 		}
 	}
-	if err := b.openWriter(); err != nil {
+	if b.conn, err = b.openWriter(); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
 	if o.Own {
@@ -90,15 +93,16 @@ func Open(o Options) (*Backend, error) {
 	return b, nil
 }
 
-// openWriter opens the connection to write by.
-func (b *Backend) openWriter() (err error) {
+// openWriter opens a connection to write by.
+func (b *Backend) openWriter() (*Conn, error) {
 	if b.options.Socket != nil {
-		b.conn, err = inherit(b.options.Socket)
-	} else {
-		b.conn, err = b.dial(int(b.netns.Fd()))
+		return inherit(b.options.Socket)
 	}
-	return err
+	return b.openReader()
 }
+
+// openReader opens a connection to read by.
+func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
 
 // Owns says whether the tables are this backend's alone, as long as it holds its socket.
 func (b *Backend) Owns() bool { return b.owns }
@@ -130,6 +134,9 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	defer b.batch.trim()
 	b.missed = b.missed.With(change)
 	for attempt := 1; ; attempt++ {
+		if err := b.heal(); err != nil {
+			return r, err
+		}
 		start := time.Now()
 		txn, err := b.plan(want)
 		r.Plan += time.Since(start)
@@ -143,6 +150,8 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		}
 		if err == nil {
 			b.trust, b.missed = certain, dataplane.Change{}
+			fill := b.model.Fill()
+			b.fill.Store(&fill)
 			return r, b.committed(txn)
 		}
 		if err = b.failed(txn, err); err != nil || attempt == maxAttempts {
@@ -171,11 +180,7 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 		b.trust = doubtful
 	}
 	fresh := !b.model.Filled()
-	txn := b.model.Plan(want, b.missed)
-	if !fresh {
-		b.missed = dataplane.Change{} // what is corrected or made anew is all that the model holds
-	}
-	return b.planFrom(txn, fresh)
+	return b.planFrom(b.model.Plan(want, b.missed), fresh)
 }
 
 // planFrom is plan for a kernel that may hold anything. Txn is what a fresh model planned for one that holds nothing.
@@ -187,9 +192,8 @@ func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
 	}
 	b.generation = generation
 	var found *[len(nft.Families)]nft.Found
-	held := false
 	if b.trust != broken {
-		if found, held, err = b.readBack(); err != nil {
+		if found, err = b.readBack(); err != nil {
 			return nil, err
 		}
 	}
@@ -199,12 +203,14 @@ func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
 	case found == nil:
 		return b.model.Recreate(), nil
 	case b.trust == stranger && b.model.Adopt(found):
-		if !held { // the revision may be right and the elements others, if somebody else could change them
-			b.generation = 0
-		}
-		return &nft.Txn{}, nil
+		// The revision may be right and the elements others, if somebody could once write what nobody owned: that we own them
+		// now does not say that a process before us has looked.
+		b.generation = 0
+		var txn nft.Txn // that process may have ended before it swept
+		txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
+		return &txn, nil
 	}
-	if err := b.readElements(found); err != nil {
+	if err := b.reader.readElements(found); err != nil {
 		return nil, err
 	}
 	return b.model.Correct(found), nil
@@ -366,8 +372,13 @@ func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 
 // Remove deletes our tables. That they are not there is no error.
 func (b *Backend) Remove() error {
+	if err := b.heal(); err != nil {
+		return err
+	}
 	b.model, b.trust, b.missed = nft.Model{Fixed: b.model.Fixed}, stranger, dataplane.Change{}
+	b.sweeper.stale = b.sweeper.stale || b.sweep.running
 	b.sweep, b.inspection = sweep{}, inspection{}
+	b.fill.Store(nil)
 	b.tables = [len(nft.Families)]tableInfo{}
 	b.batch.reset()
 	b.batch.notes = b.batch.notes[:0]
@@ -383,6 +394,9 @@ func (b *Backend) Remove() error {
 // List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
 func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
 	var out [len(nft.Families)]nft.Listing
+	if err := b.heal(); err != nil {
+		return out, err
+	}
 	for i, f := range nft.Families {
 		out[i].Table = b.model.Structure(f)
 		if err := b.reader.ruleCounters(f, out[i].Table.Chains); err != nil {

@@ -17,6 +17,10 @@ type Conn struct {
 	receive []byte
 	// sendMax is the largest datagram that there was room for so far.
 	sendMax int
+	// stale says that an error may have left something unread in the socket, which is no answer to what is asked next.
+	stale bool
+	// tolerant takes a list that was interrupted again and again for what it is worth; torn says that there was one.
+	tolerant, torn bool
 }
 
 // receiveLen holds many messages of a dump: the kernel walks a set from its beginning again for each datagram.
@@ -38,15 +42,25 @@ func inherit(f *os.File) (*Conn, error) {
 		return nil, err
 	}
 	c := newConn(s)
-	for {
+	c.stale = true
+	if err := c.fresh(); err != nil {
+		return nil, errors.Join(fmt.Errorf("nft: inherited socket: %w", err), c.Close())
+	}
+	return c, nil
+}
+
+// fresh throws away what an error left unread. It fails if the socket is of no use any more.
+func (c *Conn) fresh() error {
+	for c.stale {
 		_, err := c.recv(false)
-		if errors.Is(err, unix.EAGAIN) {
-			return c, nil
-		}
-		if err != nil && !errors.Is(err, unix.ENOBUFS) {
-			return nil, errors.Join(fmt.Errorf("nft: inherited socket: %w", err), c.Close())
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			c.stale = false
+		case err != nil && !errors.Is(err, unix.ENOBUFS):
+			return err
 		}
 	}
+	return nil
 }
 
 func newConn(w wire) *Conn { return &Conn{wire: w, receive: make([]byte, receiveLen)} }
@@ -76,16 +90,23 @@ func (e *errTooLarge) Unwrap() error { return unix.EMSGSIZE }
 // works a batch off while it is being sent, so the answers are all there once the call is back. After an error it is not known
 // whether the batch is in, unless it is an *errTooLarge: then it is not.
 func (c *Conn) transact(b []byte) ([]refusal, error) {
-	if err := c.makeRoom(len(b)); err != nil {
+	if err := errors.Join(c.fresh(), c.makeRoom(len(b))); err != nil {
 		return nil, err
 	}
 	if err := c.send(b); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
 			return nil, &errTooLarge{len(b), c.sendMax}
 		}
+		c.stale = true
 		return nil, err
 	}
-	var refused []refusal
+	refused, err := c.answers()
+	c.stale = err != nil
+	return refused, err
+}
+
+// answers reads what was refused of the batch that was just sent.
+func (c *Conn) answers() (refused []refusal, err error) {
 	var lost error
 	for {
 		n, err := c.recv(false)
@@ -237,11 +258,19 @@ func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
 			return err
 		}
 	}
+	if c.tolerant {
+		c.torn = true
+		return nil
+	}
 	return fmt.Errorf("interrupted %d times by other transactions: %w", maxDumps, unix.EINTR)
 }
 
 // query sends a request and calls do with the attributes of each object in the answer. It says whether the answer was whole.
 func (c *Conn) query(request []byte, dump bool, do func(attrs []byte)) (whole bool, err error) {
+	if err := c.fresh(); err != nil {
+		return false, err
+	}
+	c.stale = true // until all of the answer is read
 	if err := c.send(request); err != nil {
 		return false, err
 	}
@@ -254,13 +283,9 @@ func (c *Conn) query(request []byte, dump bool, do func(attrs []byte)) (whole bo
 		err = eachMessage(c.receive[:n], func(h header, body []byte) error {
 			whole = whole && h.flags&unix.NLM_F_DUMP_INTR == 0
 			switch h.typ {
-			case unix.NLMSG_DONE:
+			case unix.NLMSG_DONE, unix.NLMSG_ERROR:
 				done = true
-			case unix.NLMSG_ERROR:
-				done = true
-				if r, ok := parseRefusal(h, body); ok {
-					return r.errno
-				}
+				return endOf(h, body)
 			default:
 				done = !dump
 				if len(body) >= 4 {
@@ -269,13 +294,27 @@ func (c *Conn) query(request []byte, dump bool, do func(attrs []byte)) (whole bo
 			}
 			return nil
 		})
-		if errors.Is(err, unix.EINTR) {
+		c.stale = !done
+		if dump && errors.Is(err, unix.EINTR) {
 			whole = false
 		} else if err != nil {
 			return false, err
 		}
 	}
 	return whole, nil
+}
+
+// endOf gives the error that the last message of an answer tells of: a list ends with one if something went wrong on the way.
+func endOf(h header, body []byte) error {
+	if r, ok := parseRefusal(h, body); ok {
+		return r.errno
+	}
+	if h.typ == unix.NLMSG_DONE && len(body) >= 4 {
+		if code := int32(binary.NativeEndian.Uint32(body)); code < 0 {
+			return unix.Errno(-code)
+		}
+	}
+	return nil
 }
 
 // generation gives the number of the last transaction of the network namespace, whoever made it.
@@ -303,6 +342,11 @@ const getChunk = 32
 
 // get reads elements of one set by their keys, and calls do with each that is there.
 func (c *Conn) get(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
+	return c.getListed(f, set, keys, func(l nft.Listed) { do(l.Element) })
+}
+
+// getListed is get with what the kernel adds to the elements. In the set of source ranges a key is found in the range it lies in.
+func (c *Conn) getListed(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		n := min(getChunk, len(keys))
 		if err := c.getOnce(f, set, keys[:n], do); err != nil {
@@ -315,7 +359,7 @@ func (c *Conn) get(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.
 
 // getOnce asks for a few elements. The kernel stops at the first that is not there and does not say which it was: those
 // after the answers that came are asked for again.
-func (c *Conn) getOnce(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
+func (c *Conn) getOnce(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		var w batch
 		w.reset()
@@ -329,13 +373,15 @@ func (c *Conn) getOnce(f nft.Family, set nft.SetID, keys []nft.Element, do func(
 		w.close(list)
 		w.end(m)
 		got := 0
-		_, err := c.query(w.b, true, func(attrs []byte) {
+		whole, err := c.query(w.b, true, func(attrs []byte) {
 			got++
-			eachElement(f, set, attrs, func(e nft.Listed) { do(e.Element) })
+			eachElement(f, set, attrs, do)
 		})
 		switch {
-		case err == nil:
+		case err == nil && whole:
 			return nil
+		case err == nil:
+			return unix.EINTR
 		case !errors.Is(err, unix.ENOENT):
 			return err
 		}

@@ -42,12 +42,17 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
 		b.model.Rollback(txn)
 		return nil
+	case r.any(unix.ENOMEM): // which is nobody's fault
+		b.model.Rollback(txn)
+		return err
 	case r.any(unix.ENFILE) && resizes(txn):
 		b.model.Rollback(txn)
 		return b.resize(txn)
-	case b.trust == certain && !b.alone(): // perhaps the kernel does not hold what we think
+	case !b.alone(): // perhaps the kernel does not hold what we think
 		b.model.Rollback(txn)
-		b.trust = doubtful
+		if b.trust == certain {
+			b.trust = doubtful
+		}
 		return nil
 	}
 	services := b.blame(txn)
@@ -75,7 +80,7 @@ func resizes(txn *nft.Txn) bool {
 // unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its answers got
 // lost. The revision in the tables tells.
 func (b *Backend) unclear(txn *nft.Txn, err error) error {
-	if rerr := b.reopen(); rerr != nil {
+	if rerr := b.heal(); rerr != nil {
 		b.trust = min(b.trust, doubtful)
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
@@ -107,20 +112,26 @@ func (b *Backend) revision(f nft.Family) (nft.Revision, error) {
 	return nft.RevisionOf(elements), err
 }
 
-// reopen opens the sockets anew, of which one may be the reason that a transaction failed.
-func (b *Backend) reopen() error {
-	for _, c := range []*Conn{b.conn, b.reader, b.sweeper} {
-		c.Close() // it may be closed already
-	}
-	b.generation, b.sweep.running = 0, false
-	for _, c := range []**Conn{&b.reader, &b.sweeper} {
-		fresh, err := b.dial(int(b.netns.Fd()))
+// heal opens those sockets anew that an error has left of no use.
+func (b *Backend) heal() error {
+	for _, c := range []struct {
+		conn **Conn
+		open func() (*Conn, error)
+	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
+		if (*c.conn).fresh() == nil {
+			continue
+		}
+		if c.conn == &b.conn { // it may have owned the tables
+			b.generation = 0
+		}
+		(*c.conn).Close() // it may be closed already
+		fresh, err := c.open()
 		if err != nil {
 			return err
 		}
-		*c = fresh
+		*c.conn = fresh
 	}
-	return b.openWriter()
+	return nil
 }
 
 // owned turns EPERM into who owns the table, if that is why.
@@ -150,7 +161,7 @@ func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
 	out := map[snapshot.Name]error{}
 	for _, r := range refused {
 		i := slices.IndexFunc(offer.notes, func(n note) bool { return n.seq == r.seq })
-		if i < 0 || len(offer.notes[i].elements) == 0 {
+		if i < 0 || len(offer.notes[i].elements) == 0 || r.errno == unix.ENOMEM {
 			return nil
 		}
 		n := &offer.notes[i]

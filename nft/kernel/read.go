@@ -71,7 +71,7 @@ func closeRanges(f nft.Family, starts []nft.Listed, ends [][]byte) {
 			end, _ := netip.AddrFromSlice(ends[n])
 			last = end.Prev().AsSlice()
 		}
-		if e, ok := nft.ElementFrom(f, nft.ServiceCIDRs, key, last, nil, "", ""); ok {
+		if e, ok := nft.ElementFrom(f, nft.ServiceCIDRs, key, last, nil, "", starts[i].Comment); ok {
 			starts[i].Element = e
 		}
 	}
@@ -180,17 +180,24 @@ func dataValue(nested []byte) (value []byte) {
 	return value
 }
 
-// verdictChain gives the chain a verdict leads to; empty if there is none.
+// verdictChain gives the chain a verdict goes to; empty if it is another verdict, such as a jump.
 func verdictChain(nested []byte) (chain string) {
 	eachAttr(nested, func(typ uint16, v []byte) {
 		if typ != unix.NFTA_DATA_VERDICT {
 			return
 		}
+		goes := false
 		eachAttr(v, func(typ uint16, v []byte) {
-			if typ == unix.NFTA_VERDICT_CHAIN {
+			switch {
+			case typ == unix.NFTA_VERDICT_CHAIN:
 				chain = unix.ByteSliceToString(v)
+			case typ == unix.NFTA_VERDICT_CODE && len(v) == 4:
+				goes = int32(binary.BigEndian.Uint32(v)) == gotoCode
 			}
 		})
+		if !goes {
+			chain = ""
+		}
 	})
 	return chain
 }

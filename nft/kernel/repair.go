@@ -15,45 +15,43 @@ import (
 )
 
 // readBack looks at the structure of our tables, after making them ours if they can be. It gives nil if they are not there, or not
-// such that elements alone could take them to what the model holds. Held says that they were ours all the time.
-func (b *Backend) readBack() (found *[len(nft.Families)]nft.Found, held bool, err error) {
-	if held, err = b.claim(); err != nil {
-		return nil, held, err
+// such that elements alone could take them to what the model holds.
+func (b *Backend) readBack() (*[len(nft.Families)]nft.Found, error) {
+	if err := b.claim(); err != nil {
+		return nil, err
 	}
-	found = &[len(nft.Families)]nft.Found{}
+	found := &[len(nft.Families)]nft.Found{}
 	for i, f := range nft.Families {
 		if !b.tables[i].there || b.tables[i].flags&tableDormant != 0 {
-			return nil, held, nil
+			return nil, nil
 		}
 		s, err := b.reader.structure(f, b.model.Structure(f))
 		if err != nil {
-			return nil, held, err
+			return nil, err
 		}
 		if !s.sets {
-			return nil, held, nil
+			return nil, nil
 		}
 		found[i] = s.Found
 	}
-	return found, held, nil
+	return found, nil
 }
 
 // claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it stays
-// everybody's: the kernel does not change that. Held says that all were ours already.
-func (b *Backend) claim() (held bool, err error) {
+// everybody's: the kernel does not change that.
+func (b *Backend) claim() error {
 	port, err := b.conn.wire.port()
 	if err != nil {
-		return false, err
+		return err
 	}
-	held = true
 	for i, f := range nft.Families {
 		if b.tables[i], err = b.reader.table(f); err != nil {
-			return false, err
+			return err
 		}
 		t := &b.tables[i]
-		held = held && t.owner == port
 		switch {
 		case t.owner != 0 && t.owner != port:
-			return false, &Owned{f, t.owner}
+			return &Owned{f, t.owner}
 		case !b.owns || !t.there || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
@@ -63,11 +61,11 @@ func (b *Backend) claim() (held bool, err error) {
 		b.batch.claimTable(f, b.batch.tableFlags)
 		b.batch.batch(unix.NFNL_MSG_BATCH_END)
 		if err := b.send(b.batch.b); err != nil {
-			return false, b.owned(err)
+			return b.owned(err)
 		}
 		t.owner, t.flags = port, t.flags|b.batch.tableFlags
 	}
-	return held, nil
+	return nil
 }
 
 // dumpMost is how many slots are read by listing the whole map. The kernel walks it anew for each datagram of a list, so that
@@ -75,27 +73,27 @@ func (b *Backend) claim() (held bool, err error) {
 const dumpMost = 32768
 
 // readElements reads what the tables hold besides affinity.
-func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
+func (c *Conn) readElements(found *[len(nft.Families)]nft.Found) error {
 	for i, f := range nft.Families {
 		for set := range nft.NumSets {
 			switch set {
 			case nft.Affinity, nft.RevisionSet, nft.Endpoints, nft.OutsideEndpoints:
 				continue
 			}
-			if err := b.readSet(f, set, &found[i]); err != nil {
+			if err := c.readSet(f, set, &found[i]); err != nil {
 				return err
 			}
 		}
 		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
 			keys := nft.SlotKeys(slots, found[i].Elements[frontends])
 			if len(keys) <= dumpMost {
-				if err := b.readSet(f, slots, &found[i]); err != nil {
+				if err := c.readSet(f, slots, &found[i]); err != nil {
 					return err
 				}
 				continue
 			}
 			// Slots that no frontend leads to stay unseen here. If one is in the way later, everything is made anew.
-			err := b.reader.get(f, slots, keys, func(e nft.Element) {
+			err := c.get(f, slots, keys, func(e nft.Element) {
 				found[i].Elements[slots] = append(found[i].Elements[slots], e)
 			})
 			if err != nil {
@@ -106,8 +104,8 @@ func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
 	return nil
 }
 
-func (b *Backend) readSet(f nft.Family, set nft.SetID, found *nft.Found) error {
-	listed, err := b.reader.Elements(f, set)
+func (c *Conn) readSet(f nft.Family, set nft.SetID, found *nft.Found) error {
+	listed, err := c.Elements(f, set)
 	for i := range listed {
 		found.Elements[set] = append(found.Elements[set], listed[i].Element)
 	}
@@ -131,8 +129,8 @@ func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
 	return b.model.Learn(unread), nil
 }
 
-// checkBudget bounds how long a Check keeps its caller, who may have a change to write; it is then called again after
-// restFactor times as long.
+// checkBudget bounds how long a Check keeps its caller, who may have a change to write; an inspection goes on after restFactor
+// times as long.
 const (
 	checkBudget = 5 * time.Millisecond
 	restFactor  = 4
@@ -152,6 +150,9 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.trust != certain { // the next Apply will look
 		return nil, 0, nil
 	}
+	if err := b.heal(); err != nil {
+		return nil, 0, err
+	}
 	start := time.Now()
 	deadline := start.Add(checkBudget)
 	busy, err := b.sweepUntil(deadline)
@@ -164,7 +165,10 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if len(found) > 0 {
 		b.trust, b.inspection = doubtful, inspection{}
 	}
-	if busy || b.inspection.running {
+	switch {
+	case busy: // clients are waiting to be sent elsewhere
+		again = max(time.Since(start), time.Millisecond)
+	case b.inspection.running:
 		again = max(restFactor*time.Since(start), time.Millisecond)
 	}
 	return found, again, err
@@ -178,14 +182,14 @@ func (b *Backend) lookAround() ([]string, error) {
 		return nil, err
 	}
 	var found []string
-	mine := true
+	tables, mine := b.tables, true
 	for i, f := range nft.Families {
 		info, err := b.reader.table(f)
 		if err != nil {
 			return nil, err
 		}
 		was := b.tables[i]
-		b.tables[i] = info
+		tables[i] = info
 		switch {
 		case !info.there:
 			found = append(found, fmt.Sprintf("%s %s: the table is gone", f, nft.TableName))
@@ -199,11 +203,13 @@ func (b *Backend) lookAround() ([]string, error) {
 		mine = mine && info.owner != 0
 	}
 	if found == nil && !(mine && b.generation != 0) {
-		found, err = b.lookAtStructure()
+		if found, err = b.lookAtStructure(); err != nil {
+			return nil, err
+		}
 		b.inspection = inspection{running: true, left: b.model.Names()}
 	}
-	b.generation = generation
-	return found, err
+	b.tables, b.generation = tables, generation // not before all was seen: after an error all is to be looked at again
+	return found, nil
 }
 
 // lookAtStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
@@ -233,14 +239,14 @@ func (b *Backend) lookAtStructure() (found []string, err error) {
 const inspectAtOnce = 16
 
 // inspect goes on with an inspection.
-func (b *Backend) inspect() ([]string, error) {
+func (b *Backend) inspect() (found []string, err error) {
 	in := &b.inspection
 	if len(in.left) == 0 {
-		*in = inspection{}
-		return b.inspectRanges()
+		found, err = b.inspectRanges()
+		in.running = err != nil
+		return found, err
 	}
 	names := in.left[:min(inspectAtOnce, len(in.left))]
-	in.left = in.left[len(names):]
 	known, err := b.learn(dataplane.Change{Services: names})
 	if err != nil {
 		return nil, err
@@ -248,7 +254,6 @@ func (b *Backend) inspect() ([]string, error) {
 	if !known {
 		return []string{fmt.Sprintf("the endpoints of %s, or of a Service after it, are others", names[0])}, nil
 	}
-	var found []string
 	for i, sets := range b.model.Holds(names) {
 		for set, want := range sets {
 			if len(want) == 0 || nft.SetByID(nft.SetID(set)).Interval {
@@ -262,6 +267,7 @@ func (b *Backend) inspect() ([]string, error) {
 			found = append(found, differences(nft.Families[i], want, got)...)
 		}
 	}
+	in.left = in.left[len(names):]
 	return found, nil
 }
 
@@ -306,7 +312,9 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 // sameRanges compares as many ranges as there should be.
 func sameRanges(f nft.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
 	for i := range want {
-		at := slices.IndexFunc(listed, func(l nft.Listed) bool { return bytes.Equal(l.Key(), want[i].Key()) && l.Bits == want[i].Bits })
+		at := slices.IndexFunc(listed, func(l nft.Listed) bool {
+			return bytes.Equal(l.Key(), want[i].Key()) && l.Bits == want[i].Bits && l.Comment == want[i].Comment
+		})
 		if at < 0 {
 			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f, nft.TableName, s.Name(), want[i].Text(f, s)))
 		}

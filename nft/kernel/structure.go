@@ -210,6 +210,8 @@ func (c *Conn) compareChains(f nft.Family, want nft.Table, s *structure) error {
 			s.note(f, "chain %s is another one", name)
 		} else if sound = sameRules(f, chain.Rules, rules[name]); !sound {
 			s.note(f, "the rules of chain %s are others", name)
+		} else if !slices.ContainsFunc(want.Chains, func(c nft.Chain) bool { return c.ID == chain.ID }) {
+			s.note(f, "nothing needs chain %s", name)
 		}
 		s.Chains[chain.ID] = sound
 	}

@@ -2,9 +2,11 @@ package kernel
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -19,9 +21,8 @@ import (
 type content [len(nft.Families)]tableContent
 
 type tableContent struct {
-	family   nft.Family
-	elements map[nft.Element]bool
-	bySet    [nft.NumSets][]nft.Element
+	family nft.Family
+	bySet  [nft.NumSets][]nft.Element
 	// chains are the bytes of each chain with its rules.
 	chains map[string]string
 }
@@ -31,16 +32,8 @@ func (w *walker) content() (c content) {
 	w.t.Helper()
 	for i, f := range nft.Families {
 		t := &c[i]
-		t.family, t.elements, t.chains = f, map[nft.Element]bool{}, map[string]string{}
-		for set := range nft.NumSets {
-			listed, err := w.eye.Elements(f, set)
-			w.must(err)
-			t.bySet[set] = make([]nft.Element, len(listed))
-			for n := range listed {
-				t.bySet[set][n] = listed[n].Element
-				t.elements[listed[n].Element] = true
-			}
-		}
+		w.readElements(t, i)
+		t.chains = map[string]string{}
 		w.must(w.eye.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
 			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] += string(attrs[unix.NFTA_CHAIN_HOOK]) + "\n"
 		}))
@@ -51,18 +44,42 @@ func (w *walker) content() (c content) {
 	return c
 }
 
+func (w *walker) readElements(t *tableContent, i int) {
+	w.t.Helper()
+	t.family = nft.Families[i]
+	for set := range nft.NumSets {
+		listed, err := w.eye.Elements(t.family, set)
+		w.must(err)
+		t.bySet[set] = make([]nft.Element, len(listed))
+		for n := range listed {
+			t.bySet[set][n] = listed[n].Element
+		}
+	}
+}
+
+// elements gives those of all sets.
+func (t *tableContent) elements() map[nft.Element]bool {
+	all := map[nft.Element]bool{}
+	for _, list := range t.bySet {
+		for _, e := range list {
+			all[e] = true
+		}
+	}
+	return all
+}
+
 // difference names a few things that only one of two contents has.
 func (c *content) difference(now *content) string {
 	var out []string
 	for i := range c {
-		f := c[i].family
-		for e := range c[i].elements {
-			if !now[i].elements[e] {
+		f, was, is := c[i].family, c[i].elements(), now[i].elements()
+		for e := range was {
+			if !is[e] {
 				out = append(out, "gone: "+elementText(f, &e))
 			}
 		}
-		for e := range now[i].elements {
-			if !c[i].elements[e] {
+		for e := range is {
+			if !was[e] {
 				out = append(out, "new: "+elementText(f, &e))
 			}
 		}
@@ -117,7 +134,7 @@ type fact struct {
 	slot, data string
 }
 
-func facts(e nft.Element) []fact {
+func factsOf(e nft.Element) []fact {
 	switch e.Set {
 	case nft.Endpoints, nft.OutsideEndpoints:
 		key := string(e.Key())
@@ -127,29 +144,28 @@ func facts(e nft.Element) []fact {
 	return []fact{{element: e}}
 }
 
-// lacking compares a content with what a state asks for.
-func (w *walker) lacking(c *content, want *dataplane.State) string {
-	list := nft.List(want)
+// lacking compares a content with what it should be.
+func lacking(c *content, list [len(nft.Families)]nft.Listing) string {
 	for i := range list {
-		count := make(map[fact]int, 2*len(c[i].elements))
+		count := make(map[fact]int, 1024)
 		for set := range nft.NumSets {
 			if set == nft.Affinity || set == nft.RevisionSet {
 				continue
 			}
 			for _, e := range c[i].bySet[set] {
-				for _, x := range facts(e) {
+				for _, x := range factsOf(e) {
 					count[x]++
 				}
 			}
 			for _, l := range list[i].Elements[set] {
-				for _, x := range facts(l.Element) {
+				for _, x := range factsOf(l.Element) {
 					count[x]--
 				}
 			}
 		}
 		for _, n := range count {
 			if n != 0 {
-				return w.differences(c, list)
+				return differencesOf(c, list)
 			}
 		}
 		revisions, written := c[i].bySet[nft.RevisionSet], list[i].Elements[nft.RevisionSet]
@@ -160,8 +176,8 @@ func (w *walker) lacking(c *content, want *dataplane.State) string {
 	return ""
 }
 
-// differences is lacking for people.
-func (w *walker) differences(c *content, list [len(nft.Families)]nft.Listing) string {
+// differencesOf is lacking for people.
+func differencesOf(c *content, list [len(nft.Families)]nft.Listing) string {
 	count := map[string]int{}
 	got := list
 	for i := range list {
@@ -190,50 +206,38 @@ func (w *walker) differences(c *content, list [len(nft.Families)]nft.Listing) st
 	return strings.Join(out[:min(len(out), 20)], "\n")
 }
 
-// verify compares the kernel with a state, and the state with the objects.
-func (w *walker) verify(st *dataplane.State) {
+// verify compares the kernel with what the objects ask for.
+func (w *walker) verify() {
 	w.t.Helper()
-	if st == w.planner.State() {
-		var found []dataplane.Conflict
-		st, found = dataplane.Compute(w.cfg, w.world.snapshot(w.r))
-		if d := firstOther(st, w.planner.State()); d != "" {
-			w.fail("the planner strayed from the objects: %s", d)
-		}
-		w.count["contended keys"] += len(found)
+	st, conflicts := dataplane.Compute(w.cfg, w.world.snapshot(w.r))
+	w.count["contended keys"] += len(conflicts)
+	list := nft.List(st)
+	var c content
+	for i := range c {
+		w.readElements(&c[i], i)
 	}
-	c := w.content()
-	if d := w.lacking(&c, st); d != "" {
+	if d := lacking(&c, list); d != "" {
 		w.fail("the kernel does not hold what it should:\n%s", d)
 	}
-	w.verifyStructure(st)
-	w.verifyAffinity(&c)
+	if w.meddled || w.renewed || w.step%4 == 0 {
+		w.verifyStructure(st, list)
+	}
+	w.verifyAffinity(&c, list)
 	w.verifyQuiet()
+	w.watch.settled(st)
 	w.meddled, w.renewed = false, false
 }
 
-// firstOther names a Service that two states have in different ways.
-func firstOther(a, b *dataplane.State) string {
-	for n, s := range a.Services {
-		if o := b.Services[n]; o == nil || s.Within(o) == nil || len(s.Ports) != len(o.Ports) {
-			return n.String()
-		}
-	}
-	if len(a.Services) != len(b.Services) {
-		return fmt.Sprintf("%d Services, not %d", len(b.Services), len(a.Services))
-	}
-	return ""
-}
-
-// verifyStructure compares sets, chains and rules. Now and then a process that knows nothing must find all as it wants it.
-func (w *walker) verifyStructure(st *dataplane.State) {
+// verifyStructure compares sets, chains and rules. A process that knows nothing must find all as it wants it.
+func (w *walker) verifyStructure(st *dataplane.State, list [len(nft.Families)]nft.Listing) {
 	w.t.Helper()
-	list := nft.List(st)
 	var found [len(nft.Families)]nft.Found
 	for i, f := range nft.Families {
 		s, err := w.eye.structure(f, list[i].Table)
 		w.must(err)
 		if !s.sets || len(s.wrong) > 0 {
-			w.fail("%s", strings.Join(s.wrong, "\n"))
+			again, _ := w.eye.structure(f, list[i].Table)
+			w.fail("%s\nread again: %q", strings.Join(s.wrong, "\n"), again.wrong)
 		}
 		for id := range s.Chains {
 			if !slices.ContainsFunc(list[i].Table.Chains, func(c nft.Chain) bool { return c.ID == id }) {
@@ -243,25 +247,19 @@ func (w *walker) verifyStructure(st *dataplane.State) {
 		if s.Revision != w.backend.model.Revision(f) {
 			w.fail("%s: revision %v; the model has %v", f, s.Revision, w.backend.model.Revision(f))
 		}
-		if found[i] = s.Found; s.counted {
-			for set := range nft.NumSets {
-				if size := s.Sizes[set]; size > 0 && s.counts[set] > int(size) {
-					w.fail("%s %s: %d elements in a set of size %d", f, set, s.counts[set], size)
-				}
-				w.most(set, int(s.Sizes[set]))
+		for set, size := range s.Sizes {
+			if s.counted && size > 0 && s.counts[set] > int(size) {
+				w.fail("%s %s: %d elements in a set of size %d", f, nft.SetID(set), s.counts[set], size)
+			}
+			if size > 1024 && nft.SetID(set) != nft.Affinity {
+				w.count["large sets seen"]++
 			}
 		}
+		found[i] = s.Found
 	}
 	var fresh nft.Model
 	if fresh.Plan(st, dataplane.Change{}); !fresh.Adopt(&found) {
 		w.fail("another process would not adopt what is there")
-	}
-}
-
-// most notes the largest sets.
-func (w *walker) most(set nft.SetID, size int) {
-	if size > 1024 && set != nft.Affinity {
-		w.count["steps with a set that grew"]++
 	}
 }
 
@@ -316,21 +314,18 @@ type member struct {
 	ep   netip.AddrPort
 }
 
-// acknowledged notes whom clients may stay with, after an Apply.
-func (w *walker) acknowledged(st *dataplane.State) {
-	list := nft.List(st)
+// acknowledged notes who need not be remembered any more, after an Apply.
+func (w *walker) acknowledged() {
 	for i, f := range nft.Families {
-		w.members[i] = map[member]bool{}
-		for _, e := range list[i].Elements[nft.StickyEndpoints] {
-			w.members[i][memberOf(f, &e.Element)] = true
-		}
 		for e := range w.clients[i] {
-			if id, ep := e.AffinityOf(f); !w.members[i][member{id, ep}] {
+			if !w.backend.model.Remembers(f, &e) {
 				delete(w.clients[i], e)
 			}
 		}
 	}
 }
+
+func (m member) compare(o member) int { return cmp.Or(cmp.Compare(m.pool, o.pool), m.ep.Compare(o.ep)) }
 
 // memberOf reads an element of StickyEndpoints.
 func memberOf(f nft.Family, e *nft.Element) member {
@@ -340,12 +335,16 @@ func memberOf(f nft.Family, e *nft.Element) member {
 }
 
 // verifyAffinity says that no client stays with an endpoint that is gone, and that all others do stay.
-func (w *walker) verifyAffinity(c *content) {
+func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing) {
 	w.t.Helper()
 	for i, f := range nft.Families {
 		info, err := w.eye.table(f)
 		w.must(err)
 		w.handle(i, info)
+		w.members[i] = map[member]bool{}
+		for _, e := range list[i].Elements[nft.StickyEndpoints] {
+			w.members[i][memberOf(f, &e.Element)] = true
+		}
 		there := map[nft.Element]bool{}
 		for _, e := range c[i].bySet[nft.Affinity] {
 			there[e] = true
@@ -368,7 +367,7 @@ func (w *walker) remember() {
 	b := &w.backend.batch
 	for i, f := range nft.Families {
 		var entries []nft.Element
-		for m := range w.members[i] {
+		for _, m := range slices.SortedFunc(maps.Keys(w.members[i]), member.compare) {
 			if w.r.IntN(3) == 0 && len(w.clients[i]) < 100 {
 				entries = append(entries, w.client(f, m))
 			}

@@ -10,8 +10,11 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -44,29 +47,45 @@ func TestWalk(t *testing.T) {
 	case all == 0:
 		all = walkDefault
 	}
-	total := map[string]int{}
+	total := &tally{count: map[string]int{}}
 	if *walkSeed != 0 {
 		walkOnce(t, *walkSeed, all, total)
 		return
 	}
 	start := time.Now()
-	for seed, left := uint64(1), all; left > 0; seed, left = seed+1, left-walkLength {
-		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) { walkOnce(t, seed, min(left, walkLength), total) })
-		if t.Failed() {
-			return
+	t.Run("walks", func(t *testing.T) {
+		for seed, left := uint64(1), all; left > 0; seed, left = seed+1, left-walkLength {
+			t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
+				t.Parallel() // the kernel makes those wait whom it refuses something
+				walkOnce(t, seed, min(left, walkLength), total)
+			})
 		}
-	}
-	for _, name := range slices.Sorted(maps.Keys(total)) {
-		t.Logf("%8d %s", total[name], name)
+	})
+	for _, name := range slices.Sorted(maps.Keys(total.count)) {
+		t.Logf("%8d %s", total.count[name], name)
 	}
 	t.Logf("%d steps in %v", all, time.Since(start).Round(time.Millisecond))
 	if all < 20*walkLength {
 		return
 	}
 	for _, name := range walkMustSee() {
-		if total[name] == 0 {
+		if total.count[name] == 0 {
 			t.Errorf("in %d steps there was not one %q", all, name)
 		}
+	}
+}
+
+// tally counts what happened in all walks.
+type tally struct {
+	mu    sync.Mutex
+	count map[string]int
+}
+
+func (t *tally) add(count map[string]int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for name, n := range count {
+		t.count[name] += n
 	}
 }
 
@@ -98,6 +117,8 @@ type walker struct {
 	other, eye *Conn
 	// meddled says that others may have changed our tables since they were seen to be right.
 	meddled bool
+	// refusable says that the kernel may refuse what it is asked for.
+	refusable bool
 	// renewed says that tables may have been made anew since then.
 	renewed bool
 	handles [len(nft.Families)]uint64
@@ -105,12 +126,14 @@ type walker struct {
 	members [len(nft.Families)]map[member]bool
 	clients [len(nft.Families)]map[nft.Element]bool
 	nextIP  int
-	saved   string
-	watch   *observer
+	// saved is a ruleset that nft listed.
+	saved      string
+	nftProgram labtest.Nft
+	watch      *observer
 }
 
 // walkOnce takes one walk.
-func walkOnce(t *testing.T, seed uint64, steps int, total map[string]int) {
+func walkOnce(t *testing.T, seed uint64, steps int, total *tally) {
 	w := newWalker(t, seed)
 	for w.step = range steps {
 		w.r = rand.New(rand.NewPCG(seed, uint64(w.step)))
@@ -118,15 +141,19 @@ func walkOnce(t *testing.T, seed uint64, steps int, total map[string]int) {
 		k := w.choose()
 		w.count[k.name]++
 		w.note("%s", k.name)
-		late := time.AfterFunc(time.Minute, func() { w.hang() })
-		k.do(w)
-		late.Stop()
+		w.take(k)
 		w.watch.check(w)
 	}
 	w.end()
-	for name, n := range w.count {
-		total[name] += n
-	}
+	total.add(w.count)
+}
+
+// take takes one step.
+func (w *walker) take(e event) {
+	defer time.AfterFunc(time.Minute, w.hang).Stop()
+	forking.RLock()
+	defer forking.RUnlock()
+	e.do(w)
 }
 
 func newWalker(t *testing.T, seed uint64) *walker {
@@ -182,15 +209,24 @@ func (w *walker) note(format string, args ...any) {
 	if len(w.notes) > 1000 {
 		w.notes = slices.Clone(w.notes[500:])
 	}
-	w.notes = append(w.notes, fmt.Sprintf("%6d  ", w.step)+fmt.Sprintf(format, args...))
+	text := fmt.Sprintf(format, args...)
+	w.notes = append(w.notes, fmt.Sprintf("%6d  ", w.step)+text[:min(len(text), 400)])
 }
 
 // story gives what happened in the last steps.
 func (w *walker) story() string {
 	first := fmt.Sprintf("%6d", max(w.step-20, 0))
 	at := max(slices.IndexFunc(w.notes, func(n string) bool { return n[:6] >= first }), 0)
-	return fmt.Sprintf("\nseed %d, step %d; take it again with\n  go test ./nft/kernel -run TestWalk -walk.seed=%d -walk.steps=%d\n%s",
-		w.seed, w.step, w.seed, w.step+1, strings.Join(w.notes[at:], "\n"))
+	return fmt.Sprintf("\nseed %d, step %d; take it again with\n  go test ./nft/kernel -run %s\n%s",
+		w.seed, w.step, w.replay(), strings.Join(w.notes[at:], "\n"))
+}
+
+// replay gives the flags that lead to the same failure.
+func (w *walker) replay() string {
+	if w.seed == leakSeed {
+		return fmt.Sprintf("TestLeaks -walk.syncs=%d", *walkSyncs)
+	}
+	return fmt.Sprintf("TestWalk -walk.seed=%d -walk.steps=%d", w.seed, w.step+1)
 }
 
 func (w *walker) fail(format string, args ...any) {
@@ -214,8 +250,9 @@ func (w *walker) hang() {
 
 // begin starts a process that has seen a snapshot.
 func (w *walker) begin(s *snapshot.Snapshot) {
-	configs := []string{"cluster CIDR", "cluster CIDR", "unknown", "masquerade all", "bridge", "prefix"}
-	w.cfg = configsOf(oneOf(w.r, configs...), w.r)
+	if w.cfg.NodeName == "" || w.r.IntN(3) == 0 {
+		w.cfg = anyConfig(w.r)
+	}
 	w.snap, w.planner, w.acked = s, dataplane.NewPlanner(w.cfg), dataplane.State{}
 	w.planner.Apply(w.snap, snapshot.Change{})
 	w.must(w.host.Do(func() (err error) {
@@ -228,9 +265,9 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 	w.note("begins with %+v, owns %v, fixed %v", w.options, w.backend.Owns(), w.backend.model.Fixed)
 }
 
-// configsOf gives a configuration by name, or the same with pods told apart by the Node object.
-func configsOf(name string, r *rand.Rand) dataplane.Config {
-	cfg := configs[name]
+// anyConfig gives what a process may be told to be.
+func anyConfig(r *rand.Rand) dataplane.Config {
+	cfg := configs[oneOf(r, "cluster CIDR", "cluster CIDR", "unknown", "masquerade all", "bridge", "prefix")]
 	if r.IntN(4) == 0 {
 		cfg.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}
 	}
@@ -293,7 +330,9 @@ func (w *walker) apply(want *dataplane.State) error {
 	var before content
 	risky, meddled, harm := w.faults.risky(), w.meddled, w.faults.harm
 	w.watch.expect(w, want)
-	before = w.content()
+	if risky || w.refusable {
+		before = w.content()
+	}
 	change := w.change(want)
 	r, err := w.backend.Apply(want, change)
 	w.wrap()
@@ -301,14 +340,22 @@ func (w *walker) apply(want *dataplane.State) error {
 	if err == nil {
 		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v", len(change.Services), r.Added, r.Replaced,
 			r.Removed, r.Full, r.Adopted)
+		if r.Full && !w.renewed && w.acked.Services != nil {
+			w.count["made anew for larger sets"]++
+			w.renewed = true
+		}
 		w.acked = *want
 		w.acked.Services = maps.Clone(want.Services)
-		w.acknowledged(want)
+		w.acknowledged()
 		return nil
 	}
 	w.note("  %v", err)
 	var refused *dataplane.Refused
-	if !errors.As(err, &refused) && (!risky || harm == w.faults.harm) {
+	small := w.faults.most > 0 && errors.Is(err, unix.EMSGSIZE)
+	switch isRefusal := errors.As(err, &refused); {
+	case isRefusal && !w.refusable && w.faults.lies < 2: // the second lie is about whom to blame
+		w.fail("Services are refused that did no wrong: %v", err)
+	case !isRefusal && !small && (!risky || harm == w.faults.harm):
 		w.fail("Apply failed, and nothing was wrong: %v", err)
 	}
 	if !meddled && !w.meddled {
@@ -324,7 +371,7 @@ func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) 
 	switch d := before.difference(&now); {
 	case d == "":
 		w.count["failed: all as before"]++
-	case unclear && w.lacking(&now, want) == "":
+	case unclear && lacking(&now, nft.List(want)) == "":
 		w.count["failed: all in"]++
 	case unclear && (w.faults.steps > 0 || w.faults.most > 0):
 		w.count["failed: half in"]++
@@ -354,13 +401,30 @@ func (w *walker) settle() {
 			break
 		}
 		w.count["found and repaired"]++
-		if !w.meddled || round == maxTries {
+		if !w.meddled && !w.let(found) || round == maxTries {
 			w.fail("found what nobody did: %q", found)
 		}
 	}
 	w.faults.disarm()
 	w.backend.conn.sendMax = 0
-	w.verify(w.planner.State())
+	w.verify()
+}
+
+// let says whether what was found is only that the backend lost the socket that owned the tables.
+func (w *walker) let(found []string) bool {
+	return w.faults.harm > 0 && w.options.Own && w.options.Socket == nil && !slices.ContainsFunc(found, func(s string) bool {
+		return !strings.Contains(s, "the table's owner is netlink port 0")
+	})
+}
+
+// unseen says how many transactions were written since the backend looked around, by others.
+func (w *walker) unseen() uint32 {
+	generation, err := w.eye.generation()
+	w.must(err)
+	if w.backend.trust != certain {
+		return 0
+	}
+	return generation - w.backend.generation
 }
 
 // look has the backend look around until it is through, or finds something.
@@ -381,8 +445,10 @@ func (w *walker) look() []string {
 		case found != nil:
 			w.note("  found %q", found[:min(len(found), 3)])
 			return found
-		case again == 0:
+		case again == 0 && w.backend.sweep.turns == [len(nft.Families)]int{} && w.unseen() == 0:
 			return nil
+		case again == 0: // as if it were later
+			clear(w.backend.sweep.due[:])
 		case n == 100000:
 			w.fail("Check never ends")
 		}

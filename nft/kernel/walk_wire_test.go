@@ -68,7 +68,7 @@ const (
 	answerLost                    // ENOBUFS, and the answer is gone
 	closedAfter                   // the socket is gone, with the answer
 	refusedFalsely                // nothing was sent, but there is an answer: an error
-	tooLong                       // EMSGSIZE; the wire takes less from then on
+	tooLong                       // EMSGSIZE, and if it was long, the wire takes less from then on
 	othersFirst                   // somebody else writes right before
 	numIllnesses
 )
@@ -83,7 +83,12 @@ type trouble struct {
 	errno   unix.Errno
 	// skip is how many datagrams of the verb are spared; later is how many datagrams of the answer are.
 	skip, later int
+	// round is when it struck.
+	round int
 }
+
+// structureMost is more than the structure of both tables takes, which goes out in one datagram.
+const structureMost = 80 << 10
 
 var errKilled = errors.New("this process was killed")
 
@@ -100,6 +105,8 @@ type faults struct {
 	// meddle is what others do.
 	meddle func()
 	random *rand.Rand
+	// round counts how often all wires became well.
+	round int
 
 	// harm counts what may make a call of the Backend's fail; lies are false refusals, after which it may write everything anew;
 	// steps counts what may make it write in steps.
@@ -116,6 +123,7 @@ func newFaults() *faults { return &faults{left: -1, struck: map[string]int{}} }
 func (f *faults) disarm() {
 	f.armed, f.most, f.dials, f.left, f.dead = nil, 0, 0, -1, false
 	f.harm, f.lies, f.steps = 0, 0, 0
+	f.round++
 }
 
 // risky says whether something may go wrong.
@@ -149,6 +157,7 @@ func (f *faults) strike(v verb) *trouble {
 			continue
 		}
 		f.armed = slices.Delete(f.armed, i, i+1)
+		t.round = f.round
 		f.struck[verbNames[v]+" "+illnessNames[t.illness]]++
 		f.verbs[v]++
 		f.ills[t.illness]++
@@ -162,9 +171,9 @@ func (f *faults) strike(v verb) *trouble {
 func (f *faults) judge(t *trouble) {
 	again := t.errno == unix.ERESTART || t.errno == unix.EAGAIN || t.errno == unix.EINTR
 	switch {
-	case t.illness == interrupted, t.illness == othersFirst:
+	case t.illness == interrupted:
 		return
-	case t.illness == refusedFalsely && t.verb == verbBatch && !again && t.errno != unix.EPERM:
+	case t.illness == refusedFalsely && t.verb == verbBatch && !again && t.errno != unix.EPERM && t.errno != unix.ENOMEM:
 		f.lies++
 	case t.illness == tooLong:
 		f.steps++
@@ -207,7 +216,9 @@ func (w *walkWire) send(b []byte) error {
 		w.answers = append(w.answers, falseRefusal(b, t.errno, w.f.random))
 		return nil
 	case tooLong:
-		w.f.most = len(b) - 1
+		if len(b) > structureMost {
+			w.f.most = len(b) - 1
+		}
 		return unix.EMSGSIZE
 	case othersFirst:
 		w.f.meddle()
@@ -232,7 +243,7 @@ func (w *walkWire) recv(b []byte, wait bool) (int, error) {
 		return n, nil
 	}
 	t := w.ill
-	if t == nil {
+	if t == nil || t.round != w.f.round {
 		return w.wire.recv(b, wait)
 	}
 	if t.later > 0 {
@@ -281,7 +292,7 @@ func falseRefusal(b []byte, errno unix.Errno, r *rand.Rand) []byte {
 
 // arm lets a trouble strike one of the next datagrams, and says which.
 func (f *faults) arm(r *rand.Rand, owned bool) string {
-	t := &trouble{verb: oneOf(r, verbBatch, verb(r.IntN(int(numVerbs)))), illness: illness(r.IntN(int(numIllnesses)))}
+	t := &trouble{verb: oneOf(r, verbBatch, verb(r.IntN(int(numVerbs))), verb(r.IntN(int(numVerbs)))), illness: illness(r.IntN(int(numIllnesses)))}
 	switch t.illness {
 	case sendFails:
 		t.errno = oneOf(r, unix.ENOBUFS, unix.ENOMEM)

@@ -6,15 +6,20 @@ import "net/netip"
 type Config struct {
 	// NodeName is compared with the endpoints' nodeName to tell which are local.
 	NodeName string
+	// NodeIP takes the place of the Node object's addresses of its family; the zero Addr leaves them.
+	NodeIP netip.Addr
 	// DetectLocal says how pods are told from others.
 	DetectLocal DetectLocal
 	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
 	// NodePortAddresses are the ranges whose addresses on this host answer on node ports; a family without a range has no node
-	// ports. Empty means the node's primary addresses: the Node object's first of each family that is on this host.
+	// ports. Empty means the node's primary addresses: the Node object's first of each family that is on this host. The zero
+	// Prefix is a range that holds nothing.
 	NodePortAddresses []netip.Prefix
 	// LocalhostNodePorts makes IPv4 node ports answer on 127.0.0.1 too: with NodePortAddresses empty, or when they hold it.
 	LocalhostNodePorts bool
+	// NoExternalIPs leaves out what Services have as spec.externalIPs.
+	NoExternalIPs bool
 }
 
 // DetectLocal is kube-proxy's detectLocalMode with its argument.

@@ -39,7 +39,8 @@ func (f family) firstOf(prefixes []netip.Prefix) netip.Prefix {
 type host struct {
 	nodeName, zone string
 	masqueradeAll  bool
-	// addresses are the Node object's.
+	noExternalIPs  bool
+	// addresses are the Node object's, but for what the operator says.
 	addresses []netip.Addr
 	// nodePortAddrs, per family, are where node ports answer; 127.0.0.1 is among them if loopback is set.
 	nodePortAddrs [2][]netip.Addr
@@ -53,11 +54,12 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		nodeName:      cfg.NodeName,
 		zone:          s.Node.Zone,
 		masqueradeAll: cfg.MasqueradeAll,
-		addresses:     s.Node.Addresses,
+		noExternalIPs: cfg.NoExternalIPs,
+		addresses:     nodeAddrs(cfg.NodeIP, s.Node.Addresses),
 		loopback:      localhostNodePorts(cfg),
 	}
 	for _, f := range families {
-		h.nodePortAddrs[f] = nodePortAddrs(cfg.NodePortAddresses, s, f)
+		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
 		h.pods[f] = detectPods(cfg.DetectLocal, s.Node.PodCIDRs, f)
 	}
 	if h.loopback {
@@ -66,11 +68,11 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 	return h
 }
 
-// equal says whether every Service gets the same answer on both, which have the same Config. Addresses that come and go
-// without being a node port's, such as the link-local ones of every new pod's interface, make no difference, and cost
-// nothing by that.
+// equal says whether every Service gets the same answer on both. Addresses that come and go without being a node port's, such
+// as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
 func (h *host) equal(o *host) bool {
-	return h.zone == o.zone && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
+	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
+		h.noExternalIPs == o.noExternalIPs && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipv4], o.nodePortAddrs[ipv4]) &&
 		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
 }
@@ -110,21 +112,36 @@ func localhostNodePorts(cfg Config) bool {
 	return cfg.LocalhostNodePorts && (len(cfg.NodePortAddresses) == 0 || contain(cfg.NodePortAddresses, localhost))
 }
 
-// nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
-func nodePortAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f family) []netip.Addr {
-	if len(ranges) == 0 {
-		return primaryAddr(s, f)
+// nodeAddrs gives the node's addresses: those of its object, or as kube-proxy's bindAddress has it, in one family what the operator
+// says.
+func nodeAddrs(said netip.Addr, object []netip.Addr) []netip.Addr {
+	if !said.IsValid() {
+		return object
 	}
-	return listedAddrs(ranges, s, f)
+	addrs := []netip.Addr{said}
+	for _, a := range object {
+		if a.Is4() != said.Is4() {
+			addrs = append(addrs, a)
+		}
+	}
+	return addrs
 }
 
-// primaryAddr gives the Node object's first address of the family that is on this host, as kube-proxy's "primary" does, with
+// nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
+func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f family) []netip.Addr {
+	if len(cfg.NodePortAddresses) == 0 {
+		return primaryAddr(nodeAddrs(cfg.NodeIP, s.Node.Addresses), s.HostAddrs, f)
+	}
+	return listedAddrs(cfg.NodePortAddresses, s, f)
+}
+
+// primaryAddr gives the node's first address of the family that is on this host, as kube-proxy's "primary" does, with
 // two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no packet
 // is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where kube-proxy's
 // list turns empty and so opens them on every address.
-func primaryAddr(s *snapshot.Snapshot, f family) []netip.Addr {
-	for _, a := range s.Node.Addresses {
-		if f.has(a) && !a.IsLoopback() && (len(s.HostAddrs) == 0 || slices.Contains(s.HostAddrs, a)) {
+func primaryAddr(node, host []netip.Addr, f family) []netip.Addr {
+	for _, a := range node {
+		if f.has(a) && !a.IsLoopback() && (len(host) == 0 || slices.Contains(host, a)) {
 			return []netip.Addr{a}
 		}
 	}

@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"slices"
+	"sync/atomic"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -21,7 +22,9 @@ func (c Change) Empty() bool { return len(c.Services) == 0 && !c.Globals }
 // Planner keeps a State up to date with a snapshot, at a cost that follows the size of each change. Make one with
 // NewPlanner. It is not safe for concurrent use.
 type Planner struct {
-	cfg     Config
+	cfg Config
+	// next is the Config that the next Apply shall go by, if another one was set.
+	next    atomic.Pointer[Config]
 	started bool
 	build   builder
 	claims  claims
@@ -60,13 +63,21 @@ func (p *Planner) Conflicts() []Conflict {
 	return all
 }
 
+// SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be called at any
+// time, also while Apply is running.
+func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
+
 // Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
 // what of the State that changed, and which conflicts are new, sorted. The first call looks at the whole snapshot whatever c
 // says, and always names Globals.
 func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conflict) {
 	var change Change
 	all := !p.started
-	if all || c.All {
+	next := p.next.Swap(nil)
+	if next != nil {
+		p.cfg = *next
+	}
+	if all || c.All || next != nil {
 		h := newHost(p.cfg, s)
 		change.Globals = p.state.setGlobals(&h, s.ServiceCIDRs) || all
 		all = all || !h.equal(&p.build.host)

@@ -34,7 +34,8 @@ func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 //
 // Traffic to an external address that starts on this node never left it, so under Local it is served as if it had gone out
 // to a load balancer and come back at some node that has an endpoint; from the node itself it is masqueraded, since its
-// source may be the very address it goes to.
+// source may be the very address it goes to. A packet of this node may also bear a pod's address, that of a bridge: so the row of
+// the node stands first.
 var policies = [...]struct {
 	external, local, pods, masqAll condition
 	rows                           []row
@@ -46,7 +47,7 @@ var policies = [...]struct {
 	{no, yes, yes, no, []row{{Pod, localPool, false}, {Anyone, localPool, true}}},
 	{no, yes, no, no, []row{{Anyone, localPool, false}}},
 	{yes, no, either, either, []row{{Anyone, clusterPool, true}}},
-	{yes, yes, yes, either, []row{{Pod, clusterPool, false}, {Node, clusterPool, true}, {Anyone, localPool, false}}},
+	{yes, yes, yes, either, []row{{Node, clusterPool, true}, {Pod, clusterPool, false}, {Anyone, localPool, false}}},
 	{yes, yes, no, either, []row{{Node, clusterPool, true}, {Anyone, localPool, false}}},
 }
 

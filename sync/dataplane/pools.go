@@ -51,6 +51,15 @@ func compareCandidates(a, b candidate) int {
 
 // gather fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
 func (b *builder) gather(p *snapshot.Port, f family) {
+	b.mentions(p, f)
+	b.candidates = slices.CompactFunc(b.candidates, sameAddr)
+}
+
+func sameAddr(x, y candidate) bool { return x.addr == y.addr }
+
+// mentions fills b.candidates with every mention of the port's endpoints of one family. Of those with the same AddrPort, which
+// follow each other, the first one counts.
+func (b *builder) mentions(p *snapshot.Port, f family) {
 	b.candidates = b.candidates[:0]
 	for _, sl := range b.slices {
 		for _, sp := range sl.Ports {
@@ -72,7 +81,6 @@ func (b *builder) gather(p *snapshot.Port, f family) {
 		}
 	}
 	slices.SortFunc(b.candidates, compareCandidates)
-	b.candidates = slices.CompactFunc(b.candidates, func(x, y candidate) bool { return x.addr == y.addr })
 }
 
 // pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints. The two
@@ -89,28 +97,22 @@ func (b *builder) pools(p *snapshot.Port, f family, wantCluster, wantLocal bool)
 	return cluster, local
 }
 
-// clusterSet is every ready endpoint that the topology hints give this node, else every draining one. The fallback knows no
-// topology, and hints are never followed to an empty set: it happens only when no endpoint is ready anywhere.
-func (b *builder) clusterSet() *Pool {
-	byHint := b.hints()
-	pool := b.pick(func(c *candidate) bool { return c.ready() && byHint(c) }, noneAnywhere)
-	if len(pool.Endpoints) == 0 {
-		pool = b.pick((*candidate).draining, noneAnywhere)
-	}
-	return pool
-}
+// clusterSet is every ready endpoint that the topology hints give this node, else every draining one.
+func (b *builder) clusterSet() *Pool { return b.choose(b.clusterChoice()) }
 
 // localSet is every ready endpoint on this node, else every draining one on this node, hints notwithstanding.
 func (b *builder) localSet() *Pool {
-	pool := b.pick(func(c *candidate) bool { return c.local && c.ready() }, noneAnywhere)
-	if len(pool.Endpoints) == 0 {
-		pool = b.pick(func(c *candidate) bool { return c.local && c.draining() }, noneAnywhere)
-	}
+	pool := b.choose(b.localChoice())
 	usable := func(c candidate) bool { return c.ready() || c.draining() }
 	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
 		return noneHere
 	}
 	return pool
+}
+
+// choose gives the pool of a choice.
+func (b *builder) choose(ch choice) *Pool {
+	return b.pick(func(c *candidate) bool { return ch.reason(c).Taken() }, noneAnywhere)
 }
 
 // serving gives every endpoint that is ready or serves. A pool that holds them all, as one mostly does, lends its list.
@@ -148,29 +150,6 @@ func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
 		}
 	}
 	return &Pool{Endpoints: endpoints}
-}
-
-// hints gives the filter the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since a
-// half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come first.
-func (b *builder) hints() func(*candidate) bool {
-	forNode := func(c *candidate) bool { return slices.Contains(c.ForNodes, b.host.nodeName) }
-	forZone := func(c *candidate) bool { return slices.Contains(c.ForZones, b.host.zone) }
-	allNodes, allZones, ourNode, ourZone := true, true, false, false
-	for i := range b.candidates {
-		c := &b.candidates[i]
-		if !c.ready() {
-			continue
-		}
-		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0
-		ourNode, ourZone = ourNode || forNode(c), ourZone || forZone(c)
-	}
-	switch {
-	case allNodes && ourNode:
-		return forNode
-	case allZones && ourZone && b.host.zone != "":
-		return forZone
-	}
-	return func(*candidate) bool { return true }
 }
 
 // loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on the

@@ -59,10 +59,10 @@ func (b *builder) port(
 		Affinity:  svc.Affinity,
 		Frontends: b.frontends(svc, p, f, clusterIP, sources),
 	}
-	internal := rowsFor(false, svc.InternalLocal, b.host.pods[f].Known(), b.host.masqueradeAll)
+	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP
-		external = rowsFor(true, svc.ExternalLocal, b.host.pods[f].Known(), b.host.masqueradeAll)
+		external = b.rows(svc, f, true)
 	}
 	sp.Cluster, sp.Local = b.pools(p, f, lead(internal, clusterPool) || lead(external, clusterPool),
 		lead(internal, localPool) || lead(external, localPool))
@@ -79,6 +79,15 @@ func (b *builder) port(
 		}
 	}
 	return sp
+}
+
+// rows gives the policy for a Service's cluster IPs, or for its external addresses and node ports.
+func (b *builder) rows(svc *snapshot.Service, f family, external bool) []row {
+	local := svc.InternalLocal
+	if external {
+		local = svc.ExternalLocal
+	}
+	return rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll)
 }
 
 // routes puts the port's pools into rows of policy. Frontends with the same policy share them.
@@ -114,7 +123,9 @@ func (b *builder) frontends(
 		add(LoadBalancerIP, a, p.Port, sources)
 	}
 	for _, a := range svc.ExternalIPs {
-		add(ExternalIP, a, p.Port, nil)
+		if !b.host.noExternalIPs {
+			add(ExternalIP, a, p.Port, nil)
+		}
 	}
 	if p.NodePort != 0 {
 		for _, a := range b.host.nodePortAddrs[f] {

@@ -44,6 +44,16 @@ type Transaction struct {
 	Foreign int
 }
 
+// Settled is what the kernel carries now.
+type Settled struct {
+	// Snapshot is what is carried. It holds until the call returns.
+	Snapshot *snapshot.Snapshot
+	// Change says which Services may differ in it from the call before.
+	Change snapshot.Change
+	// Triggers are the beginnings of what has changed in slices since the call before.
+	Triggers []snapshot.Trigger
+}
+
 // Loop brings a backend up to date with a queue. Nothing is written before the queue's sources are all synced, and nothing
 // is withdrawn when the loop ends.
 type Loop struct {
@@ -53,9 +63,15 @@ type Loop struct {
 	Log     *slog.Logger
 	// Written, if not nil, is called after each transaction that succeeded.
 	Written func(Transaction)
+	// Settled, if not nil, is called whenever the kernel carries all that was taken from the queue, but for what is quarantined;
+	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
+	Settled func(Settled)
+	Failed  func(error)
 
 	snapshot *snapshot.Snapshot
 	want     wanted
+	// unsettled is what has changed in the snapshot since the kernel carried all of it.
+	unsettled snapshot.Change
 	// behind says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	behind bool
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
@@ -89,6 +105,7 @@ const (
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.behind, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
+	l.unsettled = snapshot.Change{}
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
@@ -106,12 +123,25 @@ func (l *Loop) Run(ctx context.Context) error {
 		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
+			l.settle()
 			continue
 		}
 		l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", l.retryWait)
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, retryMost)
+		if l.Failed != nil {
+			l.Failed(err)
+		}
 	}
 	return nil
+}
+
+// settle tells that the kernel carries all that was taken.
+func (l *Loop) settle() {
+	s := Settled{l.snapshot, l.unsettled, l.Queue.Settle()}
+	l.unsettled = snapshot.Change{}
+	if l.Settled != nil {
+		l.Settled(s)
+	}
 }
 
 // await waits until there is something to write. While there is not, it looks what others have changed. It returns false when
@@ -172,7 +202,9 @@ func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bo
 // step brings the kernel up to date with one delta.
 func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
-	change, conflicts := l.Planner.Apply(l.snapshot, l.snapshot.Apply(delta))
+	concerned := l.snapshot.Apply(delta)
+	l.unsettled = l.unsettled.With(concerned)
+	change, conflicts := l.Planner.Apply(l.snapshot, concerned)
 	l.want.follow(change, l.Planner.Before())
 	policy := time.Since(start)
 	for _, c := range conflicts {
@@ -224,6 +256,10 @@ func (l *Loop) report(t *Transaction) {
 		l.Log.Info("the kernel carries the Services already; nothing was written", "services", t.Services)
 	case l.behind:
 		l.Log.Info("the kernel carries the Services", "services", t.Services, "elements", t.Added)
+	}
+	if t.Foreign > 0 {
+		l.Log.Info("the tables are repaired", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
+			"took", t.Total)
 	}
 	// The backend may have left something for later. A Check that is overdue stays so, or steady changes would put it off.
 	if now := time.Now(); l.behind || l.checkAt.After(now) {

@@ -1,19 +1,65 @@
 package snapshot
 
-import "sync"
+import (
+	"sync"
+	"time"
+)
 
 // Queue gathers deltas from any number of sources for one reader. What arrives while the reader is busy is merged, so a
 // slow reader sees fewer, larger deltas and never an old object after a newer one. Call NewQueue.
+//
+// It also keeps the book of what is waiting: from Put until the reader, having taken it, calls Settle.
 type Queue struct {
 	mu      sync.Mutex
 	pending Delta
 	unready int
 	wake    chan struct{}
+	made    time.Time
+
+	// put is of what is still in the queue, taken of what the reader has.
+	put, taken Waiting
+	triggers   struct{ put, taken []Trigger }
 }
+
+// Waiting says what has not been settled yet.
+type Waiting struct {
+	// Since is when the oldest of it came, or when the last source was synced if that is later: before, nobody could have taken
+	// it. Zero means that nothing is waiting.
+	Since time.Time
+	// Services and Slices count changes of objects. One that changed twice counts twice.
+	Services, Slices int
+}
+
+func (w Waiting) and(o Waiting) Waiting {
+	since := w.Since
+	if since.IsZero() || !o.Since.IsZero() && o.Since.Before(since) {
+		since = o.Since
+	}
+	return Waiting{since, w.Services + o.Services, w.Slices + o.Slices}
+}
+
+// Trigger is the beginning of a change to a slice, somewhere in the cluster.
+type Trigger struct {
+	At time.Time
+	// IPv6 says that the slice holds IPv6 addresses. One that is empty now counts as IPv4.
+	IPv6 bool
+}
+
+// maxTriggers bounds the triggers that are kept while nothing is settled, which may be for hours. Later ones are left out.
+const maxTriggers = 1 << 16
 
 // NewQueue gives a queue that is ready once Synced has been called sources times.
 func NewQueue(sources int) *Queue {
-	return &Queue{unready: sources, wake: make(chan struct{}, 1)}
+	q := &Queue{unready: sources, wake: make(chan struct{}, 1), made: time.Now()}
+	q.begin()
+	return q
+}
+
+// begin begins the time of waiting, if there is a reader: even an empty cluster has to be written once.
+func (q *Queue) begin() {
+	if q.unready == 0 {
+		q.put.Since = time.Now()
+	}
 }
 
 // Put adds a delta. Safe for concurrent use; each object's deltas must come from one source, in order.
@@ -22,15 +68,33 @@ func (q *Queue) Put(d Delta) {
 		return
 	}
 	q.mu.Lock()
+	q.note(&d)
 	q.pending.Merge(d)
 	q.mu.Unlock()
 	q.signal()
+}
+
+// note enters a delta into the book.
+func (q *Queue) note(d *Delta) {
+	if q.unready == 0 && q.put.Since.IsZero() {
+		q.put.Since = time.Now()
+	}
+	q.put.Services += len(d.Services)
+	q.put.Slices += len(d.Slices)
+	for _, sl := range d.Slices {
+		// What happened before there was a queue is no change to us, but part of a first list.
+		if sl != nil && sl.Triggered.After(q.made) && len(q.triggers.put)+len(q.triggers.taken) < maxTriggers {
+			ipv6 := len(sl.Endpoints) > 0 && sl.Endpoints[0].Addr.Is6()
+			q.triggers.put = append(q.triggers.put, Trigger{sl.Triggered, ipv6})
+		}
+	}
 }
 
 // Synced says that one source has delivered its first complete list. Each source calls it once.
 func (q *Queue) Synced() {
 	q.mu.Lock()
 	q.unready--
+	q.begin()
 	q.mu.Unlock()
 	q.signal()
 }
@@ -47,7 +111,27 @@ func (q *Queue) Take() (d Delta, ready bool) {
 		return Delta{}, false
 	}
 	d, q.pending = q.pending, Delta{}
+	q.taken, q.put = q.taken.and(q.put), Waiting{}
+	q.triggers.taken = append(q.triggers.taken, q.triggers.put...)
+	q.triggers.put = nil
 	return d, true
+}
+
+// Settle says that whatever was taken so far is in force, and gives the triggers of that.
+func (q *Queue) Settle() []Trigger {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.taken = Waiting{}
+	triggers := q.triggers.taken
+	q.triggers.taken = nil
+	return triggers
+}
+
+// Waiting gives what was put and is not settled. Safe for concurrent use.
+func (q *Queue) Waiting() Waiting {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.taken.and(q.put)
 }
 
 func (q *Queue) signal() {

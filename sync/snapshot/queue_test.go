@@ -2,9 +2,12 @@ package snapshot
 
 import (
 	"fmt"
+	"net/netip"
+	"reflect"
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 )
 
 // woken says whether the queue asks to be read, and reads the request.
@@ -113,4 +116,73 @@ func TestQueueLosesNothing(t *testing.T) {
 		}
 		writers.Wait()
 	})
+}
+
+// TestQueueKeepsTheBook: something waits from Put to Settle, and nothing does before it could be taken.
+func TestQueueKeepsTheBook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		begin := time.Now()
+		at := func(seconds int) time.Time { return begin.Add(time.Duration(seconds) * time.Second) }
+		till := func(seconds int) { time.Sleep(time.Until(at(seconds))) }
+		q := NewQueue(1)
+		expect := func(since time.Time, services, slices int) {
+			t.Helper()
+			if got, want := q.Waiting(), (Waiting{since, services, slices}); got != want {
+				t.Errorf("after %v: waiting %+v; want %+v", time.Since(begin), got, want)
+			}
+		}
+		a, b := in("x", "a"), in("x", "b")
+		slice := func(triggered int, addr string) map[Name]*Slice {
+			s := &Slice{Name: a, Triggered: at(triggered)}
+			if addr != "" {
+				s.Endpoints = []Endpoint{{Addr: netip.MustParseAddr(addr)}}
+			}
+			return map[Name]*Slice{a: s}
+		}
+		till(10)
+		q.Put(Delta{Services: map[Name]*Service{a: named(a)}, Slices: slice(-5, "10.0.0.1")})
+		expect(time.Time{}, 1, 1) // there is nobody yet who could take it
+		till(20)
+		q.Synced()
+		expect(at(20), 1, 1)
+		till(30)
+		q.Put(Delta{Services: map[Name]*Service{b: nil}, Slices: slice(25, "fd00::1")})
+		expect(at(20), 2, 2)
+		q.Take()
+		expect(at(20), 2, 2) // taken is not settled
+		till(40)
+		q.Put(Delta{Slices: slice(35, "10.0.0.1")})
+		if got, want := q.Settle(), []Trigger{{at(25), true}}; !reflect.DeepEqual(got, want) {
+			t.Errorf("triggers %v; want %v", got, want)
+		}
+		expect(at(40), 0, 1)
+		q.Take()
+		till(50)
+		q.Put(Delta{Slices: slice(45, "")}) // the transaction failed, and it is taken together with the next
+		q.Take()
+		expect(at(40), 0, 2)
+		if got, want := q.Settle(), []Trigger{{at(35), false}, {at(45), false}}; !reflect.DeepEqual(got, want) {
+			t.Errorf("triggers %v; want %v", got, want)
+		}
+		expect(time.Time{}, 0, 0)
+		if got := q.Settle(); got != nil {
+			t.Errorf("triggers twice: %v", got)
+		}
+	})
+}
+
+// TestTriggersAreBounded: while nothing is settled, they do not fill the memory.
+func TestTriggersAreBounded(t *testing.T) {
+	q := NewQueue(0)
+	for i := range maxTriggers + 10 {
+		n := in("x", fmt.Sprint(i%10))
+		q.Put(Delta{Slices: map[Name]*Slice{n: {Name: n, Triggered: time.Now().Add(time.Second)}}})
+		if i%3 == 0 {
+			q.Take()
+		}
+	}
+	q.Take()
+	if n := len(q.Settle()); n > maxTriggers {
+		t.Errorf("%d triggers are kept; want at most %d", n, maxTriggers)
+	}
 }

@@ -93,6 +93,8 @@ type Slice struct {
 	Service   string
 	Ports     []SlicePort
 	Endpoints []Endpoint
+	// Triggered is when what the slice was last changed for happened, as its controller noted it; zero if it did not.
+	Triggered time.Time
 }
 
 // SlicePort maps a Service port, by name and protocol, to the port its endpoints listen on.
@@ -123,6 +125,9 @@ type Node struct {
 	Addresses []netip.Addr
 	// PodCIDRs are spec.podCIDRs in their order.
 	PodCIDRs []netip.Prefix
+	// Leaving says why the cluster is about to do without the node, so that load balancers should not send it new clients. Empty
+	// means that it stays. It decides nothing about a packet: a change of it alone concerns no Service.
+	Leaving string
 }
 
 // Snapshot is everything known at one moment. The zero value is not ready for use; call New.
@@ -201,6 +206,20 @@ type Change struct {
 	All bool
 }
 
+// With gives a change that names what either names.
+func (c Change) With(o Change) Change {
+	all := c.All || o.All
+	switch {
+	case len(o.Services) == 0:
+		return Change{c.Services, all}
+	case len(c.Services) == 0:
+		return Change{o.Services, all}
+	}
+	names := slices.Concat(c.Services, o.Services)
+	slices.SortFunc(names, Name.Compare)
+	return Change{slices.Compact(names), all}
+}
+
 // Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the snapshot
 // does not hold is no error and concerns nobody.
 func (s *Snapshot) Apply(d Delta) Change {
@@ -220,8 +239,9 @@ func (s *Snapshot) Apply(d Delta) Change {
 		s.applySlice(n, sl, touched)
 	}
 	var c Change
-	if d.Node != nil && !d.Node.equal(s.Node) {
-		s.Node, c.All = *d.Node, true
+	if d.Node != nil {
+		c.All = !d.Node.equal(s.Node)
+		s.Node = *d.Node
 	}
 	if d.ServiceCIDRs != nil && !slices.Equal(*d.ServiceCIDRs, s.ServiceCIDRs) {
 		s.ServiceCIDRs, c.All = *d.ServiceCIDRs, true
@@ -279,6 +299,7 @@ func (s *Snapshot) dropSlice(n, owner Name) {
 	}
 }
 
+// equal says whether both mean the same to every Service.
 func (n Node) equal(o Node) bool {
 	return n.Name == o.Name && n.Zone == o.Zone &&
 		slices.Equal(n.Addresses, o.Addresses) && slices.Equal(n.PodCIDRs, o.PodCIDRs)

@@ -78,6 +78,7 @@ func TestApply(t *testing.T) {
 			Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a x/later"},
 		{"the node", Delta{Node: &Node{Name: "n", Zone: "z"}}, "all"},
 		{"the same node", Delta{Node: &Node{Name: "n", Zone: "z"}}, ""},
+		{"it is about to go", Delta{Node: &Node{Name: "n", Zone: "z", Leaving: "tired"}}, ""},
 		{"its addresses", Delta{Node: &Node{Name: "n", Zone: "z", Addresses: *addrs("192.0.2.1")}}, "all"},
 		{"its pod ranges", Delta{Node: &Node{Name: "n", Zone: "z", Addresses: *addrs("192.0.2.1"), PodCIDRs: *cidrs}}, "all"},
 		{"the node goes", Delta{Node: &Node{}}, "all"},
@@ -211,6 +212,34 @@ func TestNames(t *testing.T) {
 	for p, want := range map[Protocol]string{TCP: "tcp", UDP: "udp", SCTP: "sctp", 0: "unknown"} {
 		if p.String() != want {
 			t.Errorf("%d prints as %s", p, p)
+		}
+	}
+}
+
+// TestNodeLeaves: that concerns no Service, and is known.
+func TestNodeLeaves(t *testing.T) {
+	s := New()
+	s.Apply(Delta{Node: &Node{Name: "n"}})
+	for _, why := range []string{"tired", ""} {
+		if c := s.Apply(Delta{Node: &Node{Name: "n", Leaving: why}}); c.All || s.Node.Leaving != why {
+			t.Errorf("leaving because of %q: %+v, %+v", why, c, s.Node)
+		}
+	}
+}
+
+func TestChangesAddUp(t *testing.T) {
+	a, b, c := in("x", "a"), in("x", "b"), in("y", "a")
+	for _, test := range []struct {
+		first, then Change
+		want        string
+	}{
+		{Change{}, Change{}, ""},
+		{Change{Services: []Name{a, c}}, Change{}, "x/a y/a"},
+		{Change{All: true}, Change{Services: []Name{b}}, "x/b all"},
+		{Change{Services: []Name{a, c}}, Change{Services: []Name{b, c}, All: true}, "x/a x/b y/a all"},
+	} {
+		if got := concerned(test.first.With(test.then)); got != test.want {
+			t.Errorf("%v with %v: %q; want %q", test.first, test.then, got, test.want)
 		}
 	}
 }

@@ -291,7 +291,22 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 		Service:   string([]byte(owner)),
 		Ports:     c.slicePorts(f, o.Ports),
 		Endpoints: c.endpointsOf(f, o),
+		Triggered: triggered(f, o.Annotations),
 	}, f.list
+}
+
+// triggered reads when the controller saw what it last changed a slice for.
+func triggered(f *findings, annotations map[string]string) time.Time {
+	text, ok := annotations[corev1.EndpointsLastChangeTriggerTime]
+	if !ok {
+		return time.Time{}
+	}
+	t, err := time.Parse(time.RFC3339Nano, text)
+	if err != nil {
+		f.add("metadata.annotations["+corev1.EndpointsLastChangeTriggerTime+"]",
+			"%s is no time such as 2006-01-02T15:04:05Z", quote(text))
+	}
+	return t
 }
 
 func (c *converter) slicePorts(f *findings, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
@@ -467,7 +482,24 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 		field, cidrs = "spec.podCIDR", []string{o.Spec.PodCIDR}
 	}
 	n.PodCIDRs = prefixes(f, field, cidrs)
+	n.Leaving = leaving(o)
 	return n, f.list
+}
+
+// taintToBeDeleted is what the cluster autoscaler puts on a node before it drains and deletes it.
+const taintToBeDeleted = "ToBeDeletedByClusterAutoscaler"
+
+// leaving says why a node is about to go, as kube-proxy's health check sees it.
+func leaving(o *corev1.Node) string {
+	if !o.DeletionTimestamp.IsZero() {
+		return "the Node is being deleted"
+	}
+	for i := range o.Spec.Taints {
+		if o.Spec.Taints[i].Key == taintToBeDeleted {
+			return "the Node has the taint " + taintToBeDeleted
+		}
+	}
+	return ""
 }
 
 // serviceCIDR gives the ranges of one object in their order; it is never nil.

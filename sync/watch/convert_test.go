@@ -295,6 +295,15 @@ func TestSlice(t *testing.T) {
 			`EndpointSlice default/web-abc: ports[6].name: "udp" is the name of two ports: the first one counts`,
 			`EndpointSlice default/web-abc: ports[7].protocol: "tcp" is unknown: write TCP, UDP or SCTP`,
 		}},
+		{"when it happened", func(s *discoveryv1.EndpointSlice) {
+			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-02T03:04:05.6Z"}
+		}, func(s *snapshot.Slice) { s.Triggered = time.Date(2026, 1, 2, 3, 4, 5, 6e8, time.UTC) }, nil},
+		{"nobody knows when it happened", func(s *discoveryv1.EndpointSlice) {
+			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "noon"}
+		}, func(*snapshot.Slice) {}, []string{
+			`EndpointSlice default/web-abc: metadata.annotations[endpoints.kubernetes.io/last-change-trigger-time]: ` +
+				`"noon" is no time such as 2006-01-02T15:04:05Z`,
+		}},
 		{"endpoints", func(s *discoveryv1.EndpointSlice) {
 			s.Endpoints = []discoveryv1.Endpoint{
 				{Addresses: []string{"10.1.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false),
@@ -415,6 +424,27 @@ func TestNode(t *testing.T) {
 	got, _ = (&converter{}).node(&corev1.Node{Spec: corev1.NodeSpec{PodCIDR: "10.244.9.0/24"}})
 	if !slices.Equal(got.PodCIDRs, nets("10.244.9.0/24")) {
 		t.Errorf("podCIDR alone: %v", got.PodCIDRs)
+	}
+}
+
+// TestNodeLeaves: for the reasons kube-proxy's health check knows.
+func TestNodeLeaves(t *testing.T) {
+	taint := func(key string) corev1.NodeSpec {
+		return corev1.NodeSpec{Taints: []corev1.Taint{{Key: "a"}, {Key: key}}}
+	}
+	now := metav1.Now()
+	for _, test := range []struct {
+		node corev1.Node
+		want string
+	}{
+		{corev1.Node{}, ""},
+		{corev1.Node{Spec: taint("node.kubernetes.io/unschedulable")}, ""},
+		{corev1.Node{Spec: taint("ToBeDeletedByClusterAutoscaler")}, "the Node has the taint ToBeDeletedByClusterAutoscaler"},
+		{corev1.Node{ObjectMeta: metav1.ObjectMeta{DeletionTimestamp: &now}}, "the Node is being deleted"},
+	} {
+		if got, _ := (&converter{}).node(&test.node); got.Leaving != test.want {
+			t.Errorf("%+v: leaving because %q; want %q", test.node, got.Leaving, test.want)
+		}
 	}
 }
 

@@ -5,11 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -34,8 +34,8 @@ import (
 // name, with kube-proxy's selectors. Objects are converted as they arrive and only the result is kept.
 //
 // Losing the API server withdraws nothing; what changed meanwhile comes once it is back. A Node that is deleted stays
-// known: it usually comes back, and its addresses are those of this host in any case. An API server that has no
-// ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
+// known, as one that is leaving: it usually comes back, and its addresses are those of this host in any case. An API server
+// that has no ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
 type Kubernetes struct {
 	// Config is the server to ask; see ClientConfig.
 	Config *rest.Config
@@ -44,6 +44,38 @@ type Kubernetes struct {
 	// Report takes what is wrong: a *Problem of an object, or an error of the connection, which is told once and then no
 	// more than every five minutes. Nil drops it. Calls don't overlap.
 	Report func(error)
+	// Requested, if not nil, is told of each HTTP request. Calls may overlap.
+	Requested func(Request)
+
+	mu     sync.Mutex
+	listed map[string]bool
+}
+
+// apiResources are what is watched, as in the URL.
+var apiResources = [...]string{"services", "endpointslices", "nodes", "servicecidrs"}
+
+// Missing gives the resources of which the first list is not in yet. Safe for concurrent use.
+func (k *Kubernetes) Missing() []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var missing []string
+	for _, name := range apiResources {
+		if !k.listed[name] {
+			missing = append(missing, name)
+		}
+	}
+	return missing
+}
+
+// list takes note that a resource's first list is in, or that there will be none, and says whether it was the last one.
+func (k *Kubernetes) list(name string) (all bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.listed == nil {
+		k.listed = map[string]bool{}
+	}
+	k.listed[name] = true
+	return len(k.listed) == len(apiResources)
 }
 
 // ClientConfig gives the configuration in a kubeconfig file, or that of the pod we run in if the path is empty. Mind that
@@ -112,23 +144,20 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 // resources gives what is to be watched. The selectors are kube-proxy's.
 func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 	c := &converter{}
-	var incomplete atomic.Int32
-	complete := func() {
-		if incomplete.Add(-1) == 0 {
-			sink.Synced()
+	complete := func(name string) func() {
+		return func() {
+			if k.list(name) {
+				sink.Synced()
+			}
 		}
 	}
-	services := newStore(c.service, sameService, report, complete)
+	services := newStore(c.service, sameService, report, complete("services"))
 	services.put = func(m map[snapshot.Name]*snapshot.Service) { sink.Put(snapshot.Delta{Services: m}) }
-	endpointSlices := newStore(c.slice, sameSlice, report, complete)
+	endpointSlices := newStore(c.slice, sameSlice, report, complete("endpointslices"))
 	endpointSlices.put = func(m map[snapshot.Name]*snapshot.Slice) { sink.Put(snapshot.Delta{Slices: m}) }
-	nodes := newStore(c.node, sameNode, report, complete)
-	nodes.put = func(m map[snapshot.Name]*snapshot.Node) {
-		if n := m[snapshot.Name{Name: k.NodeName}]; n != nil {
-			sink.Put(snapshot.Delta{Node: n})
-		}
-	}
-	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete)
+	nodes := newStore(c.node, sameNode, report, complete("nodes"))
+	nodes.put = k.nodePut(sink)
+	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete("servicecidrs"))
 	cidrs.put = func(map[snapshot.Name]*[]netip.Prefix) {
 		all := union(slices.Collect(maps.Values(cidrs.known)))
 		sink.Put(snapshot.Delta{ServiceCIDRs: &all})
@@ -146,8 +175,25 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 		{networkingv1.SchemeGroupVersion, "servicecidrs", &networkingv1.ServiceCIDR{}, cidrs, metav1.ListOptions{},
 			cidrs.complete},
 	}
-	incomplete.Store(int32(len(resources)))
 	return resources
+}
+
+// nodePut passes our Node on. When it is deleted it stays as it was, but for the fact itself.
+func (k *Kubernetes) nodePut(sink Sink) func(map[snapshot.Name]*snapshot.Node) {
+	var last snapshot.Node
+	return func(m map[snapshot.Name]*snapshot.Node) {
+		n, ours := m[snapshot.Name{Name: k.NodeName}]
+		switch {
+		case !ours:
+			return
+		case n == nil:
+			last.Leaving = "the Node is deleted"
+		default:
+			last = *n
+		}
+		node := last
+		sink.Put(snapshot.Delta{Node: &node})
+	}
 }
 
 // apiStore is a store of any type.
@@ -182,6 +228,9 @@ func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
 	c.WarningHandler = rest.NoWarnings{}
 	if c.UserAgent == "" {
 		c.UserAgent = rest.DefaultKubernetesUserAgent()
+	}
+	if k.Requested != nil {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper { return observer{next, k.Requested} })
 	}
 	return rest.RESTClientFor(c)
 }

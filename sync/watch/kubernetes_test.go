@@ -15,8 +15,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -84,10 +86,45 @@ func TestKubernetes(t *testing.T) {
 		s.remove(apiNode("b"))
 		s.remove(named("api", "10.96.0.2"))
 		v.awaitServices()
+		v.await("the node is gone", func() bool { return v.snap.Node.Leaving == "the Node is deleted" })
+		s.set(apiNode("b"))
+		v.await("the node is back", func() bool { return v.snap.Node.Leaving == "" })
 		if v.snap.Node.Zone != "b" || v.synced != 1 || len(v.problems) > 0 {
 			t.Errorf("node %+v, synced %d times, problems %q", v.snap.Node, v.synced, v.problems)
 		}
 	})
+}
+
+// TestKubernetesMissing: while a resource is refused, it is what is missing, and the requests say so.
+func TestKubernetesMissing(t *testing.T) {
+	s := newAPIServer(t, true)
+	s.set(named("web", "10.96.0.1"), apiSlice(), apiNode("a"))
+	s.refuses["endpointslices"] = http.StatusForbidden
+	var mu sync.Mutex
+	codes := map[int]bool{}
+	k := &Kubernetes{Config: s.config(), NodeName: "n1", Requested: func(r Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		codes[r.Code] = true
+		if r.Method != "GET" || r.Host != s.addr {
+			t.Errorf("%+v", r)
+		}
+	}}
+	if got := k.Missing(); len(got) != 4 {
+		t.Errorf("before it runs, missing are %q", got)
+	}
+	v := start(t, func(func(error)) source { return k })
+	for deadline := time.Now().Add(10 * time.Second); !slices.Equal(k.Missing(), []string{"endpointslices"}); {
+		if time.Now().After(deadline) {
+			t.Fatalf("missing are %q", k.Missing())
+		}
+		time.Sleep(time.Millisecond)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !codes[http.StatusOK] || !codes[http.StatusForbidden] || v.synced != 0 {
+		t.Errorf("requests ended with %v, synced %d times", codes, v.synced)
+	}
 }
 
 // Whatever a server answers in, the objects are the same.

@@ -17,6 +17,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.Ports, b.Ports)
 }
 
+// sameSlice leaves out Triggered: that alone changes nothing.
 func sameSlice(a, b *snapshot.Slice) bool {
 	return a == b || a.Name == b.Name && a.Service == b.Service && slices.Equal(a.Ports, b.Ports) &&
 		slices.EqualFunc(a.Endpoints, b.Endpoints, sameEndpoint)
@@ -28,6 +29,6 @@ func sameEndpoint(a, b snapshot.Endpoint) bool {
 }
 
 func sameNode(a, b *snapshot.Node) bool {
-	return a == b || a.Name == b.Name && a.Zone == b.Zone &&
+	return a == b || a.Name == b.Name && a.Zone == b.Zone && a.Leaving == b.Leaving &&
 		slices.Equal(a.Addresses, b.Addresses) && slices.Equal(a.PodCIDRs, b.PodCIDRs)
 }

@@ -1,0 +1,249 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// objectFlags say where a command that only looks takes the objects from, and what the operator decided.
+type objectFlags struct {
+	policy           policyFlags
+	from, kubeconfig string
+	inCluster        bool
+	flags            *pflag.FlagSet
+}
+
+func (o *objectFlags) add(f *pflag.FlagSet) {
+	f.StringVar(&o.from, "from", "", "take the objects from a manifest file, or a directory of manifests")
+	f.StringVar(&o.kubeconfig, "kubeconfig", "", "take the objects from the API server of a kubeconfig file")
+	f.BoolVar(&o.inCluster, "in-cluster", false, "take the objects from the cluster this runs in")
+	o.policy.add(f)
+	o.flags = f
+}
+
+// given says whether the command line names objects.
+func (o *objectFlags) given() bool { return o.from != "" || o.kubeconfig != "" || o.inCluster }
+
+// check looks at what can be said before anything is read.
+func (o *objectFlags) check() error {
+	n := 0
+	for _, set := range []bool{o.from != "", o.kubeconfig != "", o.inCluster} {
+		if set {
+			n++
+		}
+	}
+	if n > 1 {
+		return errors.New("--from, --kubeconfig and --in-cluster exclude each other")
+	}
+	_, err := o.policy.config()
+	return err
+}
+
+// objects are what a proxy would know, and what it was told.
+type objects struct {
+	// source says where they come from, in a word or two.
+	source string
+	config dataplane.Config
+	snap   *snapshot.Snapshot
+	// problems are what is wrong with the objects, adopted the flags that were taken from the kernel's rules.
+	problems []error
+	adopted  []string
+}
+
+// load reads the objects once. Structure, if not nil, is what the kernel's rules tell of each family, which stands in for the
+// flags that are not given. Here says that this is the node itself, whatever the Node object says.
+func (o *objectFlags) load(ctx context.Context, structure *[len(nft.Families)]nft.Structure, here bool) (*objects, error) {
+	out := &objects{}
+	var err error
+	if out.config, err = o.policy.config(); err != nil {
+		return nil, err
+	}
+	if structure != nil {
+		out.adopted = o.adopt(&out.config, structure)
+	}
+	if o.from != "" {
+		out.source = o.from
+		out.snap, out.problems, err = watch.Load(o.from, out.config.NodeName)
+	} else {
+		out.source = "the API server"
+		out.snap, out.problems, err = listKubernetes(ctx, o.kubeconfig, out.config.NodeName)
+	}
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := hostAddrs(ctx)
+	if err != nil && here {
+		return nil, err
+	}
+	onNode := slices.ContainsFunc(out.snap.Node.Addresses, func(a netip.Addr) bool { return slices.Contains(addrs, a) })
+	if !here && !onNode {
+		addrs = assumedAddrs(out.snap.Node)
+	}
+	out.snap.Apply(snapshot.Delta{HostAddrs: &addrs})
+	return out, nil
+}
+
+// adopt takes from the kernel's rules what flags that are not given would say, and names those flags.
+func (o *objectFlags) adopt(c *dataplane.Config, structure *[len(nft.Families)]nft.Structure) (adopted []string) {
+	four, six := structure[0], structure[1]
+	said := func(names ...string) bool { return slices.ContainsFunc(names, o.flags.Changed) }
+	if pods := four.Pods; !said("cluster-cidr", "detect-local-mode") && (pods.Known() || six.Pods.Known()) {
+		c.DetectLocal = dataplane.DetectLocal{}
+		switch {
+		case pods.Interface != "":
+			c.DetectLocal.Mode, c.DetectLocal.Interface = dataplane.DetectBridgeInterface, pods.Interface
+			adopted = append(adopted, "--pod-bridge-interface "+pods.Interface)
+		case pods.InterfacePrefix != "":
+			c.DetectLocal.Mode, c.DetectLocal.Interface = dataplane.DetectInterfaceNamePrefix, pods.InterfacePrefix
+			adopted = append(adopted, "--pod-interface-name-prefix "+pods.InterfacePrefix)
+		default:
+			text := ""
+			for _, p := range []netip.Prefix{pods.CIDR, six.Pods.CIDR} {
+				if p.IsValid() {
+					c.DetectLocal.ClusterCIDRs = append(c.DetectLocal.ClusterCIDRs, p)
+					text += "," + p.String()
+				}
+			}
+			adopted = append(adopted, "--cluster-cidr "+text[min(1, len(text)):])
+		}
+	}
+	if !said("masquerade-all") && four.MasqueradeAll != c.MasqueradeAll {
+		c.MasqueradeAll = four.MasqueradeAll
+		adopted = append(adopted, fmt.Sprintf("--masquerade-all=%v", c.MasqueradeAll))
+	}
+	if !said("localhost-nodeports") && four.GuardLoopback != c.LocalhostNodePorts {
+		c.LocalhostNodePorts = four.GuardLoopback
+		adopted = append(adopted, fmt.Sprintf("--localhost-nodeports=%v", c.LocalhostNodePorts))
+	}
+	return adopted
+}
+
+// collector gathers what a source says until it has said everything once.
+type collector struct {
+	mu     sync.Mutex
+	delta  snapshot.Delta
+	synced func()
+}
+
+func (c *collector) Put(d snapshot.Delta) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.delta.Merge(d)
+}
+
+func (c *collector) Synced() { c.synced() }
+
+// hostAddrs reads this host's addresses. It works in the calling goroutine: its thread may be in a network namespace of its own.
+func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	c := collector{synced: cancel}
+	if err := (&watch.Host{}).Run(ctx, &c); err != nil {
+		return nil, err
+	}
+	if c.delta.HostAddrs == nil {
+		return nil, errors.New("the host's addresses could not be read")
+	}
+	return *c.delta.HostAddrs, nil
+}
+
+const (
+	// listTimeout bounds how long an API server may take.
+	listTimeout = 30 * time.Second
+	// listGrace is how long a list may still come after an error: the server may only lack a resource that we can do without.
+	listGrace = 2 * time.Second
+)
+
+// listKubernetes asks the API server once.
+func listKubernetes(ctx context.Context, kubeconfig, nodeName string) (*snapshot.Snapshot, []error, error) {
+	config, err := watch.ClientConfig(kubeconfig)
+	if err != nil {
+		if kubeconfig == "" {
+			err = fmt.Errorf("%w (outside of a cluster give --kubeconfig FILE, or --from PATH)", err)
+		}
+		return nil, nil, err
+	}
+	config.QPS, config.Burst = 50, 50
+	ctx, cancel := context.WithTimeout(ctx, listTimeout)
+	defer cancel()
+	synced := make(chan struct{})
+	c := &collector{synced: func() { close(synced) }}
+	var mu sync.Mutex
+	var problems []error
+	failed := make(chan error, 1)
+	source := &watch.Kubernetes{Config: config, NodeName: nodeName, Report: func(err error) {
+		if p := (*watch.Problem)(nil); errors.As(err, &p) {
+			mu.Lock()
+			defer mu.Unlock()
+			problems = append(problems, err)
+			return
+		}
+		select {
+		case failed <- err:
+		default:
+		}
+	}}
+	ended := make(chan error, 1)
+	go func() { ended <- source.Run(ctx, c) }()
+	if err := await(ctx, synced, failed, ended); err != nil {
+		return nil, nil, err
+	}
+	cancel()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	mu.Lock()
+	defer mu.Unlock()
+	snap := snapshot.New()
+	snap.Apply(c.delta)
+	return snap, problems, nil
+}
+
+// await waits until everything was listed. An error counts if nothing follows it.
+func await(ctx context.Context, synced <-chan struct{}, failed, ended <-chan error) error {
+	var last error
+	var grace <-chan time.Time
+	for {
+		select {
+		case <-synced:
+			return nil
+		case last = <-failed:
+			if grace == nil {
+				grace = time.After(listGrace)
+			}
+		case <-grace:
+			return fmt.Errorf("API server: %w", last)
+		case err := <-ended:
+			return errors.Join(err, last, ctx.Err())
+		case <-ctx.Done():
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				return errors.Join(fmt.Errorf("the API server did not answer within %s", listTimeout), last)
+			}
+			return ctx.Err()
+		}
+	}
+}
+
+// complain writes what is wrong with the objects to standard error, as render does.
+func (o *objects) complain() {
+	const most = 20
+	for i, p := range o.problems {
+		if i == most {
+			fmt.Fprintf(os.Stderr, "verdict: and %d more problems\n", len(o.problems)-i)
+			break
+		}
+		fmt.Fprintln(os.Stderr, "verdict:", p)
+	}
+}

@@ -1,0 +1,236 @@
+package main
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// The words that stand for senders.
+const (
+	wordNode    = "node"
+	wordOutside = "outside"
+	wordPod     = "pod"
+)
+
+// Addresses that no host has: they stand for one that is neither a pod nor this node (RFC 7600, RFC 6666).
+var somebody = [2]netip.Addr{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
+
+// asked is what the command line asks.
+type asked struct {
+	// source is the sender's address; or, if that is invalid, word is one of the words above.
+	source netip.Addr
+	word   string
+	key    dataplane.Key
+}
+
+// parseQuestion reads SRC and DST:PORT[/PROTO].
+func parseQuestion(src, dst string) (q asked, err error) {
+	if q.key, err = parseDestination(dst); err != nil {
+		return q, err
+	}
+	switch src {
+	case wordNode, wordOutside, wordPod:
+		q.word = src
+		return q, nil
+	}
+	if q.source, err = netip.ParseAddr(src); err != nil || q.source.Zone() != "" {
+		hint := ""
+		if _, perr := netip.ParseAddrPort(src); perr == nil {
+			hint = ": the sender's port makes no difference, leave it out"
+		}
+		return q, fmt.Errorf("SRC: %q is no address, and none of node, pod and outside%s", src, hint)
+	}
+	q.source = q.source.Unmap()
+	if q.source.Is4() != q.key.Addr.Is4() {
+		return q, fmt.Errorf("SRC is %s, and DST %s: both have to be of one family", q.source, q.key.Addr)
+	}
+	return q, nil
+}
+
+func parseDestination(dst string) (k dataplane.Key, err error) {
+	text, proto, hasProto := strings.Cut(dst, "/")
+	k.Protocol = snapshot.TCP
+	if hasProto {
+		i := slices.IndexFunc(protocolNames, func(p snapshot.Protocol) bool { return p.String() == strings.ToLower(proto) })
+		if i < 0 {
+			return k, fmt.Errorf("DST: %q is no protocol of a Service: tcp, udp or sctp", proto)
+		}
+		k.Protocol = protocolNames[i]
+	}
+	at, err := netip.ParseAddrPort(text)
+	if err != nil {
+		return k, destinationError(text, dst)
+	}
+	k.Addr, k.Port = at.Addr().Unmap(), at.Port()
+	switch {
+	case at.Addr().Zone() != "":
+		return k, fmt.Errorf("DST: %q has a zone, and Services have none", dst)
+	case k.Port == 0:
+		return k, fmt.Errorf("DST: %q: ports begin at 1", dst)
+	}
+	return k, nil
+}
+
+var protocolNames = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
+
+// destinationError says what is missing.
+func destinationError(text, dst string) error {
+	_, err := netip.ParseAddr(text)
+	host, port, perr := net.SplitHostPort(text)
+	switch {
+	case err == nil && strings.Contains(text, ":"):
+		return fmt.Errorf("DST: %q has no port: write [%s]:PORT", dst, text)
+	case err == nil:
+		return fmt.Errorf("DST: %q has no port: write %s:PORT", dst, text)
+	case perr != nil:
+		return fmt.Errorf("DST: %q is not ADDRESS:PORT, such as 10.96.0.10:53/udp or [fd00::a]:443", dst)
+	}
+	if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return fmt.Errorf("DST: %q is no port (1-65535)", port)
+	}
+	return fmt.Errorf("DST: %q is no address; names are not looked up", host)
+}
+
+// sender is who sends, as an address, and why that one.
+type sender struct {
+	addr netip.Addr
+	// standsFor is the word it stands for, if one was given.
+	standsFor string
+	// iface is the interface by which its packets come in: empty if a process on this node sends, or if it is not known.
+	iface string
+}
+
+// routes answers questions about this host's routing; nil stands for a host that cannot be asked.
+type routes struct{ handle *netlink.Handle }
+
+func openRoutes() (*routes, error) {
+	h, err := netlink.NewHandle()
+	if err != nil {
+		return nil, fmt.Errorf("this host's routes: %w", err)
+	}
+	return &routes{h}, nil
+}
+
+func (r *routes) close() {
+	if r != nil {
+		r.handle.Close()
+	}
+}
+
+// to gives the source address that a packet of this host's own to an address would have, and the interface it would leave by.
+func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
+	if r == nil {
+		return source, "", false
+	}
+	list, err := r.handle.RouteGet(a.AsSlice())
+	if err != nil || len(list) == 0 {
+		return source, "", false
+	}
+	source, ok = netip.AddrFromSlice(list[0].Src)
+	if link, err := r.handle.LinkByIndex(list[0].LinkIndex); err == nil {
+		iface = link.Attrs().Name
+	}
+	return source.Unmap(), iface, ok
+}
+
+// place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells, since
+// that is the one by which answers leave.
+func (q *asked) place(pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string) (s sender, err error) {
+	s = sender{addr: q.source, standsFor: q.word, iface: iface}
+	family := 0
+	if q.key.Addr.Is6() {
+		family = 1
+	}
+	switch q.word {
+	case wordNode:
+		if iface != "" {
+			return s, errors.New("--interface: what this node sends comes in by none")
+		}
+		s.addr, err = q.nodeAddr(snap, here, r)
+		return s, err
+	case wordOutside:
+		s.addr = somebody[family]
+	case wordPod:
+		if err := s.somePod(pods, snap, family); err != nil {
+			return s, err
+		}
+	}
+	if slices.Contains(here, s.addr) || s.addr.IsLoopback() {
+		s.iface = ""
+		if iface != "" {
+			return s, fmt.Errorf("--interface: %s is this node's own address: what it sends comes in by none", s.addr)
+		}
+		return s, nil
+	}
+	if _, by, ok := r.to(s.addr); ok && s.iface == "" {
+		s.iface = by
+	}
+	return s, nil
+}
+
+// nodeAddr gives the address that this node would send from.
+func (q *asked) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) (netip.Addr, error) {
+	if q.key.Addr.IsLoopback() {
+		return q.key.Addr, nil
+	}
+	if a, _, ok := r.to(q.key.Addr); ok {
+		return a, nil
+	}
+	candidates := slices.Clone(here)
+	if snap != nil {
+		candidates = slices.Concat(snap.Node.Addresses, here)
+	}
+	for _, a := range candidates {
+		if a.Is4() == q.key.Addr.Is4() && !a.IsLoopback() && !a.IsLinkLocalUnicast() {
+			return a, nil
+		}
+	}
+	return netip.Addr{}, fmt.Errorf("SRC: no address of this node is known that could send to %s; give one, or another --node-name", q.key.Addr)
+}
+
+// somePod makes up a pod: the last address of the pods' range, which most likely is none's.
+func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family int) error {
+	var ranges []netip.Prefix
+	switch {
+	case pods.CIDR.IsValid():
+		ranges = append(ranges, pods.CIDR)
+	case pods.Known():
+		if s.iface == "" {
+			s.iface = cmp.Or(pods.Interface, pods.InterfacePrefix+"0")
+		}
+		if snap != nil {
+			ranges = append(ranges, snap.Node.PodCIDRs...)
+		}
+		s.addr = somebody[family]
+	default:
+		return errors.New("SRC: pods cannot be told from others here (--cluster-cidr is not given): give an address")
+	}
+	for _, p := range ranges {
+		if p.Addr().Is4() == (family == 0) {
+			s.addr = lastOf(p)
+			break
+		}
+	}
+	return nil
+}
+
+// lastOf gives the last address of a range but one, since the very last may be a broadcast address.
+func lastOf(p netip.Prefix) netip.Addr {
+	b := p.Masked().Addr().AsSlice()
+	for bit := p.Bits(); bit < 8*len(b)-1; bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}

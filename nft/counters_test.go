@@ -1,0 +1,172 @@
+package nft
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// randomState gives what a planner makes of a random cluster.
+func randomState(seed uint64) *dataplane.State {
+	w := world{rand.New(rand.NewPCG(seed, 5))}
+	s := snapshot.New()
+	s.Apply(w.host())
+	for range 60 {
+		s.Apply(w.step())
+	}
+	st, _ := dataplane.Compute(testConfig, s)
+	return st
+}
+
+// TestCountsOfElements: what is read from elements is what the state says of each frontend, and the keys lead back to them.
+func TestCountsOfElements(t *testing.T) {
+	frontends, endpoints, sticky, refused := 0, 0, 0, 0
+	for seed := range uint64(20) {
+		st := randomState(seed)
+		listings := List(st)
+		for _, svc := range st.Services {
+			for _, sp := range svc.Ports {
+				for i := range sp.Frontends {
+					fe := &sp.Frontends[i]
+					l := &listings[familyOf(fe.Key.Addr).index()]
+					inside, outside := fe.Route(dataplane.Node).Pool, fe.Route(dataplane.Anyone).Pool
+					c := checkCount(t, l, dataplane.Counted{Key: fe.Key}, inside, sp)
+					frontends++
+					endpoints += c.Endpoints
+					if c.Sticky {
+						sticky++
+					}
+					if c.Endpoints == 0 {
+						refused++
+					}
+					if answerOf(sp, inside) != answerOf(sp, outside) {
+						checkCount(t, l, dataplane.Counted{Key: fe.Key, Outside: true}, outside, sp)
+					}
+				}
+			}
+		}
+	}
+	if frontends == 0 || endpoints == 0 || sticky == 0 || refused == 0 {
+		t.Errorf("%d frontends, %d endpoints, %d sticky, %d refused: some of it was not tested", frontends, endpoints, sticky, refused)
+	}
+}
+
+func find(elements []Listed, key Element) *Listed {
+	i := slices.IndexFunc(elements, func(e Listed) bool { return e.Set == key.Set && bytes.Equal(e.Key(), key.Key()) })
+	if i < 0 {
+		return nil
+	}
+	e := elements[i]
+	e.Packets = 7
+	return &e
+}
+
+// checkCount compares what is listed of a frontend with the pool it should lead to.
+func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.Pool, sp *dataplane.ServicePort) dataplane.FrontendCount {
+	t.Helper()
+	key := FrontendKey(at)
+	e := find(l.Elements[key.Set], key)
+	if e == nil {
+		t.Fatalf("%+v is not listed", at)
+	}
+	c, ok := e.FrontendCount()
+	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7}
+	if len(pool.Endpoints) == 0 {
+		want.Empty = pool.Empty
+	} else {
+		want.Sticky = sp.Affinity > 0
+	}
+	if !ok || c != want {
+		t.Fatalf("counted %+v, %v; want %+v", c, ok, want)
+	}
+	var got []netip.AddrPort
+	for i, key := range SlotKeysOf(at, c.Endpoints) {
+		slot := find(l.Elements[key.Set], key)
+		if slot == nil {
+			t.Fatalf("slot %d of %+v is not listed", i, at)
+		}
+		ec := slot.SlotCount()
+		if ec.Counted != at || ec.Place != (dataplane.Place{Counted: at, Slot: uint32(i)}) || ec.Packets != 7 {
+			t.Fatalf("slot %d of %+v: %+v", i, at, ec)
+		}
+		got = append(got, ec.Endpoint)
+	}
+	var members []netip.AddrPort
+	for _, ep := range pool.Endpoints {
+		members = append(members, ep.AddrPort)
+	}
+	slices.SortFunc(got, netip.AddrPort.Compare)
+	if !slices.Equal(got, members) {
+		t.Fatalf("slots of %+v: %v; want %v", at, got, members)
+	}
+	if c.Sticky {
+		checkMembers(t, l, at, members)
+	}
+	return c
+}
+
+func checkMembers(t *testing.T, l *Listing, at dataplane.Counted, members []netip.AddrPort) {
+	t.Helper()
+	key := PoolKey(at)
+	e := find(l.Elements[key.Set], key)
+	if e == nil {
+		t.Fatalf("%+v has no pool", at)
+	}
+	for _, ep := range members {
+		key := MemberKey(e.PoolID(), ep)
+		m := find(l.Elements[key.Set], key)
+		if m == nil {
+			t.Fatalf("%v is no member of the pool of %+v", ep, at)
+		}
+		want := dataplane.EndpointCount{Endpoint: ep, Place: dataplane.Place{Pool: e.PoolID()}, Packets: 7}
+		if got := m.MemberCount(); got != want {
+			t.Fatalf("counted %+v; want %+v", got, want)
+		}
+	}
+}
+
+// TestFill: it is what the tables of the same state hold.
+func TestFill(t *testing.T) {
+	st := randomState(3)
+	var m Model
+	m.Plan(st, dataplane.Change{})
+	listings := List(st)
+	for i, fill := range m.Fill() {
+		for set, f := range fill {
+			want := len(listings[i].Elements[set])
+			if SetID(set) == RevisionSet { // its size has room for two, and nobody counts it
+				continue
+			}
+			if f.Elements != want || f.Size != 0 && f.Size < want {
+				t.Errorf("%s %s: %+v; want %d elements", Families[i], SetID(set), f, want)
+			}
+		}
+	}
+}
+
+// TestRefuses: every rule that counts looks at a set that says why.
+func TestRefuses(t *testing.T) {
+	counting := 0
+	for _, c := range layout(IPv4, Structure{}).Chains {
+		for _, r := range c.Rules {
+			if !slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Counter); return ok }) {
+				continue
+			}
+			counting++
+			in, ok := r[0].(InSet)
+			refusal, known := Refuses(in.Set.String())
+			_, drops := r[len(r)-1].(DropPacket)
+			if !ok || !known || drops != (refusal.Verdict() == dataplane.Drop) {
+				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(IPv4), refusal, known)
+			}
+		}
+	}
+	if counting == 0 {
+		t.Error("no rule counts")
+	}
+}

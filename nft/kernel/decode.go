@@ -1,0 +1,190 @@
+package kernel
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+func be32(b []byte) uint32 { return binary.BigEndian.Uint32(b) }
+
+// heldRules are the chains and rules of one of our tables, as they are on the wire.
+type heldRules struct {
+	chains []string
+	// rules holds the expressions of each rule, by its chain.
+	rules map[string][][]byte
+}
+
+func (c *Conn) heldRules(f nft.Family) (*heldRules, error) {
+	h := &heldRules{rules: map[string][][]byte{}}
+	err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		h.chains = append(h.chains, unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME]))
+	})
+	if err != nil {
+		return nil, err
+	}
+	err = c.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
+		chain := unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])
+		h.rules[chain] = append(h.rules[chain], attrs[unix.NFTA_RULE_EXPRESSIONS])
+	})
+	slices.Sort(h.chains)
+	return h, err
+}
+
+// structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares them with
+// those that it gives.
+func (h *heldRules) structure(f nft.Family) (s nft.Structure) {
+	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.Prerouting}.Name()] {
+		if looksUp(rule, nft.OutsideServices) {
+			s.Pods = decodePods(f, expressions(rule))
+		}
+	}
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.TranslatedChain}.Name()] {
+		list := expressions(rule)
+		if looksUp(rule, nft.ClusterIPs) && len(list) > 0 && expressionName(list[0]) == "ct" {
+			s.MasqueradeAll = true
+		}
+	}
+	return s
+}
+
+func expressions(rule []byte) (list [][]byte) {
+	eachAttr(rule, func(_ uint16, e []byte) { list = append(list, e) })
+	return list
+}
+
+// looksUp says whether a rule looks into a set.
+func looksUp(rule []byte, set nft.SetID) bool {
+	return slices.ContainsFunc(expressions(rule), func(e []byte) bool {
+		return expressionName(e) == "lookup" && unix.ByteSliceToString(attrOf(expressionData(e), unix.NFTA_LOOKUP_SET)) == set.String()
+	})
+}
+
+// attrOf gives the value of the first attribute of a type; nil if there is none.
+func attrOf(attrs []byte, typ uint16) (value []byte) {
+	eachAttr(attrs, func(t uint16, v []byte) {
+		if t == typ && value == nil {
+			value = v
+		}
+	})
+	return value
+}
+
+// decodePods is matchPods' inverse: it reads the match that a rule begins with.
+func decodePods(f nft.Family, list [][]byte) (p dataplane.Pods) {
+	if len(list) < 2 {
+		return p
+	}
+	data := expressionData(list[0])
+	mask, compared := []byte(nil), list[1]
+	if expressionName(compared) == "bitwise" && len(list) > 2 {
+		mask, compared = dataValue(attrOf(expressionData(compared), unix.NFTA_BITWISE_MASK)), list[2]
+	}
+	if expressionName(compared) != "cmp" {
+		return p
+	}
+	value := dataValue(attrOf(expressionData(compared), unix.NFTA_CMP_DATA))
+	switch expressionName(list[0]) {
+	case "meta":
+		if key := attrOf(data, unix.NFTA_META_KEY); len(key) != 4 || be32(key) != unix.NFT_META_IIFNAME {
+			return p
+		}
+		if name := string(bytes.TrimRight(value, "\x00")); len(value) == unix.IFNAMSIZ {
+			p.Interface = name
+		} else {
+			p.InterfacePrefix = name
+		}
+	case "payload":
+		offset := attrOf(data, unix.NFTA_PAYLOAD_OFFSET)
+		if len(offset) != 4 || be32(offset) != addrOffset(f, nft.SourceAddr) || len(value) > f.AddrLen() {
+			return p
+		}
+		bits := 8 * len(value)
+		for i := range mask {
+			bits += countOnes(mask[i]) - 8
+		}
+		addr, _ := netip.AddrFromSlice(append(bytes.Clone(value), make([]byte, f.AddrLen()-len(value))...))
+		p.CIDR = netip.PrefixFrom(addr, bits)
+	}
+	return p
+}
+
+func countOnes(b byte) (n int) {
+	for ; b != 0; b &= b - 1 {
+		n++
+	}
+	return n
+}
+
+// table gives the chains of ours that are there, each with the rules that are in it. Wanted has the rules they should have.
+func (h *heldRules) table(f nft.Family, wanted nft.Table) nft.Table {
+	t := nft.Table{Family: f, Comment: wanted.Comment, Sets: wanted.Sets}
+	for _, c := range wanted.Chains {
+		name := c.ID.Name()
+		if !slices.Contains(h.chains, name) {
+			continue
+		}
+		held := c
+		held.Rules = make([]nft.Rule, len(h.rules[name]))
+		for i, rule := range h.rules[name] {
+			held.Rules[i] = recognize(f, rule, i, c.Rules)
+		}
+		t.Chains = append(t.Chains, held)
+	}
+	return t
+}
+
+// recognize gives the rule of a chain that expressions stand for: most likely the one that should be in that place.
+func recognize(f nft.Family, rule []byte, place int, wanted []nft.Rule) nft.Rule {
+	is := func(r nft.Rule) bool { return sameRules(f, []nft.Rule{r}, [][]byte{rule}) }
+	if place < len(wanted) && is(wanted[place]) {
+		return wanted[place]
+	}
+	if i := slices.IndexFunc(wanted, is); i >= 0 {
+		return wanted[i]
+	}
+	return nft.Rule{nft.Foreign{What: describeRule(rule)}}
+}
+
+// describeRule names the expressions of a rule that is not ours, and what can be said of them in a word.
+func describeRule(rule []byte) string {
+	var words []string
+	for _, e := range expressions(rule) {
+		name, data := expressionName(e), expressionData(e)
+		switch name {
+		case "lookup", "dynset":
+			name += " @" + unix.ByteSliceToString(attrOf(data, unix.NFTA_LOOKUP_SET)) // the same attribute in both
+		case "immediate":
+			if v := attrOf(attrOf(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT); v != nil {
+				name = verdictText(v)
+			}
+		}
+		words = append(words, name)
+	}
+	return "(" + strings.Join(words, ", ") + ")"
+}
+
+func verdictText(v []byte) string {
+	code := int32(0)
+	if b := attrOf(v, unix.NFTA_VERDICT_CODE); len(b) == 4 {
+		code = int32(be32(b))
+	}
+	names := map[int32]string{0: "drop", 1: "accept", -1: "continue", -3: "jump", -4: "goto", -5: "return"}
+	name, ok := names[code]
+	if !ok {
+		name = fmt.Sprintf("verdict %d", code)
+	}
+	if chain := unix.ByteSliceToString(attrOf(v, unix.NFTA_VERDICT_CHAIN)); chain != "" {
+		name += " " + chain
+	}
+	return name
+}

@@ -1,0 +1,192 @@
+package kernel
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+func openReader(t testing.TB, h *lab.Host) *Reader {
+	t.Helper()
+	var r *Reader
+	labtest.Check(t, h.Do(func() (err error) {
+		r, err = OpenReader()
+		return err
+	}))
+	t.Cleanup(func() { r.Close() })
+	return r
+}
+
+// TestReaderReadsStructures: what rules were made for is read from the rules alone, and the digest of what was read is that of the
+// revision.
+func TestReaderReadsStructures(t *testing.T) {
+	for _, name := range slices.Sorted(mapsKeys(configs)) {
+		for _, all := range []bool{false, true} {
+			cfg := configs[name]
+			cfg.MasqueradeAll = all
+			st, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(3, 1)), 20, true))
+			checkStructure(t, fmt.Sprint(name, " ", all), st)
+		}
+	}
+	for _, pods := range []string{"10.244.0.0/16", "10.0.0.0/9", "10.128.0.0/11", "10.1.2.0/24", "10.1.2.3/32", "0.0.0.0/0", "192.0.2.128/25"} {
+		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
+		checkStructure(t, pods, &dataplane.State{Pods4: p, Pods6: dataplane.Pods{InterfacePrefix: "cali"}, LocalhostNodePorts: true})
+	}
+	for _, pods := range []string{"fd00::/8", "2001:db8:7::/48", "fd00:244::/33", "::/0"} {
+		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
+		checkStructure(t, pods, &dataplane.State{Pods4: dataplane.Pods{Interface: "fifteen-letters"}, Pods6: p})
+	}
+}
+
+func mapsKeys[V any](m map[string]V) func(func(string) bool) {
+	return func(yield func(string) bool) {
+		for k := range m {
+			if !yield(k) {
+				return
+			}
+		}
+	}
+}
+
+func checkStructure(t *testing.T, name string, st *dataplane.State) {
+	t.Helper()
+	h, b := host(t)
+	apply(t, b, st)
+	c, err := openReader(t, h).Contents(nil)
+	labtest.Check(t, err)
+	if !c.Quiet || c.Wrong != nil {
+		t.Errorf("%s: quiet %v, wrong %v", name, c.Quiet, c.Wrong)
+	}
+	if in := nft.Inconsistencies(&c.Found); in != nil {
+		t.Errorf("%s: %v", name, in)
+	}
+	for i, f := range nft.Families {
+		want := nft.StructureOf(st, f)
+		if got := c.Tables[i].Structure; got != want {
+			t.Errorf("%s %s: %+v, want %+v", name, f, got, want)
+		}
+		if got, want := nft.DigestOf(f, c.Tables[i].Structure, &c.Found[i].Elements), c.Found[i].Revision.Digest; got != want {
+			t.Errorf("%s %s: digest %s, the revision says %s", name, f, got, want)
+		}
+	}
+	var m nft.Model
+	m.Plan(st, dataplane.Change{})
+	if d := m.Differences(&c.Found, &[2]nft.Table{c.Tables[0].Table, c.Tables[1].Table}); d != nil {
+		t.Errorf("%s: %v", name, d)
+	}
+}
+
+// TestReaderSeesForeignHands: what others change with nft is found, and only that.
+func TestReaderSeesForeignHands(t *testing.T) {
+	c, b, s, st := one(t, both, asIs)
+	reader := openReader(t, c.Node)
+	nftDo := func(text string) { labtest.Run(t, c.Node, text, labtest.Nfts(t)[0].Path, "-f", "-") }
+	look := func() (wrong []string, differences []string, sound bool) {
+		t.Helper()
+		found, err := reader.Contents(nil)
+		labtest.Check(t, err)
+		var m nft.Model
+		m.Plan(st, dataplane.Change{})
+		sound = true
+		for i, f := range nft.Families {
+			sound = sound && nft.DigestOf(f, found.Tables[i].Structure, &found.Found[i].Elements) == found.Found[i].Revision.Digest
+		}
+		for _, d := range nft.Inconsistencies(&found.Found) {
+			wrong = append(wrong, d.String())
+		}
+		for _, d := range m.Differences(&found.Found, &[2]nft.Table{found.Tables[0].Table, found.Tables[1].Table}) {
+			differences = append(differences, d.String()+" "+d.Port)
+		}
+		return append(wrong, found.Wrong...), differences, sound
+	}
+	if wrong, differences, sound := look(); wrong != nil || differences != nil || !sound {
+		t.Fatalf("nobody changed anything: %v %v %v", wrong, differences, sound)
+	}
+	name := s.name().String()
+	for _, test := range []struct {
+		text, wrong, differences string
+		sound                    bool
+	}{
+		{"delete element ip verdict endpoints { 10.96.0.1 . tcp . 80 . 1 }",
+			"slot 1 is not there", "+ ip endpoints { 10.96.0.1 . tcp . 80 . 1 : 10.244.1.11 . 8080 } " + name + ":tcp", false},
+		{"add element ip6 verdict endpoints { fd00:10:96::1 . udp . 80 . 7 : fd00::1 . 1 }",
+			"no frontend leads there", "- ip6 endpoints { fd00:10:96::1 . udp . 80 . 7 : fd00::1 . 1 } " + name + ":udp", false},
+		{"delete element ip verdict services { 10.96.0.1 . sctp . 80 }; add element ip verdict services { 10.96.0.1 . sctp . 80 : drop }",
+			"its verdict is none that Verdict writes there", "+ ip services { 10.96.0.1 . sctp . 80 comment \"" + name + ":sctp\"", false},
+		{"insert rule ip verdict output counter accept",
+			"the rules of chain output are others", "- ip chain output { (counter, accept) }", true},
+		{"flush chain ip6 verdict translated",
+			"the rules of chain translated are others", "+ ip6 chain translated { jump remember-affinity }", true},
+		{"add chain ip verdict mine",
+			"chain mine is not ours", "- ip chain mine", true},
+		{"delete element ip verdict cluster-ips { 10.96.0.1 }", "", "+ ip cluster-ips { 10.96.0.1 } " + name, false},
+		{"add element ip verdict hairpin { 10.9.9.9 . 10.9.9.9 }", "", "- ip hairpin { 10.9.9.9 . 10.9.9.9 }", false},
+		{"add element ip verdict service-cidrs { 10.97.0.0/16 }", "", "- ip service-cidrs { 10.97.0.0/16 }", false},
+		{"delete table ip6 verdict", "ip6 verdict: the table is not there", "+ ip6 services { fd00:10:96::1 . tcp . 80", false},
+	} {
+		nftDo(test.text)
+		wrong, differences, sound := look()
+		if sound != test.sound || !contains(wrong, test.wrong) || !contains(differences, test.differences) {
+			t.Errorf("%s:\nsound %v\n%s\n%s", test.text, sound, strings.Join(wrong, "\n"), strings.Join(differences, "\n"))
+		}
+		labtest.Check(t, b.Remove())
+		apply(t, b, st)
+		if wrong, differences, sound := look(); wrong != nil || differences != nil || !sound {
+			t.Fatalf("after repair: %v %v %v", wrong, differences, sound)
+		}
+	}
+}
+
+// contains says whether a text is in one of the lines; there must be none if it is empty.
+func contains(lines []string, text string) bool {
+	if text == "" {
+		return len(lines) == 0
+	}
+	return slices.ContainsFunc(lines, func(l string) bool { return strings.Contains(l, text) })
+}
+
+// TestReaderKeys reads single elements of every kind of set by their keys.
+func TestReaderKeys(t *testing.T) {
+	st, _ := dataplane.Compute(configs["cluster CIDR"], cluster(rand.New(rand.NewPCG(5, 1)), 30, true))
+	h, b := host(t)
+	apply(t, b, st)
+	reader := openReader(t, h)
+	list := nft.List(st)
+	asked := [nft.NumSets]int{}
+	for i, f := range nft.Families {
+		for set := range nft.NumSets {
+			for _, want := range list[i].Elements[set] {
+				if set == nft.RevisionSet {
+					continue
+				}
+				key := want.Element
+				if nft.SetByID(set).Interval {
+					key.Bits = uint8(8 * f.AddrLen()) // its first address
+				}
+				got, err := reader.Get(f, set, []nft.Element{key})
+				labtest.Check(t, err)
+				s := nft.SetByID(set)
+				if len(got) != 1 || got[0].Element.Text(f, &s) != want.Element.Text(f, &s) {
+					t.Fatalf("%s %s: asked for %s, got %v", f, set, want.Element.Text(f, &s), got)
+				}
+				if s.Counter && !got[0].Counted {
+					t.Fatalf("%s %s: no counter", f, set)
+				}
+				asked[set]++
+			}
+		}
+	}
+	for _, set := range []nft.SetID{nft.Services, nft.Endpoints, nft.SourceRanges, nft.ServiceCIDRs, nft.Sticky, nft.StickyEndpoints} {
+		if asked[set] == 0 {
+			t.Errorf("%s has no elements", set)
+		}
+	}
+}

@@ -1,0 +1,331 @@
+package kernel
+
+import (
+	"errors"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+)
+
+// hand is a transaction of somebody else's.
+type hand struct {
+	w *walker
+	b batch
+	c content
+	// i is the family it is about.
+	i int
+}
+
+func (h *hand) family() nft.Family { return nft.Families[h.i] }
+
+func (h *hand) table() *tableContent { return &h.c[h.i] }
+
+// anySet chooses one of our sets with elements; Affinity is the packets'.
+func (h *hand) anySet() (nft.SetID, bool) {
+	var sets []nft.SetID
+	for set, list := range h.table().bySet {
+		if len(list) > 0 && nft.SetID(set) != nft.Affinity {
+			sets = append(sets, nft.SetID(set))
+		}
+	}
+	if len(sets) == 0 {
+		return 0, false
+	}
+	return oneOf(h.w.r, sets...), true
+}
+
+// anyElement chooses an element of ours.
+func (h *hand) anyElement() (e nft.Element, ok bool) {
+	set, ok := h.anySet()
+	if !ok {
+		return e, false
+	}
+	return oneOf(h.w.r, h.table().bySet[set]...), true
+}
+
+// anyChain chooses a chain by name.
+func (h *hand) anyChain() string {
+	names := slices.Sorted(func(yield func(string) bool) {
+		for n := range h.table().chains {
+			if !yield(n) {
+				return
+			}
+		}
+	})
+	if len(names) == 0 {
+		return "none"
+	}
+	return oneOf(h.w.r, names...)
+}
+
+// edit is something that others do to our tables.
+type edit struct {
+	name string
+	do   func(h *hand)
+}
+
+var edits = []edit{
+	{"delete elements", func(h *hand) {
+		for range 1 + h.w.r.IntN(4) {
+			if e, ok := h.anyElement(); ok {
+				h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
+			}
+		}
+	}},
+	{"add elements", func(h *hand) {
+		for range 1 + h.w.r.IntN(3) {
+			h.add(false)
+		}
+	}},
+	{"alter elements", func(h *hand) { h.add(true) }},
+	{"jump instead of goto", (*hand).jump},
+	{"flush set", func(h *hand) {
+		set := nft.SetID(h.w.r.IntN(int(nft.NumSets)))
+		if set == nft.Affinity {
+			set = nft.Services
+		}
+		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, flagsRequest, "")
+		h.b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+		h.b.end(m)
+	}},
+	{"flush chain", func(h *hand) { h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, h.anyChain(), "") }},
+	{"flush all chains", func(h *hand) { h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, "")) }},
+	{"delete chain", (*hand).deleteChain},
+	{"add chain", (*hand).addChain},
+	{"add rule", func(h *hand) { h.rule(h.anyChain(), unix.NLM_F_APPEND*uint16(h.w.r.IntN(2))) }},
+	{"chain with another policy", func(h *hand) {
+		m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
+		h.b.text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "prerouting", "output", "postrouting"))
+		h.b.u32(unix.NFTA_CHAIN_POLICY, 0)
+		h.b.end(m)
+	}},
+	{"chain with another priority", (*hand).moveChain},
+	{"add set", func(h *hand) { h.set("mine") }},
+	{"set of another kind", func(h *hand) {
+		h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+		name := oneOf(h.w.r, nft.Hairpin, nft.ClusterIPs, nft.Sticky, nft.Affinity).String()
+		h.deleteSet(name)
+		if h.w.r.IntN(2) == 0 {
+			h.set(name)
+		}
+	}},
+	{"delete table", func(h *hand) { h.b.deleteTable(h.family()) }},
+	{"empty table", func(h *hand) {
+		h.b.deleteTable(h.family())
+		h.b.end(h.b.object(h.family(), unix.NFT_MSG_NEWTABLE, flagsCreate, ""))
+	}},
+	{"table sleeps", func(h *hand) { h.b.claimTable(h.family(), tableDormant) }},
+	{"flush ruleset", func(h *hand) { h.b.end(h.b.message(subsystem|unix.NFT_MSG_DELTABLE, flagsRequest, 0)) }},
+	{"forget affinity", func(h *hand) {
+		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, flagsRequest, "")
+		h.b.text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
+		h.b.end(m)
+	}},
+}
+
+// add adds an element that is nearly one of ours, or puts it in the place of that one.
+func (h *hand) add(replace bool) {
+	e, ok := h.anyElement()
+	if !ok {
+		return
+	}
+	def := nft.SetByID(e.Set)
+	key, data := slices.Clone(e.Key()), slices.Clone(e.Data())
+	var end []byte
+	chain, comment := "", e.Comment
+	if def.Interval && replace {
+		end = e.KeyEnd(h.family())
+	}
+	if def.Verdicts {
+		chain = e.Chain.Name()
+	}
+	switch at := h.w.r.IntN(4); {
+	case !replace:
+		n := h.w.r.IntN(len(key))
+		key[n]++
+	case at == 0 || len(data) == 0 && chain == "":
+		comment = "nothing of ours"
+	case chain != "":
+		chain = oneOf(h.w.r, "no-endpoints", "no-local-endpoints", h.anyChain())
+	default:
+		data[h.w.r.IntN(len(data))]++
+	}
+	other, ok := nft.ElementFrom(h.family(), e.Set, key, end, data, chain, comment)
+	if !ok {
+		return
+	}
+	if replace {
+		h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
+	}
+	h.b.elements(h.family(), unix.NFT_MSG_NEWSETELEM, e.Set, []nft.Element{other})
+}
+
+// jump has a frontend jump where it should go.
+func (h *hand) jump() {
+	list := h.table().bySet[nft.Services]
+	if len(list) == 0 {
+		return
+	}
+	e := oneOf(h.w.r, list...)
+	h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
+	was := h.b.chains
+	code := int32(unix.NFT_JUMP)
+	var v buffer
+	d := v.nest(unix.NFTA_SET_ELEM_DATA)
+	n := v.nest(unix.NFTA_DATA_VERDICT)
+	v.u32(unix.NFTA_VERDICT_CODE, uint32(code))
+	v.text(unix.NFTA_VERDICT_CHAIN, e.Chain.Name())
+	v.close(n)
+	v.close(d)
+	h.b.chains = map[nft.ChainID][]byte{e.Chain: v.b}
+	h.b.elements(h.family(), unix.NFT_MSG_NEWSETELEM, e.Set, []nft.Element{e})
+	h.b.chains = was
+}
+
+// rule adds a rule that does no harm.
+func (h *hand) rule(chain string, flags uint16) {
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWRULE, flagsCreate|flags, "")
+	h.b.text(unix.NFTA_RULE_CHAIN, chain)
+	x := h.b.nest(unix.NFTA_RULE_EXPRESSIONS)
+	for _, e := range ruleExprs(h.family(), nft.Rule{nft.Counter{}}) {
+		h.b.attr(unix.NFTA_LIST_ELEM|nestedAttr, marshal(h.family(), e))
+	}
+	h.b.close(x)
+	h.b.end(m)
+}
+
+// addChain adds a chain: of a strange name, or of a name of ours, with or without what that name promises.
+func (h *hand) addChain() {
+	name := oneOf(h.w.r, "mine", "pick-77", "pick-077", "sticky-78", "outside-pick-79", "remember-5")
+	c, ours := nft.ChainNamed(nft.Everything(h.family(), nft.Structure{}), name)
+	if ours && h.w.r.IntN(2) == 0 && name != "sticky-78" {
+		h.b.newChain(h.family(), &c)
+		h.b.rules(h.family(), &c)
+		return
+	}
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
+	h.b.text(unix.NFTA_CHAIN_NAME, name)
+	h.b.end(m)
+	if h.w.r.IntN(2) == 0 {
+		h.rule(name, 0)
+	}
+}
+
+// deleteChain deletes a chain, which succeeds if nothing leads there.
+func (h *hand) deleteChain() {
+	name := h.anyChain()
+	h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, name, "")
+}
+
+// moveChain makes a base chain anew with another priority.
+func (h *hand) moveChain() {
+	c := nft.Chain{ID: nft.ChainID{Kind: nft.Prerouting}, Hook: &nft.Hook{Type: "nat", Name: "prerouting", Priority: -90}}
+	h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, c.ID.Name(), "")
+	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, c.ID.Name(), "")
+	h.b.newChain(h.family(), &c)
+}
+
+func (h *hand) deleteSet(name string) {
+	m := h.b.object(h.family(), unix.NFT_MSG_DELSET, flagsRequest, "")
+	h.b.text(unix.NFTA_SET_NAME, name)
+	h.b.end(m)
+}
+
+// set adds a set of marks.
+func (h *hand) set(name string) {
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWSET, flagsCreate, "")
+	h.b.text(unix.NFTA_SET_NAME, name)
+	h.b.u32(unix.NFTA_SET_FLAGS, 0)
+	h.b.u32(unix.NFTA_SET_KEY_TYPE, typeMark)
+	h.b.u32(unix.NFTA_SET_KEY_LEN, 4)
+	h.b.u32(unix.NFTA_SET_ID, 99)
+	h.b.end(m)
+}
+
+// meddleOnce does something to our tables, if their owner lets others. It says whether anything changed.
+func (w *walker) meddleOnce() {
+	w.t.Helper()
+	h := &hand{w: w, c: w.content(), i: w.r.IntN(len(nft.Families))}
+	h.b.reset()
+	h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	var names []string
+	for range 1 + w.r.IntN(2) {
+		e := oneOf(w.r, edits...)
+		e.do(h)
+		names = append(names, e.name)
+	}
+	h.b.batch(unix.NFNL_MSG_BATCH_END)
+	w.watch.pause()
+	refused, err := w.other.transact(h.b.b)
+	w.must(err)
+	if len(refused) > 0 {
+		w.note("  others fail to do: %s: %v", strings.Join(names, ", "), refused[0].errno)
+		w.count["foreign: refused"]++
+		return
+	}
+	w.note("  others do: %s (%s)", strings.Join(names, ", "), h.family())
+	for _, n := range names {
+		w.count["foreign: "+n]++
+		if n == "forget affinity" {
+			clear(w.clients[h.i])
+		}
+	}
+	w.meddled = true
+}
+
+// othersTables writes to tables that are not ours.
+func (w *walker) othersTables() {
+	w.t.Helper()
+	b := batch{tableName: oneOf(w.r, "verdict", "kube-proxy", "verdict-probe")}
+	const inet, arp = 1, 3
+	f := oneOf[nft.Family](w.r, inet, arp, nft.IPv4, nft.IPv6)
+	if b.tableName == "verdict" {
+		f = oneOf[nft.Family](w.r, inet, arp)
+	}
+	b.reset()
+	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, ""))
+	m := b.object(f, unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
+	b.text(unix.NFTA_CHAIN_NAME, oneOf(w.r, "services", "pick-1"))
+	b.end(m)
+	if w.r.IntN(3) == 0 {
+		b.deleteTable(f)
+	}
+	b.batch(unix.NFNL_MSG_BATCH_END)
+	refused, err := w.other.transact(b.b)
+	if err != nil || len(refused) > 0 {
+		w.fail("another table: %v, %v", err, refused)
+	}
+}
+
+// mustNotChange has others try some of what they do to tables that are owned.
+func (w *walker) mustNotChange() {
+	w.t.Helper()
+	before := w.content()
+	for range 3 {
+		e := oneOf(w.r, edits...)
+		h := &hand{w: w, c: before, i: w.r.IntN(len(nft.Families))}
+		h.b.reset()
+		h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		e.do(h)
+		h.b.batch(unix.NFNL_MSG_BATCH_END)
+		refused, err := w.other.transact(h.b.b)
+		w.must(err)
+		for _, r := range refused {
+			if !errors.Is(r.errno, unix.EPERM) {
+				w.fail("%s: %v, not EPERM", e.name, r.errno)
+			}
+		}
+		if len(refused) == 0 && e.name != "flush ruleset" && h.b.seq > 3 {
+			w.fail("%s: others may do that to tables that are ours", e.name)
+		}
+	}
+	now := w.content()
+	if d := before.difference(&now); d != "" {
+		w.fail("others changed what is ours:\n%s", d)
+	}
+}

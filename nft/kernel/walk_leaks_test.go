@@ -1,0 +1,181 @@
+package kernel
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/nft"
+)
+
+var walkSyncs = flag.Int("walk.syncs", 0, "how many transactions TestLeaks looks at; 0 means as many as everyday tests should")
+
+// leakSeed is no walk's.
+const leakSeed = 1 << 32
+
+// leakRounds is how often everything is taken away and measured, after a first round that fills the kernel's and Go's caches.
+const leakRounds = 10
+
+// The tolerances. Goroutines and descriptors are counted, and none may be left. Kernel memory can only be told of the whole machine,
+// where others are at work: slabs with few objects left in them alone make a few MiB. What is lost at each transaction is
+// seen from 1 KiB on in 10,000 of them, and from 10 KiB on in 1,000; a table lost at each restart is 3 MiB in no time.
+const (
+	kernelTolerance = 10 << 20
+	heapTolerance   = 4 << 20
+)
+
+// usage is what a process and the kernel hold.
+type usage struct {
+	goroutines, files int
+	heap, kernel      int64
+}
+
+func (u usage) String() string {
+	return fmt.Sprintf("%d goroutines, %d files, heap %d KiB, kernel %d KiB", u.goroutines, u.files, u.heap>>10, u.kernel>>10)
+}
+
+// TestLeaks has a backend write many small transactions, with restarts, refusals, faults and foreign hands, and then take everything
+// away: nothing is left, be it of the first few or of many.
+func TestLeaks(t *testing.T) {
+	syncs := *walkSyncs
+	switch {
+	case syncs == 0 && raceEnabled:
+		syncs = 300
+	case syncs == 0:
+		syncs = 1000
+	}
+	w := newWalker(t, leakSeed)
+	w.leakRound(syncs / leakRounds)
+	first := w.empty(usage{})
+	t.Logf("at first      %v", first)
+	last := first
+	for n := range leakRounds {
+		w.leakRound(syncs / leakRounds)
+		last = w.empty(first)
+		t.Logf("after %6d  %v", (n+1)*syncs/leakRounds, last)
+	}
+	for extra := 0; extra < leakRounds && !last.within(first); extra++ {
+		w.leakRound(syncs / leakRounds) // what is lost makes it worse, what others do does not
+		last = w.empty(first)
+		t.Logf("still         %v", last)
+	}
+	if !last.within(first) {
+		t.Errorf("something is left: at first %v, now %v", first, last)
+	}
+}
+
+// within says whether no more is held than at another time.
+func (u usage) within(before usage) bool {
+	return u.goroutines <= before.goroutines && u.files <= before.files && u.heap <= before.heap+heapTolerance &&
+		u.kernel <= before.kernel+kernelTolerance
+}
+
+// leakRound makes some transactions.
+func (w *walker) leakRound(syncs int) {
+	w.t.Helper()
+	for range syncs {
+		w.step++
+		w.r = rand.New(rand.NewPCG(w.seed, uint64(w.step)))
+		w.faults.random = w.r
+		w.take(event{do: (*walker).sync})
+	}
+	w.settle()
+}
+
+// sync is a small change, and now and then something worse.
+func (w *walker) sync() {
+	w.note("sync")
+	switch n := w.step; {
+	case n%500 == 0, n%100 == 50:
+		w.restart()
+	case n%50 == 7:
+		w.poison()
+	case n%40 == 3:
+		w.foreign()
+	case n%10 == 1: // those below begin with clients of what there is
+		w.settle()
+		switch {
+		case n%100 == 31:
+			w.trouble()
+		case n%100 == 71:
+			w.kill()
+		default:
+			w.remember()
+			w.settle()
+		}
+	default:
+		w.see(w.changes(1))
+		w.applyAll()
+		if found := w.look(); found != nil {
+			w.fail("found what nobody did: %q", found)
+		}
+	}
+}
+
+// empty takes everything away, ends the process, and measures what is left, until that is no more than before or does not get
+// less. Then another process begins.
+func (w *walker) empty(before usage) (u usage) {
+	w.t.Helper()
+	w.must(w.backend.Remove())
+	for _, f := range nft.Families {
+		for set := range nft.NumSets {
+			if left, err := w.eye.Elements(f, set); err != nil || len(left) > 0 {
+				w.fail("after Remove %s has %d elements (%v)", set, len(left), err)
+			}
+		}
+	}
+	w.close()
+	w.backend, w.options = nil, Options{}
+	u = measure()
+	for range 10 {
+		if u.within(before) {
+			break
+		}
+		u = measure()
+	}
+	clear(w.handles[:])
+	w.renewed = true
+	w.begin(w.world.snapshot(w.r))
+	w.settle()
+	return u
+}
+
+// measure waits until nothing more is freed. The kernel frees tables and sockets later, by work queues.
+func measure() (u usage) {
+	for calm := 0; calm < 5; {
+		runtime.GC()
+		time.Sleep(20 * time.Millisecond)
+		now := usageNow()
+		calm++
+		if now.goroutines != u.goroutines || now.files != u.files || max(now.kernel-u.kernel, u.kernel-now.kernel) > 256<<10 {
+			calm = 0
+		}
+		u = now
+	}
+	return u
+}
+
+// usageNow reads what is held. Of the kernel's memory it is what nf_tables takes: slabs that are not caches, vmalloc for large hash
+// tables, and counters, which are per CPU.
+func usageNow() (u usage) {
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	u.goroutines, u.heap = runtime.NumGoroutine(), int64(m.HeapAlloc)
+	files, _ := os.ReadDir("/proc/self/fd")
+	u.files = len(files)
+	info, _ := os.ReadFile("/proc/meminfo")
+	for line := range strings.Lines(string(info)) {
+		switch f := strings.Fields(line); f[0] {
+		case "SUnreclaim:", "VmallocUsed:", "Percpu:":
+			kib, _ := strconv.ParseInt(f[1], 10, 64)
+			u.kernel += kib << 10
+		}
+	}
+	return u
+}

@@ -1,0 +1,231 @@
+package kernel
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// observer reads the tables while the backend writes them, as packets do: what it sees between two transactions must be what a
+// frontend had before a step, or what it has after it. A nil observer sees nothing.
+type observer struct {
+	conn *Conn
+	end  chan struct{}
+	gone sync.WaitGroup
+
+	mu sync.Mutex
+	// epoch counts the changes of what may be seen.
+	epoch int
+	// may says, of each frontend, with which endpoints it may be seen; nil means that others wrote, and anything may be there.
+	may map[string][]string
+	// partly says that a step may be seen midway: some endpoints of before and some of after.
+	partly bool
+	bad    string
+	seen   int
+}
+
+// watchOver starts an observer.
+func watchOver(w *walker) *observer {
+	o := &observer{end: make(chan struct{})}
+	w.must(w.host.Do(func() (err error) {
+		o.conn, err = Dial(0)
+		return err
+	}))
+	o.gone.Go(o.run)
+	return o
+}
+
+func (o *observer) stop() {
+	if o != nil {
+		close(o.end)
+		o.gone.Wait()
+		o.conn.Close()
+	}
+}
+
+// expect adds what a state asks for to what may be seen.
+func (o *observer) expect(w *walker, want *dataplane.State) {
+	if o == nil {
+		return
+	}
+	if w.meddled {
+		o.pause()
+		return
+	}
+	frontends := frontendsOf(want)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.epoch++
+	if o.may == nil {
+		return
+	}
+	for key, endpoints := range frontends {
+		if !slices.Contains(o.may[key], endpoints) {
+			o.may[key] = append(o.may[key], endpoints)
+		}
+	}
+	o.partly = o.partly || w.faults.most > 0 || len(w.faults.armed) > 0
+}
+
+// pause lets anything be seen, until the backend has put it right.
+func (o *observer) pause() {
+	if o == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.epoch++
+	o.may = nil
+}
+
+// settled lets only a state be seen.
+func (o *observer) settled(st *dataplane.State) {
+	if o == nil {
+		return
+	}
+	may := map[string][]string{}
+	for key, endpoints := range frontendsOf(st) {
+		may[key] = []string{endpoints}
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.epoch++
+	o.may, o.partly = may, false
+}
+
+// check fails the walk if something was seen that may not be.
+func (o *observer) check(w *walker) {
+	if o == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.bad != "" {
+		w.fail("seen while it was written: %s", o.bad)
+	}
+	w.count["frontends seen by the observer"] += o.seen
+	o.seen = 0
+}
+
+// frontendsOf gives the endpoints of each frontend of a state.
+func frontendsOf(st *dataplane.State) map[string]string {
+	list := nft.List(st)
+	out := map[string]string{}
+	for i, f := range nft.Families {
+		for _, v := range views {
+			slots := map[string][]string{}
+			for _, e := range list[i].Elements[v.slots] {
+				key := e.Key()
+				key = key[:len(key)-4]
+				slots[string(key)] = append(slots[string(key)], string(e.Data()))
+			}
+			for _, e := range list[i].Elements[v.frontends] {
+				out[viewKey(f, v.frontends, e.Key())] = endpointsText(slots[string(e.Key())])
+			}
+		}
+	}
+	return out
+}
+
+// view is a map of frontends with the map of their slots.
+type view struct{ frontends, slots nft.SetID }
+
+var views = []view{{nft.Services, nft.Endpoints}, {nft.OutsideServices, nft.OutsideEndpoints}}
+
+func viewKey(f nft.Family, set nft.SetID, key []byte) string {
+	return fmt.Sprintf("%v %v %x", f, set, key)
+}
+
+func endpointsText(data []string) string {
+	slices.Sort(data)
+	return fmt.Sprintf("%x", data)
+}
+
+// run looks at a few frontends again and again.
+func (o *observer) run() {
+	r := rand.New(rand.NewPCG(1, 1))
+	for {
+		select {
+		case <-o.end:
+			return
+		case <-time.After(200 * time.Microsecond):
+		}
+		if err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, views...), r); err != nil {
+			o.mu.Lock()
+			o.bad = err.Error()
+			o.mu.Unlock()
+			return
+		}
+	}
+}
+
+// look reads all frontends with their chains, and the endpoints of one, and judges them if nothing was written meanwhile.
+func (o *observer) look(f nft.Family, v view, r *rand.Rand) error {
+	o.mu.Lock()
+	epoch, idle := o.epoch, o.may == nil
+	o.mu.Unlock()
+	before, err := o.conn.generation()
+	if err != nil || idle {
+		return err
+	}
+	listed, err := o.conn.Elements(f, v.frontends)
+	if err != nil || len(listed) == 0 {
+		return err
+	}
+	chains := map[string]bool{}
+	err = o.conn.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = true
+	})
+	if err != nil {
+		return err
+	}
+	one := oneOf(r, listed...).Element
+	var endpoints []string
+	err = o.conn.get(f, v.slots, nft.SlotKeys(v.slots, []nft.Element{one}), func(e nft.Element) {
+		endpoints = append(endpoints, string(e.Data()))
+	})
+	if err != nil {
+		return err
+	}
+	after, err := o.conn.generation()
+	if err != nil || before != after {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if epoch != o.epoch {
+		return nil
+	}
+	for i := range listed {
+		if e := &listed[i].Element; !chains[e.Chain.Name()] {
+			return fmt.Errorf("%s leads nowhere", elementText(f, e))
+		}
+	}
+	o.seen++
+	return o.judge(f, v.frontends, &one, endpoints)
+}
+
+// judge says whether a frontend may have the endpoints that it has.
+func (o *observer) judge(f nft.Family, set nft.SetID, e *nft.Element, endpoints []string) error {
+	if n := int(e.Chain.N); n != len(endpoints) {
+		return fmt.Errorf("%s has %d endpoints", elementText(f, e), len(endpoints))
+	}
+	may := o.may[viewKey(f, set, e.Key())]
+	if slices.Contains(may, endpointsText(endpoints)) {
+		return nil
+	}
+	for _, ep := range endpoints {
+		if !o.partly || !slices.ContainsFunc(may, func(m string) bool { return strings.Contains(m, fmt.Sprintf("%x", ep)) }) {
+			return fmt.Errorf("%s has the endpoints %s; before and after it has %s", elementText(f, e), endpointsText(endpoints), may)
+		}
+	}
+	return nil
+}

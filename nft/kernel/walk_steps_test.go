@@ -1,0 +1,469 @@
+package kernel
+
+import (
+	"errors"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// event is something that can happen in a step.
+type event struct {
+	name   string
+	weight int
+	do     func(*walker)
+}
+
+// events are chosen by their weights.
+var events = []event{
+	{"change", 600, func(w *walker) {
+		w.see(w.changes(1))
+		w.settle()
+	}},
+	{"many changes at once", 40, func(w *walker) {
+		w.see(w.changes(2 + w.r.IntN(12)))
+		w.settle()
+	}},
+	{"outage", 40, (*walker).outage},
+	{"relist", 40, (*walker).relist},
+	{"restart", 40, (*walker).restart},
+	{"restart after changes", 30, func(w *walker) {
+		w.changes(1 + w.r.IntN(3)) // which nobody sees
+		w.restart()
+	}},
+	{"faults", 160, (*walker).trouble},
+	{"faults in a restart", 40, func(w *walker) {
+		w.reopen()
+		w.trouble()
+	}},
+	{"small datagrams", 40, (*walker).small},
+	{"kill", 60, (*walker).kill},
+	{"foreign hands", 80, (*walker).foreign},
+	{"nft", 4, (*walker).nft},
+	{"other tables", 20, (*walker).others},
+	{"poison", 40, (*walker).poison},
+	{"clients", 60, func(w *walker) {
+		w.remember()
+		w.settle()
+	}},
+	{"clients of what goes", 30, func(w *walker) {
+		w.remember()
+		w.see(w.changes(1 + w.r.IntN(4)))
+		if w.r.IntN(2) == 0 {
+			w.settle()
+			return
+		}
+		w.applyAll() // and the process ends before it has looked after them
+		w.restart()
+	}},
+	{"burst", 8, (*walker).bursts},
+	{"remove", 4, (*walker).remove},
+	{"another process", 10, (*walker).another},
+}
+
+// walkMustSee names all that a long run must have had in it.
+func walkMustSee() (names []string) {
+	for _, k := range events {
+		names = append(names, k.name)
+	}
+	for _, e := range edits {
+		names = append(names, "foreign: "+e.name)
+	}
+	for v := range numVerbs {
+		for i := range numIllnesses {
+			if i != tooLong || v == verbBatch {
+				names = append(names, "fault: "+verbNames[v]+" "+illnessNames[i])
+			}
+		}
+	}
+	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "clients", "tables made anew",
+		"failed: all as before", "failed: all in", "failed: half in", "large sets seen", "made anew for larger sets", "killed", "owned by a held socket",
+		"owned by a socket of its own", "orphaned", "owned, and others tried", "adopted")
+}
+
+func (w *walker) choose() event {
+	all := 0
+	for _, k := range events {
+		all += k.weight
+	}
+	n := w.r.IntN(all)
+	for _, k := range events {
+		if n -= k.weight; n < 0 {
+			return k
+		}
+	}
+	panic("no event")
+}
+
+// changes does some things to the cluster.
+func (w *walker) changes(n int) (d snapshot.Delta) {
+	for range n {
+		what, one := w.world.change(w.r)
+		w.note("  %s", what)
+		d.Merge(one)
+	}
+	if w.burst && w.r.IntN(8) == 0 {
+		d.Merge(w.endBurst())
+	}
+	return d
+}
+
+// applyAll applies until it takes.
+func (w *walker) applyAll() {
+	w.t.Helper()
+	for try := 1; w.apply(w.planner.State()) != nil; try++ {
+		if try == maxTries {
+			w.fail("tried %d times", try)
+		}
+	}
+}
+
+// outage lets changes pile up before the backend is told of any.
+func (w *walker) outage() {
+	for range 2 + w.r.IntN(6) {
+		w.see(w.changes(1 + w.r.IntN(3)))
+	}
+	w.settle()
+}
+
+// relist misses changes and then sees everything again.
+func (w *walker) relist() {
+	w.changes(w.r.IntN(8)) // which nobody sees
+	w.see(w.world.relist(w.r, w.snap))
+	w.settle()
+}
+
+// reopen ends the process and starts another, that has not done anything yet.
+func (w *walker) reopen() {
+	w.t.Helper()
+	w.must(w.backend.Close())
+	if w.options.Socket != nil && w.r.IntN(2) == 0 {
+		w.must(w.options.Socket.Close())
+		w.options.Socket = nil
+	}
+	if w.options.Socket == nil {
+		w.options = Options{Own: w.r.IntN(3) > 0}
+		if w.options.Own && w.r.IntN(2) == 0 {
+			w.must(w.host.Do(func() (err error) {
+				w.options.Socket, err = OpenSocket()
+				return err
+			}))
+		}
+	}
+	if !w.owned() {
+		w.count["orphaned"]++
+		for range w.r.IntN(6) / 3 {
+			w.meddleOnce()
+		}
+	}
+	w.begin(w.world.snapshot(w.r))
+}
+
+// restart is reopen, and lets the process do its work.
+func (w *walker) restart() {
+	w.t.Helper()
+	w.reopen()
+	generation, err := w.eye.generation()
+	w.must(err)
+	w.settle()
+	if after, err := w.eye.generation(); err == nil && after == generation {
+		w.count["adopted"]++
+	}
+	switch {
+	case w.owned() && w.options.Socket != nil:
+		w.count["owned by a held socket"]++
+	case w.owned():
+		w.count["owned by a socket of its own"]++
+	}
+}
+
+// owned says whether one of our tables belongs to somebody.
+func (w *walker) owned() bool {
+	for _, f := range nft.Families {
+		info, err := w.eye.table(f)
+		w.must(err)
+		if info.owner != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// trouble breaks the wires, in the middle of something else.
+func (w *walker) trouble() {
+	w.see(w.changes(w.r.IntN(3)))
+	if w.r.IntN(2) == 0 && !w.meddled {
+		w.remember()
+	}
+	owned := w.owned()
+	switch w.r.IntN(4) {
+	case 0:
+		if !owned {
+			w.meddleOnce()
+		}
+	case 1:
+		w.othersTables() // so that everything is looked at
+	}
+	for range 1 + w.r.IntN(3) {
+		w.note("  %s", w.faults.arm(w.r, owned))
+	}
+	if w.r.IntN(4) == 0 {
+		w.faults.dials = 1 + w.r.IntN(2)
+		w.note("  %d dials fail", w.faults.dials)
+	}
+	w.settle()
+}
+
+// small lets only short datagrams through.
+func (w *walker) small() {
+	w.see(w.changes(1 + w.r.IntN(10)))
+	w.faults.most = oneOf(w.r, 600, 2000, 8000, 30000, 100000)
+	w.note("  datagrams of %d bytes", w.faults.most)
+	w.backend.conn.sendMax = 0
+	if w.r.IntN(3) == 0 {
+		w.note("  %s", w.faults.arm(w.r, true))
+	}
+	for try := 0; try < 3 && w.apply(w.planner.State()) != nil; try++ {
+	}
+	w.faults.disarm()
+	w.backend.conn.sendMax = 0
+	w.settle()
+}
+
+// kill ends the process somewhere in the middle.
+func (w *walker) kill() {
+	w.remember()
+	w.see(w.changes(1 + w.r.IntN(6)))
+	if w.r.IntN(4) == 0 {
+		w.reopen()
+	}
+	if w.r.IntN(4) == 0 {
+		w.faults.most = oneOf(w.r, 2000, 8000, 30000)
+		w.backend.conn.sendMax = 0
+	}
+	w.faults.left = oneOf(w.r, w.r.IntN(6), w.r.IntN(60))
+	w.note("  killed after %d calls, datagrams of %d bytes", w.faults.left, w.faults.most)
+	if w.apply(w.planner.State()) == nil {
+		for range 10 {
+			if _, _, err := w.backend.Check(); err != nil {
+				break
+			}
+		}
+	}
+	if w.faults.dead {
+		w.count["killed"]++
+	}
+	w.faults.disarm()
+	w.restart()
+}
+
+// foreign lets others write to our tables.
+func (w *walker) foreign() {
+	if w.owned() {
+		w.count["owned, and others tried"]++
+		w.mustNotChange()
+		w.settle()
+		return
+	}
+	for range 1 + w.r.IntN(2) {
+		w.meddleOnce()
+	}
+	switch w.r.IntN(3) {
+	case 0:
+		w.see(w.changes(1))
+	case 1: // whatever they did, it is seen, if it left a trace
+		found := w.look()
+		c := w.content()
+		if d := lacking(&c, nft.List(w.planner.State())); found == nil && d != "" {
+			w.fail("nothing was found:\n%s", d)
+		}
+	}
+	w.settle()
+}
+
+// nft has the program of that name write to our tables: it takes them away, or puts back what it once listed.
+func (w *walker) nft() {
+	if w.saved == "" || w.r.IntN(2) == 0 {
+		w.saved = w.run("", "list", "ruleset")
+		w.see(w.changes(1))
+		w.settle()
+		return
+	}
+	input := oneOf(w.r, "", w.saved, w.saved)
+	if !w.nftProgram.LoadsWideUpdates() {
+		input = ""
+	}
+	w.watch.pause()
+	w.run("flush ruleset\n"+input, "-f", "-")
+	w.saved, w.meddled = "", !w.owned()
+	w.settle()
+}
+
+// forking keeps programs from being started while others close sockets: for a moment the child has all of them open, and what
+// a socket owned would still be owned.
+var forking sync.RWMutex
+
+// run runs the newest nft there is: the oldest cannot load all it lists. It may fail where tables are owned.
+func (w *walker) run(input string, args ...string) string {
+	w.t.Helper()
+	forking.RUnlock()
+	forking.Lock()
+	defer forking.RLock()
+	defer forking.Unlock()
+	if w.nftProgram.Path == "" {
+		list := labtest.Nfts(w.t)
+		w.nftProgram = list[len(list)-1]
+	}
+	out, err := w.host.RunInput(input, w.nftProgram.Path, args...)
+	if err != nil && !w.owned() {
+		w.fail("%v: %s", err, out)
+	}
+	return out
+}
+
+// others lets others write to tables of theirs, which is no business of ours.
+func (w *walker) others() {
+	w.othersTables()
+	generation, err := w.eye.generation()
+	w.must(err)
+	w.settle()
+	if now, err := w.eye.generation(); err != nil || now != generation {
+		w.fail("another table is no reason to write: %v", err)
+	}
+}
+
+// poison asks for what the kernel refuses.
+func (w *walker) poison() {
+	w.see(w.changes(w.r.IntN(3)))
+	switch {
+	case w.r.IntN(3) == 0:
+		w.reopen()
+	case !w.owned() && w.r.IntN(3) == 0:
+		w.meddleOnce()
+	}
+	bad := w.poisoned()
+	if len(bad) == 0 {
+		w.settle()
+		return
+	}
+	want := w.without(bad, poison)
+	w.note("  poison in %v", bad)
+	w.refusable = true
+	err := w.apply(want)
+	w.refusable = false
+	var refused *dataplane.Refused
+	if !errors.As(err, &refused) {
+		w.fail("poison, and no refusal: %v", err)
+	}
+	w.count["refused"]++
+	// There is only so much room for answers: of very many, not all are named at once.
+	if got := sortedKeys(refused.Services); !slices.Equal(got, bad) && (len(bad) <= 8 || !within(got, bad)) {
+		w.fail("%v are refused; poisoned were %v", got, bad)
+	}
+	if len(bad) > 8 {
+		w.settle()
+		return
+	}
+	left := w.without(bad, func(s *dataplane.Service) *dataplane.Service {
+		if w.r.IntN(3) == 0 {
+			return nil
+		}
+		return w.acked.Services[s.Name].Within(s)
+	})
+	if err := w.apply(left); err != nil {
+		w.fail("refused without what was refused: %v", err)
+	}
+	c := w.content()
+	if d := lacking(&c, nft.List(left)); d != "" {
+		w.fail("without what was refused:\n%s", d)
+	}
+	w.settle()
+}
+
+// within says whether all of some names are among others.
+func within(names, in []snapshot.Name) bool {
+	return len(names) > 0 && !slices.ContainsFunc(names, func(n snapshot.Name) bool { return !slices.Contains(in, n) })
+}
+
+// poisoned chooses some Services that can be poisoned.
+func (w *walker) poisoned() (names []snapshot.Name) {
+	st := w.planner.State()
+	for _, n := range slices.SortedFunc(maps.Keys(st.Services), snapshot.Name.Compare) {
+		if st.Services[n].Ports[0].Frontends[0].Key.Addr.Is4() && (names == nil || w.r.IntN(4) == 0) && w.r.IntN(3) > 0 {
+			names = append(names, n)
+		}
+	}
+	return names
+}
+
+// without gives the state with others in the place of some Services; nil for none.
+func (w *walker) without(names []snapshot.Name, other func(*dataplane.Service) *dataplane.Service) *dataplane.State {
+	st := *w.planner.State()
+	st.Services = maps.Clone(st.Services)
+	for _, n := range names {
+		if s := other(st.Services[n]); s != nil {
+			st.Services[n] = s
+		} else {
+			delete(st.Services, n)
+		}
+	}
+	return &st
+}
+
+// bursts lets a few hundred Services come or go.
+func (w *walker) bursts() {
+	d := w.changes(w.r.IntN(6))
+	if w.burst {
+		d.Merge(w.endBurst())
+	} else {
+		w.burst = true
+		d.Merge(w.world.burst(true))
+	}
+	w.see(d)
+	w.settle()
+}
+
+func (w *walker) endBurst() snapshot.Delta {
+	w.burst = false
+	return w.world.burst(false)
+}
+
+// remove takes everything away.
+func (w *walker) remove() {
+	w.watch.pause()
+	w.must(w.backend.Remove())
+	w.renewed, w.acked = true, dataplane.State{}
+	w.settle()
+}
+
+// another starts a second process beside the first, that may not own what the first owns.
+func (w *walker) another() {
+	if !w.owned() {
+		w.settle()
+		return
+	}
+	before := w.content()
+	var b *Backend
+	w.must(w.host.Do(func() (err error) {
+		b, err = Open(Options{Own: w.r.IntN(2) == 0})
+		return err
+	}))
+	defer b.Close()
+	var owned *Owned
+	if _, err := b.Apply(w.planner.State(), w.change(w.planner.State())); !errors.As(err, &owned) {
+		w.fail("another process may write: %v", err)
+	}
+	if err := b.Remove(); !errors.As(err, &owned) {
+		w.fail("another process may remove: %v", err)
+	}
+	now := w.content()
+	if d := before.difference(&now); d != "" {
+		w.fail("another process changed:\n%s", d)
+	}
+	w.settle()
+}

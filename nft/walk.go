@@ -1,0 +1,523 @@
+package nft
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// Packet is the first packet of a connection.
+type Packet struct {
+	Source, Destination netip.Addr
+	Protocol            Protocol
+	// Port is the destination's.
+	Port uint16
+	// Interface is the one the packet comes in by; empty means that a process on this node sends it.
+	Interface string
+}
+
+// Elements is where a walk looks elements up.
+type Elements interface {
+	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a set of
+	// ranges it gives the range that holds the key.
+	Get(f Family, set SetID, keys []Element) ([]Listed, error)
+}
+
+// Walk is the way of a packet through a table.
+type Walk struct {
+	// Steps are the rules that looked at the packet before it had a destination, in their order.
+	Steps []Step
+	// Endings are what can become of it; their chances add up to 1.
+	Endings []Ending
+	// Unclear says of rules and elements that the packet met what they do is not known, since others wrote them. They are taken
+	// for rules that do not match.
+	Unclear []string
+}
+
+// Step is one rule on a packet's way.
+type Step struct {
+	Chain ChainID
+	Rule  Rule
+	// Found are the elements that it found.
+	Found []Listed
+	// Matched says that all of the rule was carried out.
+	Matched bool
+}
+
+// Ending is something that can become of a packet.
+type Ending struct {
+	Outcome dataplane.Outcome
+	// Share of Of is its chance.
+	Share, Of int
+	// Element is what sent the packet to the Endpoint: one of Endpoints, OutsideEndpoints or Affinity.
+	Endpoint netip.AddrPort
+	Element  Listed
+	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
+	Masquerade, Hairpin bool
+	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not.
+	Remember time.Duration
+	// Pool is the id under which that is remembered.
+	Pool uint32
+	// Steps are the rules that looked at the packet after it was translated.
+	Steps []Step
+}
+
+// Foreign stands for a rule that Verdict did not write.
+type Foreign struct{ What string }
+
+func (s Foreign) text(Family) string { return s.What }
+
+// WalkTable follows a packet through a table as the kernel would. Here says which addresses are this node's own: a packet that comes
+// in by an interface and goes there never leaves again.
+func WalkTable(t *Table, e Elements, p Packet, here func(netip.Addr) bool) (*Walk, error) {
+	w := walker{table: t, elements: e, here: here, walk: &Walk{}}
+	s := &traveller{Packet: p, share: 1, of: 1, steps: &w.walk.Steps}
+	hook := "prerouting"
+	if p.Interface == "" {
+		hook = "output"
+	}
+	done, err := w.hook(hook, s)
+	if err != nil {
+		return nil, err
+	}
+	if !done {
+		w.end(s, Ending{Outcome: dataplane.Untouched})
+	}
+	for i := range w.walk.Endings {
+		if end := &w.walk.Endings[i]; end.Outcome == dataplane.Sent {
+			if err := w.onward(p, end); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return w.walk, nil
+}
+
+// walker holds what does not change on the way.
+type walker struct {
+	table    *Table
+	elements Elements
+	here     func(netip.Addr) bool
+	walk     *Walk
+	// depth guards against rules of others that lead round in a circle.
+	depth int
+}
+
+// traveller is a packet on its way.
+type traveller struct {
+	Packet
+	// to is where it was translated to; invalid before that.
+	to netip.AddrPort
+	// share of of are left of the packet's chance: where a slot is missing, the rest of the rules see it too.
+	share, of int
+	priority  uint32
+	steps     *[]Step
+	// end is what is found out after the translation.
+	end *Ending
+}
+
+// hook takes a packet through the base chains of a hook, in their order. Done says that nothing is left to be said of it.
+func (w *walker) hook(name string, s *traveller) (done bool, err error) {
+	var chains []*Chain
+	for i := range w.table.Chains {
+		if h := w.table.Chains[i].Hook; h != nil && h.Name == name {
+			chains = append(chains, &w.table.Chains[i])
+		}
+	}
+	slices.SortStableFunc(chains, func(a, b *Chain) int { return int(a.Hook.Priority) - int(b.Hook.Priority) })
+	for _, c := range chains {
+		if done, err := w.chain(c, s); done || err != nil {
+			return done, err
+		}
+	}
+	return false, nil
+}
+
+// onward follows a packet that was translated.
+func (w *walker) onward(p Packet, end *Ending) error {
+	s := &traveller{Packet: p, to: end.Endpoint, steps: &end.Steps, end: end}
+	hook := "postrouting"
+	if p.Interface != "" && w.here(end.Endpoint.Addr()) {
+		hook = "input"
+	}
+	_, err := w.hook(hook, s)
+	return err
+}
+
+// end notes what becomes of the packet, or of what is left of its chance.
+func (w *walker) end(s *traveller, e Ending) {
+	if s.end != nil { // what is found out after the translation changes nothing about where it goes
+		return
+	}
+	e.Share, e.Of = s.share, s.of
+	w.walk.Endings = append(w.walk.Endings, e)
+}
+
+const maxDepth = 64
+
+// chain takes a packet through a chain. Done says that it is decided.
+func (w *walker) chain(c *Chain, s *traveller) (done bool, err error) {
+	if w.depth++; w.depth > maxDepth {
+		return false, fmt.Errorf("nft: the chains of table %s lead round in a circle", TableName)
+	}
+	defer func() { w.depth-- }()
+	for _, r := range c.Rules {
+		*s.steps = append(*s.steps, Step{Chain: c.ID, Rule: r})
+		at := len(*s.steps) - 1
+		next, err := w.rule(r, s, at)
+		if err != nil {
+			return false, err
+		}
+		switch next.what {
+		case brk:
+			continue
+		case decided:
+			(*s.steps)[at].Matched = true
+			return true, nil
+		}
+		(*s.steps)[at].Matched = true
+		if next.what == goOn {
+			continue
+		}
+		target := w.chainByID(next.to)
+		if target == nil {
+			w.unclear("%s leads to chain %s, which is not there", c.ID.Name(), next.to.Name())
+			continue
+		}
+		if done, err = w.chain(target, s); done || err != nil || next.what == goes {
+			return done, err
+		}
+	}
+	return false, nil
+}
+
+func (w *walker) chainByID(id ChainID) *Chain {
+	if i := slices.IndexFunc(w.table.Chains, func(c Chain) bool { return c.ID == id }); i >= 0 {
+		return &w.table.Chains[i]
+	}
+	return nil
+}
+
+func (w *walker) unclear(format string, args ...any) {
+	if text := fmt.Sprintf(format, args...); !slices.Contains(w.walk.Unclear, text) {
+		w.walk.Unclear = append(w.walk.Unclear, text)
+	}
+}
+
+// course is how a packet goes on after a statement, or a rule.
+type course struct {
+	what uint8
+	to   ChainID
+}
+
+// The courses.
+const (
+	goOn    uint8 = iota // with the next statement, or rule
+	brk                  // with the next rule: this one does not match
+	jumps                // in another chain, and then here
+	goes                 // in another chain
+	decided              // it is said what becomes of it
+)
+
+// rule carries out a rule.
+func (w *walker) rule(r Rule, s *traveller, at int) (course, error) {
+	for _, st := range r {
+		next, err := w.statement(st, s, at)
+		if err != nil || next.what != goOn {
+			return next, err
+		}
+	}
+	return course{}, nil
+}
+
+func matches(ok bool) course {
+	if ok {
+		return course{}
+	}
+	return course{what: brk}
+}
+
+// statement carries out a statement.
+func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
+	switch st := st.(type) {
+	case ProtocolIs:
+		return matches(s.Protocol == st.Protocol), nil
+	case FromPods:
+		return matches(s.fromPods(st.Pods) != st.Not), nil
+	case FromNode:
+		return matches((s.Interface == "") != st.Not), nil
+	case OffLoopback:
+		return matches(s.Interface != "lo" && s.addr(st.Field).IsLoopback()), nil
+	case Translated:
+		return matches(s.to.IsValid()), nil
+	case Counter:
+		return course{}, nil
+	case ClearPriority:
+		s.priority = 0
+		return course{}, nil
+	case Jump:
+		return course{jumps, st.Chain}, nil
+	case Goto:
+		return course{goes, st.Chain}, nil
+	case Masquerade:
+		if s.end != nil {
+			s.end.Masquerade, s.end.Hairpin = true, s.Source == s.to.Addr()
+		}
+		return course{what: decided}, nil
+	case RejectPacket:
+		w.end(s, Ending{Outcome: dataplane.Rejected})
+		return course{what: decided}, nil
+	case DropPacket:
+		w.end(s, Ending{Outcome: dataplane.Dropped})
+		return course{what: decided}, nil
+	case Foreign:
+		w.unclear("chain %s holds a rule that is not Verdict's: %s", (*s.steps)[at].Chain.Name(), st.What)
+		return course{what: brk}, nil
+	}
+	return w.lookup(st, s, at)
+}
+
+// lookup carries out the statements that look something up.
+func (w *walker) lookup(st Statement, s *traveller, at int) (course, error) {
+	switch st := st.(type) {
+	case InSet:
+		found, err := w.get(st.Set, st.Key, s, at)
+		return matches((len(found) > 0) != st.Not), err
+	case LookupVerdict:
+		found, err := w.get(st.Map, st.Key, s, at)
+		if err != nil || len(found) == 0 {
+			return course{what: brk}, err
+		}
+		if found[0].Chain.Kind == NoChain {
+			set := SetByID(st.Map)
+			w.unclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(familyOf(s.Destination), &set))
+			return course{what: brk}, nil
+		}
+		return course{goes, found[0].Chain}, nil
+	case SetPriority:
+		found, err := w.get(st.Map, st.Key, s, at)
+		if err != nil || len(found) == 0 {
+			return course{what: brk}, err
+		}
+		s.priority = binary.NativeEndian.Uint32(found[0].data[:])
+		return course{}, nil
+	case Update:
+		if s.end != nil {
+			s.end.Remember, s.end.Pool = st.Timeout, s.priority
+		}
+		return course{}, nil
+	case DNAT:
+		found, err := w.get(st.Map, st.Key, s, at)
+		if err != nil || len(found) == 0 {
+			return course{what: brk}, err
+		}
+		return w.translate(s, found, max(int(st.Key.Mod), 1)), nil
+	}
+	panic(fmt.Sprintf("nft: no way through %T", st))
+}
+
+// translate ends the way of the packet for the slots, of n, that were found. With the others it goes on.
+func (w *walker) translate(s *traveller, found []Listed, n int) course {
+	share, of := s.share, s.of*n
+	for i := range found {
+		e := &found[i]
+		s.share, s.of = share, of
+		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.target(), Element: *e})
+	}
+	if len(found) == n {
+		return course{what: decided}
+	}
+	s.share, s.of = share*(n-len(found)), of
+	return course{what: brk}
+}
+
+// target gives the endpoint that an element of a map of endpoints names.
+func (e *Element) target() netip.AddrPort {
+	addr, _ := netip.AddrFromSlice(e.data[:e.DataLen-4])
+	return netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[e.DataLen-4:]))
+}
+
+// fromPods says whether the packet comes from a pod.
+func (s *traveller) fromPods(p dataplane.Pods) bool {
+	return p.CIDR.IsValid() && p.CIDR.Contains(s.Source) || s.Interface != "" && p.HasInterface(s.Interface)
+}
+
+// addr gives an address that the packet has at this point.
+func (s *traveller) addr(field Field) netip.Addr {
+	switch {
+	case field == SourceAddr:
+		return s.Source
+	case field == DestAddr && s.to.IsValid():
+		return s.to.Addr()
+	}
+	return s.Destination
+}
+
+// get looks up what a packet has as the fields of a key.
+func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, error) {
+	e := Element{Set: set}
+	slots := 0
+	for _, field := range key.Fields {
+		switch field {
+		case SourceAddr, DestAddr, OriginalDestAddr:
+			e.addKeyAddr(s.addr(field))
+		case L4Proto:
+			e.key[e.KeyLen] = byte(s.Protocol)
+			e.KeyLen += 4
+		case DestPort:
+			port := s.Port
+			if s.to.IsValid() {
+				port = s.to.Port()
+			}
+			e.addKeyPort(port)
+		case OriginalDestPort:
+			e.addKeyPort(s.Port)
+		case Priority:
+			e.addKeyWord(s.priority)
+		case RandomSlot:
+			slots = int(key.Mod)
+		}
+	}
+	if SetByID(set).Interval {
+		e.Bits = uint8(8 * familyOf(s.Destination).AddrLen())
+	}
+	keys := []Element{e}
+	if slots > 0 {
+		keys = make([]Element, slots)
+		for n := range keys {
+			keys[n] = e
+			keys[n].addKeyWord(uint32(n))
+		}
+	}
+	found, err := w.elements.Get(familyOf(s.Destination), set, keys)
+	(*s.steps)[at].Found = append((*s.steps)[at].Found, found...)
+	return found, err
+}
+
+// Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
+func (w *Walk) Outcome() string {
+	text := ""
+	for i, e := range w.Endings {
+		if word := e.Outcome.String(); i == 0 {
+			text = word
+		} else if word != text {
+			return "several"
+		}
+	}
+	return text
+}
+
+// Cause says why, as far as the rules tell.
+func (w *Walk) Cause() dataplane.Cause {
+	for _, e := range w.Endings {
+		if e.Outcome == dataplane.Sent {
+			return dataplane.FrontendFound
+		}
+	}
+	for i := len(w.Steps) - 1; i >= 0; i-- {
+		s := &w.Steps[i]
+		if !s.Matched || w.Endings[0].Outcome == dataplane.Untouched {
+			continue
+		}
+		switch s.Chain.Kind {
+		case GuardLoopback:
+			return dataplane.FromOutsideToLoopback
+		case NoEndpoints:
+			return dataplane.NoEndpoints
+		case NoLocalEndpoints:
+			return dataplane.NoLocalEndpoints
+		case Frontends:
+			if set, ok := s.Rule[0].(InSet); ok && set.Set == ClusterIPs {
+				return dataplane.UnusedPort
+			}
+			return dataplane.Unallocated
+		case Prerouting, Output:
+			return dataplane.SourceRefused
+		}
+	}
+	return dataplane.NotService
+}
+
+// Frontend gives the element of Services or OutsideServices that the packet met last.
+func (w *Walk) Frontend() (e Listed, ok bool) {
+	for _, s := range w.Steps {
+		for _, l := range s.Found {
+			if l.Set == Services || l.Set == OutsideServices {
+				e, ok = l, true
+			}
+		}
+	}
+	return e, ok
+}
+
+// Frontend gives the frontend that an element's key begins with, in the sets that have such keys.
+func (e *Element) Frontend() dataplane.Key {
+	n := 4
+	if e.KeyLen >= 24 {
+		n = 16
+	}
+	a, _ := netip.AddrFromSlice(e.key[:n])
+	return dataplane.Key{Addr: a, Protocol: Protocol(e.key[n]), Port: binary.BigEndian.Uint16(e.key[n+4:])}
+}
+
+// Get looks elements up in a listing.
+func (l *Listing) Get(f Family, set SetID, keys []Element) ([]Listed, error) {
+	var out []Listed
+	if SetByID(set).Interval {
+		for i := range l.Elements[set] {
+			if l.Elements[set][i].holds(&keys[0], f) {
+				return []Listed{l.Elements[set][i]}, nil
+			}
+		}
+		return nil, nil
+	}
+	wanted := make(map[elementKey]bool, len(keys))
+	for i := range keys {
+		wanted[keys[i].identity()] = true
+	}
+	for _, e := range l.Elements[set] {
+		if wanted[e.identity()] {
+			out = append(out, e)
+		}
+	}
+	return out, nil
+}
+
+// holds says whether an element of a set of ranges holds a key.
+func (e *Element) holds(key *Element, f Family) bool {
+	n := int(e.KeyLen) - f.AddrLen()
+	if key.KeyLen != e.KeyLen || string(e.key[:n]) != string(key.key[:n]) {
+		return false
+	}
+	from, _ := netip.AddrFromSlice(e.key[n:e.KeyLen])
+	at, _ := netip.AddrFromSlice(key.key[n:key.KeyLen])
+	return netip.PrefixFrom(from, int(e.Bits)).Contains(at)
+}
+
+// Holding gives the range of some that holds a key.
+func Holding(f Family, ranges []Listed, key *Element) (Listed, bool) {
+	i := slices.IndexFunc(ranges, func(l Listed) bool { return l.holds(key, f) })
+	if i < 0 {
+		return Listed{}, false
+	}
+	return ranges[i], true
+}
+
+// Line gives a step as a line: the chain, the rule, and the elements it found.
+func (s *Step) Line(f Family) string {
+	parts := make([]string, 0, 3)
+	for i := range s.Found {
+		if i == 3 && len(s.Found) > 4 {
+			parts = append(parts, fmt.Sprintf("and %d more", len(s.Found)-i))
+			break
+		}
+		set := SetByID(s.Found[i].Set)
+		parts = append(parts, "{ "+s.Found[i].Text(f, &set)+" }")
+	}
+	return strings.TrimRight(s.Rule.Text(f)+"  "+strings.Join(parts, " "), " ")
+}

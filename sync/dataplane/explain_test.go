@@ -1,0 +1,232 @@
+package dataplane
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// TestExplainAgreesWithCompute asks at random in random clusters. Whatever Explain says, Compute's State must do.
+func TestExplainAgreesWithCompute(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	causes, reasons, sees := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}
+	for range 400 {
+		data := make([]byte, 400)
+		for j := range data {
+			data[j] = byte(r.Uint32())
+		}
+		d, s := &dice{data}, snapshot.New()
+		cfg := d.config()
+		for len(d.data) > 0 {
+			s.Apply(d.delta())
+		}
+		if r.IntN(4) == 0 { // an endpoint may be this node itself
+			here := append(slices.Clone(s.HostAddrs), walkEnds[r.IntN(len(walkEnds))])
+			s.Apply(snapshot.Delta{HostAddrs: &here})
+		}
+		st, conflicts := Compute(cfg, s)
+		for _, k := range questionKeys(st, r) {
+			q := Question{Source: sources(k.Addr)[r.IntN(len(sources(k.Addr)))], Key: k, Interface: []string{"", "cni0", "eth0"}[r.IntN(3)]}
+			x := Explain(cfg, s, q)
+			checkExplanation(t, st, conflicts, s, x)
+			causes[x.Cause]++
+			for _, c := range x.Endpoints {
+				reasons[c.Reason]++
+				if c.Reason.Taken() {
+					sees[c.Sees]++
+				}
+			}
+		}
+	}
+	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(seesNames) {
+		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v", causes, reasons, sees)
+	}
+}
+
+// questionKeys are all frontends, and some keys that are likely to be none.
+func questionKeys(st *State, r *rand.Rand) (keys []Key) {
+	for _, svc := range st.Services {
+		svc.eachClaim(func(k Key, _ Claim) { keys = append(keys, k) })
+	}
+	slices.SortFunc(keys, Key.Compare)
+	all := slices.Concat(walkHosts, walkVIPs, addrs("10.96.0.2 10.96.0.9 fd00:96::1 fd00:96::9 192.0.2.1"))
+	for range 20 {
+		keys = append(keys, Key{all[r.IntN(len(all))], walkProtocol[r.IntN(len(walkProtocol))], []uint16{80, 81, 30080}[r.IntN(3)]})
+	}
+	return keys
+}
+
+// sources are senders of a family: endpoints, this node, pods, and others.
+func sources(of netip.Addr) []netip.Addr {
+	if of.Is4() {
+		return addrs("10.244.9.1 10.244.9.2 10.244.1.1 192.168.0.1 198.51.100.1 192.168.7.7 203.0.113.9")
+	}
+	return addrs("fd00:244::1 fd00:244:1::1 fd00:192::1 fe80::1 2001:db8::9")
+}
+
+func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot.Snapshot, x *Explanation) {
+	t.Helper()
+	q := x.Question
+	sp, fe := st.frontend(q.Key)
+	if (fe == nil) != (x.Frontend == nil) {
+		t.Fatalf("%v: the State has %v, the explanation %v", q, fe, x.Frontend)
+	}
+	guarded := st.LocalhostNodePorts && q.Key.Addr == localhost && !x.Origin.Node
+	if guarded != (x.Cause == FromOutsideToLoopback) {
+		t.Fatalf("%v: %v", q, x.Cause)
+	}
+	if guarded {
+		return
+	}
+	if fe == nil {
+		if want := causeWithout(st, q.Key.Addr); x.Cause != want {
+			t.Fatalf("%v: %v, want %v", q, x.Cause, want)
+		}
+		return
+	}
+	if x.Port.Name != sp.Name || x.Port.Affinity != sp.Affinity || !x.Port.Cluster.equal(sp.Cluster) || !x.Port.Local.equal(sp.Local) ||
+		fe.Key != x.Frontend.Key || fe.Kind != x.Frontend.Kind {
+		t.Fatalf("%v: the State has %+v, the explanation %+v", q, sp, x.Port)
+	}
+	var losers []Claim
+	for _, c := range conflicts {
+		if c.Key == q.Key {
+			losers = append(losers, c.Loser)
+		}
+	}
+	if !slices.Equal(losers, x.Claims[1:]) || x.Claims[0] != (Claim{sp.Name, fe.Kind}) {
+		t.Fatalf("%v: claims %v; lost %v", q, x.Claims, losers)
+	}
+	route := fe.Routes[x.Row]
+	if first := slices.IndexFunc(fe.Routes, func(r Route) bool { return holds(st, s, r.From, q) }); q.Interface != "" && x.Row != first {
+		t.Fatalf("%v: row %d, want %d of %+v", q, x.Row, first, fe.Routes)
+	}
+	allowed := fe.Sources == nil || contain(fe.Sources, q.Source)
+	if (x.Cause == SourceRefused) == allowed || (fe.Sources != nil && allowed) != x.Source.Contains(q.Source) {
+		t.Fatalf("%v: cause %v, range %v of %v", q, x.Cause, x.Source, fe.Sources)
+	}
+	checkTaken(t, x, route)
+}
+
+// checkTaken compares the endpoints that Explain says are in the pool with those that are.
+func checkTaken(t *testing.T, x *Explanation, route Route) {
+	t.Helper()
+	var taken []Endpoint
+	for _, c := range x.Endpoints {
+		if c.Reason.Taken() {
+			taken = append(taken, c.Endpoint)
+			if c.Sees.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.Sees == SeesClient && route.SNAT {
+				t.Fatalf("%v: %v sees %v by %+v", x.Question, c.Endpoint, c.Sees, route)
+			}
+		}
+	}
+	if !slices.Equal(taken, route.Pool.Endpoints) {
+		t.Fatalf("%v: the pool is %v, explained are %+v", x.Question, route.Pool.Endpoints, x.Endpoints)
+	}
+	for i, r := range x.Frontend.Routes {
+		if len(r.Pool.Endpoints) > 0 && x.Local[i] != (r.Pool == x.Port.Local) {
+			t.Fatalf("%v: Local is %v", x.Question, x.Local)
+		}
+	}
+	if x.Cause == SourceRefused {
+		return
+	}
+	switch want := x.Cause.Outcome(); {
+	case len(taken) > 0 && want != Sent,
+		len(taken) == 0 && route.Pool.Empty == Drop && want != Dropped,
+		len(taken) == 0 && route.Pool.Empty == Reject && want != Rejected:
+		t.Fatalf("%v: %v by %+v", x.Question, x.Cause, route)
+	}
+}
+
+// holds reads State.Pods as a backend must, for packets of which the interface is known.
+func holds(st *State, s *snapshot.Snapshot, f From, q Question) bool {
+	node := slices.Contains(s.HostAddrs, q.Source)
+	pods := [2]Pods{st.Pods4, st.Pods6}[familyOf(q.Key.Addr)]
+	switch f {
+	case Node:
+		return node
+	case Pod:
+		return pods.CIDR.IsValid() && pods.CIDR.Contains(q.Source) || !node && (pods.Interface == q.Interface && q.Interface != "" ||
+			pods.InterfacePrefix != "" && len(q.Interface) >= 3 && q.Interface[:3] == pods.InterfacePrefix)
+	}
+	return true
+}
+
+// causeWithout is what happens to packets to an address that are for no frontend.
+func causeWithout(st *State, a netip.Addr) Cause {
+	for _, svc := range st.Services {
+		for _, sp := range svc.Ports {
+			for _, f := range sp.Frontends {
+				if f.Kind == ClusterIP && f.Key.Addr == a {
+					return UnusedPort
+				}
+			}
+		}
+	}
+	if contain(st.ServiceCIDRs, a) {
+		return Unallocated
+	}
+	return NotService
+}
+
+// TestExplainNear: what one may have meant, where there is no frontend.
+func TestExplainNear(t *testing.T) {
+	s := snapshot.New()
+	put(s, snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")},
+		&snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"), ExternalIPs: addrs("198.51.100.1 2001:db8::1"),
+			Ports: tcp80(30080)},
+		sliceOf("web", "web-1", endpoint("10.244.9.1", "here"), endpoint("fd00:244::1", "here")),
+		&snapshot.Slice{Name: name("web-2"), Service: "web", Endpoints: []snapshot.Endpoint{endpoint("10.244.9.2", "here")},
+			Ports: []snapshot.SlicePort{{Name: "other", Protocol: snapshot.TCP, Port: 1}}},
+		&snapshot.Slice{Name: name("web-3"), Service: "web", Endpoints: []snapshot.Endpoint{endpoint("fd00:244::2", "here")},
+			Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}})
+	cfg := Config{NodeName: "here"}
+	ask := func(k string) *Explanation {
+		return Explain(cfg, s, Question{Source: sources(key(k).Addr)[0], Key: key(k)})
+	}
+	claim := func(kind Kind) Claim { return Claim{PortName{name("web"), "", snapshot.TCP}, kind} }
+	for _, test := range []struct {
+		key  string
+		near []Claimed
+	}{
+		{"198.51.100.1:81", []Claimed{{key("198.51.100.1:80"), claim(ExternalIP)}}},
+		{"192.168.0.9:30080", []Claimed{{key("192.168.0.1:30080"), claim(NodePort)}}},
+		{"10.96.0.1:30080", []Claimed{{key("10.96.0.1:80"), claim(ClusterIP)}, {key("192.168.0.1:30080"), claim(NodePort)}}},
+		{"192.168.0.9:30081", nil},
+	} {
+		if x := ask(test.key); !slices.Equal(x.Near, test.near) || x.Frontend != nil {
+			t.Errorf("%s: near are %v", test.key, x.Near)
+		}
+	}
+	if x := ask("[2001:db8::1]:80"); x.Cause != NotService || !slices.Equal(x.Unserved, []snapshot.Name{name("web")}) {
+		t.Errorf("an address of a family without cluster IP: %+v", x)
+	}
+	x := ask("10.96.0.1:80")
+	if len(x.Absent) != 2 || x.Absent[0].Slice != "web-2" || len(x.Absent[0].Ports) != 1 || !x.Absent[1].OtherFamily {
+		t.Errorf("slices without endpoints for the port: %+v", x.Absent)
+	}
+}
+
+// TestExplainGuess: where interfaces tell pods from others and the interface is not known, the Node's pod ranges stand in.
+func TestExplainGuess(t *testing.T) {
+	s := snapshot.New()
+	put(s, snapshot.Node{Name: "here", PodCIDRs: prefixes("10.244.1.0/24")},
+		&snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"), Ports: tcp80(0), Affinity: time.Hour})
+	cfg := Config{NodeName: "here", DetectLocal: DetectLocal{Mode: DetectBridgeInterface, Interface: "cni0"}}
+	for _, test := range []struct {
+		source, iface string
+		pod, guess    bool
+	}{
+		{"10.244.1.9", "", true, true}, {"10.244.2.9", "", false, false}, {"10.244.1.9", "eth0", false, false}, {"10.244.2.9", "cni0", true, false},
+	} {
+		x := Explain(cfg, s, Question{Source: addr(test.source), Interface: test.iface, Key: key("10.96.0.1:80")})
+		if x.Origin.Pod != test.pod || x.Origin.Guess.IsValid() != test.guess {
+			t.Errorf("%+v: %+v", test, x.Origin)
+		}
+	}
+}
