@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"syscall"
 
 	"github.com/mdlayher/socket"
@@ -33,7 +34,39 @@ type netlinkSocket struct {
 
 // openSocket opens a socket in the network namespace that a file descriptor stands for; 0 is the caller's own.
 func openSocket(netns int) (*netlinkSocket, error) {
-	c, err := socket.Socket(unix.AF_NETLINK, unix.SOCK_RAW, unix.NETLINK_NETFILTER, "netlink", &socket.Config{NetNS: netns})
+	if netns == 0 || ownNamespace(netns) {
+		return newSocket()
+	}
+	type result struct {
+		s   *netlinkSocket
+		err error
+	}
+	opened := make(chan result)
+	go func() {
+		// The thread ends with this goroutine, since nobody unlocks it: going back to the namespace it comes from may take
+		// rights that going to this one does not.
+		runtime.LockOSThread()
+		if err := unix.Setns(netns, unix.CLONE_NEWNET); err != nil {
+			opened <- result{nil, fmt.Errorf("nft: open netlink socket: setns: %w", err)}
+			return
+		}
+		s, err := newSocket()
+		opened <- result{s, err}
+	}()
+	r := <-opened
+	return r.s, r.err
+}
+
+// ownNamespace says whether the calling thread is in a network namespace already. To go where one is takes CAP_SYS_ADMIN, which a
+// proxy has no other need for.
+func ownNamespace(netns int) bool {
+	var own, other unix.Stat_t
+	return unix.Stat("/proc/thread-self/ns/net", &own) == nil && unix.Fstat(netns, &other) == nil &&
+		own.Ino == other.Ino && own.Dev == other.Dev
+}
+
+func newSocket() (*netlinkSocket, error) {
+	c, err := socket.Socket(unix.AF_NETLINK, unix.SOCK_RAW, unix.NETLINK_NETFILTER, "netlink", nil)
 	if err != nil {
 		return nil, fmt.Errorf("nft: open netlink socket: %w", err)
 	}
