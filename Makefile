@@ -47,6 +47,7 @@ bench: ## the whole line to the kernel, and the kernel alone beside it
 
 fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch
+	$(GO) test -run XXX -fuzz FuzzLoad -fuzztime $(FUZZTIME) ./internal/config
 	$(GO) test -run XXX -fuzz FuzzIncrementalEqualsFull -fuzztime $(FUZZTIME) ./sync/dataplane
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft

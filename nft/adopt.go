@@ -12,8 +12,9 @@ import (
 // Found is what one of our tables was found to be when it was read back.
 type Found struct {
 	Revision Revision
-	// Sizes are those of the sets.
-	Sizes [NumSets]uint32
+	// Sizes are those of the sets. Counts are how many elements they have, 0 if the kernel does not tell.
+	Sizes  [NumSets]uint32
+	Counts [NumSets]int
 	// Chains holds every chain of a name of ours; true if it and its rules are as they should be. Foreign are the others.
 	Chains  map[ChainID]bool
 	Foreign []string
@@ -297,8 +298,8 @@ func (m *Model) Names() []snapshot.Name { return sortedNames(m.services) }
 // Count gives how many elements a set should hold.
 func (m *Model) Count(f Family, set SetID) int { return m.tables[f.index()].count[set] }
 
-// Askers gives the Services for whose sake a transaction, the last one planned, adds an element.
-func (m *Model) Askers(t *Txn, f Family, e *Element) []snapshot.Name {
+// Askers gives, of each of some elements, the Services for whose sake a transaction, the last one planned, adds it.
+func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Families)][][]snapshot.Name) {
 	names := make([]snapshot.Name, 0, len(t.undo.services))
 	for _, was := range t.undo.services {
 		names = append(names, was.name)
@@ -306,11 +307,30 @@ func (m *Model) Askers(t *Txn, f Family, e *Element) []snapshot.Name {
 	if t.undo.whole != nil {
 		names = m.Names()
 	}
-	var out []snapshot.Name
-	for i, name := range names {
-		holds := m.Holds(names[i : i+1])[f.index()][e.Set]
-		if slices.ContainsFunc(holds, func(h Element) bool { return h.identity() == e.identity() }) {
-			out = append(out, name)
+	type place struct {
+		set SetID
+		key elementKey
+	}
+	var places [len(Families)]map[place][]int
+	for f, elements := range refused {
+		places[f], out[f] = map[place][]int{}, make([][]snapshot.Name, len(elements))
+		for i := range elements {
+			at := place{elements[i].Set, elements[i].identity()}
+			places[f][at] = append(places[f][at], i)
+		}
+	}
+	for i, name := range names { // of which there may be many: each is looked at once
+		for f, sets := range m.Holds(names[i : i+1]) {
+			if len(places[f]) == 0 {
+				continue
+			}
+			for set := range sets {
+				for e := range sets[set] {
+					for _, n := range places[f][place{SetID(set), sets[set][e].identity()}] {
+						out[f][n] = append(out[f][n], name)
+					}
+				}
+			}
 		}
 	}
 	return out

@@ -79,6 +79,7 @@ func (w *walk) change(refuse, inSteps bool) {
 		return
 	}
 	complete := before.complete()
+	w.model.MakeRoom(txn)
 	steps := txn.Split(1 + w.world.r.IntN(8))
 	for i, step := range steps {
 		w.kernel[0].midway, w.kernel[1].midway = i < len(steps)-1, i < len(steps)-1
@@ -216,8 +217,8 @@ func FuzzRestartAndRepair(f *testing.F) {
 				w.behind = dataplane.Change{}
 				w.correct()
 			case 5:
-				// Between two steps a set holds what comes beside what goes.
-				w.change(false, minSize > 64)
+				// Between two steps a set holds what comes beside what goes, for which those that cannot grow may be too small.
+				w.change(false, minSize > 64 || !w.model.Fixed)
 			default:
 				w.change(false, false)
 			}

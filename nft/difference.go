@@ -320,14 +320,14 @@ func (c *consistency) pools(sticky SetID) (pools map[slotsKey]uint32, members ma
 	}
 	for i := range c.elements[StickyEndpoints] {
 		e := &c.elements[StickyEndpoints][i]
-		id, ep := e.Member()
+		id, ep := e.member()
 		members[id] = append(members[id], ep)
 	}
 	return pools, members
 }
 
-// Member reads an element of StickyEndpoints.
-func (e *Element) Member() (id uint32, ep netip.AddrPort) {
+// member reads an element of StickyEndpoints.
+func (e *Element) member() (id uint32, ep netip.AddrPort) {
 	n := int(e.KeyLen) - 8
 	addr, _ := netip.AddrFromSlice(e.key[4 : 4+n])
 	return binary.NativeEndian.Uint32(e.key[:]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.key[4+n:]))

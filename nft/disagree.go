@@ -43,14 +43,16 @@ func Disagreements(x *dataplane.Explanation, w *Walk) []Disagreement {
 		return nil
 	}
 	var out []Disagreement
-	remembered := x.Port.Affinity
+	remembered, taken := x.Port.Affinity, map[netip.AddrPort]bool{}
+	for _, c := range x.Endpoints {
+		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Taken()
+	}
 	for _, e := range w.Endings {
-		taken := slices.ContainsFunc(x.Endpoints, func(c dataplane.Considered) bool { return c.AddrPort == e.Endpoint && c.Reason.Taken() })
 		switch {
 		case e.Outcome != dataplane.Sent:
 			out = append(out, Disagreement{Outcome: true, Objects: want.String(),
 				Table: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
-		case taken && e.Remember != x.Port.Affinity:
+		case taken[e.Endpoint] && e.Remember != x.Port.Affinity:
 			remembered = e.Remember
 		}
 	}

@@ -330,6 +330,27 @@ func (p *planner) grow() {
 	}
 }
 
+// MakeRoom has a transaction, the last one planned, give its sets room for what goes beside what comes: written in steps, a set holds
+// both for a while. It does nothing for sets that cannot grow.
+func (m *Model) MakeRoom(t *Txn) {
+	if m.Fixed {
+		return
+	}
+	for i := range t.Tables {
+		tm, tt := &m.tables[i], &t.Tables[i]
+		for set, size := range tm.size {
+			s, need := SetByID(SetID(set)), tm.count[set]+len(tt.Del[set])
+			if tt.Create != nil || size == 0 || s.Size > 0 || need <= int(size) {
+				continue
+			}
+			s.Size = m.sizeFor(&s, need)
+			tm.size[set] = s.Size
+			tt.Resize = slices.DeleteFunc(tt.Resize, func(r Set) bool { return r.ID == s.ID })
+			tt.Resize = append(tt.Resize, s)
+		}
+	}
+}
+
 // Sized tells the model which size a set turned out to have.
 func (m *Model) Sized(f Family, set SetID, size uint32) { m.tables[f.index()].size[set] = size }
 

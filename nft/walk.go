@@ -106,6 +106,8 @@ type walker struct {
 	walk     *Walk
 	// depth guards against rules of others that lead round in a circle.
 	depth int
+	// known are the answers to what was looked up before: the ways to the endpoints of a Service differ in little.
+	known map[knownKey][]Listed
 }
 
 // traveller is a packet on its way.
@@ -394,9 +396,32 @@ func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, err
 			keys[n].addKeyWord(uint32(n))
 		}
 	}
-	found, err := w.elements.Get(familyOf(s.Destination), set, keys)
+	found, err := w.lookUp(set, keys, slots > 0)
 	(*s.steps)[at].Found = append((*s.steps)[at].Found, found...)
 	return found, err
+}
+
+// lookUp looks elements up, a single one only once.
+func (w *walker) lookUp(set SetID, keys []Element, slots bool) ([]Listed, error) {
+	f := w.table.Family
+	if slots {
+		return w.elements.Get(f, set, keys)
+	}
+	id := knownKey{set, keys[0].identity()}
+	if found, ok := w.known[id]; ok {
+		return found, nil
+	}
+	found, err := w.elements.Get(f, set, keys)
+	if w.known == nil {
+		w.known = map[knownKey][]Listed{}
+	}
+	w.known[id] = found
+	return found, err
+}
+
+type knownKey struct {
+	set SetID
+	key elementKey
 }
 
 // Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
@@ -453,16 +478,6 @@ func (w *Walk) Frontend() (e Listed, ok bool) {
 		}
 	}
 	return e, ok
-}
-
-// Frontend gives the frontend that an element's key begins with, in the sets that have such keys.
-func (e *Element) Frontend() dataplane.Key {
-	n := 4
-	if e.KeyLen >= 24 {
-		n = 16
-	}
-	a, _ := netip.AddrFromSlice(e.key[:n])
-	return dataplane.Key{Addr: a, Protocol: Protocol(e.key[n]), Port: binary.BigEndian.Uint16(e.key[n+4:])}
 }
 
 // Get looks elements up in a listing.

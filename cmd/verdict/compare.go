@@ -63,6 +63,8 @@ type comparison struct {
 	Notes          []string         `json:"notes,omitempty"`
 
 	services int
+	// quiet says that nobody wrote while it was read.
+	quiet bool
 }
 
 type tableJSON struct {
@@ -97,8 +99,13 @@ type serviceCount struct {
 	Changed int    `json:"changed"`
 }
 
-// settleTime is how long a difference has to last before it is believed: a change may be on its way from the objects to the kernel.
-const settleTime = 500 * time.Millisecond
+// A difference has to last for settleTime before it is believed: a change may be on its way from the objects to the kernel. While
+// the tables are written to all the time, what is read may never have been there at one moment: then it is looked at maxLooks
+// times.
+const (
+	settleTime = 500 * time.Millisecond
+	maxLooks   = 3
+)
 
 // compare looks at the kernel, and at the objects if there are any. What differs only for a moment does not count.
 func (o *objectFlags) compare(ctx context.Context) (*comparison, error) {
@@ -111,20 +118,18 @@ func (o *objectFlags) compare(ctx context.Context) (*comparison, error) {
 	}
 	defer r.Close()
 	c, err := o.compareOnce(ctx, r, true)
-	if err != nil || c.Same {
-		return c, err
+	for look := 1; err == nil && !c.Same && (look == 1 || !c.quiet) && look < maxLooks; look++ {
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(settleTime):
+		}
+		before := c
+		if c, err = o.compareOnce(ctx, r, false); err == nil {
+			c.keep(before)
+		}
 	}
-	select {
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-time.After(settleTime):
-	}
-	again, err := o.compareOnce(ctx, r, false)
-	if err != nil {
-		return nil, err
-	}
-	again.keep(c)
-	return again, nil
+	return c, err
 }
 
 // keep leaves of a comparison what was there before too.
@@ -190,8 +195,12 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 
 // itself compares the kernel with what it says of itself.
 func (c *comparison) itself(contents *kernel.Contents) {
-	c.Wrong = contents.Wrong
-	c.Contradictions = differencesOf(nft.Inconsistencies(&contents.Found))
+	c.Wrong, c.quiet = contents.Wrong, contents.Quiet
+	c.Contradictions = differencesOf(contents.Contradictions)
+	if contents.Unchecked > 0 {
+		c.Notes = append(c.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
+			contents.Unchecked))
+	}
 	for i, f := range nft.Families {
 		t, found := contents.Tables[i], &contents.Found[i]
 		j := tableJSON{Family: f.String(), There: t.There, Owner: t.Owner, Revision: found.Revision.Number}
@@ -203,7 +212,8 @@ func (c *comparison) itself(contents *kernel.Contents) {
 		switch digest := nft.DigestOf(f, t.Structure, &found.Elements); {
 		case !t.There:
 		case found.Revision == nft.Revision{}:
-			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it has no revision: whoever wrote it was not done, or was not Verdict", f, nft.TableName))
+			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it has no revision: whoever wrote it was not done, or was not Verdict",
+				f, nft.TableName))
 		case !contents.Quiet:
 			j.Digest = found.Revision.Digest.String()
 			c.Notes = append(c.Notes, fmt.Sprintf("%s %s: it is written to all the time; its digest could not be checked", f, nft.TableName))

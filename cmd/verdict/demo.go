@@ -17,10 +17,12 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -399,18 +401,20 @@ type demoProxy struct {
 	err  error
 }
 
-// demoPolicy is what the flags of "verdict run" would say.
-func demoPolicy() policyFlags {
-	return policyFlags{
-		nodeName: "node", clusterCIDR: fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1]),
-		detectLocalMode: "ClusterCIDR", localhostNodePort: true,
+// demoPolicy is what the flags of "verdict run" say.
+func demoPolicy() (dataplane.Config, error) {
+	var policy policyFlags
+	f := pflag.NewFlagSet("run", pflag.ContinueOnError)
+	policy.add(f)
+	if err := f.Parse([]string{"--hostname-override=node", fmt.Sprintf("--cluster-cidr=%s,%s", lab.PodRange[0], lab.PodRange[1])}); err != nil {
+		return dataplane.Config{}, err
 	}
+	return policy.config()
 }
 
 // startProxy puts a node together as "verdict run" does.
 func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
-	policy := demoPolicy()
-	config, err := policy.config()
+	config, err := demoPolicy()
 	if err != nil {
 		return nil, err
 	}

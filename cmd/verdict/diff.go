@@ -26,7 +26,7 @@ such as --cluster-cidr are those of verdict run, and have to be the same; those 
 kernel's rules. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
 
 Exit status: 0 if there is no difference, 1 if there is one, 2 if something went wrong.`,
-		Example: `  verdict diff --from examples/cluster.yaml --node-name node-1
+		Example: `  verdict diff --from examples/cluster.yaml --hostname-override node-1
   verdict diff --kubeconfig /etc/kubernetes/kubelet.conf --all`,
 	}
 	f := cmd.Flags()

@@ -40,7 +40,7 @@ Verdict never saw it: explain does not know what other rules of this host do.
 
 Flags such as --cluster-cidr are those of verdict run, and have to be the same. With --live, those that are not given are
 taken from the kernel's rules.`,
-		Example: `  verdict explain 10.244.1.7 10.96.0.10:53/udp --from examples/cluster.yaml --node-name node-1 --cluster-cidr 10.244.0.0/16
+		Example: `  verdict explain 10.244.1.7 10.96.0.10:53/udp --from examples/cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
   verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace`,
 		Args: explainArgs,

@@ -152,7 +152,8 @@ func (a *answer) explain(x *dataplane.Explanation, o *objects, policy *policyFla
 	}
 	a.Origin = originOf(a.sender, x.Origin.Pods, x.Origin.Node, by)
 	if g := x.Origin.Guess; g.IsValid() {
-		a.Origin = originJSON{Pod: true, Why: fmt.Sprintf("%s is in this Node's pod range %s, so it should come in by %s: taken for a pod (or give --interface)",
+		a.Origin = originJSON{Pod: true, Why: fmt.Sprintf(
+			"%s is in this Node's pod range %s, so it should come in by %s: taken for a pod (or give --interface)",
 			a.sender.addr, g, podsText(x.Origin.Pods))}
 	}
 	v := &viewJSON{From: o.source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause.String()}
@@ -175,17 +176,21 @@ func (a *answer) explain(x *dataplane.Explanation, o *objects, policy *policyFla
 		if x.Port.Affinity > 0 {
 			v.Affinity = &affinityJSON{Seconds: int(x.Port.Affinity.Seconds())}
 		}
-		a.endpoints(v, o)
+		if x.Cause != dataplane.SourceRefused && x.Cause != dataplane.FromOutsideToLoopback { // else they make no difference
+			a.endpoints(v, o)
+		}
 	}
 	for _, n := range x.Near {
-		v.Near = append(v.Near, nearJSON{n.Key.Addr.String(), n.Key.Port, n.Key.Protocol.String(), n.Claim.Port.String(), n.Claim.Kind.String()})
+		v.Near = append(v.Near, nearJSON{n.Key.Addr.String(), n.Key.Port, n.Key.Protocol.String(), n.Claim.Port.String(),
+			n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
 }
 
-// saysPods says whether the command line tells pods from others.
+// saysPods says whether the flags or the configuration file tell pods from others.
 func (p *policyFlags) saysPods() bool {
-	return p.clusterCIDR != "" || p.podBridge != "" || p.podPrefix != ""
+	d := p.said.DetectLocal
+	return len(d.ClusterCIDRs) > 0 || d.Interface != "" || d.Mode == dataplane.DetectNodeCIDR
 }
 
 // rows fills in the rows of policy.
@@ -221,9 +226,9 @@ func (a *answer) endpoints(v *viewJSON, o *objects) {
 		v.Taken = append(v.Taken, e)
 	}
 	for _, s := range x.Absent {
-		l := leftOutJSON{Slice: s.Slice, Reason: otherFamily, Why: fmt.Sprintf("%d of the other family", s.Endpoints)}
+		l := leftOutJSON{Slice: s.Slice, Reason: otherFamily, Why: plural(s.Endpoints, "endpoint") + " of the other family"}
 		if !s.OtherFamily {
-			l.Reason, l.Why = "other-port", fmt.Sprintf("%d without %s", s.Endpoints, portText(x.Port.Name, s))
+			l.Reason, l.Why = "other-port", plural(s.Endpoints, "endpoint")+" without "+portText(x.Port.Name, s)
 		}
 		v.LeftOut = append(v.LeftOut, l)
 	}
@@ -231,6 +236,13 @@ func (a *answer) endpoints(v *viewJSON, o *objects) {
 
 // otherFamily is the reason of slices that have only endpoints of the other family.
 const otherFamily = "other-family"
+
+func plural(n int, noun string) string {
+	if n != 1 {
+		noun += "s"
+	}
+	return fmt.Sprint(n, " ", noun)
+}
 
 func portText(p dataplane.PortName, s dataplane.Absent) string {
 	text := "an unnamed port"
@@ -303,7 +315,8 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 	a.Kernel = v
 	v.Unclear = slices.Concat(table.Wrong, w.Unclear)
 	if !table.There {
-		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node", a.family, nft.TableName))
+		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node",
+			a.family, nft.TableName))
 	} else if table.Dormant {
 		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", a.family, nft.TableName))
 	}
@@ -401,7 +414,7 @@ func (a *answer) nearby(v *viewJSON, e *explaining) error {
 		return err
 	}
 	for i := range listed {
-		k := listed[i].Frontend()
+		k := listed[i].FrontendKey()
 		if k.Addr == e.q.key.Addr {
 			v.Near = append(v.Near, nearJSON{k.Addr.String(), k.Port, k.Protocol.String(), listed[i].Comment, ""})
 		}

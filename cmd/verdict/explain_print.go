@@ -50,7 +50,8 @@ func originOf(s sender, pods dataplane.Pods, node bool, by string) (o originJSON
 	case !pods.Known():
 		o.Why = addr + " is no address of this node; pods cannot be told from others (no --cluster-cidr): outside"
 	case byInterface && s.iface == "":
-		o.Why = fmt.Sprintf("%s is no address of this node, and its interface is not known, so not %s (%s): outside", addr, podsText(pods), by)
+		o.Why = fmt.Sprintf("%s is no address of this node, and its interface is not known, so not %s (%s): outside",
+			addr, podsText(pods), by)
 	case byInterface:
 		o.Why = fmt.Sprintf("%s comes in by %s, not by %s (%s): outside", addr, s.iface, podsText(pods), by)
 	default:
@@ -325,9 +326,6 @@ func seen(e endpointJSON) string {
 
 // printEndpoints shows the endpoints, and those that are none.
 func (a *answer) printEndpoints(s *show, v *viewJSON, o *explainOptions) {
-	if v.Cause == dataplane.SourceRefused.String() && !o.all {
-		return
-	}
 	left := v.LeftOut
 	if len(v.Taken) > 0 && !o.all { // of a Service of both families it goes without saying
 		left = slices.DeleteFunc(slices.Clone(left), func(l leftOutJSON) bool { return l.Reason == otherFamily })
@@ -374,7 +372,10 @@ func (a *answer) printEndpoints(s *show, v *viewJSON, o *explainOptions) {
 		return
 	}
 	s.line("")
-	s.line("  %s", s.paint(dim, c.row("NOT", "ENDPOINT", "NODE", "WHY")))
+	if third != "NODE" {
+		third = ""
+	}
+	s.line("  %s", s.paint(dim, c.row("NOT", "ENDPOINT", third, "WHY")))
 	for _, l := range left[:limit(len(left))] {
 		s.line("  %s", c.row("-", leftOutName(l), l.Node, l.Why))
 	}

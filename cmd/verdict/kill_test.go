@@ -173,7 +173,7 @@ func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
 
 // start starts verdict run.
 func (v *victim) start() {
-	v.keeper = v.cluster.Node.Command("/proc/self/exe", append([]string{"run", "--from", v.dir, "--node-name", "node"}, v.flags...)...)
+	v.keeper = v.cluster.Node.Command("/proc/self/exe", append([]string{"run", "--from", v.dir, "--hostname-override", "node"}, v.flags...)...)
 	v.keeper.Env = append(os.Environ(), beVerdict+"=1")
 	v.keeper.Stdout, v.keeper.Stderr = v.log, v.log
 	labtest.Check(v.t, v.keeper.Start())

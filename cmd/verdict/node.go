@@ -3,10 +3,10 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
 	"log/slog"
 	"os"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -33,6 +33,10 @@ type node struct {
 	log   *slog.Logger
 	// written, if not nil, is told of each transaction.
 	written func(reconcile.Transaction)
+	// tunings, if not nil, gives what is in force from then on in place of config and leastRest.
+	tunings <-chan tuning
+	// leastRest is the least time between two transactions.
+	leastRest time.Duration
 	// routeLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
 	routeLocalnet func() error
 }
@@ -48,6 +52,17 @@ func (n *node) run(ctx context.Context) error {
 	cleaner := conntrack.NewCleaner(n.flows, n.looked)
 	group.Go(func() error { return cleaner.Run(ctx) })
 	loop := reconcile.Loop{Queue: queue, Planner: planner, Backend: cleaner.Behind(n.backend), Log: n.log}
+	var leastRest atomic.Int64
+	leastRest.Store(int64(n.leastRest))
+	loop.LeastRest = func() time.Duration { return time.Duration(leastRest.Load()) }
+	group.Go(func() error {
+		n.retune(ctx, func(t tuning) {
+			leastRest.Store(int64(t.leastRest))
+			planner.SetConfig(t.policy)
+			queue.Stir()
+		})
+		return nil
+	})
 	routed := false
 	loop.Written = func(t reconcile.Transaction) {
 		if planner.State().LocalhostNodePorts && !routed {
@@ -62,6 +77,18 @@ func (n *node) run(ctx context.Context) error {
 	}
 	group.Go(func() error { return loop.Run(ctx) })
 	return group.Wait()
+}
+
+// retune has what changes take effect until the context ends.
+func (n *node) retune(ctx context.Context, apply func(tuning)) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case t := <-n.tunings:
+			apply(t)
+		}
+	}
 }
 
 // looked logs a look at the flows.
@@ -93,21 +120,4 @@ func openBackend(o kernel.Options) (*kernel.Backend, error) {
 		return nil, errors.Join(err, backend.Close())
 	}
 	return backend, nil
-}
-
-// newLog gives the log that the flags ask for.
-func newLog(w io.Writer, format, level string) (*slog.Logger, error) {
-	var o slog.HandlerOptions
-	var l slog.Level
-	if err := l.UnmarshalText([]byte(level)); err != nil {
-		return nil, fmt.Errorf("--log-level: %q is none of debug, info, warn, error", level)
-	}
-	o.Level = l
-	switch format {
-	case "text":
-		return slog.New(slog.NewTextHandler(w, &o)), nil
-	case "json":
-		return slog.New(slog.NewJSONHandler(w, &o)), nil
-	}
-	return nil, fmt.Errorf("--log-format: %q is none of text, json", format)
 }

@@ -99,7 +99,9 @@ func (o *objectFlags) load(ctx context.Context, structure *[len(nft.Families)]nf
 // adopt takes from the kernel's rules what flags that are not given would say, and names those flags.
 func (o *objectFlags) adopt(c *dataplane.Config, structure *[len(nft.Families)]nft.Structure) (adopted []string) {
 	four, six := structure[0], structure[1]
-	said := func(names ...string) bool { return slices.ContainsFunc(names, o.flags.Changed) }
+	said := func(names ...string) bool {
+		return o.policy.flags.Config != "" || slices.ContainsFunc(names, o.flags.Changed)
+	}
 	if pods := four.Pods; !said("cluster-cidr", "detect-local-mode") && (pods.Known() || six.Pods.Known()) {
 		c.DetectLocal = dataplane.DetectLocal{}
 		switch {
@@ -124,9 +126,9 @@ func (o *objectFlags) adopt(c *dataplane.Config, structure *[len(nft.Families)]n
 		c.MasqueradeAll = four.MasqueradeAll
 		adopted = append(adopted, fmt.Sprintf("--masquerade-all=%v", c.MasqueradeAll))
 	}
-	if !said("localhost-nodeports") && four.GuardLoopback != c.LocalhostNodePorts {
+	if !said("iptables-localhost-nodeports") && four.GuardLoopback != c.LocalhostNodePorts {
 		c.LocalhostNodePorts = four.GuardLoopback
-		adopted = append(adopted, fmt.Sprintf("--localhost-nodeports=%v", c.LocalhostNodePorts))
+		adopted = append(adopted, fmt.Sprintf("--iptables-localhost-nodeports=%v", c.LocalhostNodePorts))
 	}
 	return adopted
 }

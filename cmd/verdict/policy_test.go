@@ -2,59 +2,54 @@ package main
 
 import (
 	"net/netip"
+	"os"
+	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// TestPolicyFlags says what the flags mean, and what wrong ones are told.
+// configFile writes a configuration file of kube-proxy's.
+func configFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.conf")
+	labtest.Check(t, os.WriteFile(path, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
+	return path
+}
+
+func parsePolicy(t *testing.T, args ...string) (dataplane.Config, error) {
+	t.Helper()
+	var p policyFlags
+	f := pflag.NewFlagSet("render", pflag.ContinueOnError)
+	p.add(f)
+	labtest.Check(t, f.Parse(args))
+	return p.config()
+}
+
+// TestPolicyFlags: commands that only look go by the same flags and the same file as run; internal/config has them all.
 func TestPolicyFlags(t *testing.T) {
-	prefixes := func(texts ...string) []netip.Prefix {
-		var out []netip.Prefix
-		for _, s := range texts {
-			out = append(out, netip.MustParsePrefix(s))
-		}
-		return out
+	host, err := os.Hostname()
+	labtest.Check(t, err)
+	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true}
+	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
-	for _, c := range []struct {
-		flags string
-		want  dataplane.Config
-		err   string
-	}{
-		{flags: "", want: dataplane.Config{LocalhostNodePorts: true}},
-		{flags: "--cluster-cidr=10.244.7.0/16,fd00::/48 --masquerade-all --localhost-nodeports=false", want: dataplane.Config{
-			MasqueradeAll: true, DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16", "fd00::/48")}}},
-		{flags: "--detect-local-mode=NodeCIDR", want: dataplane.Config{LocalhostNodePorts: true,
-			DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}},
-		{flags: "--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=cali", want: dataplane.Config{LocalhostNodePorts: true,
-			DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "cali"}}},
-		{flags: "--nodeport-addresses=primary", want: dataplane.Config{LocalhostNodePorts: true}},
-		{flags: "--nodeport-addresses=10.0.0.0/8,fd00::/8", want: dataplane.Config{LocalhostNodePorts: true,
-			NodePortAddresses: prefixes("10.0.0.0/8", "fd00::/8")}},
-		{flags: "--nodeport-addresses=primary,10.0.0.0/8", err: `--nodeport-addresses: "primary" stands alone, without ranges`},
-		{flags: "--cluster-cidr=10.244.0.0", err: `--cluster-cidr: "10.244.0.0" is no range of addresses such as 10.244.0.0/16`},
-		{flags: "--cluster-cidr=::ffff:10.0.0.0/104", err: `--cluster-cidr: "::ffff:10.0.0.0/104" is no range`},
-		{flags: "--detect-local-mode=Magic", err: `--detect-local-mode: "Magic" is none of ClusterCIDR`},
-		{flags: "--detect-local-mode=BridgeInterface", err: "--pod-bridge-interface is needed in this --detect-local-mode"},
-		{flags: "--detect-local-mode=BridgeInterface --pod-bridge-interface=a*", err: `--pod-bridge-interface: "a*" is no interface name`},
-	} {
-		var p policyFlags
-		f := pflag.NewFlagSet("run", pflag.ContinueOnError)
-		p.add(f)
-		if err := f.Parse(append(strings.Fields(c.flags), "--node-name=n")); err != nil {
-			t.Fatal(err)
-		}
-		got, err := p.config()
-		c.want.NodeName = "n"
-		switch {
-		case c.err != "" && (err == nil || !strings.HasPrefix(err.Error(), c.err)):
-			t.Errorf("%q: got error %v, want %s", c.flags, err, c.err)
-		case c.err == "" && (err != nil || !reflect.DeepEqual(got, c.want)):
-			t.Errorf("%q: got %+v, %v; want %+v", c.flags, got, err, c.want)
-		}
+	want = dataplane.Config{NodeName: "n", MasqueradeAll: true,
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
+	file := configFile(t, "mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
+	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16", "--iptables-localhost-nodeports=false")
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("with a file: %+v, %v; want %+v", got, err, want)
+	}
+	if _, err := parsePolicy(t, "--config", file+"x"); err == nil || err.Error() != file+"x: it cannot be read: no such file or directory" {
+		t.Error(err)
+	}
+	if _, err := parsePolicy(t, "--detect-local-mode=Magic"); err == nil || !strings.HasPrefix(err.Error(), `--detect-local-mode: "Magic" is none of`) {
+		t.Error(err)
 	}
 }

@@ -146,7 +146,9 @@ func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
 
 // place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells, since
 // that is the one by which answers leave.
-func (q *asked) place(pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string) (s sender, err error) {
+func (q *asked) place(
+	pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string,
+) (s sender, err error) {
 	s = sender{addr: q.source, standsFor: q.word, iface: iface}
 	family := 0
 	if q.key.Addr.Is6() {
@@ -196,7 +198,8 @@ func (q *asked) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) 
 			return a, nil
 		}
 	}
-	return netip.Addr{}, fmt.Errorf("SRC: no address of this node is known that could send to %s; give one, or another --node-name", q.key.Addr)
+	return netip.Addr{}, fmt.Errorf(
+		"SRC: no address of this node is known that could send to %s; give one, or another --hostname-override", q.key.Addr)
 }
 
 // somePod makes up a pod: the last address of the pods' range, which most likely is none's.

@@ -22,13 +22,13 @@ func newRender() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "render",
 		Short: "Print the ruleset for manifests, as nft text",
-		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node --node-name. It
+		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node --hostname-override. It
 touches no kernel and needs no rights. The output can be loaded with "nft -f", and then lists the same as what run
 writes. Node ports are shown at the addresses of the Node object, since the node's interfaces are not at hand.
 
 What is wrong with the manifests goes to standard error; the rest is rendered, and the exit status is 1.`,
-		Example: `  verdict render --from examples/cluster.yaml --node-name node-1 --cluster-cidr 10.244.0.0/16
-  kubectl get svc,endpointslices,nodes -A -o yaml | verdict render --from /dev/stdin --node-name node-1`,
+		Example: `  verdict render --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
+  kubectl get svc,endpointslices,nodes -A -o yaml | verdict render --from /dev/stdin --hostname-override node-1`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if from == "" {

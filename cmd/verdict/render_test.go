@@ -22,7 +22,7 @@ var update = flag.Bool("update", false, "write the goldens anew")
 func goldens(t *testing.T) map[string][]string {
 	t.Helper()
 	out := map[string][]string{
-		"../../examples/cluster.yaml": {"--node-name", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48"},
+		"../../examples/cluster.yaml": {"--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48"},
 	}
 	files, err := filepath.Glob("testdata/render/*.yaml")
 	labtest.Check(t, err)
@@ -134,7 +134,7 @@ func TestRenderPipe(t *testing.T) {
 		w.Close()
 	}()
 	got, err := command("render", "--from", fmt.Sprintf("/proc/self/fd/%d", r.Fd()),
-		"--node-name", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48")
+		"--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48")
 	labtest.Check(t, err)
 	want, err := os.ReadFile(goldenPath("cluster.yaml"))
 	labtest.Check(t, err)

@@ -58,16 +58,19 @@ called "verdict"; look at them with "nft list table ip verdict".
   verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no rights
   verdict run --from dump.yaml      carry the Services of a file or directory on this node
   verdict run --kubeconfig FILE     the same from an API server; without --kubeconfig, from inside the cluster
+  verdict explain SRC DST:PORT      say what happens to a packet, and why: from the objects, or --live from the kernel
+  verdict diff, verdict verify      compare the kernel with what the objects ask for, or with what it says itself
+  verdict top                       show which Services are connected to, how often, live
   verdict cleanup                   remove everything of ours from this node
   verdict bench                     measure cold starts, changes and churn in a network namespace of its own
 
 A dump is what "kubectl get svc,endpointslices,nodes -A -o yaml" prints.
 
-Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough.`,
+Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough; of diff and verify 0 same, 1 different, 2 error.`,
 		SilenceUsage:      true,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newCleanup(), newBench())
+	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newTop(), newCleanup(), newBench())
 	return root
 }

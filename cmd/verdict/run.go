@@ -3,13 +3,19 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"log/slog"
 	"os"
+	"runtime/debug"
+	"sync"
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/keeper"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -19,15 +25,13 @@ const placeName = "verdict"
 
 // runOptions are what the command line of run says.
 type runOptions struct {
-	policy              policyFlags
-	from, kubeconfig    string
-	logFormat, logLevel string
-	keep                keeper.Mode
-	own                 bool
+	flags config.Flags
+	// out is standard output.
+	out io.Writer
 }
 
 func newRun() *cobra.Command {
-	o := runOptions{keep: keeper.Auto}
+	o := &runOptions{}
 	cmd := &cobra.Command{
 		Use:   "run",
 		Short: "Carry Services on this node",
@@ -35,49 +39,67 @@ func newRun() *cobra.Command {
 after that, and the next run takes it over without writing it again; "verdict cleanup" removes it. It needs CAP_NET_ADMIN,
 and writes nothing before it has seen everything once.
 
-Objects come from --from PATH, a manifest or a directory of manifests (YAML or JSON), which is watched: an edit takes
-effect at once, and a file that cannot be read leaves its last good content in force. Without --from they come from the
-Kubernetes API: of --kubeconfig, or of the cluster this runs in.
+Objects come from the Kubernetes API: of --kubeconfig, or of the cluster this runs in. With --from PATH they come from a
+manifest or a directory of manifests (YAML or JSON), which is watched: an edit takes effect at once, and a file that cannot
+be read leaves its last good content in force. Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at;
+other kinds are passed over.
 
-Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at; other kinds are passed over.
+--config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --keeper and --own-tables. A
+flag overrides the file. A change of the file takes effect at once, or the log says what needs a restart; a value that cannot
+be meant is told with file, line and field, and changes nothing. docs/CONFIGURATION.md has every field and every flag.
 
 On Linux 6.9 and later the tables belong to one netlink socket, and nobody else can change them as long as it is open. It is
 kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=1 and Type=notify, else by a small
 parent process, which also starts run again if it crashes (--keeper). A second run in the same network namespace takes
 over from the first, which then stands by.`,
-		Example: `  verdict run --from examples/cluster.yaml --node-name node-1 --cluster-cidr 10.244.0.0/16,fd00:10:244::/48
-  verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16`,
+		Example: `  verdict run --config /var/lib/kube-proxy/config.conf --hostname-override $(NODE_NAME)
+  verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16
+  verdict run --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context()) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			o.out = cmd.OutOrStdout()
+			return o.run(cmd.Context())
+		},
 	}
-	f := cmd.Flags()
-	f.StringVar(&o.from, "from", "", "manifest file, or directory of manifests, to take the objects from")
-	f.StringVar(&o.kubeconfig, "kubeconfig", "", "kubeconfig file of the API server (default: the cluster this runs in)")
-	f.StringVar(&o.logFormat, "log-format", "text", "text or json")
-	f.StringVar(&o.logLevel, "log-level", "info", "debug (a line for each transaction), info, warn or error")
-	f.Var(&o.keep, "keeper", "who holds the netlink socket while this is restarted")
-	f.BoolVar(&o.own, "own-tables", true, "let nobody else change the tables, where the kernel can do that (Linux 6.9)")
-	o.policy.add(f)
+	o.flags.Add(cmd.Flags())
 	return cmd
 }
 
-// run becomes the keeper, or takes this network namespace's place and carries Services.
+// run does what the flags ask for: mostly, to carry Services.
 func (o *runOptions) run(ctx context.Context) error {
-	log, err := newLog(os.Stderr, o.logFormat, o.logLevel)
+	switch {
+	case o.flags.Version:
+		_, err := fmt.Fprintln(o.out, version())
+		return err
+	case o.flags.Cleanup:
+		cleanup := newCleanup()
+		cleanup.SetContext(ctx)
+		return cleanup.RunE(cleanup, nil)
+	}
+	settings, problems, err := config.Load(o.flags.Config, &o.flags, nil)
 	if err != nil {
 		return err
 	}
-	if o.from != "" && o.kubeconfig != "" {
-		return errors.New("--from and --kubeconfig exclude each other")
+	switch {
+	case o.flags.WriteConfigTo != "":
+		return writeConfig(o.flags.WriteConfigTo, settings, problems)
+	case o.flags.InitOnly:
+		return initOnly(sysctl.Host{}, settings, problems, o.out)
 	}
-	if _, err := o.policy.config(); err != nil {
+	if _, err := nodeName(settings); err != nil {
 		return err
 	}
+	log := newLogger(os.Stderr, settings.Log)
+	return o.keep(ctx, settings, problems, log)
+}
+
+// keep becomes the keeper, or takes this network namespace's place and carries Services.
+func (o *runOptions) keep(ctx context.Context, settings *config.Settings, problems []*config.Problem, log *logger) error {
 	held, err := keeper.Inherited()
 	if err != nil {
 		return err
 	}
-	mode, err := held.Choose(o.keep)
+	mode, err := held.Choose(keeper.Mode(settings.Keeper))
 	if err != nil {
 		return err
 	}
@@ -88,7 +110,8 @@ func (o *runOptions) run(ctx context.Context) error {
 		}
 	}
 	if mode == keeper.Process {
-		status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Log: log})
+		_ = setOOMScore(sysctl.Host{}, settings.OOMScoreAdj) // the child does the same, and complains
+		status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Log: log.Logger})
 		if err == nil && status != exitOK {
 			err = exitStatus(status)
 		}
@@ -103,12 +126,13 @@ func (o *runOptions) run(ctx context.Context) error {
 		case <-ctx.Done():
 		}
 	}()
-	seat := keeper.Seat{Name: placeName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: log}
+	live := newLive(&o.flags, settings, problems, log)
+	seat := keeper.Seat{Name: placeName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: log.Logger}
 	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		if err := held.Keep(socket); err != nil {
 			log.Warn("the tables will be unprotected while this is restarted", "err", err)
 		}
-		return o.carry(ctx, socket, log)
+		return carry(ctx, socket, live)
 	})
 	switch {
 	case errors.Is(err, keeper.ErrEvicted):
@@ -124,18 +148,21 @@ func (o *runOptions) run(ctx context.Context) error {
 var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
 
 // carry carries Services until the context ends.
-func (o *runOptions) carry(ctx context.Context, socket *os.File, log *slog.Logger) error {
-	n := node{log: log, routeLocalnet: routeLocalnet}
-	var err error
-	if n.config, err = o.policy.config(); err != nil {
-		return err
-	}
-	objects, err := objectSource(o.from, o.kubeconfig, n.config.NodeName, log)
+func carry(ctx context.Context, socket *os.File, live *live) error {
+	log := live.log.Logger
+	s := live.begin()
+	name, err := nodeName(s)
 	if err != nil {
 		return err
 	}
-	n.sources = []source{objects, &watch.Host{Report: reporter(log)}}
-	backend, err := openBackend(kernel.Options{Socket: socket, Own: o.own})
+	live.policyName(name)
+	n := node{log: log, routeLocalnet: routeLocalnet, config: live.policy(), tunings: live.tunings, leastRest: s.MinSyncPeriod}
+	objects, err := live.source(s, name)
+	if err != nil {
+		return err
+	}
+	n.sources = []source{&nodeWatch{source: objects, live: live}, &watch.Host{Report: reporter(log)}}
+	backend, err := openBackend(kernel.Options{Socket: socket, Own: s.OwnTables})
 	if err != nil {
 		return err
 	}
@@ -145,26 +172,37 @@ func (o *runOptions) carry(ctx context.Context, socket *os.File, log *slog.Logge
 		return err
 	}
 	defer n.flows.Close()
-	log.Info("verdict starts", "node", n.config.NodeName, "from", o.from, "owns tables", backend.Owns())
+	log.Info("verdict starts", "version", version(), "node", name, "from", s.Manifests, "mode", s.Backend, "owns tables", backend.Owns())
 	if err := keeper.Notify("READY=1"); err != nil {
 		log.Warn(err.Error())
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	defer cancel()
+	if live.events != nil {
+		beside.Go(func() {
+			if err := live.events.Run(ctx); err != nil {
+				log.Warn(err.Error())
+			}
+		})
+	}
+	beside.Go(func() { live.follow(ctx) })
+	n.written = live.written
+	live.events.Emit(watch.Event{Reason: "Starting", Action: "StartKubeProxy"})
 	return n.run(ctx)
-}
-
-// objectSource gives the source the flags ask for.
-func objectSource(from, kubeconfig, nodeName string, log *slog.Logger) (source, error) {
-	if from != "" {
-		return &watch.Files{Path: from, NodeName: nodeName, Report: reporter(log)}, nil
-	}
-	config, err := watch.ClientConfig(kubeconfig)
-	if err != nil {
-		return nil, err
-	}
-	return &watch.Kubernetes{Config: config, NodeName: nodeName, Report: reporter(log)}, nil
 }
 
 // reporter logs what a source finds wrong. Nothing of it stops the proxy.
 func reporter(log *slog.Logger) func(error) {
 	return func(err error) { log.Warn(err.Error()) }
+}
+
+// version says what this is.
+func version() string {
+	text := "verdict (unknown version)"
+	if info, ok := debug.ReadBuildInfo(); ok {
+		text = "verdict " + info.Main.Version + " " + info.GoVersion
+	}
+	return text
 }

@@ -23,7 +23,7 @@ differs by Service; verdict diff shows the lines. It only reads, beside a runnin
 
 Exit status: 0 if all is as it should be, 1 if not, 2 if something went wrong.`,
 		Example: `  verdict verify
-  verdict verify --in-cluster --node-name node-1 --json`,
+  verdict verify --in-cluster --hostname-override node-1 --json`,
 	}
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "print all lines, however many there are")
@@ -57,7 +57,8 @@ func (c *comparison) printVerify(s *show, all bool) {
 	}
 	bounded(s, lines, maxShown, all)
 	if len(c.Differences) > 0 {
-		s.line("%s", s.paint(red, fmt.Sprintf("! %d lines differ from what %s asks for (verdict diff shows them):", len(c.Differences), c.Objects)))
+		s.line("%s", s.paint(red, fmt.Sprintf("! %d lines differ from what %s asks for (verdict diff shows them):",
+			len(c.Differences), c.Objects)))
 		bounded(s, c.summary(s), maxShown, all)
 	}
 	switch {

@@ -33,6 +33,8 @@ type Backend struct {
 	netns   *os.File
 	// dial opens a socket in a network namespace; tests put faults in.
 	dial func(netns int) (*Conn, error)
+	// dumpMost is the constant of that name, but in tests.
+	dumpMost int
 	// conn is what we write by, and what owns the tables. reader only reads, and so does sweeper, whose dumps of the affinity maps
 	// go on while others read.
 	conn, reader, sweeper *Conn
@@ -73,7 +75,7 @@ func Open(o Options) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nft: network namespace: %w", err)
 	}
-	b := &Backend{options: o, netns: netns, dial: Dial}
+	b := &Backend{options: o, netns: netns, dial: Dial, dumpMost: dumpMost}
 	for _, c := range []**Conn{&b.reader, &b.sweeper} {
 		if *c, err = b.openReader(); err != nil {
 			return nil, errors.Join(err, b.Close())
@@ -210,7 +212,7 @@ func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
 		txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
 		return &txn, nil
 	}
-	if err := b.reader.readElements(found); err != nil {
+	if err := b.readElements(found); err != nil {
 		return nil, err
 	}
 	return b.model.Correct(found), nil
@@ -242,13 +244,14 @@ const maxElementBytes = 512
 
 // commitSteps writes a transaction in several, since this process may not send it in one.
 func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
+	b.model.MakeRoom(txn)
 	for i, step := range txn.Split(max(room/maxElementBytes, 1)) {
 		if step.Empty() {
 			continue
 		}
 		if err := b.send(b.batch.encode(step)); err != nil {
 			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
-				return &halfway{err}
+				return &halfway{b.named(txn, step, err)}
 			}
 			return err
 		}

@@ -39,8 +39,9 @@ type batch struct {
 	tableName string
 	// tableFlags are those of new tables.
 	tableFlags uint32
-	// single gives each element a message of its own, so that the kernel says of each what it thinks.
-	single bool
+	// unfinished leaves out the end, without which the kernel takes nothing; single gives each element a message of its own, so
+	// that the kernel says of each what it thinks.
+	unfinished, single bool
 	// chains caches the bytes of verdicts that lead to a chain.
 	chains map[nft.ChainID][]byte
 }
@@ -65,7 +66,7 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 	for i, f := range nft.Families {
 		b.table(f, &txn.Tables[i])
 	}
-	if !b.single {
+	if !b.unfinished {
 		b.batch(unix.NFNL_MSG_BATCH_END)
 	}
 	return b.b
@@ -420,6 +421,22 @@ func (b *batch) describe(seq uint32, offset int) string {
 		what += fmt.Sprintf(" or one of the %d after it", others)
 	}
 	return what
+}
+
+// elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody knows which.
+func (b *batch) elementOf(r refusal) (f nft.Family, e nft.Element, ok bool) {
+	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.seq })
+	if i == len(b.notes) || b.notes[i].seq != r.seq || len(b.notes[i].elements) == 0 {
+		return 0, e, false
+	}
+	n, at := &b.notes[i], 0
+	if len(n.elements) > 1 {
+		at = b.elementAt(n, r.offset)
+	}
+	if at < 0 {
+		return 0, e, false
+	}
+	return n.family, n.elements[at], true
 }
 
 // elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements, as it does

@@ -55,7 +55,7 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		}
 		return nil
 	}
-	services := b.blame(txn)
+	services := b.blame(txn, txn)
 	b.model.Rollback(txn)
 	switch {
 	case len(services) > 0:
@@ -63,6 +63,17 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case b.trust != broken && txn.Tables[0].Create == nil:
 		b.trust = broken
 		return nil
+	}
+	return err
+}
+
+// named is the error of a step of a transaction. It names the Services whose elements the kernel refuses.
+func (b *Backend) named(txn, step *nft.Txn, err error) error {
+	var r *rejected
+	if errors.As(err, &r) && b.alone() {
+		if services := b.blame(txn, step); len(services) > 0 {
+			return fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
+		}
 	}
 	return err
 }
@@ -149,33 +160,52 @@ func (b *Backend) owned(err error) error {
 	return fmt.Errorf("%w (%w)", ErrRights, err)
 }
 
-// blame finds the Services whose elements the kernel does not take. Each element is offered to it alone, in a batch that is
-// never finished: the kernel says of each message what it thinks of it, and then throws all of it away. It gives none if
-// anything but elements of Services is refused: then they are not to blame.
-func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
-	offer := batch{single: true, tableFlags: b.batch.tableFlags}
-	refused, err := b.conn.transact(offer.encode(txn))
-	if err != nil && !errors.Is(err, unix.ENOBUFS) {
-		return nil
+// blame finds the Services whose elements of a step of a transaction the kernel does not take. It gives none if anything but
+// elements of Services is refused: then they are not to blame.
+func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
+	offer, refused := b.offer(step)
+	var elements [len(nft.Families)][]nft.Element
+	var why [len(nft.Families)][]refusal
+	for _, r := range refused {
+		f, e, ok := offer.elementOf(r)
+		if !ok || r.errno == unix.ENOMEM || r.errno == unix.ENFILE { // no memory, or no room in a set
+			return nil
+		}
+		i := slices.Index(nft.Families[:], f)
+		elements[i], why[i] = append(elements[i], e), append(why[i], r)
 	}
 	out := map[snapshot.Name]error{}
-	for _, r := range refused {
-		i := slices.IndexFunc(offer.notes, func(n note) bool { return n.seq == r.seq })
-		if i < 0 || len(offer.notes[i].elements) == 0 || r.errno == unix.ENOMEM {
-			return nil
-		}
-		n := &offer.notes[i]
-		names := b.model.Askers(txn, n.family, &n.elements[0])
-		if len(names) == 0 {
-			return nil
-		}
-		for _, name := range names {
-			if out[name] == nil {
-				out[name] = offer.refusalError(r)
+	for i, askers := range b.model.Askers(txn, &elements) {
+		for n, names := range askers {
+			if len(names) == 0 {
+				return nil
+			}
+			for _, name := range names {
+				if out[name] == nil {
+					out[name] = offer.refusalError(why[i][n])
+				}
 			}
 		}
 	}
 	return out
+}
+
+// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it thinks of it, and
+// then throws all of it away. Each element has a message of its own, unless that is more than this process may send: then the
+// kernel names the first of each message.
+func (b *Backend) offer(step *nft.Txn) (*batch, []refusal) {
+	var large *errTooLarge
+	for _, single := range [...]bool{true, false} {
+		offer := &batch{unfinished: true, single: single, tableFlags: b.batch.tableFlags}
+		refused, err := b.conn.transact(offer.encode(step))
+		if err == nil || errors.Is(err, unix.ENOBUFS) {
+			return offer, refused
+		}
+		if !errors.As(err, &large) {
+			break
+		}
+	}
+	return nil, nil
 }
 
 // resize gives sets the sizes that a transaction asked for, in one of its own: what is added to a set is measured by the size it

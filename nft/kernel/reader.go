@@ -7,6 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // Reader reads our tables beside whoever writes them, and changes nothing. It is not safe for concurrent use.
@@ -29,10 +30,19 @@ func OpenReader() (*Reader, error) {
 // Close closes the reader's socket.
 func (r *Reader) Close() error { return r.conn.Close() }
 
+// unreadable is ErrRights for those who only read, which takes the same right.
+type unreadable struct{}
+
+func (unreadable) Error() string {
+	return "nf_tables cannot be read: run as root, or with CAP_NET_ADMIN"
+}
+
+func (unreadable) Is(target error) bool { return target == ErrRights }
+
 // rights says what a refusal to read means.
 func rights(err error) error {
 	if errors.Is(err, unix.EPERM) {
-		return fmt.Errorf("nf_tables cannot be read: run as root, or with CAP_NET_ADMIN: %w", unix.EPERM)
+		return unreadable{}
 	}
 	return err
 }
@@ -158,9 +168,13 @@ type Contents struct {
 	Found  [len(nft.Families)]nft.Found
 	// Wrong says in words what of their structure is not as it should be.
 	Wrong []string
-	// Quiet says that the tables were not written to while they were read. Otherwise what was read may never have been there at
-	// one moment, and elements may be missing.
-	Quiet bool
+	// Contradictions are elements that do not fit together.
+	Contradictions []nft.Difference
+	// Quiet says that the tables were not written to while they were read. Otherwise what was found may never have been there at
+	// one moment, and elements may be missing. What is Wrong, and the Contradictions, were then looked for piece by piece, each
+	// at a moment when nobody wrote, and without Unchecked frontends for which there was none.
+	Quiet     bool
+	Unchecked int
 }
 
 // quietTries is how often everything is read in the hope that nobody writes meanwhile.
@@ -170,22 +184,150 @@ const quietTries = 3
 // the tables that wanted gives; nil stands for what the elements found ask for.
 func (r *Reader) Contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, err error) {
 	for range quietTries {
-		before, err := r.Revisions()
+		quiet, err := r.quietly(func() (err error) {
+			c, err = r.contents(wanted)
+			return err
+		})
 		if err != nil {
 			return nil, err
 		}
-		if c, err = r.contents(wanted); err != nil {
-			return nil, err
-		}
-		after, err := r.Revisions()
-		if err != nil {
-			return nil, err
-		}
-		if c.Quiet = c.Quiet && before == after; c.Quiet {
-			break
+		if c.Quiet = c.Quiet && quiet; c.Quiet {
+			c.Contradictions = nft.Inconsistencies(&c.Found)
+			return c, nil
 		}
 	}
-	return c, nil
+	return c, r.piecemeal(c)
+}
+
+// quietly reads something, and says whether our tables were not written to meanwhile.
+func (r *Reader) quietly(read func() error) (quiet bool, err error) {
+	before, err := r.Revisions()
+	if err != nil {
+		return false, err
+	}
+	if err := read(); err != nil {
+		return false, err
+	}
+	after, err := r.Revisions()
+	return before == after, err
+}
+
+// A piece is so small that it is read between two transactions of a busy proxy; it is tried pieceTries times.
+const (
+	pieceFrontends = 64
+	pieceTries     = 30
+)
+
+// piecemeal looks for what is wrong by pieces.
+func (r *Reader) piecemeal(c *Contents) error {
+	c.Wrong, c.Contradictions = nil, nil
+	for i, f := range nft.Families {
+		for range pieceTries {
+			quiet, err := r.quietly(func() (err error) {
+				c.Tables[i], err = r.Table(f)
+				return err
+			})
+			if err != nil {
+				return err
+			}
+			if quiet {
+				break
+			}
+		}
+		c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...)
+		if c.Tables[i].There {
+			c.Wrong = append(c.Wrong, c.Tables[i].Wrong...)
+		}
+		for _, set := range [...]nft.SetID{nft.Services, nft.OutsideServices} {
+			frontends := c.Found[i].Elements[set]
+			for len(frontends) > 0 {
+				n := min(pieceFrontends, len(frontends))
+				if err := r.piece(i, frontends[:n], c); err != nil {
+					return err
+				}
+				frontends = frontends[n:]
+			}
+		}
+	}
+	return nil
+}
+
+// piece looks whether what belongs to some frontends fits together.
+func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
+	for range pieceTries {
+		var found [len(nft.Families)]nft.Found
+		quiet, err := r.quietly(func() error { return r.readPiece(nft.Families[family], frontends, &found[family]) })
+		if err != nil {
+			return err
+		}
+		if quiet {
+			c.Contradictions = append(c.Contradictions, nft.Inconsistencies(&found)...)
+			return nil
+		}
+	}
+	c.Unchecked += len(frontends)
+	return nil
+}
+
+// readPiece reads some frontends, with their slots and pools, by their keys.
+func (r *Reader) readPiece(f nft.Family, frontends []nft.Element, found *nft.Found) error {
+	read := func(keys []nft.Element) error {
+		if len(keys) == 0 {
+			return nil
+		}
+		set := keys[0].Set
+		return rights(r.conn.get(f, set, keys, func(e nft.Element) { found.Elements[set] = append(found.Elements[set], e) }))
+	}
+	set := frontends[0].Set
+	slots := nft.Endpoints
+	if set == nft.OutsideServices {
+		slots = nft.OutsideEndpoints
+	}
+	if err := read(frontends); err != nil {
+		return err
+	}
+	var pools []nft.Element
+	for _, e := range found.Elements[set] {
+		l := nft.Listed{Element: e}
+		if at, ok := l.FrontendCount(); ok && at.Sticky {
+			pools = append(pools, nft.PoolKey(at.Counted))
+		}
+	}
+	if err := errors.Join(read(nft.SlotKeys(slots, found.Elements[set])), read(pools)); err != nil || len(pools) == 0 {
+		return err
+	}
+	return read(membersOf(found.Elements[slots], found.Elements[pools[0].Set]))
+}
+
+// membersOf gives the members that the pools of some frontends should have, as their slots tell.
+func membersOf(slots, pools []nft.Element) []nft.Element {
+	id := map[dataplane.Key]uint32{}
+	for i := range pools {
+		id[pools[i].FrontendKey()] = pools[i].PoolID()
+	}
+	seen := map[string]bool{}
+	var keys []nft.Element
+	for i := range slots {
+		l := nft.Listed{Element: slots[i]}
+		at := l.SlotCount()
+		pool, sticky := id[at.Key]
+		if key := nft.MemberKey(pool, at.Endpoint); sticky && !seen[string(key.Key())] {
+			seen[string(key.Key())] = true
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
+// asSuch says what is wrong with a table before one looks into it.
+func (t *TableFound) asSuch(f nft.Family) []string {
+	switch {
+	case !t.There:
+		return []string{fmt.Sprintf("%s %s: the table is not there", f, nft.TableName)}
+	case t.Dormant:
+		return []string{fmt.Sprintf("%s %s: the table is dormant: it does nothing", f, nft.TableName)}
+	}
+	return nil
 }
 
 func (r *Reader) contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, err error) {
@@ -196,16 +338,12 @@ func (r *Reader) contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, er
 			return nil, err
 		}
 	}
-	if err := r.conn.readElements(&c.Found); err != nil {
+	if err := r.conn.readElements(&c.Found, dumpMost); err != nil {
 		return nil, rights(err)
 	}
 	for i, f := range nft.Families {
-		if !c.Tables[i].There {
-			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: the table is not there", f, nft.TableName))
+		if c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...); !c.Tables[i].There {
 			continue
-		}
-		if c.Tables[i].Dormant {
-			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: the table is dormant: it does nothing", f, nft.TableName))
 		}
 		want := nft.TableOf(f, c.Tables[i].Structure, nft.ChainsFor(&c.Found[i].Elements))
 		if wanted != nil {

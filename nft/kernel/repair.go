@@ -72,8 +72,28 @@ func (b *Backend) claim() error {
 // larger ones are read faster by their keys, which follow from the frontends.
 const dumpMost = 32768
 
-// readElements reads what the tables hold besides affinity.
-func (c *Conn) readElements(found *[len(nft.Families)]nft.Found) error {
+// readElements is Conn.readElements, and finds the slots that no frontend leads to, too: a transaction that stopped midway leaves
+// such, and if they stayed, each Check would find them and no correction would end that.
+func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
+	if err := b.reader.readElements(found, b.dumpMost); err != nil {
+		return err
+	}
+	for i, f := range nft.Families {
+		for _, slots := range [...]nft.SetID{nft.Endpoints, nft.OutsideEndpoints} {
+			if found[i].Counts[slots] <= len(found[i].Elements[slots]) {
+				continue
+			}
+			found[i].Elements[slots] = nil
+			if err := b.reader.readSet(f, slots, &found[i]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// readElements reads what the tables hold besides affinity. More slots than most are read by their keys.
+func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, most int) error {
 	for i, f := range nft.Families {
 		for set := range nft.NumSets {
 			switch set {
@@ -86,13 +106,13 @@ func (c *Conn) readElements(found *[len(nft.Families)]nft.Found) error {
 		}
 		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
 			keys := nft.SlotKeys(slots, found[i].Elements[frontends])
-			if len(keys) <= dumpMost {
+			if len(keys) <= most {
 				if err := c.readSet(f, slots, &found[i]); err != nil {
 					return err
 				}
 				continue
 			}
-			// Slots that no frontend leads to stay unseen here. If one is in the way later, everything is made anew.
+			// Slots that no frontend leads to stay unseen here.
 			err := c.get(f, slots, keys, func(e nft.Element) {
 				found[i].Elements[slots] = append(found[i].Elements[slots], e)
 			})
@@ -292,7 +312,7 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 	for i, f := range nft.Families {
 		for set := range nft.NumSets {
 			s := nft.SetByID(set)
-			if set == nft.Affinity || set == nft.RevisionSet || !s.Interval && b.model.Count(f, set) > dumpMost/8 {
+			if set == nft.Affinity || set == nft.RevisionSet || !s.Interval && b.model.Count(f, set) > b.dumpMost/8 {
 				continue
 			}
 			listed, err := b.reader.Elements(f, set)

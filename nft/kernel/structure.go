@@ -139,6 +139,7 @@ func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
 		})
 		if v := attrs[nftaSetCount]; len(v) == 4 {
 			s.counted, s.counts[id] = true, int(binary.BigEndian.Uint32(v))
+			s.Counts[id] = s.counts[id]
 		}
 		if !sameSet(f, want.Sets[i], attrs) {
 			s.sets = false
@@ -154,11 +155,11 @@ func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
 	return err
 }
 
-// sameSet compares a set with the attributes the kernel lists, but for its size, which may have grown.
+// sameSet compares a set with the attributes the kernel lists, but for a size that may have grown.
 func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
 	var w batch
 	w.reset()
-	want.Size = 0
+	want.Size = nft.SetByID(want.ID).Size
 	w.newSet(f, &want)
 	same := true
 	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {

@@ -24,7 +24,8 @@ type tableContent struct {
 	family nft.Family
 	bySet  [nft.NumSets][]nft.Element
 	// chains are the bytes of each chain with its rules.
-	chains map[string]string
+	chains  map[string]string
+	handles map[string][]byte
 }
 
 // content reads the kernel, by another connection than the backend's.
@@ -33,8 +34,9 @@ func (w *walker) content() (c content) {
 	for i, f := range nft.Families {
 		t := &c[i]
 		w.readElements(t, i)
-		t.chains = map[string]string{}
+		t.chains, t.handles = map[string]string{}, map[string][]byte{}
 		w.must(w.eye.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+			t.handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] += string(attrs[unix.NFTA_CHAIN_HOOK]) + "\n"
 		}))
 		w.must(w.eye.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {

@@ -94,6 +94,7 @@ var edits = []edit{
 	{"flush chain", func(h *hand) { h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, h.anyChain(), "") }},
 	{"flush all chains", func(h *hand) { h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, "")) }},
 	{"delete chain", (*hand).deleteChain},
+	{"rename chain", (*hand).rename},
 	{"add chain", (*hand).addChain},
 	{"add rule", func(h *hand) { h.rule(h.anyChain(), unix.NLM_F_APPEND*uint16(h.w.r.IntN(2))) }},
 	{"chain with another policy", func(h *hand) {
@@ -111,6 +112,13 @@ var edits = []edit{
 		if h.w.r.IntN(2) == 0 {
 			h.set(name)
 		}
+	}},
+	{"smaller set", func(h *hand) {
+		h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+		set := nft.SetByID(oneOf(h.w.r, nft.Endpoints, nft.Hairpin, nft.ClusterIPs, nft.Affinity, nft.RevisionSet))
+		set.Size = 1
+		h.deleteSet(set.Name())
+		h.b.newSet(h.family(), &set)
 	}},
 	{"delete table", func(h *hand) { h.b.deleteTable(h.family()) }},
 	{"empty table", func(h *hand) {
@@ -185,12 +193,12 @@ func (h *hand) jump() {
 	h.b.chains = was
 }
 
-// rule adds a rule that does no harm.
-func (h *hand) rule(chain string, flags uint16) {
+// rule adds a rule.
+func (h *hand) rule(chain string, flags uint16, does ...nft.Statement) {
 	m := h.b.object(h.family(), unix.NFT_MSG_NEWRULE, flagsCreate|flags, "")
 	h.b.text(unix.NFTA_RULE_CHAIN, chain)
 	x := h.b.nest(unix.NFTA_RULE_EXPRESSIONS)
-	for _, e := range ruleExprs(h.family(), nft.Rule{nft.Counter{}}) {
+	for _, e := range ruleExprs(h.family(), append(nft.Rule{nft.Counter{}}, does...)) {
 		h.b.attr(unix.NFTA_LIST_ELEM|nestedAttr, marshal(h.family(), e))
 	}
 	h.b.close(x)
@@ -212,6 +220,9 @@ func (h *hand) addChain() {
 	if h.w.r.IntN(2) == 0 {
 		h.rule(name, 0)
 	}
+	if h.w.r.IntN(2) == 0 {
+		h.rule(h.anyChain(), 0, nft.Jump{Chain: c.ID})
+	}
 }
 
 // deleteChain deletes a chain, which succeeds if nothing leads there.
@@ -219,6 +230,15 @@ func (h *hand) deleteChain() {
 	name := h.anyChain()
 	h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
 	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, name, "")
+}
+
+// rename gives a chain another name. What leads there leads there still.
+func (h *hand) rename() {
+	name := h.anyChain()
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
+	h.b.attr(unix.NFTA_CHAIN_HANDLE, h.table().handles[name])
+	h.b.text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "mine", "pick-76"))
+	h.b.end(m)
 }
 
 // moveChain makes a base chain anew with another priority.

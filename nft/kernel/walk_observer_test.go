@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -158,7 +159,8 @@ func (o *observer) run() {
 			return
 		case <-time.After(200 * time.Microsecond):
 		}
-		if err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, views...), r); err != nil {
+		err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, views...), r)
+		if err != nil && !errors.Is(err, unix.EINTR) { // so much was written meanwhile that it saw nothing
 			o.mu.Lock()
 			o.bad = err.Error()
 			o.mu.Unlock()

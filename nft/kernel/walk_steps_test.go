@@ -6,6 +6,8 @@ import (
 	"slices"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -62,6 +64,7 @@ var events = []event{
 		w.restart()
 	}},
 	{"burst", 8, (*walker).bursts},
+	{"other config", 10, (*walker).reconfigure},
 	{"remove", 4, (*walker).remove},
 	{"another process", 10, (*walker).another},
 }
@@ -81,7 +84,7 @@ func walkMustSee() (names []string) {
 			}
 		}
 	}
-	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "clients", "tables made anew",
+	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "refused in steps", "clients", "tables made anew",
 		"failed: all as before", "failed: all in", "failed: half in", "large sets seen", "made anew for larger sets", "killed", "owned by a held socket",
 		"owned by a socket of its own", "orphaned", "owned, and others tried", "adopted")
 }
@@ -108,17 +111,20 @@ func (w *walker) changes(n int) (d snapshot.Delta) {
 		d.Merge(one)
 	}
 	if w.burst && w.r.IntN(8) == 0 {
-		d.Merge(w.endBurst())
+		d.Merge(w.toggleBurst())
 	}
 	return d
 }
 
-// applyAll applies until it takes.
+// applyAll applies until it takes. The cluster does not wait for that.
 func (w *walker) applyAll() {
 	w.t.Helper()
 	for try := 1; w.apply(w.planner.State()) != nil; try++ {
 		if try == maxTries {
 			w.fail("tried %d times", try)
+		}
+		if w.r.IntN(3) == 0 {
+			w.see(w.changes(1))
 		}
 	}
 }
@@ -197,6 +203,9 @@ func (w *walker) owned() bool {
 // trouble breaks the wires, in the middle of something else.
 func (w *walker) trouble() {
 	w.see(w.changes(w.r.IntN(3)))
+	if w.r.IntN(32) == 0 {
+		w.see(w.toggleBurst())
+	}
 	if w.r.IntN(2) == 0 && !w.meddled {
 		w.remember()
 	}
@@ -222,6 +231,9 @@ func (w *walker) trouble() {
 // small lets only short datagrams through.
 func (w *walker) small() {
 	w.see(w.changes(1 + w.r.IntN(10)))
+	if w.r.IntN(8) == 0 {
+		w.see(w.toggleBurst())
+	}
 	w.faults.most = oneOf(w.r, 600, 2000, 8000, 30000, 100000)
 	w.note("  datagrams of %d bytes", w.faults.most)
 	w.backend.conn.sendMax = 0
@@ -369,6 +381,9 @@ func (w *walker) poison() {
 		w.settle()
 		return
 	}
+	if w.r.IntN(3) == 0 {
+		w.poisonInSteps(bad)
+	}
 	left := w.without(bad, func(s *dataplane.Service) *dataplane.Service {
 		if w.r.IntN(3) == 0 {
 			return nil
@@ -383,6 +398,32 @@ func (w *walker) poison() {
 		w.fail("without what was refused:\n%s", d)
 	}
 	w.settle()
+}
+
+// poisonInSteps asks for the same once more, in short datagrams. Those of one step are named at a time.
+func (w *walker) poisonInSteps(bad []snapshot.Name) {
+	w.note("  in steps")
+	w.faults.most = oneOf(w.r, 2000, 8000, 30000)
+	w.backend.conn.sendMax = 0
+	for left := bad; ; {
+		w.refusable = true
+		err := w.apply(w.without(left, poison))
+		w.refusable = false
+		if err == nil && len(left) == 0 {
+			break
+		}
+		if errors.Is(err, unix.EMSGSIZE) { // not even the structure fits
+			break
+		}
+		var refused *dataplane.Refused
+		if !errors.As(err, &refused) || !within(sortedKeys(refused.Services), left) {
+			w.fail("poisoned were %v, and it says %v", left, err)
+		}
+		w.count["refused in steps"]++
+		left = slices.DeleteFunc(slices.Clone(left), func(n snapshot.Name) bool { return refused.Services[n] != nil })
+	}
+	w.faults.disarm()
+	w.backend.conn.sendMax = 0
 }
 
 // within says whether all of some names are among others.
@@ -418,19 +459,23 @@ func (w *walker) without(names []snapshot.Name, other func(*dataplane.Service) *
 // bursts lets a few hundred Services come or go.
 func (w *walker) bursts() {
 	d := w.changes(w.r.IntN(6))
-	if w.burst {
-		d.Merge(w.endBurst())
-	} else {
-		w.burst = true
-		d.Merge(w.world.burst(true))
-	}
+	d.Merge(w.toggleBurst())
 	w.see(d)
 	w.settle()
 }
 
-func (w *walker) endBurst() snapshot.Delta {
-	w.burst = false
-	return w.world.burst(false)
+func (w *walker) toggleBurst() snapshot.Delta {
+	w.burst = !w.burst
+	w.note("  burst %v", w.burst)
+	return w.world.burst(w.burst)
+}
+
+// reconfigure has the process go by another configuration.
+func (w *walker) reconfigure() {
+	w.cfg = anyConfig(w.r)
+	w.planner = dataplane.NewPlanner(w.cfg)
+	w.planner.Apply(w.snap, snapshot.Change{})
+	w.settle()
 }
 
 // remove takes everything away.

@@ -22,6 +22,9 @@ type Config struct {
 	NoExternalIPs bool
 }
 
+// AnswersLocalhost says whether IPv4 node ports answer on 127.0.0.1, for which the host has to route its loopback range.
+func (c Config) AnswersLocalhost() bool { return localhostNodePorts(c) }
+
 // DetectLocal is kube-proxy's detectLocalMode with its argument.
 type DetectLocal struct {
 	// Mode selects which of the fields below counts.

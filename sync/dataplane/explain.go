@@ -324,7 +324,9 @@ func (e *explainer) endpoints() {
 	x := e.x
 	name, f := x.Port.Name, familyOf(x.Frontend.Key.Addr)
 	svc := e.s.Services[name.Service]
-	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool { return p.Name == name.Port && p.Protocol == name.Protocol })]
+	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
+		return p.Name == name.Port && p.Protocol == name.Protocol
+	})]
 	e.loadSlices(e.s.Slices[name.Service])
 	e.gather(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {

@@ -3,6 +3,7 @@ package dataplane
 import (
 	"maps"
 	"math/rand/v2"
+	"net/netip"
 	"reflect"
 	"slices"
 	"testing"
@@ -61,6 +62,29 @@ func (d *dice) config() Config {
 		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
 		LocalhostNodePorts: d.yes(),
 	}
+}
+
+// otherConfig changes one thing of a Config.
+func (d *dice) otherConfig(c Config) Config {
+	other := d.config()
+	switch d.n(8) {
+	case 0:
+		c.NodeName = pick(d, "here", "there")
+	case 1:
+		c.DetectLocal = other.DetectLocal
+	case 2:
+		c.MasqueradeAll = !c.MasqueradeAll
+	case 3:
+		c.NodePortAddresses = append(other.NodePortAddresses, some(d, netip.Prefix{})...)
+	case 4:
+		c.LocalhostNodePorts = !c.LocalhostNodePorts
+	case 5:
+		c.NoExternalIPs = !c.NoExternalIPs
+	case 6:
+		c.NodeIP = pick(d, append(walkHosts, netip.Addr{})...)
+	case 7: // the same once more
+	}
+	return c
 }
 
 func (d *dice) service(n snapshot.Name) *snapshot.Service {
@@ -151,6 +175,10 @@ func FuzzIncrementalEqualsFull(f *testing.F) {
 			before, globals := maps.Clone(p.State().Services), *p.State()
 			if d.n(4) == 0 {
 				old = before
+			}
+			if d.n(5) == 0 {
+				cfg = d.otherConfig(cfg)
+				p.SetConfig(cfg)
 			}
 			change, found := p.Apply(s, s.Apply(d.delta()))
 

@@ -34,6 +34,7 @@ func TestNodePortAddresses(t *testing.T) {
 		serviceCIDRs      string
 		want              string
 		loopbackIsClaimed bool
+		nodeIP            string
 	}{
 		{what: "primary", node: node, host: hostAddrs, want: node},
 		{what: "primary, the host's addresses unknown", node: node, want: node},
@@ -46,6 +47,14 @@ func TestNodePortAddresses(t *testing.T) {
 		{what: "primary and localhost", node: node, host: hostAddrs, localhost: true,
 			want: "127.0.0.1 " + node, loopbackIsClaimed: true},
 		{what: "localhost does not wait for the node", host: hostAddrs, localhost: true, want: "127.0.0.1", loopbackIsClaimed: true},
+		{what: "primary is what the operator says", node: node, host: hostAddrs, nodeIP: "192.168.0.2", want: "192.168.0.2 fd00:192::1"},
+		{what: "the operator says it in IPv6", node: node, host: hostAddrs, nodeIP: "fd00:192::2", want: "192.168.0.1 fd00:192::2"},
+		{what: "the operator says loopback", node: node, host: hostAddrs, nodeIP: "127.0.0.1", want: "fd00:192::1"},
+		{what: "the operator says it before there is a node", host: hostAddrs, nodeIP: "192.168.0.2", want: "192.168.0.2"},
+		{what: "a range, whatever the operator says the node is", list: "192.168.0.0/24", node: node, host: hostAddrs, nodeIP: "203.0.113.1",
+			want: "192.168.0.1 192.168.0.2"},
+		{what: "a range that holds nothing", list: "-", node: node, host: hostAddrs, localhost: true, want: ""},
+		{what: "a range that holds nothing, the host's addresses unknown", list: "-", node: node, want: ""},
 		{what: "a range", list: "192.168.0.0/24", node: node, host: hostAddrs, want: "192.168.0.1 192.168.0.2"},
 		{what: "a range without loopback, localhost wished", list: "192.168.0.0/24", host: hostAddrs, localhost: true,
 			want: "192.168.0.1 192.168.0.2"},
@@ -70,7 +79,15 @@ func TestNodePortAddresses(t *testing.T) {
 			s := snapshot.New()
 			s.Node = snapshot.Node{Name: "here", Addresses: addrs(test.node)}
 			s.HostAddrs, s.ServiceCIDRs = addrs(test.host), prefixes(test.serviceCIDRs)
-			cfg := Config{NodePortAddresses: prefixes(test.list), LocalhostNodePorts: test.localhost}
+			cfg := Config{LocalhostNodePorts: test.localhost}
+			if test.list == "-" {
+				cfg.NodePortAddresses = []netip.Prefix{{}}
+			} else {
+				cfg.NodePortAddresses = prefixes(test.list)
+			}
+			if test.nodeIP != "" {
+				cfg.NodeIP = netip.MustParseAddr(test.nodeIP)
+			}
 			if got := nodePortKeys(cfg, s); !slices.Equal(got, addrs(test.want)) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}

@@ -67,6 +67,9 @@ func (p *Planner) Conflicts() []Conflict {
 // time, also while Apply is running.
 func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 
+// Config gives the one that the State was made by.
+func (p *Planner) Config() Config { return p.cfg }
+
 // Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
 // what of the State that changed, and which conflicts are new, sorted. The first call looks at the whole snapshot whatever c
 // says, and always names Globals.

@@ -67,11 +67,15 @@ type Loop struct {
 	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
 	Settled func(Settled)
 	Failed  func(error)
+	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
+	LeastRest func() time.Duration
 
 	snapshot *snapshot.Snapshot
 	want     wanted
 	// unsettled is what has changed in the snapshot since the kernel carried all of it.
 	unsettled snapshot.Change
+	// wrote says that the last step had the backend write.
+	wrote bool
 	// behind says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	behind bool
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
@@ -119,7 +123,7 @@ func (l *Loop) Run(ctx context.Context) error {
 		}
 		err := l.step(ctx, delta)
 		took := time.Since(start)
-		rested = start.Add(took + min(restFactor*took, restMost))
+		rested = start.Add(took + l.restAfter(took))
 		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
@@ -133,6 +137,16 @@ func (l *Loop) Run(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// restAfter gives how long to rest after a step that took so long.
+func (l *Loop) restAfter(took time.Duration) time.Duration {
+	rest := min(restFactor*took, restMost)
+	if l.LeastRest != nil && l.wrote {
+		rest = max(rest, l.LeastRest())
+	}
+	l.wrote = false
+	return rest
 }
 
 // settle tells that the kernel carries all that was taken.
@@ -234,6 +248,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 
 // write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state without them.
 func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
+	l.wrote = true
 	for {
 		r, err := l.Backend.Apply(l.want.ask())
 		if err == nil {

@@ -99,6 +99,9 @@ func (q *Queue) Synced() {
 	q.signal()
 }
 
+// Stir has the reader call Take though nothing came: what it makes of it has changed.
+func (q *Queue) Stir() { q.signal() }
+
 // Wake gives a channel that receives whenever Take is worth calling.
 func (q *Queue) Wake() <-chan struct{} { return q.wake }
 

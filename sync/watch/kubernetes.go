@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -78,26 +79,45 @@ func (k *Kubernetes) list(name string) (all bool) {
 	return len(k.listed) == len(apiResources)
 }
 
-// ClientConfig gives the configuration in a kubeconfig file, or that of the pod we run in if the path is empty. Mind that
-// a pod is told the cluster IP of the API server, which is one of those we are to serve: on a node where nobody serves it
-// yet, set KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT to the server's own address.
+// ClientConfig is Client.Config with kube-proxy's defaults for all but the kubeconfig file.
 func ClientConfig(kubeconfig string) (*rest.Config, error) {
+	return Client{Kubeconfig: kubeconfig, QPS: 5, Burst: 10}.Config()
+}
+
+// Client says how to reach an API server. The fields are those of clientConnection in kube-proxy's configuration.
+type Client struct {
+	// Kubeconfig is a file, and Master the address of a server, in place of the one in that file. If both are empty it is the
+	// server of the cluster that this process is a pod of.
+	Kubeconfig, Master string
+	// ContentType is what to send, by default protobuf; AcceptContentTypes what to ask for, by default that and then JSON.
+	ContentType, AcceptContentTypes string
+	// QPS bounds the requests each second of each kind of object, and Burst those that come at once; a QPS below 0 is no bound.
+	QPS   float32
+	Burst int
+}
+
+// Config gives the configuration for a client. Mind that a pod is told the cluster IP of the API server, which is one of those we
+// are to serve: on a node where nobody serves it yet, set KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT to the server's own
+// address.
+func (c Client) Config() (*rest.Config, error) {
 	var (
-		c   *rest.Config
+		out *rest.Config
 		err error
 	)
-	if kubeconfig == "" {
-		c, err = rest.InClusterConfig()
+	if c.Kubeconfig == "" && c.Master == "" {
+		out, err = rest.InClusterConfig()
 	} else {
-		c, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+		out, err = clientcmd.BuildConfigFromFlags(c.Master, c.Kubeconfig)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("client configuration: %w", err)
 	}
-	// kube-proxy's defaults (clientConnection in its configuration).
-	c.ContentType, c.AcceptContentTypes = runtime.ContentTypeProtobuf, runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
-	c.QPS, c.Burst = 5, 10
-	return c, nil
+	out.ContentType, out.AcceptContentTypes = cmp.Or(c.ContentType, runtime.ContentTypeProtobuf), c.AcceptContentTypes
+	if c.AcceptContentTypes == "" && out.ContentType == runtime.ContentTypeProtobuf {
+		out.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
+	}
+	out.QPS, out.Burst = c.QPS, c.Burst
+	return out, nil
 }
 
 // apiTypes are the only types we decode. Registering whole API groups would link all their types into the binary.

@@ -1,0 +1,250 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// compared is a host to which the objects of a manifest were written.
+type compared struct {
+	t       *testing.T
+	host    *lab.Host
+	flags   []string
+	objects *objects
+	backend *kernel.Backend
+}
+
+func newCompared(t *testing.T) *compared {
+	t.Helper()
+	c := &compared{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), flags: explainFrom["cluster"]}
+	labtest.Check(t, c.host.Do(func() (err error) {
+		var o objectFlags
+		f := pflag.NewFlagSet("", pflag.ContinueOnError)
+		o.add(f)
+		labtest.Check(t, f.Parse(c.flags))
+		if c.objects, err = o.load(context.Background(), nil, true); err != nil {
+			return err
+		}
+		c.backend, err = kernel.Open(kernel.Options{})
+		return err
+	}))
+	t.Cleanup(func() { c.backend.Close() })
+	c.write()
+	return c
+}
+
+func (c *compared) write() {
+	c.t.Helper()
+	st, _ := dataplane.Compute(c.objects.config, c.objects.snap)
+	_, err := c.backend.Apply(st, dataplane.Change{Services: allNames(st), Globals: true})
+	labtest.Check(c.t, err)
+}
+
+// run runs a command on the host and gives its exit status.
+func (c *compared) run(args ...string) (out string, status int) {
+	c.t.Helper()
+	labtest.Check(c.t, c.host.Do(func() error {
+		var err error
+		out, err = command(args...)
+		var s exitStatus
+		if errors.As(err, &s) {
+			status = int(s)
+			return nil
+		}
+		return err
+	}))
+	return out, status
+}
+
+func (c *compared) nft(text string) {
+	c.t.Helper()
+	labtest.Run(c.t, c.host, text, labtest.Nfts(c.t)[0].Path, "-f", "-")
+}
+
+// TestCompare: verify and diff find what others did with nft, name it, and tell by their exit status.
+func TestCompare(t *testing.T) {
+	c := newCompared(t)
+	diff := append([]string{"diff"}, c.flags...)
+	if out, status := c.run("verify"); status != exitSame || !strings.Contains(out, "right: the kernel holds what was written") {
+		t.Errorf("verify: %d\n%s", status, out)
+	}
+	if out, status := c.run(append([]string{"verify"}, c.flags...)...); status != exitSame || !strings.Contains(out, "11 Services") {
+		t.Errorf("verify with objects: %d\n%s", status, out)
+	}
+	if out, status := c.run(diff...); status != exitSame || !strings.HasPrefix(out, "same: ") {
+		t.Errorf("diff: %d\n%s", status, out)
+	}
+	// Flags that are not given are taken from the rules.
+	if out, status := c.run(slices.Concat([]string{"diff"}, c.flags[:4])...); status != exitSame ||
+		!strings.Contains(out, "# taken from the kernel's rules: --cluster-cidr 10.244.0.0/16,fd00:10:244::/48") {
+		t.Errorf("diff without --cluster-cidr: %d\n%s", status, out)
+	}
+	c.nft(`delete element ip verdict endpoints { 10.96.20.2 . tcp . 50051 . 1 }
+		add element ip verdict endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.9.9.9 . 1 }
+		delete element ip6 verdict cluster-ips { fd00:10:96::2003 }
+		add element ip verdict hairpin { 10.9.9.9 . 10.9.9.9 }
+		insert rule ip verdict output counter accept`)
+	out, status := c.run(diff...)
+	want := `! ip verdict: the rules of chain output are others
+! ip verdict: it does not hold what was last written: its digest should be DIGEST and is DIGEST
+! ip6 verdict: it does not hold what was last written: its digest should be DIGEST and is DIGEST
+- ip chain output { (counter, accept) }
+- ip endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.9.9.9 . 1 }
++ ip endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.244.2.40 . 50051 }
+- ip hairpin { 10.9.9.9 . 10.9.9.9 }
++ ip6 cluster-ips { fd00:10:96::2003 }
+
+By Service (kernel: NUMBERS)
+  (no Service's)  2 too many
+  shop/cart       1 other
+  shop/catalog    1 missing
+`
+	if got := unnumbered(out); status != exitDiffers || got != want {
+		t.Errorf("diff: %d\n%s", status, labtest.FirstDifference(got, want))
+	}
+	out, status = c.run(append([]string{"verify"}, c.flags...)...)
+	if status != exitDiffers || !strings.Contains(out, "5 lines differ from what ../../examples/cluster.yaml asks for") ||
+		!strings.Contains(out, "the endpoints of its sticky pool are others than those of its slots") {
+		t.Errorf("verify: %d\n%s", status, out)
+	}
+	checkComparisonJSON(t, c, diff)
+	labtest.Check(t, c.backend.Remove())
+	if out, status := c.run("verify"); status != exitDiffers || !strings.Contains(out, "! ip verdict: the table is not there") {
+		t.Errorf("verify without tables: %d\n%s", status, out)
+	}
+}
+
+// unnumbered takes out what differs from run to run.
+func unnumbered(text string) string {
+	var out []string
+	for line := range strings.Lines(text) {
+		if head, _, ok := strings.Cut(line, "its digest should be "); ok {
+			line = head + "its digest should be DIGEST and is DIGEST\n"
+		}
+		if head, _, ok := strings.Cut(line, "(kernel: "); ok {
+			line = head + "(kernel: NUMBERS)\n"
+		}
+		out = append(out, line)
+	}
+	return strings.Join(out, "")
+}
+
+func checkComparisonJSON(t *testing.T, c *compared, diff []string) {
+	t.Helper()
+	out, status := c.run(append(diff, "--json")...)
+	var got comparison
+	d := json.NewDecoder(strings.NewReader(out))
+	d.DisallowUnknownFields()
+	labtest.Check(t, d.Decode(&got))
+	if status != exitDiffers || got.Same || len(got.Differences) != 5 || len(got.Services) != 3 || len(got.Tables) != 2 ||
+		got.Tables[0].Digest == got.Tables[0].Found || got.Tables[0].Revision == 0 {
+		t.Errorf("diff --json: %d\n%s", status, out)
+	}
+	if e := got.Differences[2]; e.Side != "wanted" || e.Set != "endpoints" || e.Port != "shop/cart:grpc" || e.Family != "ip" {
+		t.Errorf("a difference is %+v", e)
+	}
+}
+
+// TestCompareTrouble: whatever goes wrong is exit status 2, and touches nothing.
+func TestCompareTrouble(t *testing.T) {
+	c := newCompared(t)
+	broken := filepath.Join(t.TempDir(), "gone")
+	for _, args := range [][]string{
+		{"diff"}, {"diff", "--bogus"}, {"diff", "x"}, {"verify", "x"}, {"verify", "--from", broken}, {"diff", "--from", broken},
+		{"diff", "--from", "a", "--in-cluster"}, {"verify", "--from", "../../examples/cluster.yaml", "--cluster-cidr", "x"},
+	} {
+		if out, status := c.run(args...); status != exitTrouble {
+			t.Errorf("%v: %d\n%s", args, status, out)
+		}
+	}
+	if out, status := c.run("verify"); status != exitSame {
+		t.Errorf("afterwards: %d\n%s", status, out)
+	}
+}
+
+// TestCompareBesideAProxy verifies again and again while a proxy writes all the time: what is on its way is no difference, and the
+// proxy finds nothing that others did.
+func TestCompareBesideAProxy(t *testing.T) {
+	c := newCompared(t)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	written := 0
+	wg.Go(func() {
+		for n := 0; ; n++ {
+			select {
+			case <-stop:
+				written = n
+				return
+			case <-time.After(3 * time.Millisecond):
+			}
+			c.scale(n)
+			if found, _, err := c.backend.Check(); err != nil || len(found) > 0 {
+				t.Errorf("the proxy found %v, %v", found, err)
+			}
+		}
+	})
+	for range 12 {
+		if out, status := c.run("verify"); status != exitSame {
+			t.Errorf("verify: %d\n%s", status, out)
+		}
+		out, status := c.run("explain", "10.244.1.7", "10.96.20.3:8080", "--live")
+		if status != 0 || !strings.Contains(out, "shop/catalog:http") || strings.Contains(out, "Unclear") {
+			t.Errorf("explain: %d\n%s", status, out)
+		}
+	}
+	close(stop)
+	wg.Wait()
+	if written < 50 {
+		t.Errorf("the proxy wrote only %d times", written)
+	}
+}
+
+// scale changes the endpoints of a Service, as the proxy would on a change of its slice.
+func (c *compared) scale(n int) {
+	name := snapshot.Name{Namespace: "shop", Name: "catalog"}
+	for _, s := range c.objects.snap.Slices[name] {
+		changed := *s
+		changed.Endpoints = slices.Clone(s.Endpoints)
+		for i := range changed.Endpoints {
+			on := i > n%len(changed.Endpoints)
+			changed.Endpoints[i].Ready, changed.Endpoints[i].Serving = on, on
+		}
+		c.objects.snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{s.Name: &changed}})
+	}
+	st, _ := dataplane.Compute(c.objects.config, c.objects.snap)
+	if _, err := c.backend.Apply(st, dataplane.Change{Services: []snapshot.Name{name}}); err != nil {
+		c.t.Error(err)
+	}
+}
+
+// TestCompareWithoutRights: who may not read is told so. Rights in a user namespace of its own are none over the host's.
+func TestCompareWithoutRights(t *testing.T) {
+	c := newCompared(t)
+	for _, args := range [][]string{{"verify"}, {"explain", "pod", "10.96.0.10:53/udp", "--live"}, {"top", "--once"}} {
+		cmd := c.host.Command("/proc/self/exe", args...)
+		cmd.Env = append(os.Environ(), beVerdict+"=1")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWUSER,
+			UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}}
+		out, err := cmd.CombinedOutput()
+		if err == nil || !strings.Contains(string(out), "run as root, or with CAP_NET_ADMIN") {
+			t.Errorf("%v: %v\n%s", args, err, out)
+		}
+	}
+}

@@ -1,0 +1,88 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strings"
+	"syscall"
+
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+)
+
+// setSysctls sets what the settings say of connection tracking, and logs it. It says whether some parameters are not there yet: the
+// kernel makes them when something needs connection tracking for the first time. Those are only told of if this is the last try.
+func setSysctls(host sysctl.Host, s *config.Settings, log *logger, last bool) (missing bool) {
+	changed, errs := host.Apply(s.Sysctls(host.CPUs()))
+	for _, c := range changed {
+		log.Info("a sysctl is set", "name", c.Name, "value", c.Now, "was", c.Before)
+	}
+	var told []string
+	denied := false
+	for _, err := range errs {
+		if errors.Is(err, fs.ErrNotExist) {
+			missing = true
+			if !last {
+				continue
+			}
+		}
+		denied = denied || errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)
+		told = append(told, err.Error())
+	}
+	if len(told) > 0 {
+		text := "sysctls of connection tracking stay as they are"
+		if denied {
+			text += "; an init container that is privileged can set them with --init-only, " +
+				"and conntrack.maxPerCore 0 with timeouts of 0s leaves them alone"
+		}
+		log.Warn(text, "err", strings.Join(told, "; "))
+	}
+	return missing
+}
+
+// setOOMScore says how willing the kernel should be to end this process when there is no memory left. To be less willing than before
+// takes CAP_SYS_RESOURCE.
+func setOOMScore(host sysctl.Host, score int) error {
+	_, errs := host.Apply([]sysctl.Setting{{Path: "proc/self/oom_score_adj", Value: score}})
+	return errors.Join(errs...)
+}
+
+// initOnly does what needs a privileged container, once: the sysctls. What run itself cannot set then, it finds set. An error is one
+// line for each that could not be set.
+func initOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, out io.Writer) error {
+	for _, p := range problems {
+		fmt.Fprintln(os.Stderr, "verdict:", p)
+	}
+	wanted := s.Sysctls(host.CPUs())
+	if s.Policy.AnswersLocalhost() {
+		wanted = append(wanted, sysctl.Setting{Path: "proc/sys/net/ipv4/conf/all/route_localnet", Value: 1})
+	}
+	changed, errs := host.Apply(wanted)
+	for _, c := range changed {
+		fmt.Fprintf(out, "%s = %d (was %d)\n", c.Name, c.Now, c.Before)
+	}
+	return errors.Join(errs...)
+}
+
+// writeConfig writes the settings to a file. Values that cannot be meant are not replaced silently.
+func writeConfig(path string, s *config.Settings, problems []*config.Problem) error {
+	var bad []error
+	for _, p := range problems {
+		if p.Severity == config.Bad {
+			bad = append(bad, p)
+		} else {
+			fmt.Fprintln(os.Stderr, "verdict:", p)
+		}
+	}
+	if len(bad) > 0 {
+		return errors.Join(bad...)
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return fmt.Errorf("--write-config-to: %w", err)
+	}
+	return errors.Join(s.Write(f), f.Close())
+}

@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// nodeWatch is a source that tells what the Node object says, at first and when it changes, and what does not fit to it. Nothing has
+// to be done about that: the data plane follows it by itself.
+type nodeWatch struct {
+	source source
+	live   *live
+}
+
+// Run is the source's.
+func (w *nodeWatch) Run(ctx context.Context, sink watch.Sink) error {
+	return w.source.Run(ctx, &nodeSink{Sink: sink, live: w.live})
+}
+
+// nodeSink is told everything on its way to another sink.
+type nodeSink struct {
+	watch.Sink
+	live *live
+}
+
+func (s *nodeSink) Put(d snapshot.Delta) {
+	if d.Node != nil {
+		s.live.saw(d.Node)
+	}
+	s.Sink.Put(d)
+}
+
+func (s *nodeSink) Synced() {
+	if s.live.node.Load() == nil {
+		s.live.log.Error("there is no such Node yet: until it comes, node ports answer at no address of its own, and no endpoint "+
+			"is in its zone (is --hostname-override right?)", "node", s.live.name)
+	}
+	s.Sink.Synced()
+}
+
+// saw logs a Node that is new or another one.
+func (l *live) saw(n *snapshot.Node) {
+	last := l.node.Swap(n)
+	text := "the Node is known"
+	if last != nil {
+		text = "the Node has changed"
+		if slices.Equal(last.Addresses, n.Addresses) && slices.Equal(last.PodCIDRs, n.PodCIDRs) && last.Zone == n.Zone {
+			return
+		}
+	}
+	l.log.Info(text, "addresses", list(n.Addresses), "primary", familyName(primaryIPv6(l.policy().NodeIP, n.Addresses)),
+		"pods", list(n.PodCIDRs), "zone", n.Zone)
+	l.compareNode()
+}
+
+// compareNode says what does not fit between the settings and the Node, and was not said before.
+func (l *live) compareNode() {
+	n := l.node.Load()
+	if n == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	found := misfits(l.policy(), n, ipv6Disabled())
+	for _, text := range found {
+		if !slices.Contains(l.misfit, text) {
+			l.log.Warn(text)
+		}
+	}
+	l.misfit = found
+}
+
+func list[T fmt.Stringer](values []T) string {
+	texts := make([]string, len(values))
+	for i, v := range values {
+		texts[i] = v.String()
+	}
+	return strings.Join(texts, ",")
+}
+
+// primaryIPv6 gives the family that the node belongs to first: that of its own address if the operator says one, else that of the
+// Node's first address, else IPv4.
+func primaryIPv6(said netip.Addr, addrs []netip.Addr) bool {
+	if !said.IsValid() && len(addrs) > 0 {
+		said = addrs[0]
+	}
+	return said.Is6()
+}
+
+func familyName(ipv6 bool) string {
+	if ipv6 {
+		return "IPv6"
+	}
+	return "IPv4"
+}
+
+// misfits says what in the settings does not fit to a Node: something is there for one family of addresses, and not for its first.
+func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
+	six := primaryIPv6(c.NodeIP, n.Addresses)
+	add := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
+	lacks := func(ranges []netip.Prefix) bool {
+		return !slices.ContainsFunc(ranges, func(p netip.Prefix) bool { return p.Addr().Is6() == six })
+	}
+	family := familyName(six)
+	switch {
+	case len(n.Addresses) == 0 && !c.NodeIP.IsValid():
+		add("the Node has no address: node ports answer at none of its own; --bind-address can say what it is")
+	case six && noIPv6:
+		add("the Node's first address is an IPv6 one, and this host has IPv6 disabled")
+	}
+	switch d := c.DetectLocal; {
+	case d.Mode == dataplane.DetectClusterCIDR && len(d.ClusterCIDRs) == 0:
+		add("clusterCIDR is not set: pods cannot be told from others, so nothing that is sent to a cluster IP is masqueraded")
+	case d.Mode == dataplane.DetectClusterCIDR && lacks(d.ClusterCIDRs):
+		add("the Node is %s first, and clusterCIDR (%s) has no %s range", family, list(d.ClusterCIDRs), family)
+	case d.Mode == dataplane.DetectNodeCIDR && len(n.PodCIDRs) == 0:
+		add("detectLocalMode is NodeCIDR, and the Node has no podCIDRs yet: until then pods cannot be told from others")
+	case d.Mode == dataplane.DetectNodeCIDR && lacks(n.PodCIDRs):
+		add("the Node is %s first, and its podCIDRs (%s) have no %s range", family, list(n.PodCIDRs), family)
+	}
+	if len(c.NodePortAddresses) > 0 && c.NodePortAddresses[0].IsValid() && lacks(c.NodePortAddresses) {
+		add("the Node is %s first, and nodePortAddresses (%s) has no %s range: node ports do not answer in %s", family, list(c.NodePortAddresses), family, family)
+	}
+	return found
+}
+
+// ipv6Disabled says whether this host speaks no IPv6.
+func ipv6Disabled() bool {
+	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
+		return true
+	}
+	text, err := os.ReadFile("/proc/sys/net/ipv6/conf/all/disable_ipv6")
+	return err == nil && strings.TrimSpace(string(text)) == "1"
+}

@@ -1,0 +1,331 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// hostFiles is a root with the parameters of connection tracking, as a kernel has them at first.
+func hostFiles(t *testing.T, missing ...string) sysctl.Host {
+	t.Helper()
+	root := t.TempDir()
+	const dir = "proc/sys/net/netfilter/nf_conntrack_"
+	for path, text := range map[string]string{
+		dir + "max": "65536\n", dir + "tcp_timeout_established": "432000\n", dir + "tcp_timeout_close_wait": "60\n",
+		dir + "tcp_be_liberal": "0\n", dir + "udp_timeout": "30\n", dir + "udp_timeout_stream": "120\n",
+		"sys/module/nf_conntrack/parameters/hashsize": "16384\n", "sys/devices/system/cpu/online": "0-7\n",
+		"proc/sys/net/ipv4/conf/all/route_localnet": "0\n", "proc/self/oom_score_adj": "0\n",
+	} {
+		if slices.Contains(missing, filepath.Base(path)) {
+			continue
+		}
+		labtest.Check(t, os.MkdirAll(filepath.Join(root, filepath.Dir(path)), 0o755))
+		labtest.Check(t, os.WriteFile(filepath.Join(root, path), []byte(text), 0o644))
+	}
+	return sysctl.Host{Root: root}
+}
+
+func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem) {
+	t.Helper()
+	s, problems, err := config.Load(path, nil, nil)
+	labtest.Check(t, err)
+	return s, problems
+}
+
+// TestSetSysctls: what kube-proxy would set is set and told; what is not there yet is told of at the last try only.
+func TestSetSysctls(t *testing.T) {
+	s, _ := loadConfig(t, "")
+	var b logBuffer
+	log := newLogger(&b, s.Log)
+	host := hostFiles(t, "nf_conntrack_tcp_timeout_close_wait")
+	if !setSysctls(host, s, log, false) {
+		t.Error("it does not say that one is missing")
+	}
+	for _, want := range []string{"name=net.netfilter.nf_conntrack_max value=262144 was=65536", "hashsize value=65536 was=16384",
+		"tcp_timeout_established value=86400 was=432000"} {
+		if !strings.Contains(b.String(), want) {
+			t.Errorf("it does not say %q:\n%s", want, b.String())
+		}
+	}
+	if strings.Contains(b.String(), "WARN") {
+		t.Errorf("it complains too early:\n%s", b.String())
+	}
+	b.Reset()
+	setSysctls(host, s, log, true)
+	if got := b.String(); strings.Count(got, "\n") != 1 || !strings.Contains(got, "close_wait cannot be read: no such file or directory") {
+		t.Errorf("at the last try:\n%s", got)
+	}
+}
+
+// TestInitOnly: the sysctls are set and told, and nothing else happens.
+func TestInitOnly(t *testing.T) {
+	s, problems := loadConfig(t, configFile(t, "mode: nftables\nconntrack: {tcpBeLiberal: true}\n"))
+	var out bytes.Buffer
+	host := hostFiles(t)
+	labtest.Check(t, initOnly(host, s, problems, &out))
+	want := `net.netfilter.nf_conntrack_max = 262144 (was 65536)
+/sys/module/nf_conntrack/parameters/hashsize = 65536 (was 16384)
+net.netfilter.nf_conntrack_tcp_timeout_established = 86400 (was 432000)
+net.netfilter.nf_conntrack_tcp_timeout_close_wait = 3600 (was 60)
+net.netfilter.nf_conntrack_tcp_be_liberal = 1 (was 0)
+net.ipv4.conf.all.route_localnet = 1 (was 0)
+`
+	if out.String() != want {
+		t.Errorf("it says\n%swant\n%s", out.String(), want)
+	}
+	out.Reset()
+	if labtest.Check(t, initOnly(host, s, problems, &out)); out.Len() > 0 {
+		t.Errorf("once more it says %s", out.String())
+	}
+	if err := initOnly(hostFiles(t, "nf_conntrack_max", "route_localnet"), s, nil, &out); err == nil || strings.Count(err.Error(), "\n") != 1 {
+		t.Errorf("two are missing: %v", err)
+	}
+}
+
+// TestOtherThanRun: --write-config-to, --version and --cleanup do not run, and wrong values are not written as if nothing were.
+func TestOtherThanRun(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "written.conf")
+	_, err := command("run", "--write-config-to", path, "--cluster-cidr=10.244.0.0/16", "--keeper=none")
+	labtest.Check(t, err)
+	s, problems := loadConfig(t, path)
+	if len(problems) > 0 || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 || s.Keeper != "none" {
+		t.Errorf("%+v, %v", s, problems)
+	}
+	_, err = command("run", "--config", configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"), "--write-config-to", path+"2")
+	if err == nil || strings.Count(err.Error(), "\n") != 2 {
+		t.Errorf("it does not name each value that is wrong: %v", err)
+	}
+	if _, err := os.Stat(path + "2"); err == nil {
+		t.Error("it is written all the same")
+	}
+	out, err := command("run", "--version")
+	if labtest.Check(t, err); !strings.HasPrefix(out, "verdict ") {
+		t.Errorf("--version: %q", out)
+	}
+	if _, err := command("run", "more"); err == nil {
+		t.Error("arguments are taken")
+	}
+}
+
+// TestMisfits: what does not fit to the Node is said.
+func TestMisfits(t *testing.T) {
+	addrs := func(texts ...string) (out []netip.Addr) {
+		for _, s := range texts {
+			out = append(out, netip.MustParseAddr(s))
+		}
+		return out
+	}
+	ranges := func(texts ...string) (out []netip.Prefix) {
+		for _, s := range texts {
+			out = append(out, netip.MustParsePrefix(s))
+		}
+		return out
+	}
+	pods := dataplane.DetectLocal{ClusterCIDRs: ranges("10.244.0.0/16")}
+	for _, row := range []struct {
+		what   string
+		config dataplane.Config
+		node   snapshot.Node
+		noIPv6 bool
+		want   []string
+	}{
+		{"all is well", dataplane.Config{DetectLocal: pods}, snapshot.Node{Addresses: addrs("192.0.2.1", "fd00::1")}, true, nil},
+		{"no address", dataplane.Config{DetectLocal: pods}, snapshot.Node{}, false,
+			[]string{"the Node has no address: node ports answer at none of its own; --bind-address can say what it is"}},
+		{"the operator says the address", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]}, snapshot.Node{}, false, nil},
+		{"no ranges", dataplane.Config{}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false,
+			[]string{"clusterCIDR is not set: pods cannot be told from others, so nothing that is sent to a cluster IP is masqueraded"}},
+		{"IPv6 first", dataplane.Config{DetectLocal: pods, NodePortAddresses: ranges("10.0.0.0/8")}, snapshot.Node{Addresses: addrs("fd00::1")}, true, []string{
+			"the Node's first address is an IPv6 one, and this host has IPv6 disabled",
+			"the Node is IPv6 first, and clusterCIDR (10.244.0.0/16) has no IPv6 range",
+			"the Node is IPv6 first, and nodePortAddresses (10.0.0.0/8) has no IPv6 range: node ports do not answer in IPv6"}},
+		{"the operator says which family is first", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]}, snapshot.Node{Addresses: addrs("fd00::1")}, false, nil},
+		{"the node's ranges", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}, snapshot.Node{Addresses: addrs("192.0.2.1"), PodCIDRs: ranges("fd00::/64")}, false,
+			[]string{"the Node is IPv4 first, and its podCIDRs (fd00::/64) have no IPv4 range"}},
+		{"the node's ranges are to come", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false,
+			[]string{"detectLocalMode is NodeCIDR, and the Node has no podCIDRs yet: until then pods cannot be told from others"}},
+		{"closed node ports", dataplane.Config{DetectLocal: pods, NodePortAddresses: []netip.Prefix{{}}}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
+	} {
+		if got := misfits(row.config, &row.node, row.noIPv6); !slices.Equal(got, row.want) {
+			t.Errorf("%s: %s", row.what, strings.Join(got, "\n"))
+		}
+	}
+}
+
+// logBuffer is a log that is read while it is written.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func (l *logBuffer) Reset() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.b.Reset()
+}
+
+// reloading is a proxy's configuration that follows a file.
+type reloading struct {
+	*live
+	t    *testing.T
+	path string
+	said *logBuffer
+}
+
+func followFile(t *testing.T, text string) *reloading {
+	t.Helper()
+	r := &reloading{t: t, path: configFile(t, text), said: &logBuffer{}}
+	s, problems := loadConfig(t, r.path)
+	r.live = newLive(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
+	r.host = hostFiles(t)
+	r.begin()
+	r.policyName("node")
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { defer close(done); r.follow(ctx) }()
+	t.Cleanup(func() { cancel(); <-done })
+	return r
+}
+
+// edit replaces the file as an editor does.
+func (r *reloading) edit(text string) {
+	r.t.Helper()
+	labtest.Check(r.t, os.Rename(configFile(r.t, text), r.path))
+}
+
+// expect waits for a tuning, if one is wanted, and for what is to be said; then the log is empty.
+func (r *reloading) expect(tuned bool, said ...string) (got tuning) {
+	r.t.Helper()
+	if tuned {
+		select {
+		case got = <-r.tunings:
+		case <-time.After(5 * time.Second):
+			r.t.Fatalf("nothing takes effect; it says\n%s", r.said.String())
+		}
+	}
+	deadline := time.Now().Add(5 * time.Second)
+	for _, text := range said {
+		for !strings.Contains(r.said.String(), text) {
+			if time.Now().After(deadline) {
+				r.t.Fatalf("it does not say %q, but\n%s", text, r.said.String())
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}
+	r.said.Reset()
+	return got
+}
+
+// TestReload: each change takes effect or is said to need a restart; what is wrong loses nothing, and is said once.
+func TestReload(t *testing.T) {
+	const begin = "mode: nftables\nclusterCIDR: 10.244.0.0/16\n"
+	r := followFile(t, begin)
+	r.expect(false)
+
+	r.edit(begin + "nodePortAddresses: [10.0.0.0/8]\nnftables: {masqueradeAll: true, minSyncPeriod: 2s}\nhostnameOverride: other\nlogging: {verbosity: 2}\n")
+	got := r.expect(true, `the configuration has changed: nodePortAddresses" is="[\"10.0.0.0/8\"]" was=null`,
+		"nftables.masqueradeAll", "nftables.minSyncPeriod", `level=WARN msg="the configuration has changed: hostnameOverride takes effect at the next start" is=other was="\"\""`)
+	if p := got.policy; p.NodeName != "node" || !p.MasqueradeAll || len(p.NodePortAddresses) != 1 || got.leastRest != 2*time.Second {
+		t.Errorf("%+v", got)
+	}
+	if r.log.level.Level() >= 0 {
+		t.Error("the level of the log stays")
+	}
+
+	good := begin + "conntrack: {min: 524288}\noomScoreAdj: 1000\nnodePortAddresses: [10.0.0.0/8, 192.168.0.0/99]\n"
+	r.edit(good)
+	got = r.expect(true, `level=ERROR`, `nodePortAddresses[1]: \"192.168.0.0/99\" is no range of addresses such as 10.244.0.0/16; it stays [\"10.0.0.0/8\"]`,
+		"name=net.netfilter.nf_conntrack_max value=524288 was=262144")
+	if len(got.policy.NodePortAddresses) != 1 || got.policy.MasqueradeAll {
+		t.Errorf("%+v", got)
+	}
+	if score, err := os.ReadFile(filepath.Join(r.host.Root, "proc/self/oom_score_adj")); err != nil || string(score) != "1000" {
+		t.Errorf("oom_score_adj is %s, %v", score, err)
+	}
+
+	r.edit(good + "conntrack: [\n")
+	r.expect(false, `level=ERROR msg="the configuration file is of no use; what was before stays in force" err="`+r.path+":", "this is no YAML")
+	r.edit(good)
+	time.Sleep(200 * time.Millisecond)
+	if said := r.said.String(); strings.Contains(said, "ERROR") {
+		t.Errorf("it is said twice:\n%s", said)
+	}
+	labtest.Check(t, os.Remove(r.path))
+	r.expect(false, "no such file or directory")
+	r.edit(begin + "clusterCIDR: 10.245.0.0/16\n")
+	if got = r.expect(true, "it is there twice", "clusterCIDR"); got.policy.DetectLocal.ClusterCIDRs[0].String() != "10.245.0.0/16" {
+		t.Errorf("%+v", got)
+	}
+}
+
+// TestLateSysctls: parameters that are missing at the start are set after the first transaction, once.
+func TestLateSysctls(t *testing.T) {
+	r := followFile(t, "mode: nftables\n")
+	r.expect(false)
+	host := hostFiles(t, "nf_conntrack_max")
+	r.host = host
+	r.begin()
+	if strings.Contains(r.said.String(), "WARN") {
+		t.Errorf("it complains:\n%s", r.said.String())
+	}
+	path := filepath.Join(host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
+	labtest.Check(t, os.WriteFile(path, []byte("65536\n"), 0o644))
+	for range 2 {
+		r.written(reconcile.Transaction{})
+	}
+	if text, err := os.ReadFile(path); err != nil || string(text) != "262144" {
+		t.Errorf("it is %q, %v", text, err)
+	}
+}
+
+// TestNodeIsTold: what the Node says is logged once, and again when it differs.
+func TestNodeIsTold(t *testing.T) {
+	r := followFile(t, "mode: nftables\nclusterCIDR: 10.244.0.0/16\n")
+	r.expect(false)
+	queue := snapshot.NewQueue(1)
+	sink := &nodeSink{Sink: queue, live: r.live}
+	sink.Synced()
+	r.expect(false, `level=ERROR msg="there is no such Node yet`)
+	n := snapshot.Node{Name: "node", Addresses: []netip.Addr{netip.MustParseAddr("192.0.2.1")}, Zone: "a"}
+	sink.Put(snapshot.Delta{Node: &n})
+	r.expect(false, `msg="the Node is known" addresses=192.0.2.1 primary=IPv4 pods="" zone=a`)
+	again := n
+	sink.Put(snapshot.Delta{Node: &again})
+	other := n
+	other.Zone = "b"
+	sink.Put(snapshot.Delta{Node: &other})
+	if said := r.said.String(); strings.Count(said, "\n") != 1 || !strings.Contains(said, `msg="the Node has changed"`) {
+		t.Errorf("it says\n%s", said)
+	}
+	if d, ready := queue.Take(); !ready || !reflect.DeepEqual(*d.Node, other) {
+		t.Errorf("passed on: %+v, %v", d, ready)
+	}
+}

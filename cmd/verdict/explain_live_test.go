@@ -1,0 +1,291 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// askedCluster is a cluster with random Services, written to its node, and servers in every pod.
+type askedCluster struct {
+	*lab.Cluster
+	t       testing.TB
+	r       *rand.Rand
+	snap    *snapshot.Snapshot
+	config  dataplane.Config
+	backend *kernel.Backend
+}
+
+const askedPort = 8080
+
+func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplane.DetectLocal) *askedCluster {
+	t.Helper()
+	conf.LocalPods, conf.RemotePods = 3, 3 // the last of each are no endpoints
+	c := &askedCluster{Cluster: labtest.NewCluster(t, conf), t: t, r: rand.New(rand.NewPCG(seed, 9)), snap: snapshot.New(),
+		config: dataplane.Config{NodeName: "node", DetectLocal: detect, LocalhostNodePorts: true}}
+	for _, pod := range slices.Concat(c.Pods, c.RemotePods) {
+		for _, p := range protocolNames {
+			_, err := pod.Serve(p, askedPort)
+			labtest.Check(t, err)
+		}
+	}
+	labtest.Check(t, c.Node.Sysctl("net/ipv4/conf/all/route_localnet", "1"))
+	addrs := []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}
+	for _, r := range lab.NodePodRange {
+		addrs = append(addrs, lab.Nth(r, 1))
+	}
+	slices.SortFunc(addrs, netip.Addr.Compare)
+	cidrs := slices.Clone(lab.ServiceRange)
+	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node",
+		Addresses: []netip.Addr{c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}, PodCIDRs: lab.NodePodRange},
+		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	for i := range 24 {
+		c.service(i+1, &d)
+	}
+	c.snap.Apply(d)
+	labtest.Check(t, c.Node.Do(func() (err error) {
+		c.backend, err = kernel.Open(kernel.Options{})
+		return err
+	}))
+	t.Cleanup(func() { c.backend.Close() })
+	c.write(c.snap)
+	return c
+}
+
+// write writes what objects ask for.
+func (c *askedCluster) write(snap *snapshot.Snapshot) {
+	c.t.Helper()
+	st, _ := dataplane.Compute(c.config, snap)
+	_, err := c.backend.Apply(st, dataplane.Change{Services: allNames(st), Globals: true})
+	labtest.Check(c.t, err)
+}
+
+func allNames(st *dataplane.State) (names []snapshot.Name) {
+	for n := range st.Services {
+		names = append(names, n)
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
+}
+
+func (c *askedCluster) yes() bool { return c.r.IntN(2) == 0 }
+
+// service makes a random Service, of which not all endpoints can be used.
+func (c *askedCluster) service(n int, d *snapshot.Delta) {
+	name := snapshot.Name{Namespace: "asked", Name: fmt.Sprintf("s%d", n)}
+	svc := &snapshot.Service{Name: name, InternalLocal: c.r.IntN(3) == 0, ExternalLocal: c.yes()}
+	if c.r.IntN(3) == 0 {
+		svc.Affinity = time.Hour
+	}
+	for i := range lab.ServiceRange {
+		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], n))
+		svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, lab.Nth(lab.ExternalRange[i], n))
+		svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 100+n))
+	}
+	if c.r.IntN(4) == 0 {
+		svc.SourceRanges = []netip.Prefix{lab.OutsideRange[0], lab.NodeRange[1]}
+	}
+	for _, p := range protocolNames {
+		svc.Ports = append(svc.Ports, snapshot.Port{Name: p.String(), Protocol: p, Port: 80, NodePort: 30000 + uint16(n)})
+	}
+	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: name.Namespace, Name: fmt.Sprintf("%s-%d", name.Name, i)}, Service: name.Name}
+		for _, p := range protocolNames {
+			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: askedPort})
+		}
+		for k, pod := range slices.Concat(c.Pods, c.RemotePods[:2]) {
+			ep := snapshot.Endpoint{Addr: pod.IP(f), Node: "node", Ready: c.yes()}
+			if k >= len(c.Pods) {
+				ep.Node = "node2"
+			}
+			ep.Serving, ep.Terminating = ep.Ready || c.yes(), !ep.Ready && c.yes()
+			if c.r.IntN(3) > 0 {
+				sl.Endpoints = append(sl.Endpoints, ep)
+			}
+		}
+		d.Slices[sl.Name] = sl
+	}
+	d.Services[name] = svc
+}
+
+// ask asks the kernel of the node, and the objects if there are any.
+func (c *askedCluster) ask(q asked, snap *snapshot.Snapshot) (a *answer) {
+	c.t.Helper()
+	labtest.Check(c.t, c.Node.Do(func() (err error) {
+		e := explaining{o: &explainOptions{live: true, trace: true}, q: q}
+		if e.reader, err = kernel.OpenReader(); err != nil {
+			return err
+		}
+		defer e.reader.Close()
+		if e.routes, err = openRoutes(); err != nil {
+			return err
+		}
+		defer e.routes.close()
+		if err := e.gather(context.Background()); err != nil {
+			return err
+		}
+		if snap != nil {
+			e.objects = &objects{source: "objects", config: c.config, snap: snap}
+		}
+		a, err = e.answer()
+		return err
+	}))
+	return a
+}
+
+// packet is a random one to a Service, or near one.
+func (c *askedCluster) packet() (q asked, from *lab.Host) {
+	hosts := []*lab.Host{c.Pods[0], c.Pods[1], c.RemotePods[2], c.Node, c.Node2, c.Outside}
+	from = hosts[c.r.IntN(len(hosts))]
+	i, n := c.r.IntN(2), 1+c.r.IntN(24)
+	f := []lab.Family{lab.IPv4, lab.IPv6}[i]
+	q.key = dataplane.Key{Protocol: protocolNames[c.r.IntN(3)], Port: 80}
+	switch c.r.IntN(10) {
+	case 0, 1, 2:
+		q.key.Addr = lab.Nth(lab.ServiceRange[i], n)
+	case 3, 4:
+		q.key.Addr = lab.Nth(lab.ExternalRange[i], n)
+	case 5:
+		q.key.Addr = lab.Nth(lab.ExternalRange[i], 100+n)
+	case 6, 7:
+		q.key.Addr, q.key.Port = c.Node.IP(f), 30000+uint16(n)
+	case 8: // a cluster IP's other port, or nobody's address
+		q.key.Addr, q.key.Port = lab.Nth(lab.ServiceRange[i], n+c.r.IntN(2)*100), 81
+	default: // the node's loopback
+		from, f = c.Node, lab.IPv4
+		q.key.Addr, q.key.Port = netip.AddrFrom4([4]byte{127, 0, 0, 1}), 30000+uint16(n)
+	}
+	switch q.source = from.IP(f); {
+	case from != c.Node:
+	case c.r.IntN(3) == 0 && !q.key.Addr.IsLoopback(): // from an address like a pod's
+		q.source = lab.Nth(lab.NodePodRange[i], 1)
+	default:
+		q.source, q.word = netip.Addr{}, wordNode
+	}
+	return q, from
+}
+
+// TestExplainLive sends packets where explain was asked about them before: they must end where it says.
+func TestExplainLive(t *testing.T) {
+	cluster := dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}
+	for _, world := range []struct {
+		name   string
+		conf   lab.Config
+		detect dataplane.DetectLocal
+	}{
+		{"cluster CIDR", lab.Config{}, cluster},
+		{"bridge", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+		{"prefix", lab.Config{PodLinkPrefix: "pod"}, dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
+		{"unknown", lab.Config{}, dataplane.DetectLocal{}},
+	} {
+		t.Run(world.name, func(t *testing.T) {
+			c := newAskedCluster(t, uint64(len(world.name)), world.conf, world.detect)
+			outcomes, bound := map[string]int{}, 0
+			q, from := c.packet()
+			for range 120 {
+				if c.r.IntN(4) > 0 { // else the same sender comes back
+					q, from = c.packet()
+				}
+				a := c.ask(q, c.snap)
+				if !*a.Agree {
+					t.Fatalf("%+v: %v\n%+v", q, a.Disagreements, a.Kernel)
+				}
+				if a.Kernel.Unclear != nil || a.Notes != nil {
+					t.Errorf("%+v: %v %v", q, a.Kernel.Unclear, a.Notes)
+				}
+				c.send(q, from, a)
+				outcomes[a.Kernel.Outcome]++
+				if a.Kernel.Affinity != nil && a.Kernel.Affinity.Endpoint != "" {
+					bound++
+				}
+			}
+			t.Logf("%v, %d bound to an endpoint", outcomes, bound)
+			if outcomes["endpoint"] < 30 || outcomes["reject"] == 0 || outcomes["drop"] == 0 || bound == 0 {
+				t.Errorf("not everything was met: %v, %d bound", outcomes, bound)
+			}
+		})
+	}
+}
+
+// send sends the packet that was asked about, and compares.
+func (c *askedCluster) send(q asked, from *lab.Host, a *answer) {
+	c.t.Helper()
+	to := netip.AddrPortFrom(q.key.Addr, q.key.Port)
+	want := map[string]lab.Outcome{"endpoint": lab.Answered, "reject": lab.Refused, "drop": lab.TimedOut}[a.Kernel.Outcome]
+	timeout := 3 * time.Second
+	if want == lab.TimedOut {
+		timeout = 250 * time.Millisecond
+	}
+	o := lab.Options{Timeout: timeout}
+	if from == c.Node && q.source.IsValid() {
+		o.From = netip.AddrPortFrom(q.source, 0)
+	}
+	r := from.Dial(q.key.Protocol, to, o)
+	if r.Outcome != want {
+		c.t.Errorf("%s -> %s/%s: %v; explain says %s", from.Name, to, q.key.Protocol, r, a.Kernel.Why)
+		return
+	}
+	if want != lab.Answered {
+		return
+	}
+	i := slices.IndexFunc(a.Kernel.Taken, func(e endpointJSON) bool { return addrPortOf(e) == r.Destination })
+	if i < 0 {
+		c.t.Errorf("%s -> %s/%s: %v; explain says %+v", from.Name, to, q.key.Protocol, r, a.Kernel.Taken)
+	} else if e := a.Kernel.Taken[i]; e.Source != r.Source.Addr().String() {
+		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.key.Protocol, r, e.Source, e.Sees)
+	}
+}
+
+// TestExplainDisagrees asks about objects that the kernel was not told of.
+func TestExplainDisagrees(t *testing.T) {
+	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange})
+	newer := snapshot.New()
+	d := snapshot.Delta{HostAddrs: &c.snap.HostAddrs, Node: &c.snap.Node, ServiceCIDRs: &c.snap.ServiceCIDRs,
+		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	for n, s := range c.snap.Services {
+		d.Services[n] = s
+	}
+	for _, of := range c.snap.Slices {
+		for _, s := range of {
+			all := *s
+			all.Endpoints = slices.Clone(s.Endpoints)
+			for i := range all.Endpoints {
+				all.Endpoints[i].Ready, all.Endpoints[i].Serving, all.Endpoints[i].Terminating = true, true, false
+			}
+			d.Slices[s.Name] = &all
+		}
+	}
+	newer.Apply(d)
+	agree, differ := 0, 0
+	for n := range 24 {
+		q := asked{source: c.Pods[2].IP(lab.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
+		a := c.ask(q, newer)
+		same := len(a.Objects.Taken) == len(a.Kernel.Taken)
+		if same != *a.Agree {
+			t.Errorf("%v: the objects have %+v, the kernel %+v; disagreements %v", q.key, a.Objects.Taken, a.Kernel.Taken, a.Disagreements)
+		}
+		if same {
+			agree++
+		} else {
+			differ++
+		}
+	}
+	if agree == 0 || differ == 0 {
+		t.Errorf("%d agree, %d differ", agree, differ)
+	}
+	labtest.Check(t, c.backend.Remove())
+	q := asked{word: wordPod, key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	if a := c.ask(q, c.snap); *a.Agree || a.Notes == nil || a.Kernel.Outcome != "untouched" {
+		t.Errorf("without tables: %+v, notes %v", a.Kernel, a.Notes)
+	}
+}

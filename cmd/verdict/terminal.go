@@ -1,0 +1,112 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// terminal is a screen with keys. What was on it before comes back when it is closed.
+type terminal struct {
+	in, out *os.File
+	before  unix.Termios
+}
+
+// openTerminal takes the terminal over: keys come at once and are not echoed, and there is a screen of its own. ^C still is a signal.
+func openTerminal(in, out *os.File) (*terminal, error) {
+	before, err := unix.IoctlGetTermios(int(in.Fd()), unix.TCGETS)
+	if err != nil {
+		return nil, fmt.Errorf("terminal: %w", err)
+	}
+	t := &terminal{in: in, out: out, before: *before}
+	mode := *before
+	mode.Lflag &^= unix.ICANON | unix.ECHO
+	mode.Cc[unix.VMIN], mode.Cc[unix.VTIME] = 1, 0
+	mode.Cc[unix.VSUSP] = 0 // who is stopped leaves the screen as it is
+	if err := unix.IoctlSetTermios(int(in.Fd()), unix.TCSETS, &mode); err != nil {
+		return nil, fmt.Errorf("terminal: %w", err)
+	}
+	_, err = fmt.Fprint(out, "\x1b[?1049h\x1b[?25l\x1b[?7l") // another screen, no cursor, no wrapping
+	return t, err
+}
+
+func (t *terminal) close() error {
+	fmt.Fprint(t.out, "\x1b[?7h\x1b[?25h\x1b[?1049l")
+	return unix.IoctlSetTermios(int(t.in.Fd()), unix.TCSETS, &t.before)
+}
+
+// size gives columns and rows; 80 by 24 if the terminal does not tell.
+func (t *terminal) size() (width, height int) {
+	ws, err := unix.IoctlGetWinsize(int(t.out.Fd()), unix.TIOCGWINSZ)
+	if err != nil || ws.Col == 0 || ws.Row == 0 {
+		return 80, 24
+	}
+	return int(ws.Col), int(ws.Row)
+}
+
+// draw replaces what is on the screen, without a moment at which it is empty.
+func (t *terminal) draw(lines []string) error {
+	var b strings.Builder
+	b.WriteString("\x1b[H")
+	for i, l := range lines {
+		if i > 0 {
+			b.WriteString("\r\n")
+		}
+		b.WriteString(l)
+		b.WriteString("\x1b[K")
+	}
+	b.WriteString("\x1b[J")
+	_, err := t.out.WriteString(b.String())
+	return err
+}
+
+// keys sends the names of the keys that are pressed; the channel is closed at the end of the input. It goes on until then.
+func (t *terminal) keys() <-chan string {
+	out := make(chan string)
+	go func() {
+		defer close(out)
+		buffer := make([]byte, 64)
+		for {
+			n, err := t.in.Read(buffer)
+			if n == 0 || err != nil {
+				return
+			}
+			for _, k := range keyNames(string(buffer[:n])) {
+				out <- k
+			}
+		}
+	}()
+	return out
+}
+
+var keySequences = map[string]string{
+	"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "pageup", "\x1b[6~": "pagedown",
+	"\x1b[H": "home", "\x1b[F": "end", "\x1b[1~": "home", "\x1b[4~": "end", "\r": "enter", "\n": "enter",
+}
+
+// keyNames splits what the terminal sent into keys. Sequences that are not known are passed over.
+func keyNames(text string) (keys []string) {
+	for text != "" {
+		name, n := "", 1
+		for seq, key := range keySequences {
+			if strings.HasPrefix(text, seq) {
+				name, n = key, len(seq)
+			}
+		}
+		switch {
+		case name != "":
+			keys = append(keys, name)
+		case len(text) > 1 && text[0] == '\x1b' && (text[1] == '[' || text[1] == 'O'):
+			n = len(text)
+			if end := strings.IndexFunc(text[2:], func(r rune) bool { return r >= '@' && r <= '~' }); end >= 0 {
+				n = 2 + end + 1
+			}
+		case text[0] != '\x1b':
+			keys = append(keys, text[:1])
+		}
+		text = text[min(n, len(text)):]
+	}
+	return keys
+}

@@ -1,0 +1,242 @@
+package main
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// topView is what one looks at: pure, but for the sample in it.
+type topView struct {
+	// sample is the newest; nil before the first.
+	sample *topSample
+	order  string
+	// cursor is the port that is selected, by its name: it stays selected while others change their places. first is the index of
+	// the port in the topmost line.
+	cursor   string
+	first    int
+	expanded map[string]bool
+	interval time.Duration
+	node     string
+	width    int
+	height   int
+	// failure is the last error of reading; shown until reading succeeds again.
+	failure error
+}
+
+func newTopView(node, order string, interval time.Duration) *topView {
+	return &topView{node: node, order: order, interval: interval, expanded: map[string]bool{}, width: 80, height: 24}
+}
+
+// The lines of a screen that are no ports: what it is about, the names of the columns, and the keys.
+const topMargin = 4
+
+// key carries out what a key stands for. Quit says that it was the last.
+func (v *topView) key(k string) (quit bool) {
+	at := v.index()
+	page := max(v.height-topMargin-1, 1)
+	switch k {
+	case "q", "\x03", "\x04":
+		return true
+	case "down", "j":
+		at++
+	case "up", "k":
+		at--
+	case "pagedown", " ":
+		at += page
+	case "pageup", "b":
+		at -= page
+	case "home", "g":
+		at = 0
+	case "end", "G":
+		at = math.MaxInt32
+	case "s":
+		v.order = topOrders[(slices.Index(topOrders, v.order)+1)%len(topOrders)]
+	case "enter":
+		if v.cursor != "" {
+			v.expanded[v.cursor] = !v.expanded[v.cursor]
+		}
+	}
+	if ports := v.ports(); len(ports) > 0 {
+		v.cursor = ports[min(max(at, 0), len(ports)-1)].Name
+	}
+	return false
+}
+
+func (v *topView) ports() []topPort {
+	if v.sample == nil {
+		return nil
+	}
+	return v.sample.Ports
+}
+
+// index gives the place of the selected port; the first one's if it is gone.
+func (v *topView) index() int {
+	return max(slices.IndexFunc(v.ports(), func(p topPort) bool { return p.Name == v.cursor }), 0)
+}
+
+// show takes over a new sample.
+func (v *topView) show(s *topSample, err error) {
+	if v.failure = err; err != nil {
+		return
+	}
+	v.sample = s
+	if ports := v.ports(); len(ports) > 0 && v.cursor == "" {
+		v.cursor = ports[0].Name
+	}
+}
+
+// visible gives the ports that are on the screen, and a screen more, and those of which the endpoints are shown.
+func (v *topView) visible() (ports, expanded []string) {
+	for i, p := range v.ports() {
+		if i >= v.first && i < v.first+2*v.height {
+			ports = append(ports, p.Name)
+			if v.expanded[p.Name] {
+				expanded = append(expanded, p.Name)
+			}
+		}
+	}
+	return ports, expanded
+}
+
+// scroll moves the window so that the selected port is in it.
+func (v *topView) scroll() {
+	at, room := v.index(), max(v.height-topMargin, 1)
+	if at < v.first {
+		v.first = at
+	}
+	for v.first < at && v.linesBetween(v.first, at) > room {
+		v.first++
+	}
+	v.first = max(min(v.first, len(v.ports())-1), 0)
+}
+
+// linesBetween counts the lines of the ports from one to another, both included.
+func (v *topView) linesBetween(from, to int) (n int) {
+	for _, p := range v.ports()[from : to+1] {
+		n++
+		if v.expanded[p.Name] {
+			n += len(p.Endpoints)
+		}
+	}
+	return n
+}
+
+// topColumns are rate, total, endpoints and name.
+var topColumns = columns{12, 14, 11, 1}
+
+// right puts text at the right of a column, with a space after it.
+func right(text string, width int) string {
+	return strings.Repeat(" ", max(width-1-utf8.RuneCountInString(text), 0)) + text
+}
+
+func topLine(rate, total, endpoints, name string) string {
+	return topColumns.row(right(rate, 11), right(total, 13), right(endpoints, 10), name)
+}
+
+// rateText writes connections a second.
+func rateText(r float64) string {
+	switch {
+	case r == 0:
+		return "0"
+	case r >= 1000:
+		return thousands(int(math.Round(r)))
+	}
+	return fmt.Sprintf("%.1f", r)
+}
+
+// render gives the screen, a line each, none wider than the screen.
+func (v *topView) render(s *show) []string {
+	v.scroll()
+	ports := v.ports()
+	busy := 0
+	for _, p := range ports {
+		if p.Rate > 0 {
+			busy++
+		}
+	}
+	head := fmt.Sprintf("verdict top  %s", v.node)
+	switch {
+	case v.sample == nil:
+		head += "  reading ..."
+	case len(ports) == 0:
+		head += "  there are no Services of Verdict on this node"
+	default:
+		head += fmt.Sprintf("  %s service ports, %s busy, %s connections/s",
+			thousands(len(ports)), thousands(busy), rateText(v.sample.Rate))
+	}
+	head += fmt.Sprintf("  (every %s, by %s)", v.interval, v.order)
+	lines := []string{s.paint(bold, clip(head, v.width))}
+	if v.failure != nil {
+		lines = append(lines, s.paint(red, clip(v.failure.Error(), v.width)))
+	} else {
+		lines = append(lines, "")
+	}
+	lines = append(lines, s.paint(dim, clip(topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE"), v.width)))
+	for i := v.first; i < len(ports) && len(lines) < v.height-1; i++ {
+		lines = append(lines, v.portLines(s, &ports[i])...)
+	}
+	lines = lines[:min(len(lines), max(v.height-1, 1))]
+	for len(lines) < v.height-1 {
+		lines = append(lines, "")
+	}
+	keys := "q quit   up/down select   enter endpoints   s sort"
+	return append(lines, s.paint(dim, clip(keys, v.width)))
+}
+
+// portLines gives the line of a port, and those of its endpoints if they are to be seen.
+func (v *topView) portLines(s *show, p *topPort) []string {
+	selected := p.Name == v.cursor
+	mark := " "
+	if selected {
+		mark = ">"
+	}
+	line := clip(topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p.Choices), mark+" "+p.Name), v.width)
+	switch {
+	case selected:
+		line = s.paint("7", line)
+	case p.Rate > 0 && p.Choices == 0:
+		line = s.paint(red, line)
+	case p.Rate == 0:
+		line = s.paint(dim, line)
+	}
+	lines := []string{line}
+	if v.expanded[p.Name] {
+		lines = append(lines, endpointLines(p, v.width)...)
+	}
+	return lines
+}
+
+func choicesText(n int) string {
+	if n == 0 {
+		return "none"
+	}
+	return thousands(n)
+}
+
+// endpointLines gives a line for each endpoint of a port.
+func endpointLines(p *topPort, width int) (lines []string) {
+	whole := 0.0
+	for _, e := range p.Endpoints {
+		whole += e.Rate
+	}
+	for _, e := range p.Endpoints {
+		share := ""
+		if whole > 0 {
+			share = percent(e.Rate / whole)
+		}
+		lines = append(lines, clip(topLine(rateText(e.Rate), thousands(int(e.Total)), share, "    "+endpointAddr(e).String()), width))
+	}
+	return lines
+}
+
+// clip cuts a line to a width.
+func clip(line string, width int) string {
+	if utf8.RuneCountInString(line) <= width {
+		return line
+	}
+	return string([]rune(line)[:max(width, 0)])
+}

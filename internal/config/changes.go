@@ -1,0 +1,64 @@
+package config
+
+import (
+	"fmt"
+	"io"
+
+	"k8s.io/kube-proxy/config/v1alpha1"
+	"sigs.k8s.io/yaml"
+)
+
+// Change is a field in which two Settings differ.
+type Change struct {
+	Field       string
+	Before, Now string
+	Effect      Effect
+}
+
+// String gives "clusterCIDR: 10.244.0.0/16, was 10.0.0.0/8".
+func (c Change) String() string { return fmt.Sprintf("%s: %s, was %s", c.Field, c.Now, c.Before) }
+
+// Changes gives the fields in which these settings differ from those before, in kube-proxy's order. A field of a section that does
+// not count in the mode has no effect.
+func (s *Settings) Changes(before *Settings) (changes []Change) {
+	for i := range fields {
+		f := &fields[i]
+		if s.Document.same(f.path(), &before.Document) {
+			continue
+		}
+		c := Change{f.name, before.Document.text(f.path()), s.Document.text(f.path()), f.effect}
+		if !f.counts(s.Document.KubeProxy.Mode) {
+			c.Effect = Never
+		}
+		if f.name == "mode" && s.Backend != before.Backend {
+			c.Effect = Restart
+		}
+		changes = append(changes, c)
+	}
+	return changes
+}
+
+// KubeProxy gives the configuration in kube-proxy's type, as its /configz shows it. It must not be changed.
+func (s *Settings) KubeProxy() *v1alpha1.KubeProxyConfiguration {
+	c := s.Document.KubeProxy
+	for _, address := range []*string{&c.HealthzBindAddress, &c.MetricsBindAddress} {
+		if *address == off {
+			*address = ""
+		}
+	}
+	return &c
+}
+
+// Write writes the settings as a configuration file: kube-proxy's document, then ours. kube-proxy reads the first one.
+func (s *Settings) Write(w io.Writer) error {
+	theirs, err := yaml.Marshal(s.KubeProxy())
+	if err != nil {
+		return err
+	}
+	ours, err := yaml.Marshal(s.Document.Verdict)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "%s---\n%s", theirs, ours)
+	return err
+}

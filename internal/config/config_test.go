@@ -1,0 +1,337 @@
+package config
+
+import (
+	"bytes"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/kube-proxy/config/v1alpha1"
+
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// parse gives the flags of a command line.
+func parse(t *testing.T, args ...string) *Flags {
+	t.Helper()
+	f := &Flags{}
+	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
+	f.Add(fs)
+	if err := fs.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func prefixes(texts ...string) (out []netip.Prefix) {
+	for _, s := range texts {
+		out = append(out, netip.MustParsePrefix(s))
+	}
+	return out
+}
+
+// TestKubeadm: the file that kubeadm 1.36 writes works as it is, and what differs from kube-proxy is said.
+func TestKubeadm(t *testing.T) {
+	s, problems, err := Load("testdata/kubeadm.conf", parse(t, "--hostname-override=Node-1"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := dataplane.Config{
+		NodeName: "node-1", LocalhostNodePorts: true, NodePortAddresses: prefixes("0.0.0.0/0", "::/0"),
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16")},
+	}
+	if !reflect.DeepEqual(s.Policy, want) {
+		t.Errorf("it decides %+v; want %+v", s.Policy, want)
+	}
+	if s.Client.Kubeconfig != "/var/lib/kube-proxy/kubeconfig.conf" || s.MinSyncPeriod != 0 || s.SyncPeriod != 30*time.Second ||
+		s.Healthz.String() != "0.0.0.0:10256" || s.Metrics.String() != "127.0.0.1:10249" || s.OOMScoreAdj != -999 {
+		t.Errorf("it gives %+v", s)
+	}
+	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
+		"node ports answer at all addresses of this host; [primary] would be those of its Node"
+	if got := texts(problems); !slices.Equal(got, []string{wantText}) {
+		t.Errorf("it says %s", strings.Join(got, "\n"))
+	}
+}
+
+// TestBroken: each broken file gets the messages beside it, and what is left of it, in testdata/broken.
+func TestBroken(t *testing.T) {
+	files, err := filepath.Glob("testdata/broken/*.yaml")
+	if err != nil || len(files) < 10 {
+		t.Fatalf("%d files, %v", len(files), err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got strings.Builder
+		_, problems, err := load(filepath.Base(file), text, nil, nil)
+		if err != nil {
+			got.WriteString("it ends: " + err.Error() + "\n")
+		}
+		for _, p := range problems {
+			got.WriteString([...]string{"note: ", "warning: ", "bad: "}[p.Severity] + p.Error() + "\n")
+		}
+		golden := strings.TrimSuffix(file, "yaml") + "txt"
+		if *update {
+			if err := os.WriteFile(golden, []byte(got.String()), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		want, err := os.ReadFile(golden)
+		if err != nil || got.String() != string(want) {
+			t.Errorf("%s: it says\n%swant\n%s", file, got.String(), want)
+		}
+	}
+}
+
+// TestOneBadRange: one malformed range loses nothing else, at the start and while running.
+func TestOneBadRange(t *testing.T) {
+	const file = head + "mode: nftables\nclusterCIDR: 10.244.0.0/16\nnodePortAddresses:\n- 10.0.0.0/8\n- 192.168.0.0/33\n- fd00::/8\n"
+	s, said := loadText(t, file)
+	if want := prefixes("10.0.0.0/8", "fd00::/8"); !slices.Equal(s.Policy.NodePortAddresses, want) || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
+		t.Errorf("it decides %+v", s.Policy)
+	}
+	want := `f:7: nodePortAddresses[1]: "192.168.0.0/33" is no range of addresses such as 10.244.0.0/16; it is left out`
+	if !slices.Equal(said, []string{want}) {
+		t.Errorf("it says %s", strings.Join(said, "\n"))
+	}
+
+	before, _ := loadText(t, strings.Replace(strings.Replace(file, "/33", "/16", 1), "10.244", "10.245", 1))
+	s, problems, err := load("f", []byte(file), nil, before)
+	if err != nil || !slices.Equal(s.Policy.NodePortAddresses, before.Policy.NodePortAddresses) || s.Policy.DetectLocal.ClusterCIDRs[0] != prefixes("10.244.0.0/16")[0] {
+		t.Errorf("while running it decides %+v, %v", s.Policy, err)
+	}
+	want = strings.Replace(want, "it is left out", `it stays ["10.0.0.0/8","192.168.0.0/16","fd00::/8"]`, 1)
+	if got := texts(problems); !slices.Equal(got, []string{want}) {
+		t.Errorf("while running it says %s", strings.Join(got, "\n"))
+	}
+}
+
+// TestNothingOpens: a list of which nothing is left closes what it was about. Only one that nobody wrote has the default.
+func TestNothingOpens(t *testing.T) {
+	for text, want := range map[string][]netip.Prefix{
+		"":                                                    nil,
+		"nodePortAddresses: []\n":                             nil,
+		"nodePortAddresses: [primary]\n":                      nil,
+		"nodePortAddresses: [10.0.0.0]\n":                     {{}},
+		"nodePortAddresses: [x, 10.0.0.0/8]\n":                prefixes("10.0.0.0/8"),
+		"nodePortAddresses: [primary, 10.0.0.0/8]\n":          prefixes("10.0.0.0/8"),
+		"nodePortAddresses: [\"::ffff:10.0.0.0/104\"]\n":      {{}},
+		"nodePortAddresses: [010.000.000.001/8, \"::1/128\"]": prefixes("10.0.0.0/8", "::1/128"),
+	} {
+		s, _ := loadText(t, head+"mode: nftables\n"+text)
+		if !slices.Equal(s.Policy.NodePortAddresses, want) {
+			t.Errorf("%q: %v; want %v", text, s.Policy.NodePortAddresses, want)
+		}
+	}
+}
+
+// TestModes: the section of the mode counts, as in kube-proxy.
+func TestModes(t *testing.T) {
+	const all = `
+iptables: {masqueradeAll: %v, syncPeriod: 10s, minSyncPeriod: 1s, localhostNodePorts: false}
+ipvs: {syncPeriod: 20s, minSyncPeriod: 2s}
+nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
+`
+	for _, row := range []struct {
+		mode    string
+		iptAll  string
+		nftAll  string
+		masqAll bool
+		sync    int
+		open    bool
+	}{
+		{`""`, "true", "false", true, 10, true},
+		{"iptables", "false", "true", false, 10, true},
+		{"ipvs", "true", "false", true, 20, true},
+		{"nftables", "true", "false", false, 40, false},
+		{"nftables", "false", "true", true, 40, false},
+	} {
+		text := strings.Replace(strings.Replace(all, "%v", row.iptAll, 1), "%v", row.nftAll, 1)
+		s, _ := loadText(t, head+"mode: "+row.mode+text)
+		if s.Policy.MasqueradeAll != row.masqAll || s.SyncPeriod != time.Duration(row.sync)*time.Second ||
+			s.MinSyncPeriod != s.SyncPeriod/10 || s.Policy.LocalhostNodePorts || s.Backend != NFTables || (s.Policy.NodePortAddresses != nil) != row.open {
+			t.Errorf("mode %s: %+v", row.mode, s)
+		}
+	}
+}
+
+// TestSettings: what words and numbers mean.
+func TestSettings(t *testing.T) {
+	for text, check := range map[string]func(s *Settings) bool{
+		"hostnameOverride: ' NODE-1 '": func(s *Settings) bool { return s.NodeName == "node-1" && s.Policy.NodeName == "node-1" },
+		"bindAddress: 192.0.2.1":       func(s *Settings) bool { return s.Policy.NodeIP == netip.MustParseAddr("192.0.2.1") },
+		"bindAddress: '::'": func(s *Settings) bool {
+			return !s.Policy.NodeIP.IsValid() && s.Healthz.String() == "[::]:10256" && s.Metrics.String() == "[::1]:10249"
+		},
+		"bindAddress: fd00::1":                             func(s *Settings) bool { return s.Policy.NodeIP == netip.MustParseAddr("fd00::1") },
+		"healthzBindAddress: 127.0.0.1":                    func(s *Settings) bool { return s.Healthz.String() == "127.0.0.1:10256" },
+		"metricsBindAddress: '[::]:99'":                    func(s *Settings) bool { return s.Metrics.String() == "[::]:99" },
+		"featureGates: {AllowServiceExternalIPs: false}":   func(s *Settings) bool { return s.Policy.NoExternalIPs },
+		"featureGates: {AllowServiceExternalIPs: true}":    func(s *Settings) bool { return !s.Policy.NoExternalIPs },
+		"detectLocalMode: NodeCIDR\nclusterCIDR: nonsense": func(s *Settings) bool { return s.Policy.DetectLocal.Mode == dataplane.DetectNodeCIDR },
+		"detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}": func(s *Settings) bool {
+			return s.Policy.DetectLocal.Mode == dataplane.DetectBridgeInterface && s.Policy.DetectLocal.Interface == "cni0"
+		},
+	} {
+		s, said := loadText(t, head+"nodePortAddresses: [primary]\n"+text)
+		if !check(s) || len(said) > 0 {
+			t.Errorf("%q: %+v; it says %v", text, s, said)
+		}
+	}
+}
+
+// TestSysctls is kube-proxy's arithmetic, in numbers.
+func TestSysctls(t *testing.T) {
+	const dir = "proc/sys/net/netfilter/nf_conntrack_"
+	top := func(n int) []sysctl.Setting {
+		return []sysctl.Setting{{Path: dir + "max", Value: n, AtLeast: true}, {Path: "sys/module/nf_conntrack/parameters/hashsize", Value: n / 4, AtLeast: true}}
+	}
+	times := []sysctl.Setting{{Path: dir + "tcp_timeout_established", Value: 86400}, {Path: dir + "tcp_timeout_close_wait", Value: 3600}}
+	for _, row := range []struct {
+		text string
+		cpus int
+		want []sysctl.Setting
+	}{
+		{"", 2, slices.Concat(top(131072), times)},
+		{"", 8, slices.Concat(top(262144), times)},
+		{"", 64, slices.Concat(top(1048576), times)},
+		{"conntrack: {min: 0}", 1, slices.Concat(top(32768), times)},
+		{"conntrack: {min: 2000000}", 1, slices.Concat(top(2000000), times)},
+		{"conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}", 8, nil},
+		{"conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 90s, tcpCloseWaitTimeout: 0s, tcpBeLiberal: true, udpTimeout: 1m, udpStreamTimeout: 2m}", 8,
+			[]sysctl.Setting{{Path: dir + "tcp_timeout_established", Value: 90}, {Path: dir + "udp_timeout", Value: 60},
+				{Path: dir + "udp_timeout_stream", Value: 120}, {Path: dir + "tcp_be_liberal", Value: 1}}},
+	} {
+		s, _ := loadText(t, head+row.text)
+		if got := s.Sysctls(row.cpus); !slices.Equal(got, row.want) {
+			t.Errorf("%q on %d CPUs: %v; want %v", row.text, row.cpus, got, row.want)
+		}
+	}
+}
+
+// TestChanges: what differs is named, with when it takes effect.
+func TestChanges(t *testing.T) {
+	before, _ := loadText(t, head+"mode: nftables\nclusterCIDR: 10.0.0.0/8\n")
+	now, _ := loadText(t, head+`
+mode: nftables
+clusterCIDR: 10.0.0.0/9
+hostnameOverride: other
+conntrack: {min: 5}
+configSyncPeriod: 1m
+iptables: {masqueradeAll: true}
+---
+`+ownHead+"keeper: none\n")
+	var got []string
+	for _, c := range now.Changes(before) {
+		got = append(got, c.String()+" ("+[...]string{"live", "restart", "never"}[c.Effect]+")")
+	}
+	want := []string{
+		`hostnameOverride: other, was "" (restart)`, "iptables.masqueradeAll: true, was false (never)",
+		"clusterCIDR: 10.0.0.0/9, was 10.0.0.0/8 (live)", "conntrack.min: 5, was 131072 (live)", "configSyncPeriod: 1m0s, was 15m0s (never)",
+		"VerdictConfiguration.keeper: none, was auto (restart)",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %s\nwant %s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	if c := now.Changes(now); c != nil {
+		t.Errorf("it differs from itself: %v", c)
+	}
+}
+
+// TestWritten: what is written means the same when it is read again, to us and, but for its second document, to kube-proxy.
+func TestWritten(t *testing.T) {
+	for _, args := range [][]string{
+		nil, {"--config", "testdata/kubeadm.conf"}, {"--proxy-mode=ipvs", "--cluster-cidr=10.0.0.0/8", "-v=2", "--keeper=none", "--oom-score-adj=0"},
+	} {
+		f := parse(t, args...)
+		s, _, err := Load(f.Config, f, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var b bytes.Buffer
+		if err := s.Write(&b); err != nil {
+			t.Fatal(err)
+		}
+		again, problems, err := load("f", b.Bytes(), nil, nil)
+		if err != nil || len(again.Changes(s)) > 0 || !reflect.DeepEqual(again.Policy, s.Policy) || !reflect.DeepEqual(again.Client, s.Client) {
+			t.Errorf("%v: %v, %v, changes %v", args, err, texts(problems), again.Changes(s))
+		}
+		first, _, _ := strings.Cut(b.String(), "\n---\n")
+		if _, err := strict([]byte(first)); err != nil {
+			t.Errorf("%v: kube-proxy's decoder says: %v", args, err)
+		}
+	}
+}
+
+var codecs = func() serializer.CodecFactory {
+	scheme := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(scheme); err != nil {
+		panic(err)
+	}
+	return serializer.NewCodecFactory(scheme, serializer.EnableStrict)
+}()
+
+// strict decodes as kube-proxy does at first.
+func strict(text []byte) (*v1alpha1.KubeProxyConfiguration, error) {
+	o, _, err := codecs.UniversalDeserializer().Decode(text, nil, nil)
+	if err != nil {
+		return nil, err
+	}
+	return o.(*v1alpha1.KubeProxyConfiguration), nil
+}
+
+// FuzzLoad: nothing makes it panic, and what kube-proxy's decoder takes without a complaint is the same here.
+func FuzzLoad(f *testing.F) {
+	files, _ := filepath.Glob("testdata/broken/*.yaml")
+	for _, file := range append(files, "testdata/kubeadm.conf") {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
+	}
+	for _, text := range []string{"", "---\n...\n", "{}", "[", "\xff", "a: &a [*a]", "&a a: *a", head + "nftables: &x {syncPeriod: 1s}\niptables: *x\n",
+		head + "conntrack: {min: yes, tcpBeLiberal: on}\n", head + "<<: {mode: ipvs}\n", head + "clusterCIDR: ,,\n", `{"kind":"KubeProxyConfiguration","apiVersion":"kubeproxy.config.k8s.io/v1alpha1","mode":"nftables"}`} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		s, problems, err := load("f", text, nil, nil)
+		if (s == nil) != (err != nil) {
+			t.Fatalf("settings %v, error %v", s, err)
+		}
+		for _, p := range problems {
+			if len(p.Error()) > 1000 || strings.ContainsAny(p.Error(), "\n\r\x00") {
+				t.Fatalf("a problem that is no line: %q", p.Error())
+			}
+		}
+		if err == nil {
+			again, _, err := load("f", text, nil, s)
+			if err != nil || len(again.Changes(s)) > 0 {
+				t.Fatalf("once more, it is another: %v, %v", err, again.Changes(s))
+			}
+		}
+		theirs, terr := strict(text)
+		if terr != nil || len(split(string(text))) > 1 {
+			return
+		}
+		r, err := read("f", text)
+		if err != nil {
+			t.Fatalf("kube-proxy takes it, we do not: %v", err)
+		}
+		if !reflect.DeepEqual(&r.doc.KubeProxy, theirs) || len(r.complaints) > 0 {
+			t.Fatalf("kube-proxy has\n%+v\nwe have\n%+v\nand %v", theirs, &r.doc.KubeProxy, r.complaints)
+		}
+	})
+}

@@ -1,0 +1,286 @@
+package config
+
+import (
+	"fmt"
+	"math"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	logsapi "k8s.io/component-base/logs/api/v1"
+	"k8s.io/kube-proxy/config/v1alpha1"
+)
+
+// Effect says when a change of a field takes effect.
+type Effect uint8
+
+// The effects.
+const (
+	// Live is at once, while the proxy runs.
+	Live Effect = iota
+	// Restart is at the next start of the proxy.
+	Restart
+	// Never is for a field without meaning here.
+	Never
+)
+
+// field is one field of a Document, as far as one can tell without the others.
+type field struct {
+	name   string
+	effect Effect
+	// does says what is done about it, or for Never, why nothing is. It is a row of docs/CONFIGURATION.md.
+	does string
+	// check says what is wrong with a value; nil or "" if nothing is. It is given a pointer's target, and each entry of a list.
+	check func(v any) string
+}
+
+// Why some fields have no effect.
+const (
+	noMark    = "packets are masqueraded without a mark, so no bit is taken"
+	noIPVS    = "nftables is used in place of IPVS"
+	noWindows = "this is for Windows"
+	noBuffer  = "each line of the log is written at once, to standard error"
+)
+
+// fields is every field there is, in kube-proxy's order. Tests hold it, the types and docs/CONFIGURATION.md together.
+var fields = []field{
+	{"featureGates", Live, "`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out. The others are named in one line of the log, and have no effect", nil},
+	{"clientConnection.kubeconfig", Restart, "as kube-proxy; empty, without `--master`, means the cluster this runs in", nil},
+	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", accepted},
+	{"clientConnection.contentType", Restart, "protobuf or JSON", oneOf(contentProtobuf, contentJSON)},
+	{"clientConnection.qps", Restart, "as kube-proxy", nil},
+	{"clientConnection.burst", Restart, "as kube-proxy", atLeast(0)},
+	{"logging.format", Restart, "`text` or `json`, written by log/slog", oneOf("text", "json")},
+	{"logging.flushFrequency", Never, noBuffer, positive},
+	{"logging.verbosity", Live, "0 and 1: what operators should know; from 2 on also a line for each transaction", atMost(math.MaxInt32)},
+	{"logging.vmodule", Never, "there is one verbosity for all files", nil},
+	{"logging.options.text.splitStream", Never, noBuffer, nil},
+	{"logging.options.text.infoBufferSize", Never, noBuffer, nil},
+	{"logging.options.json.splitStream", Never, noBuffer, nil},
+	{"logging.options.json.infoBufferSize", Never, noBuffer, nil},
+	{"hostnameOverride", Restart, "as kube-proxy: in lower case, without spaces around it; empty means the host's name", notBlank},
+	{"bindAddress", Live, "as kube-proxy: takes the place of the Node's address of its family; no socket is bound to it", anAddress},
+	{"healthzBindAddress", Restart, "as kube-proxy", anAddrPort},
+	{"metricsBindAddress", Restart, "as kube-proxy", anAddrPort},
+	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
+	{"enableProfiling", Restart, "as kube-proxy", nil},
+	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
+	{"mode", Live, "nftables is used, whatever it says. It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
+	{"iptables.masqueradeBit", Never, noMark, within(0, 31)},
+	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
+	{"iptables.localhostNodePorts", Live, "in every mode, see [decisions/localhost-nodeports.md](decisions/localhost-nodeports.md)", nil},
+	{"iptables.syncPeriod", Live, "twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty", positive},
+	{"iptables.minSyncPeriod", Live, "more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty", notNegative},
+	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
+	{"ipvs.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `ipvs`", notNegative},
+	{"ipvs.scheduler", Never, noIPVS, nil},
+	{"ipvs.excludeCIDRs", Never, noIPVS, aRange},
+	{"ipvs.strictARP", Never, noIPVS, nil},
+	{"ipvs.tcpTimeout", Never, noIPVS, notNegative},
+	{"ipvs.tcpFinTimeout", Never, noIPVS, notNegative},
+	{"ipvs.udpTimeout", Never, noIPVS, notNegative},
+	{"nftables.masqueradeBit", Never, noMark, within(0, 31)},
+	{"nftables.masqueradeAll", Live, "as kube-proxy, in mode `nftables`", nil},
+	{"nftables.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `nftables`", positive},
+	{"nftables.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `nftables`", notNegative},
+	{"winkernel.networkName", Never, noWindows, nil},
+	{"winkernel.sourceVip", Never, noWindows, nil},
+	{"winkernel.enableDSR", Never, noWindows, nil},
+	{"winkernel.rootHnsEndpointName", Never, noWindows, nil},
+	{"winkernel.forwardHealthCheckVip", Never, noWindows, nil},
+	{"detectLocalMode", Live, "as kube-proxy", oneOf(modeClusterCIDR, modeNodeCIDR, modeBridgeInterface, modeInterfacePrefix)},
+	{"detectLocal.bridgeInterface", Live, "as kube-proxy, in mode `BridgeInterface`", nil},
+	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
+	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
+	{"nodePortAddresses", Live, "ranges, or `primary`; see [decisions/node-ports.md](decisions/node-ports.md). As in kube-proxy, an empty list means `primary` in mode `nftables`, else all addresses", nil},
+	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
+	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher limit that is there already is left", atLeast(0)},
+	{"conntrack.min", Live, "as kube-proxy", atLeast(0)},
+	{"conntrack.tcpEstablishedTimeout", Live, "as kube-proxy", seconds},
+	{"conntrack.tcpCloseWaitTimeout", Live, "as kube-proxy", seconds},
+	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; once set, it stays until somebody else takes it back", nil},
+	{"conntrack.udpTimeout", Live, "as kube-proxy", seconds},
+	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", seconds},
+	{"configSyncPeriod", Never, "each change that the API server tells of is passed on once; there is nothing to go through again", positive},
+	{"portRange", Never, "it has none in kube-proxy either", nil},
+	{"windowsRunAsService", Never, noWindows, nil},
+
+	{verdictKind + ".manifests", Restart, "take the objects from this file or directory, which is watched, in place of the Kubernetes API", nil},
+	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/keeper.md](decisions/keeper.md)",
+		oneOf("auto", "process", "systemd", "none")},
+	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},
+}
+
+// fieldNamed finds a field; it is an error of ours if there is none.
+func fieldNamed(name string) *field {
+	i := slices.IndexFunc(fields, func(f field) bool { return f.name == name })
+	if i < 0 {
+		panic("config: there is no field " + name)
+	}
+	return &fields[i]
+}
+
+// path gives the field's path.
+func (f *field) path() path { return strings.Split(f.name, ".") }
+
+// counts says whether the field is of the section that counts in a mode.
+func (f *field) counts(mode v1alpha1.ProxyMode) bool {
+	section, rest, _ := strings.Cut(f.name, ".")
+	switch {
+	case section == modeNFTables:
+		return mode == modeNFTables
+	case section == modeIPVS:
+		return mode == modeIPVS
+	case section != modeIPTables || rest == "localhostNodePorts":
+		return true
+	case rest == "syncPeriod" || rest == "minSyncPeriod":
+		return mode == modeIPTables || mode == ""
+	}
+	return mode != modeNFTables
+}
+
+func oneOf(words ...string) func(any) string {
+	return func(v any) string {
+		word := fmt.Sprint(v)
+		if slices.Contains(words, word) {
+			return ""
+		}
+		known := slices.DeleteFunc(slices.Clone(words), func(w string) bool { return w == "" })
+		return quote(word) + " is none of " + strings.Join(known, ", ")
+	}
+}
+
+// accepted are lists of content types of which we can read at least one.
+func accepted(v any) string {
+	for one := range strings.SplitSeq(v.(string), ",") {
+		switch one, _, _ = strings.Cut(strings.TrimSpace(one), ";"); one {
+		case "", "*/*", contentProtobuf, contentJSON:
+			return ""
+		}
+	}
+	return quote(v.(string)) + " has neither " + contentProtobuf + " nor " + contentJSON
+}
+
+// whole gives a number of any of the types that fields have.
+func whole(v any) int64 {
+	switch v := v.(type) {
+	case int32:
+		return int64(v)
+	case logsapi.VerbosityLevel:
+		return int64(v)
+	}
+	panic(fmt.Sprintf("config: %T is no number", v))
+}
+
+func within(least, most int64) func(any) string {
+	return func(v any) string {
+		if n := whole(v); n < least || n > most {
+			return fmt.Sprintf("%d is not within %d to %d", n, least, most)
+		}
+		return ""
+	}
+}
+
+func atLeast(least int64) func(any) string {
+	return func(v any) string {
+		if n := whole(v); n < least {
+			return fmt.Sprintf("%d is less than %d", n, least)
+		}
+		return ""
+	}
+}
+
+func atMost(most int64) func(any) string {
+	return func(v any) string {
+		if n := whole(v); n > most {
+			return fmt.Sprintf("%d is more than %d", n, most)
+		}
+		return ""
+	}
+}
+
+// span gives a duration of either of the types that fields have.
+func span(v any) time.Duration {
+	switch v := v.(type) {
+	case metav1.Duration:
+		return v.Duration
+	case logsapi.TimeOrMetaDuration:
+		return v.Duration.Duration
+	}
+	panic(fmt.Sprintf("config: %T is no duration", v))
+}
+
+func positive(v any) string {
+	if d := span(v); d <= 0 {
+		return d.String() + " is not more than 0"
+	}
+	return ""
+}
+
+func notNegative(v any) string {
+	if d := span(v); d < 0 {
+		return d.String() + " is less than 0"
+	}
+	return ""
+}
+
+// seconds are what the kernel counts these in.
+func seconds(v any) string {
+	switch d := span(v); {
+	case d < 0:
+		return d.String() + " is less than 0"
+	case d > 0 && d < time.Second:
+		return d.String() + " is less than a second"
+	case d/time.Second > math.MaxInt32:
+		return d.String() + " is more than the kernel takes"
+	}
+	return ""
+}
+
+func notBlank(v any) string {
+	if s := v.(string); s != "" && strings.TrimSpace(s) == "" {
+		return "it is nothing but spaces"
+	}
+	return ""
+}
+
+func anAddress(v any) string {
+	if _, ok := parseAddr(v.(string)); !ok {
+		return quote(v.(string)) + " is no IP address"
+	}
+	return ""
+}
+
+func anAddrPort(v any) string {
+	if _, ok := parseAddrPort(v.(string)); !ok && v != off {
+		return quote(v.(string)) + " is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1"
+	}
+	return ""
+}
+
+func aRange(v any) string {
+	if _, ok := parsePrefix(v.(string)); !ok {
+		return quote(v.(string)) + " is no range of addresses such as 10.244.0.0/16"
+	}
+	return ""
+}
+
+var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
+
+func aVersion(v any) string {
+	if s := v.(string); s != "" && !version.MatchString(s) {
+		return quote(s) + " is no version such as 1.35"
+	}
+	return ""
+}
+
+// anInterface refuses what the kernel refuses as a name; nft would take * and quotes for more than they say.
+func anInterface(s string) string {
+	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
+		return quote(s) + " is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+	}
+	return ""
+}

@@ -1,0 +1,450 @@
+package config
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	logsapi "k8s.io/component-base/logs/api/v1"
+	"k8s.io/kube-proxy/config/v1alpha1"
+)
+
+// Flags are kube-proxy's, under their names, and our own. One that is given overrides the file. The zero value has none; call Add or
+// AddPolicy.
+type Flags struct {
+	// Config is the file; empty means none. Load is given it, not told by these Flags.
+	Config string
+
+	// WriteConfigTo, Cleanup, InitOnly and Version ask for something else than to run.
+	WriteConfigTo              string
+	Cleanup, InitOnly, Version bool
+
+	masterURL string
+	given     []given
+}
+
+// given is a flag on a command line, as often as it was there.
+type given struct {
+	flag  *option
+	texts []string
+}
+
+// option is a flag that stands for fields of a Document.
+type option struct {
+	name, kind, usage string
+	// fields are the names of those it writes.
+	fields []string
+	// set writes a text into a Document. More says that the flag is given once more, which adds to a list.
+	set func(d *Document, text string, more bool) error
+	// about is about packets: commands that only look have the flag, too.
+	about scope
+	// note is said if the flag is given: that it is deprecated, or has no effect.
+	note string
+}
+
+type scope uint8
+
+const (
+	ofRun scope = iota
+	ofPolicy
+)
+
+// flags are all that stand for fields.
+var flags = slices.Concat(policyFlags, serverFlags, kernelFlags, clientFlags, logFlags, ownFlags)
+
+var policyFlags = []option{
+	text("hostname-override",
+		"name of this node in the cluster: tells which endpoints are local (default: the host's name)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.HostnameOverride }, "hostnameOverride"),
+	text("bind-address",
+		"this node's own IP address, in place of the Node object's of its family; nothing is bound to it (default 0.0.0.0: the Node object's)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.BindAddress }, "bindAddress"),
+	{name: "proxy-mode", kind: "string", about: ofPolicy, fields: []string{"mode"},
+		usage: "iptables, ipvs or nftables: nftables is used in any case, but a list of node port addresses that is empty means something else (default nftables)",
+		set:   func(d *Document, s string, _ bool) error { d.KubeProxy.Mode = v1alpha1.ProxyMode(s); return nil }},
+	boolean("masquerade-all", "masquerade everything that is sent to a cluster IP", ofPolicy,
+		func(d *Document, on bool) {
+			d.KubeProxy.IPTables.MasqueradeAll, d.KubeProxy.NFTables.MasqueradeAll = on, on
+		},
+		"iptables.masqueradeAll", "nftables.masqueradeAll"),
+	boolean("iptables-localhost-nodeports",
+		"answer on IPv4 node ports at 127.0.0.1 too; sets net.ipv4.conf.all.route_localnet, and guards the loopback range (default true)", ofPolicy,
+		func(d *Document, on bool) { d.KubeProxy.IPTables.LocalhostNodePorts = &on }, "iptables.localhostNodePorts"),
+	{name: "detect-local-mode", kind: "string", about: ofPolicy, fields: []string{"detectLocalMode"},
+		usage: "how pods are told from others: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix (default ClusterCIDR)",
+		set: func(d *Document, s string, _ bool) error {
+			d.KubeProxy.DetectLocalMode = v1alpha1.LocalMode(s)
+			return nil
+		}},
+	text("pod-bridge-interface", "the bridge pods are on (mode BridgeInterface)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.DetectLocal.BridgeInterface }, "detectLocal.bridgeInterface"),
+	text("pod-interface-name-prefix", "how the names of pods' interfaces begin (mode InterfaceNamePrefix)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.DetectLocal.InterfaceNamePrefix }, "detectLocal.interfaceNamePrefix"),
+	text("cluster-cidr",
+		"pods' addresses, one range or one of each family with a comma between; what comes from elsewhere is masqueraded on its way to a cluster IP (mode ClusterCIDR)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.ClusterCIDR }, "clusterCIDR"),
+	list("nodeport-addresses",
+		`ranges of this host's addresses that answer on node ports, or "primary": the Node object's (default primary)`, ofPolicy,
+		func(d *Document) *[]string { return &d.KubeProxy.NodePortAddresses }, "nodePortAddresses"),
+	{name: "feature-gates", kind: "mapStringBool", usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs has an effect",
+		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
+}
+
+var serverFlags = []option{
+	address("healthz-bind-address",
+		"IP address, with a port or without, of the health server; empty for none (default 0.0.0.0:10256)",
+		func(d *Document) *string { return &d.KubeProxy.HealthzBindAddress }, "healthzBindAddress"),
+	address("metrics-bind-address",
+		"IP address, with a port or without, of the metrics server; empty for none (default 127.0.0.1:10249)",
+		func(d *Document) *string { return &d.KubeProxy.MetricsBindAddress }, "metricsBindAddress"),
+	portOnly("healthz-port",
+		"healthz-bind-address",
+		func(d *Document) *string { return &d.KubeProxy.HealthzBindAddress }, "0.0.0.0", "healthzBindAddress"),
+	portOnly("metrics-port",
+		"metrics-bind-address",
+		func(d *Document) *string { return &d.KubeProxy.MetricsBindAddress }, "127.0.0.1", "metricsBindAddress"),
+	boolean("bind-address-hard-fail", "end if one of these servers cannot listen, in place of trying again", ofRun,
+		func(d *Document, on bool) { d.KubeProxy.BindAddressHardFail = on }, "bindAddressHardFail"),
+	boolean("profiling", "serve profiles at /debug/pprof of the metrics server", ofRun,
+		func(d *Document, on bool) { d.KubeProxy.EnableProfiling = on }, "enableProfiling"),
+	text("show-hidden-metrics-for-version", "has no effect: no metric is hidden", ofRun,
+		func(d *Document) *string { return &d.KubeProxy.ShowHiddenMetricsForVersion }, "showHiddenMetricsForVersion"),
+}
+
+var kernelFlags = []option{
+	period("iptables-sync-period",
+		"twice as long the kernel may be behind before the proxy counts as unhealthy; in modes iptables and nftables (default 30s)",
+		func(d *Document, t metav1.Duration) {
+			d.KubeProxy.IPTables.SyncPeriod, d.KubeProxy.NFTables.SyncPeriod = t, t
+		},
+		"iptables.syncPeriod", "nftables.syncPeriod"),
+	period("iptables-min-sync-period",
+		"the least time between two transactions, in modes iptables and nftables (default 0s: as little as the kernel allows)",
+		func(d *Document, t metav1.Duration) {
+			d.KubeProxy.IPTables.MinSyncPeriod, d.KubeProxy.NFTables.MinSyncPeriod = t, t
+		},
+		"iptables.minSyncPeriod", "nftables.minSyncPeriod"),
+	period("ipvs-sync-period", "as --iptables-sync-period, in mode ipvs (default 30s)",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.SyncPeriod = t }, "ipvs.syncPeriod"),
+	period("ipvs-min-sync-period", "as --iptables-min-sync-period, in mode ipvs (default 0s)",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.MinSyncPeriod = t }, "ipvs.minSyncPeriod"),
+	number("iptables-masquerade-bit", "has no effect: "+noMark,
+		func(d *Document, n int32) { d.KubeProxy.IPTables.MasqueradeBit = &n }, "iptables.masqueradeBit"),
+	text("ipvs-scheduler",
+		"has no effect: "+noIPVS, ofRun, func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
+	list("ipvs-exclude-cidrs",
+		"has no effect: "+noIPVS, ofRun,
+		func(d *Document) *[]string { return &d.KubeProxy.IPVS.ExcludeCIDRs }, "ipvs.excludeCIDRs"),
+	boolean("ipvs-strict-arp",
+		"has no effect: "+noIPVS, ofRun, func(d *Document, on bool) { d.KubeProxy.IPVS.StrictARP = on }, "ipvs.strictARP"),
+	period("ipvs-tcp-timeout",
+		"has no effect: "+noIPVS,
+		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPTimeout = t }, "ipvs.tcpTimeout"),
+	period("ipvs-tcpfin-timeout",
+		"has no effect: "+noIPVS,
+		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPFinTimeout = t }, "ipvs.tcpFinTimeout"),
+	period("ipvs-udp-timeout",
+		"has no effect: "+noIPVS,
+		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.UDPTimeout = t }, "ipvs.udpTimeout"),
+	number("oom-score-adj", "oom_score_adj of this process, -1000 to 1000 (default -999)",
+		func(d *Document, n int32) { d.KubeProxy.OOMScoreAdj = &n }, "oomScoreAdj"),
+	number("conntrack-max-per-core",
+		"connections to track for each CPU; 0 leaves the kernel's limit, and ignores --conntrack-min (default 32768)",
+		func(d *Document, n int32) { d.KubeProxy.Conntrack.MaxPerCore = &n }, "conntrack.maxPerCore"),
+	number("conntrack-min", "connections to track at least (default 131072)",
+		func(d *Document, n int32) { d.KubeProxy.Conntrack.Min = &n }, "conntrack.min"),
+	period("conntrack-tcp-timeout-established",
+		"how long idle TCP connections are tracked; 0 leaves the kernel's (default 24h)",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPEstablishedTimeout = &t }, "conntrack.tcpEstablishedTimeout"),
+	period("conntrack-tcp-timeout-close-wait",
+		"how long half-closed TCP connections are tracked; 0 leaves the kernel's (default 1h)",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPCloseWaitTimeout = &t }, "conntrack.tcpCloseWaitTimeout"),
+	boolean("conntrack-tcp-be-liberal", "let TCP packets outside of the window pass as valid", ofRun,
+		func(d *Document, on bool) { d.KubeProxy.Conntrack.TCPBeLiberal = on }, "conntrack.tcpBeLiberal"),
+	period("conntrack-udp-timeout", "how long UDP flows without an answer are tracked; 0 leaves the kernel's",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.UDPTimeout = t }, "conntrack.udpTimeout"),
+	period("conntrack-udp-timeout-stream", "how long UDP flows with answers are tracked; 0 leaves the kernel's",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.UDPStreamTimeout = t }, "conntrack.udpStreamTimeout"),
+}
+
+var clientFlags = []option{
+	text("kubeconfig", "kubeconfig file of the API server (default: the cluster this runs in)", ofRun,
+		func(d *Document) *string { return &d.KubeProxy.ClientConnection.Kubeconfig }, "clientConnection.kubeconfig"),
+	text("kube-api-content-type", "what to talk to the API server in (default "+contentProtobuf+")", ofRun,
+		func(d *Document) *string { return &d.KubeProxy.ClientConnection.ContentType }, "clientConnection.contentType"),
+	number("kube-api-burst", "requests to the API server that may come at once (default 10)",
+		func(d *Document, n int32) { d.KubeProxy.ClientConnection.Burst = n }, "clientConnection.burst"),
+	{name: "kube-api-qps", kind: "float32", usage: "requests to the API server each second (default 5)", fields: []string{"clientConnection.qps"},
+		set: func(d *Document, s string, _ bool) error {
+			n, err := strconv.ParseFloat(s, 32)
+			d.KubeProxy.ClientConnection.QPS = float32(n)
+			return plain(err, quote(s)+" is no number")
+		}},
+	period("config-sync-period", "has no effect: nothing needs to be read again",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.ConfigSyncPeriod = t }, "configSyncPeriod"),
+}
+
+var logFlags = []option{
+	{name: "v", kind: "level", usage: "how much to log: 0 what operators should know, 2 a line for each transaction, too",
+		fields: []string{"logging.verbosity"}, set: func(d *Document, s string, _ bool) error {
+			n, err := strconv.ParseUint(s, 10, 31)
+			d.KubeProxy.Logging.Verbosity = logsapi.VerbosityLevel(n)
+			return plain(err, quote(s)+" is no whole number")
+		}},
+	text("logging-format",
+		"text or json (default text)", ofRun,
+		func(d *Document) *string { return &d.KubeProxy.Logging.Format }, "logging.format"),
+	idle("vmodule", "pattern=N,...", "there is one verbosity for all files"),
+	idle("log-flush-frequency", "duration", noBuffer),
+	idle("log-text-split-stream", "", noBuffer),
+	idle("log-text-info-buffer-size", "quantity", noBuffer),
+	idle("log-json-split-stream", "", noBuffer),
+	idle("log-json-info-buffer-size", "quantity", noBuffer),
+	idle("boot-id-file", "string", "this host's boot is told by nothing"),
+	idle("machine-id-file", "string", "this host is told by its name"),
+}
+
+var ownFlags = []option{
+	text("from", "manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API", ofRun,
+		func(d *Document) *string { return &d.Verdict.Manifests }, verdictKind+".manifests"),
+	{name: "keeper", kind: "auto|process|systemd|none", usage: "who holds the netlink socket while this is restarted (default auto)",
+		fields: []string{verdictKind + ".keeper"}, set: func(d *Document, s string, _ bool) error {
+			d.Verdict.Keeper = s
+			if reason := fieldNamed(verdictKind + ".keeper").check(s); reason != "" {
+				return fmt.Errorf("%s", reason)
+			}
+			return nil
+		}},
+	boolean("own-tables", "let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)", ofRun,
+		func(d *Document, on bool) { d.Verdict.OwnTables = &on }, verdictKind+".ownTables"),
+}
+
+func text(name, usage string, about scope, at func(*Document) *string, fields ...string) option {
+	return option{name: name, kind: "string", usage: usage, about: about, fields: fields,
+		set: func(d *Document, s string, _ bool) error { *at(d) = s; return nil }}
+}
+
+func list(name, usage string, about scope, at func(*Document) *[]string, fields ...string) option {
+	return option{name: name, kind: "strings", usage: usage, about: about, fields: fields,
+		set: func(d *Document, s string, more bool) error {
+			if !more {
+				*at(d) = nil
+			}
+			if s != "" {
+				*at(d) = append(*at(d), strings.Split(s, ",")...)
+			}
+			return nil
+		}}
+}
+
+func boolean(name, usage string, about scope, set func(*Document, bool), fields ...string) option {
+	return option{name: name, kind: "bool", usage: usage, about: about, fields: fields,
+		set: func(d *Document, s string, _ bool) error {
+			on, err := strconv.ParseBool(s)
+			set(d, on)
+			return plain(err, quote(s)+" is neither true nor false")
+		}}
+}
+
+func number(name, usage string, set func(*Document, int32), fields ...string) option {
+	return option{name: name, kind: "int32", usage: usage, fields: fields,
+		set: func(d *Document, s string, _ bool) error {
+			n, err := strconv.ParseInt(s, 0, 32)
+			set(d, int32(n))
+			return plain(err, quote(s)+" is no whole number")
+		}}
+}
+
+func period(name, usage string, set func(*Document, metav1.Duration), fields ...string) option {
+	return option{name: name, kind: "duration", usage: usage, fields: fields,
+		set: func(d *Document, s string, _ bool) error {
+			t, err := time.ParseDuration(s)
+			set(d, metav1.Duration{Duration: t})
+			return plain(err, quote(s)+" is "+exampleDurations)
+		}}
+}
+
+// address is where a server listens. kube-proxy's help says that an empty one switches the server off, which it does not do there.
+func address(name, usage string, at func(*Document) *string, fields ...string) option {
+	f := text(name, usage, ofRun, at, fields...)
+	f.kind = "ipport"
+	f.set = func(d *Document, s string, _ bool) error {
+		if *at(d) = s; s == "" {
+			*at(d) = off
+		}
+		return nil
+	}
+	return f
+}
+
+// portOnly is deprecated. In kube-proxy it counts only if the address beside it has no port.
+func portOnly(name, better string, at func(*Document) *string, host, field string) option {
+	return option{name: name, kind: "int32", usage: "port of --" + better + "; 0 for no such server", fields: []string{field},
+		note: "it is deprecated: give --" + better + " a port",
+		set: func(d *Document, s string, _ bool) error {
+			n, err := strconv.ParseUint(s, 10, 16)
+			switch _, hasPort := parseAddrPort(*at(d)); {
+			case err != nil:
+				return fmt.Errorf("%s is no port", quote(s))
+			case n == 0:
+				*at(d) = off
+			case *at(d) == "":
+				*at(d) = withPort(host, int(n))
+			case !hasPort:
+				*at(d) = withPort(*at(d), int(n))
+			}
+			return nil
+		}}
+}
+
+// idle is a flag that is taken, and does nothing.
+func idle(name, kind, why string) option {
+	f := option{name: name, kind: kind, usage: "has no effect: " + why, note: "it has no effect: " + why,
+		set: func(*Document, string, bool) error { return nil }}
+	if kind == "" {
+		f.kind = "bool"
+	}
+	return f
+}
+
+func setGates(d *Document, s string, _ bool) error {
+	gates := map[string]bool{}
+	for name, on := range d.KubeProxy.FeatureGates {
+		gates[name] = on
+	}
+	for pair := range strings.SplitSeq(s, ",") {
+		name, value, _ := strings.Cut(pair, "=")
+		on, err := strconv.ParseBool(strings.TrimSpace(value))
+		if err != nil && strings.TrimSpace(pair) != "" {
+			return fmt.Errorf("%s is no NAME=true and no NAME=false", quote(pair))
+		}
+		if name = strings.TrimSpace(name); name != "" {
+			gates[name] = on
+		}
+	}
+	d.KubeProxy.FeatureGates = gates
+	return nil
+}
+
+// plain replaces an error of another package, if there is one.
+func plain(err error, text string) error {
+	if err != nil {
+		return fmt.Errorf("%s", text)
+	}
+	return nil
+}
+
+// Add adds all flags.
+func (f *Flags) Add(fs *pflag.FlagSet) {
+	fs.StringVar(&f.WriteConfigTo, "write-config-to", "", "write the configuration, with all flags and defaults in it, to this file, and exit")
+	fs.BoolVar(&f.Cleanup, "cleanup", false, `remove everything of ours from this node, and exit: "verdict cleanup"`)
+	fs.BoolVar(&f.InitOnly, "init-only", false, "set the sysctls, which needs a privileged container, and exit; CAP_NET_ADMIN is enough for the rest")
+	fs.BoolVar(&f.Version, "version", false, "print the version, and exit")
+	fs.StringVar(&f.masterURL, "master", "", "address of the API server, in place of the kubeconfig file's")
+	f.add(fs, ofRun)
+}
+
+// AddPolicy adds those that decide about packets, for commands that only look.
+func (f *Flags) AddPolicy(fs *pflag.FlagSet) { f.add(fs, ofPolicy) }
+
+func (f *Flags) add(fs *pflag.FlagSet, about scope) {
+	fs.StringVar(&f.Config, "config", "", "kube-proxy's configuration file; flags override it")
+	for i := range flags {
+		def := &flags[i]
+		if def.about < about {
+			continue
+		}
+		shorthand := ""
+		if def.name == "v" {
+			shorthand = "v"
+		}
+		added := fs.VarPF(&value{f, def, nil}, def.name, shorthand, def.usage)
+		if def.kind == "bool" {
+			added.NoOptDefVal = "true"
+		}
+		added.Hidden = strings.HasPrefix(def.usage, "has no effect") || strings.HasPrefix(def.note, "it is deprecated")
+	}
+}
+
+// value is a flag on a command line.
+type value struct {
+	flags *Flags
+	def   *option
+	texts []string
+}
+
+// String is for pflag.
+func (v *value) String() string { return strings.Join(v.texts, ",") }
+
+// Type is for pflag.
+func (v *value) Type() string { return v.def.kind }
+
+// Set is for pflag. It tries the text, so that a wrong one is told at once.
+func (v *value) Set(s string) error {
+	d := &Document{}
+	if err := v.def.set(d, s, false); err != nil {
+		return err
+	}
+	v.texts = append(v.texts, s)
+	i := slices.IndexFunc(v.flags.given, func(g given) bool { return g.flag == v.def })
+	if i < 0 {
+		i = len(v.flags.given)
+		v.flags.given = append(v.flags.given, given{flag: v.def})
+	}
+	v.flags.given[i].texts = v.texts
+	return nil
+}
+
+// override writes what was given into a document, and gives what there is to say about the flags themselves. The ports come last:
+// they depend on addresses.
+func (f *Flags) override(d *Document) (notes []*Problem) {
+	if f == nil {
+		return nil
+	}
+	for _, ports := range []bool{false, true} {
+		for _, g := range f.given {
+			if strings.HasSuffix(g.flag.name, "-port") != ports {
+				continue
+			}
+			for i, text := range g.texts {
+				_ = g.flag.set(d, text, i > 0) // Set has tried it
+			}
+			if g.flag.note != "" {
+				notes = append(notes, &Problem{Severity: Note, Field: "--" + g.flag.name, Text: g.flag.note})
+			}
+		}
+	}
+	return notes
+}
+
+// wrote gives the flag that was given for a field, with its dashes, or "".
+func (f *Flags) wrote(field string) string {
+	if f == nil {
+		return ""
+	}
+	for _, g := range f.given {
+		if slices.Contains(g.flag.fields, field) {
+			return "--" + g.flag.name
+		}
+	}
+	return ""
+}
+
+// blamed gives the flag that a complaint is about, or "" if it is about the file.
+func (f *Flags) blamed(c *complaint) string {
+	if c.decoded {
+		return ""
+	}
+	return f.wrote(c.at.String())
+}
+
+func (f *Flags) master() string {
+	if f == nil {
+		return ""
+	}
+	return f.masterURL
+}

@@ -1,0 +1,246 @@
+// Package config is what the operator decided: kube-proxy's own configuration file and flags, and a small section for what
+// kube-proxy has no words for. It reads one file and is pure otherwise.
+//
+// A value that cannot be meant stops nothing else. It is reported with file, line and field, and what was in force before stays in
+// force; at the start, where there is no before, the default. A bad entry of a list is left out, and a list of addresses without a
+// good one is empty: a typing error must not open what it was to close.
+package config
+
+import (
+	"log/slog"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// Settings are all decisions, checked and complete.
+type Settings struct {
+	// Document is what they were made from, with flags and defaults in it.
+	Document Document
+
+	// NodeName is the node's name; empty stands for this host's.
+	NodeName string
+	// Policy decides about packets. Its NodeName is the one above.
+	Policy dataplane.Config
+	// Backend writes it.
+	Backend Backend
+
+	Client Client
+	// Manifests is a file or a directory to take the objects from; empty means from the Kubernetes API.
+	Manifests string
+
+	// Healthz and Metrics are where the servers listen; the zero AddrPort means that there is none.
+	Healthz, Metrics netip.AddrPort
+	// HardFail ends the process if one of them cannot listen.
+	HardFail bool
+	// Profiling serves profiles at Metrics.
+	Profiling bool
+
+	// SyncPeriod is kube-proxy's; twice as long the kernel may be behind before the proxy counts as unhealthy.
+	SyncPeriod time.Duration
+	// MinSyncPeriod is the least time between two transactions; 0 leaves that to the loop.
+	MinSyncPeriod time.Duration
+
+	// OOMScoreAdj is for /proc/self/oom_score_adj.
+	OOMScoreAdj int
+	Log         Log
+
+	// Keeper is the name of a keeper.Mode, and OwnTables lets nobody else change the tables.
+	Keeper    string
+	OwnTables bool
+}
+
+// Client says how to reach the Kubernetes API.
+type Client struct {
+	// Kubeconfig and Master are a file and the address of a server; if both are empty it is the cluster this runs in.
+	Kubeconfig, Master              string
+	ContentType, AcceptContentTypes string
+	QPS                             float32
+	Burst                           int
+}
+
+// Log says how to log.
+type Log struct {
+	JSON  bool
+	Level slog.Level
+}
+
+// Backend is what writes to the kernel.
+type Backend string
+
+// NFTables is the only one so far.
+const NFTables Backend = "nftables"
+
+// backendFor is where it is decided which backend stands for a mode of kube-proxy's.
+func backendFor(mode string) Backend {
+	switch mode {
+	case modeIPTables, modeIPVS, modeNFTables, "":
+	}
+	return NFTables
+}
+
+// kube-proxy's words.
+const (
+	modeIPTables = "iptables"
+	modeIPVS     = "ipvs"
+	modeNFTables = "nftables"
+
+	modeClusterCIDR     = "ClusterCIDR"
+	modeNodeCIDR        = "NodeCIDR"
+	modeBridgeInterface = "BridgeInterface"
+	modeInterfacePrefix = "InterfaceNamePrefix"
+
+	contentProtobuf = "application/vnd.kubernetes.protobuf"
+	contentJSON     = "application/json"
+
+	primary = "primary"
+
+	gateExternalIPs = "AllowServiceExternalIPs"
+)
+
+// off is the address of a server that a flag switched off. No file can say it: it is no address.
+const off = "off"
+
+// settings are what a document says that was checked and has all defaults.
+func (d *Document) settings() *Settings {
+	c, v := &d.KubeProxy, &d.Verdict
+	s := &Settings{
+		Document:    *d,
+		NodeName:    strings.ToLower(strings.TrimSpace(c.HostnameOverride)),
+		Backend:     backendFor(string(c.Mode)),
+		Manifests:   v.Manifests,
+		HardFail:    c.BindAddressHardFail,
+		Profiling:   c.EnableProfiling,
+		OOMScoreAdj: int(*c.OOMScoreAdj),
+		Log:         Log{JSON: c.Logging.Format == "json", Level: level(uint32(c.Logging.Verbosity))},
+		Keeper:      v.Keeper,
+		OwnTables:   *v.OwnTables,
+		Client: Client{
+			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
+			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,
+			QPS:                c.ClientConnection.QPS, Burst: int(c.ClientConnection.Burst),
+		},
+	}
+	s.Healthz, _ = parseAddrPort(c.HealthzBindAddress)
+	s.Metrics, _ = parseAddrPort(c.MetricsBindAddress)
+	periods := d.periods()
+	s.SyncPeriod, s.MinSyncPeriod = periods.sync.Duration, periods.least.Duration
+	s.Policy = d.policy()
+	s.Policy.NodeName = s.NodeName
+	return s
+}
+
+// level maps the verbosity of Kubernetes' programs: 2 is what they recommend to leave on, and it shows a line for each transaction.
+func level(verbosity uint32) slog.Level {
+	if verbosity >= 2 {
+		return slog.LevelDebug
+	}
+	return slog.LevelInfo
+}
+
+// policy is what decides about packets. Which section counts follows from the mode, as in kube-proxy.
+func (d *Document) policy() dataplane.Config {
+	c := &d.KubeProxy
+	p := dataplane.Config{
+		MasqueradeAll:      c.IPTables.MasqueradeAll,
+		LocalhostNodePorts: *c.IPTables.LocalhostNodePorts,
+		NoExternalIPs:      disabled(c.FeatureGates, gateExternalIPs),
+		NodePortAddresses:  nodePortAddresses(c.NodePortAddresses, string(c.Mode)),
+	}
+	if c.Mode == modeNFTables {
+		p.MasqueradeAll = c.NFTables.MasqueradeAll
+	}
+	if a, ok := parseAddr(c.BindAddress); ok && !a.IsUnspecified() {
+		p.NodeIP = a
+	}
+	switch c.DetectLocalMode {
+	case modeClusterCIDR:
+		for _, text := range clusterCIDRs(c.ClusterCIDR) {
+			if r, ok := parsePrefix(text); ok {
+				p.DetectLocal.ClusterCIDRs = append(p.DetectLocal.ClusterCIDRs, r)
+			}
+		}
+	case modeNodeCIDR:
+		p.DetectLocal.Mode = dataplane.DetectNodeCIDR
+	case modeBridgeInterface:
+		p.DetectLocal.Mode, p.DetectLocal.Interface = dataplane.DetectBridgeInterface, c.DetectLocal.BridgeInterface
+	case modeInterfacePrefix:
+		p.DetectLocal.Mode, p.DetectLocal.Interface = dataplane.DetectInterfaceNamePrefix, c.DetectLocal.InterfaceNamePrefix
+	}
+	return p
+}
+
+func disabled(gates map[string]bool, name string) bool {
+	on, said := gates[name]
+	return said && !on
+}
+
+// clusterCIDRs splits the ranges of one or both families.
+func clusterCIDRs(text string) []string {
+	if text == "" {
+		return nil
+	}
+	return strings.Split(text, ",")
+}
+
+var everywhere = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+
+// nodePortAddresses gives the ranges as the data plane has them. If none are given, that means to kube-proxy all addresses in its
+// older modes, and the Node's in mode nftables. A list out of which all entries had to be left, which is empty and not nil, is a range
+// that holds nothing.
+func nodePortAddresses(list []string, mode string) []netip.Prefix {
+	switch {
+	case list == nil && mode == modeNFTables, len(list) == 1 && list[0] == primary:
+		return nil
+	case list == nil:
+		return everywhere
+	case len(list) == 0:
+		return []netip.Prefix{{}}
+	}
+	var ranges []netip.Prefix
+	for _, text := range list {
+		if r, ok := parsePrefix(text); ok {
+			ranges = append(ranges, r)
+		}
+	}
+	return ranges
+}
+
+// Sysctls gives what is to be set on a host with so many CPUs. A limit is never lowered: somebody raised it for a reason.
+func (s *Settings) Sysctls(cpus int) []sysctl.Setting {
+	c := s.Document.KubeProxy.Conntrack
+	const dir = "proc/sys/net/netfilter/nf_conntrack_"
+	var list []sysctl.Setting
+	if *c.MaxPerCore > 0 {
+		most := conntrackMax(int(*c.MaxPerCore), int(*c.Min), cpus)
+		list = append(list, sysctl.Setting{Path: dir + "max", Value: most, AtLeast: true},
+			sysctl.Setting{Path: "sys/module/nf_conntrack/parameters/hashsize", Value: most / 4, AtLeast: true})
+	}
+	for _, t := range []struct {
+		name string
+		time time.Duration
+	}{
+		{"tcp_timeout_established", c.TCPEstablishedTimeout.Duration}, {"tcp_timeout_close_wait", c.TCPCloseWaitTimeout.Duration},
+		{"udp_timeout", c.UDPTimeout.Duration}, {"udp_timeout_stream", c.UDPStreamTimeout.Duration},
+	} {
+		if t.time > 0 {
+			list = append(list, sysctl.Setting{Path: dir + t.name, Value: int(t.time / time.Second)})
+		}
+	}
+	if c.TCPBeLiberal {
+		list = append(list, sysctl.Setting{Path: dir + "tcp_be_liberal", Value: 1})
+	}
+	return list
+}
+
+// conntrackMax is kube-proxy's: so many for each CPU, not less than the least, and no more than a million of them.
+func conntrackMax(perCore, least, cpus int) int {
+	const most = 1 << 20
+	if perCore*cpus > most {
+		return most
+	}
+	return max(perCore*cpus, least)
+}

@@ -1,0 +1,118 @@
+// Package sysctl sets parameters of the kernel that are files: those under /proc/sys, and of modules under /sys.
+package sysctl
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+)
+
+// Setting is what a parameter should be.
+type Setting struct {
+	// Path is that of its file, without the slash in front: "proc/sys/net/ipv4/ip_forward".
+	Path string
+	// Value is what it should be.
+	Value int
+	// AtLeast leaves a higher value as it is.
+	AtLeast bool
+}
+
+// Name gives the name that sysctl(8) has for the parameter, or its path.
+func (s Setting) Name() string {
+	if name, ok := strings.CutPrefix(s.Path, "proc/sys/"); ok {
+		return strings.ReplaceAll(name, "/", ".")
+	}
+	return "/" + s.Path
+}
+
+// Written is a parameter that was changed.
+type Written struct {
+	Name        string
+	Before, Now int
+}
+
+// Host is where the parameters are: a directory that stands for the root of the file system. Tests have one of their own.
+type Host struct{ Root string }
+
+// Apply sets parameters, and says which of them it changed. An error with one does not keep it from the others; it names the
+// parameter, and wraps fs.ErrNotExist where the kernel has none such yet: most come with a module.
+func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
+	for _, s := range settings {
+		before, err := h.read(s.Path)
+		switch {
+		case err != nil:
+			errs = append(errs, fmt.Errorf("%s cannot be read: %w", s.Name(), pathless(err)))
+			continue
+		case before == s.Value || s.AtLeast && before > s.Value:
+			continue
+		}
+		if err := h.write(s.Path, s.Value); err != nil {
+			errs = append(errs, fmt.Errorf("%s stays %d; %d is wanted, but it cannot be written: %w", s.Name(), before, s.Value, pathless(err)))
+			continue
+		}
+		changed = append(changed, Written{s.Name(), before, s.Value})
+	}
+	return changed, errs
+}
+
+func (h Host) file(path string) string { return filepath.Join("/", h.Root, path) }
+
+func (h Host) read(path string) (int, error) {
+	text, err := os.ReadFile(h.file(path))
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(strings.TrimSpace(string(text)))
+}
+
+// write makes no file where there is none. The kernel takes the value with the first write, so there must be only one.
+func (h Host) write(path string, value int) error {
+	f, err := os.OpenFile(h.file(path), os.O_WRONLY|os.O_TRUNC, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(strconv.Itoa(value))
+	return errors.Join(err, f.Close())
+}
+
+func pathless(err error) error {
+	if p := (*fs.PathError)(nil); errors.As(err, &p) {
+		return p.Err
+	}
+	return err
+}
+
+// CPUs gives how many CPUs the host has online. A container may be confined to fewer, which is what Go counts; conntrack's table
+// is the host's.
+func (h Host) CPUs() int {
+	text, err := os.ReadFile(h.file("sys/devices/system/cpu/online"))
+	if err == nil {
+		if n := countList(strings.TrimSpace(string(text))); n > 0 {
+			return n
+		}
+	}
+	return runtime.NumCPU()
+}
+
+// countList counts what a list such as 0-3,7 names (Documentation/admin-guide/cputopology.rst); 0 if it is none.
+func countList(list string) int {
+	n := 0
+	for item := range strings.SplitSeq(list, ",") {
+		first, last, span := strings.Cut(item, "-")
+		if !span {
+			last = first
+		}
+		a, err := strconv.Atoi(first)
+		b, err2 := strconv.Atoi(last)
+		if err != nil || err2 != nil || b < a {
+			return 0
+		}
+		n += b - a + 1
+	}
+	return n
+}
