@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/kube-proxy/config/v1alpha1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -37,6 +38,20 @@ func prefixes(texts ...string) (out []netip.Prefix) {
 		out = append(out, netip.MustParsePrefix(s))
 	}
 	return out
+}
+
+// TestKubeadmWrites: testdata/kubeadm.conf is what kubeadm makes of a new cluster: three fields that it sets, and all others as zeros.
+func TestKubeadmWrites(t *testing.T) {
+	c := v1alpha1.KubeProxyConfiguration{BindAddress: "0.0.0.0", ClusterCIDR: "10.244.0.0/16", FeatureGates: map[string]bool{}}
+	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind
+	c.ClientConnection.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
+	want, err := yaml.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile("testdata/kubeadm.conf"); err != nil || string(got) != string(want) {
+		t.Errorf("%v: it should be\n%s", err, want)
+	}
 }
 
 // TestKubeadm: the file that kubeadm 1.36 writes works as it is, and what differs from kube-proxy is said.
