@@ -38,7 +38,13 @@ func (m *Model) Adopt(found *[len(Families)]Found) bool {
 		m.tables[i].revision, m.tables[i].size = found[i].Revision.Number, found[i].Sizes
 	}
 	for _, s := range m.services {
-		s.unread = slices.ContainsFunc(s.ports, func(p *port) bool { return len(p.slots[clusterPool]) > 1 || len(p.slots[localPool]) > 1 })
+		s.unread = false
+		for _, p := range s.ports {
+			for _, slots := range p.slots {
+				slices.SortFunc(slots, netip.AddrPort.Compare) // as Learn expects those that nobody knows
+				s.unread = s.unread || len(slots) > 1
+			}
+		}
 	}
 	return true
 }

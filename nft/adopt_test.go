@@ -82,6 +82,9 @@ func (w *walk) change(refuse, inSteps bool) {
 	w.model.MakeRoom(txn)
 	steps := txn.Split(1 + w.world.r.IntN(8))
 	for i, step := range steps {
+		if step.Empty() {
+			continue
+		}
 		w.kernel[0].midway, w.kernel[1].midway = i < len(steps)-1, i < len(steps)-1
 		if err := w.kernel.apply(step); err != nil {
 			w.t.Fatalf("step %d, part %d: %v", w.step, i, err)
@@ -231,6 +234,57 @@ func FuzzRestartAndRepair(f *testing.F) {
 func (w *walk) learnNothing() {
 	for _, s := range w.model.services {
 		s.unread = false
+	}
+}
+
+// TestStepsHaveRoom replaces all of many frontends in steps: for a while a set holds the old and the new ones.
+func TestStepsHaveRoom(t *testing.T) {
+	ports := func(first int) *dataplane.State {
+		s := webService()
+		for p := range 680 {
+			s.Ports = append(s.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: uint16(first + p)})
+		}
+		return stateOf(s, 1)
+	}
+	var m Model
+	kernel := newFakeKernel()
+	if err := kernel.apply(m.Plan(ports(1000), dataplane.Change{})); err != nil {
+		t.Fatal(err)
+	}
+	txn := m.Plan(ports(5000), dataplane.Change{Services: []snapshot.Name{webService().Name}})
+	m.MakeRoom(txn)
+	for i, step := range txn.Split(100) {
+		kernel[0].midway = len(step.Tables[0].Add[RevisionSet]) == 0
+		if err := kernel.apply(step); err != nil {
+			t.Fatalf("part %d: %v", i, err)
+		}
+	}
+}
+
+// TestAdoptForgetsSlots: a process whose first transaction failed, and whose cluster then went back to what the kernel holds, must
+// not take the slots it planned for those in the kernel.
+func TestAdoptForgetsSlots(t *testing.T) {
+	change := dataplane.Change{Services: []snapshot.Name{webService().Name}}
+	state := stateOf(webService(), 1, 2, 3)
+	kernel := newFakeKernel()
+	var before, m Model
+	if err := kernel.apply(before.Plan(state, dataplane.Change{})); err != nil {
+		t.Fatal(err)
+	}
+	m.Plan(stateOf(webService(), 1, 3), dataplane.Change{})
+	m.Rollback(m.Correct(kernel.found()))
+	m.Plan(state, change)
+	if !m.Adopt(kernel.found()) {
+		t.Fatal("not adopted")
+	}
+	unread := m.Unread(change.Services)
+	for _, x := range unread {
+		for i := range x.Keys {
+			x.Keys[i] = kernel[0].sets[x.Keys[i].Set][string(x.Keys[i].Key())]
+		}
+	}
+	if len(unread) == 0 || !m.Learn(unread) {
+		t.Error("what the kernel holds is taken for others' work")
 	}
 }
 

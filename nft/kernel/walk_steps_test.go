@@ -238,7 +238,7 @@ func (w *walker) small() {
 	w.note("  datagrams of %d bytes", w.faults.most)
 	w.backend.conn.sendMax = 0
 	if w.r.IntN(3) == 0 {
-		w.note("  %s", w.faults.arm(w.r, true))
+		w.note("  %s", w.faults.arm(w.r, w.owned()))
 	}
 	for try := 0; try < 3 && w.apply(w.planner.State()) != nil; try++ {
 	}

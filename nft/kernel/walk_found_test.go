@@ -1,0 +1,357 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// What walks have found, each by itself.
+
+// nft runs nft on a host.
+func (s *site) nft(script string) {
+	s.t.Helper()
+	labtest.Run(s.t, s.host, script, "nft", "-f", "-")
+}
+
+// sick puts a faulty wire into a connection.
+func sick(c *Conn, send, recv []error) { c.wire = &faulty{wire: c.wire, sendErr: send, recvErr: recv} }
+
+// TestErrorsLeaveNothingBehind: what an error left unread in a socket is not taken for the answer to the next question.
+func TestErrorsLeaveNothingBehind(t *testing.T) {
+	s := newSite(t, 8, Options{})
+	r := s.backend.reader
+	want, err := r.table(nft.IPv4)
+	labtest.Check(t, err)
+	for _, recv := range [][]error{{unix.ENOBUFS}, {unix.ENOMEM}, {nil, unix.ENOMEM}} {
+		sick(r, nil, recv)
+		if _, err := r.Elements(nft.IPv4, nft.Services); err == nil {
+			t.Errorf("%v: no error", recv)
+		}
+		if got, err := r.table(nft.IPv4); got != want || err != nil {
+			t.Errorf("%v: the next answer is %+v, %v; want %+v", recv, got, err, want)
+		}
+	}
+	// A list that ends with an error is none.
+	done := header{typ: unix.NLMSG_DONE}
+	if err := endOf(done, []byte{0, 0, 0, 0}); err != nil {
+		t.Errorf("the end of a list is the error %v", err)
+	}
+	if err := endOf(done, slices.Repeat([]byte{0xff}, 4)); !errors.Is(err, unix.EPERM) {
+		t.Errorf("the end with error 1 is %v", err)
+	}
+}
+
+// TestSocketsAreReplaced: whatever sockets are lost, and however many fresh ones cannot be had at first, work goes on in the end.
+func TestSocketsAreReplaced(t *testing.T) {
+	s := newSite(t, 4, Options{})
+	for fails := range 5 {
+		for lost := range 8 {
+			b := s.backend
+			left := fails
+			b.dial = func(netns int) (*Conn, error) {
+				if left--; left >= 0 {
+					return nil, unix.EMFILE
+				}
+				return Dial(netns)
+			}
+			for i, c := range []*Conn{b.conn, b.reader, b.sweeper} {
+				if lost>>i&1 == 1 {
+					labtest.Check(t, c.Close())
+				}
+			}
+			change := s.change(lost % 4)
+			for try, well := 0, 0; well < 2; try++ { // each of the three may be missed at another time
+				_, err := b.Apply(s.planner.State(), change)
+				if err == nil {
+					b.sweep.order(0, 1, time.Now())
+					_, _, err = b.Check()
+				}
+				if well++; err != nil {
+					well = 0
+				}
+				if try > fails+5 {
+					t.Fatalf("%d dials fail, %b is lost: %v", fails, lost, err)
+				}
+			}
+			check(t, b)
+			s.apply(dataplane.Change{})
+			quiet(t, b)
+		}
+	}
+}
+
+// TestSweepThatCannotAsk: an error in asking for the affinity map is an error, and no reason to wait for the answer.
+func TestSweepThatCannotAsk(t *testing.T) {
+	s := newSite(t, 4, Options{})
+	b := s.backend
+	sick(b.sweeper, []error{unix.ENOMEM}, nil)
+	b.sweep.order(0, 1, time.Now())
+	for {
+		_, again, err := b.Check()
+		if err != nil {
+			break
+		}
+		if again == 0 {
+			t.Fatal("no error")
+		}
+	}
+	if b.sweep.turns[0] == 0 {
+		t.Error("nobody looks at the map once more")
+	}
+	quiet(t, b)
+}
+
+// TestRefusedInDoubt: while tables are in doubt, a Service is refused. Asked for what was acknowledged before, of which no change
+// tells, the backend must not hold on to what was refused.
+func TestRefusedInDoubt(t *testing.T) {
+	s := newSite(t, 6, Options{})
+	var bad snapshot.Name
+	state := *s.planner.State()
+	state.Services = map[snapshot.Name]*dataplane.Service{}
+	for n, svc := range s.planner.State().Services {
+		if state.Services[n] = svc; bad.Name == "" && leads(svc) {
+			bad, state.Services[n] = n, poison(svc)
+		}
+	}
+	s.nft("flush map ip verdict endpoints")
+	var refused *dataplane.Refused
+	if _, err := s.backend.Apply(&state, dataplane.Change{Services: []snapshot.Name{bad}}); !errors.As(err, &refused) {
+		t.Fatalf("got %v", err)
+	}
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
+}
+
+// TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the tables, and
+// sweeps.
+func TestSweepAfterRestart(t *testing.T) {
+	w := newWalker(t, leakSeed)
+	for range 20 { // until somebody loses an endpoint
+		w.remember()
+		w.see(w.changes(3))
+		w.applyAll()
+		w.restart()
+	}
+	if w.count["clients seen"] == 0 || w.count["adopted"] == 0 {
+		t.Error("there were no clients, or nothing was adopted")
+	}
+}
+
+// TestOrphansAreLookedAt: others change a table that nobody owns. A process takes it over and fails; that it owns it from then on
+// does not say that all in it is right.
+func TestOrphansAreLookedAt(t *testing.T) {
+	s := newSite(t, 4, Options{Own: true})
+	owning(t, s.backend)
+	labtest.Check(t, s.backend.Close())
+	s.nft("flush map ip verdict endpoints")
+	s.backend = open(t, s.host, Options{Own: true})
+	sick(s.backend.reader, nil, slices.Concat(make([]error, 4), []error{unix.ENOMEM}))
+	if _, err := s.backend.Apply(s.planner.State(), dataplane.Change{}); err == nil {
+		t.Fatal("no error")
+	}
+	_, err := s.backend.Apply(s.planner.State(), dataplane.Change{})
+	labtest.Check(t, err)
+	if found := check(t, s.backend); found == nil {
+		t.Error("nothing was found")
+	}
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
+}
+
+// TestFailedLookIsRepeated: others change something, and the look at it fails. The next look must find it.
+func TestFailedLookIsRepeated(t *testing.T) {
+	s := newSite(t, 3, Options{})
+	edits := []string{"flush chain ip verdict no-endpoints", "flush map ip6 verdict endpoints", "flush set ip verdict service-cidrs",
+		"add table ip6 verdict { flags dormant; }", "delete table ip verdict"}
+	for n := range 60 {
+		s.nft(edits[n%len(edits)])
+		sick(s.backend.reader, nil, append(make([]error, n), unix.ENOMEM))
+		found, again, err := s.backend.Check()
+		for found == nil && (err != nil || again > 0) {
+			found, again, err = s.backend.Check()
+		}
+		if found == nil {
+			t.Errorf("%s: nothing was found after the error at answer %d", edits[n%len(edits)], n)
+		}
+		s.backend.reader.wire.(*faulty).recvErr = nil
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
+	}
+}
+
+// TestHardToSee: what others may do that leaves nearly everything as it was.
+func TestHardToSee(t *testing.T) {
+	s := newSite(t, 8, Options{})
+	s.backend.dumpMost = 1
+	l, err := s.backend.List()
+	labtest.Check(t, err)
+	text := func(set nft.SetID) string {
+		def := nft.SetByID(set)
+		return l[0].Elements[set][0].Element.Text(nft.IPv4, &def)
+	}
+	key, _, _ := strings.Cut(text(nft.Services), " comment")
+	slot := key[:strings.LastIndex(key, " . ")] + " . 9999 . 7"
+	for name, c := range map[string]struct{ nft, found string }{
+		"a chain nobody needs": {"add chain ip verdict pick-77\nadd rule ip verdict pick-77 dnat ip to ip daddr . meta l4proto . th dport . " +
+			"numgen random mod 77 map @endpoints", "nothing needs chain pick-77"},
+		"a jump": {"delete element ip verdict services { " + key + " }\nadd element ip verdict services { " +
+			strings.Replace(text(nft.Services), "goto", "jump", 1) + " }", "is now { "},
+		"a comment": {"delete element ip verdict source-ranges { " + text(nft.SourceRanges) + " }\nadd element ip verdict source-ranges { " +
+			text(nft.SourceRanges) + " comment \"x\" }", "is gone"},
+		"a slot nobody leads to": {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
+	} {
+		s.nft(c.nft)
+		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), c.found) {
+			t.Errorf("%s: found %q", name, found)
+		}
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
+	}
+}
+
+// TestSmallAffinity: a map of clients that others made, with room for a few, is not ours.
+func TestSmallAffinity(t *testing.T) {
+	s := newSite(t, 4, Options{})
+	var b batch
+	set := nft.SetByID(nft.Affinity)
+	set.Size = 10
+	b.reset()
+	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.end(b.object(nft.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
+	m := b.object(nft.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
+	b.text(unix.NFTA_SET_NAME, set.Name())
+	b.end(m)
+	b.newSet(nft.IPv4, &set)
+	b.batch(unix.NFNL_MSG_BATCH_END)
+	other := open(t, s.host, Options{})
+	if refused, err := other.conn.transact(b.b); err != nil || len(refused) > 0 {
+		t.Fatal(err, refused)
+	}
+	if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), "set affinity is another one") {
+		t.Errorf("found %q", found)
+	}
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
+}
+
+// TestNobodyIsToBlame: Services are not refused for what is no fault of theirs.
+func TestNobodyIsToBlame(t *testing.T) {
+	s := newSite(t, 6, Options{})
+	lie := func(errno unix.Errno) *trouble {
+		return &trouble{verb: verbBatch, illness: refusedFalsely, errno: errno}
+	}
+	first := &trouble{verb: verbBatch, illness: othersFirst}
+	for n, armed := range [][]*trouble{
+		{lie(unix.ENOMEM)},
+		{lie(unix.EINVAL), lie(unix.ENOMEM)}, // the second answers the question whom to blame
+		{lie(unix.EINVAL), lie(unix.ENFILE)},
+		{first, lie(unix.EINVAL)},
+		{lie(unix.EINVAL), first},
+	} {
+		f := newFaults()
+		f.armed, f.random = armed, s.random
+		f.meddle = func() { s.nft("delete table ip verdict\nadd table ip verdict") }
+		s.backend.conn.wire = &walkWire{wire: s.backend.conn.wire, f: f}
+		var change dataplane.Change
+		for i := 0; change.Empty(); i++ {
+			change = s.change(i % 6)
+		}
+		var refused *dataplane.Refused
+		if _, err := s.backend.Apply(s.planner.State(), change); errors.As(err, &refused) {
+			t.Errorf("%d: %v", n, err)
+		}
+		f.disarm()
+		s.apply(change)
+		check(t, s.backend)
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
+	}
+}
+
+// TestRefusedInSteps: Services are named whatever this process may send at once: less than the transaction, less than the question
+// whom to blame, or enough.
+func TestRefusedInSteps(t *testing.T) {
+	s := newSite(t, 6, Options{})
+	var bad snapshot.Name
+	for n, svc := range s.planner.State().Services {
+		if leads(svc) {
+			bad = n
+		}
+	}
+	state := *s.planner.State()
+	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
+	for most := 2000; most < 20000; most += 500 {
+		s.backend.conn.wire = &faulty{wire: s.backend.conn.wire, most: most}
+		s.backend.conn.sendMax = 0
+		var refused *dataplane.Refused
+		_, err := s.backend.Apply(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+		if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
+			t.Errorf("with %d bytes: %v", most, err)
+		}
+		s.backend.conn.wire.(*faulty).most, s.backend.conn.sendMax = 0, 0
+		s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+		quiet(t, s.backend)
+	}
+}
+
+// TestReplacedInSteps replaces so much in steps that sets hold more, for a while, than they have room for.
+func TestReplacedInSteps(t *testing.T) {
+	_, b := host(t)
+	state := func(third byte) *dataplane.State {
+		d := large(680, 1)
+		for _, svc := range d.Services {
+			a := svc.ClusterIPs[0].As4()
+			a[1] += third
+			svc.ClusterIPs[0] = netip.AddrFrom4(a)
+		}
+		snap := snapshot.New()
+		snap.Apply(d)
+		st, _ := dataplane.Compute(configs["unknown"], snap)
+		return st
+	}
+	apply(t, b, state(0))
+	b.conn.wire = &faulty{wire: b.conn.wire, most: 60 << 10}
+	b.conn.sendMax = 0
+	st := state(1)
+	_, err := b.Apply(st, dataplane.Change{Services: sortedKeys(st.Services)})
+	labtest.Check(t, err)
+	if got, want := held(t, b), wanted(st); got != want {
+		t.Fatal(labtest.FirstDifference(got, want))
+	}
+	quiet(t, b)
+}
+
+// TestRebuildLetsGo: where sets cannot grow, everything is made anew when one is full; chains that are no longer needed go, too.
+func TestRebuildLetsGo(t *testing.T) {
+	_, b := host(t)
+	b.model.Fixed = true
+	snap, planner := snapshot.New(), dataplane.NewPlanner(configs["unknown"])
+	for i, services := range []int{600, 1100, 1700} {
+		change, _ := planner.Apply(snap, snap.Apply(large(services, i+1)))
+		r, err := b.Apply(planner.State(), change)
+		labtest.Check(t, err)
+		if !r.Full || i > 0 && b.tables[0].handle == 0 {
+			t.Errorf("%d Services: %+v", services, r)
+		}
+		chains := map[string]bool{}
+		labtest.Check(t, b.reader.objects(nft.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+			chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = true
+		}))
+		if pick := fmt.Sprintf("pick-%d", i); chains[pick] {
+			t.Errorf("%s is still there", pick)
+		}
+		quiet(t, b)
+	}
+}
