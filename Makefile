@@ -22,9 +22,9 @@ build: ## bin/verdict, a static binary
 test: tools build lint race once ## everything CI runs
 
 # gcc is for the race detector; the tests read and write rulesets with nft, which has protocols' names from netbase, and set up
-# odd routes with ip.
+# odd routes with ip; iptables and ipset are what kube-proxy writes with.
 tools:
-	@internal/guest/install nftables netbase iproute2 gcc libc6-dev
+	@internal/guest/install nftables netbase iproute2 iptables ipset gcc libc6-dev
 	@internal/guest/fetch nft $(VERDICT_NFT_DIR)
 
 lint: ## gofmt, go vet, staticcheck
@@ -54,6 +54,7 @@ fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 
 guests: ## the kernel's tests on Linux 5.10, 6.1, 6.12 and 7.2, under QEMU
 	internal/guest/matrix ./nft/kernel
+	internal/guest/matrix ./internal/takeover -test.run=IPVS
 
 soak: tools ## the long random walk, leaks over 10,000 syncs, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v

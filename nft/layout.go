@@ -354,5 +354,7 @@ func ChainNamed(t Table, name string) (c Chain, ok bool) {
 	return numbered(id), id.Kind > numFixedChains
 }
 
-// SetByID gives a set of the layout, without its size.
-func SetByID(id SetID) Set { return sets()[id] }
+// SetByID gives a set of the layout, without its size. It is asked for each element that is read.
+func SetByID(id SetID) Set { return setsByID[id] }
+
+var setsByID = sets()

@@ -27,9 +27,11 @@ var layers = map[string]struct{ ours, others []string }{
 	"nft/kernel":           {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}, others: []string{"github.com/google/nftables", "github.com/mdlayher/socket", "golang.org/x/sys"}},
 	"internal/config":      {ours: []string{"sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
+	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
 	"internal/sysctl":      {},
 	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
+	"internal/takeover":    {others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 	"cmd/verdict":          {ours: []string{"*"}, others: []string{"*"}},
 }

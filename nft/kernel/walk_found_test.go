@@ -204,8 +204,6 @@ func TestHardToSee(t *testing.T) {
 	key, _, _ := strings.Cut(text(nft.Services), " comment")
 	slot := key[:strings.LastIndex(key, " . ")] + " . 9999 . 7"
 	for name, c := range map[string]struct{ nft, found string }{
-		"a chain nobody needs": {"add chain ip verdict pick-77\nadd rule ip verdict pick-77 dnat ip to ip daddr . meta l4proto . th dport . " +
-			"numgen random mod 77 map @endpoints", "nothing needs chain pick-77"},
 		"a jump": {"delete element ip verdict services { " + key + " }\nadd element ip verdict services { " +
 			strings.Replace(text(nft.Services), "goto", "jump", 1) + " }", "is now { "},
 		"a comment": {"delete element ip verdict source-ranges { " + text(nft.SourceRanges) + " }\nadd element ip verdict source-ranges { " +
@@ -221,29 +219,40 @@ func TestHardToSee(t *testing.T) {
 	}
 }
 
-// TestSmallAffinity: a map of clients that others made, with room for a few, is not ours.
-func TestSmallAffinity(t *testing.T) {
+// TestNearlyOurs: others make a map of clients with room for a few, and a chain that is as ours would be, if we needed it.
+func TestNearlyOurs(t *testing.T) {
 	s := newSite(t, 4, Options{})
-	var b batch
+	other := open(t, s.host, Options{})
 	set := nft.SetByID(nft.Affinity)
 	set.Size = 10
-	b.reset()
-	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	b.end(b.object(nft.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
-	m := b.object(nft.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
-	b.text(unix.NFTA_SET_NAME, set.Name())
-	b.end(m)
-	b.newSet(nft.IPv4, &set)
-	b.batch(unix.NFNL_MSG_BATCH_END)
-	other := open(t, s.host, Options{})
-	if refused, err := other.conn.transact(b.b); err != nil || len(refused) > 0 {
-		t.Fatal(err, refused)
+	chain, _ := nft.ChainNamed(nft.Everything(nft.IPv4, nft.Structure{}), "pick-77")
+	for want, edit := range map[string]func(b *batch){
+		"set affinity is another one": func(b *batch) {
+			b.end(b.object(nft.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
+			m := b.object(nft.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
+			b.text(unix.NFTA_SET_NAME, set.Name())
+			b.end(m)
+			b.newSet(nft.IPv4, &set)
+		},
+		"nothing needs chain pick-77": func(b *batch) {
+			b.newChain(nft.IPv4, &chain)
+			b.rules(nft.IPv4, &chain)
+		},
+	} {
+		var b batch
+		b.reset()
+		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		edit(&b)
+		b.batch(unix.NFNL_MSG_BATCH_END)
+		if refused, err := other.conn.transact(b.b); err != nil || len(refused) > 0 {
+			t.Fatal(err, refused)
+		}
+		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), want) {
+			t.Errorf("found %q; want %q", found, want)
+		}
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
 	}
-	if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), "set affinity is another one") {
-		t.Errorf("found %q", found)
-	}
-	s.apply(dataplane.Change{})
-	quiet(t, s.backend)
 }
 
 // TestNobodyIsToBlame: Services are not refused for what is no fault of theirs.
@@ -297,6 +306,10 @@ func TestRefusedInSteps(t *testing.T) {
 		s.backend.conn.sendMax = 0
 		var refused *dataplane.Refused
 		_, err := s.backend.Apply(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+		if !errors.As(err, &refused) && linuxBefore(t, 6, 1) { // which does not say which of several elements it refuses
+			s.backend = open(t, s.host, Options{})
+			continue
+		}
 		if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
 			t.Errorf("with %d bytes: %v", most, err)
 		}

@@ -63,7 +63,7 @@ var events = []event{
 		w.applyAll() // and the process ends before it has looked after them
 		w.restart()
 	}},
-	{"burst", 8, (*walker).bursts},
+	{"burst", 6, (*walker).bursts},
 	{"other config", 10, (*walker).reconfigure},
 	{"remove", 4, (*walker).remove},
 	{"another process", 10, (*walker).another},
@@ -110,7 +110,7 @@ func (w *walker) changes(n int) (d snapshot.Delta) {
 		w.note("  %s", what)
 		d.Merge(one)
 	}
-	if w.burst && w.r.IntN(8) == 0 {
+	if w.burst && w.r.IntN(4) == 0 {
 		d.Merge(w.toggleBurst())
 	}
 	return d
@@ -203,7 +203,7 @@ func (w *walker) owned() bool {
 // trouble breaks the wires, in the middle of something else.
 func (w *walker) trouble() {
 	w.see(w.changes(w.r.IntN(3)))
-	if w.r.IntN(32) == 0 {
+	if w.r.IntN(64) == 0 {
 		w.see(w.toggleBurst())
 	}
 	if w.r.IntN(2) == 0 && !w.meddled {
@@ -231,7 +231,7 @@ func (w *walker) trouble() {
 // small lets only short datagrams through.
 func (w *walker) small() {
 	w.see(w.changes(1 + w.r.IntN(10)))
-	if w.r.IntN(8) == 0 {
+	if w.r.IntN(16) == 0 {
 		w.see(w.toggleBurst())
 	}
 	w.faults.most = oneOf(w.r, 600, 2000, 8000, 30000, 100000)
@@ -435,7 +435,7 @@ func within(names, in []snapshot.Name) bool {
 func (w *walker) poisoned() (names []snapshot.Name) {
 	st := w.planner.State()
 	for _, n := range slices.SortedFunc(maps.Keys(st.Services), snapshot.Name.Compare) {
-		if st.Services[n].Ports[0].Frontends[0].Key.Addr.Is4() && (names == nil || w.r.IntN(4) == 0) && w.r.IntN(3) > 0 {
+		if leads(st.Services[n]) && (names == nil || w.r.IntN(4) == 0) && w.r.IntN(3) > 0 {
 			names = append(names, n)
 		}
 	}

@@ -1,0 +1,138 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+)
+
+// successor removes what a kube-proxy programmed, once the kernel carries every Service by our tables. It works in the network
+// namespace of its process, so it is for verdict run alone.
+type successor struct {
+	runner takeover.Runner
+	ready  chan struct{}
+	// done says that ready is closed, waits that it was said why it is not.
+	done, waits bool
+}
+
+func newSuccessor(mode takeover.Mode, log *slog.Logger) *successor {
+	return &successor{runner: takeover.Runner{Mode: mode, Log: log}, ready: make(chan struct{})}
+}
+
+// written is told of each transaction. As long as the kernel refuses a Service, it may be that kube-proxy's rules carry it.
+func (s *successor) written(t reconcile.Transaction) {
+	switch {
+	case s.done:
+	case t.Quarantined == 0:
+		s.done = true
+		close(s.ready)
+	case !s.waits && s.runner.Mode == takeover.Auto:
+		s.waits = true
+		s.runner.Log.Warn("what kube-proxy may have programmed stays as long as the kernel refuses Services", "refused", t.Quarantined)
+	}
+}
+
+// run works until the context ends.
+func (s *successor) run(ctx context.Context) { s.runner.Run(ctx, s.ready) }
+
+func newTakeover() *cobra.Command {
+	var dryRun bool
+	cmd := &cobra.Command{
+		Use:   "takeover",
+		Short: "Remove what a kube-proxy left on this node",
+		Long: `Takeover removes what a kube-proxy programmed on this node, in any of its modes: nftables tables, chains of iptables
+(both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0. What others made stays, and what of
+kube-proxy's they use. "verdict run" does the same after its start, unless it was told --takeover=never.
+
+It refuses as long as there are no tables of Verdict's, which carry the Services then. No connection is lost: those that are
+established live in connection tracking, and what IPVS carries goes on until it has ended.
+
+With --dry-run it only says what there is.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return takeOver(cmd.Context(), cmd.OutOrStdout(), dryRun) },
+	}
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "say what there is, and leave it")
+	return cmd
+}
+
+// takeOver removes what there is of a kube-proxy, and says what it was and what stays.
+func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
+	found, err := takeover.Find(ctx)
+	if err != nil {
+		return err
+	}
+	p := printer{w: w}
+	for _, pid := range found.Running() {
+		p.line("kube-proxy is at work here, as process %d: remove its DaemonSet, or it will write its rules again", pid)
+	}
+	if found.Empty() {
+		p.line("there is nothing of kube-proxy's to remove")
+	}
+	verb := "found"
+	if !dryRun && !found.Empty() {
+		if err := carries(); err != nil {
+			return err
+		}
+		if err := found.Remove(ctx); err != nil {
+			return err
+		}
+		verb = "removed"
+		if n := found.Connections(); n > 0 {
+			verb = "removed as far as no connection needs it"
+			defer p.line("IPVS still carries connections (%d): call this again later, or leave it to verdict run", n)
+		}
+	}
+	for _, line := range found.Summary() {
+		p.line("%s: %s", verb, line)
+	}
+	for _, line := range found.Kept() {
+		p.line("stays: %s", line)
+	}
+	return p.err
+}
+
+// carries gives an error unless the kernel holds Verdict's tables.
+func carries() error {
+	r, err := kernel.OpenReader()
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	revisions, err := r.Revisions()
+	if err != nil {
+		return err
+	}
+	for _, revision := range revisions {
+		if revision.Number == 0 {
+			return errors.New("there are no tables of Verdict's here, so that nobody would carry the Services: start verdict run first")
+		}
+	}
+	return nil
+}
+
+// remarkAlone says so if nobody carries Services any more, now that our tables are gone.
+func remarkAlone(ctx context.Context, w io.Writer) {
+	if found, err := takeover.Find(ctx); err == nil && !found.Carries() {
+		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
+	}
+}
+
+// printer prints lines until it cannot.
+type printer struct {
+	w   io.Writer
+	err error
+}
+
+func (p *printer) line(format string, args ...any) {
+	if p.err == nil {
+		_, p.err = fmt.Fprintf(p.w, format+"\n", args...)
+	}
+}

@@ -1,0 +1,92 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// callTakeover runs "verdict takeover" inside a host and gives what it says.
+func callTakeover(t *testing.T, h *lab.Host, args ...string) (out string, err error) {
+	t.Helper()
+	var b bytes.Buffer
+	err = h.Do(func() error {
+		cmd := newTakeover()
+		cmd.SetArgs(args)
+		cmd.SetOut(&b)
+		cmd.SilenceUsage, cmd.SilenceErrors = true, true
+		return cmd.ExecuteContext(t.Context())
+	})
+	return b.String(), err
+}
+
+func TestTakeoverCommand(t *testing.T) {
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	const nothing = "there is nothing of kube-proxy's to remove\n"
+	if out, err := callTakeover(t, h); err != nil || out != nothing {
+		t.Errorf("on an empty host: %q, %v", out, err)
+	}
+	labtest.Run(t, h, "table ip kube-proxy { }\ntable ip6 kube-proxy { }\n", "nft", "-f", "-")
+	const summary = "VERB: nftables table kube-proxy (IPv4)\nVERB: nftables table kube-proxy (IPv6)\n"
+	if out, err := callTakeover(t, h, "--dry-run"); err != nil || out != strings.ReplaceAll(summary, "VERB", "found") {
+		t.Errorf("dry run: %q, %v", out, err)
+	}
+	if _, err := callTakeover(t, h); err == nil || !strings.Contains(err.Error(), "start verdict run first") {
+		t.Errorf("without Verdict's tables: %v", err)
+	}
+	var backend *kernel.Backend
+	labtest.Check(t, h.Do(func() (err error) { backend, err = kernel.Open(kernel.Options{}); return err }))
+	defer backend.Close()
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node"}, snapshot.New())
+	_, err := backend.Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+	if out, err := callTakeover(t, h); err != nil || out != strings.ReplaceAll(summary, "VERB", "removed") {
+		t.Errorf("with them: %q, %v", out, err)
+	}
+	if out, err := callTakeover(t, h); err != nil || out != nothing {
+		t.Errorf("afterwards: %q, %v", out, err)
+	}
+	var remark bytes.Buffer
+	labtest.Check(t, h.Do(func() error { remarkAlone(t.Context(), &remark); return nil }))
+	if !strings.Contains(remark.String(), "nobody carries Services") {
+		t.Errorf("cleanup says %q", remark.String())
+	}
+}
+
+// TestSuccessorWaits has the kernel refuse a Service at first: kube-proxy's rules may be what carries it.
+func TestSuccessorWaits(t *testing.T) {
+	var log bytes.Buffer
+	s := newSuccessor(takeover.Auto, slog.New(slog.NewTextHandler(&log, nil)))
+	for _, c := range []struct {
+		quarantined int
+		ready       bool
+	}{{2, false}, {1, false}, {0, true}, {0, true}, {3, true}} {
+		s.written(reconcile.Transaction{Quarantined: c.quarantined})
+		ready := false
+		select {
+		case <-s.ready:
+			ready = true
+		default:
+		}
+		if ready != c.ready {
+			t.Errorf("after a transaction without %d Services: ready is %v", c.quarantined, ready)
+		}
+	}
+	if n := strings.Count(log.String(), "\n"); n != 1 {
+		t.Errorf("said %d lines, want one:\n%s", n, log.String())
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	s.runner.Mode = takeover.Never // this process is the machine's own
+	s.run(ctx)
+}

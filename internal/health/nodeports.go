@@ -1,0 +1,335 @@
+package health
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// NodePorts answers at the health check node ports of Services: whether this node has endpoints of theirs. A load balancer asks there
+// whether to send clients of a Service with externalTrafficPolicy Local here.
+type NodePorts struct {
+	// Config says which endpoints are local, and where node ports are.
+	Config dataplane.Config
+	// Healthy says how the proxy is.
+	Healthy func() bool
+	// Report is told, once for each cause, that a port cannot be listened at. It is tried again.
+	Report func(*ListenError)
+	// Listen, if not nil, is used instead of net.Listen.
+	Listen func(network, addr string) (net.Listener, error)
+
+	mu sync.Mutex
+	// checks are the Services that have such a port, dirty those of them that Run is to look at, and others that are gone.
+	checks map[snapshot.Name]*check
+	dirty  map[*check]struct{}
+	// addrs are where to listen; known says that they are.
+	addrs []netip.Addr
+	known bool
+	// lost are sockets that failed by themselves.
+	lost []socket
+	wake chan struct{}
+	// sums count the addresses and ports that are open, and that cannot be opened.
+	sums [2]int
+}
+
+// ListenError says that a Service's health check node port cannot be listened at.
+type ListenError struct {
+	Service snapshot.Name
+	Addr    netip.AddrPort
+	Err     error
+}
+
+func (e *ListenError) Error() string {
+	return fmt.Sprintf("health check node port of Service %s: %v; load balancers take this node for one without endpoints of it",
+		e.Service, e.Err)
+}
+
+func (e *ListenError) Unwrap() error { return e.Err }
+
+// check is one Service's. What it says is under NodePorts.mu.
+type check struct {
+	name snapshot.Name
+	port uint16 // 0 if it is gone
+	// serves says which families the Service has a cluster IP of, ready how many endpoints there are here: IPv4, IPv6.
+	serves [2]bool
+	ready  [2]int
+
+	// Only Run's goroutine uses the rest: what is open, and what was said of that which cannot be opened.
+	servers map[netip.AddrPort]*http.Server
+	failed  map[netip.AddrPort]string
+	// counted is how many of both are in the sums.
+	counted [2]int
+}
+
+type socket struct {
+	check  *check
+	at     netip.AddrPort
+	server *http.Server
+}
+
+// A port that cannot be listened at is tried again after retryFirst, then after twice as long each time up to retryMost.
+const (
+	retryFirst = time.Second
+	retryMost  = 30 * time.Second
+)
+
+// Settled takes over what the kernel carries: change says what may differ from the call before. It costs what the change does, and
+// opens nothing itself.
+func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.init()
+	if change.All || !n.known {
+		addrs := dataplane.HealthCheckAddrs(n.Config, s)
+		if !n.known || !slices.Equal(addrs, n.addrs) {
+			n.addrs, n.known = addrs, true
+			for _, c := range n.checks {
+				n.look(c)
+			}
+		}
+	}
+	for _, name := range change.Services {
+		n.update(s, name)
+	}
+}
+
+func (n *NodePorts) init() {
+	if n.checks == nil {
+		n.checks, n.dirty, n.wake = map[snapshot.Name]*check{}, map[*check]struct{}{}, make(chan struct{}, 1)
+	}
+}
+
+// look has Run look at a check.
+func (n *NodePorts) look(c *check) {
+	n.dirty[c] = struct{}{}
+	select {
+	case n.wake <- struct{}{}:
+	default:
+	}
+}
+
+// update takes over one Service.
+func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
+	c, svc := n.checks[name], s.Services[name]
+	if svc == nil || svc.HealthCheckNodePort == 0 {
+		if c != nil {
+			c.port = 0
+			delete(n.checks, name)
+			n.look(c)
+		}
+		return
+	}
+	if c == nil {
+		c = &check{name: name, servers: map[netip.AddrPort]*http.Server{}, failed: map[netip.AddrPort]string{}}
+		n.checks[name] = c
+	}
+	var serves [2]bool
+	for _, a := range svc.ClusterIPs {
+		serves[familyOf(a)] = true
+	}
+	if c.port != svc.HealthCheckNodePort || c.serves != serves {
+		c.port, c.serves = svc.HealthCheckNodePort, serves
+		n.look(c)
+	}
+	c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, s, name)
+}
+
+func familyOf(a netip.Addr) int {
+	if a.Is4() {
+		return 0
+	}
+	return 1
+}
+
+// Run opens and closes ports until ctx is done, and then closes all.
+func (n *NodePorts) Run(ctx context.Context) error {
+	n.mu.Lock()
+	n.init()
+	n.mu.Unlock()
+	r := &run{NodePorts: n, open: map[*check]struct{}{}, failing: map[*check]struct{}{}}
+	defer r.close()
+	wait := retryFirst
+	retry := time.NewTimer(0)
+	defer retry.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-n.wake:
+			wait = retryFirst
+		case <-retry.C:
+		}
+		r.sync()
+		if len(r.failing) == 0 {
+			retry.Stop()
+			continue
+		}
+		retry.Reset(wait)
+		wait = min(2*wait, retryMost)
+	}
+}
+
+// run is what Run's goroutine knows: the checks of which something is open, and of which something could not be opened.
+type run struct {
+	*NodePorts
+	open, failing map[*check]struct{}
+}
+
+// sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed first.
+func (r *run) sync() {
+	want := r.take()
+	for c, at := range want {
+		c.closeBut(at)
+	}
+	for c, at := range want {
+		for _, a := range at {
+			r.listen(c, a)
+		}
+		keep(r.open, c, len(c.servers) > 0)
+		keep(r.failing, c, len(c.failed) > 0)
+		r.count(c)
+	}
+}
+
+func keep(set map[*check]struct{}, c *check, in bool) {
+	if in {
+		set[c] = struct{}{}
+	} else {
+		delete(set, c)
+	}
+}
+
+// take gives the checks to look at, and where each is to be answered.
+func (r *run) take() map[*check][]netip.AddrPort {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, l := range r.lost {
+		if l.check.servers[l.at] == l.server {
+			delete(l.check.servers, l.at)
+		}
+	}
+	r.lost = nil
+	want := map[*check][]netip.AddrPort{}
+	for _, checks := range []map[*check]struct{}{r.dirty, r.failing} {
+		for c := range checks {
+			want[c] = r.wanted(c)
+		}
+	}
+	clear(r.dirty)
+	return want
+}
+
+// wanted gives where a check is to be answered.
+func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
+	for _, a := range n.addrs {
+		if c.port != 0 && c.serves[familyOf(a)] {
+			out = append(out, netip.AddrPortFrom(a, c.port))
+		}
+	}
+	return out
+}
+
+func (c *check) closeBut(want []netip.AddrPort) {
+	for at, srv := range c.servers {
+		if !slices.Contains(want, at) {
+			srv.Close()
+			delete(c.servers, at)
+		}
+	}
+	maps.DeleteFunc(c.failed, func(at netip.AddrPort, _ string) bool { return !slices.Contains(want, at) })
+}
+
+// listen opens one port, unless it is open.
+func (r *run) listen(c *check, at netip.AddrPort) {
+	if c.servers[at] != nil {
+		return
+	}
+	network, listen := "tcp4", r.Listen
+	if at.Addr().Is6() {
+		network = "tcp6" // so that :: is not 0.0.0.0 too, which has a count of its own
+	}
+	if listen == nil {
+		listen = net.Listen
+	}
+	l, err := listen(network, at.String())
+	if err != nil {
+		if c.failed[at] != err.Error() {
+			r.report(c, at, err)
+		}
+		c.failed[at] = err.Error()
+		return
+	}
+	delete(c.failed, at)
+	family := familyOf(at.Addr())
+	srv := newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { r.answer(w, c, family) }))
+	c.servers[at] = srv
+	go func() {
+		if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			r.report(c, at, err)
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.lost = append(r.lost, socket{c, at, srv})
+			r.look(c)
+		}
+	}()
+}
+
+func (r *run) report(c *check, at netip.AddrPort, err error) {
+	if r.Report != nil {
+		r.Report(&ListenError{c.name, at, err})
+	}
+}
+
+// count brings the sums up to date with one check.
+func (r *run) count(c *check) {
+	now := [2]int{len(c.servers), len(c.failed)}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sums[0] += now[0] - c.counted[0]
+	r.sums[1] += now[1] - c.counted[1]
+	c.counted = now
+}
+
+func (r *run) close() {
+	for c := range r.open {
+		c.closeBut(nil)
+	}
+}
+
+// Ports counts the addresses and ports that are open, and those that cannot be opened.
+func (n *NodePorts) Ports() (open, failing int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.sums[0], n.sums[1]
+}
+
+// answer tells how many endpoints there are, in kube-proxy's words. The Service's policies make no difference to that, nor does what
+// becomes of the node.
+func (n *NodePorts) answer(w http.ResponseWriter, c *check, family int) {
+	healthy := n.Healthy()
+	n.mu.Lock()
+	count := c.ready[family]
+	if c.port == 0 { // it is about to be closed
+		count = 0
+	}
+	n.mu.Unlock()
+	code := http.StatusServiceUnavailable
+	if count > 0 && healthy {
+		code = http.StatusOK
+	}
+	w.Header().Set("X-Load-Balancing-Endpoint-Weight", strconv.Itoa(count))
+	writeJSON(w, code, fmt.Appendf(nil,
+		"{\n\t\"service\": {\n\t\t\"namespace\": %q,\n\t\t\"name\": %q\n\t},\n\t\"localEndpoints\": %d,\n\t\"serviceProxyHealthy\": %v\n}",
+		c.name.Namespace, c.name.Name, count, healthy))
+}

@@ -1,0 +1,113 @@
+package health
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+)
+
+// Server answers HTTP requests at an address. An address that cannot be listened at yet, such as that of a proxy which is just about
+// to be replaced by this one, is tried again.
+type Server struct {
+	// Name is for messages: "health checks".
+	Name string
+	// Addr is where to listen, as in "0.0.0.0:10256"; empty means nowhere.
+	Addr    string
+	Handler http.Handler
+	// HardFail makes it an error that the address cannot be listened at: kube-proxy's bindAddressHardFail.
+	HardFail bool
+	Log      *slog.Logger
+	// Listen, if not nil, is used instead of net.Listen.
+	Listen func(network, addr string) (net.Listener, error)
+}
+
+// Listening is tried again after listenFirst, then after twice as long each time up to listenMost, which is kube-proxy's time.
+const (
+	listenFirst = 100 * time.Millisecond
+	listenMost  = 5 * time.Second
+)
+
+// Limits for whoever asks, in case he is slow or wants to do harm.
+const (
+	headerPatience = 10 * time.Second
+	idlePatience   = 2 * time.Minute
+	maxHeader      = 16 << 10
+	// goodbye is how long requests have that are under way when the proxy ends.
+	goodbye = 500 * time.Millisecond
+)
+
+func newHTTPServer(h http.Handler) *http.Server {
+	return &http.Server{
+		Handler: h, ReadHeaderTimeout: headerPatience, IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader,
+		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
+	}
+}
+
+// Run serves until ctx is done, and then returns nil. It fails only with HardFail.
+func (s *Server) Run(ctx context.Context) error {
+	if s.Addr == "" {
+		return nil
+	}
+	for wait, told := listenFirst, ""; ; wait = min(2*wait, listenMost) {
+		begin := time.Now()
+		err := s.serve(ctx, told != "")
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case s.HardFail:
+			return err
+		case time.Since(begin) > listenMost: // it was served for a while
+			wait, told = listenFirst, ""
+		}
+		if err.Error() != told {
+			told = err.Error()
+			s.Log.Error("nobody is served for now; it will be tried again", "server", s.Name, "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(wait):
+		}
+	}
+}
+
+// serve serves until ctx is done or something fails.
+func (s *Server) serve(ctx context.Context, late bool) error {
+	listen := s.Listen
+	if listen == nil {
+		listen = net.Listen
+	}
+	l, err := listen("tcp", s.Addr)
+	if err != nil {
+		return fmt.Errorf("%s: %w", s.Name, err)
+	}
+	if late {
+		s.Log.Info("served at last", "server", s.Name, "address", l.Addr().String())
+	} else {
+		s.Log.Debug("served", "server", s.Name, "address", l.Addr().String())
+	}
+	srv := newHTTPServer(s.Handler)
+	ended := make(chan struct{})
+	defer func() { <-ended }()
+	stop := context.AfterFunc(ctx, func() {
+		defer close(ended)
+		ctx, cancel := context.WithTimeout(context.Background(), goodbye)
+		defer cancel()
+		if srv.Shutdown(ctx) != nil {
+			srv.Close()
+		}
+	})
+	err = srv.Serve(l)
+	if stop() {
+		close(ended)
+		srv.Close()
+	}
+	if errors.Is(err, http.ErrServerClosed) && ctx.Err() == nil {
+		err = errors.New("closed")
+	}
+	return fmt.Errorf("%s at %s: %w", s.Name, s.Addr, err)
+}

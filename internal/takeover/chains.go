@@ -1,0 +1,253 @@
+package takeover
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// family is an address family, as netfilter numbers it.
+type family uint8
+
+const (
+	ipv4 family = unix.NFPROTO_IPV4
+	ipv6 family = unix.NFPROTO_IPV6
+)
+
+var families = []family{ipv4, ipv6}
+
+// String gives "IPv4" or "IPv6".
+func (f family) String() string {
+	if f == ipv4 {
+		return "IPv4"
+	}
+	return "IPv6"
+}
+
+// variant is one of the two iptables that a kernel can have at the same time.
+type variant uint8
+
+const (
+	// nft is iptables-nft, whose tables are nf_tables' own.
+	nft variant = iota
+	// legacy is the iptables from before nf_tables.
+	legacy
+)
+
+func (v variant) String() string { return [...]string{"nft variant", "legacy variant"}[v] }
+
+// table is a table of iptables.
+type table struct {
+	variant variant
+	family  family
+	// name is nat, filter or mangle.
+	name   string
+	chains []chain
+	// rules gives the rules of a chain.
+	rules func(chain string) ([]rule, error)
+}
+
+// chain is a chain without its rules.
+type chain struct {
+	name string
+	// builtin chains are called by the kernel.
+	builtin bool
+	// drops says that the policy of a built-in chain is DROP.
+	drops bool
+}
+
+// rule is as much of a rule as it takes to tell whose it is.
+type rule struct {
+	// handle finds it again.
+	handle uint64
+	// target is the chain it leads to, or what it does, such as DROP; empty if that is neither of both.
+	target string
+	// comment is empty if there is none.
+	comment string
+	// always says that it looks at no property of a packet.
+	always bool
+}
+
+// plan is what is to be removed of a table, and what has to stay.
+type plan struct {
+	variant variant
+	family  family
+	table   string
+	// jumps are rules in built-in chains.
+	jumps []jump
+	// chains go with all that is in them.
+	chains []string
+	// kept are kube-proxy's chains that stay, and why; nil if there are none.
+	kept map[string]string
+}
+
+// jump is a rule in a built-in chain.
+type jump struct {
+	chain  string
+	handle uint64
+	// target is the chain it leads to.
+	target string
+}
+
+func (p *plan) empty() bool { return len(p.jumps)+len(p.chains) == 0 }
+
+// carries says whether these are rules that carry Services. KUBE-SERVICES is in both modes, and nobody else makes it.
+func (p *plan) carries() bool { return p.table == "nat" && slices.Contains(p.chains, "KUBE-SERVICES") }
+
+// planOf decides about a table. Chains named in stay are to be left, with the reason given.
+func planOf(t *table, stay map[string]string) (*plan, error) {
+	p := &plan{variant: t.variant, family: t.family, table: t.name, kept: map[string]string{}}
+	ours := map[string]bool{}
+	for _, c := range t.chains {
+		if !c.builtin && isProxyChain(t.name, c.name) {
+			ours[c.name] = true
+		}
+	}
+	if len(ours) == 0 || kubeletsOnly(t.name, ours) {
+		return p, nil
+	}
+	var keep func(name, why string)
+	keep = func(name, why string) {
+		if !ours[name] || p.kept[name] != "" {
+			return
+		}
+		p.kept[name] = why
+		if name == "KUBE-MARK-MASQ" {
+			keep("KUBE-POSTROUTING", "it masquerades what KUBE-MARK-MASQ marks")
+		}
+	}
+	for name, why := range stay {
+		keep(name, why)
+	}
+	var jumps []jump
+	for _, c := range t.chains {
+		if ours[c.name] {
+			continue
+		}
+		rules, err := t.rules(c.name)
+		if err != nil {
+			return nil, err
+		}
+		jumps = append(jumps, judge(t.name, c, rules, ours, keep)...)
+	}
+	if err := p.keepWhatTheyLeadTo(t, keep); err != nil {
+		return nil, err
+	}
+	for name := range ours {
+		if p.kept[name] == "" {
+			p.chains = append(p.chains, name)
+		}
+	}
+	slices.Sort(p.chains)
+	for _, j := range jumps {
+		if p.kept[j.target] == "" {
+			p.jumps = append(p.jumps, j)
+		}
+	}
+	return p, nil
+}
+
+// kubeletsOnly says whether these chains are those that a kubelet before Kubernetes 1.28 makes, too, and no others.
+func kubeletsOnly(table string, ours map[string]bool) bool {
+	if table != "nat" {
+		return false
+	}
+	n := 0
+	for _, name := range []string{"KUBE-MARK-MASQ", "KUBE-POSTROUTING"} {
+		if ours[name] {
+			n++
+		}
+	}
+	return n == len(ours)
+}
+
+// judge looks at the rules of a chain that is not kube-proxy's. It gives those by which kube-proxy leads to its chains, and
+// keeps the chains that others need.
+func judge(table string, c chain, rules []rule, ours map[string]bool, keep func(name, why string)) []jump {
+	var jumps []jump
+	for _, r := range rules {
+		switch {
+		case !ours[r.target]:
+		case c.builtin && jumpComments[r.comment]:
+			jumps = append(jumps, jump{c.name, r.handle, r.target})
+		default:
+			keep(r.target, fmt.Sprintf("a rule in chain %s, which is not kube-proxy's, leads to it", c.name))
+		}
+	}
+	if table == "filter" && c.builtin && dropsRest(c, rules) {
+		for name, what := range accepts[c.name] {
+			keep(name, fmt.Sprintf("chain %s turns away what no rule accepts, and %s accepts %s", c.name, name, what))
+		}
+	}
+	return jumps
+}
+
+// accepts are kube-proxy's chains that let something through which a firewall in a built-in chain may not: without them,
+// connections that are established would end, and the load balancers that check a node's health would find it dead.
+var accepts = map[string]map[string]string{
+	"FORWARD": {"KUBE-FORWARD": "established connections"},
+	"INPUT":   {"KUBE-NODEPORTS": "health checks", "KUBE-NODE-PORT": "health checks"},
+}
+
+// dropsRest says whether a chain turns away what came to its end.
+func dropsRest(c chain, rules []rule) bool {
+	return c.drops || slices.ContainsFunc(rules, func(r rule) bool {
+		return r.always && (r.target == "DROP" || r.target == "REJECT")
+	})
+}
+
+// keepWhatTheyLeadTo keeps the chains that kept ones lead to.
+func (p *plan) keepWhatTheyLeadTo(t *table, keep func(name, why string)) error {
+	followed := map[string]bool{}
+	for len(followed) < len(p.kept) {
+		for _, name := range slices.Sorted(maps.Keys(p.kept)) {
+			if followed[name] {
+				continue
+			}
+			followed[name] = true
+			rules, err := t.rules(name)
+			if err != nil {
+				return err
+			}
+			for _, r := range rules {
+				keep(r.target, fmt.Sprintf("chain %s, which stays, leads to it", name))
+			}
+		}
+	}
+	return nil
+}
+
+// summary gives a line for each variant and family, such as "iptables rules (nft variant, IPv4): 214 chains in 3 tables".
+func summary(plans []*plan) (lines []string) {
+	for _, v := range []variant{nft, legacy} {
+		for _, f := range families {
+			chains, rules := 0, 0
+			var tables []string
+			for _, p := range plans {
+				if p.variant == v && p.family == f && !p.empty() {
+					chains, rules = chains+len(p.chains), rules+len(p.jumps)
+					tables = append(tables, p.table)
+				}
+			}
+			if len(tables) > 0 {
+				lines = append(lines, fmt.Sprintf("iptables rules (%s, %s): %s and %s that lead to them, in the tables %s", v, f,
+					count(chains, "chain"), count(rules, "rule"), strings.Join(tables, ", ")))
+			}
+		}
+	}
+	return lines
+}
+
+// count gives "1 chain", "2 chains", "2 addresses".
+func count(n int, what string) string {
+	switch {
+	case n == 1:
+		return "1 " + what
+	case strings.HasSuffix(what, "s"):
+		what += "e"
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

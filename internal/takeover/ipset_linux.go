@@ -1,0 +1,161 @@
+package takeover
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const ipsetSubsystem = unix.NFNL_SUBSYS_IPSET << 8
+
+// Commands and attributes of ipset: include/uapi/linux/netfilter/ipset/ip_set.h.
+const (
+	ipsetDestroy = 3
+	ipsetList    = 7
+
+	ipsetAttrProtocol = 1
+	ipsetAttrSetName  = 2
+	ipsetAttrTypeName = 3
+	ipsetAttrFamily   = 5
+	ipsetAttrFlags    = 6
+	ipsetAttrData     = 7
+	ipsetAttrADT      = 8
+
+	// Within ipsetAttrData.
+	ipsetAttrIP    = 1
+	ipsetAttrPort  = 4
+	ipsetAttrProto = 7
+
+	// Within ipsetAttrData of a list.
+	ipsetAttrReferences = 25
+
+	// Within ipsetAttrIP.
+	ipsetAttrIPv4 = 1
+	ipsetAttrIPv6 = 2
+
+	// ipsetHeaderOnly leaves the members out of a list.
+	ipsetHeaderOnly = 4
+	// ipsetProtocol is the version of all of this; every kernel that we run on speaks it.
+	ipsetProtocol = 6
+	// ipsetBusy is the error of a set that a rule looks into.
+	ipsetBusy = unix.Errno(4100)
+)
+
+// set is an ipset of kube-proxy's.
+type set struct {
+	name string
+	// base is what it is called for IPv4.
+	base   string
+	family family
+	// rules is how many rules look into it.
+	rules int
+}
+
+// ipsets is a connection to ipset.
+type ipsets struct{ *socket }
+
+// openIPSets gives false if this kernel has no ipset: to ask for it would load it.
+func openIPSets() (s ipsets, ok bool, err error) {
+	if _, err := os.Stat("/sys/module"); err == nil {
+		if _, err := os.Stat("/sys/module/ip_set"); err != nil {
+			return s, false, nil
+		}
+	}
+	s.socket, err = openSocket(unix.NETLINK_NETFILTER)
+	return s, err == nil, err
+}
+
+// proxySets gives the sets of kube-proxy's.
+func (s ipsets) proxySets() ([]set, error) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipv4), func(w *buffer) {
+		w.attr(ipsetAttrProtocol, ipsetProtocol)
+		w.attr(ipsetAttrFlags|unix.NLA_F_NET_BYTEORDER, big32(ipsetHeaderOnly)...)
+	})
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) { // there is no ipset after all
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("ipset: list: %w", err)
+	}
+	var found []set
+	for _, o := range objects {
+		a := parseAttributes(o[nfgenLen:])
+		name := a.text(ipsetAttrSetName)
+		base, ok := proxySet(name, a.text(ipsetAttrTypeName))
+		if !ok {
+			continue
+		}
+		f := ipv4
+		if name != base {
+			f = ipv6
+		}
+		rules := a.nested(ipsetAttrData).big(ipsetAttrReferences)
+		found = append(found, set{name, base, f, int(rules)})
+	}
+	return found, nil
+}
+
+// member is an element of a set, as far as virtual services are found by it.
+type member struct {
+	addr     netip.Addr // not valid in a set of ports
+	port     uint16
+	protocol uint16 // 0 in a set of ports
+}
+
+// members gives the elements of a set.
+func (s ipsets) members(name string) ([]member, error) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipv4), func(w *buffer) {
+		w.attr(ipsetAttrProtocol, ipsetProtocol)
+		w.text(ipsetAttrSetName, name)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("ipset: list %s: %w", name, err)
+	}
+	var list []member
+	for _, o := range objects {
+		a := parseAttributes(o[nfgenLen:])
+		eachAttribute(a[ipsetAttrADT], func(_ uint16, data []byte) {
+			d := parseAttributes(data)
+			m := member{port: uint16(d.big(ipsetAttrPort)), protocol: uint16(d.big(ipsetAttrProto))}
+			ip := d.nested(ipsetAttrIP)
+			if v, ok := netip.AddrFromSlice(ip[ipsetAttrIPv4]); ok {
+				m.addr = v
+			} else if v, ok := netip.AddrFromSlice(ip[ipsetAttrIPv6]); ok {
+				m.addr = v
+			}
+			list = append(list, m)
+		})
+	}
+	return list, nil
+}
+
+// busyPatience is how long a set that is in use is tried again: nf_tables lets go of it some time after the rule is gone.
+const busyPatience = 2 * time.Second
+
+// destroy removes sets. Those that others use are no error.
+func (s ipsets) destroy(sets []set) error {
+	var errs []error
+	deadline := time.Now().Add(busyPatience)
+	for _, set := range sets {
+		for {
+			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(ipv4), func(w *buffer) {
+				w.attr(ipsetAttrProtocol, ipsetProtocol)
+				w.text(ipsetAttrSetName, set.name)
+			})
+			busy := errors.Is(err, ipsetBusy) || errors.Is(err, unix.EBUSY)
+			if busy && time.Now().Before(deadline) {
+				time.Sleep(20 * time.Millisecond)
+				continue
+			}
+			if err != nil && !busy && !errors.Is(err, unix.ENOENT) {
+				errs = append(errs, fmt.Errorf("ipset: destroy %s: %w", set.name, err))
+			}
+			break
+		}
+	}
+	return errors.Join(errs...)
+}

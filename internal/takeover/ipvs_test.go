@@ -1,0 +1,402 @@
+package takeover
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// These tests need a kernel with IPVS: internal/guest/matrix -k 6.1 ./internal/takeover -test.run=IPVS
+
+// needIPVS skips a test if the kernel has no IPVS, which it was asked to load.
+func needIPVS(t testing.TB, h *lab.Host) {
+	t.Helper()
+	inside(t, h, func() error {
+		v, ok, err := dialIPVS()
+		if err != nil {
+			return err
+		}
+		_, none := os.Stat("/proc/thread-self/net/ip_vs")
+		switch {
+		case !ok && none != nil:
+			t.Skip("this kernel has no IPVS, built in or to load: no such family of generic netlink, and no /proc/net/ip_vs")
+		case !ok || none != nil:
+			t.Fatalf("half an IPVS: its family is there: %v; /proc/net/ip_vs: %v", ok, none)
+		}
+		return v.close()
+	})
+}
+
+const (
+	methodMasquerade = 0
+	methodTunnel     = 2
+)
+
+// add makes a virtual service with destinations, or adds to one that is there.
+func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error {
+	const newService, newDest, scheduler, timeout, netmask = 1, 5, 6, 8, 9
+	_, err := v.do(v.id, ipvsHeader(newService), func(w *buffer) {
+		m := len(w.b)
+		s.key(w)
+		if s.fwmark != 0 {
+			w.b = w.b[:m]
+			w.nest(ipvsAttrService | unix.NLA_F_NESTED)
+			w.attr(ipvsFamily, native16(unix.AF_INET)...)
+			w.attr(ipvsFwmark, native32(s.fwmark)...)
+		}
+		w.text(scheduler, "rr")
+		w.attr(ipvsFlags, append(native32(s.flags), native32(^uint32(0))...)...)
+		w.attr(timeout, native32(0)...)
+		mask := ^uint32(0)
+		if s.addr.Is6() {
+			mask = 128
+		}
+		w.attr(netmask, native32(mask)...)
+		w.close(m)
+	})
+	if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
+		return fmt.Errorf("add service %s: %w", s, err)
+	}
+	for _, a := range to {
+		_, err := v.do(v.id, ipvsHeader(newDest), func(w *buffer) {
+			s.key(w)
+			m := w.nest(ipvsAttrDest | unix.NLA_F_NESTED)
+			addr, af := a.Addr().AsSlice(), uint16(unix.AF_INET6)
+			if a.Addr().Is4() {
+				af = unix.AF_INET
+			}
+			w.attr(1, append(addr, make([]byte, 16-len(addr))...)...)
+			w.attr(2, big16(a.Port())...)
+			w.attr(ipvsForward, native32(method)...)
+			w.attr(ipvsWeight, native32(weight)...)
+			w.attr(5, native32(0)...)
+			w.attr(6, native32(0)...)
+			w.attr(11, native16(af)...)
+			w.close(m)
+		})
+		if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
+			return fmt.Errorf("add destination %s of %s: %w", a, s, err)
+		}
+	}
+	return nil
+}
+
+// addPorts makes a set of ports, or adds to one that is there.
+func (s ipsets) addPorts(name string, ports ...uint16) error {
+	const create, add, revision, portTo = 2, 9, 4, 5
+	port := func(w *buffer, typ uint16, p uint16) { w.attr(typ|unix.NLA_F_NET_BYTEORDER, big16(p)...) }
+	_, err := s.do(ipsetSubsystem|create, nfgenmsg(ipv4), func(w *buffer) {
+		w.attr(ipsetAttrProtocol, ipsetProtocol)
+		w.text(ipsetAttrSetName, name)
+		w.text(ipsetAttrTypeName, "bitmap:port")
+		w.attr(revision, 0)
+		w.attr(ipsetAttrFamily, unix.NFPROTO_UNSPEC)
+		m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)
+		port(w, ipsetAttrPort, 0)
+		port(w, portTo, 65535)
+		w.close(m)
+	})
+	if err != nil {
+		return fmt.Errorf("create set %s: %w", name, err)
+	}
+	for _, p := range ports {
+		_, err := s.do(ipsetSubsystem|add, nfgenmsg(ipv4), func(w *buffer) {
+			w.attr(ipsetAttrProtocol, ipsetProtocol)
+			w.text(ipsetAttrSetName, name)
+			m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)
+			port(w, ipsetAttrPort, p)
+			w.close(m)
+		})
+		if err != nil {
+			return fmt.Errorf("add to set %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// bind puts addresses on kube-ipvs0, which it makes as kube-proxy does: it is never set up.
+func bind(addrs ...netip.Addr) error {
+	link, err := netlink.LinkByName(proxyDevice)
+	if err != nil {
+		if err := netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: proxyDevice}}); err != nil {
+			return err
+		}
+		if link, err = netlink.LinkByName(proxyDevice); err != nil {
+			return err
+		}
+	}
+	for _, a := range addrs {
+		err := netlink.AddrAdd(link, &netlink.Addr{IPNet: netlink.NewIPNet(net.IP(a.AsSlice()))})
+		if err != nil && !os.IsExist(err) {
+			return fmt.Errorf("bind %s: %w", a, err)
+		}
+	}
+	return nil
+}
+
+func services(t testing.TB, h *lab.Host) (names []string) {
+	t.Helper()
+	inside(t, h, func() error {
+		v, ok, err := openIPVS()
+		if err != nil || !ok {
+			return err
+		}
+		defer v.close()
+		list, err := v.services()
+		for i := range list {
+			names = append(names, list[i].String())
+		}
+		return err
+	})
+	slices.Sort(names)
+	return names
+}
+
+// TestIPVSOfOthers removes kube-proxy's virtual services, and none of others: of other addresses, by mark, or with destinations
+// that kube-proxy does not make.
+func TestIPVSOfOthers(t *testing.T) {
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	needIPVS(t, h)
+	addr := netip.MustParseAddr
+	to := []netip.AddrPort{netip.MustParseAddrPort("10.244.1.10:8080"), netip.MustParseAddrPort("10.244.2.10:8080")}
+	to6 := []netip.AddrPort{netip.MustParseAddrPort("[fd00:10:244:1::a]:8080")}
+	labtest.Check(t, h.AddAddr("lo", netip.MustParsePrefix("192.0.2.10/32")))
+	inside(t, h, func() error {
+		if err := bind(addr("10.96.0.10"), addr("10.96.0.11"), addr("10.96.0.12"), addr("fd00:10:96::a")); err != nil {
+			return err
+		}
+		s, err := openSocket(unix.NETLINK_NETFILTER)
+		if err != nil {
+			return err
+		}
+		defer s.close()
+		if err := (ipsets{s}).addPorts("KUBE-NODE-PORT-TCP", 30080); err != nil {
+			return err
+		}
+		v, _, err := openIPVS()
+		if err != nil {
+			return err
+		}
+		defer v.close()
+		for _, s := range []struct {
+			service
+			method, weight uint32
+			to             []netip.AddrPort
+		}{
+			{service{addr: addr("10.96.0.10"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
+			{service{addr: addr("10.96.0.10"), port: 53, protocol: unix.IPPROTO_UDP, flags: 1}, methodMasquerade, 0, to},
+			{service{addr: addr("10.96.0.11"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, nil},
+			{service{addr: addr("192.0.2.10"), port: 30080, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
+			{service{addr: addr("fd00:10:96::a"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to6},
+			// Others'.
+			{service{addr: addr("10.96.0.12"), port: 80, protocol: unix.IPPROTO_TCP}, methodTunnel, 1, to},
+			{service{addr: addr("10.96.0.12"), port: 81, protocol: unix.IPPROTO_TCP}, methodMasquerade, 100, to},
+			{service{addr: addr("192.0.2.10"), port: 30080, protocol: unix.IPPROTO_UDP}, methodMasquerade, 1, to},
+			{service{addr: addr("192.0.2.10"), port: 443, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
+			{service{addr: addr("203.0.113.1"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
+			{service{addr: addr("203.0.113.1"), port: 30080, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
+			{service{fwmark: 7}, methodMasquerade, 1, nil},
+		} {
+			if err := v.add(&s.service, s.method, s.weight, s.to...); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	found := remove(t, h)
+	want := []string{"5 virtual services of IPVS", "1 ipset", "the device kube-ipvs0 with 4 addresses"}
+	if s := found.Summary(); !slices.Equal(s, want) {
+		t.Errorf("found %q, want %q", s, want)
+	}
+	left := []string{"10.96.0.12:80 tcp", "10.96.0.12:81 tcp", "192.0.2.10:30080 udp", "192.0.2.10:443 tcp", "203.0.113.1:30080 tcp",
+		"203.0.113.1:80 tcp", "invalid AddrPort "}
+	if got := services(t, h); !slices.Equal(got, left) {
+		t.Errorf("left are %q, want %q", got, left)
+	}
+	if again := find(t, h); !again.Empty() {
+		t.Errorf("afterwards there are %q", again.Summary())
+	}
+}
+
+// forgetSoon has IPVS forget connections that are idle or closed after some seconds, in place of minutes.
+func (v ipvs) forgetSoon() error {
+	const setConfig, tcpFin, udp, seconds = 12, 5, 6, 5
+	_, err := v.do(v.id, ipvsHeader(setConfig), func(w *buffer) {
+		w.attr(tcpFin, native32(seconds)...)
+		w.attr(udp, native32(seconds)...)
+	})
+	return err
+}
+
+// ipvsMode programs the node as kube-proxy's IPVS mode does. Guests have no iptables: nft writes its tables.
+func (w *world) ipvsMode() {
+	w.t.Helper()
+	for _, p := range []string{"conntrack", "expire_nodest_conn"} {
+		labtest.Check(w.t, w.Node.Sysctl("net/ipv4/vs/"+p, "1"))
+	}
+	inside(w.t, w.Node, func() error {
+		v, _, err := openIPVS()
+		if err != nil {
+			return err
+		}
+		defer v.close()
+		if err := v.forgetSoon(); err != nil {
+			return err
+		}
+		s, err := openSocket(unix.NETLINK_NETFILTER)
+		if err != nil {
+			return err
+		}
+		defer s.close()
+		for i := range worldServices {
+			for _, name := range []string{"KUBE-NODE-PORT-TCP", "KUBE-NODE-PORT-UDP", "KUBE-6-NODE-PORT-TCP", "KUBE-6-NODE-PORT-UDP"} {
+				if err := (ipsets{s}).addPorts(name, uint16(worldNodePort+i)); err != nil {
+					return err
+				}
+			}
+			for _, f := range lab.Families() {
+				var to []netip.AddrPort
+				for _, p := range w.endpoints() {
+					to = append(to, netip.AddrPortFrom(p.IP(f), worldTarget))
+				}
+				if err := bind(vips(i, f)...); err != nil {
+					return err
+				}
+				at := []netip.AddrPort{netip.AddrPortFrom(w.Node.IP(f), uint16(worldNodePort+i))}
+				for _, a := range vips(i, f) {
+					at = append(at, netip.AddrPortFrom(a, worldPort))
+				}
+				for _, a := range at {
+					for _, protocol := range []uint16{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+						if err := v.add(&service{addr: a.Addr(), port: a.Port(), protocol: protocol}, methodMasquerade, 1, to...); err != nil {
+							return err
+						}
+					}
+				}
+			}
+		}
+		return nil
+	})
+	var rules strings.Builder
+	for n, f := range lab.Families() {
+		var local, hairpin []string
+		for i := range worldServices {
+			for _, a := range vips(i, f) {
+				local = append(local, a.String())
+			}
+		}
+		local = append(local, w.Node.IP(f).String())
+		for _, p := range w.Pods {
+			hairpin = append(hairpin, fmt.Sprintf("%s . %s", p.IP(f), p.IP(f)))
+		}
+		fmt.Fprintf(&rules, `
+table %[1]s nat {
+	chain KUBE-MARK-MASQ { meta mark set meta mark | 0x4000; }
+	chain KUBE-SERVICES { %[1]s daddr { %[2]s } %[1]s saddr != %[3]s jump KUBE-MARK-MASQ; }
+	chain KUBE-POSTROUTING {
+		%[1]s saddr . %[1]s daddr { %[4]s } masquerade
+		meta mark & 0x4000 == 0 return
+		meta mark set meta mark ^ 0x4000
+		masquerade
+	}
+	chain PREROUTING { type nat hook prerouting priority -100; jump KUBE-SERVICES comment "kubernetes service portals"; }
+	chain OUTPUT { type nat hook output priority -100; jump KUBE-SERVICES comment "kubernetes service portals"; }
+	chain POSTROUTING { type nat hook postrouting priority 100; jump KUBE-POSTROUTING comment "kubernetes postrouting rules"; }
+}
+table %[1]s filter {
+	chain KUBE-IPVS-FILTER { }
+	chain INPUT { type filter hook input priority 0; jump KUBE-IPVS-FILTER comment "kubernetes ipvs access filter"; }
+}
+`, []string{"ip", "ip6"}[n], strings.Join(local, ", "), lab.PodRange[n], strings.Join(hairpin, ", "))
+	}
+	labtest.Run(w.t, w.Node, rules.String(), "nft", "-f", "-")
+}
+
+// TestIPVSNoConnectionIsLost is TestNoConnectionIsLost for IPVS mode: what it carries goes on over its virtual services, and they
+// and the device go when it has ended.
+func TestIPVSNoConnectionIsLost(t *testing.T) {
+	needIPVS(t, labtest.NewHost(t, labtest.NewNet(t), "probe"))
+	w := newWorld(t)
+	w.patience = 5 * time.Second // a machine that is emulated
+	w.ipvsMode()
+	stop := w.traffic(2 * time.Second)
+	time.Sleep(time.Second)
+	for range 3 {
+		b := w.verdict()
+		found := remove(t, w.Node)
+		if !found.Carries() || found.Connections() == 0 {
+			t.Errorf("found %q with %d connections", found.Summary(), found.Connections())
+		}
+		left := remove(t, w.Node) // as it goes on until nothing is left
+		want := "the device kube-ipvs0 with 8 addresses"
+		if s := left.Summary(); left.Carries() || left.Empty() || s[len(s)-1] != want {
+			t.Errorf("left are %q", s)
+		}
+		for _, f := range families {
+			if text := labtest.Run(t, w.Node, "", "nft", "list", "table", map[family]string{ipv4: "ip", ipv6: "ip6"}[f], "filter"); !strings.Contains(text, "jump KUBE-IPVS-FILTER") {
+				t.Errorf("nothing guards %s any more", proxyDevice)
+			}
+		}
+		w.beginsAtOwnAddress()
+		time.Sleep(time.Second)
+		labtest.Run(t, w.Node, "", "nft", "delete table ip filter; delete table ip6 filter; delete table ip nat; delete table ip6 nat")
+		w.ipvsMode()
+		time.Sleep(200 * time.Millisecond)
+		w.cleanup(b)
+		time.Sleep(time.Second)
+	}
+	b := w.verdict()
+	remove(t, w.Node)
+	stop()
+	w.drain()
+	labtest.Check(t, b.Remove())
+	labtest.Check(t, b.Close())
+}
+
+// beginsAtOwnAddress makes sure that new connections of the node itself do not have a Service's address as their own.
+func (w *world) beginsAtOwnAddress() {
+	w.t.Helper()
+	for _, to := range w.targets() {
+		c, r := w.Node.Open(snapshot.TCP, to, lab.Options{Timeout: w.patience})
+		if c == nil {
+			w.t.Errorf("node to %s: %v", to, r)
+			continue
+		}
+		if from := c.Local().Addr(); from != w.Node.IP(lab.FamilyOf(to.Addr())) {
+			w.t.Errorf("a connection of the node to %s begins at %s", to, from)
+		}
+		c.Close()
+	}
+}
+
+// drain waits until IPVS has forgotten all connections, and nothing of kube-proxy's is left.
+func (w *world) drain() {
+	w.t.Helper()
+	start := time.Now()
+	for {
+		found := remove(w.t, w.Node)
+		if left := find(w.t, w.Node); left.Empty() {
+			w.t.Logf("IPVS was empty after %v", time.Since(start).Round(time.Second))
+			break
+		}
+		if time.Since(start) > 7*time.Minute {
+			w.t.Fatalf("after %v there are %q with %d connections", time.Since(start), found.Summary(), found.Connections())
+		}
+		time.Sleep(2 * time.Second)
+	}
+	if left := services(w.t, w.Node); left != nil {
+		w.t.Errorf("left are %q", left)
+	}
+}
