@@ -39,19 +39,31 @@ type node struct {
 	leastRest time.Duration
 	// routeLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
 	routeLocalnet func() error
+	// serving says what the node shows of itself.
+	serving serving
 }
 
 // run works until ctx is done, and leaves in the kernel what is there.
-func (n *node) run(ctx context.Context) error {
-	queue := snapshot.NewQueue(len(n.sources))
+func (n *node) run(ctx context.Context) (err error) {
+	queue, planner := snapshot.NewQueue(len(n.sources)), dataplane.NewPlanner(n.config)
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log}
+	shown, err := n.surface(queue, &loop)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shown.close()) }()
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.sources {
-		group.Go(func() error { return s.Run(ctx, queue) })
+		sink := shown.sink(s, queue)
+		group.Go(func() error { return s.Run(ctx, sink) })
 	}
-	planner := dataplane.NewPlanner(n.config)
-	cleaner := conntrack.NewCleaner(n.flows, n.looked)
+	shown.run(ctx, group)
+	cleaner := conntrack.NewCleaner(n.flows, func(l conntrack.Look) {
+		n.looked(l)
+		shown.looked(l)
+	})
 	group.Go(func() error { return cleaner.Run(ctx) })
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Backend: cleaner.Behind(n.backend), Log: n.log}
+	loop.Backend = cleaner.Behind(shown.metrics.Behind(n.backend))
 	var leastRest atomic.Int64
 	leastRest.Store(int64(n.leastRest))
 	loop.LeastRest = func() time.Duration { return time.Duration(leastRest.Load()) }
@@ -59,6 +71,7 @@ func (n *node) run(ctx context.Context) error {
 		n.retune(ctx, func(t tuning) {
 			leastRest.Store(int64(t.leastRest))
 			planner.SetConfig(t.policy)
+			shown.retune(t.policy)
 			queue.Stir()
 		})
 		return nil
@@ -71,6 +84,7 @@ func (n *node) run(ctx context.Context) error {
 				n.log.Warn("node ports will not answer at 127.0.0.1", "err", err)
 			}
 		}
+		shown.metrics.Written(t)
 		if n.written != nil {
 			n.written(t)
 		}

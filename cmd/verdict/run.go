@@ -162,6 +162,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		return err
 	}
 	n.sources = []source{&nodeWatch{source: objects, live: live}, &watch.Host{Report: reporter(log)}}
+	n.serving = live.serving(s)
 	backend, err := openBackend(kernel.Options{Socket: socket, Own: s.OwnTables})
 	if err != nil {
 		return err

@@ -29,6 +29,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
 	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
+	"internal/metrics":     {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/prometheus/client_golang"}},
 	"internal/sysctl":      {},
 	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
 	"internal/takeover":    {others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},

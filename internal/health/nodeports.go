@@ -33,7 +33,7 @@ type NodePorts struct {
 	// checks are the Services that have such a port, dirty those of them that Run is to look at, and others that are gone.
 	checks map[snapshot.Name]*check
 	dirty  map[*check]struct{}
-	// addrs are where to listen; known says that they are.
+	// addrs are where to listen; known says that they are what Config asks for.
 	addrs []netip.Addr
 	known bool
 	// lost are sockets that failed by themselves.
@@ -91,9 +91,9 @@ func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
 	defer n.mu.Unlock()
 	n.init()
 	if change.All || !n.known {
-		addrs := dataplane.HealthCheckAddrs(n.Config, s)
-		if !n.known || !slices.Equal(addrs, n.addrs) {
-			n.addrs, n.known = addrs, true
+		n.known = true
+		if addrs := dataplane.HealthCheckAddrs(n.Config, s); !slices.Equal(addrs, n.addrs) {
+			n.addrs = addrs
 			for _, c := range n.checks {
 				n.look(c)
 			}
@@ -102,6 +102,13 @@ func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
 	for _, name := range change.Services {
 		n.update(s, name)
 	}
+}
+
+// SetConfig has another Config count, for addresses from the next Settled on.
+func (n *NodePorts) SetConfig(c dataplane.Config) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.Config, n.known = c, false
 }
 
 func (n *NodePorts) init() {

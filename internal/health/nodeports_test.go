@@ -165,6 +165,10 @@ func TestPortsOpenAndClose(t *testing.T) {
 		expect("they change places", "tcp4 192.0.2.1:30100, tcp4 192.0.2.1:30200")
 		apply(addrDelta("192.0.2.7"))
 		expect("another address", "tcp4 192.0.2.7:30100, tcp4 192.0.2.7:30200")
+		ports.SetConfig(dataplane.Config{NodeName: "here", NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}})
+		apply()
+		expect("another configuration", "tcp4 0.0.0.0:30100, tcp4 0.0.0.0:30200")
+		ports.SetConfig(dataplane.Config{NodeName: "here"})
 		apply(addrDelta("192.0.2.1"), service("a", 0, "10.96.0.1"),
 			snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("b"): nil}})
 		expect("no port, and no Service", "")

@@ -21,6 +21,8 @@ type Server struct {
 	// HardFail makes it an error that the address cannot be listened at: kube-proxy's bindAddressHardFail.
 	HardFail bool
 	Log      *slog.Logger
+	// Failed, if not nil, is told what the log is told of errors.
+	Failed func(error)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
 }
@@ -59,6 +61,7 @@ func (s *Server) Run(ctx context.Context) error {
 		case ctx.Err() != nil:
 			return nil
 		case s.HardFail:
+			s.failed(err)
 			return err
 		case time.Since(begin) > listenMost: // it was served for a while
 			wait, told = listenFirst, ""
@@ -66,12 +69,19 @@ func (s *Server) Run(ctx context.Context) error {
 		if err.Error() != told {
 			told = err.Error()
 			s.Log.Error("nobody is served for now; it will be tried again", "server", s.Name, "err", err)
+			s.failed(err)
 		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-time.After(wait):
 		}
+	}
+}
+
+func (s *Server) failed(err error) {
+	if s.Failed != nil {
+		s.Failed(err)
 	}
 }
 

@@ -41,14 +41,15 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host := &fakeSockets{open: map[string]*fakeListener{}, taken: map[string]bool{"tcp 0.0.0.0:10256": true}}
 		log := &lockedBuffer{}
+		failures := 0
 		s := &Server{Name: "health checks", Addr: "0.0.0.0:10256", Handler: hello, Listen: host.listen,
-			Log: slog.New(slog.NewTextHandler(log, nil))}
+			Log: slog.New(slog.NewTextHandler(log, nil)), Failed: func(error) { failures++ }}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
 		go func() { ended <- s.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || !strings.Contains(log.String(), "health checks: listen tcp: address already in use") {
+		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || failures != 1 || !strings.Contains(log.String(), "health checks: listen tcp: address already in use") {
 			t.Errorf("%d errors:\n%s", n, log)
 		}
 		if host.tries < 12 || host.tries > 20 {

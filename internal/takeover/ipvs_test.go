@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -23,6 +24,7 @@ import (
 // needIPVS skips a test if the kernel has no IPVS, which it was asked to load.
 func needIPVS(t testing.TB, h *lab.Host) {
 	t.Helper()
+	_ = exec.Command("modprobe", "ip_vs").Run() // Linux 5.10 does not load it by itself
 	inside(t, h, func() error {
 		v, ok, err := dialIPVS()
 		if err != nil {

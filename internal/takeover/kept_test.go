@@ -191,7 +191,7 @@ func TestRandomRules(t *testing.T) {
 		random := rand.New(rand.NewPCG(uint64(v), uint64(f)))
 		for range n {
 			rules := randomRules(random)
-			labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--counters") // flushes what was there
+			labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--counters", "-w") // flushes what was there
 			before := save(t, h, v, f)
 			found := remove(t, h)
 			want := withoutProxy(before)

@@ -282,25 +282,24 @@ func (b *blob) redirect(entries []entry, left []int, moved map[uint32]uint32) er
 // verify reads a blob that without made as the kernel will, and makes sure that each chain is what it was, without what a plan
 // names. A mistake here would be one in somebody's firewall.
 func (b *blob) verify(out *blob, p *plan) error {
-	was, err := b.texts()
+	gone := map[string]bool{}
+	for _, name := range p.chains {
+		gone[name] = true
+	}
+	was, err := b.texts(gone)
 	if err != nil {
 		return err
 	}
-	is, err := out.texts()
+	is, err := out.texts(nil)
 	if err != nil {
 		return err
-	}
-	for _, c := range p.chains {
-		delete(was, c)
 	}
 	for _, j := range p.jumps {
 		was[j.chain] = slices.DeleteFunc(was[j.chain], func(r text) bool { return r.number == int(j.handle) })
 	}
 	same := len(was) == len(is)
 	for name := range was {
-		same = same && slices.EqualFunc(was[name], is[name], func(a, b text) bool {
-			return a.to == b.to && bytes.Equal(a.bytes, b.bytes)
-		})
+		same = same && slices.EqualFunc(was[name], is[name], text.equal)
 	}
 	if !same {
 		return errors.New("the rules that stay would not be the same")
@@ -308,15 +307,19 @@ func (b *blob) verify(out *blob, p *plan) error {
 	return nil
 }
 
-// text is a rule with the name of the chain it leads to, in place of an offset.
+// text is a rule. In place of an offset it has the name of the chain it leads to.
 type text struct {
-	number int
-	to     string
-	bytes  []byte
+	number        int
+	to            string
+	before, after []byte
 }
 
-// texts gives the rules of all chains, the policy of built-in ones with them.
-func (b *blob) texts() (map[string][]text, error) {
+func (a text) equal(b text) bool {
+	return a.to == b.to && bytes.Equal(a.before, b.before) && bytes.Equal(a.after, b.after)
+}
+
+// texts gives the rules of all chains but some, the policy of built-in ones with them.
+func (b *blob) texts(without map[string]bool) (map[string][]text, error) {
 	entries, chains, err := b.chains()
 	if err != nil {
 		return nil, err
@@ -329,16 +332,21 @@ func (b *blob) texts() (map[string][]text, error) {
 	}
 	out := map[string][]text{}
 	for _, c := range chains {
-		out[c.name] = []text{}
+		if without[c.name] {
+			continue
+		}
+		list := make([]text, 0, c.end-c.first)
 		for i := c.first; i < c.end; i++ {
 			e := &entries[i]
-			t := text{i, e.leadsTo(at), slices.Clone(b.entries[e.offset : e.offset+e.size])}
+			whole := b.entries[e.offset : e.offset+e.size]
+			t := text{i, e.leadsTo(at), whole, nil}
 			if e.target == "" && e.verdict >= 0 {
-				target := int(binary.NativeEndian.Uint16(t.bytes[layouts[b.family].targetOffset:]))
-				clear(t.bytes[target+targetHeader : target+targetHeader+4])
+				verdict := binary.NativeEndian.Uint16(whole[layouts[b.family].targetOffset:]) + targetHeader
+				t.before, t.after = whole[:verdict], whole[verdict+4:]
 			}
-			out[c.name] = append(out[c.name], t)
+			list = append(list, t)
 		}
+		out[c.name] = list
 	}
 	return out, nil
 }

@@ -21,7 +21,7 @@ var rounds = flag.Int("rounds", 10, "how often TestNoConnectionIsLost goes to Ve
 
 func TestMain(m *testing.M) {
 	// Test hosts are not this machine: their iptables need not wait for each other, nor for those of the machine.
-	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), fmt.Sprintf("verdict-takeover-test-%d.lock", os.Getppid())))
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(filepath.Dir(os.Args[0]), "xtables.lock"))
 	labtest.Main(m)
 }
 
@@ -38,7 +38,7 @@ func program(t testing.TB, v variant, f family, what string) string {
 // restore adds rules to those that are there.
 func restore(t testing.TB, h *lab.Host, v variant, f family, rules string) {
 	t.Helper()
-	labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--noflush", "--counters")
+	labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--noflush", "--counters", "-w")
 }
 
 // save gives all rules with their counters. Only tables that are there are looked at: iptables makes the others.

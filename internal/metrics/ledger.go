@@ -1,0 +1,544 @@
+package metrics
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// ledger turns what the kernel counts into counts that never fall. The kernel counts in the elements of its maps, which begin at 0
+// again whenever they are written anew: because the number of endpoints behind a frontend is another, because another
+// endpoint moved into a slot, because the table was made anew. So each reading is compared with the one before, and the
+// difference is added up.
+//
+// What was counted between the last reading and the moment when an element was replaced is lost. Where it cannot be told that an
+// element was replaced, because it leads to the same and has counted more since, it is taken for the one before. So the
+// ledger may count too little, and not too much.
+//
+// It does no I/O, and is not safe for concurrent use.
+type ledger struct {
+	detail Detail
+	// room is how many Service ports, and how many endpoints, may have a series of their own.
+	room int
+
+	// renewed is the moment when everything in the kernel last began at 0. Moments count transactions: what was read since one
+	// may be older than what was written at a later one.
+	renewed uint64
+	// opening says that the next reading is the first of tables that were there before us. It is where we begin to count.
+	opening bool
+
+	ports     map[dataplane.PortName]*port
+	frontends map[dataplane.Key]*frontend
+	// line holds the frontends in the order in which they are read, where there are too many to read all at once; next says whose
+	// turn it is, and gone how many of them are.
+	line       []*frontend
+	next, gone int
+	// due are those of which the endpoints are to be read.
+	due []*side
+
+	// shown and shownAt count the Service ports and the endpoints that have a series. Others is what was counted at the ports that
+	// have none.
+	shown, shownAt int
+	others         totals
+	rules          [2][dataplane.NumRefusals]last
+	refused        [2][dataplane.NumRefusals]uint64
+}
+
+// totals are what was counted, as it is shown.
+type totals struct {
+	connections uint64
+	// refused are packets, by dataplane.Verdict.
+	refused [2]uint64
+}
+
+func (t *totals) any() bool { return t.connections+t.refused[0]+t.refused[1] > 0 }
+
+// take adds up the other's, and empties them.
+func (t *totals) take(o *totals) {
+	t.connections += o.connections
+	t.refused[0] += o.refused[0]
+	t.refused[1] += o.refused[1]
+	*o = totals{}
+}
+
+// port is a Service port, of both families.
+type port struct {
+	name dataplane.PortName
+	totals
+	// frontends counts them: the port goes with the last.
+	frontends int
+	// now is what the kernel carries, IPv4 and IPv6, and changed when it last changed.
+	now     [2]*dataplane.ServicePort
+	changed uint64
+	// shown says that it has a series, hidden that it would need one.
+	shown, hidden bool
+	endpoints     map[netip.AddrPort]*endpoint
+	members       map[member]*last
+}
+
+type endpoint struct {
+	connections uint64
+	shown       bool
+}
+
+// member is an endpoint of a pool that remembers its clients; local says which of the port's pools that is.
+type member struct {
+	pool     uint32
+	local    bool
+	endpoint netip.AddrPort
+}
+
+// frontend is read on one side or on two: as all see it, or from inside and from outside.
+type frontend struct {
+	key  dataplane.Key
+	port *port
+	born uint64
+	gone bool
+	// outside says that clients from outside may have an answer of their own.
+	outside bool
+	sides   [2]side
+}
+
+func (fe *frontend) side(outside bool) *side {
+	if outside {
+		return &fe.sides[1]
+	}
+	return &fe.sides[0]
+}
+
+type side struct {
+	of *frontend
+	// born is when it began to be what it is.
+	born uint64
+	// local says that it leads to the port's local pool.
+	local bool
+	read  dataplane.FrontendCount
+	last  last
+	slots []slot
+	// due says that it is among those whose endpoints are to be read.
+	due bool
+}
+
+type slot struct {
+	endpoint netip.AddrPort
+	last     last
+}
+
+// last is what was read last: how much, and in a reading that began when.
+type last struct {
+	packets, moment uint64
+	known           bool
+}
+
+// advance takes the next reading and gives what was counted since. Same says that it may be the same element.
+func (g *ledger) advance(l *last, packets uint64, same bool, began uint64) (more uint64) {
+	switch {
+	case !l.known && g.opening:
+	case l.known && same && l.moment >= g.renewed && packets >= l.packets:
+		more = packets - l.packets
+	default:
+		more = packets
+	}
+	*l = last{packets, began, true}
+	return more
+}
+
+func newLedger(detail Detail, room int) *ledger {
+	return &ledger{detail: detail, room: room, ports: map[dataplane.PortName]*port{}, frontends: map[dataplane.Key]*frontend{}}
+}
+
+func familyOf(a netip.Addr) int {
+	if a.Is4() {
+		return 0
+	}
+	return 1
+}
+
+// follow takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there is none. Full
+// says that everything began at 0.
+func (g *ledger) follow(before, after []*dataplane.Service, full bool, moment uint64) {
+	if full {
+		g.renewed, g.opening = moment, false
+	}
+	if g.detail == Off {
+		return
+	}
+	for i, svc := range before { // first, since a frontend may move from one Service to another
+		g.withdraw(svc, after[i])
+	}
+	for _, svc := range after {
+		g.put(svc, moment)
+	}
+	for _, svc := range before { // last, since all of a port's frontends may be others now
+		g.close(svc)
+	}
+	if 2*g.gone > len(g.line) {
+		g.line = slices.DeleteFunc(g.line, func(fe *frontend) bool { return fe.gone })
+		g.gone, g.next = 0, 0
+	}
+}
+
+// withdraw takes out the frontends that a Service does not keep.
+func (g *ledger) withdraw(svc, after *dataplane.Service) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		family := familyOf(sp.Frontends[0].Key.Addr)
+		kept := portOf(after, sp.Name, family)
+		for i := range sp.Frontends {
+			if fe := g.frontends[sp.Frontends[i].Key]; fe != nil && fe.port.name == sp.Name && !kept.answers(fe.key) {
+				fe.gone = true
+				g.gone++
+				delete(g.frontends, fe.key)
+				fe.port.frontends--
+			}
+		}
+		if p := g.ports[sp.Name]; p != nil && kept.ServicePort == nil {
+			g.change(p, family, nil, 0)
+		}
+	}
+}
+
+// close ends the series of a Service's ports that have no frontend left.
+func (g *ledger) close(svc *dataplane.Service) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		p := g.ports[sp.Name]
+		if p == nil || p.frontends > 0 {
+			continue
+		}
+		delete(g.ports, p.name)
+		if p.shown {
+			g.shown--
+		}
+	}
+}
+
+// servicePort is a port of a Service in one family, or none.
+type servicePort struct{ *dataplane.ServicePort }
+
+func portOf(svc *dataplane.Service, name dataplane.PortName, family int) servicePort {
+	if svc != nil {
+		for _, sp := range svc.Ports {
+			if sp.Name == name && familyOf(sp.Frontends[0].Key.Addr) == family {
+				return servicePort{sp}
+			}
+		}
+	}
+	return servicePort{}
+}
+
+func (sp servicePort) answers(k dataplane.Key) bool {
+	if sp.ServicePort == nil {
+		return false
+	}
+	_, found := slices.BinarySearchFunc(sp.Frontends, k, func(f dataplane.Frontend, k dataplane.Key) int { return f.Key.Compare(k) })
+	return found
+}
+
+// pool gives the endpoints of one of the port's pools.
+func (sp servicePort) pool(local bool) []dataplane.Endpoint {
+	switch {
+	case sp.ServicePort == nil:
+		return nil
+	case local:
+		return sp.Local.Endpoints
+	}
+	return sp.Cluster.Endpoints
+}
+
+// has says whether an endpoint is in one of the port's pools.
+func (sp servicePort) has(ep netip.AddrPort) bool {
+	return holds(sp.pool(false), ep) || holds(sp.pool(true), ep)
+}
+
+func holds(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
+	_, found := slices.BinarySearchFunc(pool, ep, func(e dataplane.Endpoint, ep netip.AddrPort) int { return e.Compare(ep) })
+	return found
+}
+
+// change takes over what a port is in one family. Endpoints that it no longer has lose their series.
+func (g *ledger) change(p *port, family int, sp *dataplane.ServicePort, moment uint64) {
+	was, now := servicePort{p.now[family]}, servicePort{sp}
+	p.now[family], p.changed = sp, moment
+	if g.detail != PerEndpoint {
+		return
+	}
+	for _, local := range [...]bool{false, true} {
+		for _, ep := range was.pool(local) {
+			if old := p.endpoints[ep.AddrPort]; old != nil && !now.has(ep.AddrPort) {
+				delete(p.endpoints, ep.AddrPort)
+				if old.shown {
+					g.shownAt--
+				}
+			}
+		}
+	}
+	maps.DeleteFunc(p.members, func(m member, _ *last) bool {
+		return familyOf(m.endpoint.Addr()) == family && !holds(now.pool(m.local), m.endpoint)
+	})
+	if sp == nil {
+		return
+	}
+	for i := range sp.Frontends {
+		g.frontends[sp.Frontends[i].Key].forget(now)
+	}
+}
+
+// forget drops what was read of endpoints that have left: their elements are gone, even if they come back.
+func (fe *frontend) forget(now servicePort) {
+	for i := range fe.sides {
+		s := &fe.sides[i]
+		for n := range s.slots {
+			if !holds(now.pool(s.local), s.slots[n].endpoint) {
+				s.slots[n] = slot{}
+			}
+		}
+	}
+}
+
+// put takes in a Service.
+func (g *ledger) put(svc *dataplane.Service, moment uint64) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		var p *port
+		for i := range sp.Frontends {
+			p = g.putFrontend(sp, &sp.Frontends[i], moment)
+		}
+		g.change(p, familyOf(sp.Frontends[0].Key.Addr), sp, moment)
+	}
+}
+
+func (g *ledger) putFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, moment uint64) *port {
+	fe := g.frontends[f.Key]
+	if fe == nil {
+		p := g.ports[sp.Name]
+		if p == nil {
+			p = &port{name: sp.Name}
+			g.ports[sp.Name] = p
+		}
+		p.frontends++
+		fe = &frontend{key: f.Key, port: p, born: moment}
+		fe.sides[0].of, fe.sides[1].of = fe, fe
+		g.frontends[f.Key] = fe
+		g.line = append(g.line, fe)
+	}
+	inside, outside := f.Route(dataplane.Node).Pool, f.Route(dataplane.Anyone).Pool
+	fe.sides[0].local, fe.sides[1].local = inside == sp.Local, outside == sp.Local
+	if fe.outside = differ(inside, outside); !fe.outside {
+		fe.sides[1] = side{of: fe, born: moment}
+	}
+	return fe.port
+}
+
+// differ says whether packets to two pools of the same port fare differently.
+func differ(a, b *dataplane.Pool) bool {
+	if len(a.Endpoints)+len(b.Endpoints) == 0 {
+		return a.Empty != b.Empty
+	}
+	return a != b
+}
+
+// turn gives the next frontends to be read, at most n: none twice before all others.
+func (g *ledger) turn(n int) (at []dataplane.Counted) {
+	for range min(n, len(g.line)) {
+		fe := g.line[g.next]
+		g.next = (g.next + 1) % len(g.line)
+		if fe.gone {
+			continue
+		}
+		at = append(at, dataplane.Counted{Key: fe.key})
+		if fe.outside {
+			at = append(at, dataplane.Counted{Key: fe.key, Outside: true})
+		}
+	}
+	return at
+}
+
+// find gives what a reading is of; nil if that is not known, or was written after the reading began.
+func (g *ledger) find(c dataplane.Counted, began uint64) *side {
+	fe := g.frontends[c.Key]
+	if fe == nil || fe.born > began || fe.side(c.Outside).born > began {
+		return nil
+	}
+	return fe.side(c.Outside)
+}
+
+// enter takes the readings of frontends.
+func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
+	if began < g.renewed {
+		return
+	}
+	var fresh []*port
+	for i := range counts {
+		c := &counts[i]
+		s := g.find(c.Counted, began)
+		if s == nil {
+			continue
+		}
+		same := c.Endpoints == s.read.Endpoints && c.Empty == s.read.Empty && c.Sticky == s.read.Sticky
+		more := g.advance(&s.last, c.Packets, same, began)
+		s.read, s.slots = *c, s.slots[:min(len(s.slots), c.Endpoints)]
+		if g.detail == PerEndpoint && c.Endpoints > 0 && (more > 0 || g.opening) {
+			g.want(s)
+		}
+		if more == 0 {
+			continue
+		}
+		p := s.of.port
+		if !p.shown && !p.any() {
+			fresh = append(fresh, p)
+		}
+		g.count(p, c, more)
+	}
+	g.show(fresh)
+}
+
+// count adds to a port's totals and, where nobody answered, to the refusals.
+func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
+	if c.Endpoints > 0 {
+		p.connections += more
+		return
+	}
+	p.refused[c.Empty] += more
+	refusal := dataplane.RefusedNoEndpoints
+	if c.Empty == dataplane.Drop {
+		refusal = dataplane.RefusedNoLocalEndpoints
+	}
+	g.refused[familyOf(c.Key.Addr)][refusal] += more
+}
+
+// show gives series to ports that have counted something for the first time, by their names and as long as there is room. What was
+// counted at those without goes to the others; they are asked again when they count more.
+func (g *ledger) show(fresh []*port) {
+	slices.SortFunc(fresh, func(a, b *port) int { return a.name.Compare(b.name) })
+	for _, p := range fresh {
+		p.shown = g.shown < g.room
+		if p.hidden = !p.shown; p.hidden {
+			g.others.take(&p.totals)
+		} else {
+			g.shown++
+		}
+	}
+}
+
+// want has the endpoints of a frontend read.
+func (g *ledger) want(s *side) {
+	if !s.due {
+		s.due = true
+		g.due = append(g.due, s)
+	}
+}
+
+// wanted gives the next frontends whose endpoints are to be read, at most n, and who may be remembered there.
+func (g *ledger) wanted(n int) (of []dataplane.FrontendCount, members map[dataplane.Counted][]netip.AddrPort) {
+	n = min(n, len(g.due))
+	members = map[dataplane.Counted][]netip.AddrPort{}
+	for _, s := range g.due[:n] {
+		s.due = false
+		if s.of.gone || !s.of.port.shown && !g.opening {
+			continue
+		}
+		of = append(of, s.read)
+		if s.read.Sticky {
+			for _, ep := range (servicePort{s.of.port.now[familyOf(s.of.key.Addr)]}).pool(s.local) {
+				members[s.read.Counted] = append(members[s.read.Counted], ep.AddrPort)
+			}
+		}
+	}
+	if g.due = g.due[n:]; len(g.due) == 0 {
+		g.due = nil
+	}
+	return of, members
+}
+
+// wantAgain has endpoints read that could not be.
+func (g *ledger) wantAgain(of []dataplane.FrontendCount) {
+	for i := range of {
+		if fe := g.frontends[of[i].Key]; fe != nil {
+			g.want(fe.side(of[i].Outside))
+		}
+	}
+}
+
+// enterEndpoints takes the readings of endpoints.
+func (g *ledger) enterEndpoints(counts []dataplane.EndpointCount, began uint64) {
+	for i := range counts {
+		c := &counts[i]
+		s := g.find(c.Counted, began)
+		if s == nil || began < g.renewed {
+			continue
+		}
+		p := s.of.port
+		if p.changed > began { // it may name an endpoint that is gone
+			g.want(s)
+			continue
+		}
+		l, same := s.place(c)
+		more := g.advance(l, c.Packets, same, began)
+		if more > 0 && (servicePort{p.now[familyOf(c.Endpoint.Addr())]}).has(c.Endpoint) {
+			g.countEndpoint(p, c.Endpoint, more)
+		}
+	}
+}
+
+// place gives what was last read where an endpoint is counted, and whether that was the same endpoint.
+func (s *side) place(c *dataplane.EndpointCount) (l *last, same bool) {
+	if c.Place.Pool != 0 {
+		p, m := s.of.port, member{c.Place.Pool, s.local, c.Endpoint}
+		if p.members == nil {
+			p.members = map[member]*last{}
+		}
+		if p.members[m] == nil {
+			p.members[m] = &last{}
+		}
+		return p.members[m], true
+	}
+	n := int(c.Place.Slot)
+	for n >= len(s.slots) {
+		s.slots = append(s.slots, slot{})
+	}
+	at := &s.slots[n]
+	same = at.endpoint == c.Endpoint
+	at.endpoint = c.Endpoint
+	return &at.last, same
+}
+
+func (g *ledger) countEndpoint(p *port, at netip.AddrPort, more uint64) {
+	ep := p.endpoints[at]
+	if ep == nil {
+		if p.endpoints == nil {
+			p.endpoints = map[netip.AddrPort]*endpoint{}
+		}
+		ep = &endpoint{}
+		p.endpoints[at] = ep
+	}
+	if !ep.shown && g.shownAt < g.room {
+		ep.shown = true
+		g.shownAt++
+	}
+	if ep.shown {
+		ep.connections += more
+	}
+}
+
+// enterRules takes the readings of rules.
+func (g *ledger) enterRules(counts []dataplane.RefusedCount, began uint64) {
+	if began < g.renewed {
+		return
+	}
+	for _, c := range counts {
+		family := 0
+		if c.IPv6 {
+			family = 1
+		}
+		g.refused[family][c.Refusal] += g.advance(&g.rules[family][c.Refusal], c.Packets, true, began)
+	}
+}

@@ -1,0 +1,211 @@
+// Package metrics counts what the proxy does and what the kernel does for it, and shows both to Prometheus: under kube-proxy's names
+// what kube-proxy shows, and under names of our own what it does not. docs/METRICS.md lists all of them.
+package metrics
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Metrics is told what happens. Its methods may be called concurrently, and none keeps its caller for longer than a few
+// microseconds. Make one with New.
+type Metrics struct {
+	registry *prometheus.Registry
+	slis     *prometheus.Registry
+	reader   *reader
+	begin    time.Time
+	kube     kubeProxy
+	own      own
+}
+
+// families are the values of kube-proxy's label ip_family. Both are written in the same transactions, so most of what is counted
+// is counted for both.
+var families = [...]string{"IPv4", "IPv6"}
+
+// New gives Metrics that show what the options say.
+func New(o Options) *Metrics {
+	if o.MaxSeries == 0 {
+		o.MaxSeries = DefaultMaxSeries
+	}
+	m := &Metrics{registry: prometheus.NewRegistry(), slis: prometheus.NewRegistry(), reader: newReader(&o), begin: time.Now()}
+	m.registry.MustRegister(
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+		collectors.NewGoCollector(),
+		&connections{m.reader, &o},
+	)
+	m.kube.register(m.registry, m.slis, &o, m.reader)
+	m.own.register(m.registry, &o)
+	return m
+}
+
+// Stop waits for a reading of the kernel's counters that is under way, and has no more made: Options.Counters may be closed then.
+func (m *Metrics) Stop() { m.reader.stop() }
+
+// Sink is where sources put what they see, as package watch has it.
+type Sink interface {
+	Put(snapshot.Delta)
+	Synced()
+}
+
+// Before gives a sink that counts what goes on to another one.
+func (m *Metrics) Before(next Sink) Sink { return counted{next, m} }
+
+type counted struct {
+	Sink
+	m *Metrics
+}
+
+func (c counted) Put(d snapshot.Delta) {
+	k := &c.m.kube
+	k.serviceChanges.Add(float64(len(d.Services)))
+	k.endpointChanges.Add(float64(len(d.Slices)))
+	setBoth(k.lastQueued, seconds(time.Now()))
+	c.Sink.Put(d)
+}
+
+// seconds is a time as Prometheus has it.
+func seconds(t time.Time) float64 { return float64(t.UnixNano()) / 1e9 }
+
+// Behind gives a backend that writes by another one, and counts what that does. There is one for Metrics.
+func (m *Metrics) Behind(b reconcile.Backend) reconcile.Backend { return &behind{Backend: b, m: m} }
+
+type behind struct {
+	reconcile.Backend
+	m *Metrics
+	// wrote says that a transaction succeeded.
+	wrote bool
+}
+
+func (b *behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	start := time.Now()
+	r, err := b.Backend.Apply(want, change)
+	if err != nil {
+		b.m.failed(time.Since(start))
+		return r, err
+	}
+	b.m.reader.follow(want, change, &r, !b.wrote)
+	if !b.wrote {
+		b.wrote = true
+		b.m.started(&r)
+	}
+	return r, nil
+}
+
+func (b *behind) Check() (found []string, again time.Duration, err error) {
+	found, again, err = b.Backend.Check()
+	b.m.own.foreignChanges.Add(float64(len(found)))
+	if err != nil {
+		b.m.own.checkFailures.Inc()
+	}
+	return found, again, err
+}
+
+// started takes note of the first transaction that succeeded.
+func (m *Metrics) started(r *dataplane.Receipt) {
+	how := "corrected"
+	switch {
+	case r.Full:
+		how = "full"
+	case r.Adopted:
+		how = "adopted"
+	}
+	m.own.start.WithLabelValues(how).Set(1)
+	m.own.startDuration.Set(time.Since(m.begin).Seconds())
+}
+
+func (m *Metrics) failed(took time.Duration) {
+	m.own.transactions.WithLabelValues("failed").Inc()
+	for _, f := range families {
+		m.kube.syncFailures.WithLabelValues(f).Inc()
+		m.kube.sync.WithLabelValues(f).Observe(took.Seconds())
+	}
+}
+
+// Written takes note of a transaction that succeeded: for reconcile.Loop.
+func (m *Metrics) Written(t reconcile.Transaction) {
+	kind, outcome := m.kube.syncPartial, "partial"
+	switch {
+	case t.Full:
+		kind, outcome = m.kube.syncFull, "full"
+	case t.Adopted:
+		kind, outcome = m.kube.syncFull, "adopted"
+	}
+	for _, f := range families {
+		m.kube.sync.WithLabelValues(f).Observe(t.Total.Seconds())
+		kind.WithLabelValues(f).Observe(t.Total.Seconds())
+	}
+	o := &m.own
+	o.transactions.WithLabelValues(outcome).Inc()
+	o.elements.WithLabelValues("added").Add(float64(t.Added))
+	o.elements.WithLabelValues("replaced").Add(float64(t.Replaced))
+	o.elements.WithLabelValues("removed").Add(float64(t.Removed))
+	o.messages.Add(float64(t.Messages))
+	o.bytes.Add(float64(t.Bytes))
+	for i, took := range [...]time.Duration{t.Policy, t.Plan, t.Encode, t.Commit} {
+		o.duration.WithLabelValues(phases[i]).Observe(took.Seconds())
+	}
+	o.services.Set(float64(t.Services))
+}
+
+// Settled takes note that the kernel carries everything: for reconcile.Loop. For what has changed in slices, the time since it
+// happened ends here.
+func (m *Metrics) Settled(s reconcile.Settled) {
+	at := time.Now()
+	setBoth(m.kube.lastSynced, seconds(at))
+	for _, t := range s.Triggers {
+		f := families[0]
+		if t.IPv6 {
+			f = families[1]
+		}
+		m.kube.programming.WithLabelValues(f).Observe(at.Sub(t.At).Seconds())
+	}
+}
+
+// Flows is what a look at tracked connections found, which may be wrong after a transaction.
+type Flows struct {
+	Took time.Duration
+	// Judged are the flows looked at, Removed those that were wrong: IPv4, IPv6.
+	Judged, Removed [2]int
+	Failed          bool
+}
+
+// Looked takes note of such a look.
+func (m *Metrics) Looked(l Flows) {
+	for i, f := range families {
+		m.kube.conntrackSync.WithLabelValues(f).Observe(l.Took.Seconds())
+		m.kube.conntrackDeleted.WithLabelValues(f).Add(float64(l.Removed[i]))
+		m.own.flowsJudged.WithLabelValues(f).Add(float64(l.Judged[i]))
+	}
+	if l.Failed {
+		m.own.lookFailures.Inc()
+	}
+}
+
+// Answered takes note of an answer of the health server: probe is "healthz", "livez" or "readyz".
+func (m *Metrics) Answered(probe string, code int) {
+	status := "success"
+	if code != 200 {
+		status = "error"
+	}
+	m.kube.healthchecks.WithLabelValues("rules", probe, status).Inc()
+	switch probe {
+	case "healthz":
+		m.kube.healthz.WithLabelValues(codeText(code)).Inc()
+	case "livez":
+		m.kube.livez.WithLabelValues(codeText(code)).Inc()
+	case "readyz":
+		m.own.readyz.WithLabelValues(codeText(code)).Inc()
+	}
+}
+
+// Requested takes note of an HTTP request to the API server; a code of 0 means that there was no answer.
+func (m *Metrics) Requested(method, host string, code int, took time.Duration) {
+	m.kube.requests.WithLabelValues(codeText(code), method, host).Inc()
+	m.kube.requestDuration.WithLabelValues(method, host).Observe(took.Seconds())
+}

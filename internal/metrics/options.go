@@ -1,0 +1,99 @@
+package metrics
+
+import (
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Detail says how finely new connections are shown.
+type Detail uint8
+
+// The details. PerService is the default.
+const (
+	PerService Detail = iota
+	PerEndpoint
+	// Off shows none, and spares reading the kernel's counters but those of a few rules.
+	Off
+)
+
+var detailNames = [...]string{"service", "endpoint", "off"}
+
+func (d Detail) String() string { return detailNames[d] }
+
+// Set reads a flag's value.
+func (d *Detail) Set(text string) error {
+	for i, name := range detailNames {
+		if text == name {
+			*d = Detail(i)
+			return nil
+		}
+	}
+	return fmt.Errorf("%q is none of off, service, endpoint", text)
+}
+
+// Type names the kind of value for a flag.
+func (d *Detail) Type() string { return "detail" }
+
+// DefaultMaxSeries is how many Service ports, and how many endpoints, have a series of their own.
+const DefaultMaxSeries = 5000
+
+// Options say what is shown. What is nil is left out.
+type Options struct {
+	// Detail says how finely connections are shown, and MaxSeries how many series that may take, of Service ports and of
+	// endpoints; 0 means DefaultMaxSeries. Only what has counted something has a series. Service ports that find no room are
+	// added up under the name "_others"; endpoints that find none are left out.
+	Detail    Detail
+	MaxSeries int
+	// Version is that of this program.
+	Version string
+
+	// Waiting tells what is not written yet, as snapshot.Queue does.
+	Waiting func() snapshot.Waiting
+	// Quarantined gives the Services that the kernel refuses, as reconcile.Loop does.
+	Quarantined func() []reconcile.Quarantined
+	// Ready says whether the rules are in and fresh.
+	Ready func() bool
+	// NodePorts counts the sockets of health check node ports that are open, and those that cannot be opened.
+	NodePorts func() (open, failing int)
+	// Fill tells how full the kernel's sets are, but for what the set of AffinitySet holds.
+	Fill func() []Fill
+	// Owns says whether nobody else can change the tables.
+	Owns func() bool
+	// Conntrack tells how many connections the kernel tracks, and how many it can.
+	Conntrack func() (entries, most int, err error)
+	// Counters reads what the kernel counts.
+	Counters Counters
+	// Report is told, once for each cause, that counters cannot be read.
+	Report func(error)
+}
+
+// Fill says how full a set of the kernel is.
+type Fill struct {
+	IPv6 bool
+	Set  string
+	// Size is how many elements it takes, 0 if there is no limit.
+	Elements, Size int
+}
+
+// AffinitySet is the set of remembered clients. How many it holds, only Counters.Affinity knows.
+const AffinitySet = "affinity"
+
+// Counters reads what the kernel counts. Its methods are called one at a time.
+type Counters interface {
+	// AllFrontends reads the counts of all frontends at once, which for many is slow. One may be missing, or be there twice.
+	AllFrontends(do func(dataplane.FrontendCount)) error
+	// Frontends reads those of some.
+	Frontends(at []dataplane.Counted, do func(dataplane.FrontendCount)) error
+	// Endpoints reads those of the endpoints of some frontends, as they were read before. Members gives the endpoints that one with
+	// session affinity may have.
+	Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort, do func(dataplane.EndpointCount)) error
+	// Refused reads how many packets were turned away by no frontend.
+	Refused() ([]dataplane.RefusedCount, error)
+	// Affinity counts remembered clients, IPv4 and IPv6; -1 if that takes longer than the patience given.
+	Affinity(patience time.Duration) ([2]int, error)
+}

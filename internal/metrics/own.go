@@ -1,0 +1,148 @@
+package metrics
+
+import (
+	"runtime"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// own are the metrics that only we have.
+type own struct {
+	start           *prometheus.GaugeVec
+	startDuration   prometheus.Gauge
+	services        prometheus.Gauge
+	transactions    *prometheus.CounterVec
+	elements        *prometheus.CounterVec
+	messages, bytes prometheus.Counter
+	duration        *prometheus.HistogramVec
+	foreignChanges  prometheus.Counter
+	checkFailures   prometheus.Counter
+	flowsJudged     *prometheus.CounterVec
+	lookFailures    prometheus.Counter
+	readyz          *prometheus.CounterVec
+}
+
+// phases are those of a transaction.
+var phases = [...]string{"policy", "plan", "encode", "commit"}
+
+// phaseBuckets are 10 µs to 10 s: a change of one endpoint takes some 20 µs, the first transaction of a large cluster seconds.
+func phaseBuckets() []float64 { return prometheus.ExponentialBuckets(1e-5, 4, 11) }
+
+func (w *own) register(registry prometheus.Registerer, o *Options) {
+	m := maker{registry}
+	m.gaugeFunc("verdict_build_info", "1, with the version of this program in its labels.",
+		prometheus.Labels{"version": o.Version, "goversion": runtime.Version()}, func() float64 { return 1 })
+	w.start = m.gauges("verdict_start_info",
+		"1, with how the tables were found at the start: adopted as they were, corrected, or written in full.", "how")
+	w.startDuration = m.gauge("verdict_start_duration_seconds", "Time from the start until all Services were in force; 0 until then.")
+	w.services = m.gauge("verdict_services", "Services in force.")
+	w.transactions = m.counters("verdict_transactions_total",
+		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was nothing to write, failed.", "outcome")
+	w.elements = m.counters("verdict_transaction_elements_total", "Elements of maps and sets written, by change.", "change")
+	w.messages = m.counter("verdict_transaction_messages_total", "Netlink messages sent in transactions.")
+	w.bytes = m.counter("verdict_transaction_bytes_total", "Bytes sent in transactions.")
+	w.duration = m.histograms("verdict_transaction_duration_seconds",
+		"Time of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).", phaseBuckets(), "phase")
+	w.foreignChanges = m.counter("verdict_foreign_changes_total", "Changes that others made to our tables, and that were repaired.")
+	w.checkFailures = m.counter("verdict_foreign_check_failures_total", "Looks for changes of others that failed.")
+	w.flowsJudged = m.counters("verdict_conntrack_flows_judged_total",
+		"Tracked UDP and SCTP flows that were looked at after a change.", ipFamily)
+	w.lookFailures = m.counter("verdict_conntrack_look_failures_total", "Looks at tracked flows that failed, and were repeated.")
+	w.readyz = m.counters("verdict_readyz_total", "Answers of /readyz, by HTTP status.", "code")
+	w.registerFuncs(m, o)
+	w.zero()
+}
+
+func (w *own) registerFuncs(m maker, o *Options) {
+	if o.Ready != nil {
+		m.gaugeFunc("verdict_ready", "1 if all Services are in force, and no change has been waiting for too long.", nil,
+			func() float64 { return one(o.Ready()) })
+	}
+	if o.Owns != nil {
+		m.gaugeFunc("verdict_owns_tables", "1 if nobody else can change our tables (Linux 6.9).", nil,
+			func() float64 { return one(o.Owns()) })
+	}
+	if o.NodePorts != nil {
+		for state, value := range map[string]func() int{
+			"open":    func() int { open, _ := o.NodePorts(); return open },
+			"failing": func() int { _, failing := o.NodePorts(); return failing },
+		} {
+			m.gaugeFunc("verdict_health_check_node_ports", "Sockets of health check node ports, by state: open, or failing to open.",
+				prometheus.Labels{"state": state}, func() float64 { return float64(value()) })
+		}
+	}
+	if o.Quarantined != nil {
+		m.MustRegister(quarantine{o})
+	}
+	if o.Conntrack != nil {
+		m.MustRegister(conntrack{o})
+	}
+}
+
+// zero has series begin before they count.
+func (w *own) zero() {
+	for _, outcome := range []string{"full", "partial", "adopted", "failed"} {
+		w.transactions.WithLabelValues(outcome)
+	}
+	for _, change := range []string{"added", "replaced", "removed"} {
+		w.elements.WithLabelValues(change)
+	}
+	for _, phase := range phases {
+		w.duration.WithLabelValues(phase)
+	}
+	for _, f := range families {
+		w.flowsJudged.WithLabelValues(f)
+	}
+	for _, code := range []int{200, 503} {
+		w.readyz.WithLabelValues(codeText(code))
+	}
+}
+
+// quarantine shows the Services that the kernel refuses: how many, and the first of them by name.
+type quarantine struct{ o *Options }
+
+// maxNamed bounds how many are shown by name.
+const maxNamed = 50
+
+var (
+	quarantinedDesc = prometheus.NewDesc("verdict_quarantined_services",
+		"Services that the kernel refuses, and of which what it took before stays in force.", nil, nil)
+	quarantinedSinceDesc = prometheus.NewDesc("verdict_quarantined_service_since_timestamp_seconds",
+		"When the kernel first refused a Service; of the first 50 by name.", []string{"service_namespace", "service_name"}, nil)
+)
+
+func (quarantine) Describe(ch chan<- *prometheus.Desc) {
+	ch <- quarantinedDesc
+	ch <- quarantinedSinceDesc
+}
+
+func (q quarantine) Collect(ch chan<- prometheus.Metric) {
+	list := q.o.Quarantined()
+	ch <- prometheus.MustNewConstMetric(quarantinedDesc, prometheus.GaugeValue, float64(len(list)))
+	for _, s := range list[:min(maxNamed, len(list))] {
+		ch <- prometheus.MustNewConstMetric(quarantinedSinceDesc, prometheus.GaugeValue, seconds(s.Since), s.Name.Namespace, s.Name.Name)
+	}
+}
+
+// conntrack shows how full the kernel's connection tracking is.
+type conntrack struct{ o *Options }
+
+var (
+	conntrackDesc     = prometheus.NewDesc("verdict_conntrack_entries", "Connections that the kernel tracks, of whatever kind.", nil, nil)
+	conntrackMostDesc = prometheus.NewDesc("verdict_conntrack_max_entries",
+		"Connections that the kernel can track; beyond that it drops packets.", nil, nil)
+)
+
+func (conntrack) Describe(ch chan<- *prometheus.Desc) {
+	ch <- conntrackDesc
+	ch <- conntrackMostDesc
+}
+
+func (c conntrack) Collect(ch chan<- prometheus.Metric) {
+	entries, most, err := c.o.Conntrack()
+	if err != nil { // the kernel has not loaded it
+		return
+	}
+	ch <- prometheus.MustNewConstMetric(conntrackDesc, prometheus.GaugeValue, float64(entries))
+	ch <- prometheus.MustNewConstMetric(conntrackMostDesc, prometheus.GaugeValue, float64(most))
+}

@@ -1,0 +1,300 @@
+package metrics
+
+import (
+	"errors"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// How the kernel's counters are read.
+const (
+	// readAgain is how old a reading may be that is shown again.
+	readAgain = 5 * time.Second
+	// readBudget is how long reading goes on, but for the very first: half of it for frontends, the rest for endpoints. What it did
+	// not come to has its turn next time.
+	readBudget = 300 * time.Millisecond
+	// openingBudget is the same for the very first, which has to see everything.
+	openingBudget = time.Minute
+	// scrapePatience is how long a scrape waits for a reading; after that it shows the one before.
+	scrapePatience = 600 * time.Millisecond
+	// affinityPatience is how long remembered clients are counted where the kernel does not know how many they are.
+	affinityPatience = 100 * time.Millisecond
+	// followAtOnce is how many Services are taken over in the goroutine that wrote them.
+	followAtOnce = 16
+)
+
+// portions are how much is read at once.
+type portions struct {
+	// list is how many frontends are listed; more are read by their keys.
+	list int
+	// frontends are read by key at a time; of endpoints frontends, the endpoints.
+	frontends, endpoints int
+}
+
+var usual = portions{list: 16384, frontends: 1024, endpoints: 64}
+
+// reader keeps the ledger: it reads the counters when they are asked for, and takes over what transactions write. Nothing that a
+// transaction waits for takes longer than a moment.
+type reader struct {
+	counters Counters
+	report   func(error)
+	portions portions
+	// moment counts transactions.
+	moment atomic.Uint64
+
+	// queue holds what was written, until it is taken over.
+	queueMu sync.Mutex
+	queue   []written
+
+	// mu guards the rest. Whoever has it takes over the queue first.
+	mu      sync.Mutex
+	ledger  *ledger
+	carried map[snapshot.Name]*dataplane.Service
+	// noLocal counts, by family, Service ports with policy Local, endpoints, and none of them here.
+	noLocal [2]localCount
+
+	// running is closed when the reading under way ends; nil if there is none.
+	running  chan struct{}
+	stopped  bool
+	readAt   time.Time
+	took     time.Duration
+	failures int
+	told     string
+	// affinity counts the remembered clients; -1 if that is not known.
+	affinity [2]int
+}
+
+// written is what a transaction wrote: Services as they are now.
+type written struct {
+	moment uint64
+	names  []snapshot.Name
+	now    []*dataplane.Service
+	// full says that everything began to count at 0, found that it is of tables that have counted before us.
+	full, found bool
+}
+
+func newReader(o *Options) *reader {
+	return &reader{
+		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries),
+		carried: map[snapshot.Name]*dataplane.Service{}, affinity: [2]int{-1, -1},
+	}
+}
+
+// follow takes note of what a transaction wrote. First says that it was the first.
+func (r *reader) follow(want *dataplane.State, change dataplane.Change, receipt *dataplane.Receipt, first bool) {
+	w := written{moment: r.moment.Add(1), names: change.Services, now: make([]*dataplane.Service, len(change.Services)),
+		full: receipt.Full, found: first && !receipt.Full}
+	for i, n := range change.Services {
+		w.now[i] = want.Services[n]
+	}
+	r.queueMu.Lock()
+	r.queue = append(r.queue, w)
+	r.queueMu.Unlock()
+	switch {
+	case w.found:
+		go r.begin()
+	case len(w.names) > followAtOnce:
+		go r.locked(func() {})
+	case r.mu.TryLock():
+		r.catchUp()
+		r.mu.Unlock()
+	}
+}
+
+// locked calls do with everything taken over.
+func (r *reader) locked(do func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.catchUp()
+	do()
+}
+
+// catchUp takes over the queue.
+func (r *reader) catchUp() {
+	r.queueMu.Lock()
+	queue := r.queue
+	r.queue = nil
+	r.queueMu.Unlock()
+	for i := range queue {
+		w := &queue[i]
+		before := make([]*dataplane.Service, len(w.names))
+		for n, name := range w.names {
+			before[n] = r.carried[name]
+			if w.now[n] == nil {
+				delete(r.carried, name)
+			} else {
+				r.carried[name] = w.now[n]
+			}
+			r.countLocal(before[n], -1)
+			r.countLocal(w.now[n], +1)
+		}
+		r.ledger.follow(before, w.now, w.full, w.moment)
+		r.ledger.opening = r.ledger.opening || w.found
+	}
+}
+
+// localCount counts Service ports by the policy that leaves them without an endpoint.
+type localCount struct{ internal, external int }
+
+// countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them.
+func (r *reader) countLocal(svc *dataplane.Service, by int) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		var internal, external bool
+		for i := range sp.Frontends {
+			fe := &sp.Frontends[i]
+			if pool := fe.Route(dataplane.Anyone).Pool; len(pool.Endpoints) > 0 || pool.Empty != dataplane.Drop {
+				continue
+			}
+			internal = internal || fe.Kind == dataplane.ClusterIP
+			external = external || fe.Kind != dataplane.ClusterIP
+		}
+		n := &r.noLocal[familyOf(sp.Frontends[0].Key.Addr)]
+		if internal {
+			n.internal += by
+		}
+		if external {
+			n.external += by
+		}
+	}
+}
+
+// begin begins a reading, unless one is under way or was a moment ago, and gives what is closed at its end; nil if there is none.
+func (r *reader) begin() (running <-chan struct{}) {
+	r.locked(func() {
+		// Before the first transaction nobody knows whose the tables are.
+		ready := r.counters != nil && !r.stopped && r.moment.Load() > 0
+		if r.running == nil && ready && (r.ledger.opening || time.Since(r.readAt) >= readAgain) {
+			r.running = make(chan struct{})
+			go r.read(r.running)
+		}
+		running = r.running
+	})
+	return running
+}
+
+// fresh waits for a reading that is fresh enough, but not for long.
+func (r *reader) fresh() {
+	running := r.begin()
+	if running == nil {
+		return
+	}
+	patience := time.NewTimer(scrapePatience)
+	defer patience.Stop()
+	select {
+	case <-running:
+	case <-patience.C:
+	}
+}
+
+// stop waits for the reading under way and allows no more: the counters are about to be closed.
+func (r *reader) stop() {
+	r.mu.Lock()
+	r.stopped = true
+	running := r.running
+	r.mu.Unlock()
+	if running != nil {
+		<-running
+	}
+}
+
+// read reads everything that there is time for.
+func (r *reader) read(done chan struct{}) {
+	defer close(done)
+	start := time.Now()
+	var opening bool
+	r.locked(func() { opening = r.ledger.opening })
+	budget := readBudget
+	if opening {
+		budget = openingBudget
+	}
+	err := errors.Join(r.readRules(), r.readFrontends(opening, start.Add(budget/2)), r.readEndpoints(start.Add(budget)))
+	affinity, aerr := r.counters.Affinity(affinityPatience)
+	if err = errors.Join(err, aerr); err != nil {
+		affinity = [2]int{-1, -1}
+	}
+	news := false
+	r.locked(func() {
+		r.readAt, r.took, r.affinity, r.running = time.Now(), time.Since(start), affinity, nil
+		text := ""
+		if err != nil {
+			r.failures++
+			text = err.Error()
+		} else if opening {
+			r.ledger.opening = false
+		}
+		news, r.told = text != "" && text != r.told, text
+	})
+	if news && r.report != nil {
+		r.report(err)
+	}
+}
+
+func (r *reader) readRules() error {
+	began := r.moment.Load()
+	counts, err := r.counters.Refused()
+	if err == nil {
+		r.locked(func() { r.ledger.enterRules(counts, began) })
+	}
+	return err
+}
+
+// readFrontends reads all frontends, or as many as there is time for. An opening reading is by key, which misses none.
+func (r *reader) readFrontends(opening bool, deadline time.Time) error {
+	var total int
+	r.locked(func() { total = len(r.ledger.line) })
+	if total == 0 {
+		return nil
+	}
+	if total <= r.portions.list && !opening {
+		began := r.moment.Load()
+		counts := make([]dataplane.FrontendCount, 0, total)
+		err := r.counters.AllFrontends(func(c dataplane.FrontendCount) { counts = append(counts, c) })
+		r.locked(func() { r.ledger.enter(counts, began) })
+		return err
+	}
+	for done := 0; done < total && time.Now().Before(deadline); done += r.portions.frontends {
+		began := r.moment.Load()
+		var at []dataplane.Counted
+		r.locked(func() { at = r.ledger.turn(min(r.portions.frontends, total-done)) })
+		counts := make([]dataplane.FrontendCount, 0, len(at))
+		err := r.counters.Frontends(at, func(c dataplane.FrontendCount) { counts = append(counts, c) })
+		r.locked(func() { r.ledger.enter(counts, began) })
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readEndpoints reads the endpoints of those frontends that have counted something, once.
+func (r *reader) readEndpoints(deadline time.Time) error {
+	var left int
+	r.locked(func() { left = len(r.ledger.due) })
+	for ; left > 0 && time.Now().Before(deadline); left -= r.portions.endpoints {
+		began := r.moment.Load()
+		var of []dataplane.FrontendCount
+		var members map[dataplane.Counted][]netip.AddrPort
+		r.locked(func() { of, members = r.ledger.wanted(min(r.portions.endpoints, left)) })
+		var counts []dataplane.EndpointCount
+		err := r.counters.Endpoints(of, func(c dataplane.Counted) []netip.AddrPort { return members[c] },
+			func(c dataplane.EndpointCount) { counts = append(counts, c) })
+		r.locked(func() {
+			r.ledger.enterEndpoints(counts, began)
+			if err != nil {
+				r.ledger.wantAgain(of)
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
