@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -122,6 +123,17 @@ func gather(t testing.TB, w *world) []*dto.MetricFamily {
 	return append(all, slis...)
 }
 
+// labelsOf gives the labels of all of a family's series, sorted.
+func labelsOf(f *dto.MetricFamily) []string {
+	labels := map[string]bool{}
+	for _, m := range f.Metric {
+		for _, l := range m.Label {
+			labels[l.GetName()] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(labels))
+}
+
 // TestNames: the names, types, labels and help of all metrics. Dashboards and alerts of many clusters rely on them.
 func TestNames(t *testing.T) {
 	var b strings.Builder
@@ -129,18 +141,7 @@ func TestNames(t *testing.T) {
 		if strings.HasPrefix(f.GetName(), "go_") || strings.HasPrefix(f.GetName(), "process_") || f.GetName() == "promhttp_metric_handler_errors_total" {
 			continue // these are the library's
 		}
-		labels := map[string]bool{}
-		for _, m := range f.Metric {
-			for _, l := range m.Label {
-				labels[l.GetName()] = true
-			}
-		}
-		names := make([]string, 0, len(labels))
-		for l := range labels {
-			names = append(names, l)
-		}
-		slices.Sort(names)
-		fmt.Fprintf(&b, "%s{%s} %s\n\t%s\n", f.GetName(), strings.Join(names, ","), strings.ToLower(f.GetType().String()), f.GetHelp())
+		fmt.Fprintf(&b, "%s{%s} %s\n\t%s\n", f.GetName(), strings.Join(labelsOf(f), ","), strings.ToLower(f.GetType().String()), f.GetHelp())
 	}
 	golden := filepath.Join("testdata", "names.txt")
 	if *update {
@@ -393,5 +394,39 @@ func TestDetailIsAFlag(t *testing.T) {
 	var d Detail
 	if err := d.Set("all"); err == nil {
 		t.Error("all is taken")
+	}
+}
+
+// TestDocumented: docs/METRICS.md has every metric, with its type and its labels, and no other.
+func TestDocumented(t *testing.T) {
+	text, err := os.ReadFile("../../docs/METRICS.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	documented := map[string]string{}
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(line, " | ")
+		name, ok := strings.CutPrefix(cells[0], "| `")
+		if whose := strings.TrimSpace(cells[len(cells)-1]); ok && (whose == "kube-proxy's |" || whose == "ours |") {
+			documented[strings.TrimSuffix(name, "`")] = cells[1] + " " + strings.TrimSpace(cells[2])
+		}
+	}
+	for _, f := range gather(t, everything(t, PerEndpoint)) {
+		name := f.GetName()
+		if strings.HasPrefix(name, "go_") || strings.HasPrefix(name, "process_") {
+			continue
+		}
+		labels := strings.Join(labelsOf(f), ", ")
+		if labels == "" {
+			labels = "–"
+		}
+		want := strings.ToLower(f.GetType().String()) + " " + labels
+		if got := documented[name]; got != want {
+			t.Errorf("%s is documented as %q; want %q", name, got, want)
+		}
+		delete(documented, name)
+	}
+	for name := range documented {
+		t.Errorf("%s is documented, and not shown", name)
 	}
 }
