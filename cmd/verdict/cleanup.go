@@ -32,7 +32,11 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 				return err
 			}
 			seat := keeper.Seat{Name: placeName, Owner: kernel.OwnsTables}
-			return seat.Evict(cmd.Context(), func(_ context.Context, socket *os.File) error { return removeTables(socket) })
+			err = seat.Evict(cmd.Context(), func(_ context.Context, socket *os.File) error { return removeTables(socket) })
+			if err == nil {
+				remarkAlone(cmd.Context(), cmd.ErrOrStderr())
+			}
+			return err
 		},
 	}
 	cmd.Flags().BoolVar(&stop, "stop", false, `have "verdict run" end first, if it is at work here`)

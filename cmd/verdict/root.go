@@ -62,6 +62,7 @@ called "verdict"; look at them with "nft list table ip verdict".
   verdict diff, verdict verify      compare the kernel with what the objects ask for, or with what it says itself
   verdict top                       show which Services are connected to, how often, live
   verdict cleanup                   remove everything of ours from this node
+  verdict takeover                  remove what a kube-proxy left on this node; run does the same after its start
   verdict bench                     measure cold starts, changes and churn in a network namespace of its own
 
 A dump is what "kubectl get svc,endpointslices,nodes -A -o yaml" prints.
@@ -71,6 +72,6 @@ Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough; o
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newTop(), newCleanup(), newBench())
+	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newTop(), newCleanup(), newTakeover(), newBench())
 	return root
 }

@@ -16,7 +16,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/keeper"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
@@ -44,14 +46,18 @@ manifest or a directory of manifests (YAML or JSON), which is watched: an edit t
 be read leaves its last good content in force. Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at;
 other kinds are passed over.
 
---config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --keeper and --own-tables. A
-flag overrides the file. A change of the file takes effect at once, or the log says what needs a restart; a value that cannot
+--config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --keeper, --own-tables, --takeover and two about
+metrics. A flag overrides the file. A change of the file takes effect at once, or the log says what needs a restart; a value that cannot
 be meant is told with file, line and field, and changes nothing. docs/CONFIGURATION.md has every field and every flag.
 
 On Linux 6.9 and later the tables belong to one netlink socket, and nobody else can change them as long as it is open. It is
 kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=1 and Type=notify, else by a small
 parent process, which also starts run again if it crashes (--keeper). A second run in the same network namespace takes
-over from the first, which then stands by.`,
+over from the first, which then stands by.
+
+Once the kernel carries every Service, what a kube-proxy programmed on this node is removed (--takeover), in whatever mode it
+was; docs/INSTALL.md has the way there and back. /healthz, /readyz and /livez are answered at port 10256, /metrics at
+127.0.0.1:10249; docs/METRICS.md says what they tell.`,
 		Example: `  verdict run --config /var/lib/kube-proxy/config.conf --hostname-override $(NODE_NAME)
   verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16
   verdict run --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,
@@ -189,7 +195,12 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		})
 	}
 	beside.Go(func() { live.follow(ctx) })
-	n.written = live.written
+	follower := newSuccessor(takeover.Mode(s.Takeover), log)
+	beside.Go(func() { follower.run(ctx) })
+	n.written = func(t reconcile.Transaction) {
+		live.written(t)
+		follower.written(t)
+	}
 	live.events.Emit(watch.Event{Reason: "Starting", Action: "StartKubeProxy"})
 	return n.run(ctx)
 }

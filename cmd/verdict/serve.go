@@ -53,11 +53,15 @@ const kubeProxyMode = "nftables"
 func (l *live) serving(s *config.Settings) serving {
 	v := serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
-		emit: func(e watch.Event) { l.events.Emit(e) },
+		maxSeries: s.MetricsMaxSeries,
+		emit:      func(e watch.Event) { l.events.Emit(e) },
 		configz: func() any {
 			d := &l.settings.Load().Document
 			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}
 		},
+	}
+	if err := v.detail.Set(s.MetricsConnections); err != nil {
+		l.log.Error(err.Error()) // the settings were checked
 	}
 	if s.Healthz.IsValid() {
 		v.healthz = s.Healthz.String()

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -89,4 +91,30 @@ func TestSuccessorWaits(t *testing.T) {
 	cancel()
 	s.runner.Mode = takeover.Never // this process is the machine's own
 	s.run(ctx)
+}
+
+// TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone, unless they are to stay.
+func TestRunTakesOver(t *testing.T) {
+	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed what kube-proxy made", takeover.Never: "left in place, as told"} {
+		t.Run(string(mode), func(t *testing.T) {
+			r := &tuned{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), file: filepath.Join(t.TempDir(), "config.conf")}
+			labtest.Check(t, os.Symlink("..data/config.conf", r.file))
+			labtest.Run(t, r.host, "table ip kube-proxy { }\n", "nft", "-f", "-")
+			labtest.Run(t, r.host, "*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n",
+				"iptables-nft-restore", "--noflush")
+			r.configure("mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\ntakeover: " + string(mode) + "\n")
+			r.start()
+			defer r.stop()
+			r.wait(want, 1)
+			listing := labtest.Nfts(t)[0].List(t, r.host)
+			for _, text := range []string{"table ip kube-proxy", "KUBE-SERVICES"} {
+				if left := strings.Contains(listing, text); left != (mode == takeover.Never) {
+					t.Errorf("%s is there: %v\n%s", text, left, listing)
+				}
+			}
+			if !strings.Contains(listing, "table ip verdict") {
+				t.Errorf("ours is not there:\n%s", listing)
+			}
+		})
+	}
 }

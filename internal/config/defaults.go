@@ -48,6 +48,9 @@ func (d *Document) setDefaults() {
 	v.APIVersion, v.Kind = verdictVersion, verdictKind
 	orDefault(&v.Keeper, "auto")
 	orPointer(&v.OwnTables, true)
+	orDefault(&v.Takeover, "auto")
+	orDefault(&v.MetricsConnections, "service")
+	orPointer(&v.MetricsMaxSeries, 5000)
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {

@@ -36,6 +36,12 @@ type VerdictConfiguration struct {
 	Keeper string `json:"keeper"`
 	// OwnTables lets nobody else change the tables, where the kernel can do that; by default it does.
 	OwnTables *bool `json:"ownTables"`
+	// Takeover says what becomes of a kube-proxy's rules once ours are in force: auto or never.
+	Takeover string `json:"takeover"`
+	// MetricsConnections says how finely new connections are counted in the metrics: off, service or endpoint.
+	MetricsConnections string `json:"metricsConnections"`
+	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own there.
+	MetricsMaxSeries *int32 `json:"metricsMaxSeries"`
 }
 
 // The kinds of documents.

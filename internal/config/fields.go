@@ -112,6 +112,11 @@ var fields = []field{
 	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/keeper.md](decisions/keeper.md)",
 		oneOf("auto", "process", "systemd", "none")},
 	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},
+	{verdictKind + ".takeover", Restart, "`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",
+		oneOf("auto", "never")},
+	{verdictKind + ".metricsConnections", Restart, "how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
+		oneOf("off", "service", "endpoint")},
+	{verdictKind + ".metricsMaxSeries", Restart, "how many Service ports, and how many endpoints, have a series of their own in the metrics", atLeast(1)},
 }
 
 // fieldNamed finds a field; it is an error of ours if there is none.

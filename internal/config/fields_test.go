@@ -129,6 +129,9 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.manifests", `""`, `/etc/verdict`, `[a]`, noText + notSet},
 	{"VerdictConfiguration.keeper", `auto`, `none`, `dog`, `"dog" is none of auto, process, systemd, none` + isDefault + "auto"},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
+	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is none of auto, never` + isDefault + "auto"},
+	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`, `"all" is none of off, service, endpoint` + isDefault + "service"},
+	{"VerdictConfiguration.metricsMaxSeries", `5000`, `10`, `0`, `0 is less than 1` + isDefault + "5000"},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The message is

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -211,21 +212,33 @@ var logFlags = []option{
 var ownFlags = []option{
 	text("from", "manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API", ofRun,
 		func(d *Document) *string { return &d.Verdict.Manifests }, verdictKind+".manifests"),
-	{name: "keeper", kind: "auto|process|systemd|none", usage: "who holds the netlink socket while this is restarted (default auto)",
-		fields: []string{verdictKind + ".keeper"}, set: func(d *Document, s string, _ bool) error {
-			d.Verdict.Keeper = s
-			if reason := fieldNamed(verdictKind + ".keeper").check(s); reason != "" {
-				return fmt.Errorf("%s", reason)
-			}
-			return nil
-		}},
+	word("keeper", "auto|process|systemd|none", "who holds the netlink socket while this is restarted (default auto)",
+		func(d *Document) *string { return &d.Verdict.Keeper }, verdictKind+".keeper"),
 	boolean("own-tables", "let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)", ofRun,
 		func(d *Document, on bool) { d.Verdict.OwnTables = &on }, verdictKind+".ownTables"),
+	word("takeover", "auto|never", "what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)",
+		func(d *Document) *string { return &d.Verdict.Takeover }, verdictKind+".takeover"),
+	word("metrics-connections", "off|service|endpoint", "how finely new connections are counted in the metrics (default service)",
+		func(d *Document) *string { return &d.Verdict.MetricsConnections }, verdictKind+".metricsConnections"),
+	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)",
+		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n }, verdictKind+".metricsMaxSeries"),
 }
 
 func text(name, usage string, about scope, at func(*Document) *string, fields ...string) option {
 	return option{name: name, kind: "string", usage: usage, about: about, fields: fields,
 		set: func(d *Document, s string, _ bool) error { *at(d) = s; return nil }}
+}
+
+// word is one of the words that the field's check knows. A wrong one is an error at once: it is seen by whoever wrote it.
+func word(name, kind, usage string, at func(*Document) *string, field string) option {
+	return option{name: name, kind: kind, usage: usage, fields: []string{field},
+		set: func(d *Document, s string, _ bool) error {
+			*at(d) = s
+			if reason := fieldNamed(field).check(s); reason != "" {
+				return errors.New(reason)
+			}
+			return nil
+		}}
 }
 
 func list(name, usage string, about scope, at func(*Document) *[]string, fields ...string) option {

@@ -21,13 +21,13 @@ log-text-info-buffer-size log-text-split-stream logging-format machine-id-file m
 metrics-port nodeport-addresses oom-score-adj pod-bridge-interface pod-interface-name-prefix profiling proxy-mode
 show-hidden-metrics-for-version v version vmodule write-config-to`
 
-// TestFlagNames: all of kube-proxy's flags are there, and three of ours.
+// TestFlagNames: all of kube-proxy's flags are there, and some of ours.
 func TestFlagNames(t *testing.T) {
 	var got []string
 	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	new(Flags).Add(fs)
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := append(strings.Fields(kubeProxyFlags), "from", "keeper", "own-tables")
+	want := append(strings.Fields(kubeProxyFlags), "from", "keeper", "own-tables", "takeover", "metrics-connections", "metrics-max-series")
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
 		t.Errorf("got %v\nwant %v", got, want)

@@ -51,6 +51,11 @@ type Settings struct {
 	// Keeper is the name of a keeper.Mode, and OwnTables lets nobody else change the tables.
 	Keeper    string
 	OwnTables bool
+
+	// Takeover is the name of a takeover.Mode, and MetricsConnections that of a metrics.Detail.
+	Takeover, MetricsConnections string
+	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own.
+	MetricsMaxSeries int
 }
 
 // Client says how to reach the Kubernetes API.
@@ -118,6 +123,8 @@ func (d *Document) settings() *Settings {
 		Log:         Log{JSON: c.Logging.Format == "json", Level: level(uint32(c.Logging.Verbosity))},
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
+
+		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,
