@@ -8,7 +8,7 @@ export VERDICT_CACHE ?= $(CACHE)
 # The tests look at what they write with these, besides the system's own nft.
 export VERDICT_NFT_DIR ?= $(CACHE)/nft
 
-.PHONY: help demo build test tools lint race unit once bench fuzz guests soak clean
+.PHONY: help demo build test tools lint race unit once bench fuzz guests soak cross image cluster clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,16 +27,20 @@ tools:
 	@internal/guest/install nftables netbase iproute2 iptables ipset gcc libc6-dev
 	@internal/guest/fetch nft $(VERDICT_NFT_DIR)
 
-lint: ## gofmt, go vet, staticcheck
+lint: ## gofmt, go vet, staticcheck, and whether it compiles for arm64
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
 	$(GO) vet ./...
 	$(GO) tool staticcheck ./...
+	cd deploy/test && $(GO) vet -tags peers ./... && $$(cd ../.. && $(GO) tool -n staticcheck) -tags peers ./...
+	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
 race: ## all tests, with the race detector
 	$(GO) test -race -timeout 30m ./...
+	cd deploy/test && $(GO) test ./...
 
 unit: tools ## all tests, without it
 	$(GO) test ./...
+	cd deploy/test && $(GO) test ./...
 
 once: ## each benchmark once, and the test of memory, which the race detector would blur
 	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/...
@@ -59,6 +63,16 @@ guests: ## the kernel's tests on Linux 5.10, 6.1, 6.12 and 7.2, under QEMU
 soak: tools ## the long random walk, leaks over 10,000 syncs, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
+
+cross: ## bin/verdict-linux-amd64 and -arm64
+	@for arch in amd64 arm64; do CGO_ENABLED=0 GOARCH=$$arch $(GO) build -trimpath -o $(BIN)/verdict-linux-$$arch ./cmd/verdict || exit; done
+
+IMAGE ?= verdict:dev
+image: ## the container image, by buildah or docker
+	$$(command -v buildah || command -v docker) build -t $(IMAGE) .
+
+cluster: tools ## deploy/ at a real API server and beside a real kube-proxy, which are built first
+	cd deploy/test && $(GO) test -tags peers -count=1 -v .
 
 clean:
 	rm -rf $(BIN)

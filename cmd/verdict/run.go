@@ -90,6 +90,9 @@ func (o *runOptions) run(ctx context.Context) error {
 	case o.flags.WriteConfigTo != "":
 		return writeConfig(o.flags.WriteConfigTo, settings, problems)
 	case o.flags.InitOnly:
+		if err := conntrack.Load(); err != nil {
+			fmt.Fprintln(os.Stderr, "verdict:", err) // what of its sysctls is missing is told below
+		}
 		return initOnly(sysctl.Host{}, settings, problems, o.out)
 	}
 	if _, err := nodeName(settings); err != nil {

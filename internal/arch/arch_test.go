@@ -34,12 +34,20 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
 	"internal/takeover":    {others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
-	"cmd/verdict":          {ours: []string{"*"}, others: []string{"*"}},
+	// The suite sees a proxy from outside only. Of ours it may use what makes hosts, and nothing that decides or writes.
+	"conformance/bench":           {ours: []string{"conformance/control", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/cases":           {others: []string{"*"}},
+	"conformance/cmd/conformance": {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"}, others: []string{"*"}},
+	"conformance/control":         {ours: []string{"internal/lab"}, others: []string{"*"}},
+	"conformance/report":          {},
+	"conformance/run":             {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/witness":         {},
+	"cmd/verdict":                 {ours: []string{"*"}, others: []string{"*"}},
 }
 
 // reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's configuration only.
 var reserved = map[string][]string{
-	"k8s.io/":                    {"sync/watch", "internal/config"},
+	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/bench", "conformance/cases", "conformance/control", "conformance/run"},
 	"github.com/google/nftables": {"nft/kernel"},
 }
 

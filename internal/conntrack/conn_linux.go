@@ -4,10 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"syscall"
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Conn is a pair of netlink sockets to the kernel's connection tracking: flows are deleted while the list they are in is still
@@ -30,6 +33,20 @@ func Dial(netns int) (*Conn, error) {
 
 // Close closes the sockets.
 func (c *Conn) Close() error { return errors.Join(c.lists.close(), c.deletes.close()) }
+
+// Load has the kernel load connection tracking, if it is a module and nobody needed it yet: any question for it does that. Its
+// sysctls are there from then on.
+func Load() error {
+	c, err := Dial(0)
+	if err != nil {
+		return err
+	}
+	nobody := query{family: unix.AF_INET, protocol: snapshot.UDP, addr: netip.IPv4Unspecified(), port: 1}
+	if err := errors.Join(c.list(nobody, func([]flow) error { return nil }), c.Close()); err != nil {
+		return fmt.Errorf("conntrack: %w", err)
+	}
+	return nil
+}
 
 func (c *Conn) filters() bool { return !c.unfiltered }
 

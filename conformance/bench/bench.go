@@ -1,0 +1,134 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/verdict-proxy/verdict/conformance/control"
+	"github.com/verdict-proxy/verdict/internal/lab"
+)
+
+// Bench is a cluster with a proxy under test on each node.
+type Bench struct {
+	*Topology
+	Plane *control.Plane
+	Kind  *Kind
+	// Client speaks to the API server.
+	Client kubernetes.Interface
+	// Proxies run on the nodes, by the nodes' names.
+	Proxies map[string]*Proxy
+
+	dir    string
+	canary canary
+}
+
+// Peers are the programs of the control plane.
+type Peers struct{ Etcd, APIServer, ControllerManager string }
+
+// Open builds the bench in an empty directory of its own, starts the control plane and the proxies, and waits until these
+// carry Services. Whoever has it must Close it.
+func Open(ctx context.Context, kind *Kind, binary string, peers Peers, dir string) (*Bench, error) {
+	b := &Bench{Kind: kind, Proxies: make(map[string]*Proxy), dir: dir}
+	if err := b.open(ctx, binary, peers); err != nil {
+		return nil, errors.Join(err, b.Close())
+	}
+	return b, nil
+}
+
+func (b *Bench) open(ctx context.Context, binary string, peers Peers) error {
+	var err error
+	if b.Topology, err = NewTopology(); err != nil {
+		return err
+	}
+	dir := filepath.Join(b.dir, "control")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	b.Plane, err = control.Start(ctx, control.Config{
+		Host: b.Host("control"), Etcd: peers.Etcd, APIServer: peers.APIServer, ControllerManager: peers.ControllerManager,
+		Dir: dir, ServiceRanges: ServiceRange,
+	})
+	if err != nil {
+		return err
+	}
+	b.Client = b.Plane.Client
+	for i, node := range b.Nodes() {
+		if err := b.createNode(ctx, i, node); err != nil {
+			return err
+		}
+	}
+	if err := b.createCanary(ctx); err != nil {
+		return err
+	}
+	for _, node := range b.Nodes() {
+		p, err := newProxy(b, node, binary)
+		if err != nil {
+			return err
+		}
+		b.Proxies[node] = p
+		if err := p.Start(); err != nil {
+			return err
+		}
+	}
+	return b.Sync(ctx)
+}
+
+func (b *Bench) createNode(ctx context.Context, i int, name string) error {
+	h := b.Host(name)
+	node := &v1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{
+			v1.LabelHostname: name, v1.LabelTopologyZone: Zones[name],
+		}},
+		Spec: v1.NodeSpec{PodCIDR: podRange(i)[0].String(), PodCIDRs: []string{podRange(i)[0].String(), podRange(i)[1].String()}},
+	}
+	node, err := b.Client.CoreV1().Nodes().Create(ctx, node, metav1.CreateOptions{})
+	if err != nil {
+		return err
+	}
+	for _, f := range lab.Families() {
+		node.Status.Addresses = append(node.Status.Addresses, v1.NodeAddress{Type: v1.NodeInternalIP, Address: h.IP(f).String()})
+	}
+	node.Status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue, Reason: "Lab"}}
+	_, err = b.Client.CoreV1().Nodes().UpdateStatus(ctx, node, metav1.UpdateOptions{})
+	return err
+}
+
+// Close ends the proxies and the control plane, and removes all hosts.
+func (b *Bench) Close() error {
+	var errs []error
+	for _, p := range b.Proxies {
+		errs = append(errs, p.Kill())
+	}
+	if b.Plane != nil {
+		errs = append(errs, b.Plane.Close())
+	}
+	if b.Topology != nil {
+		errs = append(errs, b.Topology.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// until asks again and again until done says so, or ctx or the time is over, with the last error.
+func until(ctx context.Context, limit time.Duration, done func() error) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	for {
+		err := done()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w (waited %v)", err, limit)
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}

@@ -1,0 +1,375 @@
+package run
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	networking "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/verdict-proxy/verdict/conformance/bench"
+	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// change does a step that changes something.
+func (t *teller) change(ctx context.Context, s *cases.Step) error {
+	switch {
+	case s.Service != nil:
+		return t.writeService(ctx, s.Service)
+	case s.Endpoints != nil:
+		return t.writeEndpoints(ctx, s.Endpoints)
+	case s.Delete != nil:
+		return t.delete(ctx, s.Delete)
+	case s.Pods != nil:
+		return t.pods(ctx, s.Pods)
+	case s.Mirrored != nil:
+		return t.mirrored(ctx, s.Mirrored)
+	case s.Node != nil:
+		return t.node(ctx, s.Node)
+	case s.ServiceCIDR != nil:
+		return t.serviceCIDR(ctx, s.ServiceCIDR)
+	case s.Serve != nil:
+		return t.serve(s.Serve)
+	case s.Close != nil:
+		return t.close(s.Close)
+	case s.Proxy != nil:
+		return t.proxy(ctx, s.Proxy)
+	case s.API != "":
+		return t.api(ctx, s.API)
+	case s.Run != nil:
+		return t.run(s)
+	}
+	return errors.New("a step without a kind")
+}
+
+func ignoreMissing(err error) error {
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	return err
+}
+
+func (t *teller) writeService(ctx context.Context, s *cases.ServiceStep) error {
+	o := &v1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: s.Name, Namespace: t.namespace, Labels: s.Labels, Annotations: s.Annotations},
+		Spec:       *s.Parsed.DeepCopy(),
+	}
+	if o.Spec.IPFamilyPolicy == nil && o.Spec.Type != v1.ServiceTypeExternalName {
+		o.Spec.IPFamilyPolicy = new(v1.IPFamilyPolicyRequireDualStack)
+	}
+	for i, p := range o.Spec.Ports {
+		if p.Protocol == "" {
+			o.Spec.Ports[i].Protocol = v1.ProtocolTCP
+		}
+	}
+	if t.numbers[s.Name] == 0 {
+		t.numbers[s.Name] = t.nextNumber()
+	}
+	if s.External {
+		o.Spec.ExternalIPs = externalIPs(t.numbers[s.Name])
+	}
+	if s.Balancer {
+		o.Status.LoadBalancer.Ingress = ingress(t.numbers[s.Name], "")
+	}
+	made, err := writeService(ctx, t.bench, o)
+	if err != nil {
+		return err
+	}
+	t.services[s.Name], t.dirty = made, true
+	return nil
+}
+
+func (t *teller) writeEndpoints(ctx context.Context, e *cases.EndpointsStep) error {
+	s := t.services[e.Of]
+	if s == nil {
+		return fmt.Errorf("endpoints: there is no Service %s", e.Of)
+	}
+	families := e.Families
+	if len(families) == 0 {
+		families = cases.Families
+	}
+	ports := slicePorts(s.Spec.Ports, e.Ports, e.Only)
+	for _, slice := range endpointSlices(t.bench.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports, families) {
+		maps.Copy(slice.Labels, e.Labels)
+		if err := writeSlice(ctx, t.bench, slice); err != nil {
+			return err
+		}
+	}
+	t.dirty = true
+	return nil
+}
+
+func sliceName(service, slice string) string {
+	if slice == "" {
+		return service
+	}
+	return service + "-" + slice
+}
+
+func (t *teller) delete(ctx context.Context, d *cases.DeleteStep) error {
+	t.dirty = true
+	if d.Service != "" {
+		return t.bench.Client.CoreV1().Services(t.namespace).Delete(ctx, d.Service, metav1.DeleteOptions{})
+	}
+	for _, f := range cases.Families {
+		name := fmt.Sprintf("%s-%s", sliceName(d.Endpoints, d.Slice), f)
+		if err := t.bench.Client.DiscoveryV1().EndpointSlices(t.namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// pods writes Pod objects as the kubelet would, for the EndpointSlice controller.
+func (t *teller) pods(ctx context.Context, p *cases.PodsStep) error {
+	if err := t.bench.Plane.StartControllers(); err != nil {
+		return err
+	}
+	t.dirty = true
+	client := t.bench.Client.CoreV1().Pods(t.namespace)
+	for _, host := range slices.Sorted(maps.Keys(p.Set)) {
+		var err error
+		switch state := p.Set[host]; state {
+		case "deleted":
+			err = client.Delete(ctx, host, metav1.DeleteOptions{GracePeriodSeconds: new(int64)})
+		case "terminating":
+			err = client.Delete(ctx, host, metav1.DeleteOptions{GracePeriodSeconds: new(int64(600))})
+		case "ready", "unready":
+			err = t.writePod(ctx, host, state == "ready", p)
+		default:
+			err = fmt.Errorf("pods: %s is none of ready, unready, terminating, deleted", state)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (t *teller) writePod(ctx context.Context, host string, ready bool, p *cases.PodsStep) error {
+	client := t.bench.Client.CoreV1().Pods(t.namespace)
+	pod, err := client.Get(ctx, host, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		container := v1.Container{Name: "server", Image: "none"}
+		for _, name := range slices.Sorted(maps.Keys(p.Ports)) {
+			for _, protocol := range []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP} {
+				container.Ports = append(container.Ports, v1.ContainerPort{
+					Name: portName(name, protocol), ContainerPort: p.Ports[name], Protocol: protocol})
+			}
+		}
+		pod, err = client.Create(ctx, &v1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Name: host, Namespace: t.namespace, Labels: p.Labels},
+			Spec:       v1.PodSpec{NodeName: bench.NodeOf(host), Containers: []v1.Container{container}, HostNetwork: bench.IsNode(host)},
+		}, metav1.CreateOptions{})
+	}
+	if err != nil {
+		return err
+	}
+	h := t.bench.Host(host)
+	status := v1.ConditionFalse
+	if ready {
+		status = v1.ConditionTrue
+	}
+	pod.Status = v1.PodStatus{
+		Phase: v1.PodRunning, PodIP: h.IP4.String(), PodIPs: []v1.PodIP{{IP: h.IP4.String()}, {IP: h.IP6.String()}},
+		HostIP:     t.bench.Host(bench.NodeOf(host)).IP4.String(),
+		Conditions: []v1.PodCondition{{Type: v1.PodReady, Status: status}},
+	}
+	_, err = client.UpdateStatus(ctx, pod, metav1.UpdateOptions{})
+	return err
+}
+
+// portName tells the protocols apart, which a pod's port names must.
+func portName(name string, p v1.Protocol) string {
+	if p == v1.ProtocolTCP {
+		return name
+	}
+	return name + "-" + strings.ToLower(string(p))
+}
+
+// mirrored writes an Endpoints object, the older kind, which a controller mirrors into EndpointSlices.
+func (t *teller) mirrored(ctx context.Context, m *cases.MirroredStep) error {
+	if err := t.bench.Plane.StartControllers(); err != nil {
+		return err
+	}
+	t.dirty = true
+	client := t.bench.Client.CoreV1().Endpoints(t.namespace) //nolint:staticcheck // it is what is mirrored
+	if len(m.Hosts) == 0 {
+		return client.Delete(ctx, m.Of, metav1.DeleteOptions{})
+	}
+	var subset v1.EndpointSubset //nolint:staticcheck // as above
+	for _, host := range m.Hosts {
+		subset.Addresses = append(subset.Addresses, v1.EndpointAddress{IP: t.bench.Host(host).IP4.String(), NodeName: new(bench.NodeOf(host))}) //nolint:staticcheck // as above
+	}
+	for _, p := range t.services[m.Of].Spec.Ports {
+		subset.Ports = append(subset.Ports, v1.EndpointPort{Name: p.Name, Port: m.Port, Protocol: p.Protocol}) //nolint:staticcheck // as above
+	}
+	e := &v1.Endpoints{ObjectMeta: metav1.ObjectMeta{Name: m.Of, Namespace: t.namespace}, Subsets: []v1.EndpointSubset{subset}} //nolint:staticcheck // as above
+	_, err := client.Create(ctx, e, metav1.CreateOptions{})
+	if apierrors.IsAlreadyExists(err) {
+		_, err = client.Update(ctx, e, metav1.UpdateOptions{})
+	}
+	return err
+}
+
+func (t *teller) node(ctx context.Context, n *cases.NodeStep) error {
+	client := t.bench.Client.CoreV1().Nodes()
+	node, err := client.Get(ctx, n.Name, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	before := node.DeepCopy()
+	t.undo = append(t.undo, func(ctx context.Context) error {
+		before.ResourceVersion = ""
+		_, err := client.Update(ctx, before, metav1.UpdateOptions{})
+		return err
+	})
+	if n.Zone != "" {
+		node.Labels[v1.LabelTopologyZone] = n.Zone
+	}
+	if n.Taints != nil {
+		node.Spec.Taints = nil
+		for _, key := range n.Taints {
+			node.Spec.Taints = append(node.Spec.Taints, v1.Taint{Key: key, Effect: v1.TaintEffectNoSchedule})
+		}
+	}
+	_, err = client.Update(ctx, node, metav1.UpdateOptions{})
+	t.dirty = true
+	return err
+}
+
+func (t *teller) serviceCIDR(ctx context.Context, c *cases.CIDRStep) error {
+	client := t.bench.Client.NetworkingV1().ServiceCIDRs()
+	o := &networking.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}
+	for _, r := range bench.SecondServiceRange {
+		o.Spec.CIDRs = append(o.Spec.CIDRs, r.String())
+	}
+	if err := t.bench.Plane.StartControllers(); err != nil { // one of them says that the range is ready
+		return err
+	}
+	if _, err := client.Create(ctx, o, metav1.CreateOptions{}); err != nil {
+		return err
+	}
+	t.undo = append(t.undo, func(ctx context.Context) error { return client.Delete(ctx, c.Name, metav1.DeleteOptions{}) })
+	ready := false
+	t.within(ctx, cases.Duration(20*time.Second), func() bool {
+		made, err := client.Get(ctx, c.Name, metav1.GetOptions{})
+		ready = err == nil && slices.ContainsFunc(made.Status.Conditions, func(c metav1.Condition) bool {
+			return c.Type == networking.ServiceCIDRConditionReady && c.Status == metav1.ConditionTrue
+		})
+		return ready
+	})
+	if !ready {
+		return fmt.Errorf("ServiceCIDR %s is not ready after 20s", c.Name)
+	}
+	t.dirty = true
+	return nil
+}
+
+var allProtocols = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
+
+func (t *teller) serve(s *cases.ServeStep) error {
+	for _, host := range s.On {
+		for _, p := range allProtocols {
+			server, err := t.bench.Host(host).Serve(p, s.Port)
+			if err != nil {
+				return err
+			}
+			t.servers[fmt.Sprintf("%s %s %d", host, p, s.Port)] = server
+		}
+	}
+	return nil
+}
+
+func (t *teller) close(s *cases.ServeStep) error {
+	for _, host := range s.On {
+		for _, p := range allProtocols {
+			key := fmt.Sprintf("%s %s %d", host, p, s.Port)
+			server := t.servers[key]
+			if server == nil {
+				return fmt.Errorf("close: %s does not serve port %d for this story", host, s.Port)
+			}
+			delete(t.servers, key)
+			if err := server.Close(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
+	nodes := p.On
+	if len(nodes) == 0 {
+		nodes = t.bench.Nodes()
+	}
+	if len(t.undo) == 0 || p.With != nil {
+		t.undo = append(t.undo, t.restoreProxies)
+	}
+	for _, node := range nodes {
+		proxy := t.bench.Proxies[node]
+		if p.With != nil {
+			if err := proxy.Configure(p.With); err != nil {
+				return err
+			}
+		}
+		var err error
+		switch p.Do {
+		case "stop":
+			err = proxy.End(ctx, false)
+		case "kill":
+			err = proxy.End(ctx, true)
+		case "start":
+			err = proxy.Start()
+		case "restart":
+			err = proxy.Restart(ctx, false)
+		case "killAndStart":
+			err = proxy.Restart(ctx, true)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	t.dirty = true
+	return nil
+}
+
+// restoreProxies has all proxies run as in the beginning.
+func (t *teller) restoreProxies(ctx context.Context) error {
+	var errs []error
+	for _, p := range t.bench.Proxies {
+		errs = append(errs, p.Configure(nil), p.End(ctx, false), p.Start())
+	}
+	return errors.Join(errs...)
+}
+
+func (t *teller) api(ctx context.Context, do string) error {
+	switch do {
+	case "stop":
+		t.apiDown = true
+		return t.bench.Plane.StopServer(ctx)
+	case "kill":
+		t.apiDown = true
+		return t.bench.Plane.KillServer()
+	}
+	t.apiDown, t.dirty = false, true
+	return t.bench.Plane.StartServer(ctx)
+}
+
+// run runs a program that does to a node what others may do.
+func (t *teller) run(s *cases.Step) error {
+	t.undo = append(t.undo, t.restoreProxies)
+	out, err := t.bench.Host(s.Run.On).Run(s.Run.Args[0], s.Run.Args[1:]...)
+	if err == nil && !strings.Contains(out, s.Run.Says) {
+		err = fmt.Errorf("%s on %s does not say %q: %s", strings.Join(s.Run.Args, " "), s.Run.On, s.Run.Says, out)
+	}
+	return err
+}

@@ -1,0 +1,156 @@
+// Package run holds proxies to the suite: it writes the objects of cases, sends packets, and judges what came of them.
+package run
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/conformance/bench"
+	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/report"
+)
+
+// Options say what is run, and how.
+type Options struct {
+	// Root is the directory of the sources, Dir an empty one for files of the run.
+	Root, Dir string
+	Kinds     []*bench.Kind
+	// Cases and Stories are those that were chosen.
+	Cases   []*cases.Case
+	Stories []*cases.Story
+	// Parallel is how many senders of the matrix, and how many stories, are at work at a time.
+	Parallel, ParallelStories int
+	// Progress is told what happens; Verbose has it told of every failure at once.
+	Progress *Progress
+	Verbose  bool
+}
+
+// proxyRun is the run of one proxy.
+type proxyRun struct {
+	bench    *bench.Bench
+	progress *Progress
+	parallel int
+	verbose  bool
+
+	mu      sync.Mutex
+	name    string
+	number  int
+	results map[string]*report.Case
+	listing func() string
+}
+
+// Run holds all proxies to the cases, one after the other. What was found until an error is in the answer in any case.
+func Run(ctx context.Context, o Options) (*report.Run, error) {
+	out := &report.Run{Begun: time.Now(), Host: hostWords()}
+	results := make(map[string]*report.Case)
+	var order []string
+	for _, c := range o.Cases {
+		order = append(order, c.Name)
+	}
+	for _, s := range o.Stories {
+		order = append(order, s.FullName())
+	}
+	paths, err := bench.BuildPeers(ctx, o.Root, "etcd", "kube-apiserver", "kube-controller-manager")
+	if err != nil {
+		return nil, err
+	}
+	peers := bench.Peers{Etcd: paths[0], APIServer: paths[1], ControllerManager: paths[2]}
+	var errs []error
+	for _, kind := range o.Kinds {
+		proxy, err := runProxy(ctx, o, kind, peers, results)
+		out.Proxies = append(out.Proxies, proxy)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", kind.Name, err))
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	for _, name := range order {
+		if c := results[name]; c != nil {
+			out.Cases = append(out.Cases, *c)
+		}
+	}
+	out.Took = time.Since(out.Begun)
+	return out, errors.Join(errs...)
+}
+
+func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peers, results map[string]*report.Case) (p report.Proxy, err error) {
+	p = report.Proxy{Name: kind.Name}
+	began := time.Now()
+	defer func() { p.Took = time.Since(began) }()
+	binary, version, err := kind.Obtain(ctx, o.Root, o.Dir)
+	if err != nil {
+		return p, err
+	}
+	p.Version = version
+	o.Progress.begin(kind.Name, len(o.Cases)+len(o.Stories))
+	dir := filepath.Join(o.Dir, filepath.Base(kind.Name))
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return p, err
+	}
+	b, err := bench.Open(ctx, kind, binary, peers, dir)
+	if err != nil {
+		return p, err
+	}
+	defer func() { err = errors.Join(err, b.Close()) }()
+	o.Progress.say("%s is in force on both nodes", version)
+	r := &proxyRun{bench: b, name: kind.Name, progress: o.Progress, parallel: o.Parallel, verbose: o.Verbose, results: results}
+	r.listing = sync.OnceValue(r.listAll)
+	if err := r.matrix(ctx, o.Cases); err != nil {
+		return p, err
+	}
+	return p, r.stories(ctx, o.Stories, o.ParallelStories)
+}
+
+// nextNumber gives each Service a number for its external addresses.
+func (r *proxyRun) nextNumber() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.number++
+	return r.number
+}
+
+// done takes a result.
+func (r *proxyRun) done(c *report.Case, result *report.Result) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	known := r.results[c.Name]
+	if known == nil {
+		known = c
+		known.Results = make(map[string]*report.Result)
+		r.results[c.Name] = known
+	}
+	known.Results[r.name] = result
+	r.progress.done(c.Name, result, r.verbose)
+}
+
+// listAll lists what all proxies wrote.
+func (r *proxyRun) listAll() string {
+	var all strings.Builder
+	for _, node := range r.bench.Nodes() {
+		all.WriteString(r.bench.Proxies[node].Listing())
+	}
+	return all.String()
+}
+
+// excerpt gives the lines of a listing that name a Service. The matrix does not change while it is looked at, so one listing
+// does for all.
+func (r *proxyRun) excerpt(name string) string { return grep(r.listing(), name) }
+
+// grep gives the lines with a word, and the commands that the lines are from.
+func grep(listing, word string) string {
+	var some []string
+	for line := range strings.Lines(listing) {
+		if strings.HasPrefix(line, "# node-") || strings.Contains(line, word) {
+			some = append(some, strings.TrimRight(line, "\n"))
+		}
+	}
+	return strings.Join(some, "\n")
+}

@@ -1,0 +1,171 @@
+// Package deploy holds what is in deploy/ against the program: what kustomize and Helm make of it is decoded strictly and compared,
+// and run with the rights that it gives. It is a module of its own, so that Helm's and kustomize's dependencies are not the program's.
+package deploy
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"helm.sh/helm/v4/pkg/chart/common"
+	"helm.sh/helm/v4/pkg/chart/common/util"
+	"helm.sh/helm/v4/pkg/chart/v2/loader"
+	"helm.sh/helm/v4/pkg/engine"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/kustomize/api/krusty"
+	"sigs.k8s.io/kustomize/kyaml/filesys"
+	"sigs.k8s.io/yaml"
+)
+
+// strict decodes the kinds we use, and refuses a field that there is not, or that is there twice.
+var strict = func() runtime.Decoder {
+	s := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{appsv1.AddToScheme, corev1.AddToScheme, rbacv1.AddToScheme} {
+		if err := add(s); err != nil {
+			panic(err)
+		}
+	}
+	return serializer.NewCodecFactory(s, serializer.EnableStrict).UniversalDeserializer()
+}()
+
+// decode gives the objects of YAML documents by kind and name, such as DaemonSet/verdict.
+func decode(text string) (map[string]runtime.Object, error) {
+	objects := map[string]runtime.Object{}
+	for docs := utilyaml.NewYAMLReader(bufio.NewReader(strings.NewReader(text))); ; {
+		doc, err := docs.Read()
+		if err == io.EOF {
+			return objects, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		var content any
+		if err := yaml.Unmarshal(doc, &content); err != nil {
+			return nil, err
+		}
+		if content == nil { // comments only
+			continue
+		}
+		o, kind, err := strict.Decode(doc, nil, nil)
+		if err != nil {
+			return nil, err
+		}
+		access, err := meta.Accessor(o)
+		if err != nil {
+			return nil, err
+		}
+		name := kind.Kind + "/" + access.GetName()
+		if objects[name] != nil {
+			return nil, fmt.Errorf("%s is there twice", name)
+		}
+		objects[name] = o
+	}
+}
+
+// kustomize gives what "kubectl kustomize" prints of an overlay.
+func kustomize(t *testing.T, cluster string) string {
+	t.Helper()
+	text, err := buildOverlay(cluster)
+	check(t, err)
+	return text
+}
+
+func buildOverlay(cluster string) (string, error) {
+	built, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), "../kustomize/overlays/"+cluster)
+	if err != nil {
+		return "", err
+	}
+	text, err := built.AsYaml()
+	return string(text), err
+}
+
+func decodeOverlay(cluster string) (objects, error) {
+	text, err := buildOverlay(cluster)
+	if err != nil {
+		return nil, err
+	}
+	return decode(text)
+}
+
+const chartDir = "../helm/verdict"
+
+// template gives what "helm template verdict deploy/helm/verdict -n kube-system" prints with a file of values, if it is not "", and more
+// of them, as YAML.
+func template(t *testing.T, file, more string) (string, error) {
+	t.Helper()
+	values := map[string]any{}
+	for _, source := range []string{readFile(t, file), more} {
+		var layer map[string]any
+		check(t, yaml.Unmarshal([]byte(source), &layer))
+		values = util.CoalesceTables(layer, values)
+	}
+	chart, err := loader.Load(chartDir)
+	check(t, err)
+	release := common.ReleaseOptions{Name: "verdict", Namespace: "kube-system", Revision: 1, IsInstall: true}
+	all, err := util.ToRenderValues(chart, values, release, common.DefaultCapabilities)
+	check(t, err)
+	files, err := engine.Render(chart, all)
+	if err != nil {
+		return "", err
+	}
+	var text strings.Builder
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		if strings.HasSuffix(name, ".yaml") {
+			fmt.Fprintf(&text, "---\n%s\n", files[name])
+		}
+	}
+	return text.String(), nil
+}
+
+// rendered are all the ways to put Verdict on a cluster.
+func rendered(t *testing.T) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	for _, cluster := range []string{"kubeadm", "k3s"} {
+		all["kustomize "+cluster] = kustomize(t, cluster)
+		text, err := template(t, filepath.Join(chartDir, cluster+".yaml"), "")
+		check(t, err)
+		all["helm "+cluster] = text
+	}
+	text, err := template(t, "", everyValue)
+	check(t, err)
+	all["helm with every value"] = text
+	return all
+}
+
+// everyValue has something in every place that is empty by default.
+const everyValue = `
+image: {repository: registry.example/verdict, tag: v1, pullPolicy: Always}
+imagePullSecrets: [{name: registry}]
+apiServer: {host: 192.0.2.1, port: 6443}
+clusterCIDR: 10.244.0.0/16,fd00:10:244::/48
+config: {mode: ipvs, conntrack: {maxPerCore: 0}, metricsBindAddress: "0.0.0.0:10249"}
+verdict: {keeper: process, ownTables: false}
+takeover: never
+hostPID: true
+sysctls: false
+podAnnotations: {a: b}
+monitoring: {service: true, rules: true, dashboard: true}
+`
+
+func readFile(t *testing.T, path string) string {
+	t.Helper()
+	if path == "" {
+		return ""
+	}
+	b, err := os.ReadFile(path)
+	check(t, err)
+	return string(b)
+}
