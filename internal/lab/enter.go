@@ -44,8 +44,42 @@ func Enter() (status int, done bool, err error) {
 	case len(missing) == 0 && !readOnly:
 		return 0, false, nil
 	}
-	status, err = runAgain(len(missing) > 0, readOnly)
+	var flags uintptr
+	if readOnly {
+		flags = unix.CLONE_NEWNS
+	}
+	status, err = runAgain(len(missing) > 0, flags)
 	return status, true, err
+}
+
+// EnterAlone is Enter for a program that starts others. It always runs the program once more: in a process namespace of its own,
+// so that whatever it starts ends with it, however it ends, and in a mount namespace of its own, where mounts are nobody
+// else's and vanish with it.
+func EnterAlone() (status int, done bool, err error) {
+	if os.Getenv(entered) == "" {
+		missing, err := missingRights()
+		if err != nil {
+			return 0, false, err
+		}
+		status, err = runAgain(len(missing) > 0, unix.CLONE_NEWNS|unix.CLONE_NEWPID)
+		return status, true, err
+	}
+	os.Unsetenv(entered)
+	missing, err := missingRights()
+	switch {
+	case err != nil:
+		return 0, false, err
+	case len(missing) > 0:
+		return 0, false, forbidden(fmt.Errorf("no %s in a user namespace", strings.Join(missing, ", ")))
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return 0, false, fmt.Errorf("lab: make mounts private: %w", err)
+	}
+	// The machine's shows the processes of its own namespace, and this one is not among them.
+	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
+		return 0, false, fmt.Errorf("lab: mount /proc (a container without --privileged?): %w", err)
+	}
+	return 0, false, nil
 }
 
 // missingRights names the capabilities that building a Net takes and this thread does not have.
@@ -85,20 +119,18 @@ func remountSysctls() error {
 	return nil
 }
 
-// runAgain runs the program in new namespaces and gives its exit status, 128 plus the signal if it was killed.
-func runAgain(user, mount bool) (int, error) {
+// runAgain runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128 plus the
+// signal if it was killed.
+func runAgain(user bool, flags uintptr) (int, error) {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
 	cmd.Env = append(os.Environ(), entered+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: flags}
 	if user {
 		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
 		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}
 		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getegid(), Size: 1}}
-	}
-	if mount {
-		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWNS
 	}
 	// The death signal comes when the thread ends that started the child, not the process.
 	runtime.LockOSThread()

@@ -9,7 +9,9 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -42,7 +44,11 @@ func enterModes() bool {
 	default:
 		dropCapabilities()
 	}
-	status, done, err := lab.Enter()
+	enter := lab.Enter
+	if mode == "alone" {
+		enter = lab.EnterAlone
+	}
+	status, done, err := enter()
 	if err != nil {
 		fmt.Println(err)
 		os.Exit(99)
@@ -95,6 +101,12 @@ var enteredModes = map[string]func(){
 				os.Exit(3)
 			}
 		}
+	},
+	"alone": func() { // starts a program and leaves it
+		must(unix.Mount("tmpfs", "/mnt", "tmpfs", 0, ""))
+		must(exec.Command("sleep", os.Args[1]).Start())
+		fmt.Println(os.Getpid())
+		time.Sleep(time.Hour)
 	},
 	"build": func() {
 		c, err := lab.NewCluster(lab.Config{LocalPods: 1})
@@ -177,6 +189,43 @@ func TestEnterOrphan(t *testing.T) {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 		return string(stat), err != nil || strings.Contains(string(stat), ") Z ")
 	})
+}
+
+// What a program that entered alone has started ends with the one that was started first.
+func TestEnterAlone(t *testing.T) {
+	sign := fmt.Sprintf("3600.%d", os.Getpid()) // of the program that is left
+	c := program("alone", sign)
+	stdout, err := c.StdoutPipe()
+	labtest.Check(t, err)
+	labtest.Check(t, c.Start())
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	if err != nil || line != "1\n" {
+		t.Errorf("it is process %q of its namespace, %v", line, err)
+	}
+	if len(processes(t, sign)) < 2 { // itself and what it started
+		t.Error("the program it started does not run")
+	}
+	labtest.Check(t, c.Process.Kill())
+	if err := c.Wait(); err == nil {
+		t.Error("a killed program succeeded")
+	}
+	await(t, "programs still run", func() (string, bool) {
+		left := processes(t, sign)
+		return strings.Join(left, ", "), len(left) == 0
+	})
+}
+
+// processes gives the command lines in which a word is an argument.
+func processes(t *testing.T, word string) (all []string) {
+	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	labtest.Check(t, err)
+	for _, f := range files {
+		b, _ := os.ReadFile(f) // it may have ended
+		if args := strings.Split(string(b), "\x00"); slices.Contains(args, word) {
+			all = append(all, strings.Join(args, " "))
+		}
+	}
+	return all
 }
 
 func TestEnterForbidden(t *testing.T) {

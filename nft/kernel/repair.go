@@ -22,7 +22,7 @@ func (b *Backend) readBack() (*[len(nft.Families)]nft.Found, error) {
 	}
 	found := &[len(nft.Families)]nft.Found{}
 	for i, f := range nft.Families {
-		if !b.tables[i].there || b.tables[i].flags&tableDormant != 0 {
+		if t := &b.tables[i]; !t.there || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
 			return nil, nil
 		}
 		s, err := b.reader.structure(f, b.model.Structure(f))
@@ -38,7 +38,7 @@ func (b *Backend) readBack() (*[len(nft.Families)]nft.Found, error) {
 }
 
 // claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it stays
-// everybody's: the kernel does not change that.
+// everybody's, since the kernel does not change that: it has to be made anew.
 func (b *Backend) claim() error {
 	port, err := b.conn.wire.port()
 	if err != nil {

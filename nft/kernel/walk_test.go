@@ -262,6 +262,13 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 	w.backend.dial, w.backend.dumpMost = w.dial, oneOf(w.r, dumpMost, 200)
 	w.backend.model.Fixed = w.r.IntN(5) == 0
 	w.wrap()
+	for _, f := range nft.Families {
+		info, err := w.eye.table(f)
+		w.must(err)
+		if w.backend.Owns() && info.there && info.flags&tablePersist == 0 {
+			w.renewed = true // a table that nobody wished to own cannot be claimed
+		}
+	}
 	w.note("begins with %+v, owns %v, fixed %v", w.options, w.backend.Owns(), w.backend.model.Fixed)
 }
 
