@@ -5,6 +5,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/conformance/witness"
@@ -284,4 +285,39 @@ func TestQuestionErrors(t *testing.T) {
 			t.Errorf("%+v: got error %v, want one with %q", q, err, want)
 		}
 	}
+}
+
+// TestTrace shows the way of a packet, with what it found; several ask at the same time.
+func TestTrace(t *testing.T) {
+	text, err := os.ReadFile("testdata/marks.nft")
+	labtest.Check(t, err)
+	_, listing := first(listings(t, "marks.nft", string(text)))
+	r := parse(t, listing)
+	want := []string{
+		"prerouting ip proxy nat-in: jump services",
+		"prerouting ip proxy services: ip daddr @own ip saddr != 172.16.0.0/12 meta mark set meta mark | 16384 {10.96.100.2}",
+		"prerouting ip proxy services: ip daddr . meta l4proto . th dport vmap @fronts {10.96.100.2 . udp . 53 : goto names}",
+		"prerouting ip proxy names: meta l4proto udp dnat ip to numgen random mod 4 map { 0 : 172.16.0.10 . 53, 1 : 172.16.1.10 . 53, 2 : 172.16.1.10 . 53, 3 : 172.16.1.11 . 53 } {1 : 172.16.1.10 . 53}",
+		"forward ip proxy on: ct state new jump last",
+		"postrouting ip proxy nat-post: jump leaving",
+		"postrouting ip proxy leaving: meta mark & 16384 != 0 meta mark set meta mark ^ 16384 masquerade fully-random",
+	}
+	var group sync.WaitGroup
+	for range 8 {
+		group.Go(func() {
+			outcomes, err := ask(t, r, "eth0 192.0.2.1 udp 10.96.100.2:53")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var got []string
+			for _, s := range outcomes[0].Trace {
+				got = append(got, s.String())
+			}
+			if !slices.Equal(got, want) {
+				t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+			}
+		})
+	}
+	group.Wait()
 }

@@ -27,6 +27,10 @@
 //
 // What the witness does not know is an error that names the rule, once a packet comes to it; a rule that no packet comes to may be
 // anything. It knows no routes, no sysctls, and neither ingress nor egress hooks: where a packet would meet one, that is an error.
+//
+// The listings of nft 1.0.6, 1.1.3 and 1.1.7 are known. 1.0.6 has no JSON for the update of a map: it puts the statement's text
+// instead, which is read, and warns on standard error. It leaves out that a set is dynamic, and names a set's types where later ones
+// give expressions. It crashes, whatever the format, on an anonymous map of lots (numgen ... map { ... }) that a later nft wrote.
 package witness
 
 import (
