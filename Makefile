@@ -8,10 +8,10 @@ export VERDICT_CACHE ?= $(CACHE)
 # The tests look at what they write with these, besides the system's own nft.
 export VERDICT_NFT_DIR ?= $(CACHE)/nft
 
-.PHONY: help demo build test tools lint race unit once bench fuzz guests soak cross image cluster clean
+.PHONY: help demo build test tools lint race unit once conformance conformance-slice bench fuzz guests soak cross image cluster clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: build ## real connections, balanced by nftables, in namespaces that vanish with it
 	@$(BIN)/verdict demo
@@ -19,7 +19,7 @@ demo: build ## real connections, balanced by nftables, in namespaces that vanish
 build: ## bin/verdict, a static binary
 	@CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/verdict ./cmd/verdict
 
-test: tools build lint race once ## everything CI runs
+test: tools build lint race once conformance-slice ## everything CI runs
 
 # gcc is for the race detector; the tests read and write rulesets with nft, which has protocols' names from netbase, and set up
 # odd routes with ip; iptables and ipset are what kube-proxy writes with.
@@ -45,6 +45,17 @@ unit: tools ## all tests, without it
 once: ## each benchmark once, and the test of memory, which the race detector would blur
 	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/...
 	$(GO) test -run Memory -v ./sync/watch
+
+# The control plane and kube-proxy are built from their modules the first time, which takes some minutes.
+CONFORMANCE = CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/conformance ./conformance/cmd/conformance && $(BIN)/conformance
+
+conformance: tools ## every case of the conformance suite: Verdict, and kube-proxy in both of its modes
+	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --proxy kube-proxy-iptables --report $(BIN)/conformance-report
+
+# The second run shows that the suite notices a wrong proxy: status 1 says that cases failed, and nothing else did.
+conformance-slice: tools build ## some cases of every theme: Verdict and kube-proxy, and a proxy that must fail
+	$(CONFORMANCE) --slice --proxy verdict --proxy kube-proxy-nftables --report $(BIN)/conformance-report
+	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
 
 bench: ## the whole line to the kernel, and the kernel alone beside it
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"time"
@@ -28,6 +29,7 @@ type Bench struct {
 
 	dir    string
 	canary canary
+	zones  netip.AddrPort // of the canary of zones
 }
 
 // Peers are the programs of the control plane.
@@ -69,7 +71,7 @@ func (b *Bench) open(ctx context.Context, binary string, peers Peers) error {
 		return err
 	}
 	for _, node := range b.Nodes() {
-		p, err := newProxy(b, node, binary)
+		p, err := b.NewProxy(node, b.Kind, binary)
 		if err != nil {
 			return err
 		}
@@ -78,7 +80,10 @@ func (b *Bench) open(ctx context.Context, binary string, peers Peers) error {
 			return err
 		}
 	}
-	return b.Sync(ctx)
+	if err := b.Sync(ctx); err != nil {
+		return err
+	}
+	return b.AwaitZones(ctx)
 }
 
 func (b *Bench) createNode(ctx context.Context, i int, name string) error {

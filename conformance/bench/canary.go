@@ -59,6 +59,9 @@ func (b *Bench) createCanary(ctx context.Context) error {
 	if err := b.CreateNamespace(ctx, canaryNamespace); err != nil {
 		return err
 	}
+	if err := b.createZoneCanary(ctx); err != nil {
+		return err
+	}
 	dual := v1.IPFamilyPolicyRequireDualStack
 	service := &v1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: canaryName, Namespace: canaryNamespace},

@@ -34,6 +34,9 @@ type Kind struct {
 	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
 	mode  string
 	build func(ctx context.Context, root, dir string) (string, error)
+	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
+	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36).
+	forgetsZone bool
 	// missing says why there is no such proxy, empty if there is.
 	missing string
 }
@@ -50,8 +53,8 @@ var kinds = []Kind{
 	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "verdict-iptables", mode: "iptables", Listings: listIPTables, missing: "Verdict has no iptables backend yet"},
 	{Name: "verdict-ipvs", mode: "ipvs", Listings: listIPVS, missing: "Verdict has no IPVS backend yet"},
-	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, build: buildKubeProxy},
-	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy},
+	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, build: buildKubeProxy, forgetsZone: true},
+	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
 }
 
 // KindNames gives the names that FindKind knows.

@@ -12,25 +12,27 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/conformance/control"
-	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
 // Proxy is the proxy under test on one node.
 type Proxy struct {
 	*control.Process
 	Node string
+	Kind *Kind
 
 	bench  *Bench
 	config string
 }
 
-func newProxy(b *Bench, node, binary string) (*Proxy, error) {
-	p := &Proxy{Node: node, bench: b, config: filepath.Join(b.dir, node+".conf")}
+// NewProxy prepares a proxy on a node, of the kind under test or of another one.
+func (b *Bench) NewProxy(node string, kind *Kind, binary string) (*Proxy, error) {
+	name := filepath.Join(b.dir, node+"."+filepath.Base(kind.Name))
+	p := &Proxy{Node: node, Kind: kind, bench: b, config: name + ".conf"}
 	var args []string
-	for _, a := range b.Kind.Args {
+	for _, a := range kind.Args {
 		args = append(args, p.expand(a))
 	}
-	p.Process = control.NewProcess(b.Host(node), filepath.Join(b.dir, node+".log"), binary, args...)
+	p.Process = control.NewProcess(b.Host(node), name+".log", binary, args...)
 	return p, p.Configure(nil)
 }
 
@@ -50,9 +52,9 @@ func joined[T fmt.Stringer](all []T) string {
 // Configure writes the configuration file for the next start, with these fields changed: nested as in the file. None means
 // as it was in the beginning.
 func (p *Proxy) Configure(fields map[string]any) error {
-	text := p.expand(p.bench.Kind.Config)
-	if p.bench.Kind.mode != "" {
-		document := kubeProxyConfig(p.bench.Kind.mode, p.Node, p.bench.Plane.Kubeconfig())
+	text := p.expand(p.Kind.Config)
+	if p.Kind.mode != "" {
+		document := kubeProxyConfig(p.Kind.mode, p.Node, p.bench.Plane.Kubeconfig())
 		merge(document, fields)
 		b, err := yaml.Marshal(document)
 		if err != nil {
@@ -115,7 +117,7 @@ func (p *Proxy) End(ctx context.Context, kill bool) error {
 // Listing gives what the proxy programmed on its node.
 func (p *Proxy) Listing() string {
 	var all strings.Builder
-	for _, command := range p.bench.Kind.Listings {
+	for _, command := range p.Kind.Listings {
 		out, err := p.bench.Host(p.Node).Run(command[0], command[1:]...)
 		if err != nil {
 			out = err.Error()
@@ -124,6 +126,3 @@ func (p *Proxy) Listing() string {
 	}
 	return all.String()
 }
-
-// Host gives where the proxy runs.
-func (p *Proxy) Host() *lab.Host { return p.bench.Host(p.Node) }

@@ -338,11 +338,11 @@ func NodeOf(name string) string {
 // SecondAddr gives the other address of a node.
 func (t *Topology) SecondAddr(node string, f lab.Family) netip.Addr {
 	i := int(node[len(node)-1] - 'a')
-	return lab.Nth(NodeRange[Index(f)], secondNodeNumber+10*i)
+	return lab.Nth(NodeRange[index(f)], secondNodeNumber+10*i)
 }
 
-// Index gives a family's place in the ranges.
-func Index(f lab.Family) int {
+// index gives a family's place in the ranges.
+func index(f lab.Family) int {
 	if f == lab.IPv4 {
 		return 0
 	}

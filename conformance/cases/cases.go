@@ -232,6 +232,7 @@ type Difference struct {
 // Wants gives what is expected of a proxy that differs.
 func (d *Difference) Wants(otherwise Want) Want {
 	w := d.Want.want()
+	w.Some = true
 	if w.Outcome == Answered && len(w.Endpoints) == 0 {
 		w.Endpoints, w.Sticky = otherwise.Endpoints, otherwise.Sticky
 	}

@@ -128,6 +128,8 @@ func (t *Step) check() error {
 		return t.Expect.check()
 	case t.Open != nil:
 		return errors.Join(known("from", []string{t.Open.From}, senders), known("frontend", []Frontend{t.Open.Frontend}, append(frontends, "")))
+	case t.Exchange != nil:
+		return known("from", t.Exchange.From, senders)
 	case t.Traffic != nil:
 		return errors.Join(known("from", t.Traffic.From, senders), known("frontends", t.Traffic.Frontends, frontends))
 	}

@@ -64,6 +64,8 @@ type Step struct {
 	Traffic *TrafficStep `yaml:"traffic"`
 	Stop    *StopStep    `yaml:"stop"`
 	HTTP    *HTTPStep    `yaml:"http"`
+	// Exchange sends much, and all of it has to come back.
+	Exchange *ExchangeStep `yaml:"exchange"`
 	// Wait lets time pass, where time itself is what a story is about: the timeout of an affinity.
 	Wait Duration `yaml:"wait"`
 
@@ -81,6 +83,9 @@ type ServiceStep struct {
 	// Balancer gives it addresses of a load balancer, External external IPs.
 	Balancer bool `yaml:"balancer"`
 	External bool `yaml:"external"`
+
+	// Rejected are words with which the API server has to refuse it; empty if it takes it.
+	Rejected string `yaml:"rejected"`
 
 	// Parsed is Spec.
 	Parsed v1.ServiceSpec `yaml:"-"`
@@ -152,6 +157,8 @@ type ProxyStep struct {
 	Do string `yaml:"do"`
 	// On are nodes; none means all.
 	On []string `yaml:"on"`
+	// As names another proxy that is meant instead of the one under test. It ends with the story at the latest.
+	As string `yaml:"as"`
 	// With are fields of kube-proxy's configuration, until the story ends.
 	With map[string]any `yaml:"with"`
 }
@@ -221,6 +228,13 @@ type TrafficStep struct {
 type StopStep struct {
 	As   string   `yaml:"as"`
 	Only []string `yaml:"only"`
+}
+
+// ExchangeStep sends so many bytes to each port of a Service: over TCP, or as one datagram of UDP. The endpoints send them back.
+type ExchangeStep struct {
+	From  []string `yaml:"from"`
+	To    string   `yaml:"to"`
+	Bytes int      `yaml:"bytes"`
 }
 
 // HTTPStep asks a node's health checks.

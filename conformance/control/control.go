@@ -150,15 +150,24 @@ func (p *Plane) serverArgs() []string {
 		// Pods here have no tokens, and stories write many objects at once.
 		"--disable-admission-plugins=ServiceAccount", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0",
 		"--enable-priority-and-fairness=false", "--shutdown-delay-duration=0s", "--v=1",
+		// It is also how long the server takes to end while somebody watches.
+		"--request-timeout=10s",
 	}
 }
 
-// StartServer starts the API server, which must not run, and waits until it is ready.
+// StartServer starts the API server, which must not run, and waits until it is ready. Controllers are started again: they would
+// wait half a minute before they look for it.
 func (p *Plane) StartServer(ctx context.Context) error {
 	if err := p.server.Start(); err != nil {
 		return err
 	}
-	return p.ready(ctx)
+	if err := p.ready(ctx); err != nil || p.managers == nil {
+		return err
+	}
+	if err := p.managers.Kill(); err != nil {
+		return err
+	}
+	return p.managers.Start()
 }
 
 // StopServer stops the API server in the ordinary way; KillServer kills it.

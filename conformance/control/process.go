@@ -31,9 +31,6 @@ func NewProcess(host *lab.Host, log, name string, args ...string) *Process {
 	return &Process{host: host, log: log, name: name, args: args}
 }
 
-// SetArgs changes the arguments for the next start.
-func (p *Process) SetArgs(args []string) { p.args = args }
-
 // Start starts the program, which must not run.
 func (p *Process) Start() error {
 	if !p.Ended() {

@@ -80,6 +80,12 @@ func (t *teller) writeService(ctx context.Context, s *cases.ServiceStep) error {
 		o.Status.LoadBalancer.Ingress = ingress(t.numbers[s.Name], "")
 	}
 	made, err := writeService(ctx, t.bench, o)
+	if s.Rejected != "" {
+		if err == nil || !strings.Contains(err.Error(), s.Rejected) {
+			return fmt.Errorf("service %s: it should be rejected with %q, and is not: %v", s.Name, s.Rejected, err)
+		}
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -195,31 +201,6 @@ func portName(name string, p v1.Protocol) string {
 	return name + "-" + strings.ToLower(string(p))
 }
 
-// mirrored writes an Endpoints object, the older kind, which a controller mirrors into EndpointSlices.
-func (t *teller) mirrored(ctx context.Context, m *cases.MirroredStep) error {
-	if err := t.bench.Plane.StartControllers(); err != nil {
-		return err
-	}
-	t.dirty = true
-	client := t.bench.Client.CoreV1().Endpoints(t.namespace) //nolint:staticcheck // it is what is mirrored
-	if len(m.Hosts) == 0 {
-		return client.Delete(ctx, m.Of, metav1.DeleteOptions{})
-	}
-	var subset v1.EndpointSubset //nolint:staticcheck // as above
-	for _, host := range m.Hosts {
-		subset.Addresses = append(subset.Addresses, v1.EndpointAddress{IP: t.bench.Host(host).IP4.String(), NodeName: new(bench.NodeOf(host))}) //nolint:staticcheck // as above
-	}
-	for _, p := range t.services[m.Of].Spec.Ports {
-		subset.Ports = append(subset.Ports, v1.EndpointPort{Name: p.Name, Port: m.Port, Protocol: p.Protocol}) //nolint:staticcheck // as above
-	}
-	e := &v1.Endpoints{ObjectMeta: metav1.ObjectMeta{Name: m.Of, Namespace: t.namespace}, Subsets: []v1.EndpointSubset{subset}} //nolint:staticcheck // as above
-	_, err := client.Create(ctx, e, metav1.CreateOptions{})
-	if apierrors.IsAlreadyExists(err) {
-		_, err = client.Update(ctx, e, metav1.UpdateOptions{})
-	}
-	return err
-}
-
 func (t *teller) node(ctx context.Context, n *cases.NodeStep) error {
 	client := t.bench.Client.CoreV1().Nodes()
 	node, err := client.Get(ctx, n.Name, metav1.GetOptions{})
@@ -260,7 +241,7 @@ func (t *teller) serviceCIDR(ctx context.Context, c *cases.CIDRStep) error {
 	}
 	t.undo = append(t.undo, func(ctx context.Context) error { return client.Delete(ctx, c.Name, metav1.DeleteOptions{}) })
 	ready := false
-	t.within(ctx, cases.Duration(20*time.Second), func() bool {
+	t.within(ctx, cases.Duration(time.Minute), func() bool {
 		made, err := client.Get(ctx, c.Name, metav1.GetOptions{})
 		ready = err == nil && slices.ContainsFunc(made.Status.Conditions, func(c metav1.Condition) bool {
 			return c.Type == networking.ServiceCIDRConditionReady && c.Status == metav1.ConditionTrue
@@ -268,7 +249,7 @@ func (t *teller) serviceCIDR(ctx context.Context, c *cases.CIDRStep) error {
 		return ready
 	})
 	if !ready {
-		return fmt.Errorf("ServiceCIDR %s is not ready after 20s", c.Name)
+		return fmt.Errorf("ServiceCIDR %s is not ready after a minute", c.Name)
 	}
 	t.dirty = true
 	return nil
@@ -314,41 +295,65 @@ func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
 	if len(t.undo) == 0 || p.With != nil {
 		t.undo = append(t.undo, t.restoreProxies)
 	}
+	t.dirty = true
 	for _, node := range nodes {
-		proxy := t.bench.Proxies[node]
+		proxy, err := t.proxyOn(ctx, node, p.As)
+		if err != nil {
+			return err
+		}
 		if p.With != nil {
 			if err := proxy.Configure(p.With); err != nil {
 				return err
 			}
 		}
-		var err error
-		switch p.Do {
-		case "stop":
-			err = proxy.End(ctx, false)
-		case "kill":
-			err = proxy.End(ctx, true)
-		case "start":
-			err = proxy.Start()
-		case "restart":
-			err = proxy.Restart(ctx, false)
-		case "killAndStart":
-			err = proxy.Restart(ctx, true)
-		}
-		if err != nil {
+		if err := act(ctx, proxy, p.Do); err != nil {
 			return err
 		}
 	}
-	t.dirty = true
 	return nil
+}
+
+// proxyOn gives the proxy under test on a node, or the other one.
+func (t *teller) proxyOn(ctx context.Context, node, as string) (*bench.Proxy, error) {
+	if as == "" {
+		return t.bench.Proxies[node], nil
+	}
+	if p := t.others[node]; p != nil && p.Kind.Name == as {
+		return p, nil
+	}
+	kind, binary, err := t.obtain(ctx, as)
+	if err != nil {
+		return nil, err
+	}
+	p, err := t.bench.NewProxy(node, kind, binary)
+	t.others[node] = p
+	return p, err
+}
+
+func act(ctx context.Context, p *bench.Proxy, do string) error {
+	switch do {
+	case "stop":
+		return p.End(ctx, false)
+	case "kill":
+		return p.End(ctx, true)
+	case "start":
+		return p.Start()
+	case "restart":
+		return p.Restart(ctx, false)
+	}
+	return p.Restart(ctx, true) // killAndStart
 }
 
 // restoreProxies has all proxies run as in the beginning.
 func (t *teller) restoreProxies(ctx context.Context) error {
 	var errs []error
+	for _, p := range t.others {
+		errs = append(errs, p.Kill())
+	}
 	for _, p := range t.bench.Proxies {
 		errs = append(errs, p.Configure(nil), p.End(ctx, false), p.Start())
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, t.bench.AwaitZones(ctx))...)
 }
 
 func (t *teller) api(ctx context.Context, do string) error {
@@ -360,7 +365,7 @@ func (t *teller) api(ctx context.Context, do string) error {
 		t.apiDown = true
 		return t.bench.Plane.KillServer()
 	}
-	t.apiDown, t.dirty = false, true
+	t.apiDown, t.dirty, t.relisted = false, true, true
 	return t.bench.Plane.StartServer(ctx)
 }
 

@@ -47,6 +47,10 @@ type seen struct {
 	errs      []error
 }
 
+func newSeen() *seen {
+	return &seen{endpoints: make(map[string]int), sources: make(map[string]map[netip.Addr]int), ports: make(map[uint16]int)}
+}
+
 func (s *seen) note(r lab.Result) {
 	s.tries++
 	switch r.Outcome {
@@ -68,7 +72,7 @@ func (s *seen) note(r lab.Result) {
 
 // look asks as often as it takes to know whether it is as wanted.
 func look(t *bench.Topology, a asked) (s *seen, ok bool) {
-	s = &seen{endpoints: make(map[string]int), sources: make(map[string]map[netip.Addr]int), ports: make(map[uint16]int)}
+	s = newSeen()
 	o := lab.Options{Timeout: answerTimeout}
 	if a.want.Outcome == cases.Dropped || a.want.Outcome == cases.Unanswered {
 		o.Timeout = silence

@@ -9,6 +9,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
@@ -46,7 +47,25 @@ func (r *proxyRun) matrix(ctx context.Context, all []*cases.Case) error {
 		})
 	}
 	wait.Wait()
-	return context.Cause(ctx)
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
+	return r.clearMatrix(ctx, objects)
+}
+
+// clearMatrix removes the objects again, so that the stories' own changes are not slow because of them.
+func (r *proxyRun) clearMatrix(ctx context.Context, objects map[string]*written) error {
+	for _, o := range objects {
+		if err := r.bench.Client.CoreV1().Services(o.service.Namespace).Delete(ctx, o.service.Name, metav1.DeleteOptions{}); err != nil {
+			return err
+		}
+		for _, slice := range o.slices {
+			if err := r.bench.Client.DiscoveryV1().EndpointSlices(slice.Namespace).Delete(ctx, slice.Name, metav1.DeleteOptions{}); err != nil {
+				return err
+			}
+		}
+	}
+	return r.bench.Sync(ctx)
 }
 
 // writeMatrix writes each Service once, however many cases look at it.
@@ -90,7 +109,7 @@ func (r *proxyRun) lookAt(c *cases.Case, o *written, patient, busy chan struct{}
 	for i := range c.Looks {
 		l := &c.Looks[i]
 		limit := busy
-		if l.Want.Outcome == cases.Dropped {
+		if w, _ := r.wanted(l); w.Outcome == cases.Dropped {
 			limit = patient
 		}
 		wait.Go(func() {
@@ -112,6 +131,16 @@ func (r *proxyRun) lookAt(c *cases.Case, o *written, patient, busy chan struct{}
 	r.done(&report.Case{Name: c.Name, Theme: c.Theme, Title: c.Title, Source: c.Source, StandsFor: c.StandsFor}, result)
 }
 
+// wanted gives what is to be seen of this proxy, and why if that is not what others show.
+func (r *proxyRun) wanted(l *cases.Look) (cases.Want, *cases.Difference) {
+	for _, d := range l.Differs {
+		if r.bench.Kind.Knows(d.Proxies) {
+			return d.Wants(l.Want), d
+		}
+	}
+	return l.Want, nil
+}
+
 // lookOnce takes a look, with what the case says of this proxy.
 func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.Difference) {
 	out := report.Look{From: l.From, Count: 1}
@@ -126,13 +155,9 @@ func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.D
 		out.Got = fmt.Sprintf("Service %s/%s has no %s", s.Namespace, s.Name, l.Frontend)
 		return out, nil
 	}
-	a := asked{from: l.From, to: to, protocol: labProtocol(l.Protocol), want: l.Want}
+	a := asked{from: l.From, to: to, protocol: labProtocol(l.Protocol)}
 	var differs *cases.Difference
-	for _, d := range l.Differs {
-		if r.bench.Kind.Knows(d.Proxies) {
-			differs, a.want = d, d.Wants(l.Want)
-		}
-	}
+	a.want, differs = r.wanted(l)
 	seen, ok := look(r.bench.Topology, a)
 	out.To = fmt.Sprintf("%s/%s (%s)", to, l.Protocol, l.Frontend)
 	out.Count, out.OK, out.Want, out.Got = seen.tries, ok, a.want.String(), seen.words(r.bench.Topology, a)

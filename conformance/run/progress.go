@@ -29,9 +29,12 @@ type Progress struct {
 }
 
 // NewProgress writes to a file; on a terminal, one line follows what happens.
-func NewProgress(out *os.File) *Progress {
-	_, err := unix.IoctlGetTermios(int(out.Fd()), unix.TCGETS)
-	return &Progress{out: out, terminal: err == nil}
+func NewProgress(out *os.File) *Progress { return &Progress{out: out, terminal: IsTerminal(out)} }
+
+// IsTerminal says whether a file is a terminal.
+func IsTerminal(f *os.File) bool {
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
 }
 
 func (p *Progress) begin(name string, total int) {

@@ -43,6 +43,8 @@ type proxyRun struct {
 	number  int
 	results map[string]*report.Case
 	listing func() string
+	// obtain gives another proxy by its name.
+	obtain func(ctx context.Context, name string) (*bench.Kind, string, error)
 }
 
 // Run holds all proxies to the cases, one after the other. What was found until an error is in the answer in any case.
@@ -103,6 +105,14 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 	o.Progress.say("%s is in force on both nodes", version)
 	r := &proxyRun{bench: b, name: kind.Name, progress: o.Progress, parallel: o.Parallel, verbose: o.Verbose, results: results}
 	r.listing = sync.OnceValue(r.listAll)
+	r.obtain = func(ctx context.Context, name string) (*bench.Kind, string, error) {
+		kind, err := bench.FindKind(name)
+		if err != nil {
+			return nil, "", err
+		}
+		binary, _, err := kind.Obtain(ctx, o.Root, o.Dir)
+		return kind, binary, err
+	}
 	if err := r.matrix(ctx, o.Cases); err != nil {
 		return p, err
 	}

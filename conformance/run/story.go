@@ -13,6 +13,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -62,9 +63,11 @@ type teller struct {
 	numbers  map[string]int // of external addresses, by Service
 	dirty    bool           // objects were written, and nobody has waited for the proxies
 	apiDown  bool
+	relisted bool // proxies list all objects anew
 	open     map[string]*opened
 	traffic  map[string]*traffic
-	servers  map[string]*lab.Server // by host and port
+	servers  map[string]*lab.Server  // by host and port
+	others   map[string]*bench.Proxy // not of the kind under test, by node
 	undo     []func(context.Context) error
 }
 
@@ -76,7 +79,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 		proxyRun: r, story: s, result: &report.Result{Outcome: report.Pass},
 		namespace: strings.Trim(notInNames.ReplaceAllString(strings.ToLower(s.FullName()), "-"), "-"),
 		services:  make(map[string]*v1.Service), numbers: make(map[string]int), open: make(map[string]*opened),
-		traffic: make(map[string]*traffic), servers: make(map[string]*lab.Server),
+		traffic: make(map[string]*traffic), servers: make(map[string]*lab.Server), others: make(map[string]*bench.Proxy),
 	}
 	if len(t.namespace) > 63 {
 		t.namespace = strings.Trim(t.namespace[len(t.namespace)-63:], "-")
@@ -120,7 +123,7 @@ func (t *teller) unfit() string {
 // step does one step. Before it looks, it waits for what was written.
 func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	switch {
-	case s.Expect != nil, s.Open != nil, s.Ping != nil, s.Traffic != nil, s.Stop != nil, s.HTTP != nil, s.Wait != 0, s.Proxy != nil:
+	case s.Expect != nil, s.Open != nil, s.Ping != nil, s.Traffic != nil, s.Stop != nil, s.HTTP != nil, s.Exchange != nil, s.Wait != 0, s.Proxy != nil:
 		if err := t.settle(ctx); err != nil {
 			return err
 		}
@@ -138,6 +141,8 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 		return t.stop(s)
 	case s.HTTP != nil:
 		return t.http(ctx, s)
+	case s.Exchange != nil:
+		return t.exchange(ctx, s)
 	case s.Wait != 0:
 		return pause(ctx, time.Duration(s.Wait))
 	}
@@ -158,12 +163,19 @@ func (t *teller) settle(ctx context.Context) error {
 	if !t.dirty || t.apiDown {
 		return nil
 	}
-	for _, p := range t.bench.Proxies {
-		if p.Ended() {
+	for node, p := range t.bench.Proxies {
+		if other := t.others[node]; p.Ended() && (other == nil || other.Ended()) {
 			return nil
 		}
 	}
 	t.dirty = false
+	// After a new list, objects come in any order: only what is written after it comes last.
+	if t.relisted {
+		t.relisted = false
+		if err := t.bench.Sync(ctx); err != nil {
+			return err
+		}
+	}
 	return t.bench.Sync(ctx)
 }
 

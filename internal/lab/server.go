@@ -146,7 +146,7 @@ func (s *Server) listenUDP(f Family, network, address string) error {
 
 // serveUDP answers from the address it was asked at: on a host with many, the kernel would choose another.
 func (s *Server) serveUDP(c *net.UDPConn, port uint16) {
-	buf, oob := make([]byte, 2048), make([]byte, 128)
+	buf, oob := make([]byte, 1<<16), make([]byte, 128)
 	for {
 		n, oobn, _, from, err := c.ReadMsgUDPAddrPort(buf, oob)
 		if errors.Is(err, net.ErrClosed) {

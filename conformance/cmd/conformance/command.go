@@ -15,6 +15,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
@@ -22,7 +23,7 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/run"
 )
 
-// errFailed ends the command with a status and no more words: the table has said it.
+// errFailed ends the command with status 1.
 var errFailed = errors.New("not all cases passed")
 
 type options struct {
@@ -48,7 +49,7 @@ func newCommand() *cobra.Command {
 and judges by packets what the proxy makes of them. It knows only the Kubernetes API, network namespaces and packets.
 
 What it needs is built from Go modules, which takes some minutes the first time. It needs root, changes nothing on the machine,
-and leaves nothing behind. The status is 1 if a case failed.`,
+and leaves nothing behind. The status is 1 if a case failed, 2 if it could not be run.`,
 		Example: `  conformance --proxy verdict --proxy kube-proxy-nftables
   conformance --proxy verdict --run 'external-traffic-policy/local/.*/udp' --v
   conformance --proxy my-proxy.yaml --report /tmp/report`,
@@ -95,18 +96,22 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	if r.Root, err = sources(o.source); err != nil {
 		return err
 	}
-	return o.run1(ctx, out, r)
+	return o.inside(ctx, out, r)
 }
 
-// run1 runs with a directory for its files, until the end or a signal.
-func (o *options) run1(ctx context.Context, out io.Writer, r run.Options) (err error) {
+// inside runs with a directory for its files, until the end or a signal. Unless they are to be kept, the directory is in
+// memory, and its mount vanishes with this process however it ends.
+func (o *options) inside(ctx context.Context, out io.Writer, r run.Options) (err error) {
 	if r.Dir, err = os.MkdirTemp("", "conformance-"); err != nil {
 		return err
 	}
 	if o.keep {
 		fmt.Fprintln(os.Stderr, "logs and configuration are in", r.Dir)
 	} else {
-		defer func() { err = errors.Join(err, os.RemoveAll(r.Dir)) }()
+		if err := unix.Mount("tmpfs", r.Dir, "tmpfs", 0, "mode=0700"); err != nil {
+			return fmt.Errorf("mount %s: %w", r.Dir, err)
+		}
+		defer func() { err = errors.Join(err, unix.Unmount(r.Dir, unix.MNT_DETACH), os.Remove(r.Dir)) }()
 	}
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
@@ -114,12 +119,20 @@ func (o *options) run1(ctx context.Context, out io.Writer, r run.Options) (err e
 	if found == nil {
 		return runErr
 	}
-	return errors.Join(runErr, o.show(out, found))
+	err = o.show(out, found)
+	if runErr != nil { // it says more than that cases failed
+		return runErr
+	}
+	return err
 }
 
 // show prints and writes what was found. Failures are an error.
 func (o *options) show(out io.Writer, found *report.Run) error {
-	if err := report.WriteTable(out, found); err != nil {
+	write := report.WriteTable
+	if f, ok := out.(*os.File); ok && run.IsTerminal(f) {
+		write = report.WriteColourTable
+	}
+	if err := write(out, found); err != nil {
 		return err
 	}
 	if o.report != "" {

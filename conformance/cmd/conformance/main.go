@@ -3,6 +3,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -12,15 +13,19 @@ import (
 func main() { os.Exit(status()) }
 
 func status() int {
-	if code, done, err := lab.Enter(); err != nil {
+	if code, done, err := lab.EnterAlone(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	} else if done {
 		return code
 	}
-	if err := newCommand().Execute(); err != nil {
-		fmt.Fprintln(os.Stderr, "conformance:", err)
-		return 1
+	err := newCommand().Execute()
+	switch {
+	case err == nil:
+		return 0
+	case errors.Is(err, errFailed):
+		return 1 // the table has said it
 	}
-	return 0
+	fmt.Fprintln(os.Stderr, "conformance:", err)
+	return 2
 }
