@@ -345,7 +345,7 @@ func (e *explainer) endpoints() {
 	}
 	for i := range e.candidates {
 		c := &e.candidates[i]
-		con := Considered{Endpoint: Endpoint{c.addr, c.local}, Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
+		con := Considered{Endpoint: Endpoint{AddrPort: c.addr, Local: c.local}, Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
 			con.Reason = LeftRepeated
 		}

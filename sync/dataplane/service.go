@@ -66,6 +66,10 @@ func (b *builder) port(
 	}
 	sp.Cluster, sp.Local = b.pools(p, f, lead(internal, clusterPool) || lead(external, clusterPool),
 		lead(internal, localPool) || lead(external, localPool))
+	if sp.Scheduling = b.host.scheduling(svc); sp.Scheduling != nil {
+		b.weigh(svc, sp.Cluster)
+		b.weigh(svc, sp.Local)
+	}
 	if p.Protocol != snapshot.TCP {
 		sp.Serving = b.serving(sp.Cluster, sp.Local)
 	}

@@ -73,8 +73,24 @@ type Service struct {
 	Affinity time.Duration
 	// HealthCheckNodePort is 0 when there is none.
 	HealthCheckNodePort uint16
-	Ports               []Port
+	// Scheduling is what the Service's annotations ask of IPVS; nil means that they say nothing.
+	Scheduling *Scheduling
+	Ports      []Port
 }
+
+// Scheduling says how a Service's connections are to be spread. It is immutable.
+type Scheduling struct {
+	// Scheduler is the kernel's name of one of IPVS, such as "lc"; or NFTables.
+	Scheduler string
+	// Port has sh and mh tell clients apart by their port, too, and Fallback has them go on to another endpoint if the one that
+	// was hashed to is of no use.
+	Port, Fallback bool
+	// Weights are those of endpoints by the name of their node. An endpoint's own Weight goes first.
+	Weights map[string]uint16
+}
+
+// NFTables is the Scheduler of a Service that is not to be scheduled by IPVS, whatever the others are.
+const NFTables = "nftables"
 
 // Port is one port of a Service.
 type Port struct {
@@ -114,6 +130,8 @@ type Endpoint struct {
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
 	Ready, Serving, Terminating bool
+	// Weight is the endpoint's share for IPVS, up to 65535; 0 means that nobody says.
+	Weight uint16
 }
 
 // Node is the node this proxy runs on.
