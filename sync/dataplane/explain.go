@@ -328,6 +328,7 @@ func (e *explainer) endpoints() {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
 	e.loadSlices(e.s.Slices[name.Service])
+	e.schedule(svc)
 	e.gather(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool == localPool)
@@ -345,7 +346,7 @@ func (e *explainer) endpoints() {
 	}
 	for i := range e.candidates {
 		c := &e.candidates[i]
-		con := Considered{Endpoint: Endpoint{AddrPort: c.addr, Local: c.local}, Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
+		con := Considered{Endpoint: e.endpoint(c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
 			con.Reason = LeftRepeated
 		}

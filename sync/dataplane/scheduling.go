@@ -1,8 +1,7 @@
 package dataplane
 
 import (
-	"net/netip"
-	"slices"
+	"cmp"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -45,20 +44,19 @@ func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 	return &Scheduling{Scheduler: asked.Scheduler, Port: asked.Port, Fallback: asked.Fallback}
 }
 
-// weigh writes the endpoints' weights into a pool that IPVS schedules.
-func (b *builder) weigh(svc *snapshot.Service, pool *Pool) {
-	for i := range pool.Endpoints {
-		ep := &pool.Endpoints[i]
-		at, _ := slices.BinarySearchFunc(b.candidates, ep.AddrPort, func(c candidate, a netip.AddrPort) int { return c.addr.Compare(a) })
-		ep.Weight = weight(svc, b.candidates[at].Endpoint)
+// schedule takes note of how the endpoints of a Service are to be weighed.
+func (b *builder) schedule(svc *snapshot.Service) {
+	b.scheduling, b.weights = b.host.scheduling(svc), nil
+	if svc.Scheduling != nil {
+		b.weights = svc.Scheduling.Weights
 	}
 }
 
-// weight gives an endpoint's share: its own, else that of its node, else 1.
-func weight(svc *snapshot.Service, ep *snapshot.Endpoint) uint16 {
-	w := ep.Weight
-	if w == 0 && svc.Scheduling != nil {
-		w = svc.Scheduling.Weights[ep.Node]
+// endpoint gives a candidate as it stands in pools. Its weight is its own, else that of its node, else 1.
+func (b *builder) endpoint(c *candidate) Endpoint {
+	ep := Endpoint{AddrPort: c.addr, Local: c.local}
+	if b.scheduling != nil {
+		ep.Weight = cmp.Or(c.Weight, b.weights[c.Node], 1)
 	}
-	return max(w, 1)
+	return ep
 }
