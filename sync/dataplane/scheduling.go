@@ -60,3 +60,16 @@ func (b *builder) endpoint(c *candidate) Endpoint {
 	}
 	return ep
 }
+
+// Scheduled gives the pool of a frontend from which IPVS chooses; nil means that it does not. A virtual service has one list of
+// endpoints, so it is the pool of clients from outside: where pods and this node get another one, which is so with
+// externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot answer.
+func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
+	if sp.Scheduling == nil || f.Key.Addr.IsLoopback() {
+		return nil
+	}
+	if pool := f.Route(Anyone).Pool; len(pool.Endpoints) > 0 {
+		return pool
+	}
+	return nil
+}

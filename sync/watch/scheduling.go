@@ -1,0 +1,101 @@
+package watch
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// The annotations by which a Service asks for IPVS, and an EndpointSlice weighs its endpoints.
+const (
+	annotationScheduler = "verdict/scheduler"
+	annotationWeights   = "verdict/weights"
+	annotationWeight    = "verdict/weight"
+)
+
+// Schedulers are those of the kernel's IPVS, by the names it has for them.
+var Schedulers = []string{"rr", "wrr", "lc", "wlc", "fo", "ovf", "lblc", "lblcr", "dh", "sh", "mh", "sed", "nq", "twos"}
+
+// scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the node.
+func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling {
+	var s snapshot.Scheduling
+	if text, ok := annotations[annotationScheduler]; ok {
+		field := "metadata.annotations[" + annotationScheduler + "]"
+		if parsed, err := ParseScheduler(text); err != nil {
+			f.add(field, "%w", err)
+		} else {
+			s = parsed
+		}
+	}
+	if text, ok := annotations[annotationWeights]; ok {
+		s.Weights = weights(f, text)
+	}
+	if s.Scheduler == "" && s.Weights == nil {
+		return nil
+	}
+	return &s
+}
+
+// ParseScheduler reads the name of a scheduler, or "nftables", with flags behind it: "mh", "sh,port,fallback".
+func ParseScheduler(text string) (snapshot.Scheduling, error) {
+	name, flags, _ := strings.Cut(text, ",")
+	s := snapshot.Scheduling{Scheduler: strings.TrimSpace(name)}
+	if s.Scheduler != snapshot.NFTables && !slices.Contains(Schedulers, s.Scheduler) {
+		return snapshot.Scheduling{}, fmt.Errorf("%s is none of %s, %s", quote(s.Scheduler), snapshot.NFTables, strings.Join(Schedulers, ", "))
+	}
+	if flags == "" {
+		return s, nil
+	}
+	for flag := range strings.SplitSeq(flags, ",") {
+		switch flag = strings.TrimSpace(flag); {
+		case s.Scheduler != "sh" && s.Scheduler != "mh":
+			return snapshot.Scheduling{}, fmt.Errorf("%s has no flags, only sh and mh have", s.Scheduler)
+		case flag == "port":
+			s.Port = true
+		case flag == "fallback":
+			s.Fallback = true
+		default:
+			return snapshot.Scheduling{}, fmt.Errorf("%s is no flag of %s: write port or fallback", quote(flag), s.Scheduler)
+		}
+	}
+	return s, nil
+}
+
+// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out.
+func weights(f *findings, text string) map[string]uint16 {
+	out := map[string]uint16{}
+	for entry := range strings.SplitSeq(text, ",") {
+		node, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
+		n, good := weightOf(number)
+		if !ok || !good || node == "" {
+			f.add("metadata.annotations["+annotationWeights+"]", "%s is no weight of a node such as node-1=3; weights are 1 to 65535", quote(entry))
+			continue
+		}
+		out[strings.TrimSpace(node)] = n
+	}
+	return out
+}
+
+func weightOf(text string) (uint16, bool) {
+	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 16)
+	return uint16(n), err == nil && n > 0
+}
+
+// weigh gives the endpoints of a slice the weight that its annotation says.
+func weigh(f *findings, annotations map[string]string, endpoints []snapshot.Endpoint) {
+	text, ok := annotations[annotationWeight]
+	if !ok {
+		return
+	}
+	n, good := weightOf(text)
+	if !good {
+		f.add("metadata.annotations["+annotationWeight+"]", "%s is not a number from 1 to 65535", quote(text))
+		return
+	}
+	for i := range endpoints {
+		endpoints[i].Weight = n
+	}
+}
