@@ -137,13 +137,13 @@ type Structure struct {
 	MasqueradeAll bool
 	// GuardLoopback drops loopback addresses that come from outside, as the kernel did before route_localnet was set.
 	GuardLoopback bool
-	// IPVS lets it schedule frontends.
+	// IPVS schedules some frontend. It follows from the elements, so that a table has nothing of it where nobody asks for it.
 	IPVS bool
 }
 
-// StructureOf gives what a state asks of a family's table.
+// StructureOf gives what a state asks of a family's table, but for what follows from its elements.
 func StructureOf(s *dataplane.State, f Family) Structure {
-	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts, IPVS: s.IPVS}
+	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
 	if f == IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}

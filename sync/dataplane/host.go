@@ -85,9 +85,9 @@ func (h *host) equal(o *host) bool {
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	changed = st.Pods4 != h.pods[ipv4] || st.Pods6 != h.pods[ipv6] || st.MasqueradeAll != h.masqueradeAll ||
-		st.LocalhostNodePorts != h.loopback || st.IPVS != (h.ipvs.Mode != IPVSNever) || !slices.Equal(st.ServiceCIDRs, serviceCIDRs)
+		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipv4], h.pods[ipv6], h.masqueradeAll
-	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVS = h.loopback, serviceCIDRs, h.ipvs.Mode != IPVSNever
+	st.LocalhostNodePorts, st.ServiceCIDRs = h.loopback, serviceCIDRs
 	return changed
 }
 

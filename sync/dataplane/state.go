@@ -27,8 +27,6 @@ type State struct {
 	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback
 	// range.
 	LocalhostNodePorts bool
-	// IPVS says that there may be ports with a Scheduling.
-	IPVS bool
 }
 
 // Service is what one Kubernetes Service asks of the data plane.
