@@ -78,20 +78,6 @@ type Service struct {
 	Ports      []Port
 }
 
-// Scheduling says how a Service's connections are to be spread. It is immutable.
-type Scheduling struct {
-	// Scheduler is the kernel's name of one of IPVS, such as "lc"; or NFTables.
-	Scheduler string
-	// Port has sh and mh tell clients apart by their port, too, and Fallback has them go on to another endpoint if the one that
-	// was hashed to is of no use.
-	Port, Fallback bool
-	// Weights are those of endpoints by the name of their node. An endpoint's own Weight goes first.
-	Weights map[string]uint16
-}
-
-// NFTables is the Scheduler of a Service that is not to be scheduled by IPVS, whatever the others are.
-const NFTables = "nftables"
-
 // Port is one port of a Service.
 type Port struct {
 	// Name is empty for the only port of a Service.

@@ -1,8 +1,6 @@
 package watch
 
 import (
-	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -16,15 +14,12 @@ const (
 	annotationWeight    = "verdict/weight"
 )
 
-// Schedulers are those of the kernel's IPVS, by the names it has for them.
-var Schedulers = []string{"rr", "wrr", "lc", "wlc", "fo", "ovf", "lblc", "lblcr", "dh", "sh", "mh", "sed", "nq", "twos"}
-
 // scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the node.
 func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling {
 	var s snapshot.Scheduling
 	if text, ok := annotations[annotationScheduler]; ok {
 		field := "metadata.annotations[" + annotationScheduler + "]"
-		if parsed, err := ParseScheduler(text); err != nil {
+		if parsed, err := snapshot.ParseScheduling(text); err != nil {
 			f.add(field, "%w", err)
 		} else {
 			s = parsed
@@ -37,31 +32,6 @@ func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling
 		return nil
 	}
 	return &s
-}
-
-// ParseScheduler reads the name of a scheduler, or "nftables", with flags behind it: "mh", "sh,port,fallback".
-func ParseScheduler(text string) (snapshot.Scheduling, error) {
-	name, flags, _ := strings.Cut(text, ",")
-	s := snapshot.Scheduling{Scheduler: strings.TrimSpace(name)}
-	if s.Scheduler != snapshot.NFTables && !slices.Contains(Schedulers, s.Scheduler) {
-		return snapshot.Scheduling{}, fmt.Errorf("%s is none of %s, %s", quote(s.Scheduler), snapshot.NFTables, strings.Join(Schedulers, ", "))
-	}
-	if flags == "" {
-		return s, nil
-	}
-	for flag := range strings.SplitSeq(flags, ",") {
-		switch flag = strings.TrimSpace(flag); {
-		case s.Scheduler != "sh" && s.Scheduler != "mh":
-			return snapshot.Scheduling{}, fmt.Errorf("%s has no flags, only sh and mh have", s.Scheduler)
-		case flag == "port":
-			s.Port = true
-		case flag == "fallback":
-			s.Fallback = true
-		default:
-			return snapshot.Scheduling{}, fmt.Errorf("%s is no flag of %s: write port or fallback", quote(flag), s.Scheduler)
-		}
-	}
-	return s, nil
 }
 
 // weights reads "node-1=3,node-2=1". An entry that makes no sense is left out.
