@@ -68,7 +68,7 @@ var fields = []field{
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
 	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
-	{"mode", Live, "nftables is used, whatever it says; with `ipvs`, IPVS chooses the endpoints. It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+	{"mode", Live, "nftables is used, whatever it says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
 	{"iptables.masqueradeBit", Never, noMark, within(0, 31)},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},

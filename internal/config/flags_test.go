@@ -177,7 +177,7 @@ func TestPolicyFlags(t *testing.T) {
 	var got []string
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
 	want := []string{"bind-address", "cluster-cidr", "config", "detect-local-mode", "feature-gates", "hostname-override",
-		"iptables-localhost-nodeports", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
+		"iptables-localhost-nodeports", "ipvs", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}
