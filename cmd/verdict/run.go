@@ -176,8 +176,9 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 	}
 	defer backend.Close()
 	n.tables = backend
-	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{NodeAddrs: live.nodeAddrs, Timeouts: ipvsplugin.Timeouts{
-		TCP: s.IPVSTimeouts[0], TCPFin: s.IPVSTimeouts[1], UDP: s.IPVSTimeouts[2]}})
+	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{
+		NodeAddrs: live.nodeAddrs, Adopt: (&heir{mode: takeover.Mode(s.Takeover)}).adopt,
+		Timeouts: ipvsplugin.Timeouts{TCP: s.IPVSTimeouts[0], TCPFin: s.IPVSTimeouts[1], UDP: s.IPVSTimeouts[2]}})
 	if err != nil {
 		return err
 	}

@@ -73,3 +73,15 @@ func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 	}
 	return nil
 }
+
+// String gives the scheduler with its flags, as annotations have them: "mh,port".
+func (s Scheduling) String() string {
+	text := s.Scheduler
+	if s.Port {
+		text += ",port"
+	}
+	if s.Fallback {
+		text += ",fallback"
+	}
+	return text
+}
