@@ -127,7 +127,7 @@ func (w *walk) restart(meddled bool) {
 	current := w.kernel.diff(w.want()) == nil
 	w.model, w.behind = Model{minSize: w.minSize, Fixed: w.model.Fixed}, dataplane.Change{}
 	w.model.Plan(w.planner.State(), dataplane.Change{})
-	if adopted := w.model.Adopt(w.kernel.found()); current && !adopted || adopted && !current && !meddled {
+	if adopted := w.model.Adopt(w.kernel.found(&w.model)); current && !adopted || adopted && !current && !meddled {
 		w.t.Fatalf("step %d: adopted %v, up to date %v", w.step, adopted, current)
 	}
 	if !current { // only who looks at the elements sees what others did to them
@@ -139,7 +139,7 @@ func (w *walk) restart(meddled bool) {
 func (w *walk) correct() {
 	w.t.Helper()
 	before := w.kernel.lines()
-	txn := w.model.Correct(w.kernel.found())
+	txn := w.model.Correct(w.kernel.found(&w.model))
 	w.must(w.kernel.apply(txn))
 	w.check()
 	// What was as it should be was not touched.
@@ -147,7 +147,7 @@ func (w *walk) correct() {
 	if most := len(before) + len(w.kernel.lines()); txn.Tables[0].Create == nil && added+replaced+removed > most {
 		w.t.Fatalf("step %d: %d changes to %d lines", w.step, added+replaced+removed, most)
 	}
-	if again := w.model.Correct(w.kernel.found()); !again.Empty() {
+	if again := w.model.Correct(w.kernel.found(&w.model)); !again.Empty() {
 		w.t.Fatalf("step %d: a corrected table is corrected again: %+v", w.step, again.Tables)
 	} else {
 		w.model.Rollback(again)
@@ -272,9 +272,9 @@ func TestAdoptForgetsSlots(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Plan(stateOf(webService(), 1, 3), dataplane.Change{})
-	m.Rollback(m.Correct(kernel.found()))
+	m.Rollback(m.Correct(kernel.found(&m)))
 	m.Plan(state, change)
-	if !m.Adopt(kernel.found()) {
+	if !m.Adopt(kernel.found(&m)) {
 		t.Fatal("not adopted")
 	}
 	unread := m.Unread(change.Services)

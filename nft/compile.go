@@ -59,7 +59,7 @@ type frontend struct {
 // answer is a pool to choose from, or the verdict if it is empty.
 type answer struct {
 	pool    poolIndex
-	verdict ChainKind // NoEndpoints, NoLocalEndpoints, or NoChain for "choose"
+	verdict ChainKind // NoEndpoints, NoLocalEndpoints, LeftToIPVS, or NoChain for "choose"
 }
 
 // masquerade says whose connections to a frontend get this node's address. Cluster IPs have a rule of their own.
@@ -94,12 +94,15 @@ func compilePort(sp *dataplane.ServicePort) *port {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
 	}
 	for i, pool := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local} {
-		if !p.uses(poolIndex(i)) {
+		if p.uses(poolIndex(i), NoChain) {
+			p.slots[i] = make([]netip.AddrPort, len(pool.Endpoints))
+			for n, ep := range pool.Endpoints {
+				p.slots[i][n] = ep.AddrPort
+			}
+		} else if !p.uses(poolIndex(i), LeftToIPVS) {
 			continue
 		}
-		p.slots[i] = make([]netip.AddrPort, len(pool.Endpoints))
-		for n, ep := range pool.Endpoints {
-			p.slots[i][n] = ep.AddrPort
+		for _, ep := range pool.Endpoints {
 			if ep.Local {
 				p.local = append(p.local, ep.Addr())
 			}
@@ -113,7 +116,8 @@ func compilePort(sp *dataplane.ServicePort) *port {
 func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend {
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
 	c := frontend{key: f.Key, sources: f.Sources}
-	c.inside, c.outside = answerOf(sp, node.Pool), answerOf(sp, out.Pool)
+	scheduled := sp.Scheduled(f)
+	c.inside, c.outside = answerOf(sp, node.Pool, scheduled), answerOf(sp, out.Pool, scheduled)
 	switch {
 	case f.Kind == dataplane.ClusterIP:
 	case out.SNAT:
@@ -124,8 +128,12 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	return c
 }
 
-func answerOf(sp *dataplane.ServicePort, pool *dataplane.Pool) answer {
+func answerOf(sp *dataplane.ServicePort, pool, scheduled *dataplane.Pool) answer {
 	switch {
+	case pool == scheduled && pool == sp.Local:
+		return answer{pool: localPool, verdict: LeftToIPVS}
+	case pool == scheduled:
+		return answer{verdict: LeftToIPVS}
 	case len(pool.Endpoints) == 0 && pool.Empty == dataplane.Drop:
 		return answer{verdict: NoLocalEndpoints}
 	case len(pool.Endpoints) == 0:
@@ -143,11 +151,10 @@ func familyOf(a netip.Addr) Family {
 	return IPv6
 }
 
-// uses says whether any frontend chooses from a pool.
-func (p *port) uses(pool poolIndex) bool {
-	return slices.ContainsFunc(p.frontends, func(f frontend) bool {
-		return f.inside == answer{pool: pool} || f.outside == answer{pool: pool}
-	})
+// uses says whether any frontend chooses from a pool, or with LeftToIPVS has IPVS do it.
+func (p *port) uses(pool poolIndex, verdict ChainKind) bool {
+	a := answer{pool, verdict}
+	return slices.ContainsFunc(p.frontends, func(f frontend) bool { return f.inside == a || f.outside == a })
 }
 
 // slotsFor gives the slots a frontend's answer chooses from; nil if it is a verdict.
@@ -186,7 +193,7 @@ func (p *port) chainFor(a answer, pick, sticky ChainKind) ChainID {
 
 // singles are the sets that hold at most one element for each frontend.
 var singles = [...]SetID{
-	Services, OutsideServices, RestrictedServices, MasqueradeAlways, MasqueradeNode, Sticky, OutsideSticky, Remember,
+	Services, OutsideServices, RestrictedServices, MasqueradeAlways, MasqueradeNode, Sticky, OutsideSticky, Remember, Scheduled,
 }
 
 // single gives a frontend's element in one of the singles, if it has one there.
@@ -211,6 +218,8 @@ func (p *port) single(f *frontend, set SetID) (e Element, ok bool) {
 		return frontendElement(set, f.key), f.masquerade == masqueradeEverybody
 	case MasqueradeNode:
 		return frontendElement(set, f.key), f.masquerade == masqueradeNode
+	case Scheduled:
+		return frontendElement(set, f.key), f.inside.verdict == LeftToIPVS || f.outside.verdict == LeftToIPVS
 	case Sticky:
 		id = p.stickyIDFor(f.inside)
 	case OutsideSticky:

@@ -70,6 +70,8 @@ func (l *Listed) FrontendCount() (c dataplane.FrontendCount, ok bool) {
 		c.Empty = dataplane.Reject
 	case NoLocalEndpoints:
 		c.Empty = dataplane.Drop
+	case LeftToIPVS:
+		c.Scheduled = true
 	case StickyPick, OutsideStickyPick:
 		c.Sticky = true
 		fallthrough

@@ -22,16 +22,39 @@ type planner struct {
 func (p *planner) globals(s *dataplane.State) {
 	for i, f := range Families {
 		tm, wanted := &p.m.tables[i], StructureOf(s, f)
-		if tm.structure == wanted {
-			continue
-		}
-		before, now := layout(f, tm.structure), layout(f, wanted)
-		tm.digest.sub(tm.structure.digest(f))
-		tm.digest.add(wanted.digest(f))
-		tm.structure = wanted
-		p.rewrite(f, before.Chains, now.Chains)
+		wanted.IPVS = tm.structure.IPVS
+		tm.restructure(f, wanted)
 	}
 	p.cidrs(s.ServiceCIDRs)
+}
+
+// restructure has a table be made for something else.
+func (tm *tableModel) restructure(f Family, wanted Structure) {
+	if tm.structure == wanted {
+		return
+	}
+	tm.digest.sub(tm.structure.digest(f))
+	tm.digest.add(wanted.digest(f))
+	tm.structure = wanted
+}
+
+// followElements brings the structures in line with the elements that were planned.
+func (m *Model) followElements() {
+	for i, f := range Families {
+		tm := &m.tables[i]
+		wanted := tm.structure
+		wanted.IPVS = tm.count[Scheduled] > 0
+		tm.restructure(f, wanted)
+	}
+}
+
+// chainsFollow plans the chains of the structures, where they are not the same as before the transaction.
+func (p *planner) chainsFollow() {
+	for i, f := range Families {
+		if was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure; was != is {
+			p.rewrite(f, layout(f, was).Chains, layout(f, is).Chains)
+		}
+	}
 }
 
 // rewrite replaces the chains that are not the same in two layouts.

@@ -282,7 +282,7 @@ func (c *consistency) frontends(set, slots, sticky SetID) {
 		switch {
 		case e.Chain.Kind == pick || e.Chain.Kind == stick:
 			n = int(e.Chain.N)
-		case e.Chain.Kind != NoEndpoints && e.Chain.Kind != NoLocalEndpoints:
+		case e.Chain.Kind != NoEndpoints && e.Chain.Kind != NoLocalEndpoints && e.Chain.Kind != LeftToIPVS:
 			c.note(false, e, "its verdict is none that Verdict writes there")
 		}
 		there := held[k]

@@ -133,11 +133,16 @@ func (t *fakeTable) lines() []string {
 	return out
 }
 
-// found reads a table back.
-func (t *fakeTable) found() Found {
+// found reads a table back, and compares its chains with those of a model's.
+func (t *fakeTable) found(m *Model) Found {
 	f := Found{Chains: map[ChainID]bool{}, Sizes: t.size}
-	for id := range t.chains {
-		f.Chains[id] = true
+	wanted := map[ChainID]string{}
+	for _, c := range m.Structure(t.family).Chains {
+		wanted[c.ID] = rulesText(t.family, c.Rules)
+	}
+	for id, text := range t.chains {
+		want, ok := wanted[id]
+		f.Chains[id] = !ok || text == want
 	}
 	for set := range t.sets {
 		for _, e := range t.sets[set] {
@@ -182,8 +187,8 @@ func (k *fakeKernel) apply(txn *Txn) error {
 	return nil
 }
 
-func (k *fakeKernel) found() *[len(Families)]Found {
-	return &[len(Families)]Found{k[0].found(), k[1].found()}
+func (k *fakeKernel) found(m *Model) *[len(Families)]Found {
+	return &[len(Families)]Found{k[0].found(m), k[1].found(m)}
 }
 
 // diff gives the lines that only one of two kernels holds.

@@ -34,6 +34,7 @@ const (
 	Remember
 	StickyEndpoints
 	Affinity
+	Scheduled
 	RevisionSet
 	// NumSets is how many there are.
 	NumSets
@@ -42,7 +43,7 @@ const (
 var setNames = [NumSets]string{
 	"services", "endpoints", "outside-services", "outside-endpoints", "restricted-services", "source-ranges", "cluster-ips",
 	"service-cidrs", "masquerade-always", "masquerade-node", "hairpin", "sticky", "outside-sticky", "remember",
-	"sticky-endpoints", "affinity", "revision",
+	"sticky-endpoints", "affinity", "scheduled", "revision",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -72,6 +73,7 @@ const (
 	RememberAffinity
 	AffinityID
 	TranslatedChain
+	LeftToIPVS
 	numFixedChains
 	// Pick chains choose one of N endpoints.
 	Pick ChainKind = iota
@@ -85,7 +87,7 @@ const (
 
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "frontends", "no-endpoints", "no-local-endpoints",
-	"affinity-lookup", "outside-affinity-lookup", "remember-affinity", "affinity-id", "translated", "",
+	"affinity-lookup", "outside-affinity-lookup", "remember-affinity", "affinity-id", "translated", "left-to-ipvs", "",
 	"pick", "outside-pick", "sticky", "outside-sticky", "remember",
 }
 
@@ -135,9 +137,11 @@ type Structure struct {
 	MasqueradeAll bool
 	// GuardLoopback drops loopback addresses that come from outside, as the kernel did before route_localnet was set.
 	GuardLoopback bool
+	// IPVS schedules some frontend. It follows from the elements, so that a table has nothing of it where nobody asks for it.
+	IPVS bool
 }
 
-// StructureOf gives what a state asks of a family's table.
+// StructureOf gives what a state asks of a family's table, but for what follows from its elements.
 func StructureOf(s *dataplane.State, f Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
 	if f == IPv6 {
@@ -177,6 +181,7 @@ func sets() []Set {
 			Comment: "sessionAffinity: the endpoints of each pool"},
 		{ID: Affinity, Key: []Field{SourceAddr, Priority}, Data: target, Dynamic: true, Size: affinitySize,
 			Comment: "sessionAffinity: client . pool : endpoint"},
+		{ID: Scheduled, Key: frontendKey, Comment: "left to IPVS, which chooses the endpoint"},
 		{ID: RevisionSet, Key: []Field{Mark}, Size: revisionSize,
 			Comment: "number and digest of what this table holds, written with every change"},
 	}
@@ -194,6 +199,9 @@ func layout(f Family, s Structure) Table {
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
+	if s.IPVS {
+		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{LeavePacket{}}}})
+	}
 	t.Chains = append(t.Chains,
 		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{RejectPacket{}}}},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
@@ -209,10 +217,18 @@ func layout(f Family, s Structure) Table {
 		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: []Rule{
 			{Translated{}, Goto{RememberAffinity.id()}}}},
 		translated(s),
-		Chain{ID: Postrouting.id(), Hook: &Hook{"nat", "postrouting", prioritySrcNAT}, Rules: []Rule{
-			{Translated{}, Goto{TranslatedChain.id()}}}},
+		postrouting(s),
 	)
 	return t
+}
+
+// postrouting sees connections leave. Those that IPVS sent on are not marked as translated.
+func postrouting(s Structure) Chain {
+	rules := []Rule{{Translated{}, Goto{TranslatedChain.id()}}}
+	if s.IPVS {
+		rules = append(rules, perProtocol(nil, InSet{Key: tupleKey, Set: Scheduled}, Goto{TranslatedChain.id()})...)
+	}
+	return Chain{ID: Postrouting.id(), Hook: &Hook{"nat", "postrouting", prioritySrcNAT}, Rules: rules}
 }
 
 // guardLoopback stands in for the kernel's own martian check, which route_localnet turns off (CVE-2020-8558).

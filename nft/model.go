@@ -75,6 +75,8 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 		p.service(name, compileService(s.Services[name]))
 	}
 	p.chains()
+	m.followElements()
+	p.chainsFollow()
 	if m.overfull() {
 		txn := m.Rebuild()
 		txn.letGo(p.txn)
@@ -208,6 +210,7 @@ func (m *Model) planAll(names []snapshot.Name, services []*service, cidrs []neti
 	}
 	p.cidrs(cidrs)
 	p.chains()
+	m.followElements()
 	return p
 }
 

@@ -21,6 +21,7 @@ var testConfig = dataplane.Config{
 	NodeName:           "node-1",
 	LocalhostNodePorts: true,
 	DetectLocal:        dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"), prefix("fd00:244::/32")}},
+	IPVS:               dataplane.IPVS{Mode: dataplane.IPVSAuto},
 }
 
 // world gives the deltas of a random cluster that keeps changing.
@@ -50,6 +51,9 @@ func (w world) service(i int) *snapshot.Service {
 	s.InternalLocal, s.ExternalLocal = w.yes(), w.yes()
 	if w.yes() {
 		s.Affinity = time.Duration(1+w.r.IntN(2)) * time.Hour
+	}
+	if w.r.IntN(4) == 0 {
+		s.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
 	}
 	if w.yes() {
 		s.LoadBalancerIPs = []netip.Addr{addr(fmt.Sprintf("203.0.113.%d", w.r.IntN(4))), addr("2001:db8:1::1")}

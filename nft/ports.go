@@ -89,7 +89,7 @@ func assign(before, want []netip.AddrPort) []netip.AddrPort {
 // stickyIDs gives the pools of a port with session affinity their ids, and frees those no longer used.
 func (p *planner) stickyIDs(old, want *port) {
 	for i := range want.stickyIDs {
-		used := want.timeout > 0 && want.uses(poolIndex(i))
+		used := want.timeout > 0 && want.uses(poolIndex(i), NoChain)
 		switch id := old.stickyIDs[i]; {
 		case used && id != 0:
 			want.stickyIDs[i] = id

@@ -237,6 +237,11 @@ func (s SetPriority) text(f Family) string {
 	return "meta priority set " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
+// LeavePacket has nothing more done to a packet by the hook's chain.
+type LeavePacket struct{}
+
+func (LeavePacket) text(Family) string { return "accept" }
+
 // ClearPriority empties the scratch field.
 type ClearPriority struct{}
 

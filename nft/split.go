@@ -4,7 +4,7 @@ package nft
 // before what leads there. It ends with what turns packets away that no Service wants.
 var splitOrder = [...]SetID{
 	Endpoints, OutsideEndpoints, StickyEndpoints, SourceRanges, RestrictedServices, MasqueradeAlways, MasqueradeNode, Hairpin,
-	Sticky, OutsideSticky, Remember, OutsideServices, Services, ClusterIPs, ServiceCIDRs,
+	Sticky, OutsideSticky, Remember, Scheduled, OutsideServices, Services, ClusterIPs, ServiceCIDRs,
 }
 
 // Split gives steps that together do what the transaction does, each with n elements at most, but for service ranges, which stay

@@ -274,6 +274,9 @@ func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
 	case RejectPacket:
 		w.end(s, Ending{Outcome: dataplane.Rejected})
 		return course{what: decided}, nil
+	case LeavePacket:
+		w.end(s, Ending{Outcome: dataplane.Scheduled})
+		return course{what: decided}, nil
 	case DropPacket:
 		w.end(s, Ending{Outcome: dataplane.Dropped})
 		return course{what: decided}, nil
@@ -440,8 +443,11 @@ func (w *Walk) Outcome() string {
 // Cause says why, as far as the rules tell.
 func (w *Walk) Cause() dataplane.Cause {
 	for _, e := range w.Endings {
-		if e.Outcome == dataplane.Sent {
+		switch e.Outcome {
+		case dataplane.Sent:
 			return dataplane.FrontendFound
+		case dataplane.Scheduled:
+			return dataplane.FrontendScheduled
 		}
 	}
 	for i := len(w.Steps) - 1; i >= 0; i-- {

@@ -58,7 +58,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			outcomes[x.Cause.Outcome()]++
 		}
 	}
-	if n < 1000 || len(outcomes) != 4 {
+	if n < 1000 || len(outcomes) != 5 {
 		t.Errorf("only %d packets, outcomes %v", n, outcomes)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/keeper"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
@@ -18,7 +19,8 @@ func newCleanup() *cobra.Command {
 		Use:   "cleanup",
 		Short: "Remove everything of ours from this node",
 		Long: `Cleanup deletes the nftables tables "ip verdict" and "ip6 verdict". Connections that are established go on: their
-translation lives in connection tracking. Nothing else is touched; the sysctl net.ipv4.conf.all.route_localnet stays as it
+translation lives in connection tracking. Where IPVS schedules Services it also removes Verdict's virtual services, routes and
+guards, and puts back the sysctls it found; connections over those end. Nothing else is touched; the sysctl net.ipv4.conf.all.route_localnet stays as it
 is, since others may rely on it. That there is nothing to remove is no error.
 
 While "verdict run" is at work in the same network namespace, cleanup refuses, unless it is told to end it (--stop).`,
@@ -43,12 +45,17 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 	return cmd
 }
 
-// removeTables deletes our tables by a socket, which owns them if anybody does; nil is any socket.
+// removeTables deletes our tables by a socket, which owns them if anybody does, and what IPVS has of ours; nil is any socket.
 func removeTables(socket *os.File) error {
 	backend, err := kernel.Open(kernel.Options{Socket: socket})
 	if err != nil {
 		return err
 	}
 	defer backend.Close()
-	return backend.Remove()
+	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{})
+	if err != nil {
+		return err
+	}
+	defer scheduler.Close()
+	return scheduler.Remove()
 }

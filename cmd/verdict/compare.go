@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -172,7 +173,17 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 		for _, flag := range objects.adopted {
 			c.Notes = append(c.Notes, "taken from the kernel's rules: "+flag)
 		}
+		if !ipvsplugin.Loaded() { // then nobody is scheduled by it, whatever the objects ask for
+			objects.config.IPVS.Mode = dataplane.IPVSNever
+		}
 		st, _ := dataplane.Compute(objects.config, objects.snap)
+		differs, err := ipvsplugin.Differences(st)
+		if err != nil {
+			return nil, err
+		}
+		for _, line := range differs {
+			c.Wrong = append(c.Wrong, "IPVS: "+line)
+		}
 		c.services = len(st.Services)
 		model.Plan(st, dataplane.Change{})
 		wanted = &[len(nft.Families)]nft.Table{}
@@ -185,6 +196,9 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 		return nil, err
 	}
 	c.itself(contents)
+	if err := c.scheduled(contents); err != nil {
+		return nil, err
+	}
 	if wanted != nil {
 		have := [len(nft.Families)]nft.Table{contents.Tables[0].Table, contents.Tables[1].Table}
 		c.Differences = differencesOf(model.Differences(&contents.Found, &have))
@@ -195,7 +209,7 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 
 // itself compares the kernel with what it says of itself.
 func (c *comparison) itself(contents *kernel.Contents) {
-	c.Wrong, c.quiet = contents.Wrong, contents.Quiet
+	c.Wrong, c.quiet = append(c.Wrong, contents.Wrong...), contents.Quiet
 	c.Contradictions = differencesOf(contents.Contradictions)
 	if contents.Unchecked > 0 {
 		c.Notes = append(c.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
@@ -226,6 +240,30 @@ func (c *comparison) itself(contents *kernel.Contents) {
 		}
 		c.Tables = append(c.Tables, j)
 	}
+}
+
+// scheduled looks whether IPVS has what the tables leave to it.
+func (c *comparison) scheduled(contents *kernel.Contents) error {
+	there := map[dataplane.Key]bool{}
+	read := false
+	for i := range nft.Families {
+		for _, e := range contents.Found[i].Elements[nft.Scheduled] {
+			if !read {
+				services, err := ipvsplugin.ReadStatistics()
+				if err != nil {
+					return err
+				}
+				for _, s := range services {
+					there[s.Key] = true
+				}
+				read = true
+			}
+			if k := e.FrontendKey(); !there[k] {
+				c.Wrong = append(c.Wrong, fmt.Sprintf("IPVS has no virtual service at %s, which is left to it: clients are rejected", k))
+			}
+		}
+	}
+	return nil
 }
 
 func differencesOf(list []nft.Difference) (out []differenceJSON) {

@@ -39,6 +39,9 @@ type live struct {
 	// sysctls sets those once more that were missing at the start.
 	sysctls sync.Once
 	missing atomic.Bool
+	// schedulers are those of IPVS; many says that there were so many Services that it schedules all of them.
+	schedulers schedulers
+	many       atomic.Bool
 }
 
 // tuning is what may change while a node works.
@@ -95,12 +98,13 @@ func (l *live) policyName(name string) { l.name = name }
 // policy gives what decides about packets.
 func (l *live) policy() dataplane.Config {
 	p := l.settings.Load().Policy
-	p.NodeName = l.name
+	p.NodeName, p.IPVS = l.name, l.ipvs(p.IPVS)
 	return p
 }
 
 // written is told of each transaction.
-func (l *live) written(reconcile.Transaction) {
+func (l *live) written(t reconcile.Transaction) {
+	l.countServices(t)
 	l.sysctls.Do(func() {
 		if l.missing.Load() { // by now there is connection tracking
 			setSysctls(l.host, l.settings.Load(), l.log, true)

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -50,21 +51,23 @@ type originJSON struct {
 
 // viewJSON is the answer of the objects, or of the kernel.
 type viewJSON struct {
-	From     string         `json:"from"`
-	Revision uint32         `json:"revision,omitempty"`
-	Outcome  string         `json:"outcome"`
-	Cause    string         `json:"cause"`
-	Why      string         `json:"why"`
-	Service  *serviceJSON   `json:"service,omitempty"`
-	Ranges   *rangesJSON    `json:"sourceRanges,omitempty"`
-	Rows     []rowJSON      `json:"rows,omitempty"`
-	Taken    []endpointJSON `json:"endpoints,omitempty"`
-	LeftOut  []leftOutJSON  `json:"leftOut,omitempty"`
-	Affinity *affinityJSON  `json:"affinity,omitempty"`
-	Near     []nearJSON     `json:"near,omitempty"`
-	Way      []string       `json:"way,omitempty"`
-	Trace    []traceJSON    `json:"trace,omitempty"`
-	Unclear  []string       `json:"unclear,omitempty"`
+	From     string       `json:"from"`
+	Revision uint32       `json:"revision,omitempty"`
+	Outcome  string       `json:"outcome"`
+	Cause    string       `json:"cause"`
+	Why      string       `json:"why"`
+	Service  *serviceJSON `json:"service,omitempty"`
+	// Scheduler is IPVS's, if that chooses the endpoint.
+	Scheduler string         `json:"scheduler,omitempty"`
+	Ranges    *rangesJSON    `json:"sourceRanges,omitempty"`
+	Rows      []rowJSON      `json:"rows,omitempty"`
+	Taken     []endpointJSON `json:"endpoints,omitempty"`
+	LeftOut   []leftOutJSON  `json:"leftOut,omitempty"`
+	Affinity  *affinityJSON  `json:"affinity,omitempty"`
+	Near      []nearJSON     `json:"near,omitempty"`
+	Way       []string       `json:"way,omitempty"`
+	Trace     []traceJSON    `json:"trace,omitempty"`
+	Unclear   []string       `json:"unclear,omitempty"`
 }
 
 type serviceJSON struct {
@@ -91,12 +94,15 @@ type rowJSON struct {
 }
 
 type endpointJSON struct {
-	Address string  `json:"address"`
-	Port    uint16  `json:"port"`
-	Node    string  `json:"node,omitempty"`
-	Chance  float64 `json:"chance"`
-	// Sees is client, node, node-hairpin or client-here; Source the address, if it is known.
-	Sees        string  `json:"sees"`
+	Address string `json:"address"`
+	Port    uint16 `json:"port"`
+	Node    string `json:"node,omitempty"`
+	// Chance is 0 where IPVS chooses, by its scheduler and the Weight.
+	Chance float64 `json:"chance"`
+	Weight int     `json:"weight,omitempty"`
+	// Sees is client, node, node-hairpin or client-here, Source the address, if it is known; of what the kernel's IPVS chooses from
+	// both are empty.
+	Sees        string  `json:"sees,omitempty"`
 	Source      string  `json:"source,omitempty"`
 	Draining    bool    `json:"draining,omitempty"`
 	Connections *uint64 `json:"connections,omitempty"`
@@ -173,6 +179,9 @@ func (a *answer) explain(x *dataplane.Explanation, o *objects, policy *policyFla
 			}
 		}
 		a.rows(v)
+		if x.Cause == dataplane.FrontendScheduled {
+			v.Scheduler = x.Port.Scheduling.String()
+		}
 		if x.Port.Affinity > 0 {
 			v.Affinity = &affinityJSON{Seconds: int(x.Port.Affinity.Seconds())}
 		}
@@ -222,6 +231,9 @@ func (a *answer) endpoints(v *viewJSON, o *objects) {
 		}
 		e := endpointJSON{Address: c.Addr().String(), Port: c.Port(), Node: c.Object.Node, Chance: 1 / float64(n), Sees: c.Sees.String(),
 			Draining: c.Reason == dataplane.TakenDraining}
+		if v.Scheduler != "" {
+			e.Chance, e.Weight = 0, int(c.Weight)
+		}
 		e.Source = a.source(c.Sees, c.Addr())
 		v.Taken = append(v.Taken, e)
 	}
@@ -326,6 +338,11 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 		v.Service = &serviceJSON{Name: service, Port: port, Connections: &packets}
 	}
 	a.landed(v, w)
+	if cause == dataplane.FrontendScheduled {
+		if err := a.scheduled(v, e.q.key); err != nil {
+			return err
+		}
+	}
 	if e.o.trace {
 		v.Trace = trace(a.family, w)
 	}
@@ -370,6 +387,25 @@ func (a *answer) landed(v *viewJSON, w *nft.Walk) {
 		}
 		v.Affinity.Endpoint, v.Affinity.Remaining = stuck.Endpoint.String(), int(stuck.Element.Expires.Seconds())
 	}
+}
+
+// scheduled fills in the endpoints from which IPVS chooses, as the kernel has them.
+func (a *answer) scheduled(v *viewJSON, k dataplane.Key) error {
+	vs, ok, err := ipvsplugin.ReadService(k)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		v.Unclear = append(v.Unclear, "IPVS has no virtual service for it: the packet is rejected")
+		return nil
+	}
+	v.Scheduler = vs.Config.String()
+	for _, d := range vs.Destinations {
+		connections := d.Connections
+		v.Taken = append(v.Taken, endpointJSON{Address: d.Addr().String(), Port: d.Port(), Weight: int(d.Weight), Draining: d.Weight == 0,
+			Connections: &connections})
+	}
+	return nil
 }
 
 func addrPortOf(e endpointJSON) netip.AddrPort {

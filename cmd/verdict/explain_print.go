@@ -66,6 +66,8 @@ func (a *answer) why(v *viewJSON) string {
 	switch x.Cause {
 	case dataplane.FrontendFound:
 		return sentTo(v.Taken)
+	case dataplane.FrontendScheduled:
+		return scheduledTo(v)
 	case dataplane.NoLocalEndpoints:
 		policy := "internalTrafficPolicy"
 		if x.Frontend.Kind != dataplane.ClusterIP {
@@ -98,6 +100,8 @@ func (a *answer) whyKernel(v *viewJSON, cause dataplane.Cause) string {
 		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Taken), percent(1-whole))
 	case cause == dataplane.FrontendFound:
 		return sentTo(v.Taken)
+	case cause == dataplane.FrontendScheduled:
+		return scheduledTo(v)
 	}
 	return plainWhy(cause, a.explanationAddr())
 }
@@ -121,6 +125,10 @@ func plainWhy(c dataplane.Cause, dst netip.Addr) string {
 		return fmt.Sprintf("dropped: %s is this node's loopback, and the packet comes from elsewhere", dst)
 	}
 	return "untouched: no Service answers there, so Verdict lets the packet go on as it came"
+}
+
+func scheduledTo(v *viewJSON) string {
+	return fmt.Sprintf("left to IPVS, which chooses from %s by %s", plural(len(v.Taken), "endpoint"), v.Scheduler)
 }
 
 func sentTo(taken []endpointJSON) string {
@@ -314,6 +322,8 @@ func seen(e endpointJSON) string {
 		who = e.Source + ", this node"
 	}
 	switch e.Sees {
+	case "":
+		return ""
 	case dataplane.SeesNode.String():
 		return who
 	case dataplane.SeesNodeHairpin.String():
@@ -354,16 +364,28 @@ func (a *answer) printEndpoints(s *show, v *viewJSON, o *explainOptions) {
 		}
 	}
 	c := columns{8, width + 2, max(nodes, len(third)) + 2, 1}
+	chance := "CHANCE"
+	if v.Scheduler != "" {
+		chance = "WEIGHT"
+	}
 	if len(v.Taken) > 0 {
 		s.line("")
-		s.line("  %s", s.paint(dim, c.row("CHANCE", "ENDPOINT", third, "SEES")))
+		sees := "SEES"
+		if v.Taken[0].Sees == "" {
+			sees = ""
+		}
+		s.line("  %s", s.paint(dim, c.row(chance, "ENDPOINT", third, sees)))
 	}
 	for i, e := range v.Taken[:limit(len(v.Taken))] {
 		middle := e.Node
 		if counted && e.Connections != nil {
 			middle = fmt.Sprint(*e.Connections)
 		}
-		s.line("  %s", c.row(percent(e.Chance), addrPortOf(v.Taken[i]).String(), middle, seen(e)))
+		part := percent(e.Chance)
+		if v.Scheduler != "" {
+			part = fmt.Sprint(e.Weight)
+		}
+		s.line("  %s", c.row(part, addrPortOf(v.Taken[i]).String(), middle, seen(e)))
 	}
 	if more := len(v.Taken) - limit(len(v.Taken)); more > 0 {
 		s.line("  and %d more (--all)", more)

@@ -28,6 +28,8 @@ type node struct {
 	config  dataplane.Config
 	sources []source
 	backend reconcile.Backend
+	// tables, if not nil, is what writes nftables, behind or in place of backend.
+	tables *kernel.Backend
 	// flows is the kernel's connection tracking table, out of which UDP and SCTP flows go that a change leaves wrong.
 	flows *conntrack.Conn
 	log   *slog.Logger

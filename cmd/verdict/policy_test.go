@@ -35,11 +35,12 @@ func parsePolicy(t *testing.T, args ...string) (dataplane.Config, error) {
 func TestPolicyFlags(t *testing.T) {
 	host, err := os.Hostname()
 	labtest.Check(t, err)
-	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true}
+	ipvs := dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}}
+	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs}
 	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
-	want = dataplane.Config{NodeName: "n", MasqueradeAll: true,
+	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := configFile(t, "mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16", "--iptables-localhost-nodeports=false")

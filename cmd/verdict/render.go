@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -60,6 +61,9 @@ func render(w io.Writer, config dataplane.Config, from string) error {
 		if err := l.Print(w); err != nil {
 			return err
 		}
+	}
+	if err := ipvsplugin.Print(w, state); err != nil {
+		return err
 	}
 	if len(problems) > 0 {
 		return exitStatus(exitError)

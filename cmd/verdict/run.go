@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/keeper"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -177,7 +178,18 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		return err
 	}
 	defer backend.Close()
-	n.backend = backend
+	n.tables = backend
+	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{
+		NodeAddrs: live.nodeAddrs, Adopt: (&heir{mode: takeover.Mode(s.Takeover)}).adopt,
+		Timeouts: ipvsplugin.Timeouts{TCP: s.IPVSTimeouts[0], TCPFin: s.IPVSTimeouts[1], UDP: s.IPVSTimeouts[2]}})
+	if err != nil {
+		return err
+	}
+	defer scheduler.Close()
+	if err := probeIPVS(s); err != nil {
+		return err
+	}
+	n.backend = scheduler
 	if n.flows, err = conntrack.Dial(0); err != nil {
 		return err
 	}

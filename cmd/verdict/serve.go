@@ -95,7 +95,7 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Ready: s.health.Healthy, NodePorts: s.ports.Ports, Conntrack: tracked,
 		Report: reporter(n.log),
 	}
-	if b, ok := n.backend.(*kernel.Backend); ok {
+	if b := n.tables; b != nil {
 		o.Fill, o.Owns = func() []metrics.Fill { return fill(b) }, b.Owns
 	}
 	if n.serving.metrics != "" {

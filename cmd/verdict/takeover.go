@@ -6,10 +6,14 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
+	"sync"
+	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
@@ -42,6 +46,34 @@ func (s *successor) written(t reconcile.Transaction) {
 
 // run works until the context ends.
 func (s *successor) run(ctx context.Context) { s.runner.Run(ctx, s.ready) }
+
+// heir decides which virtual services of IPVS go on as ours: those that a kube-proxy left, if it is not at work any more.
+type heir struct {
+	mode takeover.Mode
+
+	mu    sync.Mutex
+	found *takeover.Found
+	at    time.Time
+}
+
+// lookAgain is how long what was found holds: one transaction may ask about thousands.
+const lookAgain = 5 * time.Second
+
+func (h *heir) adopt(vs ipvsplugin.VirtualService) bool {
+	if h.mode != takeover.Auto {
+		return false
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.found == nil || time.Since(h.at) > lookAgain {
+		found, err := takeover.Find(context.Background())
+		if err != nil {
+			return false
+		}
+		h.found, h.at = found, time.Now()
+	}
+	return len(h.found.Running()) == 0 && h.found.Made(netip.AddrPortFrom(vs.Key.Addr, vs.Key.Port), uint8(vs.Key.Protocol))
+}
 
 func newTakeover() *cobra.Command {
 	var dryRun bool

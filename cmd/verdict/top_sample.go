@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -293,6 +294,11 @@ func (s *sampler) endpoints(p *portMeter) error {
 	}
 	keys := 0
 	for _, m := range p.frontends {
+		if m.count.Scheduled {
+			if err := s.scheduled(p, m, at); err != nil {
+				return err
+			}
+		}
 		if keys += m.count.Endpoints; m.count.Endpoints == 0 || keys > maxEndpointKeys {
 			continue
 		}
@@ -318,6 +324,22 @@ func (s *sampler) endpoints(p *portMeter) error {
 	}
 	p.endpoints = found
 	return nil
+}
+
+// scheduled reads what IPVS has counted of a frontend's endpoints.
+func (s *sampler) scheduled(p *portMeter, m *frontendMeter, at func(netip.AddrPort) *endpointMeter) error {
+	k := m.element.FrontendKey()
+	vs, _, err := ipvsplugin.ReadService(k)
+	for _, d := range vs.Destinations {
+		key, reading := "ipvs "+k.String(), &meter{}
+		if before := p.endpoints[d.AddrPort]; before != nil && before.elements[key] != nil {
+			reading = before.elements[key]
+		}
+		reading.read(d.Connections, s.now())
+		at(d.AddrPort).elements[key] = reading
+	}
+	s.read += len(vs.Destinations)
+	return err
 }
 
 // members reads the counters of the pool of a frontend with session affinity.

@@ -63,6 +63,7 @@ func TestKubeadm(t *testing.T) {
 	want := dataplane.Config{
 		NodeName: "node-1", LocalhostNodePorts: true, NodePortAddresses: prefixes("0.0.0.0/0", "::/0"),
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16")},
+		IPVS:        dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}},
 	}
 	if !reflect.DeepEqual(s.Policy, want) {
 		t.Errorf("it decides %+v; want %+v", s.Policy, want)

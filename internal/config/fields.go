@@ -11,6 +11,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logsapi "k8s.io/component-base/logs/api/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Effect says when a change of a field takes effect.
@@ -39,7 +41,6 @@ type field struct {
 // Why some fields have no effect.
 const (
 	noMark    = "packets are masqueraded without a mark, so no bit is taken"
-	noIPVS    = "nftables is used in place of IPVS"
 	noWindows = "this is for Windows"
 	noBuffer  = "each line of the log is written at once, to standard error"
 )
@@ -67,7 +68,7 @@ var fields = []field{
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
 	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
-	{"mode", Live, "nftables is used, whatever it says. It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+	{"mode", Live, "nftables is used, whatever it says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
 	{"iptables.masqueradeBit", Never, noMark, within(0, 31)},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
@@ -76,12 +77,12 @@ var fields = []field{
 	{"iptables.minSyncPeriod", Live, "more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty", notNegative},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
 	{"ipvs.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `ipvs`", notNegative},
-	{"ipvs.scheduler", Never, noIPVS, nil},
-	{"ipvs.excludeCIDRs", Never, noIPVS, aRange},
-	{"ipvs.strictARP", Never, noIPVS, nil},
-	{"ipvs.tcpTimeout", Never, noIPVS, notNegative},
-	{"ipvs.tcpFinTimeout", Never, noIPVS, notNegative},
-	{"ipvs.udpTimeout", Never, noIPVS, notNegative},
+	{"ipvs.scheduler", Live, "as kube-proxy: how a Service that IPVS schedules is scheduled if it does not say so itself; empty means `rr`", aScheduler},
+	{"ipvs.excludeCIDRs", Never, "no virtual service is touched but Verdict's own", aRange},
+	{"ipvs.strictARP", Never, "nobody is told by ARP that an address of a Service is here, with it or without", nil},
+	{"ipvs.tcpTimeout", Restart, "as kube-proxy, while IPVS schedules something; `verdict cleanup` puts back what was before", notNegative},
+	{"ipvs.tcpFinTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
+	{"ipvs.udpTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"nftables.masqueradeBit", Never, noMark, within(0, 31)},
 	{"nftables.masqueradeAll", Live, "as kube-proxy, in mode `nftables`", nil},
 	{"nftables.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `nftables`", positive},
@@ -114,6 +115,9 @@ var fields = []field{
 	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},
 	{verdictKind + ".takeover", Restart, "`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",
 		oneOf("auto", "never")},
+	{verdictKind + ".ipvs", Live, "which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
+		oneOf("auto", "always", "never")},
+	{verdictKind + ".ipvsServices", Live, "with `auto`, the number of Services from which on IPVS schedules all of them until the next start; 0: never", atLeast(0)},
 	{verdictKind + ".metricsConnections", Restart, "how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
 		oneOf("off", "service", "endpoint")},
 	{verdictKind + ".metricsMaxSeries", Restart, "how many Service ports, and how many endpoints, have a series of their own in the metrics", atLeast(1)},
@@ -286,6 +290,18 @@ func aVersion(v any) string {
 func anInterface(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
 		return quote(s) + " is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+	}
+	return ""
+}
+
+// aScheduler is one of IPVS, without flags: kube-proxy's field has none.
+func aScheduler(v any) string {
+	name := fmt.Sprint(v)
+	if name == "" {
+		return ""
+	}
+	if _, err := snapshot.ParseScheduling(name); err != nil || name == snapshot.NFTables || strings.Contains(name, ",") {
+		return quote(name) + " is none of " + strings.Join(snapshot.Schedulers, ", ")
 	}
 	return ""
 }

@@ -130,6 +130,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.keeper", `auto`, `none`, `dog`, `"dog" is none of auto, process, systemd, none` + isDefault + "auto"},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is none of auto, never` + isDefault + "auto"},
+	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is none of auto, always, never` + isDefault + "auto"},
+	{"VerdictConfiguration.ipvsServices", `50000`, `0`, `-1`, `-1 is less than 0` + isDefault + "50000"},
 	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`, `"all" is none of off, service, endpoint` + isDefault + "service"},
 	{"VerdictConfiguration.metricsMaxSeries", `5000`, `10`, `0`, `0 is less than 1` + isDefault + "5000"},
 }

@@ -93,6 +93,10 @@ var policyFlags = []option{
 		func(d *Document) *[]string { return &d.KubeProxy.NodePortAddresses }, "nodePortAddresses"),
 	{name: "feature-gates", kind: "mapStringBool", usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs has an effect",
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
+	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
+	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,
+		func(d *Document) *string { return &d.Verdict.IPVS }, verdictKind+".ipvs"),
 }
 
 var serverFlags = []option{
@@ -135,21 +139,15 @@ var kernelFlags = []option{
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.MinSyncPeriod = t }, "ipvs.minSyncPeriod"),
 	number("iptables-masquerade-bit", "has no effect: "+noMark,
 		func(d *Document, n int32) { d.KubeProxy.IPTables.MasqueradeBit = &n }, "iptables.masqueradeBit"),
-	text("ipvs-scheduler",
-		"has no effect: "+noIPVS, ofRun, func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
-	list("ipvs-exclude-cidrs",
-		"has no effect: "+noIPVS, ofRun,
+	list("ipvs-exclude-cidrs", "has no effect: no virtual service is touched but Verdict's own", ofRun,
 		func(d *Document) *[]string { return &d.KubeProxy.IPVS.ExcludeCIDRs }, "ipvs.excludeCIDRs"),
-	boolean("ipvs-strict-arp",
-		"has no effect: "+noIPVS, ofRun, func(d *Document, on bool) { d.KubeProxy.IPVS.StrictARP = on }, "ipvs.strictARP"),
-	period("ipvs-tcp-timeout",
-		"has no effect: "+noIPVS,
+	boolean("ipvs-strict-arp", "has no effect: ARP never tells that an address of a Service is here", ofRun,
+		func(d *Document, on bool) { d.KubeProxy.IPVS.StrictARP = on }, "ipvs.strictARP"),
+	period("ipvs-tcp-timeout", "how long IPVS remembers idle TCP connections; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPTimeout = t }, "ipvs.tcpTimeout"),
-	period("ipvs-tcpfin-timeout",
-		"has no effect: "+noIPVS,
+	period("ipvs-tcpfin-timeout", "how long IPVS remembers TCP connections after a FIN; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPFinTimeout = t }, "ipvs.tcpFinTimeout"),
-	period("ipvs-udp-timeout",
-		"has no effect: "+noIPVS,
+	period("ipvs-udp-timeout", "how long IPVS remembers UDP flows; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.UDPTimeout = t }, "ipvs.udpTimeout"),
 	number("oom-score-adj", "oom_score_adj of this process, -1000 to 1000 (default -999)",
 		func(d *Document, n int32) { d.KubeProxy.OOMScoreAdj = &n }, "oomScoreAdj"),
@@ -212,13 +210,15 @@ var logFlags = []option{
 var ownFlags = []option{
 	text("from", "manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API", ofRun,
 		func(d *Document) *string { return &d.Verdict.Manifests }, verdictKind+".manifests"),
-	word("keeper", "auto|process|systemd|none", "who holds the netlink socket while this is restarted (default auto)",
+	word("keeper", "auto|process|systemd|none", "who holds the netlink socket while this is restarted (default auto)", ofRun,
 		func(d *Document) *string { return &d.Verdict.Keeper }, verdictKind+".keeper"),
 	boolean("own-tables", "let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)", ofRun,
 		func(d *Document, on bool) { d.Verdict.OwnTables = &on }, verdictKind+".ownTables"),
-	word("takeover", "auto|never", "what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)",
+	word("takeover", "auto|never", "what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)", ofRun,
 		func(d *Document) *string { return &d.Verdict.Takeover }, verdictKind+".takeover"),
-	word("metrics-connections", "off|service|endpoint", "how finely new connections are counted in the metrics (default service)",
+	number("ipvs-services", "with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)",
+		func(d *Document, n int32) { d.Verdict.IPVSServices = &n }, verdictKind+".ipvsServices"),
+	word("metrics-connections", "off|service|endpoint", "how finely new connections are counted in the metrics (default service)", ofRun,
 		func(d *Document) *string { return &d.Verdict.MetricsConnections }, verdictKind+".metricsConnections"),
 	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)",
 		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n }, verdictKind+".metricsMaxSeries"),
@@ -230,8 +230,8 @@ func text(name, usage string, about scope, at func(*Document) *string, fields ..
 }
 
 // word is one of the words that the field's check knows. A wrong one is an error at once: it is seen by whoever wrote it.
-func word(name, kind, usage string, at func(*Document) *string, field string) option {
-	return option{name: name, kind: kind, usage: usage, fields: []string{field},
+func word(name, kind, usage string, about scope, at func(*Document) *string, field string) option {
+	return option{name: name, kind: kind, usage: usage, about: about, fields: []string{field},
 		set: func(d *Document, s string, _ bool) error {
 			*at(d) = s
 			if reason := fieldNamed(field).check(s); reason != "" {

@@ -52,6 +52,11 @@ type Settings struct {
 	Keeper    string
 	OwnTables bool
 
+	// IPVSServices is from how many Services on IPVS schedules all of them, if Policy.IPVS says auto; 0 means never. IPVSTimeouts
+	// are how long it remembers TCP connections, those after a FIN, and UDP flows; 0 is the kernel's.
+	IPVSServices int
+	IPVSTimeouts [3]time.Duration
+
 	// Takeover is the name of a takeover.Mode, and MetricsConnections that of a metrics.Detail.
 	Takeover, MetricsConnections string
 	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own.
@@ -124,6 +129,9 @@ func (d *Document) settings() *Settings {
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
 
+		IPVSServices: int(*v.IPVSServices),
+		IPVSTimeouts: [...]time.Duration{c.IPVS.TCPTimeout.Duration, c.IPVS.TCPFinTimeout.Duration, c.IPVS.UDPTimeout.Duration},
+
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
@@ -156,6 +164,7 @@ func (d *Document) policy() dataplane.Config {
 		LocalhostNodePorts: *c.IPTables.LocalhostNodePorts,
 		NoExternalIPs:      disabled(c.FeatureGates, gateExternalIPs),
 		NodePortAddresses:  nodePortAddresses(c.NodePortAddresses, string(c.Mode)),
+		IPVS:               d.ipvs(),
 	}
 	if c.Mode == modeNFTables {
 		p.MasqueradeAll = c.NFTables.MasqueradeAll
@@ -178,6 +187,16 @@ func (d *Document) policy() dataplane.Config {
 		p.DetectLocal.Mode, p.DetectLocal.Interface = dataplane.DetectInterfaceNamePrefix, c.DetectLocal.InterfaceNamePrefix
 	}
 	return p
+}
+
+// ipvs says which Services IPVS schedules, and how. kube-proxy has mh look at the clients' ports, too.
+func (d *Document) ipvs() dataplane.IPVS {
+	name := d.KubeProxy.IPVS.Scheduler
+	if name == "" {
+		name = "rr"
+	}
+	modes := map[string]dataplane.IPVSMode{"never": dataplane.IPVSNever, "auto": dataplane.IPVSAuto, "always": dataplane.IPVSAlways}
+	return dataplane.IPVS{Mode: modes[d.Verdict.IPVS], Default: dataplane.Scheduling{Scheduler: name, Port: name == "mh"}}
 }
 
 func disabled(gates map[string]bool, name string) bool {

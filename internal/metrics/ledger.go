@@ -383,7 +383,7 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 		if s == nil {
 			continue
 		}
-		same := c.Endpoints == s.read.Endpoints && c.Empty == s.read.Empty && c.Sticky == s.read.Sticky
+		same := c.Endpoints == s.read.Endpoints && c.Empty == s.read.Empty && c.Sticky == s.read.Sticky && c.Scheduled == s.read.Scheduled
 		more := g.advance(&s.last, c.Packets, same, began)
 		s.read, s.slots = *c, s.slots[:min(len(s.slots), c.Endpoints)]
 		if g.detail == PerEndpoint && c.Endpoints > 0 && (more > 0 || g.opening) {
@@ -403,7 +403,7 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 
 // count adds to a port's totals and, where nobody answered, to the refusals.
 func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
-	if c.Endpoints > 0 {
+	if c.Endpoints > 0 || c.Scheduled {
 		p.connections += more
 		return
 	}

@@ -170,6 +170,13 @@ func (f *Found) Connections() int {
 	return n
 }
 
+// Made says whether there is a virtual service of IPVS at an address and port that kube-proxy made; the protocol is an IPPROTO.
+func (f *Found) Made(at netip.AddrPort, protocol uint8) bool {
+	return slices.ContainsFunc(f.services, func(s service) bool {
+		return s.addr == at.Addr() && s.port == at.Port() && s.protocol == uint16(protocol)
+	})
+}
+
 // draining says that something of IPVS has to stay for a while.
 func (f *Found) draining() bool { return f.Connections() > 0 }
 

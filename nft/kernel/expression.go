@@ -88,6 +88,8 @@ func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
 			code = 4 // ICMPV6_PORT_UNREACH
 		}
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
+	case nft.LeavePacket:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}
 	case nft.DropPacket:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
 	case nft.Jump:

@@ -64,7 +64,7 @@ func (c *Conn) ownership() (bool, error) {
 // probeTable holds one of everything that a state could ask for.
 func probeTable(f nft.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == nft.IPv4})
+	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == nft.IPv4, IPVS: true})
 	return &nft.TableTxn{Create: &t}
 }
 

@@ -279,6 +279,7 @@ func anyConfig(r *rand.Rand) dataplane.Config {
 		cfg.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}
 	}
 	cfg.LocalhostNodePorts = r.IntN(2) == 0
+	cfg.IPVS.Mode = oneOf(r, dataplane.IPVSNever, dataplane.IPVSAuto)
 	return cfg
 }
 

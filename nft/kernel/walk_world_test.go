@@ -180,6 +180,9 @@ func (w *walkWorld) serviceChange(r *rand.Rand, i int) snapshot.Delta {
 	if r.IntN(2) == 0 {
 		s.Affinity = time.Duration(oneOf(r, 60, 3600, 10800, 1+r.IntN(86400))) * time.Second
 	}
+	if r.IntN(8) == 0 {
+		s.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
+	}
 	if r.IntN(2) == 0 {
 		k := r.IntN(4)
 		s.LoadBalancerIPs = []netip.Addr{lab.Nth(lab.ExternalRange[0], k), lab.Nth(lab.ExternalRange[1], k)}

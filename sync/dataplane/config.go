@@ -20,6 +20,8 @@ type Config struct {
 	LocalhostNodePorts bool
 	// NoExternalIPs leaves out what Services have as spec.externalIPs.
 	NoExternalIPs bool
+	// IPVS says which Services it schedules.
+	IPVS IPVS
 }
 
 // AnswersLocalhost says whether IPv4 node ports answer on 127.0.0.1, for which the host has to route its loopback range.

@@ -14,9 +14,12 @@ type Counted struct {
 // FrontendCount is what was counted at a frontend.
 type FrontendCount struct {
 	Counted
-	// Endpoints is of how many endpoints one was chosen. If it is 0 nobody answered, and Empty is what happened to the packet.
+	// Endpoints is of how many endpoints one was chosen. If it is 0 and not Scheduled, nobody answered, and Empty is what happened
+	// to the packet.
 	Endpoints int
 	Empty     Verdict
+	// Scheduled says that the packet was left to IPVS.
+	Scheduled bool
 	// Sticky says that clients are remembered.
 	Sticky bool
 	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes the

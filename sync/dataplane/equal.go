@@ -12,7 +12,7 @@ func (s *Service) equal(o *Service) bool {
 }
 
 func (sp *ServicePort) equal(o *ServicePort) bool {
-	if sp.Name != o.Name || sp.Affinity != o.Affinity || len(sp.Frontends) != len(o.Frontends) ||
+	if sp.Name != o.Name || sp.Affinity != o.Affinity || !equalScheduling(sp.Scheduling, o.Scheduling) || len(sp.Frontends) != len(o.Frontends) ||
 		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) {
 		return false
 	}
@@ -37,4 +37,8 @@ func (sp *ServicePort) sameRoute(r Route, o *ServicePort, or Route) bool {
 
 func (p *Pool) equal(o *Pool) bool {
 	return p == o || p.Empty == o.Empty && slices.Equal(p.Endpoints, o.Endpoints)
+}
+
+func equalScheduling(a, b *Scheduling) bool {
+	return a == b || a != nil && b != nil && *a == *b
 }

@@ -40,9 +40,11 @@ const (
 	Rejected
 	// Dropped: the sender is told nothing.
 	Dropped
+	// Scheduled: IPVS sends it to an endpoint.
+	Scheduled
 )
 
-var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop"}
+var outcomeNames = [...]string{"untouched", "endpoint", "reject", "drop", "ipvs"}
 
 func (o Outcome) String() string { return outcomeNames[o] }
 
@@ -68,18 +70,20 @@ const (
 	// FromOutsideToLoopback: it claims to go to this host's loopback range, and comes in from elsewhere. Dropped, while node ports
 	// answer at 127.0.0.1; at other times the kernel does that itself.
 	FromOutsideToLoopback
+	// FrontendScheduled: a Service answers, by an endpoint that IPVS chooses. Scheduled.
+	FrontendScheduled
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
-	"loopback",
+	"loopback", "scheduled",
 }
 
 func (c Cause) String() string { return causeNames[c] }
 
 // Outcome gives what the cause leads to.
 func (c Cause) Outcome() Outcome {
-	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped}[c]
+	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled}[c]
 }
 
 // Explanation is the answer to a Question, with all that led to it.
@@ -299,6 +303,8 @@ func (e *explainer) cause() Cause {
 		return SourceRefused
 	}
 	switch pool := f.Routes[x.Row].Pool; {
+	case pool == x.Port.Scheduled(f):
+		return FrontendScheduled
 	case len(pool.Endpoints) > 0:
 		return FrontendFound
 	case pool.Empty == Drop:
@@ -328,6 +334,7 @@ func (e *explainer) endpoints() {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
 	e.loadSlices(e.s.Slices[name.Service])
+	e.schedule(svc)
 	e.gather(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool == localPool)
@@ -345,7 +352,7 @@ func (e *explainer) endpoints() {
 	}
 	for i := range e.candidates {
 		c := &e.candidates[i]
-		con := Considered{Endpoint: Endpoint{c.addr, c.local}, Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
+		con := Considered{Endpoint: e.endpoint(c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
 			con.Reason = LeftRepeated
 		}

@@ -61,13 +61,14 @@ func (d *dice) config() Config {
 		MasqueradeAll:      d.yes(),
 		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
 		LocalhostNodePorts: d.yes(),
+		IPVS:               IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")}},
 	}
 }
 
 // otherConfig changes one thing of a Config.
 func (d *dice) otherConfig(c Config) Config {
 	other := d.config()
-	switch d.n(8) {
+	switch d.n(9) {
 	case 0:
 		c.NodeName = pick(d, "here", "there")
 	case 1:
@@ -82,7 +83,9 @@ func (d *dice) otherConfig(c Config) Config {
 		c.NoExternalIPs = !c.NoExternalIPs
 	case 6:
 		c.NodeIP = pick(d, append(walkHosts, netip.Addr{})...)
-	case 7: // the same once more
+	case 7:
+		c.IPVS = other.IPVS
+	case 8: // the same once more
 	}
 	return c
 }
@@ -98,6 +101,8 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		InternalLocal:   d.yes(),
 		ExternalLocal:   d.yes(),
 		Affinity:        time.Duration(d.n(2)) * time.Hour,
+		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh", Port: true},
+			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}),
 	}
 	for range d.n(4) {
 		svc.Ports = append(svc.Ports, snapshot.Port{
@@ -119,7 +124,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{
 			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""),
 			ForZones: some(d, "a", "b"), ForNodes: some(d, "here", "there"),
-			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(),
+			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(), Weight: uint16(d.n(3)),
 		})
 	}
 	return sl

@@ -47,6 +47,8 @@ type host struct {
 	// pods, per family, tell pods from others.
 	pods     [2]Pods
 	loopback bool
+	// ipvs says which Services IPVS schedules.
+	ipvs IPVS
 }
 
 func newHost(cfg Config, s *snapshot.Snapshot) host {
@@ -57,6 +59,7 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		noExternalIPs: cfg.NoExternalIPs,
 		addresses:     nodeAddrs(cfg.NodeIP, s.Node.Addresses),
 		loopback:      localhostNodePorts(cfg),
+		ipvs:          cfg.IPVS,
 	}
 	for _, f := range families {
 		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
@@ -72,7 +75,7 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 // as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
-		h.noExternalIPs == o.noExternalIPs && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
+		h.noExternalIPs == o.noExternalIPs && h.ipvs == o.ipvs && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipv4], o.nodePortAddrs[ipv4]) &&
 		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
 }

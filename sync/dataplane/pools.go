@@ -146,7 +146,7 @@ func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
 	endpoints := make([]Endpoint, 0, n)
 	for i := range b.candidates {
 		if c := &b.candidates[i]; keep(c) {
-			endpoints = append(endpoints, Endpoint{AddrPort: c.addr, Local: c.local})
+			endpoints = append(endpoints, b.endpoint(c))
 		}
 	}
 	return &Pool{Endpoints: endpoints}

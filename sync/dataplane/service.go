@@ -13,6 +13,9 @@ type builder struct {
 	host       host
 	slices     []*snapshot.Slice
 	candidates []candidate
+	// scheduling is the Service's, and weights are what it says of nodes.
+	scheduling *Scheduling
+	weights    map[string]uint16
 }
 
 // service gives what a Service of the snapshot asks for, or nil for one that is gone or has no port.
@@ -22,6 +25,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		return nil
 	}
 	b.loadSlices(s.Slices[n])
+	b.schedule(svc)
 	out := &Service{Name: n, ClusterIPs: svc.ClusterIPs, Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
 	for _, f := range families {
 		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.has)
@@ -55,9 +59,10 @@ func (b *builder) port(
 	svc *snapshot.Service, p *snapshot.Port, f family, clusterIP netip.Addr, sources []netip.Prefix,
 ) *ServicePort {
 	sp := &ServicePort{
-		Name:      PortName{Service: svc.Name, Port: p.Name, Protocol: p.Protocol},
-		Affinity:  svc.Affinity,
-		Frontends: b.frontends(svc, p, f, clusterIP, sources),
+		Name:       PortName{Service: svc.Name, Port: p.Name, Protocol: p.Protocol},
+		Affinity:   svc.Affinity,
+		Scheduling: b.scheduling,
+		Frontends:  b.frontends(svc, p, f, clusterIP, sources),
 	}
 	internal := b.rows(svc, f, false)
 	var external []row

@@ -51,8 +51,18 @@ type ServicePort struct {
 	// topology and draining say about new ones. Sorted by AddrPort and unique, it holds those of both pools. Nil for TCP, whose
 	// connections nobody has to end.
 	Serving []Endpoint
+	// Scheduling has IPVS choose the endpoint of a connection; nil leaves that to chance, which every backend can do by itself.
+	Scheduling *Scheduling
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
+}
+
+// Scheduling says how IPVS chooses an endpoint. It is comparable, and many ServicePorts share one.
+type Scheduling struct {
+	// Scheduler is the kernel's name: rr, wrr, lc, wlc, fo, ovf, lblc, lblcr, dh, sh, mh, sed, nq or twos.
+	Scheduler string
+	// Port and Fallback are flags of sh and mh; see snapshot.Scheduling.
+	Port, Fallback bool
 }
 
 // PortName identifies a service port: kube-proxy's unit of everything.
@@ -168,6 +178,8 @@ type Endpoint struct {
 	netip.AddrPort
 	// Local endpoints run on this node.
 	Local bool
+	// Weight is the endpoint's share where the ServicePort has a Scheduling, from 1 on; elsewhere it is 0.
+	Weight uint16
 }
 
 // Verdict is what happens to a packet nobody answers.

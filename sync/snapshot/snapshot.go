@@ -73,7 +73,9 @@ type Service struct {
 	Affinity time.Duration
 	// HealthCheckNodePort is 0 when there is none.
 	HealthCheckNodePort uint16
-	Ports               []Port
+	// Scheduling is what the Service's annotations ask of IPVS; nil means that they say nothing.
+	Scheduling *Scheduling
+	Ports      []Port
 }
 
 // Port is one port of a Service.
@@ -114,6 +116,8 @@ type Endpoint struct {
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
 	Ready, Serving, Terminating bool
+	// Weight is the endpoint's share for IPVS, up to 65535; 0 means that nobody says.
+	Weight uint16
 }
 
 // Node is the node this proxy runs on.

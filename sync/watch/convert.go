@@ -54,6 +54,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	}
 	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
+	s.Scheduling = scheduling(f, o.Annotations)
 	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
 	external := balanced || spec.Type == corev1.ServiceTypeNodePort || len(spec.ExternalIPs) > 0
@@ -286,13 +287,15 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 		f.add("addressType", "%s is unknown: write IPv4 or IPv6", quote(string(o.AddressType)))
 		return nil, f.list
 	}
-	return &snapshot.Slice{
+	s := &snapshot.Slice{
 		Name:      snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
 		Service:   string([]byte(owner)),
 		Ports:     c.slicePorts(f, o.Ports),
 		Endpoints: c.endpointsOf(f, o),
 		Triggered: triggered(f, o.Annotations),
-	}, f.list
+	}
+	weigh(f, o.Annotations, s.Endpoints)
+	return s, f.list
 }
 
 // triggered reads when the controller saw what it last changed a slice for.

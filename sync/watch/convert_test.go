@@ -86,6 +86,26 @@ func TestService(t *testing.T) {
 			s.Labels = map[string]string{"service.kubernetes.io/headless": ""}
 		}, func(*snapshot.Service) {}, nil},
 		{"from before dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = nil }, func(*snapshot.Service) {}, nil},
+		{"scheduled by IPVS", func(s *corev1.Service) {
+			s.Annotations = map[string]string{"verdict/scheduler": "mh, port,fallback", "verdict/weights": "node-1=3, node-2=1"}
+		}, func(s *snapshot.Service) {
+			s.Scheduling = &snapshot.Scheduling{Scheduler: "mh", Port: true, Fallback: true, Weights: map[string]uint16{"node-1": 3, "node-2": 1}}
+		}, nil},
+		{"not scheduled by IPVS", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "nftables"} },
+			func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: "nftables"} }, nil},
+		{"an unknown scheduler", func(s *corev1.Service) {
+			s.Annotations = map[string]string{"verdict/scheduler": "best", "verdict/weights": "node-1=0,node-2,node-3=2"}
+		}, func(s *snapshot.Service) {
+			s.Scheduling = &snapshot.Scheduling{Weights: map[string]uint16{"node-3": 2}}
+		}, []string{
+			`Service default/web: metadata.annotations[verdict/scheduler]: "best" is none of nftables, rr, wrr, lc, wlc, fo, ovf, lblc, ` +
+				`lblcr, dh, sh, mh, sed, nq, twos`,
+			`Service default/web: metadata.annotations[verdict/weights]: "node-1=0" is no weight of a node such as node-1=3; weights are 1 to 65535`,
+			`Service default/web: metadata.annotations[verdict/weights]: "node-2" is no weight of a node such as node-1=3; weights are 1 to 65535`,
+		}},
+		{"flags of a scheduler without", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "lc,port"} },
+			func(*snapshot.Service) {}, []string{
+				"Service default/web: metadata.annotations[verdict/scheduler]: lc has no flags, only sh and mh have"}},
 		{"dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "fd00::1") },
 			func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, nil},
 		{"two cluster IPs of a family", func(s *corev1.Service) {
@@ -295,6 +315,15 @@ func TestSlice(t *testing.T) {
 			`EndpointSlice default/web-abc: ports[6].name: "udp" is the name of two ports: the first one counts`,
 			`EndpointSlice default/web-abc: ports[7].protocol: "tcp" is unknown: write TCP, UDP or SCTP`,
 		}},
+		{"weighed", func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "7"} },
+			func(s *snapshot.Slice) {
+				for i := range s.Endpoints {
+					s.Endpoints[i].Weight = 7
+				}
+			}, nil},
+		{"weighed with too much", func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "70000"} },
+			func(*snapshot.Slice) {}, []string{
+				`EndpointSlice default/web-abc: metadata.annotations[verdict/weight]: "70000" is not a number from 1 to 65535`}},
 		{"when it happened", func(s *discoveryv1.EndpointSlice) {
 			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-02T03:04:05.6Z"}
 		}, func(s *snapshot.Slice) { s.Triggered = time.Date(2026, 1, 2, 3, 4, 5, 6e8, time.UTC) }, nil},

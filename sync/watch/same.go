@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"maps"
 	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -14,7 +15,12 @@ func sameService(a, b *snapshot.Service) bool {
 		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
-		slices.Equal(a.Ports, b.Ports)
+		slices.Equal(a.Ports, b.Ports) && sameScheduling(a.Scheduling, b.Scheduling)
+}
+
+func sameScheduling(a, b *snapshot.Scheduling) bool {
+	return a == b || a != nil && b != nil && a.Scheduler == b.Scheduler && a.Port == b.Port && a.Fallback == b.Fallback &&
+		maps.Equal(a.Weights, b.Weights)
 }
 
 // sameSlice leaves out Triggered: that alone changes nothing.
@@ -24,7 +30,7 @@ func sameSlice(a, b *snapshot.Slice) bool {
 }
 
 func sameEndpoint(a, b snapshot.Endpoint) bool {
-	return a.Addr == b.Addr && a.Node == b.Node && a.Ready == b.Ready && a.Serving == b.Serving &&
+	return a.Addr == b.Addr && a.Node == b.Node && a.Ready == b.Ready && a.Serving == b.Serving && a.Weight == b.Weight &&
 		a.Terminating == b.Terminating && slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
 }
 

@@ -1,0 +1,539 @@
+package ipvsplugin
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Backend is a reconcile.Backend that has IPVS schedule, and another backend do everything else. Its methods may be called at
+// the same time; all but Statistics wait for each other.
+type Backend struct {
+	inner   reconcile.Backend
+	options Options
+	now     func() time.Time
+
+	mu    sync.Mutex
+	ipvs  ipvs
+	net   rtnetlink
+	guard guard
+
+	// want is what the last State asked for.
+	want table
+	// behind says that the kernel may not hold want, so that all of it has to be looked at.
+	behind bool
+	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what the kernel
+	// holds then, unless it is doubtful: then they are read.
+	active, doubtful bool
+	have             contents
+	routes           map[netip.Addr]netip.Addr // and their source
+	guarded          map[netip.Addr]bool
+	devices          []device
+	// draining are virtual services with something that waits for connections to end.
+	draining map[dataplane.Key]bool
+	watch    watch
+
+	// reading is for Statistics.
+	reading struct {
+		sync.Mutex
+		ipvs ipvs
+	}
+}
+
+var _ reconcile.Backend = (*Backend)(nil)
+
+// New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet: neither
+// IPVS nor its parameters are as much as looked at before a Service asks for it.
+func New(inner reconcile.Backend, o Options) (*Backend, error) {
+	b := &Backend{inner: inner, options: o, now: time.Now, want: newTable(), behind: true, doubtful: true}
+	if b.options.DrainLimit == 0 {
+		b.options.DrainLimit = DefaultDrainLimit
+	}
+	var errs [4]error
+	b.ipvs.socket, errs[0] = openSocket(unix.NETLINK_GENERIC)
+	b.reading.ipvs.socket, errs[1] = openSocket(unix.NETLINK_GENERIC)
+	b.net.socket, errs[2] = openSocket(unix.NETLINK_ROUTE)
+	b.guard.socket, errs[3] = openSocket(unix.NETLINK_NETFILTER)
+	if err := errors.Join(errs[:]...); err != nil {
+		return nil, errors.Join(err, b.Close())
+	}
+	_ = unix.SetsockoptInt(b.guard.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, receiveBuffer)
+	return b, nil
+}
+
+// Close closes the sockets, not the backend it wraps. What is in the kernel stays.
+func (b *Backend) Close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.reading.Lock()
+	defer b.reading.Unlock()
+	return errors.Join(b.ipvs.close(), b.reading.ipvs.close(), b.net.close(), b.guard.close())
+}
+
+// Probe says whether this kernel has IPVS and the schedulers, which it is made to load. The error is a *Missing that names modules,
+// if they are what is missing. It is asked in the network namespace of the calling thread.
+func Probe(schedulers ...string) error {
+	s, err := openSocket(unix.NETLINK_GENERIC)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	return (&ipvs{socket: s}).probe(schedulers)
+}
+
+func (v *ipvs) probe(schedulers []string) error {
+	if err := v.find(); err != nil {
+		return err
+	}
+	var missing []string
+	for _, name := range schedulers {
+		there, err := v.try(name)
+		if err != nil {
+			return err
+		}
+		if !there {
+			missing = append(missing, module(name))
+		}
+	}
+	if missing != nil {
+		return &Missing{Modules: missing}
+	}
+	return nil
+}
+
+func module(scheduler string) string { return "ip_vs_" + scheduler }
+
+// Apply has IPVS ready before the other backend sends it anything, and takes away what is not wanted any more after that.
+//
+// If the kernel refuses what a Service asks of IPVS, or somebody else has a virtual service at the Service's address, the error
+// wraps a *dataplane.Refused. What was written for others by then stays: nothing is sent there.
+func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var r dataplane.Receipt
+	before := b.sent()
+	start := time.Now()
+	touched, err := b.follow(want, change)
+	if err == nil && b.active {
+		err = b.prepare(touched, &r)
+	}
+	spent := time.Since(start)
+	if err != nil {
+		b.behind = true
+		return r, err
+	}
+	inner, err := b.inner.Apply(want, change)
+	if err != nil {
+		b.behind = true
+		return inner, err
+	}
+	start = time.Now()
+	if b.active {
+		err = b.finish(touched, &r)
+	}
+	b.behind = err != nil
+	after := b.sent()
+	return sum(inner, r, dataplane.Receipt{
+		Messages: after.Messages - before.Messages, Bytes: after.Bytes - before.Bytes, Commit: spent + time.Since(start),
+	}), err
+}
+
+// sent counts what was sent so far.
+func (b *Backend) sent() (r dataplane.Receipt) {
+	for _, s := range []*socket{b.ipvs.socket, b.net.socket, b.guard.socket} {
+		r.Messages += s.messages
+		r.Bytes += s.bytes
+	}
+	return r
+}
+
+// sum adds up what the other backend wrote and what IPVS took.
+func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
+	inner.Adopted = inner.Adopted && ours.Added+ours.Replaced+ours.Removed == 0
+	inner.Added += ours.Added
+	inner.Replaced += ours.Replaced
+	inner.Removed += ours.Removed
+	inner.Messages += cost.Messages
+	inner.Bytes += cost.Bytes
+	inner.Commit += cost.Commit
+	return inner
+}
+
+// follow brings the table up to date, and gives the keys that may have to be written. If need be it starts to use IPVS, and reads
+// what the kernel holds.
+func (b *Backend) follow(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
+	var touched map[dataplane.Key]bool
+	if b.behind || b.doubtful {
+		touched = b.want.replace(want)
+	} else {
+		touched = b.want.update(want, change)
+	}
+	if !b.active && len(b.want.services) == 0 && (!b.doubtful || !Loaded()) {
+		b.doubtful = false
+		return nil, nil
+	}
+	if b.active && !b.doubtful {
+		if b.behind {
+			b.touchAll(touched)
+		}
+		return touched, nil
+	}
+	if err := b.start(); err != nil {
+		return nil, err
+	}
+	b.touchAll(touched)
+	return touched, nil
+}
+
+func (b *Backend) touchAll(touched map[dataplane.Key]bool) {
+	for k := range b.have.services {
+		touched[k] = true
+	}
+}
+
+// Loaded says whether IPVS is in the kernel already. To ask IPVS itself would load it.
+func Loaded() bool {
+	_, err := os.Stat("/proc/thread-self/net/ip_vs")
+	return err == nil
+}
+
+// start sets IPVS up, and reads what there is of ours.
+func (b *Backend) start() error {
+	b.active, b.ipvs.family = false, 0 // it may have been loaded anew
+	if err := b.ipvs.find(); err != nil {
+		return b.refuseAll(err)
+	}
+	have, err := b.ipvs.contents(b.have)
+	if err != nil {
+		return err
+	}
+	routes, err := b.net.list()
+	if err != nil {
+		return err
+	}
+	if len(have.services)+len(routes)+len(b.want.services) == 0 { // IPVS is somebody else's
+		b.doubtful, b.active = false, false
+		return nil
+	}
+	if err := b.parameters(); err != nil {
+		return b.refuseAll(err)
+	}
+	b.have, b.routes, b.guarded = have, routes, nil
+	b.draining = map[dataplane.Key]bool{}
+	b.watch = watch{stray: true}
+	b.active, b.doubtful = true, false
+	return b.look()
+}
+
+// refuseAll is the error of a kernel that cannot schedule at all; nil if nobody asks for it.
+func (b *Backend) refuseAll(why error) error {
+	r := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	for n := range b.want.of {
+		r.Services[n] = why
+	}
+	if len(r.Services) == 0 {
+		return nil
+	}
+	return r
+}
+
+// maxReads bounds how often one Apply reads what the kernel holds because others are at it.
+const maxReads = 3
+
+// prepare writes what has to be there before anything is sent to it: addresses, virtual services, destinations.
+func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
+	if err := b.reach(touched, r); err != nil {
+		return err
+	}
+	p := b.planner()
+	for range maxReads {
+		var ops []op
+		for _, k := range sorted(touched) {
+			ops = append(ops, p.make(k, b.have.services[k], b.want.services[k])...)
+		}
+		stale, err := b.write(ops, r)
+		if err != nil {
+			return err
+		}
+		if !stale {
+			return b.verify(ops)
+		}
+		if b.have, err = b.ipvs.contents(b.have); err != nil {
+			return err
+		}
+		b.touchAll(touched)
+	}
+	return fmt.Errorf("ipvs: somebody else changes it all the time")
+}
+
+// finish lets drain or removes what is not wanted.
+func (b *Backend) finish(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
+	p := b.planner()
+	var ops []op
+	for _, k := range sorted(touched) {
+		ops = append(ops, p.end(k, b.have.services[k], b.want.services[k])...)
+	}
+	if err := b.withdraw(ops, r); err != nil {
+		return err
+	}
+	for k := range touched {
+		b.noteDraining(k)
+	}
+	return b.leave(touched, r)
+}
+
+// withdraw writes ops that take something away. What is gone already leaves a doubt about the rest.
+func (b *Backend) withdraw(ops []op, r *dataplane.Receipt) error {
+	stale, err := b.write(ops, r)
+	if err != nil {
+		return err
+	}
+	if stale {
+		b.doubtful, b.behind = true, true
+		return errors.New("ipvs: somebody else changed it meanwhile")
+	}
+	return b.verify(ops)
+}
+
+func (b *Backend) noteDraining(k dataplane.Key) {
+	if have := b.have.services[k]; have != nil && (b.want.services[k] == nil || have.draining(b.want.services[k])) {
+		b.draining[k] = true
+	} else {
+		delete(b.draining, k)
+	}
+}
+
+func (b *Backend) planner() *planner {
+	return &planner{until: uint32(b.now().Add(b.options.DrainLimit).Unix())}
+}
+
+func sorted(keys map[dataplane.Key]bool) []dataplane.Key {
+	return slices.SortedFunc(maps.Keys(keys), dataplane.Key.Compare)
+}
+
+// write commits ops. stale says that the kernel holds something else than was believed; an error that it refuses something, or
+// that nobody knows what it holds.
+func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) {
+	if stale, err := b.lost(ops); stale || err != nil {
+		return stale, err
+	}
+	failed, err := b.ipvs.commitOps(ops, &b.have)
+	if err != nil {
+		b.doubtful = true
+		return false, fmt.Errorf("ipvs: %w", err)
+	}
+	refused := map[op]bool{}
+	no := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	for _, f := range failed {
+		refused[f.op] = true
+		why, fatal := b.explain(f.op, f.errno)
+		vs := b.want.services[f.key]
+		switch {
+		case why == nil:
+			stale = true
+		case vs == nil || fatal:
+			return false, why
+		default:
+			no.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
+		}
+	}
+	for _, o := range ops {
+		if !refused[o] {
+			tally(o.verb, r)
+		}
+	}
+	if len(no.Services) > 0 {
+		b.doubtful = b.doubtful || stale
+		return false, no
+	}
+	return stale, nil
+}
+
+// lost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions: whoever puts
+// one of his own in its place just now goes unnoticed.
+func (b *Backend) lost(ops []op) (bool, error) {
+	var last dataplane.Key
+	for _, o := range ops {
+		have := b.have.services[o.key]
+		if o.key == last || have == nil || have.Config == (Config{}) { // that one is about to get our mark
+			continue
+		}
+		last = o.key
+		if l, there, err := b.ipvs.service(o.key); err != nil || !there || !l.ours {
+			return err == nil, err
+		}
+	}
+	return false, nil
+}
+
+func tally(v verb, r *dataplane.Receipt) {
+	switch v {
+	case newService, newDest:
+		r.Added++
+	case setService, setDest:
+		r.Replaced++
+	default:
+		r.Removed++
+	}
+}
+
+// explain says why the kernel refuses a write; nil if the only reason is that it holds something else than was believed. fatal
+// says that it is not because of what was asked for.
+func (b *Backend) explain(o op, errno unix.Errno) (why error, fatal bool) {
+	switch {
+	case o.verb == newService && errno == unix.EEXIST:
+		l, there, err := b.ipvs.service(o.key)
+		if err != nil {
+			return err, true
+		}
+		if there && !l.ours {
+			adopted, err := b.adopt(l)
+			if adopted || err != nil {
+				return err, true // if it was, the only reason is gone
+			}
+			return fmt.Errorf("ipvs: the virtual service %s is somebody else's", o.key), false
+		}
+		return nil, false
+	case (o.verb == newService || o.verb == setService) && errno == unix.ENOENT:
+		return &Missing{Modules: []string{module(o.config.Scheduler)}}, false
+	case errno == unix.EEXIST || errno == unix.ENOENT || errno == unix.ESRCH:
+		return nil, false
+	}
+	return fmt.Errorf("ipvs: %s: %w", o, errno), false
+}
+
+// adopt takes a virtual service as ours, if the operator's Adopt says so. It gets our mark when it is written next.
+func (b *Backend) adopt(l listed) (bool, error) {
+	if b.options.Adopt == nil {
+		return false, nil
+	}
+	f, err := b.ipvs.fill(l)
+	if err != nil {
+		return false, err
+	}
+	vs := VirtualService{Key: l.key, Config: l.Config, Destinations: slices.SortedFunc(maps.Values(f.dests),
+		func(a, b Destination) int { return a.Compare(b.AddrPort) })}
+	if !b.options.Adopt(vs) {
+		return false, nil
+	}
+	b.have.put(l.key, f)
+	return true, nil
+}
+
+// verify reads back what was written. The kernel acknowledges each write; that it did it shows here.
+func (b *Backend) verify(ops []op) error {
+	var last dataplane.Key
+	for _, o := range ops {
+		if o.key == last {
+			continue
+		}
+		last = o.key
+		wrong, err := b.compare(o.key)
+		if err == nil && wrong != "" {
+			err = fmt.Errorf("ipvs: was written and acknowledged, yet %s", wrong)
+		}
+		if err != nil {
+			b.doubtful = true
+			return err
+		}
+	}
+	return nil
+}
+
+// compare says in words what the kernel holds else than is believed of one virtual service; nothing if it is as it should be.
+func (b *Backend) compare(k dataplane.Key) (string, error) {
+	have := b.have.services[k]
+	l, there, err := b.ipvs.service(k)
+	switch {
+	case err != nil:
+		return "", err
+	case have == nil && !there:
+		return "", nil
+	case have == nil && !l.ours:
+		return "", nil
+	case have == nil:
+		return fmt.Sprintf("the virtual service %s is there", k), nil
+	case !there:
+		return fmt.Sprintf("the virtual service %s is gone", k), nil
+	case !l.ours:
+		return fmt.Sprintf("the virtual service %s is not marked as ours any more", k), nil
+	case l.Config != have.Config:
+		return fmt.Sprintf("the virtual service %s has %s, not %s", k, l.Config.String(), have.Config.String()), nil
+	}
+	is, err := b.ipvs.fill(l)
+	if err != nil {
+		return "", err
+	}
+	return differs(k, is, have), nil
+}
+
+// differs compares destinations.
+func differs(k dataplane.Key, is, should *found) string {
+	for _, a := range slices.SortedFunc(maps.Keys(should.dests), netip.AddrPort.Compare) {
+		d, there := is.dests[a]
+		switch want := should.dests[a]; {
+		case !there:
+			return fmt.Sprintf("the destination %s of %s is gone", a, k)
+		case d.Weight != want.Weight:
+			return fmt.Sprintf("the destination %s of %s has weight %d, not %d", a, k, d.Weight, want.Weight)
+		case d != want:
+			return fmt.Sprintf("the destination %s of %s has threshold %d, not %d", a, k, d.Until, want.Until)
+		}
+	}
+	for _, a := range slices.SortedFunc(maps.Keys(is.dests), netip.AddrPort.Compare) {
+		if _, there := should.dests[a]; !there {
+			return fmt.Sprintf("the destination %s of %s is not ours", a, k)
+		}
+	}
+	return ""
+}
+
+// Remove takes everything of ours out of the kernel, connections included, and gives parameters their values from before.
+func (b *Backend) Remove() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	errs := []error{b.inner.Remove()}
+	b.behind, b.doubtful, b.active = true, true, false
+	if Loaded() {
+		errs = append(errs, b.removeServices())
+	}
+	routes, err := b.net.list()
+	errs = append(errs, err, b.net.remove(routesTo(routes)), b.restore(), b.guard.remove())
+	return errors.Join(errs...)
+}
+
+func (b *Backend) removeServices() error {
+	if err := b.ipvs.find(); err != nil {
+		return err
+	}
+	list, err := b.ipvs.services()
+	if err != nil {
+		return err
+	}
+	have := newContents()
+	var ops []op
+	for _, l := range list {
+		if l.ours {
+			have.put(l.key, &found{})
+			ops = append(ops, op{verb: delService, key: l.key})
+		}
+	}
+	failed, err := b.ipvs.commitOps(ops, &have)
+	for _, f := range failed {
+		if f.errno != unix.ESRCH && err == nil {
+			err = fmt.Errorf("ipvs: %s: %w", f.op, f.errno)
+		}
+	}
+	return err
+}

@@ -1,0 +1,210 @@
+package ipvsplugin
+
+import (
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// How often Check does its parts, and how long it takes for each at most. IPVS counts no transactions and tells nobody about them,
+// so that what others do with it shows only by looking.
+const (
+	drainEvery = 2 * time.Second
+	guardEvery = 2 * time.Second
+	roundEvery = time.Second
+	checkTime  = 2 * time.Millisecond
+	// drainPause is how long it rests if there is more that drains than it could look at.
+	drainPause = 50 * time.Millisecond
+)
+
+// watch is how far Check has come.
+type watch struct {
+	// stray says that there may be routes to addresses that nobody needs.
+	stray bool
+	// round are the virtual services, and after them addresses, that are still to be looked at in this round.
+	round []dataplane.Key
+	addrs []netip.Addr
+	// nextRound, nextDrain and nextGuard are when these are due again.
+	nextRound, nextDrain, nextGuard time.Time
+	generation                      uint32
+	// drains are those that are still to be looked at.
+	drains []dataplane.Key
+}
+
+// Check looks whether others changed what is ours, a part of it at a time, and takes away what has drained meanwhile.
+func (b *Backend) Check() (found []string, again time.Duration, err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	found, again, err = b.inner.Check()
+	if !b.active || b.doubtful || b.behind {
+		return found, again, err
+	}
+	if len(found) > 0 { // whoever flushed the other tables has flushed the guard, too
+		b.watch.nextGuard = time.Time{}
+	}
+	wrong, failed := b.check()
+	if failed != nil { // the next Apply reads everything, and says it if that fails, too
+		wrong = append(wrong, failed.Error())
+	}
+	if len(wrong) > 0 {
+		b.doubtful, b.behind = true, true
+	}
+	if len(b.watch.drains) > 0 && (again == 0 || again > drainPause) {
+		again = drainPause
+	}
+	return append(found, wrong...), again, err
+}
+
+func (b *Backend) check() (wrong []string, err error) {
+	start := time.Now()
+	if err := b.reap(start); err != nil {
+		return nil, err
+	}
+	for _, part := range []func(time.Time) ([]string, error){b.checkGuard, b.checkServices, b.checkRoutes} {
+		w, err := part(start)
+		if wrong = append(wrong, w...); err != nil {
+			return wrong, err
+		}
+	}
+	return wrong, nil
+}
+
+// reap removes destinations that have no connection left, or whose time is over, and what was waiting for them.
+func (b *Backend) reap(start time.Time) error {
+	w := &b.watch
+	if len(w.drains) == 0 {
+		if start.Before(w.nextDrain) || len(b.draining) == 0 {
+			return nil
+		}
+		w.nextDrain = start.Add(drainEvery)
+		w.drains = sorted(b.draining)
+	}
+	var r dataplane.Receipt
+	var ops []op
+	seen := map[dataplane.Key]bool{}
+	for n := 0; len(w.drains) > 0 && within(start, n); n++ {
+		k := w.drains[0]
+		w.drains = w.drains[1:]
+		if b.have.services[k] == nil || !b.draining[k] {
+			continue
+		}
+		more, err := b.drained(k)
+		if err != nil {
+			return err
+		}
+		ops = append(ops, more...)
+		seen[k] = true
+	}
+	if err := b.withdraw(ops, &r); err != nil {
+		return err
+	}
+	for k := range seen {
+		b.noteDraining(k)
+	}
+	return b.leave(seen, &r)
+}
+
+// drained gives what can be removed of a virtual service.
+func (b *Backend) drained(k dataplane.Key) ([]op, error) {
+	list, err := b.ipvs.dests(k)
+	if err != nil {
+		return nil, err
+	}
+	over := map[netip.AddrPort]bool{}
+	now := uint32(b.now().Unix())
+	for _, u := range list {
+		over[u.AddrPort] = u.active+u.inactive == 0 || u.Until != 0 && u.Until <= now
+	}
+	p := b.planner()
+	p.idle = func(_ dataplane.Key, a netip.AddrPort) bool { return over[a] }
+	return p.end(k, b.have.services[k], b.want.services[k]), nil
+}
+
+// within says whether there is time for another thing after n. There is for one.
+func within(start time.Time, n int) bool { return n == 0 || time.Since(start) < checkTime }
+
+// checkServices looks at some virtual services.
+func (b *Backend) checkServices(start time.Time) (wrong []string, err error) {
+	w := &b.watch
+	if len(w.round) == 0 && len(w.addrs) == 0 {
+		if start.Before(w.nextRound) {
+			return nil, nil
+		}
+		w.nextRound = start.Add(roundEvery)
+		for k := range b.have.services {
+			w.round = append(w.round, k)
+		}
+		for a := range b.routes {
+			w.addrs = append(w.addrs, a)
+		}
+	}
+	for n := 0; len(w.round) > 0 && within(start, n); n++ {
+		k := w.round[0]
+		w.round = w.round[1:]
+		if b.have.services[k] == nil {
+			continue
+		}
+		what, err := b.compare(k)
+		if err != nil {
+			return wrong, err
+		}
+		if what != "" {
+			wrong = append(wrong, what)
+		}
+	}
+	return wrong, nil
+}
+
+// checkRoutes looks at some addresses.
+func (b *Backend) checkRoutes(start time.Time) (wrong []string, err error) {
+	w := &b.watch
+	for n := 0; len(w.addrs) > 0 && len(w.round) == 0 && within(start, n); n++ {
+		a := w.addrs[0]
+		w.addrs = w.addrs[1:]
+		if _, there := b.routes[a]; !there {
+			continue
+		}
+		takes, err := b.net.takes(a)
+		if err != nil {
+			return wrong, err
+		}
+		if !takes {
+			wrong = append(wrong, fmt.Sprintf("the local route to %s is gone", a))
+		}
+	}
+	return wrong, nil
+}
+
+// checkGuard follows addresses that come to this host or go, and looks at the guard if there was a transaction of anybody.
+func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
+	w := &b.watch
+	if start.Before(w.nextGuard) {
+		return nil, nil
+	}
+	defer func() { w.nextGuard = start.Add(max(guardEvery, 100*time.Since(start))) }()
+	if err := b.look(); err != nil {
+		return nil, err
+	}
+	var r dataplane.Receipt
+	if err := b.protect(nil, &r); err != nil {
+		return nil, err
+	}
+	if moved := b.moved(); len(moved) > 0 {
+		return []string{"the node's address is another one"}, nil
+	}
+	generation, err := b.guard.generation()
+	if err != nil || generation == w.generation {
+		return nil, err
+	}
+	same, err := b.guard.holds(b.guarded)
+	if err != nil {
+		return nil, err
+	}
+	if !same {
+		return []string{"the table " + guardTable + " is not what it was"}, nil
+	}
+	w.generation = generation
+	return nil, nil
+}

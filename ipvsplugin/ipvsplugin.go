@@ -1,0 +1,82 @@
+// Package ipvsplugin has IPVS choose the endpoint of a connection, for the Services that ask for it. It schedules and nothing
+// else: the backend it wraps decides who is served, masquerades, rejects and drops, and leaves the packets of such frontends as
+// they are. docs/decisions/ipvs.md says how both work together.
+//
+// Everything it makes in the kernel is marked as ours in the kernel itself, so that a new process finds it, and nothing else is
+// ever changed: virtual services by bits in their flags, routes by their protocol, tables by their name.
+package ipvsplugin
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// The flags of a virtual service that are of use here: include/uapi/linux/ip_vs.h.
+const (
+	// Persistent has clients stay with their destination.
+	Persistent uint32 = 0x1
+	// SchedFallback is sh-fallback and mh-fallback; SchedPort is sh-port and mh-port.
+	SchedFallback uint32 = 0x8
+	SchedPort     uint32 = 0x10
+
+	// flagMask has the bits that we decide about; the kernel has one of its own, 0x2, for services that are in its table.
+	flagMask = 0x1 | 0x4 | SchedFallback | SchedPort | 0x20 | ownMask
+	// A virtual service of ours carries ownFlag. The kernel keeps bits that it has no meaning for, and lists them.
+	ownFlag uint32 = 0x5644_0000
+	ownMask uint32 = 0xffff_0000
+)
+
+// VirtualService is a frontend that IPVS schedules.
+type VirtualService struct {
+	Key dataplane.Key
+	// Kind is the frontend's. Of a virtual service that was read from the kernel it is unknown, and 0.
+	Kind dataplane.Kind
+	// Service is the port that asks for it; zero if it was read from the kernel.
+	Service dataplane.PortName
+	Config
+	// Destinations are sorted by address and unique.
+	Destinations []Destination
+}
+
+// Config is how a virtual service schedules.
+type Config struct {
+	// Scheduler is the kernel's name, such as "lc".
+	Scheduler string
+	// Flags are Persistent, SchedFallback and SchedPort.
+	Flags uint32
+	// Timeout is how long a client stays with its destination after its last connection, in seconds, if Flags has Persistent.
+	Timeout uint32
+}
+
+// Destination is an endpoint of a virtual service.
+type Destination struct {
+	netip.AddrPort
+	// Weight is 0 while the destination drains: it gets no new connections, and keeps those it has.
+	Weight uint32
+	// Until is when a destination that drains is given up, in seconds since 1970; 0 for one that is in use. It is stored as the
+	// destination's upper threshold, a number of connections that is never reached, so that the next process knows it.
+	Until uint32
+}
+
+// Options are the operator's decisions. The zero value is fine.
+type Options struct {
+	// DrainLimit is how long a destination may drain; 0 means DefaultDrainLimit. Whole seconds count.
+	DrainLimit time.Duration
+	// NodeAddrs gives the addresses of the node, best first, which connections of the node itself to a Service come from. If it is
+	// nil, or gives none that is on this host, the host's first global address of the family is taken.
+	NodeAddrs func() []netip.Addr
+	// Adopt is asked about a virtual service of somebody else at a key that a Service wants. If it says yes, the virtual service is
+	// ours from then on, with its connections, as kube-proxy's can be when Verdict takes over from it. Otherwise, and if it is nil, the
+	// Service is refused and the virtual service left alone.
+	Adopt func(VirtualService) bool
+	// Timeouts replace those of the kernel that are not 0 here.
+	Timeouts Timeouts
+}
+
+// DefaultDrainLimit is as long as anybody should have to wait for an endpoint that is not wanted any more.
+const DefaultDrainLimit = time.Hour
+
+// Timeouts are how long IPVS remembers connections without packets; whole seconds, 0 is the kernel's own.
+type Timeouts struct{ TCP, TCPFin, UDP time.Duration }

@@ -1,0 +1,207 @@
+package ipvsplugin
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// verb is what is done to an object of IPVS.
+type verb uint8
+
+const (
+	newService verb = iota
+	setService
+	delService
+	newDest
+	setDest
+	delDest
+)
+
+var verbNames = [...]string{
+	"add service", "change service", "delete service", "add destination", "change destination", "delete destination",
+}
+
+func (v verb) String() string { return verbNames[v] }
+
+// op is one write.
+type op struct {
+	verb verb
+	key  dataplane.Key
+	// config is for new and changed services, dest for destinations.
+	config Config
+	dest   Destination
+}
+
+// String names the object as errors do.
+func (o op) String() string {
+	if o.verb < newDest {
+		return o.verb.String() + " " + o.key.String()
+	}
+	return o.verb.String() + " " + o.dest.AddrPort.String() + " of " + o.key.String()
+}
+
+// String is for messages: "lc", "sh persistent 300 flags 0x18".
+func (c Config) String() string {
+	s := c.Scheduler
+	if c.Flags&Persistent != 0 {
+		s += fmt.Sprintf(" persistent %d", c.Timeout)
+	}
+	if f := c.Flags &^ Persistent; f != 0 {
+		s += fmt.Sprintf(" flags %#x", f)
+	}
+	return s
+}
+
+// found is a virtual service of ours as the kernel holds it.
+type found struct {
+	Config
+	dests map[netip.AddrPort]Destination
+}
+
+// contents are our virtual services as the kernel holds them, as far as it has said so. addrs counts them by address.
+type contents struct {
+	services map[dataplane.Key]*found
+	addrs    map[netip.Addr]int
+}
+
+func newContents() contents {
+	return contents{services: map[dataplane.Key]*found{}, addrs: map[netip.Addr]int{}}
+}
+
+func (c *contents) put(k dataplane.Key, f *found) {
+	if c.services[k] == nil {
+		c.addrs[k.Addr]++
+	}
+	c.services[k] = f
+}
+
+// took follows a write that the kernel acknowledged.
+func (c *contents) took(o op) {
+	switch o.verb {
+	case newService:
+		c.put(o.key, &found{Config: o.config, dests: map[netip.AddrPort]Destination{}})
+	case setService:
+		c.services[o.key].Config = o.config
+	case delService:
+		delete(c.services, o.key)
+		count(c.addrs, o.key.Addr, -1)
+	case newDest, setDest:
+		c.services[o.key].dests[o.dest.AddrPort] = o.dest
+	case delDest:
+		delete(c.services[o.key].dests, o.dest.AddrPort)
+	}
+}
+
+// count changes a number, and forgets it when it is 0.
+func count(m map[netip.Addr]int, a netip.Addr, by int) {
+	if m[a] += by; m[a] == 0 {
+		delete(m, a)
+	}
+}
+
+// planner says what has to be written to come from what there is to what is wanted.
+type planner struct {
+	// until is when what begins to drain now is given up.
+	until uint32
+	// idle says of destinations that they have no connection; nil says that none is known to.
+	idle func(dataplane.Key, netip.AddrPort) bool
+}
+
+// drains says whether destinations can be kept without getting new connections.
+//
+// UDP has no end that could be waited for: what comes next from a client goes elsewhere. The schedulers dh and lblc choose by
+// the destination address of the packet, and dh goes on choosing a destination of weight 0, so that nobody would be served.
+func drains(k dataplane.Key, c Config) bool { return k.Protocol != snapshot.UDP && c.Scheduler != "dh" }
+
+// make gives what has to be there before packets are sent: virtual services, destinations, and their weights.
+func (p *planner) make(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
+	if want == nil {
+		return nil
+	}
+	if have == nil {
+		ops = append(ops, op{verb: newService, key: k, config: want.Config})
+		have = &found{Config: want.Config}
+	} else if c := p.config(k, have, want); have.Config != c {
+		ops = append(ops, op{verb: setService, key: k, config: c})
+	}
+	for _, d := range want.Destinations {
+		is, there := have.dests[d.AddrPort]
+		switch {
+		case !there:
+			ops = append(ops, op{verb: newDest, key: k, dest: d})
+		case is != d:
+			ops = append(ops, op{verb: setDest, key: k, dest: d})
+		}
+	}
+	return ops
+}
+
+// config gives how a virtual service is to schedule while some of its destinations drain. sh and mh go on choosing those, and
+// then refuse the client unless they are told to fall back on others.
+func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Config {
+	c := want.Config
+	if hashes(c.Scheduler) && drains(k, c) && !p.all(have, want) {
+		c.Flags |= SchedFallback
+	}
+	return c
+}
+
+func hashes(scheduler string) bool { return scheduler == "sh" || scheduler == "mh" }
+
+// all says whether every destination there is is wanted.
+func (p *planner) all(have *found, want *VirtualService) bool {
+	for a := range have.dests {
+		if !wants(want, a) {
+			return false
+		}
+	}
+	return true
+}
+
+func wants(vs *VirtualService, a netip.AddrPort) bool {
+	if vs == nil {
+		return false
+	}
+	_, there := slices.BinarySearchFunc(vs.Destinations, a, func(d Destination, a netip.AddrPort) int { return d.Compare(a) })
+	return there
+}
+
+// end gives what goes, or begins to drain, once nobody is sent there any more. have is what there is after make.
+func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
+	if have == nil {
+		return nil
+	}
+	gone := 0
+	for a, d := range have.dests {
+		switch {
+		case wants(want, a):
+		case !drains(k, have.Config) || p.idle != nil && p.idle(k, a):
+			ops = append(ops, op{verb: delDest, key: k, dest: d})
+			gone++
+		case d.Weight != 0 || d.Until == 0:
+			ops = append(ops, op{verb: setDest, key: k, dest: Destination{AddrPort: a, Until: p.until}})
+		}
+	}
+	slices.SortFunc(ops, func(a, b op) int { return a.dest.Compare(b.dest.AddrPort) })
+	switch left := len(have.dests) - gone; {
+	case want == nil && left == 0:
+		ops = append(ops, op{verb: delService, key: k})
+	case want != nil && left == len(want.Destinations) && have.Config != want.Config: // nothing drains any more
+		ops = append(ops, op{verb: setService, key: k, config: want.Config})
+	}
+	return ops
+}
+
+// draining says whether anything of a virtual service waits for its connections to end.
+func (f *found) draining(want *VirtualService) bool {
+	for a := range f.dests {
+		if !wants(want, a) {
+			return true
+		}
+	}
+	return false
+}

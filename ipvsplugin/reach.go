@@ -1,0 +1,206 @@
+package ipvsplugin
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// needs says whether the host has to take in what is sent to an address: because a Service is there, or because connections of one
+// that was there go on.
+func (b *Backend) needs(a netip.Addr) bool {
+	if b.want.addrs[a] > 0 {
+		return true
+	}
+	_, routed := b.routes[a]
+	return routed && b.have.addrs[a] > 0
+}
+
+// look reads the addresses of this host.
+func (b *Backend) look() (err error) {
+	b.devices, err = b.net.addresses()
+	return err
+}
+
+// bound says whether an address is on a device of this host.
+func (b *Backend) bound(a netip.Addr) bool {
+	return slices.ContainsFunc(b.devices, func(d device) bool { return d.Addr == a })
+}
+
+// source gives the address that connections of the node have in the family of an address; invalid if there is none.
+func (b *Backend) source(of netip.Addr) netip.Addr {
+	if b.options.NodeAddrs != nil {
+		for _, a := range b.options.NodeAddrs() {
+			if a.Is4() == of.Is4() && b.bound(a) {
+				return a
+			}
+		}
+	}
+	for _, d := range b.devices {
+		if d.Is4() == of.Is4() && d.global && !d.own && b.want.addrs[d.Addr] == 0 {
+			return d.Addr
+		}
+	}
+	return netip.Addr{}
+}
+
+// reach makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is there first.
+func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
+	var missing []route
+	seen := map[netip.Addr]bool{}
+	for k := range keys {
+		if a := k.Addr; !seen[a] && b.want.addrs[a] > 0 {
+			if _, there := b.routes[a]; !there {
+				missing = append(missing, route{to: a})
+			}
+			seen[a] = true
+		}
+	}
+	if len(missing) > 0 {
+		if err := b.look(); err != nil {
+			return err
+		}
+	}
+	if b.guarded == nil {
+		missing = append(missing, b.moved()...)
+	} else if len(missing) == 0 {
+		return nil
+	}
+	for i := range missing {
+		missing[i].source = b.source(missing[i].to)
+	}
+	if err := b.protect(missing, r); err != nil {
+		return err
+	}
+	slices.SortFunc(missing, func(a, b route) int { return a.to.Compare(b.to) })
+	failed, err := b.net.add(missing)
+	if err != nil {
+		b.doubtful = true
+		return err
+	}
+	for _, m := range missing {
+		if failed[m.to] == nil {
+			b.routes[m.to] = m.source
+			r.Added++
+		}
+	}
+	if len(failed) > 0 {
+		return b.refuseAt(failed)
+	}
+	return nil
+}
+
+// refuseAt is the error of addresses that no route can be had to, such as one that is for multicast.
+func (b *Backend) refuseAt(failed map[netip.Addr]error) error {
+	no := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	for k, vs := range b.want.services {
+		if why := failed[k.Addr]; why != nil {
+			no.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
+		}
+	}
+	return no
+}
+
+// moved gives the routes whose source is not the node's address any more.
+func (b *Backend) moved() (routes []route) {
+	sources := map[bool]netip.Addr{}
+	for a, source := range b.routes {
+		want, known := sources[a.Is4()]
+		if !known {
+			want = b.source(a)
+			sources[a.Is4()] = want
+		}
+		if want != source {
+			routes = append(routes, route{to: a})
+		}
+	}
+	return routes
+}
+
+// protect has the guard guard the routes there are and those to come, but not what is on a device. A guard that nobody has read
+// yet is compared with what it should be.
+func (b *Backend) protect(coming []route, r *dataplane.Receipt) error {
+	want := map[netip.Addr]bool{}
+	for a := range b.routes {
+		want[a] = true
+	}
+	for _, m := range coming {
+		want[m.to] = true
+	}
+	for _, d := range b.devices {
+		delete(want, d.Addr)
+	}
+	if b.guarded == nil {
+		same, err := b.guard.holds(want)
+		if err == nil && !same {
+			err = b.guard.replace(slices.SortedFunc(maps.Keys(want), netip.Addr.Compare))
+			r.Added += len(want)
+		}
+		if err == nil {
+			b.guarded = want
+		}
+		return err
+	}
+	add, remove := difference(want, b.guarded), difference(b.guarded, want)
+	if err := b.guard.change(add, remove); err != nil {
+		b.guarded = nil // it is read the next time
+		return err
+	}
+	b.guarded = want
+	r.Added += len(add)
+	r.Removed += len(remove)
+	return nil
+}
+
+// difference gives what is in a and not in b, sorted.
+func difference(a, b map[netip.Addr]bool) (list []netip.Addr) {
+	for addr := range a {
+		if !b[addr] {
+			list = append(list, addr)
+		}
+	}
+	slices.SortFunc(list, netip.Addr.Compare)
+	return list
+}
+
+// leave takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks at all.
+func (b *Backend) leave(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
+	gone := map[netip.Addr]netip.Addr{}
+	for k := range keys {
+		if source, there := b.routes[k.Addr]; there && !b.needs(k.Addr) {
+			gone[k.Addr] = source
+		}
+	}
+	if b.watch.stray { // routes of an earlier process that no virtual service is at
+		for a, source := range b.routes {
+			if !b.needs(a) {
+				gone[a] = source
+			}
+		}
+		b.watch.stray = false
+	}
+	if len(gone) == 0 {
+		return nil
+	}
+	if err := b.net.remove(routesTo(gone)); err != nil {
+		b.doubtful = true
+		return err
+	}
+	for a := range gone {
+		delete(b.routes, a)
+		r.Removed++
+	}
+	return b.protect(nil, r)
+}
+
+func routesTo(routes map[netip.Addr]netip.Addr) (list []route) {
+	for a, source := range routes {
+		list = append(list, route{a, source})
+	}
+	slices.SortFunc(list, func(a, b route) int { return a.to.Compare(b.to) })
+	return list
+}

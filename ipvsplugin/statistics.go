@@ -1,0 +1,138 @@
+package ipvsplugin
+
+import (
+	"net/netip"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// Statistics are what IPVS counted, since the virtual service or destination was made. The kernel's rates follow some seconds
+// behind.
+type Statistics struct {
+	Connections                 uint64
+	PacketsIn, PacketsOut       uint64
+	BytesIn, BytesOut           uint64
+	ConnectionRate              uint64 // per second, as all rates
+	PacketRateIn, PacketRateOut uint64
+	ByteRateIn, ByteRateOut     uint64
+}
+
+// parseStatistics reads what IPVS counts in 64 bits.
+func parseStatistics(b []byte) (s Statistics) {
+	fields := [...]*uint64{1: &s.Connections, &s.PacketsIn, &s.PacketsOut, &s.BytesIn, &s.BytesOut, &s.ConnectionRate,
+		&s.PacketRateIn, &s.PacketRateOut, &s.ByteRateIn, &s.ByteRateOut}
+	for typ, val := range attributes(b) {
+		if typ > 0 && int(typ) < len(fields) {
+			*fields[typ] = val.native64()
+		}
+	}
+	return s
+}
+
+// ServiceStatistics are those of a virtual service of ours.
+type ServiceStatistics struct {
+	Key dataplane.Key
+	Config
+	Statistics
+	Destinations []DestinationStatistics
+}
+
+// DestinationStatistics are those of a destination. One that drains has the weight 0.
+type DestinationStatistics struct {
+	netip.AddrPort
+	Weight uint32
+	// Active and Inactive are the connections that it has now; closed ones are inactive, for some minutes.
+	Active, Inactive uint32
+	Statistics
+}
+
+// Statistics reads those of all virtual services of ours; none if IPVS is not in use. It may be called while the backend works.
+func (b *Backend) Statistics() ([]ServiceStatistics, error) {
+	b.mu.Lock()
+	active, family := b.active, b.ipvs.family
+	b.mu.Unlock()
+	if !active {
+		return nil, nil
+	}
+	b.reading.Lock()
+	defer b.reading.Unlock()
+	b.reading.ipvs.family = family
+	return b.reading.ipvs.statistics()
+}
+
+// ReadStatistics is Backend.Statistics for a process that has no Backend. It reads in the network namespace of the calling
+// thread, and does not load IPVS.
+func ReadStatistics() (all []ServiceStatistics, err error) {
+	err = reading(func(v *ipvs) error {
+		all, err = v.statistics()
+		return err
+	})
+	return all, err
+}
+
+// reading calls f with a connection to IPVS, if that is in use.
+func reading(f func(*ipvs) error) error {
+	if !Loaded() {
+		return nil
+	}
+	s, err := openSocket(unix.NETLINK_GENERIC)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	v := &ipvs{socket: s}
+	if err := v.find(); err != nil {
+		return err
+	}
+	return f(v)
+}
+
+func (v *ipvs) statistics() ([]ServiceStatistics, error) {
+	list, err := v.services()
+	if err != nil {
+		return nil, err
+	}
+	var all []ServiceStatistics
+	for _, l := range list {
+		if !l.ours {
+			continue
+		}
+		s, err := v.statisticsOf(l)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, s)
+	}
+	slices.SortFunc(all, func(a, b ServiceStatistics) int { return a.Key.Compare(b.Key) })
+	return all, nil
+}
+
+func (v *ipvs) statisticsOf(l listed) (ServiceStatistics, error) {
+	s := ServiceStatistics{Key: l.key, Config: l.Config, Statistics: l.stats}
+	dests, err := v.dests(l.key)
+	if err != nil {
+		return s, err
+	}
+	for _, d := range dests {
+		s.Destinations = append(s.Destinations, DestinationStatistics{d.AddrPort, d.Weight, d.active, d.inactive, d.stats})
+	}
+	slices.SortFunc(s.Destinations, func(a, b DestinationStatistics) int { return a.Compare(b.AddrPort) })
+	return s, nil
+}
+
+// ReadService reads one virtual service of ours. It is not ok if there is none; otherwise it is like ReadStatistics.
+func ReadService(k dataplane.Key) (s ServiceStatistics, ok bool, err error) {
+	err = reading(func(v *ipvs) error {
+		l, there, err := v.service(k)
+		if err != nil || !there || !l.ours {
+			return err
+		}
+		s, err = v.statisticsOf(l)
+		ok = err == nil
+		return err
+	})
+	return s, ok, err
+}

@@ -1,0 +1,120 @@
+package ipvsplugin
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+)
+
+// sysctls are what IPVS needs; docs/decisions/ipvs.md says why. They belong to the network namespace.
+var sysctls = []sysctl.Setting{
+	{Path: "proc/sys/net/ipv4/vs/conntrack", Value: 1},
+	{Path: "proc/sys/net/ipv4/vs/expire_nodest_conn", Value: 1},
+	{Path: "proc/sys/net/ipv4/vs/expire_quiescent_template", Value: 1},
+	{Path: "proc/sys/net/ipv4/vs/conn_reuse_mode", Value: 1},
+}
+
+// What was before is written down as the name of a chain, was-0-net.ipv4.vs.conntrack: it stays as long as the kernel's
+// parameters do, and is there for a process in another container.
+
+// noteOf gives the note of a parameter.
+func noteOf(name string, before int) string { return fmt.Sprintf("%s%d-%s", notePrefix, before, name) }
+
+// noted reads a note.
+func noted(note string) (name string, before int, ok bool) {
+	number, name, ok := strings.Cut(strings.TrimPrefix(note, notePrefix), "-")
+	before, err := strconv.Atoi(number)
+	return name, before, ok && err == nil
+}
+
+// The names that timeouts have in notes.
+const (
+	timeoutTCP    = "ipvs.timeout.tcp"
+	timeoutTCPFin = "ipvs.timeout.tcpfin"
+	timeoutUDP    = "ipvs.timeout.udp"
+)
+
+// parameters sets sysctls and timeouts, and takes note of what was before, unless an earlier process has.
+func (b *Backend) parameters() error {
+	notes, err := b.guard.readNotes()
+	if err != nil {
+		return err
+	}
+	known := map[string]bool{}
+	for _, n := range notes {
+		name, _, _ := noted(n)
+		known[name] = true
+	}
+	note := func(name string, before int) {
+		if !known[name] {
+			known[name] = true
+			notes = append(notes, noteOf(name, before))
+		}
+	}
+	changed, errs := sysctl.Host{}.Apply(sysctls)
+	for _, w := range changed {
+		note(w.Name, w.Before)
+	}
+	if t := b.options.Timeouts; t != (Timeouts{}) {
+		before, err := b.ipvs.timeouts()
+		if err == nil && before != before.with(t) {
+			note(timeoutTCP, int(before.TCP/time.Second))
+			note(timeoutTCPFin, int(before.TCPFin/time.Second))
+			note(timeoutUDP, int(before.UDP/time.Second))
+			err = b.ipvs.setTimeouts(t)
+		}
+		errs = append(errs, err)
+	}
+	slices.Sort(notes)
+	b.guard.notes = notes
+	return errors.Join(errs...)
+}
+
+// with gives timeouts with those of another that are not 0.
+func (t Timeouts) with(o Timeouts) Timeouts {
+	for _, f := range []struct {
+		to   *time.Duration
+		from time.Duration
+	}{{&t.TCP, o.TCP}, {&t.TCPFin, o.TCPFin}, {&t.UDP, o.UDP}} {
+		if s := f.from.Truncate(time.Second); s > 0 {
+			*f.to = s
+		}
+	}
+	return t
+}
+
+// restore gives parameters their values from before. One that is gone with its module is no error.
+func (b *Backend) restore() error {
+	notes, err := b.guard.readNotes()
+	if err != nil {
+		return err
+	}
+	var t Timeouts
+	timeouts := map[string]*time.Duration{timeoutTCP: &t.TCP, timeoutTCPFin: &t.TCPFin, timeoutUDP: &t.UDP}
+	var errs []error
+	for _, n := range notes {
+		name, before, ok := noted(n)
+		switch d := timeouts[name]; {
+		case d != nil:
+			*d = time.Duration(before) * time.Second
+		case ok:
+			path := "proc/sys/" + strings.ReplaceAll(name, ".", "/")
+			_, failed := sysctl.Host{}.Apply([]sysctl.Setting{{Path: path, Value: before}})
+			for _, err := range failed {
+				if !errors.Is(err, fs.ErrNotExist) {
+					errs = append(errs, err)
+				}
+			}
+		}
+	}
+	if t != (Timeouts{}) && b.ipvs.family != 0 {
+		errs = append(errs, b.ipvs.setTimeouts(t))
+	}
+	return errors.Join(errs...)
+}

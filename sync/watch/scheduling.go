@@ -1,0 +1,71 @@
+package watch
+
+import (
+	"strconv"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// The annotations by which a Service asks for IPVS, and an EndpointSlice weighs its endpoints.
+const (
+	annotationScheduler = "verdict/scheduler"
+	annotationWeights   = "verdict/weights"
+	annotationWeight    = "verdict/weight"
+)
+
+// scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the node.
+func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling {
+	var s snapshot.Scheduling
+	if text, ok := annotations[annotationScheduler]; ok {
+		field := "metadata.annotations[" + annotationScheduler + "]"
+		if parsed, err := snapshot.ParseScheduling(text); err != nil {
+			f.add(field, "%w", err)
+		} else {
+			s = parsed
+		}
+	}
+	if text, ok := annotations[annotationWeights]; ok {
+		s.Weights = weights(f, text)
+	}
+	if s.Scheduler == "" && s.Weights == nil {
+		return nil
+	}
+	return &s
+}
+
+// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out.
+func weights(f *findings, text string) map[string]uint16 {
+	out := map[string]uint16{}
+	for entry := range strings.SplitSeq(text, ",") {
+		node, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
+		n, good := weightOf(number)
+		if !ok || !good || node == "" {
+			f.add("metadata.annotations["+annotationWeights+"]", "%s is no weight of a node such as node-1=3; weights are 1 to 65535", quote(entry))
+			continue
+		}
+		out[strings.TrimSpace(node)] = n
+	}
+	return out
+}
+
+func weightOf(text string) (uint16, bool) {
+	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 16)
+	return uint16(n), err == nil && n > 0
+}
+
+// weigh gives the endpoints of a slice the weight that its annotation says.
+func weigh(f *findings, annotations map[string]string, endpoints []snapshot.Endpoint) {
+	text, ok := annotations[annotationWeight]
+	if !ok {
+		return
+	}
+	n, good := weightOf(text)
+	if !good {
+		f.add("metadata.annotations["+annotationWeight+"]", "%s is not a number from 1 to 65535", quote(text))
+		return
+	}
+	for i := range endpoints {
+		endpoints[i].Weight = n
+	}
+}
