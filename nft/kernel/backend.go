@@ -336,7 +336,7 @@ func (b *Backend) refusals(refused []refusal) error {
 
 // committed does what is to be done once a transaction is in.
 func (b *Backend) committed(txn *nft.Txn) error {
-	resized := false
+	resized, sweeps := false, false
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
 		resized = resized || len(tt.Resize) > 0
@@ -345,7 +345,12 @@ func (b *Backend) committed(txn *nft.Txn) error {
 			b.sweep.turns[i], b.tables[i] = 0, tableInfo{}
 		case tt.Sweep:
 			b.sweep.order(i, sweepTurns, time.Now())
+			sweeps = true
 		}
+	}
+	if sweeps {
+		// Most maps are small, and clients wait to be sent elsewhere. Check does the rest, and what failed once more.
+		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
 	}
 	if resized {
 		if err := b.checkSizes(); err != nil {
