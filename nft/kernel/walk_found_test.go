@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -367,4 +368,48 @@ func TestRebuildLetsGo(t *testing.T) {
 		}
 		quiet(t, b)
 	}
+}
+
+// TestChainsOfOneName: others give a chain the name of one that they add in the same transaction. The kernel has both then, and a name
+// leads to only one of them.
+func TestChainsOfOneName(t *testing.T) {
+	s := newSite(t, 4, Options{})
+	for _, name := range []string{"mine", "pick-77"} {
+		handles := chainHandles(t, s.backend.reader)
+		var b batch
+		b.reset()
+		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		m := b.object(nft.IPv4, unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
+		b.attr(unix.NFTA_CHAIN_HANDLE, handles["input"])
+		b.text(unix.NFTA_CHAIN_NAME, name)
+		b.end(m)
+		b.chainNamed(nft.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
+		b.batch(unix.NFNL_MSG_BATCH_END)
+		if refused, err := open(t, s.host, Options{}).conn.transact(b.b); err != nil || len(refused) > 0 {
+			t.Fatal(err, refused)
+		}
+		want := "there is more than one chain " + name
+		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), want) {
+			t.Errorf("found %q; want %q", found, want)
+		}
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
+		if left := chainHandles(t, s.backend.reader); left[name] != nil || left["input"] == nil {
+			t.Errorf("after the repair there are %q", slices.Sorted(maps.Keys(left)))
+		}
+		s.restart(Options{})
+		if r := s.apply(dataplane.Change{}); !r.Adopted {
+			t.Errorf("another process finds something to do: %+v", r)
+		}
+	}
+}
+
+// chainHandles gives the handles of the chains of our table for IPv4, by name.
+func chainHandles(t *testing.T, c *Conn) map[string][]byte {
+	t.Helper()
+	handles := map[string][]byte{}
+	labtest.Check(t, c.objects(nft.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
+	}))
+	return handles
 }
