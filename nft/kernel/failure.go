@@ -223,7 +223,11 @@ func (b *Backend) resize(txn *nft.Txn) error {
 			b.model.Sized(f, set.ID, set.Size)
 		}
 	}
-	return b.checkSizes()
+	err := b.checkSizes()
+	if err != nil || b.model.Fixed { // a kernel whose sets keep their size did nothing, and does not count that as a transaction
+		b.generation = 0
+	}
+	return err
 }
 
 // checkSizes looks whether sets got the size that was asked for. A kernel that does not do that will not do it later.
