@@ -267,6 +267,8 @@ func TestNobodyIsToBlame(t *testing.T) {
 		{lie(unix.ENOMEM)},
 		{lie(unix.EINVAL), lie(unix.ENOMEM)}, // the second answers the question whom to blame
 		{lie(unix.EINVAL), lie(unix.ENFILE)},
+		{lie(unix.EINVAL), lie(unix.EPERM)},
+		{lie(unix.EINVAL), lie(unix.EINTR)},
 		{first, lie(unix.EINVAL)},
 		{lie(unix.EINVAL), first},
 	} {
