@@ -3,6 +3,7 @@ package nft
 import (
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -257,6 +258,29 @@ func TestStepsHaveRoom(t *testing.T) {
 		kernel[0].midway = len(step.Tables[0].Add[RevisionSet]) == 0
 		if err := kernel.apply(step); err != nil {
 			t.Fatalf("part %d: %v", i, err)
+		}
+	}
+}
+
+// TestStepsRefuseWhatTheWholeDoes: of two elements under one key only one replaces what was there. The other is refused by the kernel,
+// in steps as well as at once.
+func TestStepsRefuseWhatTheWholeDoes(t *testing.T) {
+	key := frontendElement(Services, dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
+	element := func(chain ChainKind) Element {
+		e := key
+		e.Chain = chain.id()
+		return e
+	}
+	var txn Txn
+	txn.Tables[0].Del[Services] = []Element{element(NoEndpoints)}
+	txn.Tables[0].Add[Services] = []Element{element(NoLocalEndpoints), element(NoEndpoints)}
+	for n := 1; n < 4; n++ {
+		deleted := 0
+		for _, step := range txn.Split(n) {
+			deleted += len(step.Tables[0].Del[Services])
+		}
+		if deleted != 1 {
+			t.Errorf("in steps of %d, one element is deleted %d times", n, deleted)
 		}
 	}
 }

@@ -81,6 +81,7 @@ func (s *splitter) set(table int, tt *TableTxn, set SetID, goes map[elementKey]E
 		}
 		step := &s.step(room).Tables[table]
 		if replaces {
+			delete(goes, e.identity()) // nothing is replaced twice
 			s.mark(table, old)
 			step.Del[set] = append(step.Del[set], old)
 			step.Replaced++

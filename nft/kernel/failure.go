@@ -160,6 +160,10 @@ func (b *Backend) owned(err error) error {
 	return fmt.Errorf("%w (%w)", ErrRights, err)
 }
 
+// blameless are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another owner of the
+// table, and that the kernel wants to be asked again.
+var blameless = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
+
 // blame finds the Services whose elements of a step of a transaction the kernel does not take. It gives none if anything but
 // elements of Services is refused: then they are not to blame.
 func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
@@ -168,7 +172,7 @@ func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
 	var why [len(nft.Families)][]refusal
 	for _, r := range refused {
 		f, e, ok := offer.elementOf(r)
-		if !ok || r.errno == unix.ENOMEM || r.errno == unix.ENFILE { // no memory, or no room in a set
+		if !ok || slices.Contains(blameless, r.errno) {
 			return nil
 		}
 		i := slices.Index(nft.Families[:], f)
@@ -223,7 +227,11 @@ func (b *Backend) resize(txn *nft.Txn) error {
 			b.model.Sized(f, set.ID, set.Size)
 		}
 	}
-	return b.checkSizes()
+	err := b.checkSizes()
+	if err != nil || b.model.Fixed { // a kernel whose sets keep their size did nothing, and does not count that as a transaction
+		b.generation = 0
+	}
+	return err
 }
 
 // checkSizes looks whether sets got the size that was asked for. A kernel that does not do that will not do it later.

@@ -61,7 +61,8 @@ func (c *Conn) table(f nft.Family) (info tableInfo, err error) {
 // structure is what a table holds besides elements, compared with what it should.
 type structure struct {
 	nft.Found
-	// sets says that all sets are there and as they should be; counted that the kernel tells how many elements they have.
+	// sets says that all sets are there and as they should be, and chains such that elements and rules alone can mend the table;
+	// counted that the kernel tells how many elements sets have.
 	sets, counted bool
 	counts        [nft.NumSets]int
 	// wrong says in words what is not as it should be.
@@ -182,7 +183,12 @@ func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
 func (c *Conn) compareChains(f nft.Family, want nft.Table, s *structure) error {
 	chains := map[string]map[uint16][]byte{}
 	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
-		chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs
+		name := unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])
+		if chains[name] != nil { // the kernel adds a chain by a name that the same transaction gives to another
+			s.sets = false // a name leads to only one of them, so that the other could be neither emptied nor deleted
+			s.note(f, "there is more than one chain %s", name)
+		}
+		chains[name] = attrs
 	}); err != nil {
 		return err
 	}

@@ -227,7 +227,7 @@ func (w *walker) verify() {
 	w.verifyAffinity(&c, list)
 	w.verifyQuiet()
 	w.watch.settled(st)
-	w.meddled, w.renewed = false, false
+	w.meddled, w.renewed, w.adopted = false, false, false
 }
 
 // verifyStructure compares sets, chains and rules. A process that knows nothing must find all as it wants it.

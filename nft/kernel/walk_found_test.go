@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -266,6 +267,8 @@ func TestNobodyIsToBlame(t *testing.T) {
 		{lie(unix.ENOMEM)},
 		{lie(unix.EINVAL), lie(unix.ENOMEM)}, // the second answers the question whom to blame
 		{lie(unix.EINVAL), lie(unix.ENFILE)},
+		{lie(unix.EINVAL), lie(unix.EPERM)},
+		{lie(unix.EINVAL), lie(unix.EINTR)},
 		{first, lie(unix.EINVAL)},
 		{lie(unix.EINVAL), first},
 	} {
@@ -367,4 +370,81 @@ func TestRebuildLetsGo(t *testing.T) {
 		}
 		quiet(t, b)
 	}
+}
+
+// TestChainsOfOneName: others give a chain the name of one that they add in the same transaction. The kernel has both then, and a name
+// leads to only one of them.
+func TestChainsOfOneName(t *testing.T) {
+	s := newSite(t, 4, Options{})
+	for _, name := range []string{"mine", "pick-77"} {
+		handles := chainHandles(t, s.backend.reader)
+		var b batch
+		b.reset()
+		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		m := b.object(nft.IPv4, unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
+		b.attr(unix.NFTA_CHAIN_HANDLE, handles["input"])
+		b.text(unix.NFTA_CHAIN_NAME, name)
+		b.end(m)
+		b.chainNamed(nft.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
+		b.batch(unix.NFNL_MSG_BATCH_END)
+		if refused, err := open(t, s.host, Options{}).conn.transact(b.b); err != nil || len(refused) > 0 {
+			t.Fatal(err, refused)
+		}
+		want := "there is more than one chain " + name
+		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), want) {
+			t.Errorf("found %q; want %q", found, want)
+		}
+		s.apply(dataplane.Change{})
+		quiet(t, s.backend)
+		if left := chainHandles(t, s.backend.reader); left[name] != nil || left["input"] == nil {
+			t.Errorf("after the repair there are %q", slices.Sorted(maps.Keys(left)))
+		}
+		s.restart(Options{})
+		if r := s.apply(dataplane.Change{}); !r.Adopted {
+			t.Errorf("another process finds something to do: %+v", r)
+		}
+	}
+}
+
+// chainHandles gives the handles of the chains of our table for IPv4, by name.
+func chainHandles(t *testing.T, c *Conn) map[string][]byte {
+	t.Helper()
+	handles := map[string][]byte{}
+	labtest.Check(t, c.objects(nft.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
+	}))
+	return handles
+}
+
+// oldSets is a wire to a kernel like those before Linux 6.3: it takes a set that is there with another size, and does nothing.
+type oldSets struct{ wire }
+
+func (w *oldSets) send(b []byte) error {
+	sizes := true
+	_ = eachMessage(b, func(h header, _ []byte) error {
+		sizes = sizes && (h.typ == unix.NFNL_MSG_BATCH_BEGIN || h.typ == unix.NFNL_MSG_BATCH_END || h.typ == subsystem|unix.NFT_MSG_NEWSET)
+		return nil
+	})
+	if sizes && verbOf(b) == verbBatch {
+		return nil
+	}
+	return w.wire.send(b)
+}
+
+// TestNothingDoneIsNotCounted: a kernel whose sets do not grow is asked for that. It counts no transaction then, so what others write
+// right afterwards must not be taken for it.
+func TestNothingDoneIsNotCounted(t *testing.T) {
+	s := newSite(t, 1, Options{})
+	s.backend.conn.wire = &oldSets{s.backend.conn.wire}
+	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(1500, 1)))
+	s.apply(change)
+	if !s.backend.model.Fixed {
+		t.Error("the sets are taken for such that grow")
+	}
+	s.nft("flush map ip verdict endpoints")
+	if found := check(t, s.backend); found == nil {
+		t.Error("nothing was found")
+	}
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
 }

@@ -25,6 +25,7 @@ import (
 
 var (
 	walkSeed  = flag.Uint64("walk.seed", 0, "take only this walk of TestWalk; 0 means several")
+	walkFirst = flag.Uint64("walk.first", 1, "the first seed, if TestWalk takes several walks")
 	walkSteps = flag.Int("walk.steps", 0, "how many steps TestWalk takes in all; 0 means as many as everyday tests should")
 )
 
@@ -54,7 +55,7 @@ func TestWalk(t *testing.T) {
 	}
 	start := time.Now()
 	t.Run("walks", func(t *testing.T) {
-		for seed, left := uint64(1), all; left > 0; seed, left = seed+1, left-walkLength {
+		for seed, left := *walkFirst, all; left > 0; seed, left = seed+1, left-walkLength {
 			t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
 				t.Parallel() // the kernel makes those wait whom it refuses something
 				walkOnce(t, seed, min(left, walkLength), total)
@@ -112,6 +113,8 @@ type walker struct {
 	faults  *faults
 	// acked is what the backend was last asked for with success.
 	acked dataplane.State
+	// adopted says that it took what it found in the kernel for what it should be, since all was last seen to be right.
+	adopted bool
 
 	// other is what foreign hands write by, eye what the checks read by.
 	other, eye *Conn
@@ -253,7 +256,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 	if w.cfg.NodeName == "" || w.r.IntN(3) == 0 {
 		w.cfg = anyConfig(w.r)
 	}
-	w.snap, w.planner, w.acked = s, dataplane.NewPlanner(w.cfg), dataplane.State{}
+	w.snap, w.planner, w.acked, w.adopted = s, dataplane.NewPlanner(w.cfg), dataplane.State{}, false
 	w.planner.Apply(w.snap, snapshot.Change{})
 	w.must(w.host.Do(func() (err error) {
 		w.backend, err = Open(w.options)
@@ -357,7 +360,7 @@ func (w *walker) apply(want *dataplane.State) error {
 			w.count["made anew for larger sets"]++
 			w.renewed = true
 		}
-		w.acked = *want
+		w.acked, w.adopted = *want, w.adopted || r.Adopted
 		w.acked.Services = maps.Clone(want.Services)
 		w.acknowledged()
 		return nil
