@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -81,15 +82,18 @@ func (b *Backend) Close() error {
 	return errors.Join(b.ipvs.close(), b.reading.ipvs.close(), b.net.close(), b.guard.close())
 }
 
-// Probe says whether this kernel has IPVS and the schedulers, which it is made to load. The error is a *Missing that names modules,
-// if they are what is missing. It is asked in the network namespace of the calling thread.
+// Probe says whether this kernel has IPVS and the schedulers, which it is made to load, and whether this process may set the
+// parameters that are needed, unless they are set already. The error is a *Missing that names modules, if they are what is missing. It is asked in the network namespace of the calling thread.
 func Probe(schedulers ...string) error {
 	s, err := openSocket(unix.NETLINK_GENERIC)
 	if err != nil {
 		return err
 	}
 	defer s.close()
-	return (&ipvs{socket: s}).probe(schedulers)
+	if err := (&ipvs{socket: s}).probe(schedulers); err != nil {
+		return err
+	}
+	return errors.Join(sysctl.Host{}.Check(sysctls)...)
 }
 
 func (v *ipvs) probe(schedulers []string) error {

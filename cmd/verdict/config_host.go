@@ -11,6 +11,8 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // setSysctls sets what the settings say of connection tracking, and logs it. It says whether some parameters are not there yet: the
@@ -59,6 +61,12 @@ func initOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 	wanted := s.Sysctls(host.CPUs())
 	if s.Policy.AnswersLocalhost() {
 		wanted = append(wanted, sysctl.Setting{Path: "proc/sys/net/ipv4/conf/all/route_localnet", Value: 1})
+	}
+	if s.Policy.IPVS.Mode == dataplane.IPVSAlways {
+		_ = ipvsplugin.Probe(s.Policy.IPVS.Default.Scheduler) // which loads it; that it is missing, run itself will say
+	}
+	if s.Policy.IPVS.Mode != dataplane.IPVSNever && ipvsplugin.Loaded() {
+		wanted = append(wanted, ipvsplugin.Sysctls()...)
 	}
 	changed, errs := host.Apply(wanted)
 	for _, c := range changed {

@@ -60,6 +60,27 @@ func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
 	return changed, errs
 }
 
+// Check says what Apply could not set, and changes nothing.
+func (h Host) Check(settings []Setting) (errs []error) {
+	for _, s := range settings {
+		is, err := h.read(s.Path)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s cannot be read: %w", s.Name(), pathless(err)))
+			continue
+		}
+		if is == s.Value || s.AtLeast && is > s.Value {
+			continue
+		}
+		f, err := os.OpenFile(h.file(s.Path), os.O_WRONLY, 0)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s is %d; %d is wanted, and it cannot be written: %w", s.Name(), is, s.Value, pathless(err)))
+			continue
+		}
+		f.Close()
+	}
+	return errs
+}
+
 func (h Host) file(path string) string { return filepath.Join("/", h.Root, path) }
 
 func (h Host) read(path string) (int, error) {

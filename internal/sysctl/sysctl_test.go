@@ -93,3 +93,15 @@ func TestCPUs(t *testing.T) {
 		t.Errorf("%d CPUs", n)
 	}
 }
+
+// TestCheck: what is not there is told, what is right or could be set is not, and nothing is changed.
+func TestCheck(t *testing.T) {
+	h := host(t, map[string]string{"proc/sys/a/same": "5\n", "proc/sys/a/high": "9\n", "proc/sys/a/other": "1\n"})
+	errs := h.Check([]Setting{{"proc/sys/a/same", 5, false}, {"proc/sys/a/high", 5, true}, {"proc/sys/a/other", 5, false}, {"proc/sys/a/missing", 5, false}})
+	if len(errs) != 1 || errs[0].Error() != "a.missing cannot be read: no such file or directory" {
+		t.Errorf("errors %v", errs)
+	}
+	if got := h.text(t, "proc/sys/a/other"); got != "1\n" {
+		t.Errorf("it was written: %q", got)
+	}
+}
