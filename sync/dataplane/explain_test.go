@@ -135,8 +135,10 @@ func checkTaken(t *testing.T, x *Explanation, route Route) {
 	if x.Cause == SourceRefused {
 		return
 	}
+	scheduled := x.Port.Scheduling != nil && len(taken) > 0 && !x.Question.Key.Addr.IsLoopback() &&
+		x.Frontend.Routes[x.Row].Pool == x.Frontend.Routes[len(x.Frontend.Routes)-1].Pool
 	switch want := x.Cause.Outcome(); {
-	case len(taken) > 0 && want != Sent,
+	case (want == Scheduled) != scheduled, len(taken) > 0 && !scheduled && want != Sent,
 		len(taken) == 0 && route.Pool.Empty == Drop && want != Dropped,
 		len(taken) == 0 && route.Pool.Empty == Reject && want != Rejected:
 		t.Fatalf("%v: %v by %+v", x.Question, x.Cause, route)
