@@ -191,6 +191,8 @@ type ExpectStep struct {
 	// Sticky says that one client is always answered by the same endpoint; Some that not each endpoint has to be seen.
 	Sticky bool `yaml:"sticky"`
 	Some   bool `yaml:"some"`
+	// Apart says that not all of the clients are answered by the same endpoint.
+	Apart bool `yaml:"apart"`
 	// Within is how long it may take until it is so: what Kubernetes promises no order for. 0 means at once.
 	Within Duration `yaml:"within"`
 }

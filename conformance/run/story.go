@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -294,11 +296,27 @@ func (t *teller) expect(ctx context.Context, s *cases.Step) error {
 		}
 	}
 	var wait sync.WaitGroup
-	for _, a := range all {
-		wait.Go(func() { t.expectOne(ctx, s, a, want) })
+	answered := make([]*seen, len(all))
+	for i, a := range all {
+		wait.Go(func() { answered[i] = t.expectOne(ctx, s, a, want) })
 	}
 	wait.Wait()
+	if e.Apart {
+		t.apart(s, answered)
+	}
 	return nil
+}
+
+// apart looks whether more than one endpoint has answered.
+func (t *teller) apart(s *cases.Step, answered []*seen) {
+	all := map[string]bool{}
+	for _, a := range answered {
+		for name := range a.endpoints {
+			all[name] = true
+		}
+	}
+	t.look(report.Look{Step: s.Step, From: "all of them", To: s.Expect.To, Count: len(answered), Want: "not the same endpoint for all",
+		Got: strings.Join(slices.Sorted(maps.Keys(all)), ", "), OK: len(all) > 1}, nil)
 }
 
 func orTCP(p cases.Protocol) cases.Protocol {
@@ -308,7 +326,7 @@ func orTCP(p cases.Protocol) cases.Protocol {
 	return p
 }
 
-func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want cases.Want) {
+func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want cases.Want) *seen {
 	q := asked{from: to.from, to: to.to, protocol: labProtocol(to.protocol), want: want, at: s.Expect.At}
 	d := t.differs(s)
 	if d != nil {
@@ -326,6 +344,7 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 		l.Want = want.String()
 	}
 	t.look(l, d)
+	return got
 }
 
 // within asks again until it is so, or the time is over.
