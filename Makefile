@@ -8,10 +8,10 @@ export VERDICT_CACHE ?= $(CACHE)
 # The tests look at what they write with these, besides the system's own nft.
 export VERDICT_NFT_DIR ?= $(CACHE)/nft
 
-# The tests of IPVS fail where the kernel has none, unless they are told so by name. They run in guests: make guests.
+# The tests of IPVS fail where the kernel has none, unless they are told so by name. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build test tools lint race unit once conformance conformance-slice bench fuzz guests soak cross image cluster clean
+.PHONY: help demo build test tools lint race unit once conformance conformance-slice bench fuzz matrix soak cross image cluster clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,7 +70,7 @@ fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
 
-guests: ## the kernel's tests on Linux 5.10, 6.1, 6.12 and 7.2, under QEMU
+matrix: ## the tests of the kernel, of taking over, and of IPVS, on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/guest/matrix ./nft/kernel
 	internal/guest/matrix ./internal/takeover -test.run=IPVS
 	internal/guest/matrix ./ipvsplugin
