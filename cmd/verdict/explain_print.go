@@ -340,69 +340,86 @@ func (a *answer) printEndpoints(s *show, v *viewJSON, o *explainOptions) {
 	if len(v.Taken) > 0 && !o.all { // of a Service of both families it goes without saying
 		left = slices.DeleteFunc(slices.Clone(left), func(l leftOutJSON) bool { return l.Reason == otherFamily })
 	}
-	limit := func(n int) int {
-		if o.all {
-			return n
-		}
-		return min(n, maxShown)
+	t := endpointTable{width: len("ENDPOINT"), limit: maxShown}
+	if o.all {
+		t.limit = max(len(v.Taken), len(left))
 	}
-	width, nodes := len("ENDPOINT"), 0
 	for _, e := range v.Taken {
-		width, nodes = max(width, len(addrPortOf(e).String())), max(nodes, len(e.Node))
+		t.width, t.nodes = max(t.width, len(addrPortOf(e).String())), max(t.nodes, len(e.Node))
+		t.counted = t.counted || e.Connections != nil
 	}
 	for _, l := range left {
-		width, nodes = max(width, len(leftOutName(l))), max(nodes, len(l.Node))
+		t.width, t.nodes = max(t.width, len(leftOutName(l))), max(t.nodes, len(l.Node))
 	}
-	third, counted := "NODE", false
-	if nodes == 0 {
-		for _, e := range v.Taken {
-			counted = counted || e.Connections != nil
-		}
-		third = ""
-		if counted {
-			third, nodes = "CONNECTIONS", len("CONNECTIONS")
-		}
+	t.taken(s, v)
+	t.left(s, left)
+}
+
+// endpointTable lays out endpoints, and those that are none.
+type endpointTable struct {
+	// width and nodes are the widths of addresses and of nodes' names; nodes is 0 if none is known.
+	width, nodes int
+	// counted says that connections are known; limit is how many lines there are.
+	counted bool
+	limit   int
+}
+
+func (t *endpointTable) columns() (c columns, third string) {
+	switch {
+	case t.nodes > 0:
+		third = "NODE"
+	case t.counted:
+		third = "CONNECTIONS"
 	}
-	c := columns{8, width + 2, max(nodes, len(third)) + 2, 1}
-	chance := "CHANCE"
+	return columns{8, t.width + 2, max(t.nodes, len(third)) + 2, 1}, third
+}
+
+func (t *endpointTable) taken(s *show, v *viewJSON) {
+	if len(v.Taken) == 0 {
+		return
+	}
+	c, third := t.columns()
+	part, sees := "CHANCE", "SEES"
 	if v.Scheduler != "" {
-		chance = "WEIGHT"
+		part = "WEIGHT"
 	}
-	if len(v.Taken) > 0 {
-		s.line("")
-		sees := "SEES"
-		if v.Taken[0].Sees == "" {
-			sees = ""
-		}
-		s.line("  %s", s.paint(dim, c.row(chance, "ENDPOINT", third, sees)))
+	if v.Taken[0].Sees == "" {
+		sees = ""
 	}
-	for i, e := range v.Taken[:limit(len(v.Taken))] {
-		middle := e.Node
-		if counted && e.Connections != nil {
-			middle = fmt.Sprint(*e.Connections)
-		}
-		part := percent(e.Chance)
+	s.line("")
+	s.line("  %s", s.paint(dim, c.row(part, "ENDPOINT", third, sees)))
+	for _, e := range v.Taken[:min(t.limit, len(v.Taken))] {
+		part, middle := percent(e.Chance), e.Node
 		if v.Scheduler != "" {
 			part = fmt.Sprint(e.Weight)
 		}
-		s.line("  %s", c.row(part, addrPortOf(v.Taken[i]).String(), middle, seen(e)))
+		if t.nodes == 0 && e.Connections != nil {
+			middle = fmt.Sprint(*e.Connections)
+		}
+		s.line("  %s", c.row(part, addrPortOf(e).String(), middle, seen(e)))
 	}
-	if more := len(v.Taken) - limit(len(v.Taken)); more > 0 {
-		s.line("  and %d more (--all)", more)
-	}
+	t.more(s, len(v.Taken))
+}
+
+func (t *endpointTable) left(s *show, left []leftOutJSON) {
 	if len(left) == 0 {
 		return
 	}
-	s.line("")
+	c, third := t.columns()
 	if third != "NODE" {
 		third = ""
 	}
+	s.line("")
 	s.line("  %s", s.paint(dim, c.row("NOT", "ENDPOINT", third, "WHY")))
-	for _, l := range left[:limit(len(left))] {
+	for _, l := range left[:min(t.limit, len(left))] {
 		s.line("  %s", c.row("-", leftOutName(l), l.Node, l.Why))
 	}
-	if more := len(left) - limit(len(left)); more > 0 {
-		s.line("  and %d more (--all)", more)
+	t.more(s, len(left))
+}
+
+func (t *endpointTable) more(s *show, n int) {
+	if n > t.limit {
+		s.line("  and %d more (--all)", n-t.limit)
 	}
 }
 

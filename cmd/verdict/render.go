@@ -1,12 +1,15 @@
 package main
 
 import (
+	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -62,13 +65,27 @@ func render(w io.Writer, config dataplane.Config, from string) error {
 			return err
 		}
 	}
-	if err := ipvsplugin.Print(w, state); err != nil {
+	if err := renderIPVS(w, state); err != nil {
 		return err
 	}
 	if len(problems) > 0 {
 		return exitStatus(exitError)
 	}
 	return nil
+}
+
+// renderIPVS prints what IPVS gets, as ipvsadm -Sn lists it, in comments: nft can read the whole text.
+func renderIPVS(w io.Writer, state *dataplane.State) error {
+	var text bytes.Buffer
+	if err := ipvsplugin.Print(&text, state); err != nil || text.Len() == 0 {
+		return err
+	}
+	out := bufio.NewWriter(w)
+	out.WriteString("\n# What IPVS gets, as ipvsadm -Sn lists it:\n")
+	for line := range strings.Lines(text.String()) {
+		out.WriteString("# " + line)
+	}
+	return out.Flush()
 }
 
 // compute gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that is
