@@ -28,6 +28,8 @@ type Kind struct {
 	Listings [][]string `yaml:"listings"`
 	// Version are the arguments that make the program print its version; empty means --version.
 	Version []string `yaml:"version"`
+	// Witness says that what the proxy programmed is tables of nftables, which the witness reads and asks.
+	Witness bool `yaml:"witness"`
 	// Like is a known proxy: what the cases say of that one counts for this one, too. Empty means none.
 	Like string `yaml:"like"`
 
@@ -50,10 +52,10 @@ var (
 
 // kinds are the proxies known by name.
 var kinds = []Kind{
-	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, Witness: true, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "verdict-iptables", mode: "iptables", Listings: listIPTables, missing: "Verdict has no iptables backend yet"},
-	{Name: "verdict-ipvs", mode: "ipvs", Listings: listIPVS, missing: "Verdict has no IPVS backend yet"},
-	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, build: buildKubeProxy, forgetsZone: true},
+	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
 	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
 }
 

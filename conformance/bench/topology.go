@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -297,13 +299,8 @@ func ipNet(p netip.Prefix) *net.IPNet {
 func (t *Topology) serve() error {
 	protocols := []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 	for name, h := range t.hosts {
-		var ports []uint16
-		switch {
-		case IsPod(name) && name != "pod-a" && name != "pod-b", IsNode(name):
-			ports = PodPorts
-		case name == "router":
-			ports = []uint16{BalancerPort}
-		default:
+		ports := servedPorts(name)
+		if ports == nil {
 			continue
 		}
 		for _, p := range protocols {
@@ -315,6 +312,20 @@ func (t *Topology) serve() error {
 	_, err := t.hosts["control"].Serve(snapshot.TCP, canaryTargets()...)
 	return err
 }
+
+// servedPorts gives the ports at which a host answers with every protocol; nil if there are none.
+func servedPorts(name string) []uint16 {
+	switch {
+	case IsPod(name) && name != "pod-a" && name != "pod-b", IsNode(name):
+		return PodPorts
+	case name == "router":
+		return []uint16{BalancerPort}
+	}
+	return nil
+}
+
+// Serves says whether a host answers at a port, with every protocol.
+func Serves(host string, port uint16) bool { return slices.Contains(servedPorts(host), port) }
 
 // IsNode says whether a host of this name is a node.
 func IsNode(name string) bool { return name == "node-a" || name == "node-b" }
@@ -369,20 +380,52 @@ func RangeOf(host string) []netip.Prefix {
 	return all
 }
 
-// Owns says whether an address is one of a host's own: of a node also the one that its pods have as their gateway.
-func (t *Topology) Owns(host string, a netip.Addr) bool {
+// Owns says whether an address is one of a host's own, as AddrsOf has them.
+func (t *Topology) Owns(host string, a netip.Addr) bool { return slices.Contains(t.AddrsOf(host), a) }
+
+// AddrsOf gives a host's own addresses but those of loopback: of a node also its other one, and the one that its pods have as
+// their gateway; of the router those of the load balancer, and not those that clients have as their gateway.
+func (t *Topology) AddrsOf(host string) []netip.Addr {
 	h := t.hosts[host]
-	if a == h.IP4 || a == h.IP6 {
-		return true
-	}
-	if !IsNode(host) {
-		return false
-	}
-	i := int(host[5] - 'a')
-	for f := range NodeRange {
-		if a == lab.Nth(podRange(i)[f], 1) || a == lab.Nth(NodeRange[f], secondNodeNumber+10*i) {
-			return true
+	all := []netip.Addr{h.IP4, h.IP6}
+	switch {
+	case host == "router":
+		for _, r := range ProxyRange {
+			all = append(all, r.Addr())
+		}
+	case IsNode(host):
+		i := int(host[5] - 'a')
+		for f := range NodeRange {
+			all = append(all, lab.Nth(podRange(i)[f], 1), lab.Nth(NodeRange[f], secondNodeNumber+10*i))
 		}
 	}
-	return false
+	return all
+}
+
+// Owner gives the host that has an address, empty if there is none. The address of a pod's gateway belongs to a node.
+func (t *Topology) Owner(a netip.Addr) string {
+	for name := range t.hosts {
+		if t.Owns(name, a) {
+			return name
+		}
+	}
+	return ""
+}
+
+// Entry gives the node that is the first to see a packet, and the interface by which it comes in there, which is empty if the node
+// sends it itself. The node is empty if no node sees the packet.
+func (t *Topology) Entry(from string, to netip.Addr) (node, link string) {
+	switch node := NodeOf(from); {
+	case node == from:
+		return node, ""
+	case node != "":
+		return node, "veth-" + from
+	}
+	if owner := t.Owner(to); owner != "" {
+		return NodeOf(owner), "eth0"
+	}
+	if letter, ok := strings.CutPrefix(from, "client-"); ok { // as the router's tables for clients have it
+		return "node-" + letter, "eth0"
+	}
+	return "", ""
 }

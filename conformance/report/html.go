@@ -57,6 +57,7 @@ type pageColumn struct {
 	Name, Version, Took string
 	Cells               []pageChip
 	Words               string
+	Witness             *Witness
 }
 
 // pageChip is an outcome with a number; Share is that of all, in percent.
@@ -136,7 +137,7 @@ func (b *pageBuilder) page() *page {
 	for _, proxy := range r.Proxies {
 		c := r.Count(proxy.Name)
 		all = all.plus(c)
-		p.Columns = append(p.Columns, pageColumn{proxy.Name, proxy.Version, span(proxy.Took), c.chips(), c.words()})
+		p.Columns = append(p.Columns, pageColumn{proxy.Name, proxy.Version, span(proxy.Took), c.chips(), c.words(), proxy.Witness})
 	}
 	for i := len(Outcomes) - 1; i >= 0; i-- {
 		m := marks[Outcomes[i]]

@@ -91,6 +91,9 @@ func (r *Run) suite(p Proxy) junitSuite {
 		Failures: c.Fail, Errors: c.Broken, Skipped: c.Skipped,
 		Properties: []junitProperty{{"version", p.Version}, {"host", r.Host}},
 	}
+	if p.Witness != nil {
+		s.Properties = append(s.Properties, junitProperty{"witness", p.Witness.String()})
+	}
 	for i := range r.Cases {
 		if result := r.Cases[i].Results[p.Name]; result != nil {
 			s.Cases = append(s.Cases, result.junit(&r.Cases[i]))

@@ -1,7 +1,10 @@
 // Package report holds what a run of the conformance suite found, and shows it: on a terminal, as JUnit XML, as one HTML page.
 package report
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // Outcome is how a case ended for one proxy.
 type Outcome string
@@ -38,6 +41,37 @@ type Proxy struct {
 	// Version is what the program says of itself.
 	Version string        `json:"version"`
 	Took    time.Duration `json:"took"` // ns, of all its cases
+	// Witness is what came of asking its listings, too; nil if they were not asked.
+	Witness *Witness `json:"witness,omitempty"`
+}
+
+// Witness counts looks of which the listing of the rules was asked, too.
+type Witness struct {
+	// Agree counts looks where listing, packets and expectation are the same, Disagree those where the listing says something
+	// else: their cases failed.
+	Agree    int `json:"agree"`
+	Disagree int `json:"disagree"`
+	// NotAsked counts the others by the reason why a listing has no answer.
+	NotAsked []NotAsked `json:"notAsked,omitempty"`
+	// Took is the time for listing, reading and asking.
+	Took time.Duration `json:"took"` // ns
+}
+
+// NotAsked is a reason why the listing has no answer to some looks.
+type NotAsked struct {
+	Why   string `json:"why"`
+	Count int    `json:"count"`
+	// Example has more words about one of them, where there are more.
+	Example string `json:"example,omitempty"`
+}
+
+// String gives the counts in a line: "9,312 looks agree, 0 disagree, 112 not asked, took 4 s".
+func (w *Witness) String() string {
+	n := 0
+	for _, not := range w.NotAsked {
+		n += not.Count
+	}
+	return fmt.Sprintf("%s looks agree, %s disagree, %s not asked, took %s", thousands(w.Agree), thousands(w.Disagree), thousands(n), span(w.Took))
 }
 
 // Case is one case, and what became of it for each proxy.

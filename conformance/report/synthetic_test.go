@@ -14,8 +14,12 @@ func synthetic(cases int, bad float64) *Run {
 		Begun: time.Date(2026, 3, 14, 9, 26, 53, 0, time.UTC), Took: 14*time.Minute + 31*time.Second,
 		Host: "Linux 6.18.5, 2 cores, nft 1.0.6",
 		Proxies: []Proxy{
-			{"verdict", "verdict 0.5.0", 4 * time.Minute}, {"kube-proxy-nftables", "Kubernetes v1.36.3", 5 * time.Minute},
-			{"kube-proxy-iptables", "Kubernetes v1.36.3", 5 * time.Minute},
+			{Name: "verdict", Version: "verdict 0.5.0", Took: 4 * time.Minute, Witness: &Witness{Agree: 9312, Took: 3 * time.Second}},
+			{Name: "kube-proxy-nftables", Version: "Kubernetes v1.36.3", Took: 5 * time.Minute, Witness: &Witness{
+				Agree: 9198, Disagree: 2, Took: 4 * time.Second,
+				NotAsked: []NotAsked{{"the load balancer answers", 12, ""}, {"a rule is not known", 100, "node-a: rule 17"}},
+			}},
+			{Name: "kube-proxy-iptables", Version: "Kubernetes v1.36.3", Took: 5 * time.Minute},
 		},
 	}
 	themes := []string{

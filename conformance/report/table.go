@@ -53,8 +53,22 @@ func (t *table) head() {
 	}
 	for _, p := range r.Proxies {
 		fmt.Fprintf(&t.out, "  %-*s  %s, took %s\n", width, p.Name, p.Version, span(p.Took))
+		if p.Witness != nil {
+			t.witness(width, p.Witness)
+		}
 	}
 	t.out.WriteByte('\n')
+}
+
+// witness writes what came of asking the listings, under a proxy's line whose name has a width.
+func (t *table) witness(width int, w *Witness) {
+	fmt.Fprintf(&t.out, "  %-*s  witness: %s\n", width, "", w)
+	for _, not := range w.NotAsked {
+		fmt.Fprintf(&t.out, "  %-*s    not asked, %s: %s\n", width, "", thousands(not.Count), not.Why)
+		if not.Example != "" {
+			fmt.Fprintf(&t.out, "  %-*s      such as %s\n", width, "", not.Example)
+		}
+	}
 }
 
 // cell is a text that may be painted; its width is that of the text alone.

@@ -36,6 +36,9 @@ func (r *proxyRun) matrix(ctx context.Context, all []*cases.Case) error {
 		return fmt.Errorf("%d Services of the matrix: %w", len(objects), err)
 	}
 	r.progress.say("%d Services written, in force after %v", len(objects), time.Since(began).Round(time.Millisecond))
+	if err := r.witness.hear(ctx, r, all, objects); err != nil {
+		return err
+	}
 	// Packets that are dropped cost no time but their own.
 	patient, busy := make(chan struct{}, 2000), make(chan struct{}, r.parallel)
 	var wait sync.WaitGroup
@@ -141,9 +144,8 @@ func (r *proxyRun) wanted(l *cases.Look) (cases.Want, *cases.Difference) {
 	return l.Want, nil
 }
 
-// lookOnce takes a look, with what the case says of this proxy.
-func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.Difference) {
-	out := report.Look{From: l.From, Count: 1}
+// ask gives what a look asks, with what the case says of this proxy. A look that the Service has no frontend for is an error.
+func (r *proxyRun) ask(l *cases.Look, s *v1.Service) (a asked, differs *cases.Difference, err error) {
 	var port *v1.ServicePort
 	for i := range s.Spec.Ports {
 		if caseProtocol(s.Spec.Ports[i].Protocol) == l.Protocol {
@@ -152,20 +154,32 @@ func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.D
 	}
 	to, ok := reach(r.bench.Topology, s, port, l.Frontend, l.Family)
 	if !ok {
-		out.Got = fmt.Sprintf("Service %s/%s has no %s", s.Namespace, s.Name, l.Frontend)
+		return a, nil, fmt.Errorf("service %s/%s has no %s", s.Namespace, s.Name, l.Frontend)
+	}
+	a = asked{from: l.From, to: to, protocol: labProtocol(l.Protocol)}
+	a.want, differs = r.wanted(l)
+	return a, differs, nil
+}
+
+// lookOnce takes a look.
+func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.Difference) {
+	out := report.Look{From: l.From, Count: 1}
+	a, differs, err := r.ask(l, s)
+	if err != nil {
+		out.Got = err.Error()
 		return out, nil
 	}
-	a := asked{from: l.From, to: to, protocol: labProtocol(l.Protocol)}
-	var differs *cases.Difference
-	a.want, differs = r.wanted(l)
 	seen, ok := look(r.bench.Topology, a)
-	out.To = fmt.Sprintf("%s/%s (%s)", to, l.Protocol, l.Frontend)
+	out.To = fmt.Sprintf("%s/%s (%s)", a.to, l.Protocol, l.Frontend)
 	out.Count, out.OK, out.Want, out.Got = seen.tries, ok, a.want.String(), seen.words(r.bench.Topology, a)
 	if ok {
 		out.Got = out.Want
 	}
 	if differs != nil && ok {
 		out.Want = l.Want.String() // what others show
+	}
+	if said := r.witness.hold(l, r.bench.Topology, a, seen); said != "" {
+		out.OK, out.Got = false, said
 	}
 	return out, differs
 }

@@ -29,6 +29,8 @@ type Options struct {
 	// Progress is told what happens; Verbose has it told of every failure at once.
 	Progress *Progress
 	Verbose  bool
+	// Witness has the listings of the rules asked, too, of proxies whose rules are tables of nftables.
+	Witness bool
 }
 
 // proxyRun is the run of one proxy.
@@ -43,6 +45,7 @@ type proxyRun struct {
 	number  int
 	results map[string]*report.Case
 	listing func() string
+	witness *testimonies // nil if the listings are not asked
 	// obtain gives another proxy by its name.
 	obtain func(ctx context.Context, name string) (*bench.Kind, string, error)
 }
@@ -113,7 +116,12 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 		binary, _, err := kind.Obtain(ctx, o.Root, o.Dir)
 		return kind, binary, err
 	}
-	if err := r.matrix(ctx, o.Cases); err != nil {
+	if o.Witness && kind.Witness {
+		r.witness = &testimonies{}
+	}
+	err = r.matrix(ctx, o.Cases)
+	p.Witness = r.witness.report()
+	if err != nil {
 		return p, err
 	}
 	return p, r.stories(ctx, o.Stories, o.ParallelStories)

@@ -13,8 +13,8 @@ type Ruleset struct {
 	// Version is that of the nft that listed it.
 	Version string
 	chains  map[chainName]*chain
-	// order are the chains as they were listed.
-	order   []*chain
+	// bases are the base chains as they were listed.
+	bases   []*chain
 	sets    map[setName]*set
 	dormant map[tableName]bool
 }
@@ -108,7 +108,9 @@ func (r *Ruleset) add(kind string, l listed) error {
 			priority: l.number("prio"), device: words(l["dev"]),
 		}
 		r.chains[c.name] = c
-		r.order = append(r.order, c)
+		if c.hook != "" {
+			r.bases = append(r.bases, c)
+		}
 	case "set", "map":
 		r.sets[setName{family, table, name}] = newSet(kind, l)
 	case "rule":

@@ -90,7 +90,7 @@ func (w *walk) units(hook string) ([]unit, error) {
 	var list []unit
 	nat := unit{priority: natPriority[hook], nat: true}
 	hasNAT := false
-	for _, c := range w.rules.order {
+	for _, c := range w.rules.bases {
 		foreign := c.name.family != w.family && c.name.family != "inet"
 		if foreign || w.rules.dormant[tableName{c.name.family, c.name.table}] {
 			continue
@@ -128,9 +128,9 @@ func (r *Ruleset) ties(q *Question) bool {
 		priority int64
 	}
 	seen := map[place]int{}
-	for _, c := range r.order {
+	for _, c := range r.bases {
 		foreign := c.name.family != "inet" && c.name.family == "ip" != q.Dst.Addr().Is4()
-		if c.hook == "" || foreign || r.dormant[tableName{c.name.family, c.name.table}] {
+		if foreign || r.dormant[tableName{c.name.family, c.name.table}] {
 			continue
 		}
 		p := place{c.hook, c.kind == "nat", c.priority}
@@ -150,7 +150,7 @@ func (r *Ruleset) ties(q *Question) bool {
 
 // foreignHooks fails if a packet would meet a chain of a hook that is not followed.
 func (w *walk) foreignHooks() error {
-	for _, c := range w.rules.order {
+	for _, c := range w.rules.bases {
 		aside := c.hook == "ingress" || c.hook == "egress"
 		if aside && (len(c.rules) > 0 || c.policy == "drop") && !w.rules.dormant[tableName{c.name.family, c.name.table}] {
 			return fmt.Errorf("witness: %s %s %s: hook %s is not followed", c.name.family, c.name.table, c.name.chain, c.hook)

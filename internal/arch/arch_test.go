@@ -41,7 +41,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"conformance/cmd/conformance": {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"}, others: []string{"*"}},
 	"conformance/control":         {ours: []string{"internal/lab"}, others: []string{"*"}},
 	"conformance/report":          {},
-	"conformance/run":             {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/run":             {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "conformance/witness", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
 	"conformance/witness":         {},
 	"cmd/verdict":                 {ours: []string{"*"}, others: []string{"*"}},
 }

@@ -35,6 +35,7 @@ type options struct {
 	report   string
 	keep     bool
 	verbose  bool
+	witness  bool
 	parallel int
 	stories  int
 	source   string
@@ -46,7 +47,8 @@ func newCommand() *cobra.Command {
 		Use:   "conformance",
 		Short: "Hold Service proxies to what Kubernetes promises",
 		Long: `Conformance starts a real control plane and two nodes in network namespaces, runs a proxy on each node, writes Services,
-and judges by packets what the proxy makes of them. It knows only the Kubernetes API, network namespaces and packets.
+and judges by packets what the proxy makes of them. It knows only the Kubernetes API, network namespaces and packets, and of
+proxies whose rules are tables of nftables what nft lists.
 
 What it needs is built from Go modules, which takes some minutes the first time. It needs root, changes nothing on the machine,
 and leaves nothing behind. The status is 1 if a case failed, 2 if it could not be run.`,
@@ -65,6 +67,7 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 	f.StringVar(&o.report, "report", "", "write junit.xml, report.html and run.json into this directory")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
 	f.BoolVar(&o.verbose, "v", false, "tell of every failure at once")
+	f.BoolVar(&o.witness, "witness", true, "hold what nft lists of the proxy's rules against packets and expectation, too")
 	f.IntVar(&o.parallel, "parallel", 48, "how many senders of the matrix are at work at a time")
 	f.IntVar(&o.stories, "stories", 8, "how many stories are told at a time")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
@@ -76,7 +79,7 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Progress: run.NewProgress(os.Stderr), Verbose: o.verbose}
+	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
 	if r.Cases, r.Stories, err = o.choose(suite); err != nil {
 		return err
 	}

@@ -1,0 +1,215 @@
+package run
+
+import (
+	"bytes"
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/conformance/bench"
+	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/report"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// handmade is a Service proxy's ruleset in small, for both nodes: a Service with a1 and b1, addresses that are dropped and refused,
+// and a port of ::1.
+const handmade = `
+table ip t {
+	chain a1 { ip saddr 10.244.1.10 meta mark set 1; meta l4proto tcp dnat to 10.244.1.10:8080; }
+	chain b1 { meta l4proto tcp dnat to 10.244.2.10:8080; }
+	chain web { ip saddr != 10.244.0.0/16 meta mark set 1; numgen random mod 2 vmap { 0 : goto a1, 1 : goto b1 }; }
+	chain port { meta mark set 1; goto web; }
+	chain services { ip daddr . tcp dport vmap { 10.96.0.1 . 80 : goto web, 192.0.2.20 . 30080 : goto port }; }
+	chain prerouting { type nat hook prerouting priority dstnat; jump services; }
+	chain output { type nat hook output priority -100; jump services; }
+	chain postrouting { type nat hook postrouting priority srcnat; meta mark 1 masquerade; }
+	chain drops { type filter hook prerouting priority filter; ip daddr 10.96.0.2 drop; }
+	chain rejects { type filter hook forward priority filter; ip daddr 10.96.0.3 reject with icmp admin-prohibited; }
+}
+table ip6 t {
+	chain output { type nat hook output priority -100; ip6 daddr ::1 tcp dport 30080 dnat to [fd00:10:244:1::a]:8080; }
+}
+`
+
+// question is what a sender asks of the handmade ruleset.
+func question(from, to string, outcome cases.Outcome, sources map[string]string) asked {
+	a := asked{from: from, to: netip.MustParseAddrPort(to), protocol: snapshot.TCP, want: cases.Want{Outcome: outcome, Sources: sources}}
+	for _, e := range []string{"a1", "b1"} {
+		if sources[e] != "" {
+			a.want.Endpoints = append(a.want.Endpoints, e)
+		}
+	}
+	return a
+}
+
+var questions = []asked{
+	question("pod-a", "10.96.0.1:80", cases.Answered, map[string]string{"a1": cases.Kept, "b1": cases.Kept}),
+	question("a1", "10.96.0.1:80", cases.Answered, map[string]string{"a1": "node-a", "b1": cases.Kept}),
+	question("node-a", "10.96.0.1:80", cases.Answered, map[string]string{"a1": "node-a", "b1": "node-a"}),
+	question("client-a", "10.96.0.1:80", cases.Answered, map[string]string{"a1": "node-a", "b1": "node-a"}),
+	question("client-b", "10.96.0.1:80", cases.Answered, map[string]string{"a1": "node-b", "b1": "node-b"}),
+	question("pod-b", "192.0.2.20:30080", cases.Answered, map[string]string{"a1": "node-b", "b1": "node-b"}),
+	question("client-a", "192.0.2.20:30080", cases.Answered, map[string]string{"a1": "node-b", "b1": "node-b"}),
+	question("node-b", "192.0.2.20:8080", cases.Answered, nil), // no Service: the node itself
+	question("node-a", "192.0.2.20:81", cases.Refused, nil),
+	question("pod-a", "10.96.0.2:80", cases.Dropped, nil),
+	question("pod-a", "10.96.0.3:80", cases.Refused, nil),
+	question("pod-a", "10.96.0.9:80", cases.Dropped, nil), // no Service: it ends at the router
+}
+
+// mutations change the listing of node-a; some question finds each.
+var mutations = []struct{ name, old, new, from, says string }{
+	{"another endpoint", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.11", "port": 8080}`, "pod-a",
+		"the listing of node-a says: one of a1, b2; source kept; port 8080; packets: one of a1, b1; source kept; port 8080"},
+	{"another port", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 8081}`, "pod-a",
+		"the listing of node-a says: one of a1, b1; source kept; port 8080; port 8081; packets: one of a1, b1; source kept; port 8080"},
+	{"a port that nobody serves", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 9}`, "pod-a",
+		"the listing of node-a says: a1; source kept; port 8080, or refused; packets: one of a1, b1; source kept; port 8080"},
+	{"an endpoint less", `[1, {"goto": {"target": "b1"}}]`, `[1, {"goto": {"target": "a1"}}]`, "pod-a",
+		"the listing of node-a says: a1; source kept; port 8080; packets: one of a1, b1; source kept; port 8080"},
+	{"a lot that is dropped", `[1, {"goto": {"target": "b1"}}]`, `[1, {"drop": null}]`, "pod-a",
+		"the listing of node-a says: a1; source kept; port 8080, or dropped; packets: one of a1, b1; source kept; port 8080"},
+	{"no masquerade", `{"masquerade": null}`, `{"accept": null}`, "client-a",
+		"the listing of node-a says: one of a1, b1; source kept; port 8080; packets: one of a1, b1; source node-a; port 8080"},
+	{"no masquerade of what comes back", `{"masquerade": null}`, `{"accept": null}`, "a1",
+		"the listing of node-a says: b1; source kept; port 8080, or refused, or dropped; " +
+			"packets: one of a1, b1; source kept for b1; source node-a for a1; port 8080"},
+	{"refused", `{"drop": null}`, `{"reject": null}`, "pod-a", "the listing of node-a says: refused; packets: dropped"},
+	{"dropped", `{"reject": {"type": "icmp", "expr": "admin-prohibited"}}`, `{"drop": null}`, "pod-a", "the listing of node-a says: dropped; packets: refused"},
+}
+
+// TestWitness holds a handmade ruleset against packets, and then changes in its listing, each of which has to be found.
+func TestWitness(t *testing.T) {
+	topology, l := witnessed(t)
+	packets := make([]*seen, len(questions))
+	for i, a := range questions {
+		var ok bool
+		if packets[i], ok = look(topology, a); !ok {
+			t.Errorf("%s to %s: got %s, want %s", a.from, a.to, packets[i].words(topology, a), a.want)
+		}
+		m := l.testify(a)
+		if m.err != nil {
+			t.Fatalf("%s to %s: %v", a.from, a.to, m.err)
+		}
+		if said := m.disagrees(topology, a, packets[i]); said != "" {
+			t.Errorf("%s to %s: %s", a.from, a.to, said)
+		}
+	}
+	for _, m := range mutations {
+		t.Run(m.name, func(t *testing.T) {
+			l := mutated(t, topology, m.old, m.new)
+			var found []string
+			for i, a := range questions {
+				if said := l.testify(a).disagrees(topology, a, packets[i]); said != "" && a.from == m.from {
+					found = append(found, said)
+				}
+			}
+			if len(found) != 1 || found[0] != m.says {
+				t.Errorf("got %q\nwant %q", found, m.says)
+			}
+		})
+	}
+}
+
+// TestWitnessOfAffinity: a client sees one endpoint of those that the rules know, and has to be one of them.
+func TestWitnessOfAffinity(t *testing.T) {
+	topology, l := witnessed(t)
+	a := questions[0]
+	a.want.Sticky = true
+	m := l.testify(a)
+	for endpoint, agrees := range map[string]bool{"a1": true, "b1": true, "a2": false} {
+		packets := newSeen()
+		packets.note(answered(endpoint, "10.244.1.9"))
+		if said := m.disagrees(topology, a, packets); (said == "") != agrees {
+			t.Errorf("%s: %q", endpoint, said)
+		}
+	}
+	less := mutated(t, topology, `[1, {"goto": {"target": "b1"}}]`, `[1, {"goto": {"target": "a1"}}]`).testify(a)
+	packets := newSeen()
+	packets.note(answered("a1", "10.244.1.9"))
+	if less.disagrees(topology, a, packets) == "" {
+		t.Error("nobody notices that the rules know an endpoint less than is wanted")
+	}
+}
+
+// TestExclusions: what a listing does not say is told apart, by its reason.
+func TestExclusions(t *testing.T) {
+	topology, l := witnessed(t)
+	odd := mutated(t, topology, `{"drop": null}`, `{"quench": null}`)
+	w := testimonies{notAsked: make(map[exclusion]report.NotAsked)}
+	for _, c := range []struct {
+		l    *listings
+		a    asked
+		want exclusion
+	}{
+		{l, question("client-a", "203.0.113.250:80", cases.Answered, nil), pastNodes},
+		{l, question("node-a", "[::1]:30080", cases.Refused, nil), fromLoopback},
+		{odd, question("pod-a", "10.96.0.2:80", cases.Dropped, nil), notKnown},
+	} {
+		m := c.l.testify(c.a)
+		if !errors.Is(m.err, c.want) {
+			t.Errorf("%s to %s: got %v, want %s", c.a.from, c.a.to, m.err, c.want)
+			continue
+		}
+		w.exclude(m.err)
+		got := w.notAsked[c.want]
+		named := strings.HasPrefix(got.Example, "node-a: ") && strings.Contains(got.Example, "quench")
+		if got.Count != 1 || got.Why != string(c.want) || named != (c.want == notKnown) {
+			t.Errorf("%s: %+v", c.want, got)
+		}
+	}
+}
+
+// witnessed gives the bench's hosts with the handmade ruleset on both nodes, and what is listed of it.
+func witnessed(t *testing.T) (*bench.Topology, *listings) {
+	t.Helper()
+	topology, err := bench.NewTopology()
+	labtest.Check(t, err)
+	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
+	for _, node := range topology.Nodes() {
+		labtest.Run(t, topology.Host(node), handmade, "nft", "-f", "-")
+	}
+	l, err := list(t.Context(), topology)
+	labtest.Check(t, err)
+	return topology, l
+}
+
+// mutated gives listings of which that of node-a has one thing changed.
+func mutated(t *testing.T, topology *bench.Topology, from, to string) *listings {
+	t.Helper()
+	l, err := list(t.Context(), topology)
+	labtest.Check(t, err)
+	text, err := listRuleset(topology.Host("node-a"))
+	labtest.Check(t, err)
+	if bytes.Count(text, []byte(from)) != 1 {
+		t.Fatalf("%s is not once in the listing of node-a:\n%s", from, text)
+	}
+	labtest.Check(t, l.read("node-a", bytes.Replace(text, []byte(from), []byte(to), 1)))
+	return l
+}
+
+// TestEntry holds where packets are first seen against the router's tables, by hand.
+func TestEntry(t *testing.T) {
+	topology, err := bench.NewTopology()
+	labtest.Check(t, err)
+	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
+	for _, c := range []struct{ from, to, node, link string }{
+		{"pod-a", "10.96.0.1", "node-a", "veth-pod-a"},
+		{"b3", "192.0.2.10", "node-b", "veth-b3"},
+		{"node-b", "192.0.2.10", "node-b", ""},
+		{"client-a", "198.18.0.1", "node-a", "eth0"},
+		{"client-b", "fd00:10:96::1", "node-b", "eth0"},
+		{"client-b", "192.0.2.10", "node-a", "eth0"},
+		{"client-a", topology.SecondAddr("node-b", lab.IPv6).String(), "node-b", "eth0"},
+		{"client-a", "10.244.2.10", "node-b", "eth0"},
+		{"client-a", "2001:db8:cb::fa", "", "eth0"},
+	} {
+		if node, link := topology.Entry(c.from, netip.MustParseAddr(c.to)); node != c.node || node != "" && link != c.link {
+			t.Errorf("%s to %s: %q, %q", c.from, c.to, node, link)
+		}
+	}
+}
