@@ -80,10 +80,26 @@ func (b *Bench) open(ctx context.Context, binary string, peers Peers) error {
 			return err
 		}
 	}
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	go b.watchStart(ctx, stop)
 	if err := b.Sync(ctx); err != nil {
 		return err
 	}
 	return b.AwaitZones(ctx)
+}
+
+// watchStart ends the wait for proxies if one of them ends itself, with what it said last.
+func (b *Bench) watchStart(ctx context.Context, stop context.CancelCauseFunc) {
+	for ctx.Err() == nil {
+		for node, p := range b.Proxies {
+			if p.Ended() {
+				stop(fmt.Errorf("the proxy of %s has ended:\n%s", node, p.Tail()))
+				return
+			}
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
 }
 
 func (b *Bench) createNode(ctx context.Context, i int, name string) error {
