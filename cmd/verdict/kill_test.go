@@ -210,13 +210,15 @@ func (v *victim) wait(what string, times int) {
 // childrenPerKeeper bounds how often a keeper's child is killed before the keeper is: each time it waits longer before it starts another.
 const childrenPerKeeper = 3
 
-// kill kills the proxy at a random moment, mostly without its keeper. It says how often each was hit.
-func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers int) {
+// kill kills the proxy at a random moment, mostly without its keeper. It says how often each was hit, and the ruleset flushed.
+func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flushes int) {
+	orphan := 0 // the last child that a keeper left
 	for n := 0; children+keepers < *kills; n++ {
 		time.Sleep(time.Duration(random.IntN(120)) * time.Millisecond)
 		child := v.child()
 		if n%(childrenPerKeeper+1) == childrenPerKeeper {
 			labtest.Check(t, v.keeper.Process.Kill())
+			orphan = child
 			if child != 0 && random.IntN(2) == 0 { // else it ends by itself
 				_ = syscall.Kill(child, syscall.SIGKILL)
 			}
@@ -225,18 +227,37 @@ func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers int) {
 			keepers++
 			continue
 		}
-		for child == 0 {
+		flush := n%(4*(childrenPerKeeper+1)) == childrenPerKeeper-1
+		for deadline := time.Now().Add(2 * time.Second); flush && time.Now().Before(deadline) && !(gone(orphan) && v.owned()); {
+			time.Sleep(10 * time.Millisecond) // until there is somebody to whom the tables belong
+		}
+		for child = v.child(); child == 0; child = v.child() {
 			time.Sleep(time.Millisecond)
-			child = v.child()
 		}
 		if syscall.Kill(child, syscall.SIGKILL) == nil {
 			children++
 		}
-		if n%4 == 0 && v.owned() { // and the keeper holds the socket
+		// Whoever is still about to end has the socket, too. If the tables belong to somebody after that, it is the keeper.
+		if flush && gone(child) && gone(orphan) && v.owned() {
+			flushes++
 			labtest.Run(t, v.cluster.Node, "", "nft", "flush", "ruleset")
 		}
 	}
-	return children, keepers
+	return children, keepers, flushes
+}
+
+// gone waits until a process has ended; one without a number has.
+func gone(pid int) bool {
+	for deadline := time.Now().Add(5 * time.Second); pid != 0; time.Sleep(time.Millisecond) {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if _, state, _ := strings.Cut(string(stat), ") "); err != nil || strings.HasPrefix(state, "Z") {
+			return true
+		}
+		if time.Now().After(deadline) {
+			return false
+		}
+	}
+	return true
 }
 
 // owned says whether both tables belong to somebody.
@@ -280,11 +301,14 @@ func TestKilled(t *testing.T) {
 	}
 	clients.Go(func() { v.churn(stop) })
 	start := time.Now()
-	children, keepers := v.kill(t, rand.New(rand.NewPCG(3, 3)))
+	children, keepers, flushes := v.kill(t, rand.New(rand.NewPCG(3, 3)))
 	close(stop)
 	clients.Wait()
-	t.Logf("%d children and %d keepers killed in %v; %d edits; %d connections opened, %d pings over held ones; %d failures",
-		children, keepers, time.Since(start).Round(time.Millisecond), v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures))
+	if flushes == 0 {
+		t.Error("the ruleset was never flushed")
+	}
+	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures",
+		children, keepers, time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures))
 	if len(v.failures) > 0 {
 		t.Errorf("%d clients failed, such as:\n%s", len(v.failures), strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
 	}
