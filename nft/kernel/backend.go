@@ -221,8 +221,7 @@ func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
 // commit writes a transaction.
 func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	start := time.Now()
-	r.Full = txn.Tables[0].Create != nil
-	r.Added, r.Replaced, r.Removed = txn.Counts()
+	describe(txn, r)
 	bytes := b.batch.encode(txn)
 	r.Encode += time.Since(start)
 	r.Bytes, r.Messages = len(bytes), int(b.batch.seq)-1
@@ -231,6 +230,11 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	err := b.send(bytes)
 	var large *errTooLarge
 	if errors.As(err, &large) {
+		b.model.MakeRoom(txn)
+		if resizes(txn) { // whether this kernel's sets grow must be known before a step stands on it
+			return errSizesFirst
+		}
+		describe(txn, r)
 		return b.commitSteps(txn, large.room)
 	}
 	if err == nil && b.Sent != nil {
@@ -239,12 +243,20 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	return err
 }
 
+// describe says in a receipt what a transaction does.
+func describe(txn *nft.Txn, r *dataplane.Receipt) {
+	r.Full = txn.Tables[0].Create != nil
+	r.Added, r.Replaced, r.Removed = txn.Counts()
+}
+
+// errSizesFirst says that nothing of a transaction was written, since its sets need other sizes before its steps.
+var errSizesFirst = errors.New("nft: sets have to grow first")
+
 // maxElementBytes is more than the longest element takes in a batch, with its deletion before it.
 const maxElementBytes = 512
 
 // commitSteps writes a transaction in several, since this process may not send it in one.
 func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
-	b.model.MakeRoom(txn)
 	for i, step := range txn.Split(max(room/maxElementBytes, 1)) {
 		if step.Empty() {
 			continue

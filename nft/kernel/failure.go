@@ -26,6 +26,10 @@ func (e *Owned) Error() string {
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
+	if errors.Is(err, errSizesFirst) {
+		b.model.Rollback(txn)
+		return b.resize(txn)
+	}
 	var half *halfway
 	if errors.As(err, &half) {
 		b.trust = doubtful

@@ -322,9 +322,9 @@ func TestRefusedInSteps(t *testing.T) {
 	}
 }
 
-// TestReplacedInSteps replaces so much in steps that sets hold more, for a while, than they have room for.
+// TestReplacedInSteps replaces so much in steps that sets hold more, for a while, than they have room for: where they grow, where it
+// is known that they do not, and where that has yet to be found out.
 func TestReplacedInSteps(t *testing.T) {
-	_, b := host(t)
 	state := func(third byte) *dataplane.State {
 		d := large(680, 1)
 		for _, svc := range d.Services {
@@ -337,16 +337,34 @@ func TestReplacedInSteps(t *testing.T) {
 		st, _ := dataplane.Compute(configs["unknown"], snap)
 		return st
 	}
-	apply(t, b, state(0))
-	b.conn.wire = &faulty{wire: b.conn.wire, most: 60 << 10}
-	b.conn.sendMax = 0
-	st := state(1)
-	_, err := b.Apply(st, dataplane.Change{Services: sortedKeys(st.Services)})
-	labtest.Check(t, err)
-	if got, want := held(t, b), wanted(st); got != want {
-		t.Fatal(labtest.FirstDifference(got, want))
+	grow := !linuxBefore(t, 6, 3)
+	for name, c := range map[string]struct {
+		prepare func(b *Backend)
+		full    bool
+	}{
+		"as the kernel is":   {func(*Backend) {}, !grow},
+		"known not to grow":  {func(b *Backend) { b.model.Fixed = true }, true},
+		"found not to grow":  {func(b *Backend) { b.conn.wire = &oldSets{b.conn.wire} }, true},
+		"nobody knows, anew": {func(b *Backend) { b.conn.wire, b.trust = &oldSets{b.conn.wire}, doubtful }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, b := host(t)
+			apply(t, b, state(0))
+			c.prepare(b)
+			b.conn.wire = &faulty{wire: b.conn.wire, most: 60 << 10}
+			b.conn.sendMax = 0
+			st := state(1)
+			r, err := b.Apply(st, dataplane.Change{Services: sortedKeys(st.Services)})
+			labtest.Check(t, err)
+			if r.Full != c.full || b.model.Fixed != c.full {
+				t.Errorf("made anew: %v, sets cannot grow: %v; want %v of both", r.Full, b.model.Fixed, c.full)
+			}
+			if got, want := held(t, b), wanted(st); got != want {
+				t.Fatal(labtest.FirstDifference(got, want))
+			}
+			quiet(t, b)
+		})
 	}
-	quiet(t, b)
 }
 
 // TestRebuildLetsGo: where sets cannot grow, everything is made anew when one is full; chains that are no longer needed go, too.
