@@ -261,12 +261,24 @@ func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
 		if step.Empty() {
 			continue
 		}
-		if err := b.send(b.batch.encode(step)); err != nil {
+		if err := b.sendStep(step); err != nil {
 			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
 				return &halfway{b.named(txn, step, err)}
 			}
 			return err
 		}
+	}
+	return nil
+}
+
+// sendStep writes a step. If nothing in it is new to the kernel, that does not count it as a transaction.
+func (b *Backend) sendStep(step *nft.Txn) error {
+	before := b.generation
+	if err := b.send(b.batch.encode(step)); err != nil {
+		return err
+	}
+	if now, err := b.reader.generation(); err == nil && now == before {
+		b.generation = before
 	}
 	return nil
 }

@@ -292,8 +292,22 @@ func TestNobodyIsToBlame(t *testing.T) {
 	}
 }
 
+// terse is a wire to a kernel like those before Linux 6.1: it does not say which element of a message it refuses.
+type terse struct{ wire }
+
+func (w *terse) recv(b []byte, wait bool) (int, error) {
+	n, err := w.wire.recv(b, wait)
+	_ = eachMessage(b[:max(n, 0)], func(h header, body []byte) error {
+		if h.typ == unix.NLMSG_ERROR && len(body) > 20 {
+			clear(body[20:]) // the attributes after the header of what was refused
+		}
+		return nil
+	})
+	return n, err
+}
+
 // TestRefusedInSteps: Services are named whatever this process may send at once: less than the transaction, less than the question
-// whom to blame, or enough.
+// whom to blame, or enough; and whatever the kernel says of the elements it refuses.
 func TestRefusedInSteps(t *testing.T) {
 	s := newSite(t, 6, Options{})
 	var bad snapshot.Name
@@ -304,22 +318,51 @@ func TestRefusedInSteps(t *testing.T) {
 	}
 	state := *s.planner.State()
 	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
-	for most := 2000; most < 20000; most += 500 {
-		s.backend.conn.wire = &faulty{wire: s.backend.conn.wire, most: most}
-		s.backend.conn.sendMax = 0
-		var refused *dataplane.Refused
-		_, err := s.backend.Apply(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
-		if !errors.As(err, &refused) && linuxBefore(t, 6, 1) { // which does not say which of several elements it refuses
-			s.backend = open(t, s.host, Options{})
-			continue
+	f := &faulty{wire: s.backend.conn.wire}
+	for _, wire := range []wire{f, &terse{f}} {
+		for most := 2000; most < 20000; most += 500 {
+			f.most, s.backend.conn.wire, s.backend.conn.sendMax = most, wire, 0
+			var refused *dataplane.Refused
+			_, err := s.backend.Apply(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
+				t.Errorf("with %d bytes, %T: %v", most, wire, err)
+			}
+			f.most, s.backend.conn.wire, s.backend.conn.sendMax = 0, f, 0
+			s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+			quiet(t, s.backend)
 		}
-		if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
-			t.Errorf("with %d bytes: %v", most, err)
-		}
-		s.backend.conn.wire.(*faulty).most, s.backend.conn.sendMax = 0, 0
-		s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
-		quiet(t, s.backend)
 	}
+}
+
+// TestStepsWithNothingNew: the kernel does not count a transaction in which nothing is new. If one of several steps is such, that is
+// not taken for others at work, and the Services are still named.
+func TestStepsWithNothingNew(t *testing.T) {
+	s := newSite(t, 6, Options{})
+	var bad snapshot.Name
+	for n, svc := range s.planner.State().Services {
+		if leads(svc) {
+			bad = n
+		}
+	}
+	state := *s.planner.State()
+	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
+	s.backend.missed = dataplane.Change{Services: sortedKeys(s.planner.State().Services)}
+	txn, err := s.backend.plan(&state)
+	labtest.Check(t, err)
+	before := s.backend.generation
+	nothing := &nft.Txn{}
+	nothing.Tables[0].Add[nft.ClusterIPs] = s.backend.model.Holds([]snapshot.Name{bad})[0][nft.ClusterIPs]
+	labtest.Check(t, s.backend.sendStep(nothing))
+	if s.backend.generation != before {
+		t.Errorf("what was there is counted: generation %d, before %d", s.backend.generation, before)
+	}
+	var refused *dataplane.Refused
+	if err := s.backend.commitSteps(txn, 1); !errors.As(err, &refused) || refused.Services[bad] == nil {
+		t.Errorf("not named: %v", err)
+	}
+	s.backend.trust = doubtful
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
 }
 
 // TestReplacedInSteps replaces so much in steps that sets hold more, for a while, than they have room for: where they grow, where it
