@@ -192,7 +192,8 @@ func TestFailedLookIsRepeated(t *testing.T) {
 	}
 }
 
-// TestHardToSee: what others may do that leaves nearly everything as it was.
+// TestHardToSee: what others may do that leaves nearly everything as it was. What is too much in a large map is found at once where the
+// kernel counts elements (Linux 6.16), else when one of ours has to go there.
 func TestHardToSee(t *testing.T) {
 	s := newSite(t, 8, Options{})
 	s.backend.dumpMost = 1
@@ -204,16 +205,23 @@ func TestHardToSee(t *testing.T) {
 	}
 	key, _, _ := strings.Cut(text(nft.Services), " comment")
 	slot := key[:strings.LastIndex(key, " . ")] + " . 9999 . 7"
+	const stray = "a slot nobody leads to"
+	structure, err := s.backend.reader.structure(nft.IPv4, s.backend.model.Structure(nft.IPv4))
+	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
 		"a jump": {"delete element ip verdict services { " + key + " }\nadd element ip verdict services { " +
 			strings.Replace(text(nft.Services), "goto", "jump", 1) + " }", "is now { "},
 		"a comment": {"delete element ip verdict source-ranges { " + text(nft.SourceRanges) + " }\nadd element ip verdict source-ranges { " +
 			text(nft.SourceRanges) + " comment \"x\" }", "is gone"},
-		"a slot nobody leads to": {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
+		stray: {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
 	} {
 		s.nft(c.nft)
-		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), c.found) {
+		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), c.found) && (structure.counted || name != stray) {
 			t.Errorf("%s: found %q", name, found)
+		}
+		if name == stray && !structure.counted {
+			s.nft("delete element ip verdict endpoints { " + slot + " }")
+			continue
 		}
 		s.apply(dataplane.Change{})
 		quiet(t, s.backend)
