@@ -43,6 +43,8 @@ type Backend struct {
 
 	model nft.Model
 	trust trust
+	// strays says that this Apply met something where one of ours has to go. All that the tables hold is listed then.
+	strays bool
 	// missed is what of past changes is not in the kernel, since a transaction failed.
 	missed dataplane.Change
 	batch  batch
@@ -124,9 +126,9 @@ func (b *Backend) Close() error {
 // another error.
 func (b *Backend) Probe() error { return b.conn.Probe() }
 
-// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, everything anew; and each of them
-// once more because sets turned out not to grow, or the kernel asked for it.
-const maxAttempts = 6
+// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything, everything anew;
+// and each of them once more because sets turned out not to grow, or the kernel asked for it.
+const maxAttempts = 8
 
 // Apply takes the kernel to a state in one transaction. What a former process left is adopted if it is the same, corrected if it
 // is nearly so, and replaced otherwise. After an error the kernel holds what it held before. The error is a *dataplane.Refused
@@ -134,7 +136,7 @@ const maxAttempts = 6
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
-	b.missed = b.missed.With(change)
+	b.missed, b.strays = b.missed.With(change), false
 	for attempt := 1; ; attempt++ {
 		if err := b.heal(); err != nil {
 			return r, err
@@ -263,6 +265,9 @@ func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
 		}
 		if err := b.sendStep(step); err != nil {
 			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
+				if b.meets(err) {
+					return &halfway{err}
+				}
 				return &halfway{b.named(txn, step, err)}
 			}
 			return err

@@ -33,6 +33,10 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	var half *halfway
 	if errors.As(err, &half) {
 		b.trust = doubtful
+		if b.meets(err) {
+			b.strays = true
+			return nil
+		}
 		return err
 	}
 	var r *rejected
@@ -52,7 +56,8 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case r.any(unix.ENFILE) && resizes(txn):
 		b.model.Rollback(txn)
 		return b.resize(txn)
-	case !b.alone(): // perhaps the kernel does not hold what we think
+	case !b.alone(), txn.Tables[0].Create == nil && b.meets(err): // perhaps the kernel does not hold what we think
+		b.strays = b.strays || b.meets(err)
 		b.model.Rollback(txn)
 		if b.trust == certain {
 			b.trust = doubtful
@@ -69,6 +74,13 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		return nil
 	}
 	return err
+}
+
+// meets says whether a transaction failed for the first time because something is where an element of ours has to go: others may have
+// put it there before we looked, or a process that was stopped midway, and no one has listed all there is.
+func (b *Backend) meets(err error) bool {
+	var r *rejected
+	return !b.strays && errors.As(err, &r) && r.any(unix.EEXIST)
 }
 
 // named is the error of a step of a transaction. It names the Services whose elements the kernel refuses.

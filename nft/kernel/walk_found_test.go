@@ -264,6 +264,44 @@ func TestNearlyOurs(t *testing.T) {
 	}
 }
 
+// TestStraySlots: slots that no frontend leads to are in the way when a Service gets more endpoints. That is not the Service's fault,
+// also where the kernel does not count elements and the map is too large to be listed.
+func TestStraySlots(t *testing.T) {
+	for _, endpoints := range []int{1, 3} {
+		s := newSite(t, 0, Options{})
+		s.backend.dumpMost = 1
+		grow := func(endpoints int) dataplane.Change {
+			change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, endpoints)))
+			return change
+		}
+		s.apply(grow(endpoints))
+		for _, svc := range s.planner.State().Services {
+			s.nft(fmt.Sprintf("add element ip verdict endpoints { %s . tcp . 80 . %d : 192.0.2.1 . 1 }", svc.ClusterIPs[0], endpoints))
+		}
+		check(t, s.backend) // perhaps nothing is found
+		s.apply(grow(endpoints + 1))
+		quiet(t, s.backend)
+	}
+}
+
+// TestStoppedMidway: slots that a process left in large maps when it was stopped between two steps are found by the next.
+func TestStoppedMidway(t *testing.T) {
+	s := newSite(t, 0, Options{})
+	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, 3)))
+	s.apply(change)
+	s.backend.missed, _ = s.planner.Apply(s.snap, s.snap.Apply(large(4, 1)))
+	txn, err := s.backend.plan(s.planner.State())
+	labtest.Check(t, err)
+	steps := txn.Split(1)
+	for _, step := range steps[:len(steps)-2] {
+		labtest.Check(t, s.backend.sendStep(step))
+	}
+	s.restart(Options{})
+	s.backend.dumpMost = 1
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
+}
+
 // TestNobodyIsToBlame: Services are not refused for what is no fault of theirs.
 func TestNobodyIsToBlame(t *testing.T) {
 	s := newSite(t, 6, Options{})
@@ -364,6 +402,7 @@ func TestStepsWithNothingNew(t *testing.T) {
 	if s.backend.generation != before {
 		t.Errorf("what was there is counted: generation %d, before %d", s.backend.generation, before)
 	}
+	s.backend.strays = true // as if everything had been listed, and nothing found in the way
 	var refused *dataplane.Refused
 	if err := s.backend.commitSteps(txn, 1); !errors.As(err, &refused) || refused.Services[bad] == nil {
 		t.Errorf("not named: %v", err)
