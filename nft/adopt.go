@@ -66,11 +66,8 @@ func (m *Model) Correct(found *[len(Families)]Found) *Txn {
 		p.correct(Families[i], &found[i])
 	}
 	if m.overfull() {
-		undo := p.txn.undo
-		txn := m.Rebuild()
-		txn.letGo(p.txn)
-		txn.undo = undo
-		return txn
+		m.rebuildInstead(p.txn)
+		return p.txn
 	}
 	p.grow()
 	for i := range found {

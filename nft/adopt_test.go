@@ -221,8 +221,7 @@ func FuzzRestartAndRepair(f *testing.F) {
 				w.behind = dataplane.Change{}
 				w.correct()
 			case 5:
-				// Between two steps a set holds what comes beside what goes, for which those that cannot grow may be too small.
-				w.change(false, minSize > 64 || !w.model.Fixed)
+				w.change(false, true)
 			default:
 				w.change(false, false)
 			}
@@ -238,7 +237,8 @@ func (w *walk) learnNothing() {
 	}
 }
 
-// TestStepsHaveRoom replaces all of many frontends in steps: for a while a set holds the old and the new ones.
+// TestStepsHaveRoom replaces all of many frontends in steps: for a while a set holds the old and the new ones. Sets that cannot grow
+// are made anew; what was planned can still be taken back, and is made anew only if it has to be.
 func TestStepsHaveRoom(t *testing.T) {
 	ports := func(first int) *dataplane.State {
 		s := webService()
@@ -247,17 +247,40 @@ func TestStepsHaveRoom(t *testing.T) {
 		}
 		return stateOf(s, 1)
 	}
-	var m Model
-	kernel := newFakeKernel()
-	if err := kernel.apply(m.Plan(ports(1000), dataplane.Change{})); err != nil {
-		t.Fatal(err)
-	}
-	txn := m.Plan(ports(5000), dataplane.Change{Services: []snapshot.Name{webService().Name}})
-	m.MakeRoom(txn)
-	for i, step := range txn.Split(100) {
-		kernel[0].midway = len(step.Tables[0].Add[RevisionSet]) == 0
-		if err := kernel.apply(step); err != nil {
-			t.Fatalf("part %d: %v", i, err)
+	change := dataplane.Change{Services: []snapshot.Name{webService().Name}}
+	for _, fixed := range []bool{false, true} {
+		m := Model{Fixed: fixed}
+		kernel := newFakeKernel()
+		kernel[0].fixed, kernel[1].fixed = fixed, fixed
+		if err := kernel.apply(m.Plan(ports(1000), dataplane.Change{})); err != nil {
+			t.Fatal(err)
+		}
+		before := m.Revision(IPv4)
+		few := m.Plan(ports(1001), change)
+		m.MakeRoom(few)
+		if tt := few.Tables[0]; tt.Create != nil || len(tt.Resize) > 0 {
+			t.Errorf("fixed %v: room is made for what has it: %+v", fixed, tt)
+		}
+		m.Rollback(few)
+		for _, attempt := range []string{"taken back", "written"} {
+			txn := m.Plan(ports(5000), change)
+			m.MakeRoom(txn)
+			if anew := txn.Tables[0].Create != nil; anew != fixed {
+				t.Errorf("fixed %v: made anew: %v", fixed, anew)
+			}
+			if attempt == "taken back" {
+				m.Rollback(txn)
+				if got := m.Revision(IPv4); got != before {
+					t.Errorf("fixed %v: taken back to %v, not %v", fixed, got, before)
+				}
+				continue
+			}
+			for i, step := range txn.Split(100) {
+				kernel[0].midway = len(step.Tables[0].Add[RevisionSet]) == 0
+				if err := kernel.apply(step); err != nil {
+					t.Fatalf("fixed %v, part %d: %v", fixed, i, err)
+				}
+			}
 		}
 	}
 }

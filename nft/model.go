@@ -78,10 +78,8 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 	m.followElements()
 	p.chainsFollow()
 	if m.overfull() {
-		txn := m.Rebuild()
-		txn.letGo(p.txn)
-		txn.undo.services, txn.undo.cidrs, txn.undo.tables = p.txn.undo.services, p.txn.undo.cidrs, p.txn.undo.tables
-		return txn
+		m.rebuildInstead(p.txn)
+		return p.txn
 	}
 	p.grow()
 	p.revise()
@@ -334,17 +332,18 @@ func (p *planner) grow() {
 }
 
 // MakeRoom has a transaction, the last one planned, give its sets room for what goes beside what comes: written in steps, a set holds
-// both for a while. It does nothing for sets that cannot grow.
+// both for a while. Where sets cannot grow, the transaction becomes one that makes everything anew, if it has to.
 func (m *Model) MakeRoom(t *Txn) {
-	if m.Fixed {
-		return
-	}
 	for i := range t.Tables {
 		tm, tt := &m.tables[i], &t.Tables[i]
 		for set, size := range tm.size {
-			s, need := SetByID(SetID(set)), tm.count[set]+len(tt.Del[set])
+			s, need := SetByID(SetID(set)), tm.count[set]+tt.leaving(SetID(set))
 			if tt.Create != nil || size == 0 || s.Size > 0 || need <= int(size) {
 				continue
+			}
+			if m.Fixed {
+				m.rebuildInstead(t)
+				return
 			}
 			s.Size = m.sizeFor(&s, need)
 			tm.size[set] = s.Size
@@ -352,6 +351,17 @@ func (m *Model) MakeRoom(t *Txn) {
 			tt.Resize = append(tt.Resize, s)
 		}
 	}
+}
+
+// rebuildInstead turns a transaction, the last one planned, into one that makes everything anew.
+func (m *Model) rebuildInstead(t *Txn) {
+	undo, again := t.undo, m.Rebuild()
+	again.letGo(t)
+	if undo.whole == nil {
+		undo.whole = again.undo.whole
+	}
+	again.undo = undo
+	*t = *again
 }
 
 // Sized tells the model which size a set turned out to have.

@@ -47,6 +47,19 @@ func (tt *TableTxn) empty() bool {
 		count(tt.Del)+count(tt.Add) == 0
 }
 
+// leaving counts the elements that go from a set for good. One that is replaced goes in the same transaction as the new one comes,
+// even in steps.
+func (tt *TableTxn) leaving(set SetID) int {
+	goes := make(map[elementKey]bool, len(tt.Del[set]))
+	for i := range tt.Del[set] {
+		goes[tt.Del[set][i].identity()] = true
+	}
+	for i := range tt.Add[set] {
+		delete(goes, tt.Add[set][i].identity())
+	}
+	return len(goes)
+}
+
 // count gives the number of elements in a table's Del or Add. A revision is no content.
 func count(by [NumSets][]Element) int {
 	n := 0

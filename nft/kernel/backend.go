@@ -43,6 +43,8 @@ type Backend struct {
 
 	model nft.Model
 	trust trust
+	// strays says that this Apply met something where one of ours has to go. All that the tables hold is listed then.
+	strays bool
 	// missed is what of past changes is not in the kernel, since a transaction failed.
 	missed dataplane.Change
 	batch  batch
@@ -124,9 +126,9 @@ func (b *Backend) Close() error {
 // another error.
 func (b *Backend) Probe() error { return b.conn.Probe() }
 
-// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, everything anew; and each of them
-// once more because sets turned out not to grow, or the kernel asked for it.
-const maxAttempts = 6
+// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything, everything anew;
+// and each of them once more because sets turned out not to grow, or the kernel asked for it.
+const maxAttempts = 8
 
 // Apply takes the kernel to a state in one transaction. What a former process left is adopted if it is the same, corrected if it
 // is nearly so, and replaced otherwise. After an error the kernel holds what it held before. The error is a *dataplane.Refused
@@ -134,7 +136,7 @@ const maxAttempts = 6
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
-	b.missed = b.missed.With(change)
+	b.missed, b.strays = b.missed.With(change), false
 	for attempt := 1; ; attempt++ {
 		if err := b.heal(); err != nil {
 			return r, err
@@ -221,8 +223,7 @@ func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
 // commit writes a transaction.
 func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	start := time.Now()
-	r.Full = txn.Tables[0].Create != nil
-	r.Added, r.Replaced, r.Removed = txn.Counts()
+	describe(txn, r)
 	bytes := b.batch.encode(txn)
 	r.Encode += time.Since(start)
 	r.Bytes, r.Messages = len(bytes), int(b.batch.seq)-1
@@ -231,6 +232,11 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	err := b.send(bytes)
 	var large *errTooLarge
 	if errors.As(err, &large) {
+		b.model.MakeRoom(txn)
+		if resizes(txn) { // whether this kernel's sets grow must be known before a step stands on it
+			return errSizesFirst
+		}
+		describe(txn, r)
 		return b.commitSteps(txn, large.room)
 	}
 	if err == nil && b.Sent != nil {
@@ -239,22 +245,45 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	return err
 }
 
+// describe says in a receipt what a transaction does.
+func describe(txn *nft.Txn, r *dataplane.Receipt) {
+	r.Full = txn.Tables[0].Create != nil
+	r.Added, r.Replaced, r.Removed = txn.Counts()
+}
+
+// errSizesFirst says that nothing of a transaction was written, since its sets need other sizes before its steps.
+var errSizesFirst = errors.New("nft: sets have to grow first")
+
 // maxElementBytes is more than the longest element takes in a batch, with its deletion before it.
 const maxElementBytes = 512
 
 // commitSteps writes a transaction in several, since this process may not send it in one.
 func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
-	b.model.MakeRoom(txn)
 	for i, step := range txn.Split(max(room/maxElementBytes, 1)) {
 		if step.Empty() {
 			continue
 		}
-		if err := b.send(b.batch.encode(step)); err != nil {
+		if err := b.sendStep(step); err != nil {
 			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
+				if b.meets(err) {
+					return &halfway{err}
+				}
 				return &halfway{b.named(txn, step, err)}
 			}
 			return err
 		}
+	}
+	return nil
+}
+
+// sendStep writes a step. If nothing in it is new to the kernel, that does not count it as a transaction.
+func (b *Backend) sendStep(step *nft.Txn) error {
+	before := b.generation
+	if err := b.send(b.batch.encode(step)); err != nil {
+		return err
+	}
+	if now, err := b.reader.generation(); err == nil && now == before {
+		b.generation = before
 	}
 	return nil
 }

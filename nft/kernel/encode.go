@@ -39,8 +39,8 @@ type batch struct {
 	tableName string
 	// tableFlags are those of new tables.
 	tableFlags uint32
-	// unfinished leaves out the end, without which the kernel takes nothing; single gives each element a message of its own, so
-	// that the kernel says of each what it thinks.
+	// unfinished leaves out the end, without which the kernel takes nothing; single gives each new element a message of its own,
+	// so that the kernel says of each what it thinks.
 	unfinished, single bool
 	// chains caches the bytes of verdicts that lead to a chain.
 	chains map[nft.ChainID][]byte
@@ -322,7 +322,7 @@ func (b *batch) elements(f nft.Family, msg uint16, set nft.SetID, elements []nft
 		b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
 		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		n := 0
-		for n < len(elements) && len(b.b)-list < maxNest && !(b.single && n == 1) {
+		for n < len(elements) && len(b.b)-list < maxNest && !(b.single && n == 1 && msg == unix.NFT_MSG_NEWSETELEM) {
 			b.element(f, &elements[n], msg == unix.NFT_MSG_NEWSETELEM)
 			n++
 		}

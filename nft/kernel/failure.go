@@ -26,9 +26,17 @@ func (e *Owned) Error() string {
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
+	if errors.Is(err, errSizesFirst) {
+		b.model.Rollback(txn)
+		return b.resize(txn)
+	}
 	var half *halfway
 	if errors.As(err, &half) {
 		b.trust = doubtful
+		if b.meets(err) {
+			b.strays = true
+			return nil
+		}
 		return err
 	}
 	var r *rejected
@@ -48,7 +56,8 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case r.any(unix.ENFILE) && resizes(txn):
 		b.model.Rollback(txn)
 		return b.resize(txn)
-	case !b.alone(): // perhaps the kernel does not hold what we think
+	case !b.alone(), txn.Tables[0].Create == nil && b.meets(err): // perhaps the kernel does not hold what we think
+		b.strays = b.strays || b.meets(err)
 		b.model.Rollback(txn)
 		if b.trust == certain {
 			b.trust = doubtful
@@ -65,6 +74,13 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		return nil
 	}
 	return err
+}
+
+// meets says whether a transaction failed for the first time because something is where an element of ours has to go: others may have
+// put it there before we looked, or a process that was stopped midway, and no one has listed all there is.
+func (b *Backend) meets(err error) bool {
+	var r *rejected
+	return !b.strays && errors.As(err, &r) && r.any(unix.EEXIST)
 }
 
 // named is the error of a step of a transaction. It names the Services whose elements the kernel refuses.
@@ -167,16 +183,15 @@ var blameless = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART
 // blame finds the Services whose elements of a step of a transaction the kernel does not take. It gives none if anything but
 // elements of Services is refused: then they are not to blame.
 func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
-	offer, refused := b.offer(step)
+	objections, ok := b.objections(step)
+	if !ok {
+		return nil
+	}
 	var elements [len(nft.Families)][]nft.Element
-	var why [len(nft.Families)][]refusal
-	for _, r := range refused {
-		f, e, ok := offer.elementOf(r)
-		if !ok || slices.Contains(blameless, r.errno) {
-			return nil
-		}
-		i := slices.Index(nft.Families[:], f)
-		elements[i], why[i] = append(elements[i], e), append(why[i], r)
+	var why [len(nft.Families)][]error
+	for _, o := range objections {
+		i := slices.Index(nft.Families[:], o.family)
+		elements[i], why[i] = append(elements[i], o.element), append(why[i], o.why)
 	}
 	out := map[snapshot.Name]error{}
 	for i, askers := range b.model.Askers(txn, &elements) {
@@ -186,7 +201,7 @@ func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
 			}
 			for _, name := range names {
 				if out[name] == nil {
-					out[name] = offer.refusalError(why[i][n])
+					out[name] = why[i][n]
 				}
 			}
 		}
@@ -194,22 +209,68 @@ func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
 	return out
 }
 
-// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it thinks of it, and
-// then throws all of it away. Each element has a message of its own, unless that is more than this process may send: then the
-// kernel names the first of each message.
-func (b *Backend) offer(step *nft.Txn) (*batch, []refusal) {
-	var large *errTooLarge
-	for _, single := range [...]bool{true, false} {
-		offer := &batch{unfinished: true, single: single, tableFlags: b.batch.tableFlags}
-		refused, err := b.conn.transact(offer.encode(step))
-		if err == nil || errors.Is(err, unix.ENOBUFS) {
-			return offer, refused
-		}
-		if !errors.As(err, &large) {
-			break
+// objection is what the kernel has against an element.
+type objection struct {
+	family  nft.Family
+	element nft.Element
+	why     error
+}
+
+// objections asks the kernel which elements of a step it would refuse, each of what is added in a message of its own: kernels before
+// 6.1 do not say which of several they refuse. If that is more than this process may send, a part of the elements is asked for at
+// a time, always with all the rest of the step. It is not ok if that did not work out, or something else is refused.
+func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
+	added := 0
+	for i := range step.Tables {
+		for _, elements := range step.Tables[i].Add {
+			added += len(elements)
 		}
 	}
-	return nil, nil
+	var large *errTooLarge
+	for size := added; size > 0; size = (size + 1) / 2 {
+		var err error
+		out, err = nil, nil
+		for from := 0; from < added && err == nil; from += size {
+			var some []objection
+			some, err = b.offer(part(step, from, from+size))
+			out = append(out, some...)
+		}
+		if err == nil || !errors.As(err, &large) || size == 1 {
+			return out, err == nil
+		}
+	}
+	return nil, false
+}
+
+// part gives a step without those of its new elements that are not among some of them, counted through all sets.
+func part(step *nft.Txn, from, to int) *nft.Txn {
+	p := &nft.Txn{Tables: step.Tables}
+	for i := range p.Tables {
+		for set, elements := range p.Tables[i].Add {
+			n := len(elements)
+			p.Tables[i].Add[set] = elements[min(max(from, 0), n):min(max(to, 0), n)]
+			from, to = from-n, to-n
+		}
+	}
+	return p
+}
+
+// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it thinks of it, and
+// then throws all of it away.
+func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
+	offer := &batch{unfinished: true, single: true, tableFlags: b.batch.tableFlags}
+	refused, err := b.conn.transact(offer.encode(step))
+	if err != nil && !errors.Is(err, unix.ENOBUFS) { // there is only so much room for answers
+		return nil, err
+	}
+	for _, r := range refused {
+		f, e, ok := offer.elementOf(r)
+		if !ok || slices.Contains(blameless, r.errno) {
+			return nil, fmt.Errorf("no element is to blame: %w", offer.refusalError(r))
+		}
+		out = append(out, objection{f, e, offer.refusalError(r)})
+	}
+	return out, nil
 }
 
 // resize gives sets the sizes that a transaction asked for, in one of its own: what is added to a set is measured by the size it

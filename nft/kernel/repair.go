@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -75,7 +76,13 @@ const dumpMost = 32768
 // readElements is Conn.readElements, and finds the slots that no frontend leads to, too: a transaction that stopped midway leaves
 // such, and if they stayed, each Check would find them and no correction would end that.
 func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
-	if err := b.reader.readElements(found, b.dumpMost); err != nil {
+	most := b.dumpMost
+	for i := range found {
+		if b.strays || found[i].Revision == (nft.Revision{}) { // which is gone from a transaction's first step to its last
+			most = math.MaxInt
+		}
+	}
+	if err := b.reader.readElements(found, most); err != nil {
 		return err
 	}
 	for i, f := range nft.Families {
