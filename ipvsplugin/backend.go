@@ -242,7 +242,7 @@ func (b *Backend) start() error {
 
 // refuseAll is the error of a kernel that cannot schedule at all; nil if nobody asks for it.
 func (b *Backend) refuseAll(why error) error {
-	r := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	r := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for n := range b.want.of {
 		r.Services[n] = why
 	}
@@ -338,7 +338,7 @@ func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) 
 		return false, fmt.Errorf("ipvs: %w", err)
 	}
 	refused := map[op]bool{}
-	no := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	no := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for _, f := range failed {
 		refused[f.op] = true
 		why, fatal := b.explain(f.op, f.errno)

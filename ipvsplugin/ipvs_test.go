@@ -598,6 +598,9 @@ func TestIPVSStatistics(t *testing.T) {
 		}
 		return err
 	})
+	var err error
+	of.Destinations, err = w.backend.DestinationStatistics(of.Key)
+	labtest.Check(t, err)
 	t.Logf("%+v", of)
 	if len(of.Destinations) != 2 || of.Destinations[0].Connections != 5 || of.BytesIn < 10*40 || of.PacketsIn < 20 || of.BytesOut == 0 {
 		t.Errorf("%+v", of)

@@ -96,7 +96,7 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 
 // refuseAt is the error of addresses that no route can be had to, such as one that is for multicast.
 func (b *Backend) refuseAt(failed map[netip.Addr]error) error {
-	no := &dataplane.Refused{Services: map[snapshot.Name]error{}}
+	no := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for k, vs := range b.want.services {
 		if why := failed[k.Addr]; why != nil {
 			no.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)

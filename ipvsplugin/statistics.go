@@ -49,22 +49,47 @@ type DestinationStatistics struct {
 	Statistics
 }
 
-// Statistics reads those of all virtual services of ours; none if IPVS is not in use. It may be called while the backend works.
-func (b *Backend) Statistics() ([]ServiceStatistics, error) {
+// Statistics reads those of all virtual services of ours, without their destinations; none if IPVS is not in use. It may be called
+// while the backend works.
+func (b *Backend) Statistics() (all []ServiceStatistics, err error) {
+	err = b.read(func(v *ipvs) error {
+		list, err := v.services()
+		for _, l := range list {
+			if l.ours {
+				all = append(all, ServiceStatistics{Key: l.key, Config: l.Config, Statistics: l.stats})
+			}
+		}
+		return err
+	})
+	return all, err
+}
+
+// DestinationStatistics reads those of the destinations of a virtual service; none if it is gone. It may be called while the backend
+// works.
+func (b *Backend) DestinationStatistics(of dataplane.Key) (all []DestinationStatistics, err error) {
+	err = b.read(func(v *ipvs) error {
+		all, err = v.destinationStatistics(of)
+		return err
+	})
+	return all, err
+}
+
+// read calls f with a connection to IPVS that no transaction waits for, if that is in use.
+func (b *Backend) read(f func(*ipvs) error) error {
 	b.mu.Lock()
 	active, family := b.active, b.ipvs.family
 	b.mu.Unlock()
 	if !active {
-		return nil, nil
+		return nil
 	}
 	b.reading.Lock()
 	defer b.reading.Unlock()
 	b.reading.ipvs.family = family
-	return b.reading.ipvs.statistics()
+	return f(&b.reading.ipvs)
 }
 
-// ReadStatistics is Backend.Statistics for a process that has no Backend. It reads in the network namespace of the calling
-// thread, and does not load IPVS.
+// ReadStatistics reads those of all virtual services of ours, and their destinations, for a process that has no Backend. It reads in
+// the network namespace of the calling thread, and does not load IPVS.
 func ReadStatistics() (all []ServiceStatistics, err error) {
 	err = reading(func(v *ipvs) error {
 		all, err = v.statistics()
@@ -110,17 +135,19 @@ func (v *ipvs) statistics() ([]ServiceStatistics, error) {
 	return all, nil
 }
 
-func (v *ipvs) statisticsOf(l listed) (ServiceStatistics, error) {
-	s := ServiceStatistics{Key: l.key, Config: l.Config, Statistics: l.stats}
-	dests, err := v.dests(l.key)
-	if err != nil {
-		return s, err
-	}
+func (v *ipvs) statisticsOf(l listed) (s ServiceStatistics, err error) {
+	s = ServiceStatistics{Key: l.key, Config: l.Config, Statistics: l.stats}
+	s.Destinations, err = v.destinationStatistics(l.key)
+	return s, err
+}
+
+func (v *ipvs) destinationStatistics(k dataplane.Key) (all []DestinationStatistics, err error) {
+	dests, err := v.dests(k)
 	for _, d := range dests {
-		s.Destinations = append(s.Destinations, DestinationStatistics{d.AddrPort, d.Weight, d.active, d.inactive, d.stats})
+		all = append(all, DestinationStatistics{d.AddrPort, d.Weight, d.active, d.inactive, d.stats})
 	}
-	slices.SortFunc(s.Destinations, func(a, b DestinationStatistics) int { return a.Compare(b.AddrPort) })
-	return s, nil
+	slices.SortFunc(all, func(a, b DestinationStatistics) int { return a.Compare(b.AddrPort) })
+	return all, err
 }
 
 // ReadService reads one virtual service of ours. It is not ok if there is none; otherwise it is like ReadStatistics.

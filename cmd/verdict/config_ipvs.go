@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -14,7 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// schedulers knows which schedulers of IPVS this kernel has. To ask for one loads IPVS, so they are asked for when a Service wants them.
+// schedulers knows which of IPVS this kernel has for all Services. To ask for one loads IPVS, so it is asked for when it is wanted.
 type schedulers struct {
 	// probe is ipvsplugin.Probe, if not nil in a test.
 	probe func(schedulers ...string) error
@@ -41,34 +42,16 @@ func (s *schedulers) missing(name string) (err error, news bool) {
 	return s.known[name], true
 }
 
-// schedule leaves to nftables, of the Services in a delta, those that ask for a scheduler which this kernel has not got: that is
-// better than not to serve them. It is said once for each scheduler.
-func (l *live) schedule(d snapshot.Delta) snapshot.Delta {
-	if l.settings.Load().Policy.IPVS.Mode == dataplane.IPVSNever {
-		return d
+// maxUnscheduled bounds how many Services get an event when IPVS does not schedule them.
+const maxUnscheduled = 20
+
+// unscheduled tells the cluster of Services whose scheduler is not to be had.
+func (l *live) unscheduled(r *dataplane.Refused) {
+	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
+	for _, n := range names[:min(maxUnscheduled, len(names))] {
+		l.events.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Service: n,
+			Note: "nftables chooses the endpoints: " + r.Services[n].Error()})
 	}
-	copied := false
-	for name, svc := range d.Services {
-		if svc == nil || svc.Scheduling == nil || svc.Scheduling.Scheduler == "" || svc.Scheduling.Scheduler == snapshot.NFTables {
-			continue
-		}
-		err, news := l.schedulers.missing(svc.Scheduling.Scheduler)
-		if err == nil {
-			continue
-		}
-		if news {
-			l.log.Error("nftables chooses the endpoints of Services that ask for this scheduler, until this is started again",
-				"scheduler", svc.Scheduling.Scheduler, "service", name.String(), "err", err)
-			l.events.Emit(watch.Event{Warning: true, Reason: "NoScheduler", Action: "Schedule", Service: name, Note: err.Error()})
-		}
-		if !copied {
-			d.Services, copied = maps.Clone(d.Services), true
-		}
-		left := *svc
-		left.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.NFTables}
-		d.Services[name] = &left
-	}
-	return d
 }
 
 // probeIPVS gives an error if the operator wants IPVS for all Services, and this kernel has not got it.
@@ -122,4 +105,27 @@ func (l *live) nodeAddrs() []netip.Addr {
 		addrs = append(addrs, n.Addresses...)
 	}
 	return slices.Compact(addrs)
+}
+
+// scheduled reads what IPVS counts, for the metrics.
+type scheduled struct{ *ipvsplugin.Backend }
+
+func (s scheduled) Services(do func(dataplane.Key, metrics.IPVSCounts)) error {
+	all, err := s.Statistics()
+	for i := range all {
+		do(all[i].Key, ipvsCounts(&all[i].Statistics))
+	}
+	return err
+}
+
+func (s scheduled) Endpoints(of dataplane.Key, do func(netip.AddrPort, metrics.IPVSEndpoint)) error {
+	all, err := s.DestinationStatistics(of)
+	for i := range all {
+		do(all[i].AddrPort, metrics.IPVSEndpoint{IPVSCounts: ipvsCounts(&all[i].Statistics), Active: all[i].Active})
+	}
+	return err
+}
+
+func ipvsCounts(s *ipvsplugin.Statistics) metrics.IPVSCounts {
+	return metrics.IPVSCounts{Connections: s.Connections, Packets: [2]uint64{s.PacketsIn, s.PacketsOut}, Bytes: [2]uint64{s.BytesIn, s.BytesOut}}
 }

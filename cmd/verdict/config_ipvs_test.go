@@ -9,47 +9,31 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestMissingScheduler: a Service that asks for what this kernel has not got is left to nftables, which is said once; the others
-// get what they ask for, and nobody is asked twice.
-func TestMissingScheduler(t *testing.T) {
+// TestMissingForAll: where IPVS is to schedule all Services and cannot, nftables does. That is said once, and the kernel is asked once.
+func TestMissingForAll(t *testing.T) {
 	var log bytes.Buffer
-	asked := map[string]int{}
+	asked := 0
 	l := &live{log: &logger{Logger: slog.New(slog.NewTextHandler(&log, nil)), level: &slog.LevelVar{}}}
-	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}})
-	l.schedulers.probe = func(names ...string) error {
-		asked[names[0]]++
-		if names[0] == "mh" {
-			return errors.New("ip_vs_mh is missing")
-		}
-		return nil
+	said := dataplane.IPVS{Mode: dataplane.IPVSAlways, Default: dataplane.Scheduling{Scheduler: "mh"}}
+	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: said}})
+	l.schedulers.probe = func(...string) error {
+		asked++
+		return errors.New("ip_vs_mh is missing")
 	}
-	name := func(n string) snapshot.Name { return snapshot.Name{Namespace: "default", Name: n} }
-	services := map[snapshot.Name]*snapshot.Service{}
-	for n, scheduler := range map[string]string{"a": "mh", "b": "mh", "c": "lc", "d": snapshot.NFTables, "e": ""} {
-		services[name(n)] = &snapshot.Service{Name: name(n), Scheduling: &snapshot.Scheduling{Scheduler: scheduler}}
-	}
-	services[name("f")], services[name("gone")] = &snapshot.Service{Name: name("f")}, nil
 	for range 2 {
-		got := l.schedule(snapshot.Delta{Services: services})
-		if len(got.Services) != len(services) {
-			t.Fatalf("%d Services, want %d", len(got.Services), len(services))
-		}
-		for n, want := range map[string]string{"a": snapshot.NFTables, "b": snapshot.NFTables, "c": "lc", "d": snapshot.NFTables, "e": ""} {
-			if s := got.Services[name(n)].Scheduling.Scheduler; s != want {
-				t.Errorf("%s is scheduled by %q, want %q", n, s, want)
-			}
+		if got := l.policy().IPVS.Mode; got != dataplane.IPVSAuto {
+			t.Errorf("mode %d", got)
 		}
 	}
-	if services[name("a")].Scheduling.Scheduler != "mh" {
-		t.Error("what the source holds was changed")
+	if n := strings.Count(log.String(), "ip_vs_mh is missing"); n != 1 || asked != 1 {
+		t.Errorf("said %d times, asked %d times:\n%s", n, asked, log.String())
 	}
-	if asked["mh"] != 1 || asked["lc"] != 1 || len(asked) != 2 {
-		t.Errorf("asked %v", asked)
-	}
-	if n := strings.Count(log.String(), "ip_vs_mh is missing"); n != 1 {
-		t.Errorf("said %d times:\n%s", n, log.String())
+	said.Default.Scheduler = "rr"
+	l.schedulers.probe = func(...string) error { return nil }
+	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: said}})
+	if got := l.policy().IPVS.Mode; got != dataplane.IPVSAlways {
+		t.Errorf("mode %d", got)
 	}
 }

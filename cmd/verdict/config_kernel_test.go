@@ -73,6 +73,9 @@ func (r *tuned) configure(text string) {
 // revision is the number of transactions, which stands beside the digest of what the table should hold.
 var revision = regexp.MustCompile(`0x[0-9a-f]{8} comment`)
 
+// noIPVS leaves all Services to nftables, whatever the mode: not every kernel has IPVS.
+const noIPVS = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: never\n"
+
 // TestReloadInKernel: after changes of the file at work, the kernel holds what a proxy writes that begins with the last of them.
 func TestReloadInKernel(t *testing.T) {
 	r := &tuned{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), file: filepath.Join(t.TempDir(), "config.conf")}
@@ -87,7 +90,7 @@ func TestReloadInKernel(t *testing.T) {
 		{"mode: nftables\nclusterCIDR: 10.244.0.0/16\n", "mode: nftables\ndetectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}\n"},
 		{"mode: nftables\ndetectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: veth}\n", "mode: nftables\nnftables: {masqueradeAll: true}\n"},
 		{"mode: nftables\n", "mode: nftables\niptables: {localhostNodePorts: false}\nfeatureGates: {AllowServiceExternalIPs: false}\n"},
-		{"mode: nftables\niptables: {localhostNodePorts: false}\n", "mode: ipvs\nnodePortAddresses: [0.0.0.0/0]\n"},
+		{"mode: nftables\niptables: {localhostNodePorts: false}\n", "mode: ipvs\nnodePortAddresses: [0.0.0.0/0]\n" + noIPVS},
 		{"mode: nftables\ndetectLocalMode: NodeCIDR\n", "mode: nftables\ndetectLocalMode: Magic\nnodePortAddresses: [127.0.0.0/8, 10.0.0.0/33]\nbindAddress: 127.0.0.1\n",
 			"mode: nftables\nbindAddress: 127.0.0.1\nnodePortAddresses: [127.0.0.0/8]\n"},
 	} {

@@ -35,7 +35,7 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 	if d.Node != nil {
 		s.live.saw(d.Node)
 	}
-	s.Sink.Put(s.live.schedule(d))
+	s.Sink.Put(d)
 }
 
 func (s *nodeSink) Synced() {

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -30,11 +31,15 @@ type node struct {
 	backend reconcile.Backend
 	// tables, if not nil, is what writes nftables, behind or in place of backend.
 	tables *kernel.Backend
+	// scheduler, if not nil, is what writes IPVS, before tables.
+	scheduler *ipvsplugin.Backend
 	// flows is the kernel's connection tracking table, out of which UDP and SCTP flows go that a change leaves wrong.
 	flows *conntrack.Conn
 	log   *slog.Logger
 	// written, if not nil, is told of each transaction.
 	written func(reconcile.Transaction)
+	// unscheduled, if not nil, is told of Services that are carried without their scheduler.
+	unscheduled func(*dataplane.Refused)
 	// tunings, if not nil, gives what is in force from then on in place of config and leastRest.
 	tunings <-chan tuning
 	// leastRest is the least time between two transactions.
@@ -48,7 +53,7 @@ type node struct {
 // run works until ctx is done, and leaves in the kernel what is there.
 func (n *node) run(ctx context.Context) (err error) {
 	queue, planner := snapshot.NewQueue(len(n.sources)), dataplane.NewPlanner(n.config)
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log}
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log, Unschedules: n.unscheduled}
 	shown, err := n.surface(queue, &loop)
 	if err != nil {
 		return err

@@ -189,7 +189,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 	if err := probeIPVS(s); err != nil {
 		return err
 	}
-	n.backend = scheduler
+	n.backend, n.scheduler = scheduler, scheduler
 	if n.flows, err = conntrack.Dial(0); err != nil {
 		return err
 	}
@@ -212,6 +212,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 	beside.Go(func() { live.follow(ctx) })
 	follower := newSuccessor(takeover.Mode(s.Takeover), log)
 	beside.Go(func() { follower.run(ctx) })
+	n.unscheduled = live.unscheduled
 	n.written = func(t reconcile.Transaction) {
 		live.written(t)
 		follower.written(t)

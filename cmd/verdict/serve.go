@@ -92,11 +92,14 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	s.ports = &health.NodePorts{Config: n.config, Healthy: s.health.Healthy, Report: s.portFailed}
 	o := metrics.Options{
 		Detail: n.serving.detail, MaxSeries: n.serving.maxSeries, Version: version(),
-		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Ready: s.health.Healthy, NodePorts: s.ports.Ports, Conntrack: tracked,
+		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: s.health.Healthy, NodePorts: s.ports.Ports, Conntrack: tracked,
 		Report: reporter(n.log),
 	}
 	if b := n.tables; b != nil {
 		o.Fill, o.Owns = func() []metrics.Fill { return fill(b) }, b.Owns
+	}
+	if n.scheduler != nil {
+		o.IPVS = scheduled{n.scheduler}
 	}
 	if n.serving.metrics != "" {
 		var err error

@@ -54,7 +54,7 @@ var (
 var kinds = []Kind{
 	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, Witness: true, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "verdict-iptables", mode: "iptables", Listings: listIPTables, missing: "Verdict has no iptables backend yet"},
-	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}", "--ipvs=always"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
 	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
 }

@@ -183,6 +183,20 @@ nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
 	}
 }
 
+// TestModeIPVS: in mode ipvs all Services are scheduled, unless the operator says otherwise.
+func TestModeIPVS(t *testing.T) {
+	const ours = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: "
+	for text, want := range map[string]dataplane.IPVSMode{
+		"mode: ipvs\n": dataplane.IPVSAlways, "mode: ipvs\n" + ours + "auto\n": dataplane.IPVSAuto,
+		"mode: ipvs\n" + ours + "never\n": dataplane.IPVSNever, "mode: nftables\n" + ours + "always\n": dataplane.IPVSAlways,
+		"mode: nftables\n": dataplane.IPVSAuto, `mode: ""` + "\n": dataplane.IPVSAuto,
+	} {
+		if s, _ := loadText(t, head+text); s.Policy.IPVS.Mode != want {
+			t.Errorf("%q: %d, want %d", text, s.Policy.IPVS.Mode, want)
+		}
+	}
+}
+
 // TestSettings: what words and numbers mean.
 func TestSettings(t *testing.T) {
 	for text, check := range map[string]func(s *Settings) bool{

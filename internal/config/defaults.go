@@ -49,6 +49,9 @@ func (d *Document) setDefaults() {
 	orDefault(&v.Keeper, "auto")
 	orPointer(&v.OwnTables, true)
 	orDefault(&v.Takeover, "auto")
+	if c.Mode == modeIPVS {
+		orDefault(&v.IPVS, "always")
+	}
 	orDefault(&v.IPVS, "auto")
 	orPointer(&v.IPVSServices, 50000)
 	orDefault(&v.MetricsConnections, "service")

@@ -38,7 +38,7 @@ type VerdictConfiguration struct {
 	OwnTables *bool `json:"ownTables"`
 	// Takeover says what becomes of a kube-proxy's rules once ours are in force: auto or never.
 	Takeover string `json:"takeover"`
-	// IPVS says which Services it schedules: auto, always or never.
+	// IPVS says which Services it schedules: auto, always or never. By default it is always in mode ipvs, else auto.
 	IPVS string `json:"ipvs"`
 	// IPVSServices is the number of Services from which on, with auto, IPVS schedules all of them; 0 means never.
 	IPVSServices *int32 `json:"ipvsServices"`

@@ -95,7 +95,7 @@ var policyFlags = []option{
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
 	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
-	word("ipvs", "auto|always|never", "which Services IPVS schedules (default auto: those that ask for it)", ofPolicy,
+	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,
 		func(d *Document) *string { return &d.Verdict.IPVS }, verdictKind+".ipvs"),
 }
 

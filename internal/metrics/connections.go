@@ -49,11 +49,15 @@ func (c *connections) Describe(ch chan<- *prometheus.Desc) {
 		mapElementsDesc, mapMaxElementsDesc, readDurationDesc, readFailuresDesc} {
 		ch <- d
 	}
+	for _, d := range ipvsDescs {
+		ch <- d
+	}
 }
 
 // picture is everything that is shown of the ledger, copied so that nobody waits for a scrape.
 type picture struct {
 	ports   []sample
+	ipvs    []ipvsSample
 	others  totals
 	refused [2][dataplane.NumRefusals]uint64
 	// leftOut counts Service ports and endpoints.
@@ -97,6 +101,7 @@ func (r *reader) picture() (p picture) {
 			}
 			p.ports = append(p.ports, s)
 		}
+		p.ipvs = r.scheduled.samples(g)
 	})
 	return p
 }
@@ -110,6 +115,9 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(readFailuresDesc, prometheus.CounterValue, p.failed)
 		for i := range p.ports {
 			collectPort(ch, &p.ports[i])
+		}
+		for i := range p.ipvs {
+			p.ipvs[i].collect(ch)
 		}
 		if p.others.any() {
 			collectOthers(ch, &p.others)

@@ -3,6 +3,7 @@
 package metrics
 
 import (
+	"errors"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -86,7 +87,10 @@ func (b *behind) Apply(want *dataplane.State, change dataplane.Change) (dataplan
 	start := time.Now()
 	r, err := b.Backend.Apply(want, change)
 	if err != nil {
-		b.m.failed(time.Since(start))
+		refused := (*dataplane.Refused)(nil)
+		if !errors.As(err, &refused) || !refused.Scheduling { // the tables are written without it at once
+			b.m.failed(time.Since(start))
+		}
 		return r, err
 	}
 	b.m.reader.follow(want, change, &r, !b.wrote)

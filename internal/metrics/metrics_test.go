@@ -8,6 +8,7 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -52,6 +53,7 @@ type world struct {
 	backend     reconcile.Backend
 	cluster     *randomCluster
 	quarantined []reconcile.Quarantined
+	ipvs        *fakeIPVS
 }
 
 func newWorld(o Options) *world {
@@ -60,6 +62,11 @@ func newWorld(o Options) *world {
 	o.Version = "v1"
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Services: 1, Slices: 2} }
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
+	o.Unscheduled = func() []reconcile.Quarantined { return nil }
+	if o.IPVS == nil {
+		w.ipvs = &fakeIPVS{services: map[dataplane.Key]IPVSCounts{}, endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{}}
+		o.IPVS = w.ipvs
+	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
@@ -93,7 +100,13 @@ func everything(t testing.TB, detail Detail) *world {
 	w.apply(t, false)
 	w.backend.Check()
 	w.fake.err = nil
+	if err := w.reader.readIPVS(time.Now().Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
 	w.kernel.connectSome(w.cluster.Rand, 200)
+	for at := range w.kernel.frontends {
+		w.ipvs.connect(at.Key, netip.MustParseAddrPort("10.1.0.1:80"), 3)
+	}
 	w.kernel.rules[0][dataplane.RefusedUnusedPort] = 5
 	now := time.Now()
 	w.Settled(reconcile.Settled{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), IPv6: true}}})

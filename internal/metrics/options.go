@@ -56,6 +56,8 @@ type Options struct {
 	Waiting func() snapshot.Waiting
 	// Quarantined gives the Services that the kernel refuses, as reconcile.Loop does.
 	Quarantined func() []reconcile.Quarantined
+	// Unscheduled gives those that it carries without their scheduler, as reconcile.Loop does.
+	Unscheduled func() []reconcile.Quarantined
 	// Ready says whether the rules are in and fresh.
 	Ready func() bool
 	// NodePorts counts the sockets of health check node ports that are open, and those that cannot be opened.
@@ -68,6 +70,8 @@ type Options struct {
 	Conntrack func() (entries, most int, err error)
 	// Counters reads what the kernel counts.
 	Counters Counters
+	// IPVS reads what IPVS counts of the Services that it schedules.
+	IPVS IPVS
 	// Report is told, once for each cause, that counters cannot be read.
 	Report func(error)
 }

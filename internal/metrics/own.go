@@ -74,6 +74,10 @@ func (w *own) registerFuncs(m maker, o *Options) {
 	if o.Quarantined != nil {
 		m.MustRegister(quarantine{o})
 	}
+	if o.Unscheduled != nil {
+		m.gaugeFunc("verdict_unscheduled_services", "Services that nftables carries because IPVS does not take them.", nil,
+			func() float64 { return float64(len(o.Unscheduled())) })
+	}
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
 	}

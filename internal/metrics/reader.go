@@ -42,6 +42,7 @@ var usual = portions{list: 16384, frontends: 1024, endpoints: 64}
 // transaction waits for takes longer than a moment.
 type reader struct {
 	counters Counters
+	ipvs     IPVS
 	report   func(error)
 	portions portions
 	// moment counts transactions.
@@ -52,9 +53,11 @@ type reader struct {
 	queue   []written
 
 	// mu guards the rest. Whoever has it takes over the queue first.
-	mu      sync.Mutex
-	ledger  *ledger
-	carried map[snapshot.Name]*dataplane.Service
+	mu     sync.Mutex
+	ledger *ledger
+	// scheduled is what IPVS counted.
+	scheduled *ipvsLedger
+	carried   map[snapshot.Name]*dataplane.Service
 	// noLocal counts, by family, Service ports with policy Local, endpoints, and none of them here.
 	noLocal [2]localCount
 
@@ -79,10 +82,14 @@ type written struct {
 }
 
 func newReader(o *Options) *reader {
-	return &reader{
-		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries),
+	r := &reader{
+		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries), scheduled: newIPVSLedger(),
 		carried: map[snapshot.Name]*dataplane.Service{}, affinity: [2]int{-1, -1},
 	}
+	if o.Detail != Off {
+		r.ipvs = o.IPVS
+	}
+	return r
 }
 
 // follow takes note of what a transaction wrote. First says that it was the first.
@@ -215,7 +222,8 @@ func (r *reader) read(done chan struct{}) {
 	if opening {
 		budget = openingBudget
 	}
-	err := errors.Join(r.readRules(), r.readFrontends(opening, start.Add(budget/2)), r.readEndpoints(start.Add(budget)))
+	err := errors.Join(r.readRules(), r.readFrontends(opening, start.Add(budget/2)), r.readEndpoints(start.Add(budget)),
+		r.readIPVS(start.Add(budget)))
 	affinity, aerr := r.counters.Affinity(affinityPatience)
 	if err = errors.Join(err, aerr); err != nil {
 		affinity = [2]int{-1, -1}

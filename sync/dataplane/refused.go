@@ -14,6 +14,8 @@ import (
 type Refused struct {
 	// Services says of each what was refused; not empty.
 	Services map[snapshot.Name]error
+	// Scheduling says that only their Scheduling is refused: it takes them as they are without (Service.Unscheduled).
+	Scheduling bool
 }
 
 // Error names every Service with what was refused of it.

@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"cmp"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -72,6 +73,27 @@ func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 		return pool
 	}
 	return nil
+}
+
+// Unscheduled gives the Service as it is when nobody schedules it, so that every backend can carry it. The Service is not changed;
+// if it has no Scheduling, it is itself what is given.
+func (s *Service) Unscheduled() *Service {
+	if s == nil || !slices.ContainsFunc(s.Ports, func(sp *ServicePort) bool { return sp.Scheduling != nil }) {
+		return s
+	}
+	left := *s
+	left.Ports = make([]*ServicePort, len(s.Ports))
+	for i, sp := range s.Ports {
+		plain := *sp
+		plain.Scheduling = nil
+		left.Ports[i] = &plain
+	}
+	return &left
+}
+
+// ScheduledAs says whether the ports of two Services, of which neither may be nil, are scheduled alike.
+func (s *Service) ScheduledAs(o *Service) bool {
+	return slices.EqualFunc(s.Ports, o.Ports, func(a, b *ServicePort) bool { return equalScheduling(a.Scheduling, b.Scheduling) })
 }
 
 // String gives the scheduler with its flags, as annotations have them: "mh,port".

@@ -178,7 +178,7 @@ type Endpoint struct {
 	netip.AddrPort
 	// Local endpoints run on this node.
 	Local bool
-	// Weight is the endpoint's share where the ServicePort has a Scheduling, from 1 on; elsewhere it is 0.
+	// Weight is the endpoint's share where the ServicePort has a Scheduling, from 1 on; elsewhere it means nothing.
 	Weight uint16
 }
 

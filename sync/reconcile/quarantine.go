@@ -1,8 +1,10 @@
 package reconcile
 
 import (
+	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -19,29 +21,47 @@ type Quarantined struct {
 	Since, Next time.Time
 }
 
+// setAsides are the Services that are not carried as they should be, sorted by name.
+type setAsides struct{ quarantined, unscheduled []Quarantined }
+
 // Quarantined gives the Services that are set aside, sorted by name. It is safe for concurrent use; nobody may change the
 // list.
 func (l *Loop) Quarantined() []Quarantined {
-	if list := l.quarantined.Load(); list != nil {
-		return *list
+	if asides := l.asides.Load(); asides != nil {
+		return asides.quarantined
 	}
 	return nil
 }
 
-// publish makes what is aside known to Quarantined.
+// Unscheduled gives the Services whose Scheduling the kernel refuses, sorted by name: it carries them without. It is safe for
+// concurrent use; nobody may change the list.
+func (l *Loop) Unscheduled() []Quarantined {
+	if asides := l.asides.Load(); asides != nil {
+		return asides.unscheduled
+	}
+	return nil
+}
+
+// publish makes what is aside known to Quarantined and Unscheduled.
 func (l *Loop) publish() {
 	if len(l.want.aside) == 0 {
-		if l.quarantined.Load() != nil {
-			l.quarantined.Store(nil)
+		if l.asides.Load() != nil {
+			l.asides.Store(nil)
 		}
 		return
 	}
-	list := make([]Quarantined, 0, len(l.want.aside))
+	var asides setAsides
 	for n, a := range l.want.aside {
-		list = append(list, Quarantined{Name: n, Err: a.err, Since: a.since, Next: a.next})
+		list := &asides.quarantined
+		if a.plain {
+			list = &asides.unscheduled
+		}
+		*list = append(*list, Quarantined{Name: n, Err: a.err, Since: a.since, Next: a.next})
 	}
-	slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
-	l.quarantined.Store(&list)
+	for _, list := range [][]Quarantined{asides.quarantined, asides.unscheduled} {
+		slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
+	}
+	l.asides.Store(&asides)
 }
 
 // A Service that is refused is tried again after trialFirst, then after twice as long each time up to trialMost. Each trial
@@ -49,6 +69,9 @@ func (l *Loop) publish() {
 const (
 	trialFirst = time.Second
 	trialMost  = 5 * time.Minute
+	// trialMostPlain is for those that lack only their Scheduling. It ends when somebody else goes, such as a kube-proxy in IPVS mode,
+	// and a trial costs the others no transaction of nftables.
+	trialMostPlain = 30 * time.Second
 )
 
 // aside is what there is to know of a Service that the kernel refuses.
@@ -63,6 +86,8 @@ type aside struct {
 	changed bool
 	// trial says that the state has it as it should be.
 	trial bool
+	// plain says that only its Scheduling is refused, so that the state has it as it is without.
+	plain bool
 }
 
 // due gives when it is to be tried.
@@ -93,12 +118,19 @@ func (a *aside) unanswered(now time.Time) {
 }
 
 func (a *aside) backOff(now time.Time) {
-	a.wait = min(max(2*a.wait, trialFirst), trialMost)
+	most := trialMost
+	if a.plain {
+		most = trialMostPlain
+	}
+	a.wait = min(max(2*a.wait, trialFirst), most)
 	a.next = now.Add(a.wait)
 }
 
 // setAside takes out of the state what the kernel refuses, and says whether that makes it another state.
 func (l *Loop) setAside(refused *dataplane.Refused) (progress bool) {
+	if refused.Scheduling {
+		return l.unschedule(refused)
+	}
 	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
 		if l.setOneAside(n, refused.Services[n]) {
 			progress = true
@@ -114,14 +146,12 @@ func (l *Loop) setOneAside(n snapshot.Name, err error) (progress bool) {
 		return false
 	}
 	a := w.aside[n]
-	if a != nil && !a.trial {
+	if _, differs := w.held[n]; a != nil && !a.trial && (!a.plain || !differs) {
+		a.plain = false
 		return l.giveUp(n, err)
 	}
-	if a == nil {
-		w.part()
-		a = &aside{since: time.Now()}
-		w.aside[n] = a
-	}
+	a = w.setAside(n)
+	a.plain = false
 	if a.refused(err, time.Now()) {
 		l.Log.Error("the kernel refuses this Service; what it held of it before stays in force",
 			"service", n.String(), "err", err, "retry", a.wait)
@@ -130,6 +160,40 @@ func (l *Loop) setOneAside(n snapshot.Name, err error) (progress bool) {
 	}
 	w.keepLast(n)
 	return true
+}
+
+// unschedule has the state hold Services without the Scheduling that is refused.
+func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
+	w := &l.want
+	var news []string
+	var why error
+	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
+		svc, a := w.planner.State().Services[n], w.aside[n]
+		if a != nil && !a.trial { // what is in force in its place is scheduled, too
+			svc = w.state.Services[n]
+		}
+		plain := svc.Unscheduled()
+		if plain == svc { // it is its end that is refused
+			continue
+		}
+		progress = true
+		if a == nil || a.trial {
+			a = w.setAside(n)
+			a.plain = true
+			if a.refused(refused.Services[n], time.Now()) {
+				news, why = append(news, n.String()), cmp.Or(why, a.err)
+			}
+		}
+		w.set(n, plain)
+	}
+	if news != nil {
+		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
+			"services", len(news), "such as", strings.Join(news[:min(3, len(news))], " "), "err", why)
+		if l.Unschedules != nil {
+			l.Unschedules(refused)
+		}
+	}
+	return progress
 }
 
 // giveUp takes a Service out of the state of which the kernel refuses even what it took before.
@@ -146,11 +210,20 @@ func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {
 // release takes note that the kernel took the state, and all that was on trial in it.
 func (l *Loop) release() {
 	l.want.succeed()
+	scheduled := 0
 	for n, a := range l.want.aside {
-		if a.trial {
-			delete(l.want.aside, n)
+		switch {
+		case !a.trial:
+			continue
+		case a.plain:
+			scheduled++
+		default:
 			l.Log.Info("the kernel takes this Service again", "service", n.String())
 		}
+		delete(l.want.aside, n)
+	}
+	if scheduled > 0 {
+		l.Log.Info("IPVS schedules these Services now", "services", scheduled)
 	}
 	l.want.join()
 }

@@ -40,6 +40,8 @@ type Transaction struct {
 	// Quarantined is how many Services are set aside because the kernel refuses them. The state has what the kernel took of
 	// them before.
 	Quarantined int
+	// Unscheduled is how many Services are carried without the Scheduling they ask for, because the kernel refuses that.
+	Unscheduled int
 	// Foreign is how many findings of Check were repaired.
 	Foreign int
 }
@@ -67,6 +69,8 @@ type Loop struct {
 	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
 	Settled func(Settled)
 	Failed  func(error)
+	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without.
+	Unschedules func(*dataplane.Refused)
 	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
 	LeastRest func() time.Duration
 
@@ -88,8 +92,8 @@ type Loop struct {
 	foreign int
 	blind   bool
 
-	// quarantined is what Quarantined gives; nil if there are none.
-	quarantined atomic.Pointer[[]Quarantined]
+	// asides is what Quarantined and Unscheduled give; nil if there are none.
+	asides atomic.Pointer[setAsides]
 }
 
 // A failed transaction is tried again after retryFirst, then after twice as long each time up to retryMost.
@@ -239,7 +243,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	}
 	t := Transaction{
 		Receipt: r, Policy: policy, Total: time.Since(start), Services: len(l.want.asked().Services),
-		Quarantined: len(l.want.aside), Foreign: l.foreign,
+		Quarantined: len(l.Quarantined()), Unscheduled: len(l.Unscheduled()), Foreign: l.foreign,
 	}
 	l.foreign = 0
 	l.report(&t)

@@ -200,7 +200,7 @@ func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 		b.loop = &Loop{Log: slog.New(slog.DiscardHandler)}
 	}
 	l := b.loop
-	b.t, l.Queue, l.Planner, l.Backend = t, q, dataplane.NewPlanner(dataplane.Config{}), b
+	b.t, l.Queue, l.Planner, l.Backend = t, q, dataplane.NewPlanner(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}), b
 	done := make(chan error, 1)
 	go func() { done <- l.Run(ctx) }()
 	t.Cleanup(func() {

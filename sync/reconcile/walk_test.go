@@ -1,11 +1,13 @@
 package reconcile
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"reflect"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -31,8 +33,8 @@ type walk struct {
 }
 
 // met counts what the walk is about: refusals by name, trials without an answer, Services aside that were kept as they were
-// acknowledged, and those that had to give way to others.
-type met struct{ refused, unanswered, kept, cut int }
+// acknowledged, those that had to give way to others, and those that got no scheduler.
+type met struct{ refused, unanswered, kept, cut, unscheduled int }
 
 var walkNames = []string{"a", "b", "c", "d", "e"}
 
@@ -50,6 +52,9 @@ func (w *walk) service(name string) *snapshot.Service {
 	svc.ExternalIPs, svc.LoadBalancerIPs = w.addrs(0, 3), w.addrs(1, 3)
 	svc.ExternalLocal = w.IntN(3) == 0
 	svc.Ports = nil
+	if w.IntN(3) == 0 {
+		svc.Scheduling = &snapshot.Scheduling{Scheduler: []string{"lc", "rr"}[w.IntN(2)]}
+	}
 	for _, p := range []uint16{80, 81, poison} {
 		if w.IntN(2) == 0 || p == poison && (w.harmless || w.IntN(2) == 0) {
 			continue
@@ -105,6 +110,10 @@ func (w *walk) judge(st *dataplane.State) error {
 	if w.kernel.IntN(6) == 0 {
 		return errors.New("no memory")
 	}
+	if err := refusesLC(st); err != nil {
+		w.unscheduled++
+		return err
+	}
 	r := &dataplane.Refused{Services: map[snapshot.Name]error{}}
 	for n, svc := range st.Services {
 		if poisoned(svc) && (len(r.Services) == 0 || w.kernel.IntN(2) == 0) {
@@ -116,6 +125,25 @@ func (w *walk) judge(st *dataplane.State) error {
 	}
 	w.refused++
 	return errors.Join(errors.New("other words"), r)
+}
+
+// byLC says whether a Service asks for the scheduler that the kernel has not got.
+func byLC(svc *dataplane.Service) bool {
+	return slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" })
+}
+
+// refusesLC is an IPVS without that scheduler.
+func refusesLC(st *dataplane.State) error {
+	r := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
+	for n, svc := range st.Services {
+		if byLC(svc) {
+			r.Services[n] = errors.New("ip_vs_lc is missing")
+		}
+	}
+	if len(r.Services) == 0 {
+		return nil
+	}
+	return r
 }
 
 // look is a Check by a backend that sometimes finds something, sometimes fails, and sometimes is in a hurry.
@@ -135,10 +163,14 @@ func (w *walk) look() ([]string, time.Duration, error) {
 func (w *walk) settled(what string) {
 	synctest.Wait()
 	aside := w.b.loop.Quarantined()
-	poisonous := 0
+	poisonous, unscheduled := 0, 0
 	for n, svc := range w.b.loop.Planner.State().Services {
 		if !poisoned(svc) {
-			if w.b.kernel.Services[n] != svc {
+			if byLC(svc) {
+				unscheduled++
+				svc = svc.Unscheduled()
+			}
+			if !reflect.DeepEqual(w.b.kernel.Services[n], svc) {
 				w.t.Fatalf("%s: the kernel does not have %v", what, n)
 			}
 			continue
@@ -150,6 +182,9 @@ func (w *walk) settled(what string) {
 	}
 	if len(aside) != poisonous {
 		w.t.Fatalf("%s: %d Services are aside; want %d", what, len(aside), poisonous)
+	}
+	if n := len(w.b.loop.Unscheduled()); n != unscheduled {
+		w.t.Fatalf("%s: %d Services lack their scheduler; want %d", what, n, unscheduled)
 	}
 }
 
@@ -172,17 +207,19 @@ func TestWalk(t *testing.T) {
 					time.Sleep(time.Duration(w.IntN(int(time.Second))) >> w.IntN(12))
 				}
 				// Words of trouble are not random any more, for long enough that one try gets through.
-				w.b.set(func() { w.b.judge = refusesPoison(1) })
+				w.b.set(func() {
+					w.b.judge = func(st *dataplane.State) error { return cmp.Or(refusesLC(st), refusesPoison(1)(st)) }
+				})
 				time.Sleep(retryMost + time.Second)
 				w.settled(fmt.Sprintf("seed %d", seed))
 				w.b.set(func() { w.b.judge = w.judge })
 			}
 			w.end(seed%2 == 0)
 			sum.refused, sum.unanswered = sum.refused+w.refused, sum.unanswered+w.unanswered
-			sum.kept, sum.cut = sum.kept+w.kept, sum.cut+w.cut
+			sum.kept, sum.cut, sum.unscheduled = sum.kept+w.kept, sum.cut+w.cut, sum.unscheduled+w.unscheduled
 		})
 	}
-	if sum.refused < 1000 || sum.unanswered < 100 || sum.kept < 500 || sum.cut < 100 {
+	if sum.refused < 1000 || sum.unanswered < 100 || sum.kept < 500 || sum.cut < 100 || sum.unscheduled < 500 {
 		t.Errorf("the walk met too little: %+v", sum)
 	}
 }
@@ -198,11 +235,11 @@ func (w *walk) end(change bool) {
 		w.b.set(func() { w.b.judge = nil })
 	}
 	time.Sleep(2 * trialMost)
-	w.b.set(func() { w.b.judge = nil })
+	w.b.set(func() { w.b.judge, w.b.look = nil, nil }) // nor is anything repaired while the test looks
 	time.Sleep(2 * trialMost)
 	synctest.Wait()
-	want, _ := dataplane.Compute(dataplane.Config{}, w.cluster)
-	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil {
+	want, _ := dataplane.Compute(w.b.loop.Planner.Config(), w.cluster)
+	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil || w.b.loop.Unscheduled() != nil {
 		w.t.Errorf("the kernel has %+v; want %+v; aside: %v", w.b.kernel, want, w.b.loop.Quarantined())
 	}
 	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.held) > 0 {

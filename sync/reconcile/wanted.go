@@ -81,7 +81,7 @@ func (w *wanted) follow(change dataplane.Change, before []*dataplane.Service) {
 		w.copyGlobals()
 	}
 	w.globals = w.globals || change.Globals
-	for _, n := range change.Services {
+	for i, n := range change.Services {
 		svc, a := w.planner.State().Services[n], w.aside[n]
 		switch {
 		case a == nil:
@@ -89,6 +89,12 @@ func (w *wanted) follow(change dataplane.Change, before []*dataplane.Service) {
 		case svc == nil: // there is nothing left to refuse
 			delete(w.aside, n)
 			w.set(n, nil)
+		case a.plain && svc.Unscheduled() == svc: // it does not ask for what is refused any more
+			delete(w.aside, n)
+			w.set(n, svc)
+		case a.plain:
+			a.changed = a.changed || before[i] == nil || !svc.ScheduledAs(before[i])
+			w.set(n, svc.Unscheduled())
 		default:
 			a.changed = true
 			w.keepLast(n)
@@ -119,6 +125,17 @@ func (w *wanted) join() {
 	if len(w.aside) == 0 {
 		w.state = dataplane.State{}
 	}
+}
+
+// setAside gives what there is to know of a Service that the kernel refuses; from now on there is.
+func (w *wanted) setAside(n snapshot.Name) *aside {
+	w.part()
+	a := w.aside[n]
+	if a == nil {
+		a = &aside{since: time.Now()}
+		w.aside[n] = a
+	}
+	return a
 }
 
 // set replaces a Service in the state, which is not the planner's own.
@@ -173,7 +190,11 @@ func (w *wanted) endTrials() {
 	for n, a := range w.aside {
 		if a.trial {
 			a.unanswered(time.Now())
-			w.keepLast(n)
+			if a.plain {
+				w.set(n, w.planner.State().Services[n].Unscheduled())
+			} else {
+				w.keepLast(n)
+			}
 		}
 	}
 }

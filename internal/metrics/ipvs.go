@@ -1,0 +1,273 @@
+package metrics
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// IPVS reads what IPVS counts of the frontends that it schedules. Its methods are called one at a time.
+type IPVS interface {
+	// Services reads all frontends at once; one may be missing.
+	Services(do func(dataplane.Key, IPVSCounts)) error
+	// Endpoints reads those behind one frontend.
+	Endpoints(of dataplane.Key, do func(netip.AddrPort, IPVSEndpoint)) error
+}
+
+// IPVSCounts are what IPVS counted since it got the frontend or endpoint.
+type IPVSCounts struct {
+	Connections uint64
+	// Packets and Bytes are those from clients, and those to them.
+	Packets, Bytes [2]uint64
+}
+
+// IPVSEndpoint is an endpoint behind a frontend.
+type IPVSEndpoint struct {
+	IPVSCounts
+	// Active is how many connections it has now.
+	Active uint32
+}
+
+// directions are the values of the label direction, as IPVSCounts has them.
+var directions = [...]string{"in", "out"}
+
+// since gives what was counted since an earlier reading; everything, if the count began anew meanwhile.
+func (c IPVSCounts) since(before IPVSCounts) IPVSCounts {
+	if c.Connections < before.Connections || c.Packets[0] < before.Packets[0] || c.Packets[1] < before.Packets[1] {
+		return c
+	}
+	c.Connections -= before.Connections
+	for i := range directions {
+		c.Packets[i] -= before.Packets[i]
+		c.Bytes[i] -= before.Bytes[i]
+	}
+	return c
+}
+
+func (c *IPVSCounts) add(o IPVSCounts) {
+	c.Connections += o.Connections
+	for i := range directions {
+		c.Packets[i] += o.Packets[i]
+		c.Bytes[i] += o.Bytes[i]
+	}
+}
+
+// ipvsLedger adds up what IPVS counts, as the ledger does for the elements of maps. It holds what has counted something.
+type ipvsLedger struct {
+	// read says that there was a reading: what was counted before the first one is left out.
+	read  bool
+	last  map[dataplane.Key]*ipvsFrontend
+	ports map[dataplane.PortName]*ipvsPort
+}
+
+type ipvsFrontend struct {
+	last IPVSCounts
+	// active says that it had open connections, so that they are looked at again.
+	active    bool
+	endpoints map[netip.AddrPort]IPVSEndpoint
+}
+
+type ipvsPort struct {
+	IPVSCounts
+	endpoints map[netip.AddrPort]*IPVSCounts
+}
+
+func newIPVSLedger() *ipvsLedger {
+	return &ipvsLedger{last: map[dataplane.Key]*ipvsFrontend{}, ports: map[dataplane.PortName]*ipvsPort{}}
+}
+
+// enter takes a reading of all frontends, and gives those whose endpoints are worth reading.
+func (g *ipvsLedger) enter(read map[dataplane.Key]IPVSCounts, portAt func(dataplane.Key) (dataplane.PortName, bool)) (due []dataplane.Key) {
+	maps.DeleteFunc(g.last, func(k dataplane.Key, _ *ipvsFrontend) bool { _, there := read[k]; return !there })
+	for k, counts := range read {
+		fe := g.last[k]
+		if fe == nil {
+			fe = &ipvsFrontend{endpoints: map[netip.AddrPort]IPVSEndpoint{}}
+			if !g.read {
+				fe.last = counts
+			}
+			g.last[k] = fe
+		}
+		more := counts.since(fe.last)
+		fe.last = counts
+		if more == (IPVSCounts{}) && !fe.active && g.read {
+			continue
+		}
+		if name, known := portAt(k); known && more != (IPVSCounts{}) {
+			g.port(name).add(more)
+		}
+		if counts.Connections > 0 {
+			due = append(due, k)
+		}
+	}
+	slices.SortFunc(due, dataplane.Key.Compare)
+	return due
+}
+
+func (g *ipvsLedger) port(n dataplane.PortName) *ipvsPort {
+	p := g.ports[n]
+	if p == nil {
+		p = &ipvsPort{endpoints: map[netip.AddrPort]*IPVSCounts{}}
+		g.ports[n] = p
+	}
+	return p
+}
+
+// enterEndpoints takes a reading of the endpoints behind a frontend. First says that nothing of it was read before.
+func (g *ipvsLedger) enterEndpoints(k dataplane.Key, name dataplane.PortName, read map[netip.AddrPort]IPVSEndpoint, first bool) {
+	fe := g.last[k]
+	if fe == nil {
+		return
+	}
+	fe.active = false
+	for at, ep := range read {
+		fe.active = fe.active || ep.Active > 0
+		before := fe.endpoints[at]
+		if _, known := fe.endpoints[at]; !known && first {
+			before = ep
+		}
+		if more := ep.since(before.IPVSCounts); more != (IPVSCounts{}) {
+			p := g.port(name)
+			if p.endpoints[at] == nil {
+				p.endpoints[at] = &IPVSCounts{}
+			}
+			p.endpoints[at].add(more)
+		}
+	}
+	fe.endpoints = read
+}
+
+// forget drops the ports that are gone.
+func (g *ipvsLedger) forget(gone func(dataplane.PortName) bool) {
+	maps.DeleteFunc(g.ports, func(n dataplane.PortName, _ *ipvsPort) bool { return gone(n) })
+}
+
+// readIPVS reads what IPVS counts: all frontends and, if endpoints are shown, those behind frontends that have counted more.
+func (r *reader) readIPVS(deadline time.Time) error {
+	if r.ipvs == nil {
+		return nil
+	}
+	read := map[dataplane.Key]IPVSCounts{}
+	if err := r.ipvs.Services(func(k dataplane.Key, c IPVSCounts) { read[k] = c }); err != nil {
+		return err
+	}
+	var due []dataplane.Key
+	var first bool
+	r.locked(func() {
+		g := r.scheduled
+		first = !g.read
+		due = g.enter(read, r.ledger.portAt)
+		g.forget(func(n dataplane.PortName) bool { return r.ledger.ports[n] == nil })
+		g.read = true
+	})
+	if r.ledger.detail != PerEndpoint {
+		return nil
+	}
+	for _, k := range due {
+		if !first && time.Now().After(deadline) {
+			return nil // what it did not come to is added up when that has counted more
+		}
+		endpoints := map[netip.AddrPort]IPVSEndpoint{}
+		if err := r.ipvs.Endpoints(k, func(at netip.AddrPort, e IPVSEndpoint) { endpoints[at] = e }); err != nil {
+			return err
+		}
+		r.locked(func() {
+			if name, known := r.ledger.portAt(k); known {
+				r.scheduled.enterEndpoints(k, name, endpoints, first)
+			}
+		})
+	}
+	return nil
+}
+
+// portAt gives whose frontend it is.
+func (g *ledger) portAt(k dataplane.Key) (dataplane.PortName, bool) {
+	fe := g.frontends[k]
+	if fe == nil || fe.gone {
+		return dataplane.PortName{}, false
+	}
+	return fe.port.name, true
+}
+
+var (
+	ipvsConnectionsDesc = prometheus.NewDesc("verdict_ipvs_connections_total",
+		"New connections to a Service port that IPVS sent to an endpoint.", portLabels(), nil)
+	ipvsPacketsDesc = prometheus.NewDesc("verdict_ipvs_packets_total",
+		"Packets that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
+	ipvsBytesDesc = prometheus.NewDesc("verdict_ipvs_bytes_total",
+		"Bytes that IPVS forwarded for a Service port, from clients (in) and to them (out).", portLabels("direction"), nil)
+	ipvsEndpointConnectionsDesc = prometheus.NewDesc("verdict_ipvs_endpoint_connections_total",
+		"New connections to a Service port that IPVS sent to this endpoint.", portLabels("endpoint_address"), nil)
+	ipvsEndpointBytesDesc = prometheus.NewDesc("verdict_ipvs_endpoint_bytes_total",
+		"Bytes that IPVS forwarded to an endpoint (in) and from it (out).", portLabels("endpoint_address", "direction"), nil)
+	ipvsEndpointActiveDesc = prometheus.NewDesc("verdict_ipvs_endpoint_active_connections",
+		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address"), nil)
+)
+
+var ipvsDescs = []*prometheus.Desc{ipvsConnectionsDesc, ipvsPacketsDesc, ipvsBytesDesc, ipvsEndpointConnectionsDesc, ipvsEndpointBytesDesc,
+	ipvsEndpointActiveDesc}
+
+// ipvsSample is a Service port that IPVS schedules.
+type ipvsSample struct {
+	name dataplane.PortName
+	IPVSCounts
+	endpoints map[netip.AddrPort]IPVSEndpoint
+}
+
+// samples copies the ports that have a series of their own, and as many of their endpoints as may have one.
+func (g *ipvsLedger) samples(of *ledger) (all []ipvsSample) {
+	open := map[dataplane.PortName]map[netip.AddrPort]uint32{}
+	for k, fe := range g.last {
+		name, known := of.portAt(k)
+		if !known {
+			continue
+		}
+		for at, ep := range fe.endpoints {
+			if ep.Active > 0 {
+				if open[name] == nil {
+					open[name] = map[netip.AddrPort]uint32{}
+				}
+				open[name][at] += ep.Active
+			}
+		}
+	}
+	room := of.room
+	for _, n := range slices.SortedFunc(maps.Keys(g.ports), dataplane.PortName.Compare) {
+		if port := of.ports[n]; port == nil || !port.shown {
+			continue
+		}
+		s := ipvsSample{name: n, IPVSCounts: g.ports[n].IPVSCounts, endpoints: map[netip.AddrPort]IPVSEndpoint{}}
+		for at, counts := range g.ports[n].endpoints {
+			if room > 0 {
+				room--
+				s.endpoints[at] = IPVSEndpoint{IPVSCounts: *counts, Active: open[n][at]}
+			}
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+func (s *ipvsSample) collect(ch chan<- prometheus.Metric) {
+	labels := []string{s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String()}
+	show := func(d *prometheus.Desc, kind prometheus.ValueType, value uint64, more ...string) {
+		ch <- prometheus.MustNewConstMetric(d, kind, float64(value), append(slices.Clip(labels), more...)...)
+	}
+	show(ipvsConnectionsDesc, prometheus.CounterValue, s.Connections)
+	for i, direction := range directions {
+		show(ipvsPacketsDesc, prometheus.CounterValue, s.Packets[i], direction)
+		show(ipvsBytesDesc, prometheus.CounterValue, s.Bytes[i], direction)
+	}
+	for at, ep := range s.endpoints {
+		show(ipvsEndpointConnectionsDesc, prometheus.CounterValue, ep.Connections, at.String())
+		show(ipvsEndpointActiveDesc, prometheus.GaugeValue, uint64(ep.Active), at.String())
+		for i, direction := range directions {
+			show(ipvsEndpointBytesDesc, prometheus.CounterValue, ep.Bytes[i], at.String(), direction)
+		}
+	}
+}
