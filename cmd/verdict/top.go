@@ -140,7 +140,7 @@ func printSample(s *show, sample *topSample, shown int) {
 	s.line("%s", s.paint(dim, topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
 	for i := range sample.Ports[:shown] {
 		p := &sample.Ports[i]
-		s.line("%s", topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p.Choices), p.Name))
+		s.line("%s", topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p), topName("", p)))
 		for _, l := range endpointLines(p, wide) {
 			s.line("%s", l)
 		}

@@ -66,6 +66,8 @@ type endpointMeter struct {
 	addr netip.AddrPort
 	// elements are the counters that add up to it, by their set and key.
 	elements map[string]*meter
+	// ipvs adds up what IPVS says of it; nil if that has not got it.
+	ipvs *topIPVS
 }
 
 func (e *endpointMeter) sum() (rate float64, total uint64) {
@@ -81,6 +83,8 @@ type portMeter struct {
 	frontends []*frontendMeter
 	// endpoints are read only while somebody looks at them.
 	endpoints map[netip.AddrPort]*endpointMeter
+	// ipvs adds up what IPVS says of its frontends; nil if they are not looked at, or it schedules none.
+	ipvs *topIPVS
 }
 
 func (p *portMeter) sum() (rate float64, total uint64) {
@@ -88,6 +92,11 @@ func (p *portMeter) sum() (rate float64, total uint64) {
 		rate, total = rate+f.rate, total+f.packets
 	}
 	return rate, total
+}
+
+// scheduled says whether IPVS chooses the endpoint at any frontend of the port.
+func (p *portMeter) scheduled() bool {
+	return slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return f.count.Scheduled })
 }
 
 // choices gives the most endpoints that any frontend of the port chooses from.
@@ -102,6 +111,7 @@ func (p *portMeter) choices() int {
 // sampler reads the counters, and remembers.
 type sampler struct {
 	from counters
+	ipvs func(dataplane.Key) (ipvsplugin.ServiceStatistics, bool, error)
 	now  func() time.Time
 	// only, if not empty, is the one Service, or service port, that counts.
 	only string
@@ -119,7 +129,7 @@ type sampler struct {
 }
 
 func newSampler(from counters) *sampler {
-	return &sampler{from: from, now: time.Now, frontends: map[string]*frontendMeter{}, ports: map[string]*portMeter{}}
+	return &sampler{from: from, ipvs: ipvsplugin.ReadService, now: time.Now, frontends: map[string]*frontendMeter{}, ports: map[string]*portMeter{}}
 }
 
 // frontendSets are the maps that count connections by their frontend.
@@ -151,7 +161,7 @@ func (s *sampler) sample(visible, expanded []string, interval time.Duration, all
 	}
 	for name, p := range s.ports {
 		if !slices.Contains(expanded, name) {
-			p.endpoints = nil
+			p.endpoints, p.ipvs = nil, nil
 		}
 	}
 	return nil
@@ -293,6 +303,7 @@ func (s *sampler) endpoints(p *portMeter) error {
 		at(ep).elements[key] = m
 	}
 	keys := 0
+	p.ipvs = nil
 	for _, m := range p.frontends {
 		if m.count.Scheduled {
 			if err := s.scheduled(p, m, at); err != nil {
@@ -326,22 +337,6 @@ func (s *sampler) endpoints(p *portMeter) error {
 	return nil
 }
 
-// scheduled reads what IPVS has counted of a frontend's endpoints.
-func (s *sampler) scheduled(p *portMeter, m *frontendMeter, at func(netip.AddrPort) *endpointMeter) error {
-	k := m.element.FrontendKey()
-	vs, _, err := ipvsplugin.ReadService(k)
-	for _, d := range vs.Destinations {
-		key, reading := "ipvs "+k.String(), &meter{}
-		if before := p.endpoints[d.AddrPort]; before != nil && before.elements[key] != nil {
-			reading = before.elements[key]
-		}
-		reading.read(d.Connections, s.now())
-		at(d.AddrPort).elements[key] = reading
-	}
-	s.read += len(vs.Destinations)
-	return err
-}
-
 // members reads the counters of the pool of a frontend with session affinity.
 func (s *sampler) members(m *frontendMeter, slots []nft.Listed) ([]nft.Listed, error) {
 	pool := nft.PoolKey(m.count.Counted)
@@ -373,6 +368,8 @@ type topPort struct {
 	Rate      float64       `json:"rate"`
 	Total     uint64        `json:"total"`
 	Choices   int           `json:"endpointCount"`
+	Scheduled bool          `json:"scheduled,omitempty"`
+	IPVS      *topIPVS      `json:"ipvs,omitempty"`
 	Frontends []topFrontend `json:"frontends"`
 	Endpoints []topEndpoint `json:"endpoints,omitempty"`
 }
@@ -388,10 +385,11 @@ type topFrontend struct {
 }
 
 type topEndpoint struct {
-	Address string  `json:"address"`
-	Port    uint16  `json:"port"`
-	Rate    float64 `json:"rate"`
-	Total   uint64  `json:"total"`
+	Address string   `json:"address"`
+	Port    uint16   `json:"port"`
+	Rate    float64  `json:"rate"`
+	Total   uint64   `json:"total"`
+	IPVS    *topIPVS `json:"ipvs,omitempty"`
 }
 
 // The orders in which ports are shown.
@@ -412,7 +410,8 @@ func (s *sampler) result(order string, interval time.Duration) *topSample {
 		if strings.Contains(p.name, "/tcp") || strings.HasPrefix(p.name, "[") {
 			service, port = p.name, ""
 		}
-		t := topPort{Name: p.name, Service: service, Port: port, Rate: rounded(rate), Total: total, Choices: p.choices()}
+		t := topPort{Name: p.name, Service: service, Port: port, Rate: rounded(rate), Total: total, Choices: p.choices(),
+			Scheduled: p.scheduled()}
 		out.Rate += rate
 		out.Ports = append(out.Ports, t)
 	}
@@ -438,6 +437,7 @@ func compareTop(order string, rateA, rateB float64, totalA, totalB uint64, nameA
 // details fills in a port's frontends and endpoints, as far as somebody looks at them.
 func (s *sampler) details(t *topPort, order string) {
 	p := s.ports[t.Name]
+	t.IPVS = p.ipvs
 	for _, f := range p.frontends {
 		k := f.element.FrontendKey()
 		t.Frontends = append(t.Frontends, topFrontend{k.Addr.String(), k.Port, k.Protocol.String(), f.count.Outside,
@@ -448,7 +448,7 @@ func (s *sampler) details(t *topPort, order string) {
 	})
 	for _, e := range p.endpoints {
 		rate, total := e.sum()
-		t.Endpoints = append(t.Endpoints, topEndpoint{e.addr.Addr().String(), e.addr.Port(), rounded(rate), total})
+		t.Endpoints = append(t.Endpoints, topEndpoint{e.addr.Addr().String(), e.addr.Port(), rounded(rate), total, e.ipvs})
 	}
 	slices.SortFunc(t.Endpoints, func(a, b topEndpoint) int {
 		if order == byName {

@@ -28,6 +28,8 @@ type fakeCounters struct {
 	// read counts elements, lists how often a set was listed.
 	read, lists int
 	failure     error
+	// scheduled, if not 0, is the number of the Service that IPVS schedules.
+	scheduled int
 }
 
 func (f *fakeCounters) index(family nft.Family) int {
@@ -88,6 +90,8 @@ func (f *fakeCounters) services(n int) {
 			svc.Affinity = time.Hour
 		case 1:
 			svc.ExternalLocal, svc.ExternalIPs = true, []netip.Addr{netip.MustParseAddr("203.0.113.1")}
+		case f.scheduled:
+			svc.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
 		}
 		sl := &snapshot.Slice{Name: name, Service: name.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
 		for e := range 2 {
@@ -97,7 +101,7 @@ func (f *fakeCounters) services(n int) {
 		d.Services[name], d.Slices[name] = svc, sl
 	}
 	snap.Apply(d)
-	st, _ := dataplane.Compute(dataplane.Config{NodeName: "here"}, snap)
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "here", IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}, snap)
 	f.tables = nft.List(st)
 	f.revision++
 }
@@ -233,7 +237,7 @@ func TestTopView(t *testing.T) {
 		sample.Ports = append(sample.Ports, topPort{Name: fmt.Sprintf("team/web-%02d:http", i), Rate: math.Max(0, 1234-float64(i*300)),
 			Total: uint64(40000 - i), Choices: i % 3})
 	}
-	sample.Ports[1].Endpoints = []topEndpoint{{"10.244.1.1", 8080, 700, 1000}, {"10.244.1.2", 8080, 234, 900}}
+	sample.Ports[1].Endpoints = []topEndpoint{{Address: "10.244.1.1", Port: 8080, Rate: 700, Total: 1000}, {Address: "10.244.1.2", Port: 8080, Rate: 234, Total: 900}}
 	v.show(sample, nil)
 	v.key("j")
 	v.key("enter")

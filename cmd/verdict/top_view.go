@@ -190,15 +190,15 @@ func (v *topView) render(s *show) []string {
 // portLines gives the line of a port, and those of its endpoints if they are to be seen.
 func (v *topView) portLines(s *show, p *topPort) []string {
 	selected := p.Name == v.cursor
-	mark := " "
+	mark := "  "
 	if selected {
-		mark = ">"
+		mark = "> "
 	}
-	line := clip(topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p.Choices), mark+" "+p.Name), v.width)
+	line := clip(topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p), topName(mark, p)), v.width)
 	switch {
 	case selected:
 		line = s.paint("7", line)
-	case p.Rate > 0 && p.Choices == 0:
+	case p.Rate > 0 && p.Choices == 0 && !p.Scheduled:
 		line = s.paint(red, line)
 	case p.Rate == 0:
 		line = s.paint(dim, line)
@@ -210,11 +210,35 @@ func (v *topView) portLines(s *show, p *topPort) []string {
 	return lines
 }
 
-func choicesText(n int) string {
-	if n == 0 {
+// choicesText is of how many endpoints one is chosen, or who chooses.
+func choicesText(p *topPort) string {
+	switch {
+	case p.Scheduled:
+		return "ipvs"
+	case p.Choices == 0:
 		return "none"
 	}
-	return thousands(n)
+	return thousands(p.Choices)
+}
+
+// topName is the name, with what IPVS says of the port if that is looked at.
+func topName(mark string, p *topPort) string {
+	if p.IPVS == nil {
+		return mark + p.Name
+	}
+	return mark + p.Name + "  " + p.IPVS.text()
+}
+
+// endpointText is the address, with what IPVS says of the endpoint.
+func endpointText(e *topEndpoint) string {
+	text := "    " + endpointAddr(*e).String()
+	switch {
+	case e.IPVS == nil:
+		return text
+	case e.IPVS.Weight == 0:
+		return text + "  draining, " + e.IPVS.text()
+	}
+	return fmt.Sprintf("%s  weight %d, %s", text, e.IPVS.Weight, e.IPVS.text())
 }
 
 // endpointLines gives a line for each endpoint of a port.
@@ -228,7 +252,7 @@ func endpointLines(p *topPort, width int) (lines []string) {
 		if whole > 0 {
 			share = percent(e.Rate / whole)
 		}
-		lines = append(lines, clip(topLine(rateText(e.Rate), thousands(int(e.Total)), share, "    "+endpointAddr(e).String()), width))
+		lines = append(lines, clip(topLine(rateText(e.Rate), thousands(int(e.Total)), share, endpointText(&e)), width))
 	}
 	return lines
 }
