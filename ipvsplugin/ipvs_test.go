@@ -33,7 +33,9 @@ func (w *world) flows(a app, f lab.Family) (list []flow) {
 	external := []netip.AddrPort{netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], a.number), 80),
 		netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], 100+a.number), 80), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
 	for _, from := range []*lab.Host{w.Pods[0], w.Pods[2], w.RemotePods[2], w.Node, w.Outside} {
-		pod := slices.Contains(w.Pods, from) || slices.Contains(w.RemotePods, from)
+		// By their interface only the pods of this node are known.
+		byRange := w.planner.Config().DetectLocal.Mode != dataplane.DetectInterfaceNamePrefix
+		pod := slices.Contains(w.Pods, from) || byRange && slices.Contains(w.RemotePods, from)
 		list = append(list, flow{from, cluster, a.internalLocal, !pod})
 		for _, to := range external {
 			list = append(list, flow{from, to, a.externalLocal && !pod && from != w.Node, !a.externalLocal || from == w.Node})
@@ -45,7 +47,22 @@ func (w *world) flows(a app, f lab.Family) (list []flow) {
 // TestIPVSFlows sends flows from everywhere to every kind of frontend, under every policy, with endpoints here, elsewhere and
 // nowhere. IPVS schedules, and everything else is as it is without.
 func TestIPVSFlows(t *testing.T) {
-	w := newWorld(t, 3, 3, dataplane.IPVSAlways)
+	for name, detect := range map[string]dataplane.DetectLocal{
+		"ranges":     {ClusterCIDRs: lab.PodRange},
+		"interfaces": {Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, 3, 3, dataplane.IPVSAlways)
+			c := w.planner.Config()
+			c.DetectLocal = detect
+			w.planner.SetConfig(c)
+			w.allFlows()
+		})
+	}
+}
+
+// allFlows sends packets from everywhere to Services with endpoints here, there, both or nowhere, of all policies.
+func (w *world) allFlows() {
 	var apps []app
 	var all []snapshot.Delta
 	for _, ends := range [][2][]endpoint{{ready(0, 1), ready(0, 1)}, {nil, ready(0, 1)}, {ready(0, 1), nil}, {nil, nil}} {
@@ -74,7 +91,7 @@ func TestIPVSFlows(t *testing.T) {
 		}
 	}
 	wg.Wait()
-	t.Logf("%d flows", n)
+	w.t.Logf("%d flows", n)
 	w.wants()
 }
 
