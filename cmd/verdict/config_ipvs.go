@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"maps"
 	"net/netip"
 	"slices"
@@ -63,7 +64,7 @@ func probeIPVS(s *config.Settings) error {
 }
 
 // countServices has IPVS schedule all Services once there are as many as the operator said, and it can. It is called by the loop.
-func (l *live) countServices(t reconcile.Transaction) {
+func (l *live) countServices(ctx context.Context, t reconcile.Transaction) {
 	s := l.settings.Load()
 	if s.IPVSServices == 0 || t.Services < s.IPVSServices || s.Policy.IPVS.Mode != dataplane.IPVSAuto || l.many.Swap(true) {
 		return
@@ -75,7 +76,12 @@ func (l *live) countServices(t reconcile.Transaction) {
 	}
 	l.log.Info("there are many Services: from now on IPVS schedules all of them", "services", t.Services)
 	next := tuning{l.policy(), s.MinSyncPeriod}
-	go func() { l.tunings <- next }() // who takes it waits for the loop
+	go func() { // who takes it waits for the loop
+		select {
+		case l.tunings <- next:
+		case <-ctx.Done():
+		}
+	}()
 }
 
 // ipvs gives which Services IPVS schedules, as things are.

@@ -103,8 +103,8 @@ func (l *live) policy() dataplane.Config {
 }
 
 // written is told of each transaction.
-func (l *live) written(t reconcile.Transaction) {
-	l.countServices(t)
+func (l *live) written(ctx context.Context, t reconcile.Transaction) {
+	l.countServices(ctx, t)
 	l.sysctls.Do(func() {
 		if l.missing.Load() { // by now there is connection tracking
 			setSysctls(l.host, l.settings.Load(), l.log, true)

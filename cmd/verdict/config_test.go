@@ -299,7 +299,7 @@ func TestLateSysctls(t *testing.T) {
 	path := filepath.Join(host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
 	labtest.Check(t, os.WriteFile(path, []byte("65536\n"), 0o644))
 	for range 2 {
-		r.written(reconcile.Transaction{})
+		r.written(t.Context(), reconcile.Transaction{})
 	}
 	if text, err := os.ReadFile(path); err != nil || string(text) != "262144" {
 		t.Errorf("it is %q, %v", text, err)

@@ -214,7 +214,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 	beside.Go(func() { follower.run(ctx) })
 	n.unscheduled = live.unscheduled
 	n.written = func(t reconcile.Transaction) {
-		live.written(t)
+		live.written(ctx, t)
 		follower.written(t)
 	}
 	live.events.Emit(watch.Event{Reason: "Starting", Action: "StartKubeProxy"})
