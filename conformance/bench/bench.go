@@ -26,19 +26,27 @@ type Bench struct {
 	Client kubernetes.Interface
 	// Proxies run on the nodes, by the nodes' names.
 	Proxies map[string]*Proxy
+	// Slow is how many times as long as on an ordinary machine a change may take.
+	Slow Slow
 
 	dir    string
 	canary canary
 	zones  netip.AddrPort // of the canary of zones
 }
 
+// Slow is a factor of times; 1 is an ordinary machine.
+type Slow float64
+
+// Times gives a time multiplied.
+func (s Slow) Times(d time.Duration) time.Duration { return time.Duration(float64(s) * float64(d)) }
+
 // Peers are the programs of the control plane.
 type Peers struct{ Etcd, APIServer, ControllerManager string }
 
 // Open builds the bench in an empty directory of its own, starts the control plane and the proxies, and waits until these
 // carry Services. Whoever has it must Close it.
-func Open(ctx context.Context, kind *Kind, binary string, peers Peers, dir string) (*Bench, error) {
-	b := &Bench{Kind: kind, Proxies: make(map[string]*Proxy), dir: dir}
+func Open(ctx context.Context, kind *Kind, binary string, peers Peers, slow Slow, dir string) (*Bench, error) {
+	b := &Bench{Kind: kind, Proxies: make(map[string]*Proxy), Slow: slow, dir: dir}
 	if err := b.open(ctx, binary, peers); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}

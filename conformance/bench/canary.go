@@ -41,7 +41,7 @@ const (
 	firstCanaryPort   = 20000
 	firstCanaryTarget = 30000
 	numCanaryTargets  = 8
-	syncLimit         = 60 * time.Second
+	syncLimit         = 60 * time.Second // on an ordinary machine
 )
 
 func canaryTargets() (ports []uint16) {
@@ -149,7 +149,7 @@ func (b *Bench) round(ctx context.Context) error {
 	c := &b.canary
 	c.generation++
 	// The API server may be about to come back.
-	if err := until(ctx, syncLimit, func() error { return b.writeCanary(ctx) }); err != nil {
+	if err := until(ctx, b.Slow.Times(syncLimit), func() error { return b.writeCanary(ctx) }); err != nil {
 		return fmt.Errorf("write the canary: %w", err)
 	}
 	errs := make(chan error)
@@ -182,7 +182,7 @@ func (b *Bench) seen(ctx context.Context, node string) error {
 	c := &b.canary
 	for _, ip := range c.service.Spec.ClusterIPs {
 		to := netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(c.port()))
-		err := until(ctx, syncLimit, func() error {
+		err := until(ctx, b.Slow.Times(syncLimit), func() error {
 			r := b.Host(node).Dial(snapshot.TCP, to, lab.Options{Timeout: 200 * time.Millisecond})
 			if r.Outcome != lab.Answered || int32(r.Destination.Port()) != c.target() {
 				return fmt.Errorf("%s does not carry the canary %s to port %d: %s", node, to, c.target(), r)

@@ -2,11 +2,9 @@ package bench
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -35,7 +33,7 @@ type Kind struct {
 
 	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
 	mode  string
-	build func(ctx context.Context, root, dir string) (string, error)
+	build func(ctx context.Context, from Programs, dir string) (string, error)
 	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
 	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36).
 	forgetsZone bool
@@ -47,7 +45,9 @@ var (
 	listNFT      = [][]string{{"nft", "list", "ruleset"}}
 	listIPTables = [][]string{{"iptables-save"}, {"ip6tables-save"}}
 	listIPVS     = [][]string{{"ipvsadm", "-Sn"}, {"nft", "list", "ruleset"}}
-	runKubeProxy = []string{"--config={config}", "--v=2"}
+	// What kube-proxy leaves to IPVS it says with iptables and ipset.
+	listKubeProxyIPVS = append([][]string{{"ipvsadm", "-Sn"}, {"ipset", "save"}}, listIPTables...)
+	runKubeProxy      = []string{"--config={config}", "--v=2"}
 )
 
 // kinds are the proxies known by name.
@@ -57,6 +57,7 @@ var kinds = []Kind{
 	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
 	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
+	{Name: "kube-proxy-ipvs", mode: "ipvs", Args: runKubeProxy, Listings: listKubeProxyIPVS, build: buildKubeProxy, forgetsZone: true},
 }
 
 // KindNames gives the names that FindKind knows.
@@ -110,11 +111,11 @@ func readKind(path string) (*Kind, error) {
 	return k, nil
 }
 
-// Obtain gives the program, which it builds if need be: root is the directory of the sources, dir one for what it builds.
-func (k *Kind) Obtain(ctx context.Context, root, dir string) (binary, version string, err error) {
+// Obtain gives the program, which it builds if need be, in the directory dir.
+func (k *Kind) Obtain(ctx context.Context, from Programs, dir string) (binary, version string, err error) {
 	binary = k.Binary
 	if binary == "" {
-		if binary, err = k.build(ctx, root, dir); err != nil {
+		if binary, err = k.build(ctx, from, dir); err != nil {
 			return "", "", err
 		}
 	}
@@ -136,37 +137,4 @@ func (k *Kind) Adjustable() bool { return k.mode != "" }
 // Knows says whether a list of proxies' names means this one.
 func (k *Kind) Knows(names []string) bool {
 	return slices.Contains(names, k.Name) || k.Like != "" && slices.Contains(names, k.Like)
-}
-
-func buildVerdict(ctx context.Context, root, dir string) (string, error) {
-	binary := filepath.Join(dir, "bin", "verdict")
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", binary, "./cmd/verdict")
-	cmd.Dir, cmd.Env = root, append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("build verdict: %w: %s", err, out)
-	}
-	return binary, nil
-}
-
-func buildKubeProxy(ctx context.Context, root, _ string) (string, error) {
-	paths, err := BuildPeers(ctx, root, "kube-proxy")
-	if err != nil {
-		return "", err
-	}
-	return paths[0], nil
-}
-
-// BuildPeers builds real components, which takes minutes the first time, and gives their paths.
-func BuildPeers(ctx context.Context, root string, names ...string) ([]string, error) {
-	cmd := exec.CommandContext(ctx, filepath.Join(root, "conformance", "peers", "build"), names...)
-	cmd.Stderr = os.Stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return nil, fmt.Errorf("build %s: %w", strings.Join(names, ", "), err)
-	}
-	paths := strings.Fields(string(out))
-	if len(paths) != len(names) {
-		return nil, errors.New("conformance/peers/build printed other than one path for each name")
-	}
-	return paths, nil
 }

@@ -77,6 +77,7 @@ func kubeProxyConfig(mode, node, kubeconfig string) map[string]any {
 		"clientConnection":   map[string]any{"kubeconfig": kubeconfig, "qps": 1000, "burst": 1000},
 		"conntrack":          map[string]any{"maxPerCore": 0, "min": 0},
 		"iptables":           period,
+		"ipvs":               maps.Clone(period),
 		"nftables":           maps.Clone(period),
 		"metricsBindAddress": "127.0.0.1:10249",
 		"healthzBindAddress": "0.0.0.0:10256",

@@ -64,7 +64,7 @@ func (b *Bench) AwaitZones(ctx context.Context) error {
 				return err
 			}
 		}
-		err := until(ctx, zoneLimit, func() error {
+		err := until(ctx, b.Slow.Times(zoneLimit), func() error {
 			for range zoneTries {
 				r := b.Host(node).Dial(snapshot.TCP, b.zones, lab.Options{})
 				if r.Outcome != lab.Answered || r.Destination.Port() != zoneTarget(i) {

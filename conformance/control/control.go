@@ -51,6 +51,8 @@ const (
 	adminToken = "conformance-admin"
 	proxyToken = "conformance-proxy"
 	securePort = 6443
+	// readyLimit is for the API server on a slow machine. One that ends is noticed at once.
+	readyLimit = 5 * time.Minute
 )
 
 // tokens say who is who. A proxy has the rights that Kubernetes gives to kube-proxy, no more.
@@ -190,7 +192,7 @@ func (p *Plane) StartControllers() error {
 }
 
 func (p *Plane) ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, readyLimit)
 	defer cancel()
 	var last error
 	for ctx.Err() == nil {
@@ -200,7 +202,7 @@ func (p *Plane) ready(ctx context.Context) error {
 		if p.etcd.Ended() {
 			return fmt.Errorf("etcd ended: %s", p.etcd.Tail())
 		}
-		try, done := context.WithTimeout(ctx, 2*time.Second)
+		try, done := context.WithTimeout(ctx, 10*time.Second)
 		_, last = p.Client.Discovery().RESTClient().Get().AbsPath("/readyz").DoRaw(try)
 		done()
 		if last == nil {

@@ -31,10 +31,10 @@ type Progress struct {
 // NewProgress writes to a file; on a terminal, one line follows what happens.
 func NewProgress(out *os.File) *Progress { return &Progress{out: out, terminal: IsTerminal(out)} }
 
-// IsTerminal says whether a file is a terminal.
+// IsTerminal says whether a file is a terminal that understands more than lines.
 func IsTerminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
-	return err == nil
+	return err == nil && os.Getenv("TERM") != "dumb"
 }
 
 func (p *Progress) begin(name string, total int) {

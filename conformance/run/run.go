@@ -18,14 +18,17 @@ import (
 
 // Options say what is run, and how.
 type Options struct {
-	// Root is the directory of the sources, Dir an empty one for files of the run.
-	Root, Dir string
-	Kinds     []*bench.Kind
+	Programs bench.Programs
+	// Dir is an empty directory for files of the run.
+	Dir   string
+	Kinds []*bench.Kind
 	// Cases and Stories are those that were chosen.
 	Cases   []*cases.Case
 	Stories []*cases.Story
 	// Parallel is how many senders of the matrix, and how many stories, are at work at a time.
 	Parallel, ParallelStories int
+	// Slow is how many times as long as a story says a change may take.
+	Slow bench.Slow
 	// Progress is told what happens; Verbose has it told of every failure at once.
 	Progress *Progress
 	Verbose  bool
@@ -61,7 +64,7 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 	for _, s := range o.Stories {
 		order = append(order, s.FullName())
 	}
-	paths, err := bench.BuildPeers(ctx, o.Root, "etcd", "kube-apiserver", "kube-controller-manager")
+	paths, err := o.Programs.Peers(ctx, "etcd", "kube-apiserver", "kube-controller-manager")
 	if err != nil {
 		return nil, err
 	}
@@ -90,7 +93,7 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 	p = report.Proxy{Name: kind.Name}
 	began := time.Now()
 	defer func() { p.Took = time.Since(began) }()
-	binary, version, err := kind.Obtain(ctx, o.Root, o.Dir)
+	binary, version, err := kind.Obtain(ctx, o.Programs, o.Dir)
 	if err != nil {
 		return p, err
 	}
@@ -100,7 +103,7 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return p, err
 	}
-	b, err := bench.Open(ctx, kind, binary, peers, dir)
+	b, err := bench.Open(ctx, kind, binary, peers, o.Slow, dir)
 	if err != nil {
 		return p, err
 	}
@@ -113,7 +116,7 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 		if err != nil {
 			return nil, "", err
 		}
-		binary, _, err := kind.Obtain(ctx, o.Root, o.Dir)
+		binary, _, err := kind.Obtain(ctx, o.Programs, o.Dir)
 		return kind, binary, err
 	}
 	if o.Witness && kind.Witness {

@@ -349,7 +349,7 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 
 // within asks again until it is so, or the time is over.
 func (t *teller) within(ctx context.Context, limit cases.Duration, ok func() bool) {
-	deadline := time.Now().Add(time.Duration(limit))
+	deadline := time.Now().Add(t.bench.Slow.Times(time.Duration(limit)))
 	for !ok() && time.Now().Before(deadline) && ctx.Err() == nil {
 		_ = pause(ctx, 20*time.Millisecond)
 	}

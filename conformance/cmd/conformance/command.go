@@ -38,7 +38,9 @@ type options struct {
 	witness  bool
 	parallel int
 	stories  int
+	slow     float64
 	source   string
+	programs string
 }
 
 func newCommand() *cobra.Command {
@@ -70,7 +72,9 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 	f.BoolVar(&o.witness, "witness", true, "hold what nft lists of the proxy's rules against packets and expectation, too")
 	f.IntVar(&o.parallel, "parallel", 48, "how many senders of the matrix are at work at a time")
 	f.IntVar(&o.stories, "stories", 8, "how many stories are told at a time")
+	f.Float64Var(&o.slow, "slow", 1, "how many times as long as on an ordinary machine a change may take")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
+	f.StringVar(&o.programs, "programs", "", "a directory with verdict, etcd, kube-apiserver, kube-controller-manager and kube-proxy; empty means that they are built")
 	return cmd
 }
 
@@ -79,7 +83,7 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
+	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Slow: bench.Slow(o.slow), Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
 	if r.Cases, r.Stories, err = o.choose(suite); err != nil {
 		return err
 	}
@@ -96,7 +100,7 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 		}
 		r.Kinds = append(r.Kinds, kind)
 	}
-	if r.Root, err = sources(o.source); err != nil {
+	if r.Programs, err = o.programsOf(); err != nil {
 		return err
 	}
 	return o.inside(ctx, out, r)
@@ -213,6 +217,16 @@ func list(out io.Writer, r run.Options) error {
 	}
 	_, err := out.Write(b.Bytes())
 	return err
+}
+
+// programsOf says where programs come from.
+func (o *options) programsOf() (p bench.Programs, err error) {
+	if o.programs == "" {
+		p.Root, err = sources(o.source)
+		return p, err
+	}
+	p.Ready, err = filepath.Abs(o.programs)
+	return p, err
 }
 
 // sources finds the directory of the sources: the proxy and the control plane are built there.

@@ -1,0 +1,246 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/ipvsplugin"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+var moves = flag.Int("moves", 8, "how often TestIPVSUnderLoad moves the Services to IPVS and back")
+
+const (
+	// loadServices is how many Services move.
+	loadServices = 6
+	// loadDials is how many connections clients open, at the least, between one event and the next.
+	loadDials = 40
+	// loadPatience is how long an answer may take in an emulated machine where proxies start.
+	loadPatience = 10 * time.Second
+	// carried is what a proxy says when it is at work.
+	carried = "the kernel carries the Services"
+	stamp   = "05.000"
+)
+
+// needIPVS ends a test where there is no IPVS, as those of ipvsplugin.
+func needIPVS(t *testing.T) {
+	t.Helper()
+	_ = exec.Command("modprobe", "ip_vs").Run() // Linux 5.10 does not load it by itself
+	missing := (*ipvsplugin.Missing)(nil)
+	switch err := ipvsplugin.Probe("rr", "lc"); {
+	case err == nil:
+	case errors.As(err, &missing) && os.Getenv("VERDICT_IPVS") == "none":
+		t.Skip(err)
+	default:
+		t.Fatalf("%v; VERDICT_IPVS=none if it is missing on purpose", err)
+	}
+}
+
+// mover is a proxy whose Services go to IPVS and back.
+type mover struct {
+	*victim
+	// events says when what was done, for failures.
+	events *[]string
+}
+
+func (m mover) event(format string, args ...any) {
+	*m.events = append(*m.events, time.Now().Format(stamp)+" "+fmt.Sprintf(format, args...))
+}
+
+// move writes all Services, with or without a scheduler, and waits until the kernel has it.
+func (m mover) move(scheduler string) {
+	m.t.Helper()
+	var out strings.Builder
+	for i := range loadServices {
+		s := m.service(i)
+		if scheduler != "" {
+			s = strings.Replace(s, "namespace: default}", fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler), 1)
+		}
+		out.WriteString(s)
+	}
+	m.event("to %q", scheduler)
+	m.write("services.yaml", out.String())
+	m.until("the Services are scheduled by "+scheduler, func() bool {
+		left, err := m.cluster.Node.Run("nft", "list", "table", "ip", "verdict")
+		if err != nil { // the proxy is about to start
+			return false
+		}
+		if moved := strings.Contains(left, ": goto left-to-ipvs"); scheduler == "" || !moved {
+			return moved == (scheduler != "")
+		}
+		at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], loadServices), 80)
+		return strings.Contains(labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"), fmt.Sprintf("-A -t %s -s %s", at, scheduler))
+	})
+	m.event("they are")
+}
+
+func (m mover) until(what string, f func() bool) {
+	m.t.Helper()
+	for start := time.Now(); !f(); time.Sleep(20 * time.Millisecond) {
+		if time.Since(start) > time.Minute {
+			m.t.Fatalf("after a minute not yet: %s\n%s", what, m.said())
+		}
+	}
+}
+
+// load waits until clients have opened some more connections.
+func (m mover) load() {
+	m.t.Helper()
+	from := m.dials.Load()
+	m.until("clients go on", func() bool { return m.dials.Load() >= from+loadDials })
+}
+
+// dial opens new connections until it is stopped: every one must be answered.
+func (m mover) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		i, f := random.IntN(loadServices), lab.Families()[random.IntN(2)]
+		n := map[lab.Family]int{lab.IPv4: 0, lab.IPv6: 1}[f]
+		p, to := snapshot.TCP, netip.AddrPortFrom(lab.Nth(lab.ServiceRange[n], i+1), 80)
+		switch random.IntN(4) {
+		case 0:
+			to = netip.AddrPortFrom(m.cluster.Node.IP(f), uint16(30000+i))
+		case 1:
+			to = netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80)
+		case 2:
+			p, to = snapshot.UDP, netip.AddrPortFrom(to.Addr(), 53)
+		}
+		begun := time.Now()
+		if r := from.Dial(p, to, lab.Options{Timeout: loadPatience}); r.Outcome != lab.Answered {
+			m.fail("%s to %s %s, begun %s: %v", from.Name, to, p, begun.Format(stamp), r)
+		}
+		m.dials.Add(1)
+	}
+}
+
+// hold keeps TCP connections, opened one after the other while Services move, and pings over all of them until it is stopped.
+func (m mover) hold(from *lab.Host, stop <-chan struct{}) {
+	var conns []*lab.Conn
+	for n := 0; ; n++ {
+		select {
+		case <-stop:
+			for _, c := range conns {
+				c.Close()
+			}
+			return
+		case <-time.After(50 * time.Millisecond):
+		}
+		if n%10 == 0 && len(conns) < 12 {
+			at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[len(conns)%2], 1+len(conns)%loadServices), 80)
+			c, r := from.Open(snapshot.TCP, at, lab.Options{Timeout: loadPatience})
+			if c == nil {
+				m.fail("%s to %s: %v", from.Name, at, r)
+				continue
+			}
+			conns = append(conns, c)
+		}
+		c := conns[n%len(conns)]
+		if r := c.Ping(loadPatience); r.Outcome != lab.Answered {
+			m.fail("held connection %d of %s: %v", n%len(conns), from.Name, r)
+			return
+		}
+		m.pings.Add(1)
+	}
+}
+
+// again has the proxy end, by SIGKILL to its child, to both, or in the ordinary way, and start again.
+func (m mover) again(how int) {
+	m.t.Helper()
+	m.event("it ends, in way %d", how%3)
+	before := strings.Count(m.said(), carried)
+	child := m.child() // 0 where no keeper is needed
+	switch {
+	case how%3 == 0 && child != 0:
+		labtest.Check(m.t, syscall.Kill(child, syscall.SIGKILL))
+	case how%3 == 2:
+		labtest.Check(m.t, m.keeper.Process.Signal(syscall.SIGTERM))
+		labtest.Check(m.t, m.keeper.Wait())
+		m.start()
+	default:
+		labtest.Check(m.t, m.keeper.Process.Kill())
+		if child != 0 {
+			_ = syscall.Kill(child, syscall.SIGKILL) // it may have ended by itself
+		}
+		_ = m.keeper.Wait()
+		m.start()
+	}
+	m.until("the proxy is back", func() bool { return strings.Count(m.said(), carried) > before })
+	m.event("it is back")
+}
+
+// TestIPVSUnderLoad moves Services from nftables to IPVS and back, kills the proxy and restarts it, while clients open connections
+// all the time and hold others. Not one fails.
+func TestIPVSUnderLoad(t *testing.T) {
+	m := newMover(t)
+	stop, clients := make(chan struct{}), sync.WaitGroup{}
+	for n, from := range []*lab.Host{m.cluster.Outside, m.cluster.Pods[0], m.cluster.Node, m.cluster.Node2} {
+		clients.Go(func() { m.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), stop) })
+		clients.Go(func() { m.hold(from, stop) })
+	}
+	start := time.Now()
+	m.load()
+	for n := range *moves {
+		for _, scheduler := range []string{"lc", ""} {
+			m.move(scheduler)
+			m.load()
+			m.again(n)
+			m.load()
+		}
+	}
+	close(stop)
+	clients.Wait()
+	t.Logf("%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures", 2**moves,
+		time.Since(start).Round(time.Second), m.dials.Load(), m.pings.Load(), len(m.failures))
+	if len(m.failures) > 0 {
+		t.Errorf("%d clients failed, such as:\n%s\nwhat was done:\n%s", len(m.failures),
+			strings.Join(m.failures[:min(10, len(m.failures))], "\n"), strings.Join(*m.events, "\n"))
+	}
+	labtest.Check(t, m.keeper.Process.Signal(syscall.SIGTERM))
+	labtest.Check(t, m.keeper.Wait())
+	if said := m.said(); strings.Contains(said, "somebody else changed") {
+		t.Errorf("the proxy believes that others changed what it wrote:\n%s", said)
+	}
+}
+
+// newMover starts a proxy whose Services are nftables'.
+func newMover(t *testing.T) mover {
+	t.Helper()
+	needIPVS(t)
+	m := mover{events: new([]string), victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
+		random: rand.New(rand.NewPCG(1, 1)), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}}
+	for _, p := range append(append([]*lab.Host{}, m.cluster.Pods...), m.cluster.RemotePods...) {
+		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
+			_, err := p.Serve(protocol, 8080)
+			labtest.Check(t, err)
+		}
+	}
+	m.write("node.yaml", fmt.Sprintf("apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
+		"{type: InternalIP, address: \"%s\"}]}\n", m.cluster.Node.IP(lab.IPv4), m.cluster.Node.IP(lab.IPv6)))
+	for i := range loadServices {
+		m.write(fmt.Sprintf("slice-%d.yaml", i), m.slice(i))
+	}
+	var err error
+	m.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
+	labtest.Check(t, err)
+	m.start()
+	m.move("")
+	m.until("the proxy is at work", func() bool { return strings.Contains(m.said(), carried) })
+	return m
+}
