@@ -66,7 +66,7 @@ func (h *heir) adopt(vs ipvsplugin.VirtualService) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.found == nil || time.Since(h.at) > lookAgain {
-		found, err := takeover.Find(context.Background())
+		found, err := takeover.Find(context.Background(), takeover.Own{})
 		if err != nil {
 			return false
 		}
@@ -97,7 +97,7 @@ With --dry-run it only says what there is.`,
 
 // takeOver removes what there is of a kube-proxy, and says what it was and what stays.
 func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
-	found, err := takeover.Find(ctx)
+	found, err := takeover.Find(ctx, takeover.Own{})
 	if err != nil {
 		return err
 	}
@@ -152,7 +152,7 @@ func carries() error {
 
 // remarkAlone says so if nobody carries Services any more, now that our tables are gone.
 func remarkAlone(ctx context.Context, w io.Writer) {
-	if found, err := takeover.Find(ctx); err == nil && !found.Carries() {
+	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.Carries() {
 		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
 	}
 }
