@@ -78,13 +78,13 @@ func (c *Compat) Keep(ctx context.Context, f Family) (changed bool, err error) {
 	want := compatRules(c.Bit)
 	is := rulesOf(string(saved))
 	jump := slices.Contains(is["POSTROUTING"], compatJump)
-	if jump && sameRules(is[markChain], want[markChain]) && sameRules(is[postroutingChain], want[postroutingChain]) {
+	if jump && compatible(is, want) {
 		return false, nil
 	}
 	return true, c.Programs.Restore(ctx, f, []byte(compatText(want, jump)))
 }
 
-// Remove removes the chains of both families. One that others jump to stays, and so does what it needs; they are no error.
+// Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no error.
 func (c *Compat) Remove(ctx context.Context) error {
 	var errs []error
 	for _, f := range Families {
@@ -101,9 +101,8 @@ func (c *Compat) remove(ctx context.Context, f Family) error {
 		return err
 	}
 	is := rulesOf(string(saved))
-	want := compatRules(c.Bit)
-	if !sameRules(is[markChain], want[markChain]) || !sameRules(is[postroutingChain], want[postroutingChain]) {
-		return nil // somebody else's
+	if !slices.ContainsFunc(is[markChain], func(rule string) bool { return strings.Contains(rule, compatComment) }) {
+		return nil // there are none, or somebody else made them
 	}
 	for chain, rules := range is {
 		for _, rule := range rules {
@@ -125,13 +124,16 @@ func (c *Compat) remove(ctx context.Context, f Family) error {
 	return c.Programs.Restore(ctx, f, []byte(b.String()))
 }
 
+// compatComment tells our chains from those of a kubelet before Kubernetes 1.28, which are the same.
+const compatComment = "kept by verdict for others that jump here"
+
 const compatJump = `-m comment --comment "kubernetes postrouting rules" -j KUBE-POSTROUTING`
 
 // compatRules gives the rules of both chains as iptables-save prints them.
 func compatRules(bit int) map[string][]string {
 	mark := uint32(1) << bit
 	return map[string][]string{
-		markChain: {fmt.Sprintf("-j MARK --set-xmark %#x/%#x", mark, mark)},
+		markChain: {fmt.Sprintf(`-m comment --comment "%s" -j MARK --set-xmark %#x/%#x`, compatComment, mark, mark)},
 		postroutingChain: {
 			fmt.Sprintf("-m mark ! --mark %#x/%#x -j RETURN", mark, mark),
 			fmt.Sprintf("-j MARK --set-xmark %#x/0x0", mark),
@@ -171,11 +173,22 @@ func rulesOf(saved string) map[string][]string {
 	return rules
 }
 
-// sameRules compares rules; versions of iptables quote differently.
-func sameRules(is, want []string) bool {
-	return slices.EqualFunc(is, want, func(a, b string) bool {
-		return strings.ReplaceAll(a, `"`, "") == strings.ReplaceAll(b, `"`, "")
-	})
+// compatible says whether the chains do what is wanted, whoever made them. Versions of iptables quote differently; a kubelet beside us
+// may have added its own rule, which does the same once more.
+func compatible(is, want map[string][]string) bool {
+	plain := func(rules []string) (out []string) {
+		for _, r := range rules {
+			r = strings.ReplaceAll(r, `"`, "")
+			out = append(out, strings.TrimPrefix(r, "-m comment --comment "+compatComment+" "))
+		}
+		return slices.Compact(out)
+	}
+	for chain := range want {
+		if !slices.Equal(plain(is[chain]), plain(want[chain])) {
+			return false
+		}
+	}
+	return true
 }
 
 // leadsTo says whether a rule jumps to a chain.

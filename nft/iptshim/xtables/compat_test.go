@@ -35,6 +35,15 @@ func TestCompat(t *testing.T) {
 					keep(true)
 					keep(false)
 				}
+				// A kubelet that does the same is not fought, and what it made is not removed.
+				labtest.Run(t, h, "", program, "-w", "5", "-t", "nat", "-A", "KUBE-MARK-MASQ", "-j", "MARK", "--or-mark", "0x4000")
+				keep(false)
+				labtest.Run(t, h, "", program, "-w", "5", "-t", "nat", "-D", "KUBE-MARK-MASQ", "1")
+				keep(false)
+				labtest.Check(t, c.remove(soon(t), f))
+				keep(false)
+				labtest.Run(t, h, "", program, "-w", "5", "-t", "nat", "-F", "KUBE-MARK-MASQ")
+				keep(true)
 				labtest.Run(t, h, "", program, "-w", "5", "-t", "nat", "-A", "PREROUTING", "-j", "KUBE-MARK-MASQ")
 				labtest.Check(t, c.remove(soon(t), f))
 				keep(false)
