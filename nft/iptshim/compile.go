@@ -32,12 +32,25 @@ type row struct {
 	list listID
 	// key is what the row matches, for sorting and for trees: see rowKey.
 	key string
+	// rest says that it stands behind others with the same key: it is for those whom they do not match.
+	rest bool
 	rule
 }
 
 func compareRows(a, b row) int {
 	return cmp.Or(strings.Compare(a.key, b.key), strings.Compare(a.owner.Namespace, b.owner.Namespace), strings.Compare(a.owner.Name, b.owner.Name),
-		strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
+		order(a.rest, b.rest), strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
+}
+
+// order puts false before true.
+func order(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case b:
+		return -1
+	}
+	return 1
 }
 
 // rowKey is address, protocol and port as bytes that sort as they do. Without an address it is for node ports.
@@ -81,13 +94,13 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	}
 	for _, a := range s.ClusterIPs {
 		if c.family.has(a) {
-			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), rule{
+			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), false, rule{
 				before: " -d " + addrText(a), comment: comment(s.Name.String() + " has no such port"), after: c.reject(), owner: s.Name}})
 		}
 	}
 	if s.HealthCheckNodePort != 0 && any {
 		before, after := portMatch(snapshot.TCP, s.HealthCheckNodePort)
-		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), rule{
+		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), false, rule{
 			before: before, comment: comment(s.Name.String() + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
 	}
 	return out
@@ -169,7 +182,7 @@ func (c *portCompiler) rule(before, text, after string) rule {
 // row adds a row for a key. Match, if any, restricts who it is for.
 func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
 	before, after := keyMatch(k)
-	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), c.rule(match+before, text, after+target)})
+	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), text == c.name+notOpen, c.rule(match+before, text, after+target)})
 }
 
 // poolChain names the chain that chooses from a pool.
@@ -242,7 +255,7 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 			for _, s := range f.Sources {
 				c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
 			}
-			c.row(filterExternal, f.Key, "", c.name+" is not open to everybody", " -j DROP")
+			c.row(filterExternal, f.Key, "", c.name+notOpen, " -j DROP")
 		default:
 			c.row(filterExternal, f.Key, "", text, target)
 		}
@@ -287,11 +300,11 @@ func (c *portCompiler) nodePorts(frontends []*dataplane.Frontend) {
 		before, after := portMatch(c.sp.Name.Protocol, port)
 		key, after := rowKey(netip.Addr{}, c.sp.Name.Protocol, port), after+" -j "+extPrefix+c.hash
 		if len(byPort[port]) == len(c.compiler.nodePorts) {
-			c.out.rows = append(c.out.rows, row{natNodePorts, key, c.rule(before, c.name, after)})
+			c.out.rows = append(c.out.rows, row{natNodePorts, key, false, c.rule(before, c.name, after)})
 			continue
 		}
 		for _, a := range byPort[port] {
-			c.out.rows = append(c.out.rows, row{natNodePorts, key, c.rule(" -d "+addrText(a)+before, c.name, after)})
+			c.out.rows = append(c.out.rows, row{natNodePorts, key, false, c.rule(" -d "+addrText(a)+before, c.name, after)})
 		}
 	}
 }
@@ -395,3 +408,6 @@ func (c *portCompiler) endpoint(ep netip.AddrPort) {
 		c.rule(" -p "+protocol, c.name, recent+" -m "+protocol+" -j DNAT --to-destination "+ep.String()),
 	})
 }
+
+// notOpen is said of load balancer addresses with source ranges and without endpoints.
+const notOpen = " is not open to everybody"

@@ -26,7 +26,9 @@ func (r *rule) append(b []byte, verb, chain string, comments bool) []byte {
 }
 
 // text gives the rule as it stands after "-A CHAIN".
-func (r *rule) text() string { return strings.TrimSuffix(string(r.append(nil, "", "", true)[1:]), "\n") }
+func (r *rule) text() string {
+	return strings.TrimSuffix(string(r.append(nil, "", "", true)[1:]), "\n")
+}
 
 // chain is a chain with all that is in it.
 type chain struct {
