@@ -23,6 +23,8 @@ import (
 type successor struct {
 	runner takeover.Runner
 	ready  chan struct{}
+	// leave, if not nil, removes what another backend of ours wrote before this one.
+	leave func(context.Context, *slog.Logger) error
 	// done says that ready is closed, waits that it was said why it is not.
 	done, waits bool
 }
@@ -45,7 +47,39 @@ func (s *successor) written(t reconcile.Transaction) {
 }
 
 // run works until the context ends.
-func (s *successor) run(ctx context.Context) { s.runner.Run(ctx, s.ready) }
+func (s *successor) run(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-s.ready:
+	}
+	var beside sync.WaitGroup
+	if s.leave != nil {
+		if err := s.leave(ctx, s.runner.Log); err != nil {
+			s.runner.Log.Warn("what Verdict wrote before with its other backend is still there; it will be tried again", "err", err)
+			beside.Go(func() { s.leaveLater(ctx) })
+		}
+	}
+	s.runner.Run(ctx, s.ready)
+	beside.Wait()
+}
+
+// leaveAgain is how long a removal that failed waits for the next try.
+const leaveAgain = 30 * time.Second
+
+// leaveLater removes what another backend wrote, and tries again until that succeeds.
+func (s *successor) leaveLater(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(leaveAgain):
+		}
+		if s.leave(ctx, s.runner.Log) == nil {
+			return
+		}
+	}
+}
 
 // heir decides which virtual services of IPVS go on as ours: those that a kube-proxy left, if it is not at work any more.
 type heir struct {

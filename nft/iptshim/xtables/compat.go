@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a packet, and
@@ -19,7 +21,7 @@ type Compat struct {
 	Log *slog.Logger
 
 	// said is what was said last of each family.
-	said [len(Families)]string
+	said [len(iptshim.Families)]string
 }
 
 // The chains.
@@ -36,7 +38,7 @@ func (c *Compat) Run(ctx context.Context) {
 	tick := time.NewTicker(compatEvery)
 	defer tick.Stop()
 	for first := true; ; first = false {
-		for _, f := range Families {
+		for _, f := range iptshim.Families {
 			if c.Programs.Serves(f) {
 				c.note(ctx, f, first)
 			}
@@ -50,7 +52,7 @@ func (c *Compat) Run(ctx context.Context) {
 }
 
 // note keeps the chains of a family once, and logs what is new.
-func (c *Compat) note(ctx context.Context, f Family, first bool) {
+func (c *Compat) note(ctx context.Context, f iptshim.Family, first bool) {
 	changed, err := c.Keep(ctx, f)
 	text := ""
 	switch {
@@ -70,7 +72,7 @@ func (c *Compat) note(ctx context.Context, f Family, first bool) {
 }
 
 // Keep makes the chains of a family what they should be, and says whether they were not.
-func (c *Compat) Keep(ctx context.Context, f Family) (changed bool, err error) {
+func (c *Compat) Keep(ctx context.Context, f iptshim.Family) (changed bool, err error) {
 	saved, err := c.Programs.Save(ctx, f, "nat", false)
 	if err != nil {
 		return false, err
@@ -87,7 +89,7 @@ func (c *Compat) Keep(ctx context.Context, f Family) (changed bool, err error) {
 // Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no error.
 func (c *Compat) Remove(ctx context.Context) error {
 	var errs []error
-	for _, f := range Families {
+	for _, f := range iptshim.Families {
 		if c.Programs.Serves(f) {
 			errs = append(errs, c.remove(ctx, f))
 		}
@@ -95,7 +97,7 @@ func (c *Compat) Remove(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-func (c *Compat) remove(ctx context.Context, f Family) error {
+func (c *Compat) remove(ctx context.Context, f iptshim.Family) error {
 	saved, err := c.Programs.Save(ctx, f, "nat", false)
 	if err != nil {
 		return err

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 func testLog(t *testing.T) *slog.Logger { return slog.New(slog.NewTextHandler(t.Output(), nil)) }
@@ -16,8 +17,8 @@ func TestCompat(t *testing.T) {
 		t.Run(v.String(), func(t *testing.T) {
 			h := newHost(t)
 			c := compatOn(t, h, v)
-			for _, f := range Families {
-				program := f.program() + "-" + v.String()
+			for _, f := range iptshim.Families {
+				program := program(f) + "-" + v.String()
 				keep := func(want bool) {
 					t.Helper()
 					changed, err := c.Keep(soon(t), f)

@@ -7,6 +7,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 func TestMain(m *testing.M) { labtest.Main(m) }
@@ -39,8 +40,8 @@ func findOn(t *testing.T, h *lab.Host) *Programs {
 // programsOf finds those of one variant: a host on which a kubelet uses it.
 func programsOf(t *testing.T, h *lab.Host, v Variant) *Programs {
 	t.Helper()
-	for _, f := range Families {
-		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", f.program()+"-"+v.String()+"-restore", "--noflush", "-w", "5")
+	for _, f := range iptshim.Families {
+		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
 	}
 	p := findOn(t, h)
 	if p.Variant != v {

@@ -14,25 +14,12 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
-
-// Family is an address family, and an index.
-type Family uint8
-
-// The families.
-const (
-	IPv4 Family = iota
-	IPv6
-)
-
-// Families are both, in the order of their values.
-var Families = [...]Family{IPv4, IPv6}
-
-// String gives "IPv4" or "IPv6".
-func (f Family) String() string { return [...]string{"IPv4", "IPv6"}[f] }
 
 // program is what the names of a family's programs begin with.
-func (f Family) program() string { return [...]string{"iptables", "ip6tables"}[f] }
+func program(f iptshim.Family) string { return [...]string{"iptables", "ip6tables"}[f] }
 
 // Variant is one of the two iptables. A kernel may have the rules of both at the same time, and every packet passes all of them.
 type Variant uint8
@@ -87,9 +74,9 @@ type Programs struct {
 	// Version is that of the IPv4 programs.
 	Version Version
 
-	sets [len(Families)]set
+	sets [len(iptshim.Families)]set
 	// missing says of each family why it is not served; nil if it is.
-	missing [len(Families)]error
+	missing [len(iptshim.Families)]error
 	runner  runner
 }
 
@@ -121,16 +108,16 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 	first, why := choose(ctx, r, found)
 	var errs []error
 	for _, v := range [...]Variant{first, first.Other()} {
-		if found[v][IPv4].main == "" {
+		if found[v][iptshim.IPv4].main == "" {
 			continue
 		}
-		p := &Programs{Variant: v, Why: why, Version: found[v][IPv4].version, sets: found[v], runner: r}
-		if err := p.try(ctx, IPv4); err != nil {
+		p := &Programs{Variant: v, Why: why, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: r}
+		if err := p.try(ctx, iptshim.IPv4); err != nil {
 			errs = append(errs, err)
 			why = fmt.Sprintf("the %s variant does not work here: %v", v, err)
 			continue
 		}
-		p.missing[IPv6] = p.try(ctx, IPv6)
+		p.missing[iptshim.IPv6] = p.try(ctx, iptshim.IPv6)
 		return p, nil
 	}
 	return nil, errors.Join(errs...)
@@ -140,10 +127,10 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 func (p *Programs) Close() error { return p.runner.close() }
 
 // Serves says whether there is a family here.
-func (p *Programs) Serves(f Family) bool { return p.missing[f] == nil }
+func (p *Programs) Serves(f iptshim.Family) bool { return p.missing[f] == nil }
 
 // Missing says why a family is not served; nil if it is.
-func (p *Programs) Missing(f Family) error { return p.missing[f] }
+func (p *Programs) Missing(f iptshim.Family) error { return p.missing[f] }
 
 // String gives "iptables 1.8.9, nft variant".
 func (p *Programs) String() string {
@@ -156,10 +143,10 @@ func (p *Programs) OfVariant(ctx context.Context, v Variant) (_ *Programs, ok bo
 		return p, true
 	}
 	found, err := installed(ctx, p.runner)
-	if err != nil || found[v][IPv4].main == "" {
+	if err != nil || found[v][iptshim.IPv4].main == "" {
 		return nil, false
 	}
-	return &Programs{Variant: v, Version: found[v][IPv4].version, sets: found[v], runner: p.runner}, true
+	return &Programs{Variant: v, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: p.runner}, true
 }
 
 // searchPath is where the programs are looked for besides PATH, which may lack what is for root alone.
@@ -179,10 +166,10 @@ func lookPath(name string) string {
 
 // installed gives the programs that there are. A host may have both variants, each under its own name, or one of them under the
 // plain name alone.
-func installed(ctx context.Context, r runner) (found [len(variants)][len(Families)]set, err error) {
+func installed(ctx context.Context, r runner) (found [len(variants)][len(iptshim.Families)]set, err error) {
 	var errs []error
-	for _, f := range Families {
-		for _, name := range []string{f.program() + "-nft", f.program() + "-legacy", f.program()} {
+	for _, f := range iptshim.Families {
+		for _, name := range []string{program(f) + "-nft", program(f) + "-legacy", program(f)} {
 			s := set{main: lookPath(name), save: lookPath(name + "-save"), restore: lookPath(name + "-restore")}
 			if s.main == "" || s.save == "" || s.restore == "" {
 				continue
@@ -200,7 +187,7 @@ func installed(ctx context.Context, r runner) (found [len(variants)][len(Familie
 			}
 		}
 	}
-	if found[NFT][IPv4].main == "" && found[Legacy][IPv4].main == "" {
+	if found[NFT][iptshim.IPv4].main == "" && found[Legacy][iptshim.IPv4].main == "" {
 		if len(errs) == 0 {
 			return found, ErrNone
 		}
@@ -239,9 +226,9 @@ var proxyRules = regexp.MustCompile(`(?m)^:KUBE-SERVICES `)
 
 // choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service proxy has its
 // chains already, then by which variant has more rules; if nothing tells, it is nft.
-func choose(ctx context.Context, r runner, found [len(variants)][len(Families)]set) (Variant, string) {
+func choose(ctx context.Context, r runner, found [len(variants)][len(iptshim.Families)]set) (Variant, string) {
 	for _, v := range variants {
-		if found[v][IPv4].main != "" && found[v.Other()][IPv4].main == "" {
+		if found[v][iptshim.IPv4].main != "" && found[v.Other()][iptshim.IPv4].main == "" {
 			return v, "it is the only variant on this host"
 		}
 	}
@@ -271,9 +258,9 @@ func choose(ctx context.Context, r runner, found [len(variants)][len(Families)]s
 
 // saveBoth gives a table of both families, and nothing of what cannot be read. To ask for a table of the legacy variant makes it,
 // so that only those are asked for that are there.
-func saveBoth(ctx context.Context, r runner, v Variant, sets [len(Families)]set, table string) string {
+func saveBoth(ctx context.Context, r runner, v Variant, sets [len(iptshim.Families)]set, table string) string {
 	var all strings.Builder
-	for _, f := range Families {
+	for _, f := range iptshim.Families {
 		if sets[f].save == "" || v == Legacy && !legacyHas(f, table) {
 			continue
 		}
@@ -285,7 +272,7 @@ func saveBoth(ctx context.Context, r runner, v Variant, sets [len(Families)]set,
 }
 
 // legacyHas says whether the legacy variant has a table in the network namespace of the calling thread.
-func legacyHas(f Family, table string) bool {
+func legacyHas(f iptshim.Family, table string) bool {
 	names, err := os.ReadFile("/proc/thread-self/net/" + [...]string{"ip_tables_names", "ip6_tables_names"}[f])
 	return err == nil && strings.Contains("\n"+string(names), "\n"+table+"\n")
 }
@@ -294,11 +281,11 @@ func legacyHas(f Family, table string) bool {
 var errNoIPv6 = errors.New("this host has no IPv6")
 
 // try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore says so.
-func (p *Programs) try(ctx context.Context, f Family) error {
+func (p *Programs) try(ctx context.Context, f iptshim.Family) error {
 	if p.sets[f].main == "" {
-		return fmt.Errorf("there is no %s program of the %s variant", f.program(), p.Variant)
+		return fmt.Errorf("there is no %s program of the %s variant", program(f), p.Variant)
 	}
-	if f == IPv6 {
+	if f == iptshim.IPv6 {
 		if _, err := os.Stat("/proc/net/if_inet6"); errors.Is(err, fs.ErrNotExist) {
 			return errNoIPv6
 		}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // TestChoice says which variant is used on a host, by what is there before.
@@ -41,12 +42,12 @@ func TestChoice(t *testing.T) {
 		t.Run(row.what, func(t *testing.T) {
 			h := newHost(t)
 			load := func(v Variant, texts []string) {
-				f := IPv4
+				f := iptshim.IPv4
 				if row.six {
-					f = IPv6
+					f = iptshim.IPv6
 				}
 				for _, text := range texts {
-					labtest.Run(t, h, text, f.program()+"-"+v.String()+"-restore", "--noflush", "-w", "5")
+					labtest.Run(t, h, text, program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
 				}
 			}
 			load(NFT, row.nft)
@@ -55,8 +56,8 @@ func TestChoice(t *testing.T) {
 			if p.Variant != row.want || !strings.Contains(p.Why, row.why) {
 				t.Errorf("it is %s, for %q; want %s, for %q", p, p.Why, row.want, row.why)
 			}
-			if !p.Serves(IPv4) || !p.Serves(IPv6) || p.Version.before(minVersion) {
-				t.Errorf("%v, %v, version %s", p.Missing(IPv4), p.Missing(IPv6), p.Version)
+			if !p.Serves(iptshim.IPv4) || !p.Serves(iptshim.IPv6) || p.Version.before(minVersion) {
+				t.Errorf("%v, %v, version %s", p.Missing(iptshim.IPv4), p.Missing(iptshim.IPv6), p.Version)
 			}
 		})
 	}
@@ -68,7 +69,7 @@ func TestLookingLeavesLegacyAlone(t *testing.T) {
 	p := findOn(t, h)
 	for _, table := range []string{"nat", "filter", "mangle"} {
 		if err := h.Do(func() error {
-			if legacyHas(IPv4, table) || legacyHas(IPv6, table) {
+			if legacyHas(iptshim.IPv4, table) || legacyHas(iptshim.IPv6, table) {
 				return errors.New("there is a legacy table " + table)
 			}
 			return nil
@@ -152,7 +153,7 @@ func TestPrograms(t *testing.T) {
 				if p.String() != row.want || !strings.Contains(p.Why, row.why) {
 					t.Errorf("it is %s, for %q; want %s, for %q", p, p.Why, row.want, row.why)
 				}
-				if err := p.Missing(IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(), row.no6) {
+				if err := p.Missing(iptshim.IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(), row.no6) {
 					t.Errorf("IPv6: %v; want %q", err, row.no6)
 				}
 				return nil
@@ -178,7 +179,7 @@ func TestRestoreErrors(t *testing.T) {
 				{"*nat\n:KUBE-A - [0:0]\n-A KUBE-A -d 10.0.0.0.1 -j ACCEPT\nCOMMIT\n", []int{3}, "10.0.0.0.1"},
 				{"*nat\n-X KUBE-NONE\nCOMMIT\n", []int{2}, "line"},
 			} {
-				err := p.Restore(soon(t), IPv4, []byte(row.text))
+				err := p.Restore(soon(t), iptshim.IPv4, []byte(row.text))
 				var failed *RestoreError
 				if !errors.As(err, &failed) {
 					t.Errorf("%q: %v", row.text, err)
@@ -188,13 +189,13 @@ func TestRestoreErrors(t *testing.T) {
 					t.Errorf("%q: lines %d, it says %q", row.text, failed.Lines, failed.Text)
 				}
 			}
-			labtest.Check(t, p.Restore(soon(t), IPv6, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
-			saved, err := p.Save(soon(t), IPv6, "nat", false)
+			labtest.Check(t, p.Restore(soon(t), iptshim.IPv6, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+			saved, err := p.Save(soon(t), iptshim.IPv6, "nat", false)
 			if labtest.Check(t, err); !strings.Contains(string(saved), "\n:KUBE-A - ") {
 				t.Errorf("saved:\n%s", saved)
 			}
 			for chain, want := range map[string]bool{"KUBE-A": true, "KUBE-B": false} {
-				if there, err := p.HasChain(soon(t), IPv6, "nat", chain); err != nil || there != want {
+				if there, err := p.HasChain(soon(t), iptshim.IPv6, "nat", chain); err != nil || there != want {
 					t.Errorf("%s: %v, %v", chain, there, err)
 				}
 			}
@@ -211,13 +212,13 @@ func TestLock(t *testing.T) {
 	lock, err := os.Create(path)
 	labtest.Check(t, err)
 	labtest.Check(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
-	err = p.Restore(soon(t), IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	err = p.Restore(soon(t), iptshim.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
 	var locked *LockedError
 	if !errors.As(err, &locked) || locked.Waited != lockPatience || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
 		t.Errorf("it says %v", err)
 	}
 	labtest.Check(t, lock.Close())
-	labtest.Check(t, p.Restore(soon(t), IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+	labtest.Check(t, p.Restore(soon(t), iptshim.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 }
 
 // compatOn gives a Compat of a host whose log goes to the test.

@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 const (
@@ -46,7 +48,7 @@ func (e *LockedError) Error() string {
 // RestoreError says that iptables-restore did not take a text. Of the table in which that happened nothing is changed; tables
 // before it in the text are in force.
 type RestoreError struct {
-	Family Family
+	Family iptshim.Family
 	// Lines are the numbers of the lines that were refused, from 1 on, as far as it says so. For what only the kernel refuses,
 	// the legacy variant names the line COMMIT.
 	Lines []int
@@ -154,7 +156,7 @@ func (r runner) start(cmd *exec.Cmd) error {
 
 // Restore changes a family's tables by a text for iptables-restore, which keeps what the text does not name. The error is a
 // *RestoreError, a *LockedError, or another one.
-func (p *Programs) Restore(ctx context.Context, f Family, text []byte) error {
+func (p *Programs) Restore(ctx context.Context, f iptshim.Family, text []byte) error {
 	if err := p.missing[f]; err != nil {
 		return err
 	}
@@ -174,7 +176,7 @@ func (p *Programs) Restore(ctx context.Context, f Family, text []byte) error {
 
 // Save gives a family's table as iptables-save prints it, with counters if they are wished for. A table that is not there has no
 // chains but those built in, or is empty.
-func (p *Programs) Save(ctx context.Context, f Family, table string, counters bool) ([]byte, error) {
+func (p *Programs) Save(ctx context.Context, f iptshim.Family, table string, counters bool) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
@@ -195,7 +197,7 @@ func (r runner) here() bool {
 }
 
 // HasChain says whether a chain is in a table, without reading the table.
-func (p *Programs) HasChain(ctx context.Context, f Family, table, chain string) (bool, error) {
+func (p *Programs) HasChain(ctx context.Context, f iptshim.Family, table, chain string) (bool, error) {
 	if err := p.missing[f]; err != nil {
 		return false, err
 	}
