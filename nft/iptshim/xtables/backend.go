@@ -1,6 +1,7 @@
 package xtables
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -80,6 +81,9 @@ func (b *Backend) Close() error {
 // back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	b.missed = b.missed.With(change)
+	if err := b.suspect(); err != nil {
+		return r, err
+	}
 	for last := b.trust != certain; ; last = true {
 		begin := b.trust
 		if begin != certain {
@@ -92,11 +96,11 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 		r.Plan += time.Since(start)
 		if txn.Empty() {
 			r.Adopted = begin == stranger
-			return r, b.holds(want)
+			return r, b.holds(want, 0)
 		}
-		failed := b.write(txn, &r)
+		tables, failed := b.write(txn, &r)
 		if failed == nil {
-			return r, b.holds(want)
+			return r, b.holds(want, tables)
 		}
 		b.model.Revert(txn)
 		b.trust = doubtful
@@ -110,12 +114,41 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 	}
 }
 
-// holds takes note that the kernel holds a state.
-func (b *Backend) holds(want *dataplane.State) (err error) {
-	b.trust, b.missed, b.want = certain, dataplane.Change{}, want
-	b.inspection.written()
-	b.seen, err = b.watch.look(b.served())
-	return err
+// suspect looks whether others have written since the last look. Changes right after one another may leave no time to inspect what
+// they did beside the loop; then it is read back before the next transaction, which would else not fit or hide it.
+func (b *Backend) suspect() error {
+	if b.trust != certain {
+		return nil
+	}
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
+	i := &b.inspection
+	i.suspect = i.suspect || seen != b.seen
+	if b.seen = seen; i.suspect && time.Now().After(i.next) {
+		b.trust = doubtful
+	}
+	return nil
+}
+
+// holds takes note that the kernel holds a state, after so many tables were written.
+func (b *Backend) holds(want *dataplane.State, tables int) error {
+	i := &b.inspection
+	before := b.seen
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
+	switch {
+	case b.trust != certain: // all was read
+		i.suspect = false
+	case b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables):
+		i.suspect = true // somebody else wrote in between
+	}
+	i.stale = i.stale || tables > 0
+	b.trust, b.missed, b.want, b.seen = certain, dataplane.Change{}, want, seen
+	return nil
 }
 
 func (b *Backend) served() (served [len(iptshim.Families)]bool) {
@@ -127,7 +160,12 @@ func (b *Backend) served() (served [len(iptshim.Families)]bool) {
 
 // readBack has the model believe what the kernel holds.
 func (b *Backend) readBack() error {
+	start := time.Now()
 	model := iptshim.New(b.options.Model)
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
 	for _, f := range iptshim.Families {
 		if !b.programs.Serves(f) {
 			continue
@@ -138,12 +176,13 @@ func (b *Backend) readBack() error {
 		}
 		model.Adopt(f, saved)
 	}
-	b.model = model
+	b.model, b.seen = model, seen
+	b.inspection.rest(time.Since(start))
 	return nil
 }
 
-// write writes a transaction, and says in a receipt what it does.
-func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) error {
+// write writes a transaction, says in a receipt what it does, and gives the number of tables it wrote to.
+func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err error) {
 	start := time.Now()
 	chains, deleted, rules := txn.Counts()
 	r.Full, r.Added, r.Replaced, r.Removed = b.trust == stranger, rules, chains, deleted
@@ -161,11 +200,12 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) error {
 			continue
 		}
 		r.Messages, r.Bytes = r.Messages+1, r.Bytes+len(texts[f])
+		tables += bytes.Count(texts[f], []byte("\nCOMMIT\n"))
 		if err := b.programs.Restore(b.ctx, f, texts[f]); err != nil {
-			return err
+			return tables, err
 		}
 	}
-	return nil
+	return tables, nil
 }
 
 // blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not where the
@@ -233,7 +273,7 @@ func (s *sifting) try(change dataplane.Change) error {
 	s.steps++
 	txn := s.model.Plan(&s.part, change)
 	var r dataplane.Receipt
-	err := s.write(txn, &r)
+	_, err := s.write(txn, &r)
 	if err == nil {
 		return nil
 	}
@@ -281,6 +321,6 @@ func (s *sifting) among(names []snapshot.Name) error {
 // Remove takes everything of ours out of the kernel.
 func (b *Backend) Remove() error {
 	b.model, b.trust, b.missed, b.want = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil
-	b.inspection.written()
+	b.inspection.stale = true
 	return b.programs.remove(b.ctx)
 }

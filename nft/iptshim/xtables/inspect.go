@@ -27,24 +27,23 @@ type inspection struct {
 	result chan inspected
 	// stale says that something was written since the look began.
 	stale bool
+	// suspect says that others have written, and it was not looked at yet what.
+	suspect bool
 	// next is when there may be another look, and due when there is to be one.
 	next, due time.Time
-	// blind says that it is not known what the watch saw last.
-	blind bool
 }
 
 // inspected is what a look found.
 type inspected struct {
 	saved [len(iptshim.Families)]*iptshim.Saved
-	seen  fingerprint
 	took  time.Duration
 	err   error
 }
 
-// written says that what a look under way finds is old.
-func (i *inspection) written() {
-	i.stale = true
-	i.due = time.Now().Add(inspectEvery)
+// rest puts off the next look after one that took so long.
+func (i *inspection) rest(took time.Duration) {
+	now := time.Now()
+	i.next, i.due = now.Add(inspectRest*took), now.Add(max(inspectEvery, inspectRest*took))
 }
 
 // wait waits for a look under way.
@@ -76,21 +75,22 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if err != nil {
 		return nil, 0, err
 	}
-	now := time.Now()
-	if (seen == b.seen && now.Before(i.due)) || now.Before(i.next) {
+	i.suspect = i.suspect || seen != b.seen
+	b.seen = seen
+	if now := time.Now(); now.Before(i.next) || !i.suspect && now.Before(i.due) {
 		return nil, 0, nil
 	}
-	b.inspect(seen)
+	b.inspect()
 	return nil, inspectAgain, nil
 }
 
 // inspect begins a look.
-func (b *Backend) inspect(seen fingerprint) {
+func (b *Backend) inspect() {
 	result := make(chan inspected, 1)
-	b.inspection.result, b.inspection.stale = result, false
+	b.inspection.result, b.inspection.stale, b.inspection.suspect = result, false, false
 	go func() {
 		start := time.Now()
-		r := inspected{seen: seen}
+		r := inspected{}
 		for _, f := range iptshim.Families {
 			if r.err == nil && b.programs.Serves(f) {
 				r.saved[f], r.err = b.programs.SaveAll(b.ctx, f)
@@ -103,12 +103,11 @@ func (b *Backend) inspect(seen fingerprint) {
 
 // inspected compares what a look found with what should be there.
 func (b *Backend) inspected(r *inspected) (found []string, err error) {
-	i, now := &b.inspection, time.Now()
-	i.next, i.due = now.Add(inspectRest*r.took), now.Add(max(inspectEvery, inspectRest*r.took))
-	if r.err != nil || i.stale {
+	b.inspection.rest(r.took)
+	if r.err != nil || b.inspection.stale { // nothing is known of what others did
+		b.inspection.suspect = true
 		return nil, r.err
 	}
-	b.seen = r.seen
 	model := iptshim.New(b.options.Model)
 	for _, f := range iptshim.Families {
 		if r.saved[f] != nil {
