@@ -25,7 +25,14 @@ type Options struct {
 	// Comments are written in all chains even with more than 1,000 endpoints, where kube-proxy and we leave them out in the chains of
 	// single service ports.
 	Comments bool
+	// Step is after how many lines a long text has a COMMIT; 0 means only at the end of each table. The legacy variant wants 0: it writes the
+	// whole table at each. The nft variant, at least up to 1.8.9, compares each line with the names of all chains since the last one, so that
+	// its time grows by the square of Step: StepNFT is good for it. Every step leaves Services whole.
+	Step int
 }
+
+// StepNFT is the Step for the nft variant of iptables.
+const StepNFT = 3000
 
 // defaultMark is kube-proxy's masqueradeBit, 14.
 const defaultMark = 1 << 14
@@ -189,7 +196,7 @@ func (fm *familyModel) fill(o *Options, s *dataplane.State, t *familyTxn) {
 	}
 	p.sweep()
 	p.jumps()
-	t.brief = fm.endpoints > manyEndpoints && !o.Comments
+	t.brief, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
 }
 
 func (fm *familyModel) compiler() *compiler {
@@ -240,7 +247,7 @@ func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.N
 		l.render(keys, p.write, p.drop)
 	}
 	p.jumps()
-	t.brief = fm.endpoints > manyEndpoints && !o.Comments
+	t.brief, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
 }
 
 // count follows the node port addresses and the cluster IPs outside of the changed Services. If the addresses are others now,

@@ -94,6 +94,11 @@ func isServiceChain(chain string) bool {
 	return false
 }
 
+// isBranch says whether a chain of ours is a branch of a tree.
+func isBranch(t Table, chain string) bool {
+	return t == NAT && isServiceChain(chain) && !bare(t, chain) || t == Filter && strings.HasPrefix(chain, clusterIPsPrefix)
+}
+
 // Family is an address family, each with programs and tables of its own.
 type Family uint8
 

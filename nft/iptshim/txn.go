@@ -25,6 +25,8 @@ type familyTxn struct {
 	jumps []int
 	// brief leaves out the comments in the chains of service ports.
 	brief bool
+	// step is how many lines one COMMIT has, or a little more; 0 means all.
+	step int
 }
 
 func (t *familyTxn) empty() bool { return len(t.writes)+len(t.drops)+len(t.jumps) == 0 }
@@ -44,7 +46,8 @@ func (t *Txn) Counts() (chains, deleted, rules int) {
 	return chains, deleted, rules
 }
 
-// Text gives what iptables-restore --noflush has to be told for IPv4, or ip6tables-restore for IPv6; nil if there is nothing.
+// Text gives what iptables-restore --noflush has to be told for IPv4, or ip6tables-restore for IPv6; nil if there is nothing. If that
+// fails, some of it may be in: then Adopt has to be told what is there.
 func (t *Txn) Text(f Family) []byte {
 	w := textWriter{}
 	w.family(&t.families[f])
@@ -105,12 +108,76 @@ func (w *textWriter) family(t *familyTxn) {
 	}
 }
 
+// table writes a table's part: all at once, or in steps if it is long. What rules lead to is written before them, and what nothing leads
+// to any more is deleted in the end, so that each step leaves Services whole.
 func (w *textWriter) table(t *familyTxn, table Table) {
-	writes, drops, nobody := t.of(table), t.dropped(table), snapshot.Name{}
-	added := slices.DeleteFunc(slices.Clone(t.jumps), func(i int) bool { return jumps[i].table != table })
+	var added []int
+	for _, i := range t.jumps {
+		if jumps[i].table == table {
+			added = append(added, i)
+		}
+	}
+	writes, drops := t.of(table), t.dropped(table)
+	if lines := lineCount(writes) + 2*len(drops); t.step == 0 || lines <= t.step {
+		w.block(t, table, writes, drops, added)
+		return
+	}
+	var first, alone, last []chain
+	for _, c := range writes {
+		switch {
+		case c.owner != (snapshot.Name{}):
+			alone = append(alone, c)
+		case table == NAT && c.name == markChain:
+			first = append(first, c)
+		case !isBranch(table, c.name):
+			last = append(last, c)
+		}
+	}
+	w.block(t, table, first, nil, nil)
+	w.steps(t, table, alone)
+	w.steps(t, table, t.branches(table))
+	w.block(t, table, last, nil, added)
+	for part := range slices.Chunk(drops, max(t.step/2, 1)) {
+		w.block(t, table, nil, part, nil)
+	}
+}
+
+// steps writes chains in blocks, those of one Service in the same.
+func (w *textWriter) steps(t *familyTxn, table Table, chains []chain) {
+	for len(chains) > 0 {
+		n, lines := 0, 0
+		for n < len(chains) && (n == 0 || lines < t.step || chains[n].owner == chains[n-1].owner && chains[n].owner != (snapshot.Name{})) {
+			lines += 1 + len(chains[n].rules)
+			n++
+		}
+		w.block(t, table, chains[:n], nil, nil)
+		chains = chains[n:]
+	}
+}
+
+func lineCount(chains []chain) (n int) {
+	for i := range chains {
+		n += 1 + len(chains[i].rules)
+	}
+	return n
+}
+
+// branches gives the branches of a table's trees that are written, each after those under it.
+func (t *familyTxn) branches(table Table) (out []chain) {
+	for _, c := range t.writes {
+		if c.table == table && c.owner == (snapshot.Name{}) && isBranch(table, c.name) {
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+// block writes what is one transaction of the kernel.
+func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []string, added []int) {
 	if len(writes)+len(drops)+len(added) == 0 {
 		return
 	}
+	nobody := snapshot.Name{}
 	w.line(nobody, "*", string(table))
 	for i := range writes {
 		w.line(writes[i].owner, ":", writes[i].name, " - [0:0]")
@@ -136,24 +203,33 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 	w.line(nobody, "COMMIT")
 }
 
-// of gives the chains of a table that are written, sorted by name.
+// of gives the chains of a table that are written, those of one Service beside each other.
 func (t *familyTxn) of(table Table) (out []chain) {
 	for _, c := range t.writes {
 		if c.table == table {
 			out = append(out, c)
 		}
 	}
-	slices.SortStableFunc(out, func(a, b chain) int { return cmp.Compare(a.name, b.name) })
+	slices.SortStableFunc(out, func(a, b chain) int { return cmp.Or(a.owner.Compare(b.owner), cmp.Compare(a.name, b.name)) })
 	return out
 }
 
+// dropped gives the chains of a table that are deleted, each before those that its rules led to.
 func (t *familyTxn) dropped(table Table) (out []string) {
 	for _, d := range t.drops {
 		if d.table == table {
 			out = append(out, d.chain)
 		}
 	}
-	slices.SortFunc(out, strings.Compare)
+	rank := func(name string) int {
+		if !bare(table, name) {
+			return 0
+		}
+		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix}, func(p string) bool { return strings.HasPrefix(name, p) })
+	}
+	slices.SortFunc(out, func(a, b string) int {
+		return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(len(a), len(b)), strings.Compare(a, b))
+	})
 	return out
 }
 
