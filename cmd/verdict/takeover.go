@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -14,7 +13,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
-	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -118,7 +116,8 @@ func newTakeover() *cobra.Command {
 (both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0. What others made stays, and what of
 kube-proxy's they use. "verdict run" does the same after its start, unless it was told --takeover=never.
 
-It refuses as long as there are no tables of Verdict's, which carry the Services then. No connection is lost: those that are
+It refuses as long as there are no rules of Verdict's, which carry the Services then. Where these are iptables', which have the
+names of kube-proxy's, only what is not theirs is removed. No connection is lost: those that are
 established live in connection tracking, and what IPVS carries goes on until it has ended.
 
 With --dry-run it only says what there is.`,
@@ -131,7 +130,8 @@ With --dry-run it only says what there is.`,
 
 // takeOver removes what there is of a kube-proxy, and says what it was and what stays.
 func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
-	found, err := takeover.Find(ctx, takeover.Own{})
+	own, nobody := ownRules(ctx)
+	found, err := takeover.Find(ctx, own)
 	if err != nil {
 		return err
 	}
@@ -144,8 +144,8 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	}
 	verb := "found"
 	if !dryRun && !found.Empty() {
-		if err := carries(); err != nil {
-			return err
+		if nobody != nil {
+			return nobody
 		}
 		if err := found.Remove(ctx); err != nil {
 			return err
@@ -163,25 +163,6 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 		p.line("stays: %s", line)
 	}
 	return p.err
-}
-
-// carries gives an error unless the kernel holds Verdict's tables.
-func carries() error {
-	r, err := kernel.OpenReader()
-	if err != nil {
-		return err
-	}
-	defer r.Close()
-	revisions, err := r.Revisions()
-	if err != nil {
-		return err
-	}
-	for _, revision := range revisions {
-		if revision.Number == 0 {
-			return errors.New("there are no tables of Verdict's here, so that nobody would carry the Services: start verdict run first")
-		}
-	}
-	return nil
 }
 
 // remarkAlone says so if nobody carries Services any more, now that our tables are gone.

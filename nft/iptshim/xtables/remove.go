@@ -10,15 +10,23 @@ import (
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
-// SaveAll reads the tables in which we have chains.
-func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
-	var all []byte
+// SaveText gives the tables in which we have chains as iptables-save prints them.
+func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) (all []byte, err error) {
 	for _, t := range iptshim.Tables {
 		text, err := p.Save(ctx, f, string(t), false)
 		if err != nil {
 			return nil, err
 		}
 		all = append(all, text...)
+	}
+	return all, nil
+}
+
+// SaveAll reads the tables in which we have chains.
+func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
+	all, err := p.SaveText(ctx, f)
+	if err != nil {
+		return nil, err
 	}
 	saved, err := iptshim.Parse(all)
 	if err != nil {
