@@ -84,12 +84,12 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	if s == nil {
 		return out
 	}
-	any := false
+	first := ""
 	for _, sp := range s.Ports {
 		if len(sp.Frontends) > 0 && c.family.has(sp.Frontends[0].Key.Addr) {
 			pc := portCompiler{compiler: c, sp: sp, name: sp.Name.String(), hash: portHash(sp.Name), out: &out}
 			pc.compile()
-			any = true
+			first = cmp.Or(first, pc.name)
 		}
 	}
 	for _, a := range s.ClusterIPs {
@@ -98,10 +98,10 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 				before: " -d " + addrText(a), comment: comment(s.Name.String() + " has no such port"), after: c.reject(), owner: s.Name}})
 		}
 	}
-	if s.HealthCheckNodePort != 0 && any {
+	if s.HealthCheckNodePort != 0 && first != "" {
 		before, after := portMatch(snapshot.TCP, s.HealthCheckNodePort)
 		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), false, rule{
-			before: before, comment: comment(s.Name.String() + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
+			before: before, comment: comment(first + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
 	}
 	return out
 }
