@@ -93,8 +93,9 @@ IMAGE ?= verdict:dev
 image: ## the container image, by buildah or docker
 	$$(command -v buildah || command -v docker) build -t $(IMAGE) .
 
-cluster: tools ## deploy/ at a real API server and beside a real kube-proxy, which are built first
+cluster: tools ## deploy/ at a real API server, and rules of iptables beside a real kube-proxy's, which are built first
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
+	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim
 
 clean:
 	rm -rf $(BIN)

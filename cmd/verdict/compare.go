@@ -55,6 +55,8 @@ type comparison struct {
 	// Objects says where the objects come from that the kernel is compared with; empty if it is compared with itself alone.
 	Objects string      `json:"objects,omitempty"`
 	Tables  []tableJSON `json:"tables"`
+	// IPTables says which iptables reads the rules; empty with nftables.
+	IPTables string `json:"iptables,omitempty"`
 	// Wrong says in words what is not as it should be, elements and rules apart.
 	Wrong []string `json:"wrong,omitempty"`
 	// Contradictions are elements of the kernel that do not fit together.
@@ -113,12 +115,12 @@ func (o *objectFlags) compare(ctx context.Context) (*comparison, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
-	r, err := kernel.OpenReader()
+	once, closeReader, err := o.reader(ctx)
 	if err != nil {
 		return nil, err
 	}
-	defer r.Close()
-	c, err := o.compareOnce(ctx, r, true)
+	defer closeReader()
+	c, err := once(true)
 	for look := 1; err == nil && !c.Same && (look == 1 || !c.quiet) && look < maxLooks; look++ {
 		select {
 		case <-ctx.Done():
@@ -126,11 +128,27 @@ func (o *objectFlags) compare(ctx context.Context) (*comparison, error) {
 		case <-time.After(settleTime):
 		}
 		before := c
-		if c, err = o.compareOnce(ctx, r, false); err == nil {
+		if c, err = once(false); err == nil {
 			c.keep(before)
 		}
 	}
 	return c, err
+}
+
+// reader gives what looks once at the backend that carries the Services here; complain has it say what is wrong with the objects.
+func (o *objectFlags) reader(ctx context.Context) (once func(complain bool) (*comparison, error), done func() error, err error) {
+	p, err := findChains(ctx, o.policy.settings.Backend)
+	if err != nil {
+		return nil, nil, err
+	}
+	if p != nil {
+		return func(complain bool) (*comparison, error) { return o.compareChains(ctx, p, complain) }, p.Close, nil
+	}
+	r, err := kernel.OpenReader()
+	if err != nil {
+		return nil, nil, err
+	}
+	return func(complain bool) (*comparison, error) { return o.compareOnce(ctx, r, complain) }, r.Close, nil
 }
 
 // keep leaves of a comparison what was there before too.
@@ -321,6 +339,12 @@ func (c *comparison) finish() {
 // describe says what was compared: "ip verdict revision 12, 143 elements; ip6 verdict revision 12, 96 elements".
 func (c *comparison) describe() string {
 	var parts []string
+	if c.IPTables != "" {
+		for _, t := range c.Tables {
+			parts = append(parts, fmt.Sprintf("%s %d rules", t.Family, t.Elements))
+		}
+		return c.IPTables + ": " + strings.Join(parts, "; ")
+	}
 	for _, t := range c.Tables {
 		if t.There {
 			parts = append(parts, fmt.Sprintf("%s %s revision %d, %d elements", t.Family, nft.TableName, t.Revision, t.Elements))

@@ -55,6 +55,31 @@ func (l *live) unscheduled(r *dataplane.Refused) {
 	}
 }
 
+// withoutIPVS says that the backend is one that cannot leave the choice of endpoints to IPVS.
+func (l *live) withoutIPVS(s *config.Settings) {
+	l.noIPVS.Store(true)
+	if s.Policy.IPVS.Mode == dataplane.IPVSAlways {
+		l.noScheduler.Do(func() {
+			l.log.Warn("iptables chooses the endpoints of all Services at random: IPVS schedules only beside nftables")
+		})
+	}
+}
+
+// leftToChance says once that a Service asks for a scheduler that it does not get from such a backend.
+func (l *live) leftToChance(d snapshot.Delta) {
+	if !l.noIPVS.Load() {
+		return
+	}
+	for name, svc := range d.Services {
+		if svc != nil && svc.Scheduling != nil && svc.Scheduling.Scheduler != "" && svc.Scheduling.Scheduler != snapshot.NFTables {
+			l.noScheduler.Do(func() {
+				l.log.Warn("iptables chooses the endpoints of Services at random, also of those that ask for a scheduler of IPVS",
+					"service", name.String(), "scheduler", svc.Scheduling.Scheduler)
+			})
+		}
+	}
+}
+
 // probeIPVS gives an error if the operator wants IPVS for all Services, and this kernel has not got it.
 func probeIPVS(s *config.Settings) error {
 	if s.Policy.IPVS.Mode != dataplane.IPVSAlways {
@@ -66,7 +91,7 @@ func probeIPVS(s *config.Settings) error {
 // countServices has IPVS schedule all Services once there are as many as the operator said, and it can. It is called by the loop.
 func (l *live) countServices(ctx context.Context, t reconcile.Transaction) {
 	s := l.settings.Load()
-	if s.IPVSServices == 0 || t.Services < s.IPVSServices || s.Policy.IPVS.Mode != dataplane.IPVSAuto || l.many.Swap(true) {
+	if l.noIPVS.Load() || s.IPVSServices == 0 || t.Services < s.IPVSServices || s.Policy.IPVS.Mode != dataplane.IPVSAuto || l.many.Swap(true) {
 		return
 	}
 	if err, _ := l.schedulers.missing(s.Policy.IPVS.Default.Scheduler); err != nil {
@@ -86,6 +111,10 @@ func (l *live) countServices(ctx context.Context, t reconcile.Transaction) {
 
 // ipvs gives which Services IPVS schedules, as things are.
 func (l *live) ipvs(said dataplane.IPVS) dataplane.IPVS {
+	if l.noIPVS.Load() {
+		said.Mode = dataplane.IPVSNever
+		return said
+	}
 	if said.Mode == dataplane.IPVSAuto && l.many.Load() {
 		said.Mode = dataplane.IPVSAlways
 	}

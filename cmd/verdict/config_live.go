@@ -42,6 +42,9 @@ type live struct {
 	// schedulers are those of IPVS; many says that there were so many Services that it schedules all of them.
 	schedulers schedulers
 	many       atomic.Bool
+	// noIPVS says that the backend cannot leave anything to IPVS; noScheduler is for saying so once.
+	noIPVS      atomic.Bool
+	noScheduler sync.Once
 }
 
 // tuning is what may change while a node works.

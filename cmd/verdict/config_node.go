@@ -35,6 +35,7 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 	if d.Node != nil {
 		s.live.saw(d.Node)
 	}
+	s.live.leftToChance(d)
 	s.Sink.Put(d)
 }
 

@@ -96,12 +96,11 @@ func (o *explainOptions) answer(ctx context.Context, q asked) (*answer, error) {
 	}
 	e := explaining{o: o, q: q}
 	if o.live {
-		r, err := kernel.OpenReader()
+		done, err := e.open(ctx)
 		if err != nil {
 			return nil, err
 		}
-		defer r.Close()
-		e.reader = r
+		defer done()
 		if e.routes, err = openRoutes(); err != nil {
 			return nil, err
 		}
@@ -113,11 +112,32 @@ func (o *explainOptions) answer(ctx context.Context, q asked) (*answer, error) {
 	return e.answer()
 }
 
+// open opens what the rules of the backend are read by that carries the Services here.
+func (e *explaining) open(ctx context.Context) (done func() error, err error) {
+	p, err := findChains(ctx, e.o.policy.settings.Backend)
+	if err != nil {
+		return nil, err
+	}
+	if p != nil {
+		if e.chains, err = readChains(ctx, p); err != nil {
+			return nil, errors.Join(err, p.Close())
+		}
+		return p.Close, nil
+	}
+	e.reader, err = kernel.OpenReader()
+	if err != nil {
+		return nil, err
+	}
+	return e.reader.Close, nil
+}
+
 // explaining is an answer on its way.
 type explaining struct {
-	o       *explainOptions
-	q       asked
-	reader  *kernel.Reader
+	o      *explainOptions
+	q      asked
+	reader *kernel.Reader
+	// chains are the rules of iptables, if those carry the Services; then reader is nil.
+	chains  *chainsFound
 	routes  *routes
 	tables  [len(nft.Families)]*kernel.TableFound
 	objects *objects
@@ -128,12 +148,8 @@ type explaining struct {
 func (e *explaining) gather(ctx context.Context) (err error) {
 	var structure *[len(nft.Families)]nft.Structure
 	if e.o.live {
-		structure = &[len(nft.Families)]nft.Structure{}
-		for i, f := range nft.Families {
-			if e.tables[i], err = e.reader.Table(f); err != nil {
-				return err
-			}
-			structure[i] = e.tables[i].Structure
+		if structure, err = e.structure(); err != nil {
+			return err
 		}
 		if e.here, err = hostAddrs(ctx); err != nil {
 			return err
@@ -149,6 +165,22 @@ func (e *explaining) gather(ctx context.Context) (err error) {
 	return nil
 }
 
+// structure reads what the kernel's rules tell of what proxies are told by flags.
+func (e *explaining) structure() (*[len(nft.Families)]nft.Structure, error) {
+	if e.chains != nil {
+		return &e.chains.structure, nil
+	}
+	out := &[len(nft.Families)]nft.Structure{}
+	for i, f := range nft.Families {
+		var err error
+		if e.tables[i], err = e.reader.Table(f); err != nil {
+			return nil, err
+		}
+		out[i] = e.tables[i].Structure
+	}
+	return out, nil
+}
+
 // index numbers the question's family.
 func (e *explaining) index() int {
 	if e.q.key.Addr.Is6() {
@@ -159,6 +191,9 @@ func (e *explaining) index() int {
 
 // pods says how pods are told from others, as the objects' flags or the kernel's rules have it.
 func (e *explaining) pods() dataplane.Pods {
+	if e.objects == nil && e.chains != nil {
+		return e.chains.structure[e.index()].Pods
+	}
 	if e.objects == nil {
 		return e.tables[e.index()].Structure.Pods
 	}
@@ -185,7 +220,11 @@ func (e *explaining) answer() (*answer, error) {
 		a.explain(x, e.objects, &e.o.policy)
 	}
 	if e.o.live {
-		if err := e.ask(a, s, pods); err != nil {
+		ask := e.ask
+		if e.chains != nil {
+			ask = e.askChains
+		}
+		if err := ask(a, s); err != nil {
 			return nil, err
 		}
 	}
@@ -200,12 +239,8 @@ func (e *explaining) answer() (*answer, error) {
 const askTries = 3
 
 // ask follows the packet through the kernel's rules.
-func (e *explaining) ask(a *answer, s sender, pods dataplane.Pods) error {
-	p := nft.Packet{Source: s.addr, Destination: e.q.key.Addr, Protocol: e.q.key.Protocol, Port: e.q.key.Port, Interface: s.iface}
-	local := slices.Contains(e.here, s.addr) || s.addr.IsLoopback()
-	if p.Interface == "" && !local {
-		p.Interface = unknownInterface
-	}
+func (e *explaining) ask(a *answer, s sender) error {
+	p := e.packet(s)
 	for try := range askTries {
 		before, err := e.reader.Revisions()
 		if err != nil {
@@ -230,6 +265,15 @@ func (e *explaining) ask(a *answer, s sender, pods dataplane.Pods) error {
 		}
 	}
 	return nil
+}
+
+// packet gives the first packet of the connection.
+func (e *explaining) packet(s sender) nft.Packet {
+	p := nft.Packet{Source: s.addr, Destination: e.q.key.Addr, Protocol: e.q.key.Protocol, Port: e.q.key.Port, Interface: s.iface}
+	if local := slices.Contains(e.here, s.addr) || s.addr.IsLoopback(); p.Interface == "" && !local {
+		p.Interface = unknownInterface
+	}
+	return p
 }
 
 // unknownInterface stands for one whose name is not known. It is no name an interface can have.

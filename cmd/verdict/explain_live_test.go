@@ -3,16 +3,20 @@ package main
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -23,15 +27,26 @@ type askedCluster struct {
 	r       *rand.Rand
 	snap    *snapshot.Snapshot
 	config  dataplane.Config
-	backend *kernel.Backend
+	backend reconcile.Backend
+	// programs is nil with nftables.
+	programs *xtables.Programs
+	// packets is how many are asked about and sent.
+	packets int
 }
 
 const askedPort = 8080
 
-func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplane.DetectLocal) *askedCluster {
+// byNFTables, byIPTablesNFT and byIPTablesLegacy are what writes the rules of an askedCluster.
+const (
+	byNFTables       = "nftables"
+	byIPTablesNFT    = "iptables, nft variant"
+	byIPTablesLegacy = "iptables, legacy variant"
+)
+
+func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplane.DetectLocal, by string) *askedCluster {
 	t.Helper()
 	conf.LocalPods, conf.RemotePods = 3, 3 // the last of each are no endpoints
-	c := &askedCluster{Cluster: labtest.NewCluster(t, conf), t: t, r: rand.New(rand.NewPCG(seed, 9)), snap: snapshot.New(),
+	c := &askedCluster{Cluster: labtest.NewCluster(t, conf), t: t, packets: 120, r: rand.New(rand.NewPCG(seed, 9)), snap: snapshot.New(),
 		config: dataplane.Config{NodeName: "node", DetectLocal: detect, LocalhostNodePorts: true}}
 	for _, pod := range slices.Concat(c.Pods, c.RemotePods) {
 		for _, p := range protocolNames {
@@ -53,13 +68,40 @@ func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplan
 		c.service(i+1, &d)
 	}
 	c.snap.Apply(d)
-	labtest.Check(t, c.Node.Do(func() (err error) {
-		c.backend, err = kernel.Open(kernel.Options{})
-		return err
-	}))
-	t.Cleanup(func() { c.backend.Close() })
+	if by == byNFTables {
+		labtest.Check(t, c.Node.Do(func() error {
+			backend, err := kernel.Open(kernel.Options{})
+			if err == nil {
+				t.Cleanup(func() { backend.Close() })
+			}
+			c.backend = backend
+			return err
+		}))
+	} else {
+		c.openChains(by)
+	}
 	c.write(c.snap)
 	return c
+}
+
+// openChains opens a variant of iptables: a kubelet says which one the node has.
+func (c *askedCluster) openChains(by string) {
+	c.t.Helper()
+	c.packets = 60 // to read all rules for each packet takes its time
+	program := map[string]string{byIPTablesNFT: "iptables-nft", byIPTablesLegacy: "iptables-legacy"}[by]
+	labtest.Run(c.t, c.Node, "", program, "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+	labtest.Check(c.t, c.Node.Do(func() (err error) {
+		if c.programs, err = xtables.Find(context.Background()); err != nil {
+			return err
+		}
+		if !strings.HasSuffix(program, c.programs.Variant.String()) {
+			return fmt.Errorf("it is %s", c.programs)
+		}
+		backend, err := xtables.Open(c.programs, xtables.Options{Log: slog.New(slog.DiscardHandler)})
+		c.t.Cleanup(func() { backend.Close() })
+		c.backend = backend
+		return err
+	}))
 }
 
 // write writes what objects ask for.
@@ -123,10 +165,16 @@ func (c *askedCluster) ask(q asked, snap *snapshot.Snapshot) (a *answer) {
 	c.t.Helper()
 	labtest.Check(c.t, c.Node.Do(func() (err error) {
 		e := explaining{o: &explainOptions{live: true, trace: true}, q: q}
-		if e.reader, err = kernel.OpenReader(); err != nil {
-			return err
+		if c.programs != nil {
+			if e.chains, err = readChains(context.Background(), c.programs); err != nil {
+				return err
+			}
+		} else {
+			if e.reader, err = kernel.OpenReader(); err != nil {
+				return err
+			}
+			defer e.reader.Close()
 		}
-		defer e.reader.Close()
 		if e.routes, err = openRoutes(); err != nil {
 			return err
 		}
@@ -188,32 +236,39 @@ func TestExplainLive(t *testing.T) {
 		{"prefix", lab.Config{PodLinkPrefix: "pod"}, dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 		{"unknown", lab.Config{}, dataplane.DetectLocal{}},
 	} {
-		t.Run(world.name, func(t *testing.T) {
-			c := newAskedCluster(t, uint64(len(world.name)), world.conf, world.detect)
-			outcomes, bound := map[string]int{}, 0
-			q, from := c.packet()
-			for range 120 {
-				if c.r.IntN(4) > 0 { // else the same sender comes back
-					q, from = c.packet()
-				}
-				a := c.ask(q, c.snap)
-				if !*a.Agree {
-					t.Fatalf("%+v: %v\n%+v", q, a.Disagreements, a.Kernel)
-				}
-				if a.Kernel.Unclear != nil || a.Notes != nil {
-					t.Errorf("%+v: %v %v", q, a.Kernel.Unclear, a.Notes)
-				}
-				c.send(q, from, a)
-				outcomes[a.Kernel.Outcome]++
-				if a.Kernel.Affinity != nil && a.Kernel.Affinity.Endpoint != "" {
-					bound++
-				}
-			}
-			t.Logf("%v, %d bound to an endpoint", outcomes, bound)
-			if outcomes["endpoint"] < 30 || outcomes["reject"] == 0 || outcomes["drop"] == 0 || bound == 0 {
-				t.Errorf("not everything was met: %v, %d bound", outcomes, bound)
-			}
-		})
+		for _, by := range []string{byNFTables, byIPTablesNFT, byIPTablesLegacy} {
+			t.Run(world.name+"/"+by, func(t *testing.T) {
+				explainAndSend(newAskedCluster(t, uint64(len(world.name)), world.conf, world.detect, by))
+			})
+		}
+	}
+}
+
+// explainAndSend asks about random packets of a cluster, and sends them.
+func explainAndSend(c *askedCluster) {
+	t := c.t
+	outcomes, bound := map[string]int{}, 0
+	q, from := c.packet()
+	for range c.packets {
+		if c.r.IntN(4) > 0 { // else the same sender comes back
+			q, from = c.packet()
+		}
+		a := c.ask(q, c.snap)
+		if !*a.Agree {
+			t.Fatalf("%+v: %v\n%+v", q, a.Disagreements, a.Kernel)
+		}
+		if a.Kernel.Unclear != nil || a.Notes != nil {
+			t.Errorf("%+v: %v %v", q, a.Kernel.Unclear, a.Notes)
+		}
+		c.send(q, from, a)
+		outcomes[a.Kernel.Outcome]++
+		if a.Kernel.Affinity != nil && a.Kernel.Affinity.Endpoint != "" {
+			bound++
+		}
+	}
+	t.Logf("%v, %d bound to an endpoint", outcomes, bound)
+	if outcomes["endpoint"] < c.packets/4 || outcomes["reject"] == 0 || outcomes["drop"] == 0 || bound == 0 {
+		t.Errorf("not everything was met: %v, %d bound", outcomes, bound)
 	}
 }
 
@@ -248,7 +303,7 @@ func (c *askedCluster) send(q asked, from *lab.Host, a *answer) {
 
 // TestExplainDisagrees asks about objects that the kernel was not told of.
 func TestExplainDisagrees(t *testing.T) {
-	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange})
+	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
 	newer := snapshot.New()
 	d := snapshot.Delta{HostAddrs: &c.snap.HostAddrs, Node: &c.snap.Node, ServiceCIDRs: &c.snap.ServiceCIDRs,
 		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}

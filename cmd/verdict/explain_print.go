@@ -431,12 +431,20 @@ func leftOutName(l leftOutJSON) string {
 	return netip.AddrPortFrom(netip.MustParseAddr(l.Address), l.Port).String()
 }
 
+// revision says which one of a table was asked; rules of iptables have none.
+func (v *viewJSON) revision() string {
+	if v.Revision == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" (revision %d)", v.Revision)
+}
+
 // printAgreement shows the kernel's answer beside that of the objects.
 func (a *answer) printAgreement(s *show, o *explainOptions) {
 	k := a.Kernel
 	s.line("")
 	if *a.Agree {
-		s.labelled("Kernel", "%s, by %s (revision %d)", s.paint(green, "does the same"), strings.Join(k.Way, " -> "), k.Revision)
+		s.labelled("Kernel", "%s, by %s%s", s.paint(green, "does the same"), strings.Join(k.Way, " -> "), k.revision())
 		if k.Affinity != nil && k.Affinity.Endpoint != "" {
 			bound := &viewJSON{Affinity: &affinityJSON{Endpoint: k.Affinity.Endpoint, Remaining: k.Affinity.Remaining}}
 			a.printAffinity(s, bound)
@@ -447,7 +455,7 @@ func (a *answer) printAgreement(s *show, o *explainOptions) {
 		a.printUnclear(s, k)
 		return
 	}
-	s.labelled("Kernel", "%s (revision %d)", s.paint(red, "does something else"), k.Revision)
+	s.labelled("Kernel", "%s%s", s.paint(red, "does something else"), k.revision())
 	for i, d := range a.Disagreements {
 		if i == maxShown && !o.all {
 			s.labelled("", "and %d more (--all)", len(a.Disagreements)-i)

@@ -19,6 +19,8 @@ type policyFlags struct {
 	told bool
 	// said is what config gave last.
 	said dataplane.Config
+	// settings are all of what was said.
+	settings *config.Settings
 }
 
 func (p *policyFlags) add(f *pflag.FlagSet) { p.flags.AddPolicy(f) }
@@ -37,7 +39,7 @@ func (p *policyFlags) config() (dataplane.Config, error) {
 	}
 	p.told = true
 	s.Policy.NodeName, err = nodeName(s)
-	p.said = s.Policy
+	p.said, p.settings = s.Policy, s
 	return s.Policy, err
 }
 

@@ -13,8 +13,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -22,13 +24,16 @@ import (
 
 func newRender() *cobra.Command {
 	var policy policyFlags
-	var from string
+	var from, family string
 	cmd := &cobra.Command{
 		Use:   "render",
-		Short: "Print the ruleset for manifests, as nft text",
+		Short: "Print the ruleset for manifests, as nft or iptables-restore text",
 		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node --hostname-override. It
 touches no kernel and needs no rights. The output can be loaded with "nft -f", and then lists the same as what run
 writes. Node ports are shown at the addresses of the Node object, since the node's interfaces are not at hand.
+
+With --backend=iptables it prints what "iptables-restore --noflush" takes for IPv4, and with --family=ipv6 what "ip6tables-restore
+--noflush" takes.
 
 What is wrong with the manifests goes to standard error; the rest is rendered, and the exit status is 1.`,
 		Example: `  verdict render --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
@@ -38,40 +43,96 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 			if from == "" {
 				return errors.New("--from is needed: a manifest file, or a directory of manifests")
 			}
-			config, err := policy.config()
+			decisions, err := policy.config()
 			if err != nil {
 				return err
 			}
-			return render(cmd.OutOrStdout(), config, from)
+			r := rendering{config: decisions, from: from, out: cmd.OutOrStdout()}
+			if r.chains, err = chainsToRender(&policy, family, cmd.Flags().Changed("family")); err != nil {
+				return err
+			}
+			return r.render()
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "manifest file, or directory of manifests")
+	f.StringVar(&family, "family", "ipv4", "with --backend=iptables, ipv4 or ipv6: each has a text of its own")
 	policy.add(f)
 	return cmd
 }
 
+// rendering is what is to be printed, and where.
+type rendering struct {
+	config dataplane.Config
+	from   string
+	out    io.Writer
+	// chains, if not nil, says that rules of iptables are to be printed.
+	chains *renderChains
+}
+
+// renderChains says how rules of iptables are to be printed.
+type renderChains struct {
+	options iptshim.Options
+	family  iptshim.Family
+}
+
+// chainsToRender reads the flags about iptables; nil if nftables is to be printed.
+func chainsToRender(policy *policyFlags, family string, said bool) (*renderChains, error) {
+	s := policy.settings
+	if s.Backend != config.IPTables {
+		if said {
+			return nil, errors.New("--family is for --backend=iptables; nft has both families in one text")
+		}
+		return nil, nil
+	}
+	c := &renderChains{options: iptshim.Options{MasqueradeMark: 1 << s.MasqueradeBit}}
+	switch family {
+	case "ipv4":
+	case "ipv6":
+		c.family = iptshim.IPv6
+	default:
+		return nil, fmt.Errorf("--family: %q is neither ipv4 nor ipv6", family)
+	}
+	return c, nil
+}
+
 // render prints the ruleset. Problems with the manifests are shown, and make the exit status 1 in the end.
-func render(w io.Writer, config dataplane.Config, from string) error {
-	state, problems, err := compute(config, from)
+func (r *rendering) render() error {
+	w, config := r.out, r.config
+	if r.chains != nil {
+		config.IPVS.Mode = dataplane.IPVSNever
+	}
+	state, problems, err := compute(config, r.from)
 	if err != nil {
 		return err
 	}
 	for _, p := range problems {
 		fmt.Fprintln(os.Stderr, "verdict:", p)
 	}
-	for _, l := range nft.List(state) {
-		if err := l.Print(w); err != nil {
-			return err
-		}
+	if r.chains != nil {
+		model := iptshim.New(r.chains.options)
+		model.Plan(state, dataplane.Change{})
+		_, err = w.Write(model.Full(r.chains.family))
+	} else {
+		err = renderTables(w, state)
 	}
-	if err := renderIPVS(w, state); err != nil {
+	if err != nil {
 		return err
 	}
 	if len(problems) > 0 {
 		return exitStatus(exitError)
 	}
 	return nil
+}
+
+// renderTables prints what is nftables', and what is IPVS'.
+func renderTables(w io.Writer, state *dataplane.State) error {
+	for _, l := range nft.List(state) {
+		if err := l.Print(w); err != nil {
+			return err
+		}
+	}
+	return renderIPVS(w, state)
 }
 
 // renderIPVS prints what IPVS gets, as ipvsadm -Sn lists it, in comments: nft can read the whole text.

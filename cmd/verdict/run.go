@@ -17,7 +17,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/keeper"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
-	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -166,35 +165,25 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		return err
 	}
 	live.policyName(name)
-	n := node{log: log, routeLocalnet: routeLocalnet, config: live.policy(), tunings: live.tunings, leastRest: s.MinSyncPeriod}
+	rules, err := openRules(ctx, live, s, socket)
+	if err != nil {
+		return err
+	}
+	defer rules.close()
+	n := node{log: log, routeLocalnet: routeLocalnet, config: live.policy(), tunings: live.tunings, leastRest: s.MinSyncPeriod,
+		backend: rules.backend, tables: rules.tables, scheduler: rules.scheduler}
 	objects, err := live.source(s, name)
 	if err != nil {
 		return err
 	}
 	n.sources = []source{&nodeWatch{source: objects, live: live}, &watch.Host{Report: reporter(log)}}
 	n.serving = live.serving(s)
-	backend, err := openBackend(kernel.Options{Socket: socket, Own: s.OwnTables})
-	if err != nil {
-		return err
-	}
-	defer backend.Close()
-	n.tables = backend
-	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{
-		NodeAddrs: live.nodeAddrs, Adopt: (&heir{mode: takeover.Mode(s.Takeover)}).adopt,
-		Timeouts: ipvsplugin.Timeouts{TCP: s.IPVSTimeouts[0], TCPFin: s.IPVSTimeouts[1], UDP: s.IPVSTimeouts[2]}})
-	if err != nil {
-		return err
-	}
-	defer scheduler.Close()
-	if err := probeIPVS(s); err != nil {
-		return err
-	}
-	n.backend, n.scheduler = scheduler, scheduler
+	n.serving.mode = rules.mode()
 	if n.flows, err = conntrack.Dial(0); err != nil {
 		return err
 	}
 	defer n.flows.Close()
-	log.Info("verdict starts", "version", version(), "node", name, "from", s.Manifests, "mode", s.Backend, "owns tables", backend.Owns())
+	log.Info("verdict starts", "version", version(), "node", name, "from", s.Manifests, "mode", rules.mode(), "owns tables", rules.owns())
 	if err := keeper.Notify("READY=1"); err != nil {
 		log.Warn(err.Error())
 	}
@@ -211,6 +200,11 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 	}
 	beside.Go(func() { live.follow(ctx) })
 	follower := newSuccessor(takeover.Mode(s.Takeover), log)
+	follower.runner.Own = rules.own()
+	follower.leave = rules.leaveOther
+	if rules.compat != nil {
+		beside.Go(func() { rules.compat.Run(ctx) })
+	}
 	beside.Go(func() { follower.run(ctx) })
 	n.unscheduled = live.unscheduled
 	n.written = func(t reconcile.Transaction) {

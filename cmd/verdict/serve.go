@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,8 @@ import (
 
 // serving says what a node shows of itself. With the zero value it listens nowhere.
 type serving struct {
+	// mode is kube-proxy's word for what writes the rules: it is what tests and tools of Kubernetes know us as.
+	mode string
 	// healthz and metrics are where the servers listen; empty means that there is none.
 	healthz, metrics string
 	// hardFail ends the node if one of them cannot; profiling adds profiles to the metrics.
@@ -45,9 +48,6 @@ type serving struct {
 	// emit, if not nil, takes what the cluster's operators should see.
 	emit func(watch.Event)
 }
-
-// kubeProxyMode is what tests and tools of Kubernetes know us as.
-const kubeProxyMode = "nftables"
 
 // serving gives what the settings ask for.
 func (l *live) serving(s *config.Settings) serving {
@@ -101,7 +101,7 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	if n.scheduler != nil {
 		o.IPVS = scheduled{n.scheduler}
 	}
-	if n.serving.metrics != "" {
+	if n.serving.metrics != "" && n.tables != nil { // rules of iptables are read for no scrape: that takes too long
 		var err error
 		if s.counters, err = kernel.OpenCounters(); err != nil {
 			return nil, err
@@ -122,7 +122,7 @@ func (s *surface) run(ctx context.Context, group *errgroup.Group) {
 			Handler: s.health.Handler(func(p health.Probe, code int) { s.metrics.Answered(p.String(), code) }),
 			Failed:  s.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
 		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: s.node.log,
-			Handler: s.metrics.Handler(metrics.Pages{Mode: kubeProxyMode, Config: v.configz, Profiling: v.profiling}),
+			Handler: s.metrics.Handler(metrics.Pages{Mode: cmp.Or(v.mode, string(config.NFTables)), Config: v.configz, Profiling: v.profiling}),
 			Failed:  s.failed("FailedToStartMetricServer", "StartKubeproxy")},
 	}
 	for _, server := range servers {

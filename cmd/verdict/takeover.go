@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -14,7 +13,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
-	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -23,6 +21,8 @@ import (
 type successor struct {
 	runner takeover.Runner
 	ready  chan struct{}
+	// leave, if not nil, removes what another backend of ours wrote before this one.
+	leave func(context.Context, *slog.Logger) error
 	// done says that ready is closed, waits that it was said why it is not.
 	done, waits bool
 }
@@ -45,7 +45,39 @@ func (s *successor) written(t reconcile.Transaction) {
 }
 
 // run works until the context ends.
-func (s *successor) run(ctx context.Context) { s.runner.Run(ctx, s.ready) }
+func (s *successor) run(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-s.ready:
+	}
+	var beside sync.WaitGroup
+	if s.leave != nil {
+		if err := s.leave(ctx, s.runner.Log); err != nil {
+			s.runner.Log.Warn("what Verdict wrote before with its other backend is still there; it will be tried again", "err", err)
+			beside.Go(func() { s.leaveLater(ctx) })
+		}
+	}
+	s.runner.Run(ctx, s.ready)
+	beside.Wait()
+}
+
+// leaveAgain is how long a removal that failed waits for the next try.
+const leaveAgain = 30 * time.Second
+
+// leaveLater removes what another backend wrote, and tries again until that succeeds.
+func (s *successor) leaveLater(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(leaveAgain):
+		}
+		if s.leave(ctx, s.runner.Log) == nil {
+			return
+		}
+	}
+}
 
 // heir decides which virtual services of IPVS go on as ours: those that a kube-proxy left, if it is not at work any more.
 type heir struct {
@@ -66,7 +98,7 @@ func (h *heir) adopt(vs ipvsplugin.VirtualService) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.found == nil || time.Since(h.at) > lookAgain {
-		found, err := takeover.Find(context.Background())
+		found, err := takeover.Find(context.Background(), takeover.Own{})
 		if err != nil {
 			return false
 		}
@@ -84,7 +116,8 @@ func newTakeover() *cobra.Command {
 (both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0. What others made stays, and what of
 kube-proxy's they use. "verdict run" does the same after its start, unless it was told --takeover=never.
 
-It refuses as long as there are no tables of Verdict's, which carry the Services then. No connection is lost: those that are
+It refuses as long as there are no rules of Verdict's, which carry the Services then. Where these are iptables', which have the
+names of kube-proxy's, only what is not theirs is removed. No connection is lost: those that are
 established live in connection tracking, and what IPVS carries goes on until it has ended.
 
 With --dry-run it only says what there is.`,
@@ -97,7 +130,8 @@ With --dry-run it only says what there is.`,
 
 // takeOver removes what there is of a kube-proxy, and says what it was and what stays.
 func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
-	found, err := takeover.Find(ctx)
+	own, nobody := ownRules(ctx)
+	found, err := takeover.Find(ctx, own)
 	if err != nil {
 		return err
 	}
@@ -110,8 +144,8 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	}
 	verb := "found"
 	if !dryRun && !found.Empty() {
-		if err := carries(); err != nil {
-			return err
+		if nobody != nil {
+			return nobody
 		}
 		if err := found.Remove(ctx); err != nil {
 			return err
@@ -131,28 +165,9 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	return p.err
 }
 
-// carries gives an error unless the kernel holds Verdict's tables.
-func carries() error {
-	r, err := kernel.OpenReader()
-	if err != nil {
-		return err
-	}
-	defer r.Close()
-	revisions, err := r.Revisions()
-	if err != nil {
-		return err
-	}
-	for _, revision := range revisions {
-		if revision.Number == 0 {
-			return errors.New("there are no tables of Verdict's here, so that nobody would carry the Services: start verdict run first")
-		}
-	}
-	return nil
-}
-
 // remarkAlone says so if nobody carries Services any more, now that our tables are gone.
 func remarkAlone(ctx context.Context, w io.Writer) {
-	if found, err := takeover.Find(ctx); err == nil && !found.Carries() {
+	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.Carries() {
 		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
 	}
 }

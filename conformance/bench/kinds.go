@@ -37,8 +37,6 @@ type Kind struct {
 	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
 	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36).
 	forgetsZone bool
-	// missing says why there is no such proxy, empty if there is.
-	missing string
 }
 
 var (
@@ -53,7 +51,7 @@ var (
 // kinds are the proxies known by name.
 var kinds = []Kind{
 	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, Witness: true, build: buildVerdict, Version: []string{"run", "--version"}},
-	{Name: "verdict-iptables", mode: "iptables", Listings: listIPTables, missing: "Verdict has no iptables backend yet"},
+	{Name: "verdict-iptables", mode: "iptables", Args: []string{"run", "--config={config}", "--backend=iptables"}, Listings: listIPTables, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
 	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
 	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
@@ -72,9 +70,6 @@ func KindNames() (names []string) {
 func FindKind(name string) (*Kind, error) {
 	if i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name }); i >= 0 {
 		k := kinds[i]
-		if k.missing != "" {
-			return nil, fmt.Errorf("--proxy %s: %s", name, k.missing)
-		}
 		return &k, nil
 	}
 	if !strings.ContainsAny(name, "./") {

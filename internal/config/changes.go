@@ -30,9 +30,6 @@ func (s *Settings) Changes(before *Settings) (changes []Change) {
 		if !f.counts(s.Document.KubeProxy.Mode) {
 			c.Effect = Never
 		}
-		if f.name == "mode" && s.Backend != before.Backend {
-			c.Effect = Restart
-		}
 		changes = append(changes, c)
 	}
 	return changes

@@ -309,24 +309,49 @@ func (r *reading) note() {
 			r.tell(Note, f.path(), "it has no effect: "+f.does)
 		}
 	}
+	r.noteMark()
 	if idle := idleGates(c.FeatureGates); len(idle) > 0 {
 		r.tell(Note, path{"featureGates"}, "these have no effect: "+strings.Join(idle, ", "))
+	}
+}
+
+// noteMark says so if somebody chose a bit for a mark that nobody sets.
+func (r *reading) noteMark() {
+	v := &r.doc.Verdict
+	if Backend(v.Backend) == IPTables || v.IPTablesCompat {
+		return
+	}
+	for _, name := range []string{"iptables.masqueradeBit", "nftables.masqueradeBit"} {
+		if f := fieldNamed(name); r.doc.value(f.path()) != any(int32(defaultMasqueradeBit)) && f.counts(r.doc.KubeProxy.Mode) {
+			r.tell(Note, f.path(), "it has no effect with nftables, which masquerades without a mark")
+		}
 	}
 }
 
 // noteMode says what becomes of a mode that is not ours, and of what follows from it.
 func (r *reading) noteMode() {
 	mode := string(r.doc.KubeProxy.Mode)
+	if text := taken(mode, Backend(r.doc.Verdict.Backend)); text != "" {
+		r.tell(Note, path{"mode"}, text)
+	}
 	if mode == modeNFTables {
 		return
-	}
-	if mode != "" {
-		r.tell(Note, path{"mode"}, mode+" is taken, and "+string(backendFor(mode))+" is used")
 	}
 	if r.doc.KubeProxy.NodePortAddresses == nil {
 		r.tell(Note, path{"nodePortAddresses"}, "it is not set, which in mode "+modeName(mode)+
 			" means that node ports answer at all addresses of this host; [primary] would be those of its Node")
 	}
+}
+
+// taken says what becomes of a mode that somebody wrote, if that is another backend.
+func taken(mode string, backend Backend) string {
+	switch {
+	case mode == "", mode == string(backend), mode == modeNFTables && backend == Auto:
+		return ""
+	case backend == Auto:
+		return mode + " is taken, and nftables is used where the kernel can: " + verdictKind + ".backend decides"
+	}
+	return mode + " is taken, and " + string(backend) + " is used"
 }
 
 func modeName(mode string) string {

@@ -177,7 +177,7 @@ nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
 		text := strings.Replace(strings.Replace(all, "%v", row.iptAll, 1), "%v", row.nftAll, 1)
 		s, _ := loadText(t, head+"mode: "+row.mode+text)
 		if s.Policy.MasqueradeAll != row.masqAll || s.SyncPeriod != time.Duration(row.sync)*time.Second ||
-			s.MinSyncPeriod != s.SyncPeriod/10 || s.Policy.LocalhostNodePorts || s.Backend != NFTables || (s.Policy.NodePortAddresses != nil) != row.open {
+			s.MinSyncPeriod != s.SyncPeriod/10 || s.Policy.LocalhostNodePorts || s.Backend != Auto || (s.Policy.NodePortAddresses != nil) != row.open {
 			t.Errorf("mode %s: %+v", row.mode, s)
 		}
 	}
@@ -194,6 +194,41 @@ func TestModeIPVS(t *testing.T) {
 		if s, _ := loadText(t, head+text); s.Policy.IPVS.Mode != want {
 			t.Errorf("%q: %d, want %d", text, s.Policy.IPVS.Mode, want)
 		}
+	}
+}
+
+// TestBackends: the backend is what our own section or a flag says, whatever the mode is; where they differ, that is told. The bit of the
+// mark is that of the mode.
+func TestBackends(t *testing.T) {
+	const bits = "iptables: {masqueradeBit: 3}\nnftables: {masqueradeBit: 4}\n"
+	for _, row := range []struct {
+		mode, backend string
+		want          Backend
+		bit           int
+		said          []string
+	}{
+		{"nftables", "", Auto, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
+		{"nftables", "nftables", NFTables, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
+		{"nftables", "iptables", IPTables, 4, []string{"f:3: mode: nftables is taken, and iptables is used"}},
+		{"iptables", "iptables", IPTables, 3, nil},
+		{"iptables", "nftables", NFTables, 3, []string{"f:3: mode: iptables is taken, and nftables is used",
+			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
+		{"iptables", "", Auto, 3, []string{"f:3: mode: iptables is taken, and nftables is used where the kernel can: VerdictConfiguration.backend decides",
+			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
+		{"ipvs", "iptables", IPTables, 3, []string{"f:3: mode: ipvs is taken, and iptables is used"}},
+	} {
+		text := head + "mode: " + row.mode + "\n" + bits + "nodePortAddresses: [primary]\n"
+		var args []string
+		if row.backend != "" {
+			args = []string{"--backend=" + row.backend}
+		}
+		s, said := loadText(t, text, args...)
+		if s.Backend != row.want || s.MasqueradeBit != row.bit || !slices.Equal(said, row.said) {
+			t.Errorf("mode %s, backend %q: %s, bit %d, it says %q", row.mode, row.backend, s.Backend, s.MasqueradeBit, said)
+		}
+	}
+	if s, said := loadText(t, head+"mode: nftables\nnftables: {masqueradeBit: 4}\n", "--iptables-compat"); !s.IPTablesCompat || len(said) > 0 {
+		t.Errorf("compat: %v, it says %q", s.IPTablesCompat, said)
 	}
 }
 

@@ -18,6 +18,9 @@ const (
 	metricsPort = 10249
 )
 
+// defaultMasqueradeBit is kube-proxy's: the mark is 0x4000.
+const defaultMasqueradeBit = 14
+
 // setDefaults fills in what nobody said, with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0, where kube-proxy
 // takes 1s in modes iptables and nftables. A transaction costs us so little that there is nothing to wait for.
 func (d *Document) setDefaults() {
@@ -46,6 +49,7 @@ func (d *Document) setDefaults() {
 
 	v := &d.Verdict
 	v.APIVersion, v.Kind = verdictVersion, verdictKind
+	orDefault(&v.Backend, string(Auto))
 	orDefault(&v.Keeper, "auto")
 	orPointer(&v.OwnTables, true)
 	orDefault(&v.Takeover, "auto")
@@ -62,8 +66,8 @@ func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {
 	for _, period := range []*metav1.Duration{&c.IPTables.SyncPeriod, &c.IPVS.SyncPeriod, &c.NFTables.SyncPeriod} {
 		orDefault(&period.Duration, 30*time.Second)
 	}
-	orPointer(&c.IPTables.MasqueradeBit, 14)
-	orPointer(&c.NFTables.MasqueradeBit, 14)
+	orPointer(&c.IPTables.MasqueradeBit, defaultMasqueradeBit)
+	orPointer(&c.NFTables.MasqueradeBit, defaultMasqueradeBit)
 	orPointer(&c.IPTables.LocalhostNodePorts, true)
 	orPointer(&c.Conntrack.MaxPerCore, 32*1024)
 	orPointer(&c.Conntrack.Min, 128*1024)

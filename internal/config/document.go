@@ -32,6 +32,10 @@ type VerdictConfiguration struct {
 	metav1.TypeMeta `json:",inline"`
 	// Manifests is a file or a directory to take the objects from, in place of the Kubernetes API.
 	Manifests string `json:"manifests"`
+	// Backend says what writes the rules: auto, nftables or iptables.
+	Backend string `json:"backend"`
+	// IPTablesCompat keeps the chains KUBE-MARK-MASQ and KUBE-POSTROUTING beside nftables, for others that jump there.
+	IPTablesCompat bool `json:"iptablesCompat"`
 	// Keeper says who holds the netlink socket while the proxy is restarted: auto, process, systemd or none.
 	Keeper string `json:"keeper"`
 	// OwnTables lets nobody else change the tables, where the kernel can do that; by default it does.

@@ -40,7 +40,6 @@ type field struct {
 
 // Why some fields have no effect.
 const (
-	noMark    = "packets are masqueraded without a mark, so no bit is taken"
 	noWindows = "this is for Windows"
 	noBuffer  = "each line of the log is written at once, to standard error"
 )
@@ -68,9 +67,9 @@ var fields = []field{
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
 	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
-	{"mode", Live, "nftables is used, whatever it says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+	{"mode", Live, "which backend is used, `backend` below says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
-	{"iptables.masqueradeBit", Never, noMark, within(0, 31)},
+	{"iptables.masqueradeBit", Restart, "where rules of iptables are written (`backend` and `iptablesCompat` below), the bit of the mark, as kube-proxy, unless the mode is `nftables`; nftables needs no mark", within(0, 31)},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
 	{"iptables.localhostNodePorts", Live, "in every mode, see [decisions/localhost-nodeports.md](decisions/localhost-nodeports.md)", nil},
 	{"iptables.syncPeriod", Live, "twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty", positive},
@@ -83,7 +82,7 @@ var fields = []field{
 	{"ipvs.tcpTimeout", Restart, "as kube-proxy, while IPVS schedules something; `verdict cleanup` puts back what was before", notNegative},
 	{"ipvs.tcpFinTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"ipvs.udpTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
-	{"nftables.masqueradeBit", Never, noMark, within(0, 31)},
+	{"nftables.masqueradeBit", Restart, "as `iptables.masqueradeBit`, in mode `nftables`", within(0, 31)},
 	{"nftables.masqueradeAll", Live, "as kube-proxy, in mode `nftables`", nil},
 	{"nftables.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `nftables`", positive},
 	{"nftables.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `nftables`", notNegative},
@@ -110,6 +109,9 @@ var fields = []field{
 	{"windowsRunAsService", Never, noWindows, nil},
 
 	{verdictKind + ".manifests", Restart, "take the objects from this file or directory, which is watched, in place of the Kubernetes API", nil},
+	{verdictKind + ".backend", Restart, "what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
+		oneOf(string(Auto), string(NFTables), string(IPTables))},
+	{verdictKind + ".iptablesCompat", Restart, "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
 	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/keeper.md](decisions/keeper.md)",
 		oneOf("auto", "process", "systemd", "none")},
 	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},

@@ -127,6 +127,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"portRange", `""`, `1-2`, `[a]`, noText + notSet},
 	{"windowsRunAsService", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"VerdictConfiguration.manifests", `""`, `/etc/verdict`, `[a]`, noText + notSet},
+	{"VerdictConfiguration.backend", `auto`, `iptables`, `nft`, `"nft" is none of auto, nftables, iptables` + isDefault + "auto"},
+	{"VerdictConfiguration.iptablesCompat", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"VerdictConfiguration.keeper", `auto`, `none`, `dog`, `"dog" is none of auto, process, systemd, none` + isDefault + "auto"},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is none of auto, never` + isDefault + "auto"},

@@ -65,7 +65,7 @@ var policyFlags = []option{
 		"this node's own IP address, in place of the Node object's of its family; nothing is bound to it (default 0.0.0.0: the Node object's)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.BindAddress }, "bindAddress"),
 	{name: "proxy-mode", kind: "string", about: ofPolicy, fields: []string{"mode"},
-		usage: "iptables, ipvs or nftables: nftables is used in any case, but a list of node port addresses that is empty means something else (default nftables)",
+		usage: "iptables, ipvs or nftables: --backend decides what is used, but a list of node port addresses that is empty means something else in each (default nftables)",
 		set:   func(d *Document, s string, _ bool) error { d.KubeProxy.Mode = v1alpha1.ProxyMode(s); return nil }},
 	boolean("masquerade-all", "masquerade everything that is sent to a cluster IP", ofPolicy,
 		func(d *Document, on bool) {
@@ -93,6 +93,13 @@ var policyFlags = []option{
 		func(d *Document) *[]string { return &d.KubeProxy.NodePortAddresses }, "nodePortAddresses"),
 	{name: "feature-gates", kind: "mapStringBool", usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs has an effect",
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
+	number("iptables-masquerade-bit", "bit of the mark that rules of iptables set on what is to be masqueraded, 0 to 31; nftables needs none (default 14)", ofPolicy,
+		func(d *Document, n int32) {
+			d.KubeProxy.IPTables.MasqueradeBit, d.KubeProxy.NFTables.MasqueradeBit = &n, &n
+		},
+		"iptables.masqueradeBit", "nftables.masqueradeBit"),
+	word("backend", "auto|nftables|iptables", "what writes the rules (default auto: nftables where the kernel can, else iptables)", ofPolicy,
+		func(d *Document) *string { return &d.Verdict.Backend }, verdictKind+".backend"),
 	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
 	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,
@@ -137,8 +144,6 @@ var kernelFlags = []option{
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.SyncPeriod = t }, "ipvs.syncPeriod"),
 	period("ipvs-min-sync-period", "as --iptables-min-sync-period, in mode ipvs (default 0s)",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.MinSyncPeriod = t }, "ipvs.minSyncPeriod"),
-	number("iptables-masquerade-bit", "has no effect: "+noMark,
-		func(d *Document, n int32) { d.KubeProxy.IPTables.MasqueradeBit = &n }, "iptables.masqueradeBit"),
 	list("ipvs-exclude-cidrs", "has no effect: no virtual service is touched but Verdict's own", ofRun,
 		func(d *Document) *[]string { return &d.KubeProxy.IPVS.ExcludeCIDRs }, "ipvs.excludeCIDRs"),
 	boolean("ipvs-strict-arp", "has no effect: ARP never tells that an address of a Service is here", ofRun,
@@ -149,12 +154,12 @@ var kernelFlags = []option{
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPFinTimeout = t }, "ipvs.tcpFinTimeout"),
 	period("ipvs-udp-timeout", "how long IPVS remembers UDP flows; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.UDPTimeout = t }, "ipvs.udpTimeout"),
-	number("oom-score-adj", "oom_score_adj of this process, -1000 to 1000 (default -999)",
+	number("oom-score-adj", "oom_score_adj of this process, -1000 to 1000 (default -999)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.OOMScoreAdj = &n }, "oomScoreAdj"),
 	number("conntrack-max-per-core",
-		"connections to track for each CPU; 0 leaves the kernel's limit, and ignores --conntrack-min (default 32768)",
+		"connections to track for each CPU; 0 leaves the kernel's limit, and ignores --conntrack-min (default 32768)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.MaxPerCore = &n }, "conntrack.maxPerCore"),
-	number("conntrack-min", "connections to track at least (default 131072)",
+	number("conntrack-min", "connections to track at least (default 131072)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.Min = &n }, "conntrack.min"),
 	period("conntrack-tcp-timeout-established",
 		"how long idle TCP connections are tracked; 0 leaves the kernel's (default 24h)",
@@ -175,7 +180,7 @@ var clientFlags = []option{
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.Kubeconfig }, "clientConnection.kubeconfig"),
 	text("kube-api-content-type", "what to talk to the API server in (default "+contentProtobuf+")", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.ContentType }, "clientConnection.contentType"),
-	number("kube-api-burst", "requests to the API server that may come at once (default 10)",
+	number("kube-api-burst", "requests to the API server that may come at once (default 10)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.ClientConnection.Burst = n }, "clientConnection.burst"),
 	{name: "kube-api-qps", kind: "float32", usage: "requests to the API server each second (default 5)", fields: []string{"clientConnection.qps"},
 		set: func(d *Document, s string, _ bool) error {
@@ -210,17 +215,19 @@ var logFlags = []option{
 var ownFlags = []option{
 	text("from", "manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API", ofRun,
 		func(d *Document) *string { return &d.Verdict.Manifests }, verdictKind+".manifests"),
+	boolean("iptables-compat", "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING of iptables for others that jump there", ofRun,
+		func(d *Document, on bool) { d.Verdict.IPTablesCompat = on }, verdictKind+".iptablesCompat"),
 	word("keeper", "auto|process|systemd|none", "who holds the netlink socket while this is restarted (default auto)", ofRun,
 		func(d *Document) *string { return &d.Verdict.Keeper }, verdictKind+".keeper"),
 	boolean("own-tables", "let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)", ofRun,
 		func(d *Document, on bool) { d.Verdict.OwnTables = &on }, verdictKind+".ownTables"),
 	word("takeover", "auto|never", "what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)", ofRun,
 		func(d *Document) *string { return &d.Verdict.Takeover }, verdictKind+".takeover"),
-	number("ipvs-services", "with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)",
+	number("ipvs-services", "with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)", ofRun,
 		func(d *Document, n int32) { d.Verdict.IPVSServices = &n }, verdictKind+".ipvsServices"),
 	word("metrics-connections", "off|service|endpoint", "how finely new connections are counted in the metrics (default service)", ofRun,
 		func(d *Document) *string { return &d.Verdict.MetricsConnections }, verdictKind+".metricsConnections"),
-	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)",
+	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)", ofRun,
 		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n }, verdictKind+".metricsMaxSeries"),
 }
 
@@ -263,8 +270,8 @@ func boolean(name, usage string, about scope, set func(*Document, bool), fields 
 		}}
 }
 
-func number(name, usage string, set func(*Document, int32), fields ...string) option {
-	return option{name: name, kind: "int32", usage: usage, fields: fields,
+func number(name, usage string, about scope, set func(*Document, int32), fields ...string) option {
+	return option{name: name, kind: "int32", usage: usage, about: about, fields: fields,
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseInt(s, 0, 32)
 			set(d, int32(n))

@@ -27,7 +27,7 @@ func TestFlagNames(t *testing.T) {
 	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	new(Flags).Add(fs)
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := append(strings.Fields(kubeProxyFlags), "from", "keeper", "own-tables", "takeover", "ipvs", "ipvs-services", "metrics-connections", "metrics-max-series")
+	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "ipvs-services", "metrics-connections", "metrics-max-series")
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
 		t.Errorf("got %v\nwant %v", got, want)
@@ -161,6 +161,7 @@ func TestFlagNotes(t *testing.T) {
 		"--log-text-split-stream: it has no effect: each line of the log is written at once, to standard error",
 		"--machine-id-file: it has no effect: this host is told by its name",
 		"--healthz-port: it is deprecated: give --healthz-bind-address a port",
+		"--iptables-masquerade-bit: it has no effect with nftables, which masquerades without a mark",
 	}
 	for _, w := range want {
 		if !slices.Contains(said, w) {
@@ -176,8 +177,8 @@ func TestPolicyFlags(t *testing.T) {
 	f.AddPolicy(fs)
 	var got []string
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := []string{"bind-address", "cluster-cidr", "config", "detect-local-mode", "feature-gates", "hostname-override",
-		"iptables-localhost-nodeports", "ipvs", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
+	want := []string{"backend", "bind-address", "cluster-cidr", "config", "detect-local-mode", "feature-gates", "hostname-override",
+		"iptables-localhost-nodeports", "iptables-masquerade-bit", "ipvs", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}

@@ -27,6 +27,10 @@ type Settings struct {
 	Policy dataplane.Config
 	// Backend writes it.
 	Backend Backend
+	// IPTablesCompat keeps two chains of iptables beside nftables, for others that jump there; MasqueradeBit is the bit of the mark
+	// that these, and all rules of iptables, set: 0 to 31.
+	IPTablesCompat bool
+	MasqueradeBit  int
 
 	Client Client
 	// Manifests is a file or a directory to take the objects from; empty means from the Kubernetes API.
@@ -81,16 +85,13 @@ type Log struct {
 // Backend is what writes to the kernel.
 type Backend string
 
-// NFTables is the only one so far.
-const NFTables Backend = "nftables"
-
-// backendFor is where it is decided which backend stands for a mode of kube-proxy's.
-func backendFor(mode string) Backend {
-	switch mode {
-	case modeIPTables, modeIPVS, modeNFTables, "":
-	}
-	return NFTables
-}
+// The backends. kube-proxy's mode decides about none of them: it says what was best there, and is in every file that kubeadm wrote.
+const (
+	// Auto is NFTables where the kernel can, else IPTables.
+	Auto     Backend = "auto"
+	NFTables Backend = "nftables"
+	IPTables Backend = "iptables"
+)
 
 // kube-proxy's words.
 const (
@@ -120,7 +121,7 @@ func (d *Document) settings() *Settings {
 	s := &Settings{
 		Document:    *d,
 		NodeName:    strings.ToLower(strings.TrimSpace(c.HostnameOverride)),
-		Backend:     backendFor(string(c.Mode)),
+		Backend:     Backend(v.Backend),
 		Manifests:   v.Manifests,
 		HardFail:    c.BindAddressHardFail,
 		Profiling:   c.EnableProfiling,
@@ -128,6 +129,8 @@ func (d *Document) settings() *Settings {
 		Log:         Log{JSON: c.Logging.Format == "json", Level: level(uint32(c.Logging.Verbosity))},
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
+
+		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit),
 
 		IPVSServices: int(*v.IPVSServices),
 		IPVSTimeouts: [...]time.Duration{c.IPVS.TCPTimeout.Duration, c.IPVS.TCPFinTimeout.Duration, c.IPVS.UDPTimeout.Duration},
@@ -138,6 +141,9 @@ func (d *Document) settings() *Settings {
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,
 			QPS:                c.ClientConnection.QPS, Burst: int(c.ClientConnection.Burst),
 		},
+	}
+	if c.Mode == modeNFTables {
+		s.MasqueradeBit = int(*c.NFTables.MasqueradeBit)
 	}
 	s.Healthz, _ = parseAddrPort(c.HealthzBindAddress)
 	s.Metrics, _ = parseAddrPort(c.MetricsBindAddress)

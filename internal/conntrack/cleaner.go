@@ -319,7 +319,7 @@ func (s *sweep) frontends() []dataplane.Key {
 
 // judge deletes the wrong ones of a few flows. No transaction comes between the judgement and the deletion.
 func (s *sweep) judge(flows []flow, count *Flows) error {
-	s.mu.Lock()
+	s.lock()
 	defer s.mu.Unlock()
 	if !s.sure {
 		return errUnsure
@@ -341,6 +341,15 @@ func (s *sweep) judge(flows []flow, count *Flows) error {
 	removed, err := s.table.remove(s.wrong)
 	count.Removed += removed
 	return err
+}
+
+// lock waits until no transaction is under way, which is no work: a backend may take long.
+func (s *sweep) lock() {
+	start := time.Now()
+	s.mu.Lock()
+	waited := time.Since(start)
+	s.rested += waited
+	s.since = s.since.Add(waited)
 }
 
 // covers says whether a frontend is one of those to look at. What else the kernel listed is nobody's concern.

@@ -97,12 +97,13 @@ func (p *plan) empty() bool { return len(p.jumps)+len(p.chains) == 0 }
 // carries says whether these are rules that carry Services. KUBE-SERVICES is in both modes, and nobody else makes it.
 func (p *plan) carries() bool { return p.table == "nat" && slices.Contains(p.chains, "KUBE-SERVICES") }
 
-// planOf decides about a table. Chains named in stay are to be left, with the reason given.
-func planOf(t *table, stay map[string]string) (*plan, error) {
+// planOf decides about a table. Chains named in stay are to be left, with the reason given; those of the caller's own are somebody
+// else's.
+func planOf(t *table, stay map[string]string, own Own) (*plan, error) {
 	p := &plan{variant: t.variant, family: t.family, table: t.name, kept: map[string]string{}}
 	ours := map[string]bool{}
 	for _, c := range t.chains {
-		if !c.builtin && isProxyChain(t.name, c.name) {
+		if !c.builtin && isProxyChain(t.name, c.name) && !own.holds(t.variant, t.name, c.name) {
 			ours[c.name] = true
 		}
 	}

@@ -15,13 +15,41 @@ var proxyChains = map[string][]string{
 	"nat": {"KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ", "KUBE-PROXY-CANARY", "KUBE-NODE-PORT",
 		"KUBE-LOAD-BALANCER"},
 	"filter": {"KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-NODEPORTS", "KUBE-FORWARD", "KUBE-PROXY-FIREWALL",
-		"KUBE-PROXY-CANARY", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER"},
+		"KUBE-PROXY-CANARY", "KUBE-CLUSTER-IPS", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER"},
 	"mangle": {"KUBE-PROXY-CANARY"},
 }
 
 // serviceChain matches the chains of Services and endpoints: their names end in 16 letters and digits of a base32 hash.
 // KUBE-XLB is what KUBE-EXT and KUBE-SVL were before Kubernetes 1.24.
+//
+// Those with a range in place of a hash, or a hash in small hexadecimal digits, are of the trees that Verdict's own iptables backend
+// makes, and KUBE-CLUSTER-IPS is; they go when nftables takes over from it.
 var serviceChain = regexp.MustCompile(`^KUBE-(SVC|SVL|SEP|EXT|FW|XLB)-[A-Z2-7]{16}$`)
+
+var treeChain = regexp.MustCompile(`^KUBE-(SVC|EXT|CIP)-([0-9a-f]{16}|[0-9a-f.:/]+/[0-9]+(-[a-z]+)?(-[0-9]+-[0-9]+)?|[a-z]+(-[0-9]+-[0-9]+)?)$`)
+
+// onlyIPVS are the chains of kube-proxy's IPVS mode that its iptables mode has not.
+var onlyIPVS = map[string]bool{"KUBE-NODE-PORT": true, "KUBE-LOAD-BALANCER": true, "KUBE-SOURCE-RANGES-FIREWALL": true,
+	"KUBE-IPVS-FILTER": true, "KUBE-IPVS-OUT-FILTER": true}
+
+// Own says what has the names of kube-proxy's iptables mode and is the caller's. The zero value says that nothing is.
+type Own struct {
+	// Variant is "nft" or "legacy": the one in which that is.
+	Variant string
+	// Rules says that all chains of iptables mode are; Compat that KUBE-MARK-MASQ and KUBE-POSTROUTING are.
+	Rules, Compat bool
+}
+
+// holds says whether a chain is the caller's.
+func (o Own) holds(v variant, table, name string) bool {
+	if o.Variant != [...]string{nft: "nft", legacy: "legacy"}[v] {
+		return false
+	}
+	if o.Rules {
+		return !onlyIPVS[name] && !strings.HasPrefix(name, "KUBE-XLB-")
+	}
+	return o.Compat && table == "nat" && (name == "KUBE-MARK-MASQ" || name == "KUBE-POSTROUTING")
+}
 
 // isProxyChain says whether a chain of a table has a name that kube-proxy gives.
 func isProxyChain(table, name string) bool {
@@ -33,7 +61,10 @@ func isProxyChain(table, name string) bool {
 			return true
 		}
 	}
-	return table == "nat" && serviceChain.MatchString(name)
+	if table == "filter" {
+		return strings.HasPrefix(name, "KUBE-CIP-") && treeChain.MatchString(name)
+	}
+	return table == "nat" && (serviceChain.MatchString(name) || treeChain.MatchString(name))
 }
 
 // jumpComments are the comments of the rules by which kube-proxy leads from built-in chains to its own. A rule without one of

@@ -38,7 +38,9 @@ func (m *Mode) Type() string { return "auto|never" }
 // Runner removes a kube-proxy's rules after the start of whoever takes over from it, and sees whether they stay away.
 type Runner struct {
 	Mode Mode
-	Log  *slog.Logger
+	// Own is what has kube-proxy's names and is the caller's.
+	Own Own
+	Log *slog.Logger
 
 	// find is Find, if not nil in a test.
 	find func(context.Context) (leftovers, error)
@@ -86,7 +88,7 @@ func (r *Runner) Run(ctx context.Context, ready <-chan struct{}) {
 	case <-ready:
 	}
 	if r.find == nil {
-		r.find = func(ctx context.Context) (leftovers, error) { return Find(ctx) }
+		r.find = func(ctx context.Context) (leftovers, error) { return Find(ctx, r.Own) }
 	}
 	r.said = map[string]bool{}
 	r.busy, r.wait = time.Now(), lookEvery
@@ -111,6 +113,9 @@ func (r *Runner) look(ctx context.Context) time.Duration {
 			r.Log.Info("kube-proxy's rules are left in place, as told", "what", strings.Join(f.Summary(), "; "))
 		}
 		return 0
+	}
+	if r.Own.Rules && len(f.Running()) > 0 { // it writes into the same chains, so that nothing of it is seen
+		r.warn(f)
 	}
 	for _, kept := range f.Kept() {
 		r.once("left of what kube-proxy made: " + kept)

@@ -18,6 +18,7 @@ import (
 
 // Found is what there is of a kube-proxy in a network namespace.
 type Found struct {
+	own       Own
 	processes []int
 	tables    []family
 	plans     []*plan
@@ -26,10 +27,10 @@ type Found struct {
 	sets      []set
 }
 
-// Find looks for what there is of a kube-proxy in the network namespace of the calling thread. After an error it gives what it
-// did find.
-func Find(ctx context.Context) (*Found, error) {
-	f := &Found{processes: proxyProcesses()}
+// Find looks for what there is of a kube-proxy in the network namespace of the calling thread, but for what the caller owns. After
+// an error it gives what it did find.
+func Find(ctx context.Context, own Own) (*Found, error) {
+	f := &Found{own: own, processes: proxyProcesses()}
 	var errs []error
 	for _, find := range []func() error{f.findIPVS, f.findNFTables, f.findLegacy} {
 		errs = append(errs, ctx.Err())
@@ -67,7 +68,7 @@ func (f *Found) findLegacy() error {
 // plan decides about tables of iptables.
 func (f *Found) plan(tables []*table) error {
 	for _, t := range tables {
-		p, err := planOf(t, f.stay(t))
+		p, err := planOf(t, f.stay(t), f.own)
 		if err != nil {
 			return err
 		}
@@ -332,7 +333,7 @@ func (f *Found) removeNFTOf(n nftables, of family) error {
 		if t.family != of {
 			continue
 		}
-		p, err := planOf(t, f.stay(t))
+		p, err := planOf(t, f.stay(t), f.own)
 		if err != nil {
 			return err
 		}
@@ -355,7 +356,7 @@ func (f *Found) removeLegacy(ctx context.Context) error {
 	for _, name := range tableNames {
 		for _, p := range f.plans {
 			if p.variant == legacy && p.table == name && !p.empty() {
-				errs = append(errs, removeLegacy(p.family, name, func(t *table) (*plan, error) { return planOf(t, f.stay(t)) }))
+				errs = append(errs, removeLegacy(p.family, name, func(t *table) (*plan, error) { return planOf(t, f.stay(t), f.own) }))
 			}
 		}
 	}

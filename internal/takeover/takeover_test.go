@@ -62,7 +62,7 @@ func inside(t testing.TB, h *lab.Host, f func() error) {
 // find is Find in a host.
 func find(t testing.TB, h *lab.Host) (f *Found) {
 	t.Helper()
-	inside(t, h, func() (err error) { f, err = Find(t.Context()); return err })
+	inside(t, h, func() (err error) { f, err = Find(t.Context(), Own{}); return err })
 	return f
 }
 

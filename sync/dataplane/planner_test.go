@@ -77,7 +77,7 @@ func TestApplyNamesWhatChanged(t *testing.T) {
 	s.expect("a slice moves", put(s.s, sliceOf("b", "a-2", endpoint("10.244.9.2", "x"))), "a b |")
 	healthy := webService("c", "10.96.0.3")
 	healthy.HealthCheckNodePort = 31000
-	s.expect("what decides no packet's way", put(s.s, healthy), "|")
+	s.expect("where load balancers ask for health", put(s.s, healthy), "c |")
 	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("c"): nil, name("d"): nil}}
 	s.expect("gone, and never there", s.s.Apply(delta), "c |")
 	s.expect("renamed port", put(s.s, &snapshot.Service{Name: name("b"), ClusterIPs: addrs("10.96.0.2"),

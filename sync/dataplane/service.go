@@ -26,7 +26,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	}
 	b.loadSlices(s.Slices[n])
 	b.schedule(svc)
-	out := &Service{Name: n, ClusterIPs: svc.ClusterIPs, Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
+	out := &Service{Name: n, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
+		Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
 	for _, f := range families {
 		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.has)
 		if clusterIP < 0 {

@@ -34,6 +34,8 @@ type Service struct {
 	Name snapshot.Name
 	// ClusterIPs are the addresses that belong to the Service alone: ports of theirs that are no frontend are rejected.
 	ClusterIPs []netip.Addr
+	// HealthCheckNodePort is where load balancers ask by TCP whether this node has endpoints; 0 means nowhere.
+	HealthCheckNodePort uint16
 	// Ports are sorted by family, then in the order of the Service.
 	Ports []*ServicePort
 }

@@ -1,0 +1,413 @@
+package iptshim
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// listID names one of the lists of rows: a chain that many Services have rules in.
+type listID uint8
+
+const (
+	natServices listID = iota
+	natNodePorts
+	filterServices
+	filterExternal
+	filterFirewall
+	filterNodePorts
+	filterClusterIPs
+	numLists
+)
+
+// row is a Service's rule in a list.
+type row struct {
+	list listID
+	// key is what the row matches, for sorting and for trees: see rowKey.
+	key string
+	// rest says that it stands behind others with the same key: it is for those whom they do not match.
+	rest bool
+	rule
+}
+
+func compareRows(a, b row) int {
+	return cmp.Or(strings.Compare(a.key, b.key), strings.Compare(a.owner.Namespace, b.owner.Namespace), strings.Compare(a.owner.Name, b.owner.Name),
+		order(a.rest, b.rest), strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
+}
+
+// order puts false before true.
+func order(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case b:
+		return -1
+	}
+	return 1
+}
+
+// rowKey is address, protocol and port as bytes that sort as they do. Without an address it is for node ports.
+func rowKey(a netip.Addr, p snapshot.Protocol, port uint16) string {
+	b := make([]byte, 0, 16+3)
+	if a.IsValid() {
+		b = append(b, a.AsSlice()...)
+	}
+	return string(append(b, byte(p), byte(port>>8), byte(port)))
+}
+
+// compiled is what a Service means in one family.
+type compiled struct {
+	chains []chain
+	rows   []row
+	// nodePorts are the addresses that its node ports answer at, one mention for each port; endpoints is how many it has.
+	nodePorts []netip.Addr
+	endpoints int
+}
+
+// compiler turns Services of one family into chains and rows.
+type compiler struct {
+	family Family
+	pods   dataplane.Pods
+	// nodePorts are the addresses that node ports answer at.
+	nodePorts map[netip.Addr]int
+}
+
+// service compiles a Service; nil gives nothing.
+func (c *compiler) service(s *dataplane.Service) (out compiled) {
+	if s == nil {
+		return out
+	}
+	first := ""
+	for _, sp := range s.Ports {
+		if len(sp.Frontends) > 0 && c.family.has(sp.Frontends[0].Key.Addr) {
+			pc := portCompiler{compiler: c, sp: sp, name: sp.Name.String(), hash: portHash(sp.Name), out: &out}
+			pc.compile()
+			first = cmp.Or(first, pc.name)
+		}
+	}
+	for _, a := range s.ClusterIPs {
+		if c.family.has(a) {
+			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), false, rule{
+				before: " -d " + addrText(a), comment: comment(s.Name.String() + " has no such port"), after: c.reject(), owner: s.Name}})
+		}
+	}
+	if s.HealthCheckNodePort != 0 && first != "" {
+		before, after := portMatch(snapshot.TCP, s.HealthCheckNodePort)
+		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), false, rule{
+			before: before, comment: comment(first + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
+	}
+	return out
+}
+
+// nodePortAddrs gives the addresses that a Service's node ports answer at, one mention for each port.
+func (f Family) nodePortAddrs(s *dataplane.Service) (addrs []netip.Addr) {
+	if s == nil {
+		return nil
+	}
+	for _, sp := range s.Ports {
+		for i := range sp.Frontends {
+			if fe := &sp.Frontends[i]; fe.Kind == dataplane.NodePort && f.has(fe.Key.Addr) {
+				addrs = append(addrs, fe.Key.Addr)
+			}
+		}
+	}
+	return addrs
+}
+
+// reject tells the sender that nobody is there.
+func (c *compiler) reject() string {
+	if c.family == IPv4 {
+		return " -j REJECT --reject-with icmp-port-unreachable"
+	}
+	return " -j REJECT --reject-with icmp6-port-unreachable"
+}
+
+// portCompiler compiles one service port.
+type portCompiler struct {
+	*compiler
+	sp         *dataplane.ServicePort
+	name, hash string
+	out        *compiled
+}
+
+func (c *portCompiler) compile() {
+	var internal, external []*dataplane.Frontend
+	for i := range c.sp.Frontends {
+		if f := &c.sp.Frontends[i]; f.Kind == dataplane.ClusterIP {
+			internal = append(internal, f)
+		} else {
+			external = append(external, f)
+		}
+	}
+	used := map[*dataplane.Pool]bool{}
+	for _, f := range c.sp.Frontends {
+		for _, r := range f.Routes {
+			used[r.Pool] = used[r.Pool] || len(r.Pool.Endpoints) > 0
+		}
+	}
+	masquerade := c.internal(internal)
+	if len(external) > 0 {
+		c.external(external)
+	}
+	var endpoints []dataplane.Endpoint
+	for _, pool := range [...]*dataplane.Pool{c.sp.Cluster, c.sp.Local} {
+		if used[pool] {
+			c.pool(pool, masquerade[pool])
+			endpoints = append(endpoints, pool.Endpoints...)
+		}
+	}
+	slices.SortFunc(endpoints, func(a, b dataplane.Endpoint) int { return a.AddrPort.Compare(b.AddrPort) })
+	endpoints = slices.CompactFunc(endpoints, func(a, b dataplane.Endpoint) bool { return a.AddrPort == b.AddrPort })
+	for _, ep := range endpoints {
+		c.endpoint(ep.AddrPort)
+	}
+	c.out.endpoints += len(endpoints)
+}
+
+func (c *portCompiler) chain(name string, rules []rule) {
+	c.out.chains = append(c.out.chains, chain{NAT, name, rules, c.sp.Name.Service})
+}
+
+func (c *portCompiler) rule(before, text, after string) rule {
+	return rule{before, comment(text), after, c.sp.Name.Service}
+}
+
+// row adds a row for a key. Match, if any, restricts who it is for.
+func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
+	before, after := keyMatch(k)
+	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), text == c.name+notOpen, c.rule(match+before, text, after+target)})
+}
+
+// poolChain names the chain that chooses from a pool.
+func (c *portCompiler) poolChain(p *dataplane.Pool) string {
+	if p == c.sp.Local {
+		return svlPrefix + c.hash
+	}
+	return svcPrefix + c.hash
+}
+
+// verdict is what a packet gets that a pool without endpoints should answer.
+func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
+	if p.Empty == dataplane.Drop {
+		return c.name + " has no local endpoints", " -j DROP"
+	}
+	return c.name + " has no endpoints", c.reject()
+}
+
+// internal writes the rows of cluster IPs, and gives the rules that masquerade, by the pool before which they stand.
+func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.Pool][]rule {
+	masquerade := map[*dataplane.Pool][]rule{}
+	for _, f := range frontends {
+		pool := f.Route(dataplane.Anyone).Pool
+		if len(pool.Endpoints) == 0 {
+			text, target := c.verdict(pool)
+			c.row(filterServices, f.Key, "", text, target)
+			continue
+		}
+		text := c.name + " cluster IP"
+		c.row(natServices, f.Key, "", text, " -j "+c.poolChain(pool))
+		match, none := "", true
+		if last := f.Routes[len(f.Routes)-1]; last.SNAT {
+			if match, none = "", false; f.Routes[0].From == dataplane.Pod {
+				match, none = podsMatch(c.pods, true)
+			}
+		}
+		if !none {
+			before, after := keyMatch(f.Key)
+			masquerade[pool] = append(masquerade[pool], c.rule(placed(match, before), text, after+" -j "+markChain))
+		}
+	}
+	return masquerade
+}
+
+// placed puts a match for pods where iptables-save has it: a source before the destination, an interface after it.
+func placed(pods, key string) string {
+	if i := strings.Index(key, " -p "); strings.Contains(pods, " -i ") {
+		return key[:i] + pods + key[i:]
+	}
+	return pods + key
+}
+
+// external writes the rows of all other frontends, which have the same routes, and the chain that they lead to.
+func (c *portCompiler) external(frontends []*dataplane.Frontend) {
+	routes := frontends[0].Routes
+	served := slices.ContainsFunc(routes, func(r dataplane.Route) bool { return len(r.Pool.Endpoints) > 0 })
+	if served {
+		c.chain(extPrefix+c.hash, c.externalRules(routes))
+	}
+	rest := routes[len(routes)-1].Pool
+	text, target := c.verdict(rest)
+	firewalled := false
+	for _, f := range frontends {
+		if served {
+			firewalled = c.externalRow(f) || firewalled
+		}
+		switch {
+		case len(rest.Endpoints) > 0:
+		case f.Sources != nil && !served:
+			for _, s := range f.Sources {
+				c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
+			}
+			c.row(filterExternal, f.Key, "", c.name+notOpen, " -j DROP")
+		default:
+			c.row(filterExternal, f.Key, "", text, target)
+		}
+	}
+	if served {
+		c.nodePorts(frontends)
+	}
+	if firewalled {
+		c.firewall(frontends)
+	}
+}
+
+// externalRow writes the row of a frontend other than a node port, and says whether it leads to the firewall chain.
+func (c *portCompiler) externalRow(f *dataplane.Frontend) (firewalled bool) {
+	switch {
+	case f.Kind == dataplane.ExternalIP:
+		c.row(natServices, f.Key, "", c.name+" external IP", " -j "+extPrefix+c.hash)
+	case f.Kind == dataplane.LoadBalancerIP && f.Sources == nil:
+		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+extPrefix+c.hash)
+	case f.Kind == dataplane.LoadBalancerIP:
+		c.row(natServices, f.Key, "", c.name+" loadbalancer IP", " -j "+fwPrefix+c.hash)
+		c.row(filterFirewall, f.Key, "", c.name+" traffic not accepted by "+fwPrefix+c.hash, " -j DROP")
+		return true
+	}
+	return false
+}
+
+// nodePorts writes the rows of node ports: one for each number, unless another Service has it at some of the addresses.
+func (c *portCompiler) nodePorts(frontends []*dataplane.Frontend) {
+	byPort := map[uint16][]netip.Addr{}
+	var ports []uint16
+	for _, f := range frontends {
+		if f.Kind != dataplane.NodePort {
+			continue
+		}
+		if byPort[f.Key.Port] == nil {
+			ports = append(ports, f.Key.Port)
+		}
+		byPort[f.Key.Port] = append(byPort[f.Key.Port], f.Key.Addr)
+	}
+	for _, port := range ports {
+		before, after := portMatch(c.sp.Name.Protocol, port)
+		key, after := rowKey(netip.Addr{}, c.sp.Name.Protocol, port), after+" -j "+extPrefix+c.hash
+		if len(byPort[port]) == len(c.compiler.nodePorts) {
+			c.out.rows = append(c.out.rows, row{natNodePorts, key, false, c.rule(before, c.name, after)})
+			continue
+		}
+		for _, a := range byPort[port] {
+			c.out.rows = append(c.out.rows, row{natNodePorts, key, false, c.rule(" -d "+addrText(a)+before, c.name, after)})
+		}
+	}
+}
+
+// externalRules are the rows of policy as rules.
+func (c *portCompiler) externalRules(routes []dataplane.Route) (rules []rule) {
+	destinations := " " + c.name + " external destinations"
+	for i, r := range routes {
+		match, none, mark, text := "", false, "masquerade traffic for"+destinations, ""
+		switch r.From {
+		case dataplane.Node:
+			match, mark, text = fromNode, "masquerade LOCAL traffic for"+destinations, "route LOCAL traffic for"+destinations
+		case dataplane.Pod:
+			match, none = podsMatch(c.pods, false)
+			mark, text = "masquerade pod traffic for"+destinations, "pod traffic for"+destinations
+		}
+		before, after := match, ""
+		if r.From == dataplane.Node {
+			before, after = "", match
+		}
+		switch {
+		case none:
+		case len(r.Pool.Endpoints) == 0 && i < len(routes)-1:
+			rules = append(rules, c.rule(before, text, after+" -j RETURN"))
+		case len(r.Pool.Endpoints) > 0:
+			if r.SNAT {
+				rules = append(rules, c.rule(before, mark, after+" -j "+markChain))
+			}
+			rules = append(rules, c.rule(before, text, after+" -j "+c.poolChain(r.Pool)))
+		}
+	}
+	return rules
+}
+
+// firewall writes the chain that lets only some sources through. All load balancer addresses of a port have the same.
+func (c *portCompiler) firewall(frontends []*dataplane.Frontend) {
+	var sources []netip.Prefix
+	for _, f := range frontends {
+		if f.Sources != nil {
+			sources = f.Sources
+		}
+	}
+	var rules []rule
+	for _, s := range sources {
+		rules = append(rules, c.rule(" -s "+prefixText(s), c.name+" loadbalancer IP", " -j "+extPrefix+c.hash))
+	}
+	rules = append(rules, c.rule("", "other traffic to "+c.name+" will be dropped by "+firewallChain, ""))
+	c.chain(fwPrefix+c.hash, rules)
+}
+
+// recentMask is all of an address, as every rule of xt_recent has it.
+func (c *compiler) recentMask() string {
+	if c.family == IPv4 {
+		return " --mask 255.255.255.255 --rsource"
+	}
+	return " --mask ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff --rsource"
+}
+
+// pool writes the chain that chooses an endpoint: who was here before goes where it was, all others to any of them.
+func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
+	type choice struct{ text, chain string }
+	choices := make([]choice, len(p.Endpoints))
+	for i, ep := range p.Endpoints {
+		choices[i] = choice{ep.AddrPort.String(), endpointChain(c.sp.Name, ep.AddrPort)}
+	}
+	slices.SortFunc(choices, func(a, b choice) int { return strings.Compare(a.text, b.text) })
+	rules := masquerade
+	if c.sp.Affinity > 0 {
+		seconds := strconv.Itoa(int(c.sp.Affinity / time.Second))
+		for _, ch := range choices {
+			rules = append(rules, c.rule("", c.name+" -> "+ch.text,
+				" -m recent --rcheck --seconds "+seconds+" --reap --name "+ch.chain+c.recentMask()+" -j "+ch.chain))
+		}
+	}
+	for i, ch := range choices {
+		after := " -j " + ch.chain
+		if left := len(choices) - i; left > 1 {
+			after = " -m statistic --mode random --probability " + probability(left) + after
+		}
+		rules = append(rules, c.rule("", c.name+" -> "+ch.text, after))
+	}
+	c.chain(c.poolChain(p), rules)
+}
+
+// probability gives one part of n as the kernel has it, which counts in parts of 2^31, and iptables-save prints it.
+func probability(n int) string {
+	const one = 1 << 31
+	p, _ := strconv.ParseFloat(fmt.Sprintf("%.10f", 1/float64(n)), 64)
+	return fmt.Sprintf("%.11f", float64(uint32(p*one+0.5))/one)
+}
+
+// endpoint writes the chain of an endpoint.
+func (c *portCompiler) endpoint(ep netip.AddrPort) {
+	name, protocol := endpointChain(c.sp.Name, ep), c.sp.Name.Protocol.String()
+	recent := ""
+	if c.sp.Affinity > 0 {
+		recent = " -m recent --set --name " + name + c.recentMask()
+	}
+	c.chain(name, []rule{
+		c.rule(" -s "+addrText(ep.Addr()), c.name, " -j "+markChain),
+		c.rule(" -p "+protocol, c.name, recent+" -m "+protocol+" -j DNAT --to-destination "+ep.String()),
+	})
+}
+
+// notOpen is said of load balancer addresses with source ranges and without endpoints.
+const notOpen = " is not open to everybody"

@@ -1,0 +1,326 @@
+package xtables
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Options say how a Backend works.
+type Options struct {
+	// Model says what the rules are like.
+	Model iptshim.Options
+	Log   *slog.Logger
+}
+
+// Backend keeps the rules of iptables in one network namespace equal to a dataplane.State. Rules that have kube-proxy's names are
+// taken over in place. It is not safe for concurrent use.
+type Backend struct {
+	options  Options
+	programs *Programs
+	watch    *watch
+	ctx      context.Context
+	cancel   context.CancelFunc
+
+	model *iptshim.Model
+	trust trust
+	// missed is what of past changes is not in the kernel, since a transaction failed.
+	missed dataplane.Change
+	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply.
+	want *dataplane.State
+	// seen is what the watch saw after the last transaction, or look.
+	seen       fingerprint
+	inspection inspection
+}
+
+// trust is how far the model can be believed to be what the kernel holds.
+type trust uint8
+
+const (
+	// stranger: nothing is known of the tables, which a former process or a kube-proxy may have left.
+	stranger trust = iota
+	// doubtful: others may have changed them, or a transaction may be in by half. They are read back before the next one.
+	doubtful
+	// certain: they are what the model says.
+	certain
+)
+
+// Open gives a backend that writes by some programs, which it closes in the end. It has to be called in their network namespace.
+// Nothing is written before the first Apply.
+func Open(p *Programs, o Options) (*Backend, error) {
+	w, err := openWatch(p.Variant)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	return &Backend{options: o, programs: p, watch: w, ctx: ctx, cancel: cancel, model: iptshim.New(o.Model)}, nil
+}
+
+// Programs gives the programs it writes by.
+func (b *Backend) Programs() *Programs { return b.programs }
+
+// Close ends what is under way. What was written stays.
+func (b *Backend) Close() error {
+	b.cancel()
+	b.inspection.wait()
+	return errors.Join(b.watch.close(), b.programs.Close())
+}
+
+// Apply takes the kernel to a state, with one call of iptables-restore for each family that changes. What a former process left is
+// adopted if it is the same, and corrected otherwise.
+//
+// A call is a transaction for each table in it. So after an error the kernel may hold some of the new rules; the next Apply reads
+// back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask for.
+func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
+	b.missed = b.missed.With(change)
+	if err := b.suspect(); err != nil {
+		return r, err
+	}
+	for last := b.trust != certain; ; last = true {
+		begin := b.trust
+		if begin != certain {
+			if err := b.readBack(); err != nil {
+				return r, err
+			}
+		}
+		start := time.Now()
+		txn := b.model.Plan(want, b.missed)
+		r.Plan += time.Since(start)
+		if txn.Empty() {
+			r.Adopted = begin == stranger
+			return r, b.holds(want, 0)
+		}
+		tables, failed := b.write(txn, &r)
+		if failed == nil {
+			return r, b.holds(want, tables)
+		}
+		b.model.Revert(txn)
+		b.trust = doubtful
+		var refused *RestoreError
+		switch {
+		case !errors.As(failed, &refused):
+			return r, failed
+		case last: // else it may be others' doing that the text did not fit
+			return r, b.blame(want, txn, refused)
+		}
+	}
+}
+
+// suspect looks whether others have written since the last look. Changes right after one another may leave no time to inspect what
+// they did beside the loop; then it is read back before the next transaction, which would else not fit or hide it.
+func (b *Backend) suspect() error {
+	if b.trust != certain {
+		return nil
+	}
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
+	i := &b.inspection
+	i.suspect = i.suspect || seen != b.seen
+	if b.seen = seen; i.suspect && time.Now().After(i.next) {
+		b.trust = doubtful
+	}
+	return nil
+}
+
+// holds takes note that the kernel holds a state, after so many tables were written.
+func (b *Backend) holds(want *dataplane.State, tables int) error {
+	i := &b.inspection
+	before := b.seen
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
+	switch {
+	case b.trust != certain: // all was read
+		i.suspect = false
+	case b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables):
+		i.suspect = true // somebody else wrote in between
+	}
+	i.stale = i.stale || tables > 0
+	b.trust, b.missed, b.want, b.seen = certain, dataplane.Change{}, want, seen
+	return nil
+}
+
+func (b *Backend) served() (served [len(iptshim.Families)]bool) {
+	for _, f := range iptshim.Families {
+		served[f] = b.programs.Serves(f)
+	}
+	return served
+}
+
+// readBack has the model believe what the kernel holds.
+func (b *Backend) readBack() error {
+	start := time.Now()
+	model := iptshim.New(b.options.Model)
+	seen, err := b.watch.look(b.served())
+	if err != nil {
+		return err
+	}
+	for _, f := range iptshim.Families {
+		if !b.programs.Serves(f) {
+			continue
+		}
+		saved, err := b.programs.SaveAll(b.ctx, f)
+		if err != nil {
+			return err
+		}
+		model.Adopt(f, saved)
+	}
+	b.model, b.seen = model, seen
+	b.inspection.rest(time.Since(start))
+	return nil
+}
+
+// write writes a transaction, says in a receipt what it does, and gives the number of tables it wrote to.
+func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err error) {
+	start := time.Now()
+	chains, deleted, rules := txn.Counts()
+	r.Full, r.Added, r.Replaced, r.Removed = b.trust == stranger, rules, chains, deleted
+	var texts [len(iptshim.Families)][]byte
+	for _, f := range iptshim.Families {
+		if b.programs.Serves(f) {
+			texts[f] = txn.Text(f)
+		}
+	}
+	r.Encode += time.Since(start)
+	start = time.Now()
+	defer func() { r.Commit += time.Since(start) }()
+	for _, f := range iptshim.Families {
+		if len(texts[f]) == 0 {
+			continue
+		}
+		r.Messages, r.Bytes = r.Messages+1, r.Bytes+len(texts[f])
+		tables += bytes.Count(texts[f], []byte("\nCOMMIT\n"))
+		if err := b.programs.Restore(b.ctx, f, texts[f]); err != nil {
+			return tables, err
+		}
+	}
+	return tables, nil
+}
+
+// blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not where the
+// legacy variant's kernel refuses a whole table, the Services are written in portions until those are alone that are refused.
+func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
+	names := map[snapshot.Name]error{}
+	for _, line := range refused.Lines {
+		for _, n := range txn.Blame(refused.Family, line) {
+			names[n] = refused
+		}
+	}
+	if len(names) == 0 {
+		var err error
+		if names, err = b.sift(want); err != nil {
+			return errors.Join(refused, err)
+		}
+	}
+	if len(names) == 0 {
+		return refused
+	}
+	return fmt.Errorf("%s iptables: %w", refused.Family, &dataplane.Refused{Services: names})
+}
+
+// siftMost is how many transactions a search for Services that are refused may take.
+const siftMost = 64
+
+// sift writes a state with more and more Services, and gives those without which it is taken. After an error nobody is named.
+func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
+	s := sifting{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
+	s.part.Services = map[snapshot.Name]*dataplane.Service{}
+	if err := b.readBack(); err != nil {
+		return nil, err
+	}
+	// First nothing but what the kernel may hold already: if that is refused, it is no Service's fault.
+	var names []snapshot.Name
+	for n, svc := range want.Services {
+		if was := b.held(n); was != nil {
+			s.part.Services[n] = was
+		}
+		if svc != s.part.Services[n] {
+			names = append(names, n)
+		}
+	}
+	if err := s.try(dataplane.Change{Globals: true}); err != nil {
+		return nil, err
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return s.refused, s.among(names)
+}
+
+// held gives what the kernel held of a Service when it was certain.
+func (b *Backend) held(snapshot.Name) *dataplane.Service { return nil }
+
+// sifting is a search on its way.
+type sifting struct {
+	*Backend
+	want    *dataplane.State
+	part    dataplane.State
+	refused map[snapshot.Name]error
+	steps   int
+}
+
+// try writes what is in the part.
+func (s *sifting) try(change dataplane.Change) error {
+	s.steps++
+	txn := s.model.Plan(&s.part, change)
+	var r dataplane.Receipt
+	_, err := s.write(txn, &r)
+	if err == nil {
+		return nil
+	}
+	s.model.Revert(txn)
+	return errors.Join(err, s.reread())
+}
+
+// reread looks what a failed step has left, since one of its tables may be in.
+func (s *sifting) reread() error {
+	if err := s.readBack(); err != nil {
+		return err
+	}
+	return nil
+}
+
+// among adds Services, all at once or if that is refused in halves.
+func (s *sifting) among(names []snapshot.Name) error {
+	if len(names) == 0 {
+		return nil
+	}
+	for _, n := range names {
+		s.part.Services[n] = s.want.Services[n]
+	}
+	err := s.try(dataplane.Change{Globals: true})
+	var refused *RestoreError
+	switch {
+	case err == nil:
+		return nil
+	case !errors.As(err, &refused):
+		return err
+	}
+	for _, n := range names {
+		delete(s.part.Services, n)
+	}
+	if len(names) == 1 || s.steps >= siftMost {
+		for _, n := range names {
+			s.refused[n] = refused
+		}
+		return nil
+	}
+	half := len(names) / 2
+	return errors.Join(s.among(names[:half]), s.among(names[half:]))
+}
+
+// Remove takes everything of ours out of the kernel.
+func (b *Backend) Remove() error {
+	b.model, b.trust, b.missed, b.want = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil
+	b.inspection.stale = true
+	return b.programs.remove(b.ctx)
+}

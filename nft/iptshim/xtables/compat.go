@@ -1,0 +1,199 @@
+package xtables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+)
+
+// Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a packet, and
+// KUBE-POSTROUTING masquerades what is marked. There is nothing else in it.
+type Compat struct {
+	Programs *Programs
+	// Bit is the bit of the mark, 0 to 31.
+	Bit int
+	Log *slog.Logger
+
+	// said is what was said last of each family.
+	said [len(iptshim.Families)]string
+}
+
+// The chains.
+const (
+	markChain        = "KUBE-MARK-MASQ"
+	postroutingChain = "KUBE-POSTROUTING"
+)
+
+// compatEvery is how often Run looks whether the chains are still there.
+const compatEvery = 5 * time.Second
+
+// Run writes the chains, and writes them again when somebody changes or removes them, until the context ends. They stay.
+func (c *Compat) Run(ctx context.Context) {
+	tick := time.NewTicker(compatEvery)
+	defer tick.Stop()
+	for first := true; ; first = false {
+		for _, f := range iptshim.Families {
+			if c.Programs.Serves(f) {
+				c.note(ctx, f, first)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// note keeps the chains of a family once, and logs what is new.
+func (c *Compat) note(ctx context.Context, f iptshim.Family, first bool) {
+	changed, err := c.Keep(ctx, f)
+	text := ""
+	switch {
+	case ctx.Err() != nil:
+		return
+	case err != nil:
+		text = err.Error()
+		if text != c.said[f] {
+			c.Log.Warn("the chains for others that jump to kube-proxy's cannot be kept for now", "family", f.String(), "err", err)
+		}
+	case changed && first:
+		c.Log.Info("the chains for others that jump to kube-proxy's are in", "family", f.String(), "programs", c.Programs.String())
+	case changed:
+		c.Log.Warn("somebody else changed the chains for others that jump to kube-proxy's; they are repaired", "family", f.String())
+	}
+	c.said[f] = text
+}
+
+// Keep makes the chains of a family what they should be, and says whether they were not.
+func (c *Compat) Keep(ctx context.Context, f iptshim.Family) (changed bool, err error) {
+	saved, err := c.Programs.Save(ctx, f, "nat", false)
+	if err != nil {
+		return false, err
+	}
+	want := compatRules(c.Bit)
+	is := rulesOf(string(saved))
+	jump := slices.Contains(is["POSTROUTING"], compatJump)
+	if jump && compatible(is, want) {
+		return false, nil
+	}
+	return true, c.Programs.Restore(ctx, f, []byte(compatText(want, jump)))
+}
+
+// Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no error.
+func (c *Compat) Remove(ctx context.Context) error {
+	var errs []error
+	for _, f := range iptshim.Families {
+		if c.Programs.Serves(f) {
+			errs = append(errs, c.remove(ctx, f))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (c *Compat) remove(ctx context.Context, f iptshim.Family) error {
+	saved, err := c.Programs.Save(ctx, f, "nat", false)
+	if err != nil {
+		return err
+	}
+	is := rulesOf(string(saved))
+	if !slices.ContainsFunc(is[markChain], func(rule string) bool { return strings.Contains(rule, compatComment) }) {
+		return nil // there are none, or somebody else made them
+	}
+	for chain, rules := range is {
+		for _, rule := range rules {
+			if chain != markChain && leadsTo(rule, markChain) {
+				c.Log.Info("the chains for others stay: there are rules that jump to them", "family", f.String(), "chain", chain)
+				return nil
+			}
+		}
+	}
+	var b strings.Builder
+	b.WriteString("*nat\n")
+	for range slices.DeleteFunc(slices.Clone(is["POSTROUTING"]), func(rule string) bool { return rule != compatJump }) {
+		b.WriteString("-D POSTROUTING " + compatJump + "\n")
+	}
+	for _, chain := range []string{postroutingChain, markChain} {
+		fmt.Fprintf(&b, ":%s - [0:0]\n-X %s\n", chain, chain)
+	}
+	b.WriteString("COMMIT\n")
+	return c.Programs.Restore(ctx, f, []byte(b.String()))
+}
+
+// compatComment tells our chains from those of a kubelet before Kubernetes 1.28, which are the same.
+const compatComment = "kept by verdict for others that jump here"
+
+const compatJump = `-m comment --comment "kubernetes postrouting rules" -j KUBE-POSTROUTING`
+
+// compatRules gives the rules of both chains as iptables-save prints them.
+func compatRules(bit int) map[string][]string {
+	mark := uint32(1) << bit
+	return map[string][]string{
+		markChain: {fmt.Sprintf(`-m comment --comment "%s" -j MARK --set-xmark %#x/%#x`, compatComment, mark, mark)},
+		postroutingChain: {
+			fmt.Sprintf("-m mark ! --mark %#x/%#x -j RETURN", mark, mark),
+			fmt.Sprintf("-j MARK --set-xmark %#x/0x0", mark),
+			`-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully`,
+		},
+	}
+}
+
+func compatText(want map[string][]string, jump bool) string {
+	var b strings.Builder
+	b.WriteString("*nat\n")
+	for _, chain := range []string{markChain, postroutingChain} {
+		fmt.Fprintf(&b, ":%s - [0:0]\n", chain)
+	}
+	for _, chain := range []string{markChain, postroutingChain} {
+		for _, rule := range want[chain] {
+			fmt.Fprintf(&b, "-A %s %s\n", chain, rule)
+		}
+	}
+	if !jump {
+		b.WriteString("-I POSTROUTING " + compatJump + "\n")
+	}
+	b.WriteString("COMMIT\n")
+	return b.String()
+}
+
+// rulesOf gives the rules of each chain of a saved table, without the chain's name.
+func rulesOf(saved string) map[string][]string {
+	rules := map[string][]string{}
+	for line := range strings.Lines(saved) {
+		line = strings.TrimSpace(line)
+		if rest, ok := strings.CutPrefix(line, "-A "); ok {
+			chain, rule, _ := strings.Cut(rest, " ")
+			rules[chain] = append(rules[chain], rule)
+		}
+	}
+	return rules
+}
+
+// compatible says whether the chains do what is wanted, whoever made them. Versions of iptables quote differently; a kubelet beside us
+// may have added its own rule, which does the same once more.
+func compatible(is, want map[string][]string) bool {
+	plain := func(rules []string) (out []string) {
+		for _, r := range rules {
+			r = strings.ReplaceAll(r, `"`, "")
+			out = append(out, strings.TrimPrefix(r, "-m comment --comment "+compatComment+" "))
+		}
+		return slices.Compact(out)
+	}
+	for chain := range want {
+		if !slices.Equal(plain(is[chain]), plain(want[chain])) {
+			return false
+		}
+	}
+	return true
+}
+
+// leadsTo says whether a rule jumps to a chain.
+func leadsTo(rule, chain string) bool {
+	return strings.HasSuffix(rule, "-j "+chain) || strings.HasSuffix(rule, "-g "+chain)
+}

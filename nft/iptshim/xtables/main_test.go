@@ -1,0 +1,51 @@
+package xtables
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+)
+
+func TestMain(m *testing.M) { labtest.Main(m) }
+
+// newHost gives a host of its own without any rules.
+func newHost(t *testing.T) *lab.Host {
+	t.Helper()
+	return labtest.NewHost(t, labtest.NewNet(t), "node")
+}
+
+// soon gives a context that ends a test which hangs.
+func soon(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// findOn finds the programs of a host.
+func findOn(t *testing.T, h *lab.Host) *Programs {
+	t.Helper()
+	var p *Programs
+	labtest.Check(t, h.Do(func() (err error) {
+		p, err = Find(soon(t))
+		return err
+	}))
+	t.Cleanup(func() { p.Close() })
+	return p
+}
+
+// programsOf finds those of one variant: a host on which a kubelet uses it.
+func programsOf(t *testing.T, h *lab.Host, v Variant) *Programs {
+	t.Helper()
+	for _, f := range iptshim.Families {
+		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
+	}
+	p := findOn(t, h)
+	if p.Variant != v {
+		t.Fatalf("it is %s (%s); want the %s variant", p, p.Why, v)
+	}
+	return p
+}

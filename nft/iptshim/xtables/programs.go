@@ -1,0 +1,299 @@
+// Package xtables finds the iptables programs of a host and runs them: the I/O of the iptables backend, whose rules package iptshim
+// knows as values.
+package xtables
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+)
+
+// program is what the names of a family's programs begin with.
+func program(f iptshim.Family) string { return [...]string{"iptables", "ip6tables"}[f] }
+
+// Variant is one of the two iptables. A kernel may have the rules of both at the same time, and every packet passes all of them.
+type Variant uint8
+
+// The variants.
+const (
+	// NFT keeps its rules in nf_tables.
+	NFT Variant = iota
+	// Legacy is the iptables from before nf_tables.
+	Legacy
+)
+
+var variants = [...]Variant{NFT, Legacy}
+
+var variantNames = [...]string{"nft", "legacy"}
+
+// String gives "nft" or "legacy", as in the names of the programs.
+func (v Variant) String() string { return variantNames[v] }
+
+// Other gives the other variant.
+func (v Variant) Other() Variant { return Legacy - v }
+
+// Version is that of iptables: 1.8.9 is {1, 8, 9}.
+type Version [3]int
+
+// String gives "1.8.9".
+func (v Version) String() string { return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2]) }
+
+// minVersion is the oldest that is used. Before 1.8.4, restore of the nft variant does not hold with --noflush what it says.
+var minVersion = Version{1, 8, 4}
+
+func (v Version) before(o Version) bool {
+	for i := range v {
+		if v[i] != o[i] {
+			return v[i] < o[i]
+		}
+	}
+	return false
+}
+
+// set are the programs of one variant and family.
+type set struct {
+	main, save, restore string
+	version             Version
+}
+
+// Programs are the iptables programs by which the rules of a network namespace are read and written. Make them with Find.
+type Programs struct {
+	// Variant is the one that is used, for both families; Why says what decided about it.
+	Variant Variant
+	Why     string
+	// Version is that of the IPv4 programs.
+	Version Version
+
+	sets [len(iptshim.Families)]set
+	// missing says of each family why it is not served; nil if it is.
+	missing [len(iptshim.Families)]error
+	runner  runner
+}
+
+// ErrNone says that this host has no iptables programs.
+var ErrNone = errors.New("there is no iptables program on this host: install iptables 1.8.4 or later, " +
+	"or run the image that holds it (docs/IPTABLES.md)")
+
+// Find looks for the programs, decides which variant is used in the network namespace of the calling thread, and makes sure that
+// it works there. It changes nothing but that the kernel may load modules and make tables that are empty.
+//
+// An error says why neither variant can be used for IPv4. That IPv6 cannot is no error: Missing says so.
+func Find(ctx context.Context) (*Programs, error) {
+	r, err := newRunner()
+	if err != nil {
+		return nil, err
+	}
+	p, err := find(ctx, r)
+	if err != nil {
+		return nil, errors.Join(err, r.close())
+	}
+	return p, nil
+}
+
+func find(ctx context.Context, r runner) (*Programs, error) {
+	found, err := installed(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	first, why := choose(ctx, r, found)
+	var errs []error
+	for _, v := range [...]Variant{first, first.Other()} {
+		if found[v][iptshim.IPv4].main == "" {
+			continue
+		}
+		p := &Programs{Variant: v, Why: why, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: r}
+		if err := p.try(ctx, iptshim.IPv4); err != nil {
+			errs = append(errs, err)
+			why = fmt.Sprintf("the %s variant does not work here: %v", v, err)
+			continue
+		}
+		p.missing[iptshim.IPv6] = p.try(ctx, iptshim.IPv6)
+		return p, nil
+	}
+	return nil, errors.Join(errs...)
+}
+
+// Close forgets the network namespace. What was written stays.
+func (p *Programs) Close() error { return p.runner.close() }
+
+// Serves says whether there is a family here.
+func (p *Programs) Serves(f iptshim.Family) bool { return p.missing[f] == nil }
+
+// Missing says why a family is not served; nil if it is.
+func (p *Programs) Missing(f iptshim.Family) error { return p.missing[f] }
+
+// String gives "iptables 1.8.9, nft variant".
+func (p *Programs) String() string {
+	return fmt.Sprintf("iptables %s, %s variant", p.Version, p.Variant)
+}
+
+// OfVariant gives the programs of the same host's other variant, to look for rules there; not ok if there are none.
+func (p *Programs) OfVariant(ctx context.Context, v Variant) (_ *Programs, ok bool) {
+	if v == p.Variant {
+		return p, true
+	}
+	found, err := installed(ctx, p.runner)
+	if err != nil || found[v][iptshim.IPv4].main == "" {
+		return nil, false
+	}
+	return &Programs{Variant: v, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: p.runner}, true
+}
+
+// searchPath is where the programs are looked for besides PATH, which may lack what is for root alone.
+var searchPath = []string{"/usr/local/sbin", "/usr/sbin", "/sbin"}
+
+func lookPath(name string) string {
+	if path, err := exec.LookPath(name); err == nil {
+		return path
+	}
+	for _, dir := range searchPath {
+		if path, err := exec.LookPath(filepath.Join(dir, name)); err == nil {
+			return path
+		}
+	}
+	return ""
+}
+
+// installed gives the programs that there are. A host may have both variants, each under its own name, or one of them under the
+// plain name alone.
+func installed(ctx context.Context, r runner) (found [len(variants)][len(iptshim.Families)]set, err error) {
+	var errs []error
+	for _, f := range iptshim.Families {
+		for _, name := range []string{program(f) + "-nft", program(f) + "-legacy", program(f)} {
+			s := set{main: lookPath(name), save: lookPath(name + "-save"), restore: lookPath(name + "-restore")}
+			if s.main == "" || s.save == "" || s.restore == "" {
+				continue
+			}
+			v, version, err := versionOf(ctx, r, s.main)
+			if err == nil && version.before(minVersion) {
+				err = fmt.Errorf("%s is version %s; %s or later is needed", s.main, version, minVersion)
+			}
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			if s.version = version; found[v][f].main == "" {
+				found[v][f] = s
+			}
+		}
+	}
+	if found[NFT][iptshim.IPv4].main == "" && found[Legacy][iptshim.IPv4].main == "" {
+		if len(errs) == 0 {
+			return found, ErrNone
+		}
+		return found, errors.Join(errs...)
+	}
+	return found, nil
+}
+
+// versionLine is "iptables v1.8.9 (nf_tables)". What is older than 1.8 does not tell its variant: it is the legacy one.
+var versionLine = regexp.MustCompile(`^\S+ v(\d+)\.(\d+)(?:\.(\d+))?\S*(?: \((nf_tables|legacy)\))?`)
+
+func versionOf(ctx context.Context, r runner, program string) (Variant, Version, error) {
+	out, err := r.run(ctx, nil, program, "--version")
+	if err != nil {
+		return 0, Version{}, err
+	}
+	m := versionLine.FindSubmatch(out)
+	if m == nil {
+		return 0, Version{}, fmt.Errorf("%s --version says %q, which is no version of iptables", program, bytes.TrimSpace(out))
+	}
+	var version Version
+	for i := range version {
+		version[i], _ = strconv.Atoi(string(m[i+1])) // digits, or nothing
+	}
+	if string(m[4]) == "nf_tables" {
+		return NFT, version, nil
+	}
+	return Legacy, version, nil
+}
+
+// The chains that a kubelet makes so that others can tell which variant the host uses.
+var hints = regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
+
+// proxyRules is in a nat table in which a Service proxy has its chains, we or a kube-proxy.
+var proxyRules = regexp.MustCompile(`(?m)^:KUBE-SERVICES `)
+
+// choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service proxy has its
+// chains already, then by which variant has more rules; if nothing tells, it is nft.
+func choose(ctx context.Context, r runner, found [len(variants)][len(iptshim.Families)]set) (Variant, string) {
+	for _, v := range variants {
+		if found[v][iptshim.IPv4].main != "" && found[v.Other()][iptshim.IPv4].main == "" {
+			return v, "it is the only variant on this host"
+		}
+	}
+	var saved [len(variants)]string
+	for _, v := range variants {
+		if mangle := saveBoth(ctx, r, v, found[v], "mangle"); hints.MatchString(mangle) {
+			return v, "the kubelet has its chain " + strings.TrimSpace(hints.FindString(mangle)[1:]) + " there"
+		}
+	}
+	for _, v := range variants {
+		for _, table := range []string{"nat", "filter", "mangle", "raw"} {
+			saved[v] += saveBoth(ctx, r, v, found[v], table)
+		}
+		if proxyRules.MatchString(saved[v]) {
+			return v, "there are chains of a Service proxy"
+		}
+	}
+	rules := [len(variants)]int{NFT: strings.Count(saved[NFT], "\n-A "), Legacy: strings.Count(saved[Legacy], "\n-A ")}
+	switch {
+	case rules[Legacy] > rules[NFT]:
+		return Legacy, fmt.Sprintf("it has more rules (%d, the nft variant %d)", rules[Legacy], rules[NFT])
+	case rules[NFT] > 0:
+		return NFT, fmt.Sprintf("it has more rules (%d, the legacy variant %d)", rules[NFT], rules[Legacy])
+	}
+	return NFT, "there are no rules of either variant"
+}
+
+// saveBoth gives a table of both families, and nothing of what cannot be read. To ask for a table of the legacy variant makes it,
+// so that only those are asked for that are there.
+func saveBoth(ctx context.Context, r runner, v Variant, sets [len(iptshim.Families)]set, table string) string {
+	var all strings.Builder
+	for _, f := range iptshim.Families {
+		if sets[f].save == "" || v == Legacy && !legacyHas(f, table) {
+			continue
+		}
+		if out, err := r.run(ctx, nil, sets[f].save, "-t", table); err == nil {
+			all.Write(out)
+		}
+	}
+	return all.String()
+}
+
+// legacyHas says whether the legacy variant has a table in the network namespace of the calling thread.
+func legacyHas(f iptshim.Family, table string) bool {
+	names, err := os.ReadFile("/proc/thread-self/net/" + [...]string{"ip_tables_names", "ip6_tables_names"}[f])
+	return err == nil && strings.Contains("\n"+string(names), "\n"+table+"\n")
+}
+
+// errNoIPv6 says that a host has no IPv6.
+var errNoIPv6 = errors.New("this host has no IPv6")
+
+// try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore says so.
+func (p *Programs) try(ctx context.Context, f iptshim.Family) error {
+	if p.sets[f].main == "" {
+		return fmt.Errorf("there is no %s program of the %s variant", program(f), p.Variant)
+	}
+	if f == iptshim.IPv6 {
+		if _, err := os.Stat("/proc/net/if_inet6"); errors.Is(err, fs.ErrNotExist) {
+			return errNoIPv6
+		}
+	}
+	const text = "*filter\nCOMMIT\n*nat\nCOMMIT\n"
+	_, err := p.runner.run(ctx, []byte(text), p.sets[f].restore, "--noflush", "--test")
+	if err != nil {
+		return fmt.Errorf("%s iptables cannot be used: %w", f, err)
+	}
+	return nil
+}

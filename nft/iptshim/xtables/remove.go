@@ -1,0 +1,112 @@
+package xtables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"regexp"
+
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+)
+
+// SaveText gives the tables in which we have chains as iptables-save prints them.
+func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) (all []byte, err error) {
+	for _, t := range iptshim.Tables {
+		text, err := p.Save(ctx, f, string(t), false)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, text...)
+	}
+	return all, nil
+}
+
+// SaveAll reads the tables in which we have chains.
+func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
+	all, err := p.SaveText(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	saved, err := iptshim.Parse(all)
+	if err != nil {
+		return nil, fmt.Errorf("%s %s-save: %w", f, program(f), err)
+	}
+	return saved, nil
+}
+
+// remove takes everything out that has our names.
+func (p *Programs) remove(ctx context.Context) error {
+	var errs []error
+	for _, f := range iptshim.Families {
+		if p.Serves(f) {
+			_, err := p.removeOf(ctx, f)
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeTries is how often what is to be removed is read again, since others may write at the same time.
+const removeTries = 3
+
+func (p *Programs) removeOf(ctx context.Context, f iptshim.Family) (removed bool, err error) {
+	for range removeTries {
+		var saved *iptshim.Saved
+		if saved, err = p.SaveAll(ctx, f); err != nil {
+			return false, err
+		}
+		text := iptshim.RemovalText(saved)
+		if len(text) == 0 {
+			return false, nil
+		}
+		if err = p.Restore(ctx, f, text); err == nil {
+			return true, nil
+		}
+	}
+	return false, err
+}
+
+// ownChain is a chain that Verdict makes and no kube-proxy.
+var ownChain = regexp.MustCompile(`(?m)^:KUBE-CLUSTER-IPS `)
+
+// Wrote says whether Verdict has written rules of a family, and not only a kube-proxy.
+func (p *Programs) Wrote(ctx context.Context, f iptshim.Family) (bool, error) {
+	saved, err := p.Save(ctx, f, string(iptshim.Filter), false)
+	return ownChain.Match(saved), err
+}
+
+// RemoveOwn removes what Verdict wrote with iptables in the network namespace of the calling thread, in both variants, and says what
+// it was, a line each; none if there was nothing. The rules of a kube-proxy are left alone, which have the same names: a chain that is
+// only Verdict's tells them apart. That there are no programs is no error.
+func RemoveOwn(ctx context.Context, log *slog.Logger) (removed []string, err error) {
+	r, err := newRunner()
+	if err != nil {
+		return nil, err
+	}
+	defer r.close()
+	found, err := installed(ctx, r)
+	if err != nil {
+		return nil, nil // then it was not this image that wrote something
+	}
+	var errs []error
+	for _, v := range variants {
+		p := &Programs{Variant: v, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: r}
+		for _, f := range iptshim.Families {
+			if p.sets[f].main == "" {
+				p.missing[f] = ErrNone
+				continue
+			}
+			if ours, err := p.Wrote(ctx, f); err != nil || !ours {
+				continue // the kernel has not got this variant, or nothing is ours
+			}
+			done, err := p.removeOf(ctx, f)
+			if errs = append(errs, err); done {
+				removed = append(removed, fmt.Sprintf("iptables rules (%s variant, %s)", v, f))
+			}
+		}
+		compat := Compat{Programs: p, Log: log}
+		errs = append(errs, compat.Remove(ctx))
+	}
+	return removed, errors.Join(errs...)
+}
