@@ -78,8 +78,8 @@ matrix: ## the tests of the kernel, of taking over, and of IPVS, on Linux 5.10, 
 
 # In a guest, where IPVS is, everything takes several times as long.
 IPVS_KERNELS  ?= 6.1 6.12
-IPVS_SUITE    ?= --proxy verdict-ipvs --proxy kube-proxy-ipvs
-conformance-ipvs: ## every case with IPVS, of Verdict and kube-proxy, on Linux 6.1 and 6.12 under QEMU
+IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
+conformance-ipvs: ## every case of the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
 	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
 
 bench-ipvs: ## 10,000 Services through IPVS, of Verdict and kube-proxy, on Linux 6.12 under QEMU: more than half an hour
