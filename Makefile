@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail where the kernel has none, unless they are told so by name. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build test tools lint race unit once conformance conformance-slice conformance-ipvs bench fuzz matrix soak cross image cluster clean
+.PHONY: help demo build test tools lint race unit once conformance conformance-slice conformance-ipvs bench bench-ipvs fuzz matrix soak cross image cluster clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -78,9 +78,12 @@ matrix: ## the tests of the kernel, of taking over, and of IPVS, on Linux 5.10, 
 
 # In a guest, where IPVS is, everything takes several times as long.
 IPVS_KERNELS  ?= 6.1 6.12
-IPVS_SUITE    ?= --proxy verdict-ipvs --proxy kube-proxy-ipvs
-conformance-ipvs: ## every case with IPVS, of Verdict and kube-proxy, on Linux 6.1 and 6.12 under QEMU
+IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
+conformance-ipvs: ## every case of the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
 	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
+
+bench-ipvs: ## 10,000 Services through IPVS, of Verdict and kube-proxy, on Linux 6.12 under QEMU: more than half an hour
+	internal/guest/bench 6.12 10000
 
 soak: tools ## the long random walk, leaks over 10,000 syncs, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v

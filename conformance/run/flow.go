@@ -84,7 +84,7 @@ func (t *teller) openOne(s *cases.Step) error {
 
 func (t *teller) patience(w cases.Want) time.Duration {
 	if w.Outcome == cases.Answered {
-		return answerTimeout
+		return t.bench.Slow.Times(answerTimeout)
 	}
 	return silence
 }
@@ -185,7 +185,7 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 	for _, a := range all {
 		c.wait.Go(func() {
 			for ctx.Err() == nil {
-				c.dial(t.bench.Host(a.from), a)
+				c.dial(t.bench.Host(a.from), a, t.bench.Slow.Times(answerTimeout))
 				_ = pause(ctx, 5*time.Millisecond)
 			}
 		})
@@ -194,11 +194,11 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 }
 
 // dial opens one connection. UDP and SCTP send once here, and a busy machine loses packets: only two in a row are a failure.
-func (c *traffic) dial(host *lab.Host, a target) {
+func (c *traffic) dial(host *lab.Host, a target, timeout time.Duration) {
 	began := time.Now()
-	r := host.Dial(labProtocol(a.protocol), a.to, lab.Options{Timeout: answerTimeout})
+	r := host.Dial(labProtocol(a.protocol), a.to, lab.Options{Timeout: timeout})
 	if r.Outcome == lab.TimedOut && a.protocol != cases.TCP {
-		r = host.Dial(labProtocol(a.protocol), a.to, lab.Options{Timeout: answerTimeout})
+		r = host.Dial(labProtocol(a.protocol), a.to, lab.Options{Timeout: timeout})
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -272,7 +272,7 @@ func httpWords(h *cases.HTTPStep) string {
 
 func (t *teller) get(ctx context.Context, h *cases.HTTPStep, url string) (ok bool, got string) {
 	client := &http.Client{
-		Timeout:   answerTimeout,
+		Timeout:   t.bench.Slow.Times(answerTimeout),
 		Transport: &http.Transport{DialContext: t.bench.Host(h.From).DialContext, DisableKeepAlives: true},
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)

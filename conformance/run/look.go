@@ -71,16 +71,16 @@ func (s *seen) note(r lab.Result) {
 }
 
 // look asks as often as it takes to know whether it is as wanted.
-func look(t *bench.Topology, a asked) (s *seen, ok bool) {
+func look(t *bench.Topology, slow bench.Slow, a asked) (s *seen, ok bool) {
 	s = newSeen()
-	o := lab.Options{Timeout: answerTimeout}
+	o := lab.Options{Timeout: slow.Times(answerTimeout)}
 	if a.want.Outcome == cases.Dropped || a.want.Outcome == cases.Unanswered {
 		o.Timeout = silence
 	}
 	lost := 0
 	for s.tries < maxTries {
 		r := t.Host(a.from).Dial(a.protocol, a.to, o)
-		if r.Outcome == lab.TimedOut && o.Timeout == answerTimeout && lost < lossTries {
+		if r.Outcome == lab.TimedOut && o.Timeout != silence && lost < lossTries {
 			lost++
 			continue
 		}

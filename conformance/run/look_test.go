@@ -85,7 +85,7 @@ func TestTopology(t *testing.T) {
 			for _, f := range lab.Families() {
 				want := cases.Want{Outcome: cases.Answered, Endpoints: []string{to}, Sources: map[string]string{to: cases.Kept}}
 				q := asked{from: from, to: netip.AddrPortFrom(topology.Host(to).IP(f), podPort), protocol: snapshot.TCP, want: want, at: podPort}
-				if got, ok := look(topology, q); !ok {
+				if got, ok := look(topology, 1, q); !ok {
 					t.Errorf("%s to %s, %s: got %s", from, to, f, got.words(topology, q))
 				}
 			}
@@ -95,7 +95,7 @@ func TestTopology(t *testing.T) {
 		}
 		for i := range bench.ServiceRange {
 			q := asked{from: from, to: netip.AddrPortFrom(lab.Nth(bench.ServiceRange[i], 77), 80), protocol: snapshot.UDP, want: cases.Want{Outcome: cases.Dropped}}
-			if got, ok := look(topology, q); !ok {
+			if got, ok := look(topology, 1, q); !ok {
 				t.Errorf("%s to %s: got %s", from, q.to, got.words(topology, q))
 			}
 		}

@@ -169,7 +169,7 @@ func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.D
 		out.Got = err.Error()
 		return out, nil
 	}
-	seen, ok := look(r.bench.Topology, a)
+	seen, ok := look(r.bench.Topology, r.bench.Slow, a)
 	out.To = fmt.Sprintf("%s/%s (%s)", a.to, l.Protocol, l.Frontend)
 	out.Count, out.OK, out.Want, out.Got = seen.tries, ok, a.want.String(), seen.words(r.bench.Topology, a)
 	if ok {

@@ -315,8 +315,9 @@ func (t *teller) apart(s *cases.Step, answered []*seen) {
 			all[name] = true
 		}
 	}
+	d := t.differs(s)
 	t.look(report.Look{Step: s.Step, From: "all of them", To: s.Expect.To, Count: len(answered), Want: "not the same endpoint for all",
-		Got: strings.Join(slices.Sorted(maps.Keys(all)), ", "), OK: len(all) > 1}, nil)
+		Got: strings.Join(slices.Sorted(maps.Keys(all)), ", "), OK: len(all) > 1 == (d == nil)}, d)
 }
 
 func orTCP(p cases.Protocol) cases.Protocol {
@@ -335,7 +336,7 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 	var got *seen
 	var ok bool
 	t.within(ctx, s.Expect.Within, func() bool {
-		got, ok = look(t.bench.Topology, q)
+		got, ok = look(t.bench.Topology, t.bench.Slow, q)
 		return ok
 	})
 	l := report.Look{Step: s.Step, From: to.from, To: to.words(), Count: got.tries, Want: q.want.String(), Got: got.words(t.bench.Topology, q), OK: ok}

@@ -88,7 +88,7 @@ func TestWitness(t *testing.T) {
 	packets := make([]*seen, len(questions))
 	for i, a := range questions {
 		var ok bool
-		if packets[i], ok = look(topology, a); !ok {
+		if packets[i], ok = look(topology, 1, a); !ok {
 			t.Errorf("%s to %s: got %s, want %s", a.from, a.to, packets[i].words(topology, a), a.want)
 		}
 		m := l.testify(a)

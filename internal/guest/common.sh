@@ -23,6 +23,15 @@ fail() {
 	exit 1
 }
 
+# for_kube_proxy: the arguments of `run` that give a guest what kube-proxy writes with, and what iptables loads to match by.
+for_kube_proxy() {
+	local name
+	for name in iptables iptables-save iptables-restore ip6tables ip6tables-save ip6tables-restore ipset; do
+		echo "-p $name"
+	done
+	echo "-f $(dirname "$(find /usr/lib -path '*/xtables/libxt_comment.so' -print -quit)")"
+}
+
 # lock NAME: one script at a time may fill that part of the cache, until it ends.
 lock() {
 	mkdir -p "$cache"
