@@ -82,7 +82,7 @@ IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
 conformance-ipvs: ## every case of the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
 	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
 
-bench-ipvs: ## 10,000 Services through IPVS, of Verdict and kube-proxy, on Linux 6.12 under QEMU: more than half an hour
+bench-ipvs: ## 10,000 Services through IPVS, on Linux 6.12 under QEMU
 	internal/guest/bench 6.12 10000
 
 soak: tools ## the long random walk, leaks over 10,000 syncs, and 1,000 kills: about half an hour
