@@ -57,7 +57,7 @@ func (r *Results) ReadmeTable() string {
 	line("one endpoint changed, median / p99", func(row *Row) string { return row.Change.text() })
 	for _, rate := range r.Settings.Rates {
 		line(fmt.Sprintf("the same at %v changes a second", rate), func(row *Row) string { return row.Churn[rate].Quantiles.text() })
-		line("processor: cores", func(row *Row) string { return row.Churn[rate].Cores.short(cores) })
+		line("processor cores then", func(row *Row) string { return row.Churn[rate].Cores.short(cores) })
 	}
 	line("memory, after the start / peak", func(row *Row) string {
 		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)

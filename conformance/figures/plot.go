@@ -127,6 +127,7 @@ const (
 	width, height = 760 * vg.Length(0.75), 420 * vg.Length(0.75) // 760 by 420 pixels
 	margin        = 12
 	labelSpace    = 150
+	titleSpace    = 28
 )
 
 // draw gives the picture as SVG; nil if it has no values.
@@ -141,8 +142,8 @@ func (r *Results) draw(p picture) ([]byte, error) {
 		return nil, nil
 	}
 	pl := plot.New()
-	pl.BackgroundColor = color.Transparent
-	pl.Title.Text, pl.X.Label.Text, pl.Y.Label.Text = p.title, fmt.Sprintf("Services, %d endpoints each", pictureEndpoints), p.unit
+	pl.BackgroundColor = color.White
+	pl.X.Label.Text, pl.Y.Label.Text = fmt.Sprintf("Services, %d endpoints each", pictureEndpoints), p.unit
 	style(pl)
 	axes(pl, lines)
 	grid := plotter.NewGrid()
@@ -153,22 +154,31 @@ func (r *Results) draw(p picture) ([]byte, error) {
 			return nil, err
 		}
 	}
-	return render(pl, lines)
+	return render(pl, p.title, lines)
 }
 
 // render draws onto a card that is light whatever is around it, so that the picture can be read on a dark page, too.
-func render(pl *plot.Plot, lines []line) ([]byte, error) {
+func render(pl *plot.Plot, title string, lines []line) ([]byte, error) {
 	canvas := vgsvg.New(width, height)
 	all := draw.New(canvas)
 	all.FillPolygon(color.NRGBA{0xff, 0xff, 0xff, 0xff}, corners(all.Rectangle))
 	inner := draw.Crop(all, margin, -margin, margin, -margin)
-	left := draw.Crop(inner, 0, -labelSpace, 0, 0)
+	heading := face(12)
+	heading.YAlign = draw.YTop
+	inner.FillText(heading, vg.Point{X: inner.Min.X, Y: inner.Max.Y}, title)
+	left := draw.Crop(inner, 0, -labelSpace, 0, -titleSpace)
 	pl.Draw(left)
 	label(pl, inner, left, lines)
 	var b bytes.Buffer
 	_, err := canvas.WriteTo(&b)
-	return b.Bytes(), err
+	return bytes.ReplaceAll(b.Bytes(), []byte(family), []byte(families)), err
 }
+
+// The places of words are worked out with Liberation Sans. Where there is none, fonts of the same widths take its place.
+const (
+	family   = "font-family:Liberation Sans;"
+	families = "font-family:Liberation Sans,Arial,Helvetica,sans-serif;"
+)
 
 func corners(r vg.Rectangle) []vg.Point {
 	return []vg.Point{r.Min, {X: r.Max.X, Y: r.Min.Y}, r.Max, {X: r.Min.X, Y: r.Max.Y}}
@@ -181,9 +191,7 @@ func face(size vg.Length) text.Style {
 }
 
 func style(pl *plot.Plot) {
-	title, axis, tick := face(12), face(10), face(9)
-	title.YAlign, title.XAlign = draw.YTop, draw.XCenter
-	pl.Title.TextStyle, pl.Title.Padding = title, 10
+	axis, tick := face(10), face(9)
 	for _, a := range []*plot.Axis{&pl.X, &pl.Y} {
 		align := a.Label.TextStyle
 		a.Label.TextStyle.Font, a.Label.TextStyle.Color = axis.Font, ink
@@ -258,7 +266,7 @@ func (l line) add(pl *plot.Plot) error {
 		}
 		mark.GlyphStyle = draw.GlyphStyle{Color: look.color, Radius: 3.5, Shape: look.shape}
 		if l.limits[i] {
-			mark.GlyphStyle.Shape = draw.CrossGlyph{}
+			mark.GlyphStyle.Shape, mark.GlyphStyle.Radius = draw.RingGlyph{}, 5
 		}
 		pl.Add(thin, mark)
 	}

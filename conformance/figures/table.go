@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// Milliseconds prints a time that is given in milliseconds, to about three digits: "3.2 ms", "18.4 s".
+// Milliseconds prints a time that is given in milliseconds, to two digits or more: "3.2 ms", "18 s".
 func Milliseconds(ms float64) string {
 	switch {
 	case math.IsNaN(ms):
@@ -33,15 +33,17 @@ func WaitText(w Wait) string {
 // none stands for what was not measured.
 const none = "–"
 
-// digits prints with three digits or, below ten, two.
+// digits prints with two digits at least.
 func digits(v float64) string {
 	switch {
-	case v >= 100:
-		return fmt.Sprintf("%.0f", v)
 	case v >= 10:
+		return fmt.Sprintf("%.0f", v)
+	case v >= 1:
 		return fmt.Sprintf("%.1f", v)
+	case v >= 0.1:
+		return fmt.Sprintf("%.2f", v)
 	}
-	return fmt.Sprintf("%.2g", v)
+	return fmt.Sprintf("%.3f", v)
 }
 
 // text prints a spread: the median, and how far the repeats lie apart if there is more than one.
@@ -61,6 +63,14 @@ func (s Spread) text(unit func(float64) string) string {
 func (s Spread) short(unit func(float64) string) string {
 	s.Min, s.Max = s.Median, s.Median
 	return s.text(unit)
+}
+
+// behind prints how far behind a proxy is: less than a millisecond is nothing.
+func behind(s float64) string {
+	if s < 0.001 {
+		return "0 s"
+	}
+	return Milliseconds(s * 1000)
 }
 
 func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
@@ -89,8 +99,11 @@ func (r *Results) tables() []table {
 	}
 	for _, rate := range r.Settings.Rates {
 		all = append(all, table{fmt.Sprintf("%v changes a second", rate),
-			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile, then cores used, and how long after the last change the kernel had it.",
-			func(row *Row) string { return row.Churn[rate].text() }, false})
+			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile.",
+			func(row *Row) string { return row.Churn[rate].Quantiles.text() }, false},
+			table{fmt.Sprintf("%v changes a second: the load", rate),
+				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took.",
+				func(row *Row) string { return row.Churn[rate].load() }, false})
 	}
 	return append(all,
 		table{"Memory", "Resident memory of the process and its children after the start / at the peak / what the kernel charged to it after the start.",
@@ -125,11 +138,11 @@ func (q Quantiles) text() string {
 	return q.P50.text(Milliseconds) + " / " + q.P99.text(Milliseconds)
 }
 
-func (c ChurnRow) text() string {
+func (c ChurnRow) load() string {
 	if c.P50.N == 0 {
 		return none
 	}
-	return fmt.Sprintf("%s; %s; %s", c.Quantiles.text(), c.Cores.short(cores), c.Behind.short(Seconds))
+	return strings.Join([]string{c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond)}, " / ")
 }
 
 // WriteTables writes all tables in Markdown.
@@ -188,7 +201,8 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	fmt.Fprintf(b, "Measured %s %s, %d cores, %.0f GiB, Linux %s, in %s. ", where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent))
 	repeats, low, high := r.span()
 	fmt.Fprintf(b, "Repeats: %s. Load average before each measurement: %.1f to %.1f. ", repeats, low, high)
-	fmt.Fprintf(b, "Limits: %s for a start, %s after churn of %s.\n", Seconds(s.StartLimit), Seconds(s.DrainLimit), Seconds(s.ChurnTime))
+	fmt.Fprintf(b, "Limits: %v s for a start or restart, after which nothing else of that proxy is measured, %v s for single changes, and %v s after %v s of churn for what was behind.\n\n",
+		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
 	for _, name := range r.columns(false) {
 		fmt.Fprintf(b, "- %s: %s\n", name, r.Versions[name])
 	}
@@ -197,10 +211,18 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	}
 	for _, c := range r.Cells {
 		if c.Error != "" {
-			first, _, _ := strings.Cut(c.Error, "\n")
-			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, first)
+			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, shortened(c.Error))
 		}
 	}
+}
+
+// shortened leaves of an error its first line, and of what a program said the last.
+func shortened(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	if len(lines) == 1 {
+		return text
+	}
+	return lines[0] + " " + lines[len(lines)-1]
 }
 
 func sortedKeys(m map[string]string) (keys []string) {
