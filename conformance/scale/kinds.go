@@ -2,6 +2,7 @@ package scale
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"os"
@@ -88,7 +89,8 @@ func Build(ctx context.Context, root, dir string) (Programs, error) {
 	for i, name := range names {
 		p[name] = paths[i]
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", p["verdict"], "./cmd/verdict")
+	// Without the revision in it, the same sources give the same program, whatever was committed besides.
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", p["verdict"], "./cmd/verdict")
 	cmd.Dir, cmd.Env = root, append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("build verdict: %w: %s", err, out)
@@ -96,7 +98,7 @@ func Build(ctx context.Context, root, dir string) (Programs, error) {
 	return p, nil
 }
 
-// Obtain finds the program and gives its version. The error is ErrMissing if the program or the machine lacks what the mode needs.
+// Obtain finds the program and gives its version and the beginning of its digest. The error is ErrMissing if the program or the machine lacks what the mode needs.
 func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err error) {
 	args := []string{"--version"}
 	k.Binary = p["kube-proxy"]
@@ -108,6 +110,11 @@ func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err erro
 		return "", fmt.Errorf("%s %s: %w: %s", k.Binary, strings.Join(args, " "), err, out)
 	}
 	version, _, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
+	program, err := os.ReadFile(k.Binary)
+	if err != nil {
+		return "", err
+	}
+	version = fmt.Sprintf("%s, sha256 %.6x", version, sha256.Sum256(program))
 	if k.needs != "" {
 		help, err := exec.CommandContext(ctx, k.Binary, "run", "--help").CombinedOutput()
 		if err != nil {

@@ -151,6 +151,11 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 	if c.Data, err = n.data(ctx, seconds(s.DataTime), false); err != nil {
 		return err
 	}
+	// Before the churn, after which a proxy may have work left that it would finish in the midst of its restart.
+	step("restart")
+	if c.Restart, err = n.again(ctx, seconds(s.StartLimit)); err != nil || c.Restart.Limit {
+		return err
+	}
 	step("single changes")
 	if c.Change, err = n.changes(ctx, s.Changes, seconds(s.ChangesLimit)); err != nil {
 		return err
@@ -163,9 +168,7 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 		}
 		c.Churn = append(c.Churn, *churn)
 	}
-	step("restart")
-	c.Restart, err = n.again(ctx, seconds(s.StartLimit))
-	return err
+	return nil
 }
 
 // settle is how long a proxy that has just started is left alone.
