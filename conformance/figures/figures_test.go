@@ -61,11 +61,11 @@ func TestLimits(t *testing.T) {
 		median  float64
 		atLeast bool
 	}{
-		{[]Wait{{1, false}, {2, false}, {3, false}}, 2, false},
-		{[]Wait{{1, false}, {2, false}, {9, true}}, 2, false},
-		{[]Wait{{1, false}, {9, true}, {9, true}}, 9, true},
-		{[]Wait{{1, false}, {9, true}}, 5, true},
-		{[]Wait{{9, true}}, 9, true},
+		{[]Wait{{Seconds: 1}, {Seconds: 2}, {Seconds: 3}}, 2, false},
+		{[]Wait{{Seconds: 1}, {Seconds: 2}, {Seconds: 9, Limit: true}}, 2, false},
+		{[]Wait{{Seconds: 1}, {Seconds: 9, Limit: true}, {Seconds: 9, Limit: true}}, 9, true},
+		{[]Wait{{Seconds: 1}, {Seconds: 9, Limit: true}}, 5, true},
+		{[]Wait{{Seconds: 9, Limit: true}}, 9, true},
 	} {
 		got := waitSpread(c.waits)
 		if got.Median != c.median || got.AtLeast != c.atLeast || got.N != len(c.waits) {
@@ -89,7 +89,7 @@ func TestText(t *testing.T) {
 	for _, c := range []struct{ got, want string }{
 		{Milliseconds(0.4), "0.40 ms"}, {Milliseconds(3.21), "3.2 ms"}, {Milliseconds(18.42), "18 ms"}, {Milliseconds(999), "999 ms"},
 		{Milliseconds(1500), "1.5 s"}, {Milliseconds(18420), "18 s"}, {Milliseconds(math.NaN()), none},
-		{WaitText(Wait{139, false}), "139 s"}, {WaitText(Wait{300, true}), "> 300 s"},
+		{WaitText(Wait{Seconds: 139}), "139 s"}, {WaitText(Wait{Seconds: 300, Limit: true}), "> 300 s"},
 		{Spread{}.text(Seconds), none},
 		{Spread{2, 1, 3, 3, false}.text(Seconds), "2.0 s (1.0 to 3.0 s)"},
 		{Spread{2, 1.99999, 2.00001, 2, false}.text(Seconds), "2.0 s"},
@@ -109,7 +109,7 @@ func TestParseSize(t *testing.T) {
 	if s, err := ParseSize("10000x10"); err != nil || s != (Size{10000, 10}) || s.String() != "10000x10" {
 		t.Errorf("%v, %v", s, err)
 	}
-	for _, bad := range []string{"", "10000", "x", "0x10", "10x0", "10x10x10", "-1x10", "60001x1", "1x101", "a x b"} {
+	for _, bad := range []string{"", "10000", "x", "0x10", "10x0", "10x10x10", "-1x10", "60001x1", "1x101", "60000x100", "a x b"} {
 		if s, err := ParseSize(bad); err == nil {
 			t.Errorf("%q is %v", bad, s)
 		}
@@ -146,10 +146,10 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 		return c
 	}
 	if proxy == "kube-proxy-nftables" && size.Services == 30000 {
-		c.Start, c.Data = &Wait{300, true}, nil
+		c.Start, c.Data = &Wait{Seconds: 300, Limit: true, Processor: 250}, nil
 		return c
 	}
-	c.Start = &Wait{Seconds: n / 20}
+	c.Start = &Wait{Seconds: n / 20, Processor: n / 30}
 	c.Memory = &Memory{Resident: uint64(n+40) << 20, Peak: uint64(2*n+50) << 20, Kernel: uint64(n) << 18}
 	if proxy == "kube-proxy-iptables" && size.Endpoints == 50 {
 		c.Error = "the proxy has ended:\nlast words"

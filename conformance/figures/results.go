@@ -65,8 +65,8 @@ func ParseSize(text string) (Size, error) {
 	services, endpoints, ok := strings.Cut(text, "x")
 	n, err1 := strconv.Atoi(services)
 	m, err2 := strconv.Atoi(endpoints)
-	if !ok || err1 != nil || err2 != nil || n < 1 || n > MaxServices || m < 1 || m > MaxEndpoints {
-		return Size{}, fmt.Errorf("%q is no size: it takes SERVICESxENDPOINTS, as 10000x10, at most %dx%d", text, MaxServices, MaxEndpoints)
+	if !ok || err1 != nil || err2 != nil || n < 1 || n > MaxServices || m < 1 || m > MaxEndpoints || n*m > MaxTotal {
+		return Size{}, fmt.Errorf("%q is no size: it takes SERVICESxENDPOINTS, as 10000x10, of at most %d, %d, and %d in all", text, MaxServices, MaxEndpoints, MaxTotal)
 	}
 	return Size{n, m}, nil
 }
@@ -75,6 +75,7 @@ func ParseSize(text string) (Size, error) {
 const (
 	MaxServices  = 60000
 	MaxEndpoints = 100
+	MaxTotal     = 2000000
 )
 
 // Cell is one run of one proxy in one cluster, from its start to its end. What was not come to is nil.
@@ -101,6 +102,8 @@ type Cell struct {
 type Wait struct {
 	Seconds float64 `json:"s"`
 	Limit   bool    `json:"limit,omitempty"`
+	// Processor is the time that the proxy and its children had a processor meanwhile, in seconds; 0 if it was not measured.
+	Processor float64 `json:"cpu_s,omitempty"`
 }
 
 // Spans are times of the same thing, in milliseconds. The last Open of them are of what was not done by then.

@@ -16,9 +16,10 @@ type Row struct {
 	Tried  bool
 	Errors []string
 
-	// Start and Restart are in seconds.
-	Start, Restart Spread
-	Change         Quantiles
+	// Start and Restart are in seconds, and so is the processor time in them.
+	Start, Restart       Spread
+	StartCPU, RestartCPU Spread
+	Change               Quantiles
 	// Churn is by the rate.
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
@@ -49,6 +50,8 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row.Tried = len(cells) > 0
 	row.Start = waits(cells, func(c *Cell) *Wait { return c.Start })
 	row.Restart = waits(cells, func(c *Cell) *Wait { return c.Restart })
+	row.StartCPU = processor(cells, func(c *Cell) *Wait { return c.Start })
+	row.RestartCPU = processor(cells, func(c *Cell) *Wait { return c.Restart })
 	row.Change = quantilesOf(gather(cells, func(c *Cell) (Spans, bool) { return deref(c.Change), c.Change != nil }))
 	for _, rate := range r.Settings.Rates {
 		row.Churn[rate] = churnRow(cells, rate)
@@ -93,6 +96,13 @@ func deref[T any](p *T) (v T) {
 func waits(cells []*Cell, get func(*Cell) *Wait) Spread {
 	all := gather(cells, func(c *Cell) (Wait, bool) { w := get(c); return deref(w), w != nil })
 	return waitSpread(all)
+}
+
+func processor(cells []*Cell, get func(*Cell) *Wait) Spread {
+	return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+		w := deref(get(c))
+		return w.Processor, w.Processor != 0
+	}), 0)
 }
 
 func waitSpread(all []Wait) Spread {

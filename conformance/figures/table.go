@@ -94,6 +94,13 @@ func (r *Results) tables() []table {
 			func(row *Row) string { return row.Start.text(Seconds) }, false},
 		{"Restart", "Stopped and started again, with all rules in the kernel; until a change made meanwhile has arrived there.",
 			func(row *Row) string { return row.Restart.text(Seconds) }, false},
+		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode included; of a start that hit its limit, until the limit.",
+			func(row *Row) string {
+				if row.StartCPU.N == 0 {
+					return none
+				}
+				return row.StartCPU.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
+			}, false},
 		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: median / 99th percentile. Nothing else changes.",
 			func(row *Row) string { return row.Change.text() }, false},
 	}

@@ -70,8 +70,8 @@ func (n *node) behind(ctx context.Context, out *figures.Wait, drain time.Duratio
 	if err != nil {
 		return err
 	}
-	w, err := wait(await(ctx, time.Now(), drain, n.ended, func() bool { return n.reaches(n.frontend(probe)) == want }))
-	*out = *w
+	w, err := n.wait(await(ctx, time.Now(), drain, n.ended, func() bool { return n.reaches(n.frontend(probe)) == want }))
+	*out = figures.Wait{Seconds: w.Seconds, Limit: w.Limit}
 	return err
 }
 

@@ -69,8 +69,8 @@ func (n *node) reaches(to netip.AddrPort) netip.Addr {
 }
 
 // wait makes a result of what await gave. That the limit was hit is a result and no error.
-func wait(d time.Duration, err error) (*figures.Wait, error) {
-	w := &figures.Wait{Seconds: d.Seconds(), Limit: errors.Is(err, errLimit)}
+func (n *node) wait(d time.Duration, err error) (*figures.Wait, error) {
+	w := &figures.Wait{Seconds: d.Seconds(), Limit: errors.Is(err, errLimit), Processor: n.usage.processor().Seconds()}
 	if w.Limit {
 		err = nil
 	}
@@ -82,7 +82,7 @@ const sampled = 32
 
 // untilAll waits until every Service answers. Those of the sample are waited for one after the other; then each of the cluster is
 // tried once, and if one of them fails, it is not over yet.
-func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duration) (time.Duration, error) {
+func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duration) (*figures.Wait, error) {
 	var took time.Duration
 	sample := n.spread(sampled)
 	for i := range probes {
@@ -91,31 +91,30 @@ func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duratio
 	for _, i := range sample {
 		var err error
 		if took, err = await(ctx, began, limit, n.ended, func() bool { return n.reaches(n.frontend(i)).IsValid() }); err != nil {
-			return took, err
+			return n.wait(took, err)
 		}
 	}
-	for missing := n.missing(ctx); len(missing) > 0; missing = n.missing(ctx) {
+	w, err := n.wait(took, nil)
+	for err == nil && n.missing(ctx) > 0 {
 		if took = time.Since(began); took > limit {
-			return took, errLimit
+			err = errLimit
 		}
-		if err := errors.Join(n.ended(), ctx.Err()); err != nil {
-			return took, err
+		w, err = n.wait(took, errors.Join(err, n.ended(), ctx.Err()))
+		if w.Limit {
+			break
 		}
 	}
-	return took, nil
+	return w, err
 }
 
-// missing tries every Service and gives those that do not answer.
-func (n *node) missing(ctx context.Context) (missing []int) {
+// missing tries every Service and counts those that do not answer.
+func (n *node) missing(ctx context.Context) (count int) {
 	for i := range n.size.Services {
-		if ctx.Err() != nil {
-			return nil
-		}
-		if !n.reaches(n.frontend(i)).IsValid() {
-			missing = append(missing, i)
+		if ctx.Err() == nil && !n.reaches(n.frontend(i)).IsValid() {
+			count++
 		}
 	}
-	return missing
+	return count
 }
 
 // first starts the proxy and waits until it carries everything.
@@ -124,7 +123,7 @@ func (n *node) first(ctx context.Context, limit time.Duration) (*figures.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
-	return wait(n.untilAll(ctx, began, limit))
+	return n.untilAll(ctx, began, limit)
 }
 
 // again restarts the proxy. One endpoint changes while it is away, which tells when it has caught up.
@@ -142,7 +141,7 @@ func (n *node) again(ctx context.Context, limit time.Duration) (*figures.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
-	return wait(await(ctx, began, limit, n.ended, func() bool { return n.reaches(n.frontend(n.probe(0))) == want }))
+	return n.wait(await(ctx, began, limit, n.ended, func() bool { return n.reaches(n.frontend(n.probe(0))) == want }))
 }
 
 // change replaces one endpoint by a newcomer, through the API server.
