@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -59,6 +60,7 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	progress("starting the control plane")
 	w.plane, err = control.Start(ctx, control.Config{
 		Host: w.host, Etcd: p["etcd"], APIServer: p["kube-apiserver"], Dir: w.dir, ServiceRanges: []netip.Prefix{serviceRange},
+		RequestTimeout: time.Minute,
 	})
 	if err != nil {
 		return err
