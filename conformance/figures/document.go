@@ -53,7 +53,8 @@ func (r *Results) ReadmeTable() string {
 		b.WriteByte('\n')
 	}
 	line("start, until every Service answers", func(row *Row) string { return row.Start.short(Seconds) })
-	line("restart", func(row *Row) string { return row.Restart.short(Seconds) })
+	line("restart, nothing changed", func(row *Row) string { return row.Restart.short(Seconds) })
+	line("restart, one endpoint changed meanwhile", func(row *Row) string { return row.Away.short(Seconds) })
 	line("one endpoint changed, median / p99", func(row *Row) string { return row.Change.text() })
 	for _, rate := range r.Settings.Rates {
 		line(fmt.Sprintf("the same at %v changes a second", rate), func(row *Row) string { return row.Churn[rate].Quantiles.text() })

@@ -33,7 +33,8 @@ func nothing(*Row) Spread { return Spread{} }
 func (r *Results) pictures() []picture {
 	all := []picture{
 		{"start", "Start: until every Service answers", "seconds", func(row *Row) Spread { return row.Start }, nothing, 1, false},
-		{"restart", "Restart: until a change made meanwhile has arrived", "seconds", func(row *Row) Spread { return row.Restart }, nothing, 1, false},
+		{"restart", "Restart: until at rest (thin line: until a change made meanwhile has arrived)", "seconds", func(row *Row) Spread { return row.Restart },
+			func(row *Row) Spread { return row.Away }, 1, false},
 		{"change", "One endpoint changed: from the API to the kernel (median, thin line to p99)", "milliseconds",
 			func(row *Row) Spread { return row.Change.P50 }, func(row *Row) Spread { return row.Change.P99 }, 1, false},
 		{"memory", "Resident memory of the proxy and its children (after the start, thin line to the peak)", "MiB",

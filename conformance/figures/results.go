@@ -90,8 +90,11 @@ type Cell struct {
 	// Error says why the run ended early; empty if it did not.
 	Error string `json:"error,omitempty"`
 
-	Start   *Wait   `json:"start,omitempty"`
+	Start *Wait `json:"start,omitempty"`
+	// Restart is one while nothing changed, until the processes are at rest; Away one with an endpoint changed while the proxy was
+	// away, until connections end there.
 	Restart *Wait   `json:"restart,omitempty"`
+	Away    *Wait   `json:"away,omitempty"`
 	Change  *Spans  `json:"change,omitempty"`
 	Churn   []Churn `json:"churn,omitempty"`
 	Memory  *Memory `json:"memory,omitempty"`

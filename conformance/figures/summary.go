@@ -16,10 +16,10 @@ type Row struct {
 	Tried  bool
 	Errors []string
 
-	// Start and Restart are in seconds, and so is the processor time in them.
-	Start, Restart       Spread
-	StartCPU, RestartCPU Spread
-	Change               Quantiles
+	// Start, Restart and Away are in seconds, and so is the processor time in them.
+	Start, Restart             Spread
+	Away, StartCPU, RestartCPU Spread
+	Change                     Quantiles
 	// Churn is by the rate.
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
@@ -50,6 +50,7 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row.Tried = len(cells) > 0
 	row.Start = waits(cells, func(c *Cell) *Wait { return c.Start })
 	row.Restart = waits(cells, func(c *Cell) *Wait { return c.Restart })
+	row.Away = waits(cells, func(c *Cell) *Wait { return c.Away })
 	row.StartCPU = processor(cells, func(c *Cell) *Wait { return c.Start })
 	row.RestartCPU = processor(cells, func(c *Cell) *Wait { return c.Restart })
 	row.Change = quantilesOf(gather(cells, func(c *Cell) (Spans, bool) { return deref(c.Change), c.Change != nil }))

@@ -92,9 +92,11 @@ func (r *Results) tables() []table {
 	all := []table{
 		{"Start", "From the start of the process until every Service answers, median and range of the repeats.",
 			func(row *Row) string { return row.Start.text(Seconds) }, false},
-		{"Restart", "Stopped and started again, with all rules in the kernel; until a change made meanwhile has arrived there.",
+		{"Restart, nothing changed", "Stopped and started again, with all rules in the kernel, until the processes are at rest.",
 			func(row *Row) string { return row.Restart.text(Seconds) }, false},
-		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode included; of a start that hit its limit, until the limit.",
+		{"Restart, one endpoint changed meanwhile", "Stopped and started again, until connections end at the new endpoint.",
+			func(row *Row) string { return row.Away.text(Seconds) }, false},
+		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode included; of what hit its limit, until the limit. The restart is that without a change.",
 			func(row *Row) string {
 				if row.StartCPU.N == 0 {
 					return none

@@ -126,11 +126,60 @@ func (n *node) first(ctx context.Context, limit time.Duration) (*figures.Wait, e
 	return n.untilAll(ctx, began, limit)
 }
 
-// again restarts the proxy. One endpoint changes while it is away, which tells when it has caught up.
-func (n *node) again(ctx context.Context, limit time.Duration) (*figures.Wait, error) {
-	stop, cancel := context.WithTimeout(ctx, 30*time.Second)
+func (n *node) stop(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	if err := n.proxy.Stop(stop); err != nil {
+	return n.proxy.Stop(ctx)
+}
+
+// A process is at rest when it and its children have used less than a part of a second of processor time in a second.
+const (
+	restTime = time.Second
+	restMost = 50 * time.Millisecond
+	restLook = 20 * time.Millisecond
+)
+
+// again restarts the proxy while nothing changes, and waits until it is at rest: there is nothing to see in packets, which go on all
+// the time. The result is the time until the rest began.
+func (n *node) again(ctx context.Context, limit time.Duration) (*figures.Wait, error) {
+	if err := n.stop(ctx); err != nil {
+		return nil, err
+	}
+	began := time.Now()
+	if err := n.start(); err != nil {
+		return nil, err
+	}
+	r := resting{}
+	for {
+		waited := time.Since(began)
+		quiet, busy, ok := r.look(waited, n.usage.processor())
+		switch {
+		case ok:
+			return &figures.Wait{Seconds: quiet.Seconds(), Processor: busy.Seconds()}, nil
+		case waited > limit:
+			return n.wait(waited, errLimit)
+		}
+		if err := errors.Join(n.ended(), sleep(ctx, restLook)); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// resting finds the first time of rest in a growing processor time.
+type resting struct{ at, busy []time.Duration }
+
+// look takes the processor time at a moment, and gives when rest began and what had been used by then, as soon as it has lasted.
+func (r *resting) look(at, busy time.Duration) (quiet, used time.Duration, ok bool) {
+	r.at, r.busy = append(r.at, at), append(r.busy, busy)
+	for len(r.at) > 1 && busy-r.busy[0] >= restMost {
+		r.at, r.busy = r.at[1:], r.busy[1:]
+	}
+	return r.at[0], r.busy[0], at-r.at[0] >= restTime && busy > 0
+}
+
+// away restarts the proxy, and changes an endpoint while it is away, which tells when it has caught up.
+func (n *node) away(ctx context.Context, limit time.Duration) (*figures.Wait, error) {
+	if err := n.stop(ctx); err != nil {
 		return nil, err
 	}
 	want, err := n.change(ctx, n.probe(0), 0)

@@ -152,8 +152,11 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 		return err
 	}
 	// Before the churn, after which a proxy may have work left that it would finish in the midst of its restart.
-	step("restart")
+	step("restarts")
 	if c.Restart, err = n.again(ctx, seconds(s.StartLimit)); err != nil || c.Restart.Limit {
+		return err
+	}
+	if c.Away, err = n.away(ctx, seconds(s.StartLimit)); err != nil || c.Away.Limit {
 		return err
 	}
 	step("single changes")
@@ -202,6 +205,9 @@ func summary(c *figures.Cell) string {
 	}
 	if c.Restart != nil {
 		fmt.Fprintf(&b, "  restart %s", figures.WaitText(*c.Restart))
+	}
+	if c.Away != nil {
+		fmt.Fprintf(&b, "  after a change %s", figures.WaitText(*c.Away))
 	}
 	if c.Data != nil {
 		fmt.Fprintf(&b, "  connect %.0f µs", c.Data.First)

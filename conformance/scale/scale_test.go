@@ -189,6 +189,25 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
+// Rest begins where the processor time stops to grow, and has to last.
+func TestResting(t *testing.T) {
+	const ms = time.Millisecond
+	r := resting{}
+	for at := time.Duration(0); at < 5*time.Second; at += 20 * ms {
+		// It works for 600 ms, waits for 500, works for 400, and then does next to nothing.
+		busy := min(at, 600*ms) + max(0, min(at-1100*ms, 400*ms)) + max(0, at-1500*ms)/100
+		quiet, used, ok := r.look(at, busy)
+		if !ok {
+			continue
+		}
+		if quiet < 1440*ms || quiet > 1500*ms || used < 940*ms || used > 1000*ms || at < quiet+restTime {
+			t.Errorf("at %v: rest since %v after %v", at, quiet, used)
+		}
+		return
+	}
+	t.Error("no rest was found")
+}
+
 // A process that is followed counts with what it has started.
 func TestUsage(t *testing.T) {
 	u := &usage{}

@@ -225,6 +225,11 @@ func (o *options) inside(ctx context.Context, results *figures.Results) (err err
 			return err
 		}
 	}
+	if o.cells {
+		if err := loadIPVS(ctx); err != nil {
+			return err
+		}
+	}
 	if err := o.kinds(ctx, plan); err != nil {
 		return err
 	}

@@ -69,11 +69,19 @@ func readLine(line string, r *figures.Results) (ours bool, err error) {
 	return false, nil
 }
 
-// The guest: as many processors as most laptops spare, memory for control plane and files.
+// The guest has processors for a control plane and a proxy, and memory for all programs, twice, since its files are in memory.
 const (
 	guestCores  = "2"
-	guestMemory = "6144"
+	guestMemory = "4096"
 )
+
+// loadIPVS is for a guest, where nobody else would load the module.
+func loadIPVS(ctx context.Context) error {
+	if out, err := exec.CommandContext(ctx, "modprobe", "ip_vs").CombinedOutput(); err != nil {
+		return fmt.Errorf("modprobe ip_vs: %w: %s", err, out)
+	}
+	return nil
+}
 
 // inGuest runs this program in a guest, with all it needs, and takes up the results as they come. It always begins anew.
 func (o *options) inGuest(ctx context.Context, results *figures.Results) (err error) {
@@ -93,6 +101,13 @@ func (o *options) inGuest(ctx context.Context, results *figures.Results) (err er
 	args := []string{"-g", o.guest, "-c", guestCores, "-m", guestMemory, "-t", fmt.Sprint(int(o.budget.Seconds()) + 600)}
 	for _, p := range []string{"xtables-legacy-multi", "env", "ipset"} {
 		args = append(args, "-p", p)
+	}
+	extensions, err := filepath.Glob("/usr/lib/*/xtables")
+	if err != nil {
+		return err
+	}
+	for _, dir := range extensions {
+		args = append(args, "-f", dir)
 	}
 	inner := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), "--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
 	for name, path := range programs {
