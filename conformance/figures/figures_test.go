@@ -105,6 +105,16 @@ func TestText(t *testing.T) {
 	}
 }
 
+func TestShortened(t *testing.T) {
+	for text, want := range map[string]string{
+		"one line": "one line", "it has ended:\nfirst\n\tlast words\n >\n": "it has ended: last words", "a:\n>": "a: >",
+	} {
+		if got := Shortened(text); got != want {
+			t.Errorf("%q is %q, want %q", text, got, want)
+		}
+	}
+}
+
 func TestParseSize(t *testing.T) {
 	if s, err := ParseSize("10000x10"); err != nil || s != (Size{10000, 10}) || s.String() != "10000x10" {
 		t.Errorf("%v, %v", s, err)

@@ -220,18 +220,22 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	}
 	for _, c := range r.Cells {
 		if c.Error != "" {
-			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, shortened(c.Error))
+			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
 		}
 	}
 }
 
-// shortened leaves of an error its first line, and of what a program said the last.
-func shortened(text string) string {
+// Shortened leaves of an error its first line, and of what a program said the last that says something.
+func Shortened(text string) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	if len(lines) == 1 {
 		return text
 	}
-	return lines[0] + " " + lines[len(lines)-1]
+	last := len(lines) - 1
+	for last > 1 && len(strings.TrimSpace(lines[last])) < 3 {
+		last--
+	}
+	return lines[0] + " " + strings.TrimSpace(lines[last])
 }
 
 func sortedKeys(m map[string]string) (keys []string) {

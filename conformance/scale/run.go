@@ -213,7 +213,7 @@ func summary(c *figures.Cell) string {
 		fmt.Fprintf(&b, "  connect %.0f µs", c.Data.First)
 	}
 	if c.Error != "" {
-		fmt.Fprintf(&b, "  %s", c.Error)
+		fmt.Fprintf(&b, "  failed: %s", figures.Shortened(c.Error))
 	}
 	return b.String()
 }

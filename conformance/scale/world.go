@@ -200,7 +200,8 @@ func (n *node) prepare(k *Kind) error {
 	if err != nil {
 		return err
 	}
-	args := []string{"PATH=" + path, k.Binary}
+	// The lock of legacy iptables is one for the whole machine, and others may hold it.
+	args := []string{"PATH=" + path, "XTABLES_LOCKFILE=" + n.log + ".lock", k.Binary}
 	for _, a := range k.args {
 		args = append(args, strings.ReplaceAll(a, "{config}", config))
 	}
