@@ -195,7 +195,8 @@ func (p *Plane) StartControllers() error {
 }
 
 func (p *Plane) ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	// A start is some hundred requests, and takes as long as a machine is slow.
+	ctx, cancel := context.WithTimeout(ctx, 12*p.config.RequestTimeout)
 	defer cancel()
 	var last error
 	for ctx.Err() == nil {

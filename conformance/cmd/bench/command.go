@@ -275,7 +275,7 @@ func (o *options) kinds(ctx context.Context, plan *scale.Plan) error {
 
 // measure runs the plan. Broken off, it keeps what it has.
 func (o *options) measure(ctx context.Context, plan *scale.Plan) error {
-	p := newProgress(os.Stderr)
+	p := newProgress(os.Stderr, !o.cells)
 	plan.Say, plan.Progress = p.say, p.show
 	saved := len(plan.Results.Cells)
 	plan.Save = func() error {

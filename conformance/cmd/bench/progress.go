@@ -15,8 +15,9 @@ type progress struct {
 	last     time.Time
 }
 
-func newProgress(out *os.File) *progress {
-	return &progress{out: out, terminal: term.IsTerminal(int(out.Fd()))}
+// newProgress writes to a file; over says that lines may be written over if it is a terminal.
+func newProgress(out *os.File, over bool) *progress {
+	return &progress{out: out, terminal: over && term.IsTerminal(int(out.Fd()))}
 }
 
 // clear is the sequence that goes to the beginning of the line and empties it.
