@@ -169,7 +169,7 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	c.Away = &Wait{Seconds: n / 8}
 	c.Change = &Spans{Milliseconds: []float64{n, 2 * n, 3 * n}, Write: 2}
 	for _, rate := range exampleRates {
-		c.Churn = append(c.Churn, Churn{Rate: rate, Written: rate - 1, Spans: Spans{Milliseconds: []float64{n, 3 * n}}, Cores: rate / 2000, Behind: Wait{Seconds: n / 1000}})
+		c.Churn = append(c.Churn, Churn{Rate: rate, Written: rate - 1, Spans: Spans{Milliseconds: []float64{n, 3 * n}, Write: 2}, Cores: rate / 2000, Behind: Wait{Seconds: n / 1000}})
 	}
 	return c
 }

@@ -31,8 +31,8 @@ type Row struct {
 // ChurnRow is what all repeats say of one rate.
 type ChurnRow struct {
 	Quantiles
-	// Written is changes a second, Cores processor time by time, Behind seconds.
-	Written, Cores, Behind Spread
+	// Written is changes a second, Cores processor time by time, Behind seconds, Write milliseconds.
+	Written, Cores, Behind, Write Spread
 }
 
 // Row sums up a proxy in one size.
@@ -120,17 +120,18 @@ func waitSpread(all []Wait) Spread {
 
 func churnRow(cells []*Cell, rate float64) ChurnRow {
 	var spans []Spans
-	var written, cores []float64
+	var written, cores, write []float64
 	var behind []Wait
 	for _, c := range cells {
 		for _, ch := range c.Churn {
 			if ch.Rate == rate {
 				spans = append(spans, ch.Spans)
+				write = append(write, ch.Write)
 				written, cores, behind = append(written, ch.Written), append(cores, ch.Cores), append(behind, ch.Behind)
 			}
 		}
 	}
-	return ChurnRow{quantilesOf(spans), spreadOf(written, 0), spreadOf(cores, 0), waitSpread(behind)}
+	return ChurnRow{quantilesOf(spans), spreadOf(written, 0), spreadOf(cores, 0), waitSpread(behind), spreadOf(write, 0)}
 }
 
 // Sizes gives the sizes that were measured, by endpoints of a Service in the order they came first, then by Services.

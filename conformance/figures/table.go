@@ -111,7 +111,7 @@ func (r *Results) tables() []table {
 			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile.",
 			func(row *Row) string { return row.Churn[rate].Quantiles.text() }, false},
 			table{fmt.Sprintf("%v changes a second: the load", rate),
-				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took.",
+				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took / how long it took for one, a part of the times above.",
 				func(row *Row) string { return row.Churn[rate].load() }, false})
 	}
 	return append(all,
@@ -151,7 +151,7 @@ func (c ChurnRow) load() string {
 	if c.P50.N == 0 {
 		return none
 	}
-	return strings.Join([]string{c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond)}, " / ")
+	return strings.Join([]string{c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond), c.Write.short(Milliseconds)}, " / ")
 }
 
 // WriteTables writes all tables in Markdown.
