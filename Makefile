@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail where the kernel has none, unless they are told so by name. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build test tools lint race unit once conformance conformance-slice conformance-ipvs bench bench-ipvs fuzz matrix soak cross image cluster clean
+.PHONY: help demo build test tools lint race unit once conformance conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-ipvs fuzz matrix soak cross image cluster clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,7 +60,18 @@ conformance-slice: tools build ## some cases of every theme: Verdict and kube-pr
 	$(CONFORMANCE) --slice --proxy verdict --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
 
-bench: ## the whole line to the kernel, and the kernel alone beside it
+BENCH = CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/bench-proxies ./conformance/cmd/bench && $(BIN)/bench-proxies
+
+bench: tools ## Verdict and kube-proxy beside each other in large clusters: four hours at most, and goes on where it was broken off
+	$(BENCH)
+
+bench-quick: tools ## a first picture of it in five minutes, after what has to be built
+	$(BENCH) --quick --fresh
+
+bench-docs: ## tables and pictures of the last make bench into docs/ and the README
+	$(BENCH) --render --docs
+
+bench-go: ## the whole line to the kernel, and the kernel alone beside it, without a cluster
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel
 
 fuzz: ## let the fuzz tests look for new cases, FUZZTIME each

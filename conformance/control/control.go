@@ -45,6 +45,9 @@ type Config struct {
 	Dir string
 	// ServiceRanges are the ranges of cluster IPs, the first family is the primary one.
 	ServiceRanges []netip.Prefix
+	// RequestTimeout is how long a request may take, which large lists need; 0 means 10 s. It is also how long the server takes to
+	// end while somebody watches.
+	RequestTimeout time.Duration
 }
 
 const (
@@ -62,6 +65,9 @@ const tokens = adminToken + `,admin,admin,"system:masters"
 
 // Start starts etcd and the API server, and waits until it answers.
 func Start(ctx context.Context, c Config) (*Plane, error) {
+	if c.RequestTimeout == 0 {
+		c.RequestTimeout = 10 * time.Second
+	}
 	p := &Plane{config: c, url: fmt.Sprintf("https://%s", netip.AddrPortFrom(c.Host.IP4, securePort))}
 	if err := p.start(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("control plane: %w", err), p.Close())
@@ -76,7 +82,7 @@ func (p *Plane) start(ctx context.Context) error {
 	// Each request has its own stream on one connection, so the dialer is not asked often.
 	config := &rest.Config{
 		Host: p.url, BearerToken: adminToken, TLSClientConfig: rest.TLSClientConfig{CAData: p.ca.pem},
-		QPS: -1, Dial: p.config.Host.DialContext, Timeout: 20 * time.Second, WarningHandler: rest.NoWarnings{},
+		QPS: -1, Dial: p.config.Host.DialContext, Timeout: 2 * p.config.RequestTimeout, WarningHandler: rest.NoWarnings{},
 	}
 	var err error
 	if p.Client, err = kubernetes.NewForConfig(config); err != nil {
@@ -152,8 +158,7 @@ func (p *Plane) serverArgs() []string {
 		// Pods here have no tokens, and stories write many objects at once.
 		"--disable-admission-plugins=ServiceAccount", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0",
 		"--enable-priority-and-fairness=false", "--shutdown-delay-duration=0s", "--v=1",
-		// It is also how long the server takes to end while somebody watches.
-		"--request-timeout=10s",
+		"--request-timeout=" + p.config.RequestTimeout.String(),
 	}
 }
 

@@ -60,6 +60,13 @@ func (p *Process) Start() error {
 	return nil
 }
 
+// PID gives the process id of the program, as it was started last; 0 if it never was.
+func (p *Process) PID() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.pid
+}
+
 // Ended reports that the program does not run.
 func (p *Process) Ended() bool {
 	p.mu.Lock()

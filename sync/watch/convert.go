@@ -353,21 +353,21 @@ func (c *converter) slicePort(f *findings, field inObject, names *seen[portName]
 // endpointsOf reads only the first address of each endpoint, as the API says all consumers do.
 func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []snapshot.Endpoint {
 	out := make([]snapshot.Endpoint, 0, len(o.Endpoints))
-	at := make(map[netip.Addr]int, len(o.Endpoints))
+	at := newPlaces(len(o.Endpoints))
 	for i := range o.Endpoints {
 		e := &o.Endpoints[i]
 		if len(e.Addresses) == 0 {
 			f.add(fmt.Sprintf("endpoints[%d].addresses", i), "an endpoint needs an address")
 			continue
 		}
-		field := fmt.Sprintf("endpoints[%d].addresses[0]", i)
+		field := func() string { return fmt.Sprintf("endpoints[%d].addresses[0]", i) }
 		a, err := parseAddr(e.Addresses[0], unicast)
 		if err != nil {
-			f.add(field, "%w", err)
+			f.add(field(), "%w", err)
 			continue
 		}
 		if a.Is4() != (o.AddressType == discoveryv1.AddressTypeIPv4) {
-			f.add(field, "%s is not of the slice's addressType %s", a, o.AddressType)
+			f.add(field(), "%s is not of the slice's addressType %s", a, o.AddressType)
 			continue
 		}
 		ep := snapshot.Endpoint{
@@ -385,15 +385,41 @@ func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []sna
 	return out
 }
 
-// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first.
-func addEndpoint(f *findings, field string, list []snapshot.Endpoint, at map[netip.Addr]int, e snapshot.Endpoint,
+// places says where in a list an address is. A nil map means that the list is so short that looking through it costs less.
+type places map[netip.Addr]int
+
+// fewEndpoints is how many can be looked through in the time a map takes.
+const fewEndpoints = 16
+
+func newPlaces(most int) places {
+	if most <= fewEndpoints {
+		return nil
+	}
+	return make(places, most)
+}
+
+// find gives the place of an address in the list.
+func (p places) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
+	if p != nil {
+		i, ok := p[a]
+		return i, ok
+	}
+	i := slices.IndexFunc(list, func(e snapshot.Endpoint) bool { return e.Addr == a })
+	return i, i >= 0
+}
+
+// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first. The path of the
+// field is only made if something is wrong with it.
+func addEndpoint(f *findings, field func() string, list []snapshot.Endpoint, at places, e snapshot.Endpoint,
 ) []snapshot.Endpoint {
-	j, again := at[e.Addr]
+	j, again := at.find(list, e.Addr)
 	if !again {
-		at[e.Addr] = len(list)
+		if at != nil {
+			at[e.Addr] = len(list)
+		}
 		return append(list, e)
 	}
-	f.add(field, "%s is there twice: the endpoint that is not terminating counts, else the first", e.Addr)
+	f.add(field(), "%s is there twice: the endpoint that is not terminating counts, else the first", e.Addr)
 	if list[j].Terminating && !e.Terminating {
 		list[j] = e
 	}
@@ -438,7 +464,7 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 				s.Ports = append(s.Ports, sp)
 			}
 		}
-		at := make(map[netip.Addr]int, len(sub.Addresses)+len(sub.NotReadyAddresses))
+		at := newPlaces(len(sub.Addresses) + len(sub.NotReadyAddresses))
 		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].addresses", i), s.Endpoints, at, sub.Addresses, true)
 		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses, false)
 		out = append(out, s)
@@ -446,18 +472,18 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 	return out, f.list
 }
 
-func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, at map[netip.Addr]int,
+func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, at places,
 	addresses []corev1.EndpointAddress, ready bool,
 ) []snapshot.Endpoint {
 	for i, e := range addresses {
-		field := fmt.Sprintf("%s[%d].ip", field, i)
+		path := func() string { return fmt.Sprintf("%s[%d].ip", field, i) }
 		a, err := parseAddr(e.IP, unicast)
 		if err != nil {
-			f.add(field, "%w", err)
+			f.add(path(), "%w", err)
 			continue
 		}
 		ep := snapshot.Endpoint{Addr: a, Node: c.text(deref(e.NodeName, "")), Ready: ready, Serving: ready}
-		list = addEndpoint(f, field, list, at, ep)
+		list = addEndpoint(f, path, list, at, ep)
 	}
 	return list
 }
