@@ -60,6 +60,9 @@ func Open(p *Programs, o Options) (*Backend, error) {
 	if err != nil {
 		return nil, err
 	}
+	if p.Variant == NFT {
+		o.Model.Step = iptshim.StepNFT
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	return &Backend{options: o, programs: p, watch: w, ctx: ctx, cancel: cancel, model: iptshim.New(o.Model)}, nil
 }
