@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -130,10 +131,10 @@ func BenchmarkFirstPacket(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
 				model, full, _ := planned(b, 10000, 1, Options{Dispatch: d, Step: steps(variant)})
 				restore(b, h, IPv4, variant, full.Text(IPv4))
-				_, err := h.Run("ip", "route", "add", "local", "10.128.0.0/9", "dev", "lo")
-				labtest.Check(b, err)
-				_, err = h.Run("ip", "route", "add", "default", "dev", "lo")
-				labtest.Check(b, err)
+				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo", "route add default dev lo src 192.0.2.1"} {
+					_, err := h.Run("ip", strings.Fields(args)...)
+					labtest.Check(b, err)
+				}
 				rows := model.families[IPv4].lists[natServices].rows
 				last := netip.AddrFrom4([4]byte([]byte(rows[len(rows)-1].key[:4])))
 				for b.Loop() {
