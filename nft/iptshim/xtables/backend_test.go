@@ -309,6 +309,9 @@ func TestRefused(t *testing.T) {
 			}
 			change := w.put(merged(web(1, 3), bad, web(4, 2)))
 			_, err := w.backend.Apply(w.planner.State(), change)
+			if saved := w.saved(); !strings.Contains(saved, "10.96.0.1/32") || !strings.Contains(saved, "10.96.0.2/32") {
+				t.Errorf("what was there is gone:\n%s", saved)
+			}
 			var refused *dataplane.Refused
 			name := snapshot.Name{Namespace: "default", Name: "web-3"}
 			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[name] == nil {
@@ -335,10 +338,9 @@ func TestRefused(t *testing.T) {
 // TestRefusedByNobody: what is no Service's fault is an error that blames none, and what was there stays.
 func TestRefusedByNobody(t *testing.T) {
 	w := newWorld(t, Legacy)
-	w.write(web(1, 1))
 	before := w.saved()
 	w.refusing(":KUBE", true)
-	_, err := w.apply(web(2, 1))
+	_, err := w.apply(merged(web(1, 1), web(2, 1), web(3, 1)))
 	var refused *dataplane.Refused
 	if err == nil || errors.As(err, &refused) || w.saved() != before {
 		t.Errorf("it says %v", err)
