@@ -115,6 +115,7 @@ func (r runner) run(ctx context.Context, input []byte, program string, args ...s
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
 	cmd.WaitDelay = waitDelay
+	cmd.SysProcAttr = &unix.SysProcAttr{Setpgid: true} // what ends us all from a terminal must not end it midway
 	var out, said bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(input), &out, &said
 	err := r.start(cmd)
