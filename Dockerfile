@@ -1,7 +1,8 @@
 # Two images:
 #
 #   nft   (the default) the program and nothing else. It writes nf_tables, and takes kube-proxy's rules away, without any other program
-#   full  besides, in a Debian: nft, iptables of both variants, ipset, ipvsadm and conntrack, to look at a node with
+#   full  besides, in a Debian: nft, iptables of both variants, ipset, ipvsadm and conntrack, to look at a node with, and to write with
+#         where only iptables works (docs/IPTABLES.md)
 #
 #   docker build -t verdict:dev .
 #   docker build -t verdict:dev-full --target full .

@@ -95,9 +95,7 @@ func (r *rules) openChains(ctx context.Context, s *config.Settings, log *slog.Lo
 		return err
 	}
 	chains, err := xtables.Open(programs, xtables.Options{
-		Model: iptshim.Options{MasqueradeMark: 1 << s.MasqueradeBit, KeepInvalid: liberal()},
-		Log:   log,
-	})
+		Model: chainOptions(s, liberal()), Log: log})
 	if err != nil {
 		return errors.Join(err, programs.Close())
 	}
@@ -118,6 +116,15 @@ func (r *rules) openCompat(ctx context.Context, s *config.Settings, log *slog.Lo
 	}
 	r.closers = append(r.closers, programs.Close)
 	r.compat = &xtables.Compat{Programs: programs, Bit: s.MasqueradeBit, Log: log}
+}
+
+// chainOptions says how rules of iptables are written; keepInvalid that packets outside of a connection's window are no reason to drop.
+func chainOptions(s *config.Settings, keepInvalid bool) iptshim.Options {
+	o := iptshim.Options{MasqueradeMark: 1 << s.MasqueradeBit, KeepInvalid: keepInvalid}
+	if s.IPTablesList {
+		o.Dispatch = iptshim.List
+	}
+	return o
 }
 
 // liberal says whether the kernel takes TCP packets outside of the window for valid: then none has to be dropped for that.

@@ -149,7 +149,7 @@ func (o *objectFlags) compareChains(ctx context.Context, p *xtables.Programs, co
 	} else {
 		c.Notes = append(c.Notes, "rules of iptables do not say what they should be: give the objects, to have those of Services compared")
 	}
-	model := iptshim.New(iptshim.Options{MasqueradeMark: 1 << o.policy.settings.MasqueradeBit, KeepInvalid: liberal()})
+	model := iptshim.New(chainOptions(o.policy.settings, liberal()))
 	model.Plan(state, dataplane.Change{})
 	for i, f := range iptshim.Families {
 		c.Tables = append(c.Tables, tableJSON{Family: f.String(), There: found.rules[i] > 0, Elements: found.rules[i]})

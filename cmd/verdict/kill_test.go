@@ -265,9 +265,9 @@ func (v *victim) owned() bool {
 	return strings.Count(labtest.Nfts(v.t)[0].List(v.t, v.cluster.Node), "flags owner") == 2
 }
 
-// TestKilled kills the proxy, again and again, while endpoints change and clients open new connections and hold old ones. Not one
-// fails. In the end the kernel holds exactly what the files ask for.
-func TestKilled(t *testing.T) {
+// newVictim gives a proxy that is not started yet, with files, and servers in all pods.
+func newVictim(t *testing.T) *victim {
+	t.Helper()
 	v := &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
 		random: rand.New(rand.NewPCG(1, 1)),
 		flags:  []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
@@ -289,30 +289,51 @@ func TestKilled(t *testing.T) {
 	var err error
 	v.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
 	labtest.Check(t, err)
+	return v
+}
+
+// TestKilled kills the proxy, again and again, while endpoints change and clients open new connections and hold old ones. Not one
+// fails. In the end the kernel holds exactly what the files ask for.
+func TestKilled(t *testing.T) {
+	v := newVictim(t)
 	v.start()
 	v.wait("the kernel carries the Services", 1)
 
-	stop, clients := make(chan struct{}), sync.WaitGroup{}
-	for n, from := range []*lab.Host{v.cluster.Outside, v.cluster.Pods[0], v.cluster.Node, v.cluster.Node2} {
-		clients.Go(func() { v.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), stop) })
-		for i := range 4 {
-			clients.Go(func() { v.hold(from, 4*n+i, stop) })
-		}
-	}
-	clients.Go(func() { v.churn(stop) })
+	stop := v.clients()
 	start := time.Now()
 	children, keepers, flushes := v.kill(t, rand.New(rand.NewPCG(3, 3)))
-	close(stop)
-	clients.Wait()
+	stop()
 	if flushes == 0 {
 		t.Error("the ruleset was never flushed")
 	}
 	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures",
 		children, keepers, time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures))
-	if len(v.failures) > 0 {
-		t.Errorf("%d clients failed, such as:\n%s", len(v.failures), strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
-	}
+	v.failed()
 	v.settle()
+}
+
+// failed reports what clients did not get.
+func (v *victim) failed() {
+	v.t.Helper()
+	if len(v.failures) > 0 {
+		v.t.Errorf("%d clients failed, such as:\n%s", len(v.failures), strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
+	}
+}
+
+// clients has clients come from everywhere, and files change, until stop is called.
+func (v *victim) clients() (stop func()) {
+	end, clients := make(chan struct{}), sync.WaitGroup{}
+	for n, from := range []*lab.Host{v.cluster.Outside, v.cluster.Pods[0], v.cluster.Node, v.cluster.Node2} {
+		clients.Go(func() { v.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), end) })
+		for i := range 4 {
+			clients.Go(func() { v.hold(from, 4*n+i, end) })
+		}
+	}
+	clients.Go(func() { v.churn(end) })
+	return func() {
+		close(end)
+		clients.Wait()
+	}
 }
 
 // settle lets the proxy come to rest and end. Another one must find exactly what the files ask for, and look at all of it.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -14,5 +15,6 @@ func TestMain(m *testing.M) {
 	if os.Getenv(beVerdict) != "" {
 		os.Exit(run())
 	}
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
 	labtest.Main(m)
 }

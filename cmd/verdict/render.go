@@ -85,7 +85,7 @@ func chainsToRender(policy *policyFlags, family string, said bool) (*renderChain
 		}
 		return nil, nil
 	}
-	c := &renderChains{options: iptshim.Options{MasqueradeMark: 1 << s.MasqueradeBit}}
+	c := &renderChains{options: chainOptions(s, false)}
 	switch family {
 	case "ipv4":
 	case "ipv6":

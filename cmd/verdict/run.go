@@ -46,9 +46,12 @@ manifest or a directory of manifests (YAML or JSON), which is watched: an edit t
 be read leaves its last good content in force. Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are looked at;
 other kinds are passed over.
 
---config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --keeper, --own-tables, --takeover and two about
-metrics. A flag overrides the file. A change of the file takes effect at once, or the log says what needs a restart; a value that cannot
+--config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --backend and those about iptables, --keeper, --own-tables,
+--takeover and two about metrics. A flag overrides the file. A change of the file takes effect at once, or the log says what needs a restart; a value that cannot
 be meant is told with file, line and field, and changes nothing. docs/CONFIGURATION.md has every field and every flag.
+
+What writes the rules is nftables where the kernel can, else iptables (--backend, docs/IPTABLES.md); after a change of that, the rules of
+the other one go once the new ones carry every Service.
 
 On Linux 6.9 and later the tables belong to one netlink socket, and nobody else can change them as long as it is open. It is
 kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=1 and Type=notify, else by a small

@@ -53,7 +53,7 @@ func (s *successor) run(ctx context.Context) {
 	}
 	var beside sync.WaitGroup
 	if s.leave != nil {
-		if err := s.leave(ctx, s.runner.Log); err != nil {
+		if err := s.leave(ctx, s.runner.Log); err != nil && ctx.Err() == nil {
 			s.runner.Log.Warn("what Verdict wrote before with its other backend is still there; it will be tried again", "err", err)
 			beside.Go(func() { s.leaveLater(ctx) })
 		}

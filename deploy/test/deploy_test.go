@@ -66,7 +66,11 @@ func (o objects) daemonSet() *appsv1.DaemonSet { return o["DaemonSet/verdict"].(
 // TestManifests: what kustomize and Helm print is decoded strictly, and fits the program.
 func TestManifests(t *testing.T) {
 	for how, text := range rendered(t) {
-		if err := examine(text); err != nil {
+		var rights []corev1.Capability
+		if how == withEveryValue { // iptables is a part of it
+			rights = append(rights, "NET_RAW")
+		}
+		if err := examine(text, rights...); err != nil {
 			t.Errorf("%s: %v", how, err)
 		}
 	}
@@ -110,13 +114,13 @@ func TestManifestsWrong(t *testing.T) {
 	}
 }
 
-// examine gives the first thing that is wrong with YAML documents.
-func examine(text string) error {
+// examine gives the first thing that is wrong with YAML documents. Rights are those that they give besides NET_ADMIN.
+func examine(text string, rights ...corev1.Capability) error {
 	o, err := decode(text)
 	if err != nil {
 		return err
 	}
-	for _, check := range []func(objects) error{checkNames, checkArgs, checkConfig, checkRoles, checkRights, checkProbes} {
+	for _, check := range []func(objects) error{checkNames, checkArgs, checkConfig, checkRoles, checkRights(rights), checkProbes} {
 		if err := check(o); err != nil {
 			return err
 		}
@@ -249,14 +253,18 @@ func request(verb, group, resource string) string {
 	return strings.TrimSuffix(verb+" "+resource+"."+group, ".")
 }
 
-// checkRights: the container that stays has no right but to change the network.
-func checkRights(o objects) error {
+// checkRights: the container that stays has no right but to change the network, and those that are named.
+func checkRights(more []corev1.Capability) func(objects) error {
+	return func(o objects) error { return checkRightsOf(o, append([]corev1.Capability{"NET_ADMIN"}, more...)) }
+}
+
+func checkRightsOf(o objects, rights []corev1.Capability) error {
 	pod := o.daemonSet().Spec.Template.Spec
 	if !pod.HostNetwork || len(pod.Containers) != 1 {
 		return fmt.Errorf("want one container in the host's network")
 	}
 	s := pod.Containers[0].SecurityContext
-	want := &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_ADMIN"}}
+	want := &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: rights}
 	if !reflect.DeepEqual(s.Capabilities, want) {
 		return fmt.Errorf("capabilities %v; want %v", s.Capabilities, want)
 	}

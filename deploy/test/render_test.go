@@ -141,9 +141,12 @@ func rendered(t *testing.T) map[string]string {
 	}
 	text, err := template(t, "", everyValue)
 	check(t, err)
-	all["helm with every value"] = text
+	all[withEveryValue] = text
 	return all
 }
+
+// withEveryValue is what rendered calls a chart with all of them.
+const withEveryValue = "helm with every value"
 
 // everyValue has something in every place that is empty by default.
 const everyValue = `
@@ -154,6 +157,7 @@ clusterCIDR: 10.244.0.0/16,fd00:10:244::/48
 config: {mode: ipvs, conntrack: {maxPerCore: 0}, metricsBindAddress: "0.0.0.0:10249"}
 verdict: {keeper: process, ownTables: false}
 takeover: never
+iptables: true
 hostPID: true
 sysctls: false
 podAnnotations: {a: b}

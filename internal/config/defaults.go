@@ -50,6 +50,7 @@ func (d *Document) setDefaults() {
 	v := &d.Verdict
 	v.APIVersion, v.Kind = verdictVersion, verdictKind
 	orDefault(&v.Backend, string(Auto))
+	orDefault(&v.IPTablesDispatch, "tree")
 	orDefault(&v.Keeper, "auto")
 	orPointer(&v.OwnTables, true)
 	orDefault(&v.Takeover, "auto")

@@ -34,6 +34,8 @@ type VerdictConfiguration struct {
 	Manifests string `json:"manifests"`
 	// Backend says what writes the rules: auto, nftables or iptables.
 	Backend string `json:"backend"`
+	// IPTablesDispatch says how rules of iptables find a Service: tree or list.
+	IPTablesDispatch string `json:"iptablesDispatch"`
 	// IPTablesCompat keeps the chains KUBE-MARK-MASQ and KUBE-POSTROUTING beside nftables, for others that jump there.
 	IPTablesCompat bool `json:"iptablesCompat"`
 	// Keeper says who holds the netlink socket while the proxy is restarted: auto, process, systemd or none.

@@ -111,6 +111,8 @@ var fields = []field{
 	{verdictKind + ".manifests", Restart, "take the objects from this file or directory, which is watched, in place of the Kubernetes API", nil},
 	{verdictKind + ".backend", Restart, "what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
 		oneOf(string(Auto), string(NFTables), string(IPTables))},
+	{verdictKind + ".iptablesDispatch", Restart, "how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
+		oneOf("tree", "list")},
 	{verdictKind + ".iptablesCompat", Restart, "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
 	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/keeper.md](decisions/keeper.md)",
 		oneOf("auto", "process", "systemd", "none")},

@@ -128,6 +128,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"windowsRunAsService", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"VerdictConfiguration.manifests", `""`, `/etc/verdict`, `[a]`, noText + notSet},
 	{"VerdictConfiguration.backend", `auto`, `iptables`, `nft`, `"nft" is none of auto, nftables, iptables` + isDefault + "auto"},
+	{"VerdictConfiguration.iptablesDispatch", `tree`, `list`, `ring`, `"ring" is none of tree, list` + isDefault + "tree"},
 	{"VerdictConfiguration.iptablesCompat", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"VerdictConfiguration.keeper", `auto`, `none`, `dog`, `"dog" is none of auto, process, systemd, none` + isDefault + "auto"},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},

@@ -100,6 +100,8 @@ var policyFlags = []option{
 		"iptables.masqueradeBit", "nftables.masqueradeBit"),
 	word("backend", "auto|nftables|iptables", "what writes the rules (default auto: nftables where the kernel can, else iptables)", ofPolicy,
 		func(d *Document) *string { return &d.Verdict.Backend }, verdictKind+".backend"),
+	word("iptables-dispatch", "tree|list", "how rules of iptables find a Service: by a tree of chains, or by one list as kube-proxy's (default tree)", ofPolicy,
+		func(d *Document) *string { return &d.Verdict.IPTablesDispatch }, verdictKind+".iptablesDispatch"),
 	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
 	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,

@@ -31,6 +31,8 @@ type Settings struct {
 	// that these, and all rules of iptables, set: 0 to 31.
 	IPTablesCompat bool
 	MasqueradeBit  int
+	// IPTablesList says that rules of iptables find a Service by one list, as kube-proxy's, and not by a tree of chains.
+	IPTablesList bool
 
 	Client Client
 	// Manifests is a file or a directory to take the objects from; empty means from the Kubernetes API.
@@ -130,7 +132,7 @@ func (d *Document) settings() *Settings {
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
 
-		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit),
+		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit), IPTablesList: v.IPTablesDispatch == "list",
 
 		IPVSServices: int(*v.IPVSServices),
 		IPVSTimeouts: [...]time.Duration{c.IPVS.TCPTimeout.Duration, c.IPVS.TCPFinTimeout.Duration, c.IPVS.UDPTimeout.Duration},

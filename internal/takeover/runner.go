@@ -105,6 +105,9 @@ func (r *Runner) Run(ctx context.Context, ready <-chan struct{}) {
 func (r *Runner) look(ctx context.Context) time.Duration {
 	r.looks++
 	f, err := r.find(ctx)
+	if ctx.Err() != nil {
+		return 0
+	}
 	if err != nil {
 		r.once(err.Error())
 	}

@@ -14,6 +14,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // Found is what there is of a kube-proxy in a network namespace.
@@ -50,7 +52,11 @@ func (f *Found) findNFTables() (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, n.close()) }()
-	if f.tables, err = n.proxyTables(); err != nil {
+	f.tables, err = n.proxyTables()
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) { // this kernel has no nf_tables
+		return nil
+	}
+	if err != nil {
 		return err
 	}
 	tables, err := n.tables()

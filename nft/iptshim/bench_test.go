@@ -1,13 +1,18 @@
 package iptshim
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"strconv"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -33,7 +38,7 @@ func largeService(i, endpoints, round int) snapshot.Delta {
 	for e := range endpoints {
 		k := i*endpoints + e
 		if e == 0 {
-			k += round * 1 << 20
+			k += round % 200 * 1000
 		}
 		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Ready: true, Serving: true,
 			Addr: netip.AddrFrom4([4]byte{10, 128 + byte(k>>16), byte(k >> 8), byte(k)})})
@@ -41,24 +46,113 @@ func largeService(i, endpoints, round int) snapshot.Delta {
 	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s}, Slices: map[snapshot.Name]*snapshot.Slice{n: slice}}
 }
 
-// TestDump writes the texts of a large cluster to files.
-func TestDump(t *testing.T) {
-	dir := os.Getenv("DUMP")
-	if dir == "" {
-		t.Skip()
+// planned gives a model that has planned such a cluster, and what changes it.
+func planned(b *testing.B, services, endpoints int, o Options) (model *Model, full *Txn, change func(round int) *Txn) {
+	b.Helper()
+	snap, planner := large(services, endpoints), dataplane.NewPlanner(configs[0])
+	model = New(o)
+	c, _ := planner.Apply(snap, snapshot.Change{All: true})
+	full = model.Plan(planner.State(), c)
+	return model, full, func(round int) *Txn {
+		c, _ := planner.Apply(snap, snap.Apply(largeService(services-1, endpoints, round)))
+		return model.Plan(planner.State(), c)
 	}
-	n, _ := strconv.Atoi(os.Getenv("N"))
-	d, _ := strconv.Atoi(os.Getenv("D"))
-	step, _ := strconv.Atoi(os.Getenv("STEP"))
-	snap, planner, model := large(n, 10), dataplane.NewPlanner(configs[0]), New(Options{Dispatch: Dispatch(d), Step: step})
-	change, _ := planner.Apply(snap, snapshot.Change{All: true})
-	start := time.Now()
-	text := model.Plan(planner.State(), change).Text(IPv4)
-	fmt.Println("full", time.Since(start), len(text))
-	os.WriteFile(fmt.Sprintf("%s/full-%d-%d", dir, n, d), text, 0o644)
-	start = time.Now()
-	change, _ = planner.Apply(snap, snap.Apply(largeService(n-1, 10, 1)))
-	text = model.Plan(planner.State(), change).Text(IPv4)
-	fmt.Println("one", time.Since(start), len(text))
-	os.WriteFile(fmt.Sprintf("%s/one-%d-%d", dir, n, d), text, 0o644)
+}
+
+// BenchmarkPlan plans all of a cluster, and a change of one endpoint.
+func BenchmarkPlan(b *testing.B) {
+	for _, n := range []int{1000, 10000} {
+		b.Run(fmt.Sprintf("full/%d", n), func(b *testing.B) {
+			snap := large(n, 10)
+			st, _ := dataplane.Compute(configs[0], snap)
+			for b.Loop() {
+				_ = New(Options{}).Plan(st, dataplane.Change{}).Text(IPv4)
+			}
+		})
+		b.Run(fmt.Sprintf("one/%d", n), func(b *testing.B) {
+			_, _, change := planned(b, n, 10, Options{})
+			round := 0
+			for b.Loop() {
+				round++
+				if text := change(round).Text(IPv4); len(text) == 0 {
+					b.Fatal("nothing changes")
+				}
+			}
+		})
+	}
+}
+
+// steps is the Step for a variant.
+func steps(variant string) int {
+	if variant == "nft" {
+		return StepNFT
+	}
+	return 0
+}
+
+// BenchmarkRestore writes clusters with ten endpoints a Service by real programs: all of it, then one endpoint after the other.
+func BenchmarkRestore(b *testing.B) {
+	for _, variant := range variants {
+		for _, n := range []int{1000, 5000, 10000} {
+			b.Run(fmt.Sprintf("%s/%d", variant, n), func(b *testing.B) {
+				h := labtest.NewHost(b, labtest.NewNet(b), "node")
+				_, full, change := planned(b, n, 10, Options{Step: steps(variant)})
+				start, cpu := time.Now(), childrenCPU()
+				restore(b, h, IPv4, variant, full.Text(IPv4))
+				cold, coldCPU := time.Since(start), childrenCPU()-cpu
+				round := 0
+				cpu = childrenCPU()
+				for b.Loop() {
+					round++
+					restore(b, h, IPv4, variant, change(round).Text(IPv4))
+				}
+				b.ReportMetric(cold.Seconds(), "s-cold")
+				b.ReportMetric(coldCPU.Seconds(), "cpu-s-cold")
+				b.ReportMetric((childrenCPU()-cpu).Seconds()/float64(round), "cpu-s/op")
+			})
+		}
+	}
+}
+
+// childrenCPU is the time that programs we ran have spent on the processors, which says more than the clock on a machine that has other work.
+func childrenCPU() time.Duration {
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_CHILDREN, &u); err != nil {
+		panic(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// BenchmarkFirstPacket begins connections to the last of 10,000 Services.
+func BenchmarkFirstPacket(b *testing.B) {
+	for _, variant := range variants {
+		for name, d := range map[string]Dispatch{"list": List, "tree": Tree} {
+			b.Run(variant+"/"+name, func(b *testing.B) {
+				h := labtest.NewHost(b, labtest.NewNet(b), "node")
+				model, full, _ := planned(b, 10000, 1, Options{Dispatch: d, Step: steps(variant)})
+				restore(b, h, IPv4, variant, full.Text(IPv4))
+				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo", "route add default dev lo src 192.0.2.1"} {
+					_, err := h.Run("ip", strings.Fields(args)...)
+					labtest.Check(b, err)
+				}
+				rows := model.families[IPv4].lists[natServices].rows
+				last := netip.AddrFrom4([4]byte([]byte(rows[len(rows)-1].key[:4])))
+				for b.Loop() {
+					begin(b, h, netip.AddrPortFrom(last, 80))
+				}
+			})
+		}
+	}
+}
+
+// begin opens a connection that nobody accepts. The rules have seen its first packet when it is refused.
+func begin(b *testing.B, h *lab.Host, to netip.AddrPort) {
+	ctx, cancel := context.WithTimeout(b.Context(), time.Second)
+	defer cancel()
+	if c, err := h.DialContext(ctx, "tcp", to.String()); err == nil {
+		_ = c.Close()
+		b.Fatal("somebody is there")
+	} else if !errors.Is(err, syscall.ECONNREFUSED) {
+		b.Fatal(err)
+	}
 }

@@ -66,8 +66,7 @@ func rowKey(a netip.Addr, p snapshot.Protocol, port uint16) string {
 type compiled struct {
 	chains []chain
 	rows   []row
-	// nodePorts are the addresses that its node ports answer at, one mention for each port; endpoints is how many it has.
-	nodePorts []netip.Addr
+	// endpoints is how many it has.
 	endpoints int
 }
 

@@ -17,7 +17,7 @@ func TestSavedEqualsModel(t *testing.T) {
 			for _, dispatch := range []Dispatch{Tree, List} {
 				t.Run(fmt.Sprintf("%s/%s/%d", variant, f, dispatch), func(t *testing.T) {
 					for seed := range uint64(2) {
-						savedEqualsModel(t, seed, variant, f, Options{Dispatch: dispatch})
+						savedEqualsModel(t, seed, variant, f, Options{Dispatch: dispatch, Step: 60 * int(dispatch)})
 					}
 				})
 			}

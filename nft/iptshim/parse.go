@@ -69,7 +69,10 @@ func (t *savedTable) read(line string) error {
 		if len(f) < 2 {
 			return fmt.Errorf("a chain has a name and a policy")
 		}
-		if t.chains[f[0]] = t.chains[f[0]]; f[1] != "-" {
+		if t.chains[f[0]] == nil {
+			t.chains[f[0]] = []savedRule{}
+		}
+		if f[1] != "-" {
 			t.builtin[f[0]] = f[1]
 		}
 		return nil

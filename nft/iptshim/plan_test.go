@@ -3,6 +3,7 @@ package iptshim
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -48,6 +49,9 @@ func (k fakeTables) restore(text []byte) error {
 			k[c] = slices.Insert(k[c], 0, spec)
 		case verb == "-X" && len(k[c]) == 0:
 			delete(k, c)
+			if err := k.resolve(); err != nil { // the kernel refuses to delete what rules lead to
+				return fmt.Errorf("line %d: %w", n+1, err)
+			}
 		default:
 			return fmt.Errorf("line %d: %s", n+1, line)
 		}
@@ -96,7 +100,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, seed uint64, steps, services uint8) {
 		w := newWorld(seed, int(services)+1)
-		options := Options{Dispatch: Dispatch(seed % 2), Comments: true}
+		options := Options{Dispatch: Dispatch(seed % 2), Comments: true, Step: int(seed%3) * 20}
 		snap, planner, model := snapshot.New(), dataplane.NewPlanner(configs[seed%uint64(len(configs))]), New(options)
 		kernel := [len(Families)]fakeTables{newFakeTables(), newFakeTables()}
 		delta := w.all()
@@ -181,4 +185,119 @@ func firstDifference(a, b string) string {
 		}
 	}
 	return fmt.Sprintf("%d lines, not %d", len(x), len(y))
+}
+
+// TestManyEndpoints says that the chains of service ports have no comments in a large cluster, and that it makes no difference to a
+// restart whether they have.
+func TestManyEndpoints(t *testing.T) {
+	st, _ := dataplane.Compute(configs[0], large(101, 10))
+	brief, wordy := New(Options{}), New(Options{Comments: true})
+	for _, m := range []*Model{brief, wordy} {
+		m.Plan(st, dataplane.Change{})
+	}
+	short, long := string(brief.Full(IPv4)), string(wordy.Full(IPv4))
+	if !strings.Contains(long, `--comment "ns7/svc7:p80 -> `) || strings.Contains(short, `--comment "ns7/svc7:p80 -> `) ||
+		!strings.Contains(short, `--comment "ns7/svc7:p80 cluster IP"`) {
+		t.Errorf("comments: %.2000s", short)
+	}
+	saved, err := Parse([]byte(long))
+	if err != nil {
+		t.Fatal(err)
+	}
+	again := New(Options{})
+	again.Adopt(IPv4, saved)
+	if text := again.Plan(st, dataplane.Change{}).Text(IPv4); text != nil {
+		t.Errorf("comments alone are written again:\n%.2000s", text)
+	}
+	if d := again.Differences(IPv4, saved); d != nil {
+		t.Errorf("%d differences, the first is %s", len(d), d[0])
+	}
+}
+
+// TestBlame says of every line whose it is.
+func TestBlame(t *testing.T) {
+	for _, step := range []int{0, 50} {
+		st, _ := dataplane.Compute(configs[0], large(30, 2))
+		txn := New(Options{Step: step}).Plan(st, dataplane.Change{})
+		blamed := map[snapshot.Name]bool{}
+		for i, line := range strings.Split(string(txn.Text(IPv4)), "\n") {
+			names := txn.Blame(IPv4, i+1)
+			if _, rest, ok := strings.Cut(line, `--comment "ns`); ok {
+				want := "ns" + rest[:strings.IndexAny(rest, ": ")]
+				if len(names) != 1 || names[0].String() != want {
+					t.Fatalf("line %d belongs to %v: %s", i+1, names, line)
+				}
+				blamed[names[0]] = true
+			} else if len(names) > 0 && !strings.HasPrefix(line, ":KUBE-S") {
+				t.Fatalf("line %d belongs to %v: %s", i+1, names, line)
+			}
+		}
+		if len(blamed) != 30 {
+			t.Errorf("%d Services are named", len(blamed))
+		}
+		var first snapshot.Name
+		for n := range st.Services {
+			first = n
+		}
+		name := svcPrefix + portHash(st.Services[first].Ports[0].Name)
+		if got := txn.BlameChain(IPv4, NAT, name); len(got) != 1 || got[0] != first {
+			t.Errorf("chain %s belongs to %v, not %s", name, got, first)
+		}
+		if got := txn.BlameChain(IPv4, NAT, servicesChain); len(got) == 0 || txn.BlameChain(IPv4, NAT, markChain) != nil {
+			t.Errorf("KUBE-SERVICES belongs to %v", got)
+		}
+		if names := txn.Blame(IPv4, 0); names != nil {
+			t.Errorf("line 0 belongs to %v", names)
+		}
+	}
+}
+
+// TestUnchangedChainsStay says that the text of a change holds what changed, and not more.
+func TestUnchangedChainsStay(t *testing.T) {
+	snap, planner, model := large(2000, 3), dataplane.NewPlanner(configs[0]), New(Options{})
+	change, _ := planner.Apply(snap, snapshot.Change{All: true})
+	model.Plan(planner.State(), change)
+	change, _ = planner.Apply(snap, snap.Apply(largeService(7, 3, 1)))
+	if chains, deleted, rules := model.Plan(planner.State(), change).Counts(); chains != 2 || deleted != 1 || rules != 6 {
+		t.Errorf("one endpoint is another one: %d chains written, %d deleted, %d rules", chains, deleted, rules)
+	}
+	change, _ = planner.Apply(snap, snap.Apply(largeService(2000, 3, 0)))
+	txn := model.Plan(planner.State(), change)
+	if text := txn.Text(IPv4); strings.Count(string(text), "\n") > 80 || !strings.Contains(string(text), "svc2000") {
+		t.Errorf("one more Service takes\n%s", text)
+	}
+	change, _ = planner.Apply(snap, snap.Apply(snapshot.Delta{}))
+	if txn := model.Plan(planner.State(), change); !txn.Empty() || txn.Text(IPv4) != nil {
+		t.Errorf("nothing takes\n%s", txn.Text(IPv4))
+	}
+}
+
+// TestTreeIsShallow counts the rules that a packet to each of many Services passes.
+func TestTreeIsShallow(t *testing.T) {
+	const services = 10000
+	st, _ := dataplane.Compute(configs[0], large(services, 1))
+	for dispatch, most := range map[Dispatch]int{Tree: 60, List: services} {
+		model := New(Options{Dispatch: dispatch})
+		model.Plan(st, dataplane.Change{})
+		saved, err := Parse(model.Full(IPv4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		longest := 0
+		for i := 0; i < services; i += 500 {
+			to := largeService(i, 1, 0).Services
+			for _, s := range to {
+				walk, err := saved.Walk(Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0], Protocol: snapshot.TCP, Port: 80, Interface: "eth0"},
+					Host{Here: func(a netip.Addr) bool { return a == addr("192.0.2.1") }})
+				if err != nil || walk.Outcome() != "endpoint" {
+					t.Fatalf("%s: %v %s", s.Name, err, walk.Outcome())
+				}
+				longest = max(longest, len(walk.Steps))
+			}
+		}
+		t.Logf("dispatch %d: at most %d rules", dispatch, longest)
+		if longest > most {
+			t.Errorf("dispatch %d: a packet passes %d rules", dispatch, longest)
+		}
+	}
 }

@@ -41,15 +41,14 @@ var jumps = []jump{
 
 // structure is what the rules depend on besides Services.
 type structure struct {
-	pods          dataplane.Pods
-	masqueradeAll bool
+	pods dataplane.Pods
 	// loopback says that IPv4 node ports answer at 127.0.0.1, for which the host routes its loopback range.
 	loopback bool
 	cidrs    []netip.Prefix
 }
 
 func structureOf(s *dataplane.State, f Family) structure {
-	out := structure{pods: s.Pods4, masqueradeAll: s.MasqueradeAll, loopback: s.LocalhostNodePorts && f == IPv4}
+	out := structure{pods: s.Pods4, loopback: s.LocalhostNodePorts && f == IPv4}
 	if f == IPv6 {
 		out.pods = s.Pods6
 	}
@@ -59,10 +58,6 @@ func structureOf(s *dataplane.State, f Family) structure {
 		}
 	}
 	return out
-}
-
-func (s structure) equal(o structure) bool {
-	return s.pods == o.pods && s.masqueradeAll == o.masqueradeAll && s.loopback == o.loopback && slices.Equal(s.cidrs, o.cidrs)
 }
 
 // wants says whether a jump is among those that this structure has.

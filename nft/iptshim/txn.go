@@ -78,7 +78,13 @@ func (t *Txn) BlameChain(f Family, table Table, name string) (names []snapshot.N
 	}
 	slices.SortFunc(names, snapshot.Name.Compare)
 	names = slices.Compact(names)
-	return slices.DeleteFunc(names, func(n snapshot.Name) bool { return n == snapshot.Name{} })
+	if len(names) > 0 && names[0] == (snapshot.Name{}) {
+		names = names[1:]
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	return names
 }
 
 // textWriter writes the lines of a text, and if asked to whose they are.
@@ -137,7 +143,13 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 	w.steps(t, table, alone)
 	w.steps(t, table, t.branches(table))
 	w.block(t, table, last, nil, added)
-	for part := range slices.Chunk(drops, max(t.step/2, 1)) {
+	// Branches lead to each other: they go at once.
+	branches := slices.IndexFunc(drops, func(name string) bool { return bare(table, name) })
+	if branches < 0 {
+		branches = len(drops)
+	}
+	w.block(t, table, nil, drops[:branches], nil)
+	for part := range slices.Chunk(drops[branches:], max(t.step/2, 1)) {
 		w.block(t, table, nil, part, nil)
 	}
 }
@@ -214,7 +226,7 @@ func (t *familyTxn) of(table Table) (out []chain) {
 	return out
 }
 
-// dropped gives the chains of a table that are deleted, each before those that its rules led to.
+// dropped gives the chains of a table that are deleted: the branches of trees, then others, each before those that its rules led to.
 func (t *familyTxn) dropped(table Table) (out []string) {
 	for _, d := range t.drops {
 		if d.table == table {
@@ -228,7 +240,7 @@ func (t *familyTxn) dropped(table Table) (out []string) {
 		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix}, func(p string) bool { return strings.HasPrefix(name, p) })
 	}
 	slices.SortFunc(out, func(a, b string) int {
-		return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(len(a), len(b)), strings.Compare(a, b))
+		return cmp.Or(cmp.Compare(rank(a), rank(b)), strings.Compare(a, b))
 	})
 	return out
 }

@@ -130,6 +130,7 @@ func version(release string) (major, minor int, ok bool) {
 
 // features are what may be missing, found by a word of the nft line that was refused. The first that fits names it.
 var features = []struct{ in, feature string }{
+	{"transaction", "nf_tables (Linux 3.13, CONFIG_NF_TABLES)"},
 	{"add table", "nf_tables (Linux 3.13, CONFIG_NF_TABLES; CONFIG_NF_TABLES_IPV4, CONFIG_NF_TABLES_IPV6)"},
 	{"numgen", "random numbers as keys, numgen (Linux 4.9, CONFIG_NFT_NUMGEN)"},
 	{"dnat", "destination NAT to what a map gives (Linux 3.13, CONFIG_NFT_NAT)"},

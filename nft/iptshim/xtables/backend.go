@@ -6,7 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"os"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/nft/iptshim"
@@ -34,11 +38,15 @@ type Backend struct {
 	trust trust
 	// missed is what of past changes is not in the kernel, since a transaction failed.
 	missed dataplane.Change
-	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply.
+	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply. Held are the Services that it
+	// was certain to hold last; nil if it never was.
 	want *dataplane.State
+	held map[snapshot.Name]*dataplane.Service
 	// seen is what the watch saw after the last transaction, or look.
 	seen       fingerprint
 	inspection inspection
+	// remarked says that it was said how many clients can be remembered.
+	remarked bool
 }
 
 // trust is how far the model can be believed to be what the kernel holds.
@@ -59,6 +67,9 @@ func Open(p *Programs, o Options) (*Backend, error) {
 	w, err := openWatch(p.Variant)
 	if err != nil {
 		return nil, err
+	}
+	if p.Variant == NFT {
+		o.Model.Step = iptshim.StepNFT
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	return &Backend{options: o, programs: p, watch: w, ctx: ctx, cancel: cancel, model: iptshim.New(o.Model)}, nil
@@ -147,6 +158,7 @@ func (b *Backend) holds(want *dataplane.State, tables int) error {
 		i.suspect = true // somebody else wrote in between
 	}
 	i.stale = i.stale || tables > 0
+	b.hold(want)
 	b.trust, b.missed, b.want, b.seen = certain, dataplane.Change{}, want, seen
 	return nil
 }
@@ -156,6 +168,19 @@ func (b *Backend) served() (served [len(iptshim.Families)]bool) {
 		served[f] = b.programs.Serves(f)
 	}
 	return served
+}
+
+// hold remembers the Services of a state. What is missed names those that may differ from the state before.
+func (b *Backend) hold(want *dataplane.State) {
+	if b.held == nil || b.missed.Globals {
+		b.held = maps.Clone(want.Services)
+		return
+	}
+	for _, n := range b.missed.Services {
+		if delete(b.held, n); want.Services[n] != nil {
+			b.held[n] = want.Services[n]
+		}
+	}
 }
 
 // readBack has the model believe what the kernel holds.
@@ -190,6 +215,7 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 	for _, f := range iptshim.Families {
 		if b.programs.Serves(f) {
 			texts[f] = txn.Text(f)
+			b.remarkAffinity(texts[f])
 		}
 	}
 	r.Encode += time.Since(start)
@@ -206,6 +232,25 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 		}
 	}
 	return tables, nil
+}
+
+// recentUsual is how many clients the kernel's xt_recent remembers in each list unless it is told otherwise.
+const recentUsual = 100
+
+// remarkAffinity says once how many clients can be remembered, if that is as few as the kernel has it.
+func (b *Backend) remarkAffinity(text []byte) {
+	if b.remarked || !bytes.Contains(text, []byte(" -m recent ")) {
+		return
+	}
+	b.remarked = true
+	most := recentUsual
+	if said, err := os.ReadFile("/sys/module/xt_recent/parameters/ip_list_tot"); err == nil {
+		most, _ = strconv.Atoi(strings.TrimSpace(string(said)))
+	}
+	if most <= recentUsual {
+		b.options.Log.Warn("Services with session affinity: each endpoint remembers only its last clients (docs/IPTABLES.md says how it remembers more)",
+			"clients", most)
+	}
 }
 
 // blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not where the
@@ -232,32 +277,38 @@ func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *Restor
 // siftMost is how many transactions a search for Services that are refused may take.
 const siftMost = 64
 
-// sift writes a state with more and more Services, and gives those without which it is taken. After an error nobody is named.
+// sift writes a state with more and more Services, and gives those without which it is taken. It begins with what the kernel held of
+// them. If that is not known, since a former process wrote it, those that are still to come have no rules for that moment. After an
+// error nobody is named, and nobody either if all are refused: then it is no Service's fault.
 func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
 	s := sifting{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
 	s.part.Services = map[snapshot.Name]*dataplane.Service{}
-	if err := b.readBack(); err != nil {
-		return nil, err
-	}
-	// First nothing but what the kernel may hold already: if that is refused, it is no Service's fault.
 	var names []snapshot.Name
 	for n, svc := range want.Services {
-		if was := b.held(n); was != nil {
+		if was := b.held[n]; was != nil {
 			s.part.Services[n] = was
 		}
 		if svc != s.part.Services[n] {
 			names = append(names, n)
 		}
 	}
-	if err := s.try(dataplane.Change{Globals: true}); err != nil {
+	if err := b.readBack(); err != nil {
 		return nil, err
 	}
+	if len(b.held) > 0 {
+		if err := s.try(); err != nil {
+			return nil, err
+		}
+	}
 	slices.SortFunc(names, snapshot.Name.Compare)
-	return s.refused, s.among(names)
+	if err := s.among(names); err != nil {
+		return nil, err
+	}
+	if len(s.refused) == len(want.Services) {
+		return nil, nil
+	}
+	return s.refused, nil
 }
-
-// held gives what the kernel held of a Service when it was certain.
-func (b *Backend) held(snapshot.Name) *dataplane.Service { return nil }
 
 // sifting is a search on its way.
 type sifting struct {
@@ -268,25 +319,17 @@ type sifting struct {
 	steps   int
 }
 
-// try writes what is in the part.
-func (s *sifting) try(change dataplane.Change) error {
+// try writes what is in the part. What a step that failed has left is read back, since one of its tables may be in.
+func (s *sifting) try() error {
 	s.steps++
-	txn := s.model.Plan(&s.part, change)
+	txn := s.model.Plan(&s.part, dataplane.Change{Globals: true})
 	var r dataplane.Receipt
 	_, err := s.write(txn, &r)
-	if err == nil {
-		return nil
+	if err != nil {
+		s.model.Revert(txn)
+		err = errors.Join(err, s.readBack())
 	}
-	s.model.Revert(txn)
-	return errors.Join(err, s.reread())
-}
-
-// reread looks what a failed step has left, since one of its tables may be in.
-func (s *sifting) reread() error {
-	if err := s.readBack(); err != nil {
-		return err
-	}
-	return nil
+	return err
 }
 
 // among adds Services, all at once or if that is refused in halves.
@@ -297,7 +340,7 @@ func (s *sifting) among(names []snapshot.Name) error {
 	for _, n := range names {
 		s.part.Services[n] = s.want.Services[n]
 	}
-	err := s.try(dataplane.Change{Globals: true})
+	err := s.try()
 	var refused *RestoreError
 	switch {
 	case err == nil:
@@ -306,7 +349,9 @@ func (s *sifting) among(names []snapshot.Name) error {
 		return err
 	}
 	for _, n := range names {
-		delete(s.part.Services, n)
+		if delete(s.part.Services, n); s.held[n] != nil {
+			s.part.Services[n] = s.held[n]
+		}
 	}
 	if len(names) == 1 || s.steps >= siftMost {
 		for _, n := range names {
@@ -315,12 +360,15 @@ func (s *sifting) among(names []snapshot.Name) error {
 		return nil
 	}
 	half := len(names) / 2
-	return errors.Join(s.among(names[:half]), s.among(names[half:]))
+	if err := s.among(names[:half]); err != nil {
+		return err
+	}
+	return s.among(names[half:])
 }
 
 // Remove takes everything of ours out of the kernel.
 func (b *Backend) Remove() error {
-	b.model, b.trust, b.missed, b.want = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil
+	b.model, b.trust, b.missed, b.want, b.held = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil, nil
 	b.inspection.stale = true
 	return b.programs.remove(b.ctx)
 }

@@ -2,6 +2,8 @@ package xtables
 
 import (
 	"context"
+	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -10,7 +12,11 @@ import (
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
-func TestMain(m *testing.M) { labtest.Main(m) }
+// TestMain gives the tests a lock of their own: the rules of their hosts are nobody else's.
+func TestMain(m *testing.M) {
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock"))
+	labtest.Main(m)
+}
 
 // newHost gives a host of its own without any rules.
 func newHost(t *testing.T) *lab.Host {

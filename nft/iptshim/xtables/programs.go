@@ -291,9 +291,14 @@ func (p *Programs) try(ctx context.Context, f iptshim.Family) error {
 		}
 	}
 	const text = "*filter\nCOMMIT\n*nat\nCOMMIT\n"
-	_, err := p.runner.run(ctx, []byte(text), p.sets[f].restore, "--noflush", "--test")
-	if err != nil {
-		return fmt.Errorf("%s iptables cannot be used: %w", f, err)
+	var err error
+	for range tries {
+		if _, err = p.runner.run(ctx, []byte(text), p.sets[f].restore, "--noflush", "--test", "-w", lockSeconds); err == nil {
+			return nil
+		}
 	}
-	return nil
+	return fmt.Errorf("%s iptables cannot be used: %w", f, err)
 }
+
+// tries is how often that is tried: a host that is just starting may be busy, and what is found here holds until the next start.
+const tries = 3

@@ -24,7 +24,11 @@ const (
 	lockPatience = 5 * time.Second
 	// runPatience bounds what a program may take by far: the nft variant needs minutes for tens of thousands of chains.
 	runPatience = 10 * time.Minute
+	// waitDelay is how long a program that has ended, or was told to, may leave its output open.
+	waitDelay = 30 * time.Second
 )
+
+var lockSeconds = strconv.Itoa(int(lockPatience / time.Second))
 
 // Exit statuses of iptables-restore.
 const exitLocked = 4
@@ -110,7 +114,8 @@ func (r runner) run(ctx context.Context, input []byte, program string, args ...s
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = waitDelay
+	cmd.SysProcAttr = &unix.SysProcAttr{Setpgid: true} // what ends us all from a terminal must not end it midway
 	var out, said bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(input), &out, &said
 	err := r.start(cmd)
@@ -160,8 +165,7 @@ func (p *Programs) Restore(ctx context.Context, f iptshim.Family, text []byte) e
 	if err := p.missing[f]; err != nil {
 		return err
 	}
-	wait := strconv.Itoa(int(lockPatience / time.Second))
-	_, err := p.runner.run(ctx, text, p.sets[f].restore, "--noflush", "-w", wait)
+	_, err := p.runner.run(ctx, text, p.sets[f].restore, "--noflush", "-w", lockSeconds)
 	var failed *errProgram
 	switch {
 	case err == nil:

@@ -1,0 +1,53 @@
+package main
+
+import (
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+)
+
+// restart ends the proxy and starts it with other flags; it waits until the log has a text once more.
+func (v *victim) restart(wait string, flags ...string) {
+	v.t.Helper()
+	if v.keeper != nil {
+		labtest.Check(v.t, v.keeper.Process.Signal(syscall.SIGTERM))
+		labtest.Check(v.t, v.keeper.Wait())
+	}
+	before, times := v.flags, strings.Count(v.said(), wait)
+	v.flags = append(before[:len(before):len(before)], flags...)
+	v.start()
+	v.flags = before
+	v.wait(wait, times+1)
+}
+
+// TestSwitchBackends goes from nftables to iptables and back, under clients that connect all the time and hold connections. Not one
+// fails, and of each backend nothing is left once the other one has taken over.
+func TestSwitchBackends(t *testing.T) {
+	for _, program := range []string{"iptables-nft", "iptables-legacy"} {
+		t.Run(program, func(t *testing.T) {
+			v := newVictim(t)
+			v.flags = append(v.flags, "--keeper=none")
+			labtest.Run(t, v.cluster.Node, "", program, "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+			v.restart("the kernel carries the Services")
+			stop := v.clients()
+			for range 3 {
+				v.restart("removed the tables of nftables", "--backend=iptables")
+				if tables := labtest.Run(t, v.cluster.Node, "", "nft", "list", "tables"); strings.Contains(tables, "verdict") {
+					t.Errorf("with iptables there are\n%s", tables)
+				}
+				v.restart("Verdict had written before nftables")
+				for _, family := range []string{program, "ip6" + strings.TrimPrefix(program, "ip")} {
+					if left := labtest.Run(t, v.cluster.Node, "", family+"-save", "-t", "nat"); strings.Contains(left, "KUBE-") {
+						t.Errorf("with nftables there is\n%s", left)
+					}
+				}
+			}
+			stop()
+			t.Logf("%d edits; %d connections opened, %d pings over held ones", v.edits.Load(), v.dials.Load(), v.pings.Load())
+			v.failed()
+			v.settle()
+		})
+	}
+}

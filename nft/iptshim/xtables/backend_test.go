@@ -1,0 +1,360 @@
+package xtables
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// world is a host with a backend, and the objects it was told of.
+type world struct {
+	t       *testing.T
+	host    *lab.Host
+	variant Variant
+	backend *Backend
+	snap    *snapshot.Snapshot
+	planner *dataplane.Planner
+}
+
+func newWorld(t *testing.T, v Variant) *world {
+	t.Helper()
+	w := &world{t: t, host: newHost(t), variant: v, snap: snapshot.New(), planner: dataplane.NewPlanner(dataplane.Config{NodeName: "node",
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, LocalhostNodePorts: true})}
+	p := programsOf(t, w.host, v)
+	w.open(p)
+	addrs := []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.10"), netip.MustParseAddr("2001:db8:2::a")}
+	cidrs := lab.ServiceRange
+	w.put(snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node", Addresses: addrs[1:]}})
+	return w
+}
+
+// open opens a backend as a new process would.
+func (w *world) open(p *Programs) {
+	w.t.Helper()
+	labtest.Check(w.t, w.host.Do(func() (err error) {
+		w.backend, err = Open(p, Options{Log: testLog(w.t)})
+		return err
+	}))
+	w.t.Cleanup(func() { w.backend.cancel() })
+}
+
+// restart opens another backend that knows nothing.
+func (w *world) restart() {
+	w.t.Helper()
+	w.open(findOn(w.t, w.host))
+}
+
+// put changes objects and gives what changed in the state.
+func (w *world) put(d snapshot.Delta) dataplane.Change {
+	change, _ := w.planner.Apply(w.snap, w.snap.Apply(d))
+	return change
+}
+
+// apply writes what changes.
+func (w *world) apply(d snapshot.Delta) (dataplane.Receipt, error) {
+	change := w.put(d)
+	return w.backend.Apply(w.planner.State(), change)
+}
+
+// write is apply for what must succeed.
+func (w *world) write(d snapshot.Delta) dataplane.Receipt {
+	w.t.Helper()
+	r, err := w.apply(d)
+	labtest.Check(w.t, err)
+	return r
+}
+
+// saved gives the tables of both families.
+func (w *world) saved() string {
+	w.t.Helper()
+	all := ""
+	for _, f := range iptshim.Families {
+		all += withoutComments(labtest.Run(w.t, w.host, "", program(f)+"-"+w.variant.String()+"-save"))
+	}
+	return all
+}
+
+// harm runs iptables on the host.
+func (w *world) harm(f iptshim.Family, args ...string) {
+	w.t.Helper()
+	labtest.Run(w.t, w.host, "", program(f)+"-"+w.variant.String(), append([]string{"-w", "5"}, args...)...)
+}
+
+// web is a Service with some endpoints.
+func web(n, endpoints int) snapshot.Delta {
+	name := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("web-%d", n)}
+	d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{}, Services: map[snapshot.Name]*snapshot.Service{name: {
+		Name: name, Ports: []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80, NodePort: uint16(30000 + n)}}}}}
+	for i := range lab.ServiceRange {
+		d.Services[name].ClusterIPs = append(d.Services[name].ClusterIPs, lab.Nth(lab.ServiceRange[i], n))
+		s := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: fmt.Sprintf("web-%d-%d", n, i)}, Service: name.Name,
+			Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		for e := range endpoints {
+			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: lab.Nth(lab.NodePodRange[i], 10+e), Node: "node", Ready: true, Serving: true})
+		}
+		d.Slices[s.Name] = s
+	}
+	return d
+}
+
+func merged(deltas ...snapshot.Delta) (all snapshot.Delta) {
+	for _, d := range deltas {
+		all.Merge(d)
+	}
+	return all
+}
+
+// eachVariant runs a test with both.
+func eachVariant(t *testing.T, test func(t *testing.T, w *world)) {
+	for _, v := range variants {
+		t.Run(v.String(), func(t *testing.T) { test(t, newWorld(t, v)) })
+	}
+}
+
+// found calls Check until it has found something, and gives that.
+func (w *world) found() []string {
+	w.t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+		found, _, err := w.backend.Check()
+		if labtest.Check(w.t, err); len(found) > 0 {
+			return found
+		}
+	}
+	w.t.Fatal("nothing is found")
+	return nil
+}
+
+// calm calls Check until a look that began now has ended, which must find nothing.
+func (w *world) calm() {
+	w.t.Helper()
+	i := &w.backend.inspection
+	i.next, i.due = time.Time{}, time.Time{}
+	for begun := false; !begun || i.result != nil; time.Sleep(5 * time.Millisecond) {
+		found, _, err := w.backend.Check()
+		if labtest.Check(w.t, err); len(found) > 0 {
+			w.t.Errorf("it finds %q", found)
+		}
+		begun = begun || i.result != nil
+	}
+	if i.suspect {
+		w.t.Error("it takes its own transactions for somebody else's")
+	}
+}
+
+// TestWrites: a change writes only what changes, in one call for each family, and nothing is not written.
+func TestWrites(t *testing.T) {
+	eachVariant(t, func(t *testing.T, w *world) {
+		if r := w.write(merged(web(1, 2), web(2, 2))); !r.Full || r.Messages != 2 || r.Added == 0 {
+			t.Errorf("the first: %+v", r)
+		}
+		w.calm()
+		before := w.saved()
+		r := w.write(web(2, 3))
+		if r.Full || r.Messages != 2 || r.Replaced > 2*2+4 {
+			t.Errorf("one endpoint more: %+v", r)
+		}
+		if r := w.write(snapshot.Delta{}); r != (dataplane.Receipt{Plan: r.Plan}) {
+			t.Errorf("nothing: %+v", r)
+		}
+		w.write(web(2, 2))
+		w.calm()
+		if after := w.saved(); after != before {
+			t.Errorf("there and back:\n%s", labtest.FirstDifference(after, before))
+		}
+		labtest.Check(t, w.backend.Remove())
+		left := w.saved()
+		for line := range strings.Lines(left) {
+			if strings.Contains(line, "KUBE-") && !strings.Contains(line, "KUBE-FIREWALL") && !strings.Contains(line, "KUBE-IPTABLES-HINT") {
+				t.Errorf("it stays: %s", line)
+			}
+		}
+		labtest.Check(t, w.backend.Remove())
+		if r := w.write(snapshot.Delta{}); !r.Full || sortedLines(w.saved()) != sortedLines(before) {
+			t.Errorf("after it was removed: %+v\n%s", r, labtest.FirstDifference(sortedLines(w.saved()), sortedLines(before)))
+		}
+	})
+}
+
+// TestRestart: what a former process left is adopted, or corrected where it differs; a kube-proxy's chains are taken over in place.
+func TestRestart(t *testing.T) {
+	eachVariant(t, func(t *testing.T, w *world) {
+		w.write(merged(web(1, 2), web(2, 2)))
+		before := w.saved()
+		w.restart()
+		if r := w.write(snapshot.Delta{}); !r.Adopted || r.Bytes > 0 || w.saved() != before {
+			t.Errorf("nothing has changed: %+v", r)
+		}
+		w.restart()
+		if r := w.write(web(2, 3)); r.Adopted || r.Replaced == 0 || r.Replaced > 10 {
+			t.Errorf("a Service has changed: %+v", r)
+		}
+		w.write(web(2, 2))
+		// Somebody's chains with kube-proxy's names, of Services that are not there any more.
+		w.harm(iptshim.IPv4, "-t", "nat", "-N", "KUBE-SVC-AAAAAAAAAAAAAAAA")
+		w.harm(iptshim.IPv4, "-t", "nat", "-I", "KUBE-SERVICES", "-d", "10.96.0.77", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
+		w.harm(iptshim.IPv6, "-t", "filter", "-F", "KUBE-FORWARD")
+		w.restart()
+		if r := w.write(snapshot.Delta{}); r.Adopted || w.saved() != before {
+			t.Errorf("%+v; it differs:\n%s", r, labtest.FirstDifference(w.saved(), before))
+		}
+		w.calm()
+	})
+}
+
+// TestForeignHands: what others do to the rules is found, named and repaired; what they do elsewhere is left alone.
+func TestForeignHands(t *testing.T) {
+	eachVariant(t, func(t *testing.T, w *world) {
+		w.write(merged(web(1, 2), web(2, 2)))
+		w.calm()
+		before := w.saved()
+		for _, harm := range []struct {
+			f    iptshim.Family
+			args string
+			says string
+		}{
+			{iptshim.IPv4, "-t nat -F", "IPv4 nat: chain KUBE-SERVICES"},
+			{iptshim.IPv4, "-t filter -F FORWARD", `IPv4 filter: the rule "FORWARD`},
+			{iptshim.IPv6, "-t nat -D KUBE-POSTROUTING 1", "IPv6 nat: chain KUBE-POSTROUTING"},
+			{iptshim.IPv6, "-t mangle -X KUBE-PROXY-CANARY", "IPv6 mangle: chain KUBE-PROXY-CANARY"},
+			{iptshim.IPv4, "-t nat -I KUBE-SERVICES -j ACCEPT", "IPv4 nat: chain KUBE-SERVICES"},
+		} {
+			w.harm(harm.f, strings.Fields(harm.args)...)
+			w.backend.inspection.next = time.Time{}
+			if found := w.found(); !strings.Contains(strings.Join(found, "\n"), harm.says) {
+				t.Errorf("%s: it finds %q", harm.args, found)
+			}
+			w.write(snapshot.Delta{})
+			if after := w.saved(); sortedLines(after) != sortedLines(before) {
+				t.Errorf("%s:\n%s", harm.args, labtest.FirstDifference(sortedLines(after), sortedLines(before)))
+			}
+			w.calm()
+		}
+		// A change that comes before anybody has looked does not hide what others did.
+		w.harm(iptshim.IPv4, "-t", "nat", "-F", "KUBE-SERVICES")
+		w.backend.inspection.next = time.Time{}
+		w.write(web(3, 1))
+		w.write(merged(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default", Name: "web-3"}: nil}}))
+		if after := w.saved(); sortedLines(after) != sortedLines(before) {
+			t.Errorf("a change came first:\n%s", labtest.FirstDifference(sortedLines(after), sortedLines(before)))
+		}
+		w.harm(iptshim.IPv4, "-t", "filter", "-A", "INPUT", "-p", "icmp", "-j", "ACCEPT")
+		w.calmAgain()
+		if !strings.Contains(w.saved(), "-A INPUT -p icmp -j ACCEPT") {
+			t.Error("a rule of others is gone")
+		}
+	})
+}
+
+// calmAgain is calm after others wrote what is theirs.
+func (w *world) calmAgain() {
+	w.t.Helper()
+	w.backend.inspection.next = time.Time{}
+	w.calm()
+}
+
+// sortedLines puts the lines of a text in order: a jump that was repaired stands at the beginning of its chain.
+func sortedLines(text string) string {
+	lines := strings.Split(text, "\n")
+	for i := range lines {
+		for j := i; j > 0 && lines[j] < lines[j-1]; j-- {
+			lines[j], lines[j-1] = lines[j-1], lines[j]
+		}
+	}
+	return strings.Join(lines, "\n")
+}
+
+// refusing has restore refuse each text in which a word stands: with the number of its line, or as the legacy variant's kernel does,
+// with that of the COMMIT behind it.
+func (w *world) refusing(word string, atCommit bool) {
+	w.t.Helper()
+	real := w.backend.programs.sets[iptshim.IPv4].restore
+	dir := w.t.TempDir()
+	script := fmt.Sprintf(`#!/bin/bash
+cat > %[1]s/text
+n=$(grep -n -m1 -e '%[2]s' %[1]s/text | cut -d: -f1)
+if [ -n "$n" ]; then
+	if %[3]v; then n=$(awk -v n=$n 'NR > n && /^COMMIT$/ {print NR; exit}' %[1]s/text); fi
+	echo "iptables-restore: line $n failed" >&2
+	exit 1
+fi
+exec %[4]s "$@" < %[1]s/text
+`, dir, word, atCommit, real)
+	path := filepath.Join(dir, "restore")
+	labtest.Check(w.t, os.WriteFile(path, []byte(script), 0o755))
+	w.backend.programs.sets[iptshim.IPv4].restore = path
+}
+
+// TestRefused: a Service of which a rule is refused is named, whether the line is told or only that something is wrong; without it the
+// rest is written.
+func TestRefused(t *testing.T) {
+	for _, atCommit := range []bool{false, true} {
+		t.Run(fmt.Sprintf("at commit %v", atCommit), func(t *testing.T) {
+			w := newWorld(t, Legacy)
+			w.write(merged(web(1, 1), web(2, 1)))
+			w.refusing("--dport 81 ", atCommit)
+			bad := web(3, 1)
+			for _, s := range bad.Services {
+				s.Ports[0].Port = 81
+			}
+			change := w.put(merged(web(1, 3), bad, web(4, 2)))
+			_, err := w.backend.Apply(w.planner.State(), change)
+			if saved := w.saved(); !strings.Contains(saved, "10.96.0.1/32") || !strings.Contains(saved, "10.96.0.2/32") {
+				t.Errorf("what was there is gone:\n%s", saved)
+			}
+			var refused *dataplane.Refused
+			name := snapshot.Name{Namespace: "default", Name: "web-3"}
+			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[name] == nil {
+				t.Fatalf("it says %v", err)
+			}
+			left := *w.planner.State()
+			left.Services = map[snapshot.Name]*dataplane.Service{}
+			for n, svc := range w.planner.State().Services {
+				if n != name {
+					left.Services[n] = svc
+				}
+			}
+			_, err = w.backend.Apply(&left, dataplane.Change{Services: change.Services})
+			labtest.Check(t, err)
+			for ip, want := range map[string]bool{"10.96.0.1/32": true, "10.96.0.3/32": false, "10.96.0.4/32": true} {
+				if strings.Contains(w.saved(), ip) != want {
+					t.Errorf("%s: %v", ip, !want)
+				}
+			}
+		})
+	}
+}
+
+// TestRefusedByNobody: what is no Service's fault is an error that blames none, and what was there stays.
+func TestRefusedByNobody(t *testing.T) {
+	w := newWorld(t, Legacy)
+	before := w.saved()
+	w.refusing(":KUBE", true)
+	_, err := w.apply(merged(web(1, 1), web(2, 1), web(3, 1)))
+	var refused *dataplane.Refused
+	if err == nil || errors.As(err, &refused) || w.saved() != before {
+		t.Errorf("it says %v", err)
+	}
+}
+
+// TestWithoutIPv6: on a host without IPv6 programs the Services of IPv4 are served.
+func TestWithoutIPv6(t *testing.T) {
+	w := newWorld(t, NFT)
+	w.backend.programs.missing[iptshim.IPv6] = errNoIPv6
+	w.write(web(1, 2))
+	w.calm()
+	saved := w.saved()
+	if !strings.Contains(saved, "10.96.0.1/32") || strings.Contains(saved, "fd00:") {
+		t.Errorf("it has\n%s", saved)
+	}
+}
