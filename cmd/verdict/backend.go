@@ -169,7 +169,7 @@ func (r *rules) own() takeover.Own {
 // are carried. What removed says was there; it is empty if there was nothing.
 func (r *rules) leaveOther(ctx context.Context, log *slog.Logger) error {
 	if r.tables != nil {
-		removed, err := xtables.RemoveOwn(ctx, log)
+		removed, err := xtables.RemoveOwn(ctx, r.compat != nil, log)
 		if len(removed) > 0 {
 			log.Info("removed the rules of iptables that Verdict had written before nftables", "what", strings.Join(removed, "; "))
 		}

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
@@ -20,6 +21,35 @@ func (v *victim) restart(wait string, flags ...string) {
 	v.start()
 	v.flags = before
 	v.wait(wait, times+1)
+}
+
+// TestCompat: beside nftables the two chains are kept from the start on, and nothing else; without the flag they go.
+func TestCompat(t *testing.T) {
+	v := newVictim(t)
+	v.flags = append(v.flags, "--keeper=none")
+	chains := func() (n int) {
+		for _, program := range []string{"iptables-save", "ip6tables-save"} {
+			n += strings.Count(labtest.Run(t, v.cluster.Node, "", program, "-t", "nat"), "\n:KUBE-")
+		}
+		return n
+	}
+	wait := func(want int) {
+		t.Helper()
+		for deadline := time.Now().Add(20 * time.Second); chains() != want; time.Sleep(50 * time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatalf("there are %d chains, not %d:\n%s", chains(), want, v.said())
+			}
+		}
+	}
+	v.restart("the kernel carries the Services", "--iptables-compat")
+	wait(4)
+	labtest.Run(t, v.cluster.Node, "", "iptables", "-t", "nat", "-F")
+	labtest.Run(t, v.cluster.Node, "", "iptables", "-t", "nat", "-X")
+	wait(4)
+	v.restart("the kernel carries the Services")
+	wait(0)
+	labtest.Check(t, v.keeper.Process.Signal(syscall.SIGTERM))
+	labtest.Check(t, v.keeper.Wait())
 }
 
 // TestSwitchBackends goes from nftables to iptables and back, under clients that connect all the time and hold connections. Not one

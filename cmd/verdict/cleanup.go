@@ -59,7 +59,7 @@ func removeChains(ctx context.Context, w io.Writer) error {
 		fmt.Fprintf(w, "verdict: kube-proxy is at work here, as process %d: chains of iptables are left to it\n", found.Running()[0])
 		return nil
 	}
-	removed, err := xtables.RemoveOwn(ctx, slog.New(slog.NewTextHandler(w, nil)))
+	removed, err := xtables.RemoveOwn(ctx, false, slog.New(slog.NewTextHandler(w, nil)))
 	for _, what := range removed {
 		fmt.Fprintln(w, "verdict: removed", what)
 	}

@@ -78,8 +78,8 @@ func (p *Programs) Wrote(ctx context.Context, f iptshim.Family) (bool, error) {
 
 // RemoveOwn removes what Verdict wrote with iptables in the network namespace of the calling thread, in both variants, and says what
 // it was, a line each; none if there was nothing. The rules of a kube-proxy are left alone, which have the same names: a chain that is
-// only Verdict's tells them apart. That there are no programs is no error.
-func RemoveOwn(ctx context.Context, log *slog.Logger) (removed []string, err error) {
+// only Verdict's tells them apart. The chains that Compat keeps go, too, unless they are to be kept. That there are no programs is no error.
+func RemoveOwn(ctx context.Context, keepCompat bool, log *slog.Logger) (removed []string, err error) {
 	r, err := newRunner()
 	if err != nil {
 		return nil, err
@@ -105,8 +105,10 @@ func RemoveOwn(ctx context.Context, log *slog.Logger) (removed []string, err err
 				removed = append(removed, fmt.Sprintf("iptables rules (%s variant, %s)", v, f))
 			}
 		}
-		compat := Compat{Programs: p, Log: log}
-		errs = append(errs, compat.Remove(ctx))
+		if !keepCompat {
+			compat := Compat{Programs: p, Log: log}
+			errs = append(errs, compat.Remove(ctx))
+		}
 	}
 	return removed, errors.Join(errs...)
 }
