@@ -163,7 +163,7 @@ func (r *Results) Proxies() (names []string) {
 }
 
 // known is the order in which proxies are shown.
-var known = []string{"verdict-nftables", "kube-proxy-nftables", "verdict-iptables", "kube-proxy-iptables", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs"}
+var known = []string{"verdict-nftables", "kube-proxy-nftables", "verdict-iptables", "kube-proxy-iptables", "verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs"}
 
 func rank(proxy string) int {
 	if i := slices.Index(known, proxy); i >= 0 {

@@ -39,6 +39,7 @@ var kinds = []Kind{
 	{Name: "kube-proxy-nftables", mode: "nftables", args: []string{"--config={config}"}},
 	{Name: "verdict-iptables", verdict: true, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "legacy"},
 	{Name: "kube-proxy-iptables", mode: "iptables", args: []string{"--config={config}"}, tables: "legacy"},
+	{Name: "verdict-iptables-nft", verdict: true, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "nft"},
 	{Name: "kube-proxy-iptables-nft", mode: "iptables", args: []string{"--config={config}"}, tables: "nft"},
 	{Name: "verdict-ipvs", verdict: true, mode: "ipvs", args: append(slices.Clone(runVerdict), "--ipvs=always"), ipvs: true},
 	{Name: "kube-proxy-ipvs", mode: "ipvs", args: []string{"--config={config}"}, tables: "legacy", ipvs: true},
