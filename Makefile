@@ -81,11 +81,13 @@ fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
 
-matrix: ## the tests of the kernel, of taking over, and of IPVS, on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
+matrix: ## the tests of the kernel, of taking over, of IPVS and of iptables, on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/guest/matrix ./nft/kernel
 	internal/guest/matrix ./internal/takeover -test.run=IPVS
 	internal/guest/matrix ./ipvsplugin
 	internal/guest/matrix ./cmd/verdict -test.run=IPVS
+	internal/guest/matrix -i ./nft/iptshim
+	internal/guest/matrix -i ./nft/iptshim/xtables
 
 # In a guest, where IPVS is, everything takes several times as long.
 IPVS_KERNELS  ?= 6.1 6.12

@@ -29,8 +29,24 @@ for_kube_proxy() {
 	for name in iptables iptables-save iptables-restore ip6tables ip6tables-save ip6tables-restore ipset; do
 		echo "-p $name"
 	done
-	echo "-f $(dirname "$(find /usr/lib -path '*/xtables/libxt_comment.so' -print -quit)")"
+	echo "-f $(matches)"
 }
+
+# for_iptables: the arguments of `run` that give a guest both variants of iptables, for both families.
+for_iptables() {
+	local family variant verb
+	for family in iptables ip6tables; do
+		for variant in '' -legacy -nft; do
+			for verb in '' -save -restore; do
+				echo "-p $family$variant$verb"
+			done
+		done
+	done
+	echo "-f $(matches)"
+}
+
+# matches: the directory of what iptables loads to match by.
+matches() { dirname "$(find /usr/lib -path '*/xtables/libxt_comment.so' -print -quit)"; }
 
 # lock NAME: one script at a time may fill that part of the cache, until it ends.
 lock() {

@@ -280,7 +280,7 @@ func (w *world) refusing(word string, atCommit bool) {
 	w.t.Helper()
 	real := w.backend.programs.sets[iptshim.IPv4].restore
 	dir := w.t.TempDir()
-	script := fmt.Sprintf(`#!/bin/bash
+	script := fmt.Sprintf(`#!/bin/sh
 cat > %[1]s/text
 n=$(grep -n -m1 -e '%[2]s' %[1]s/text | cut -d: -f1)
 if [ -n "$n" ]; then
