@@ -469,6 +469,14 @@ func readMark(s string) (value, mask uint32, err error) {
 
 // Disagreements compares what the objects ask for with the way of the same packet through the rules.
 func (w *Walk) Disagreements(x *dataplane.Explanation) []nft.Disagreement {
+	return nft.Disagreements(x, w.way())
+}
+
+// Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
+func (w *Walk) Outcome() string { return w.way().Outcome() }
+
+// way is the same as if it led through tables of nftables.
+func (w *Walk) way() *nft.Walk {
 	way := &nft.Walk{Unclear: w.Unclear}
 	for _, e := range w.Endings {
 		n := nft.Ending{Outcome: e.Outcome, Share: e.Share, Of: e.Of, Endpoint: e.Endpoint, Masquerade: e.Masquerade, Hairpin: e.Hairpin, Remember: e.Remember}
@@ -478,20 +486,7 @@ func (w *Walk) Disagreements(x *dataplane.Explanation) []nft.Disagreement {
 		}
 		way.Endings = append(way.Endings, n)
 	}
-	return nft.Disagreements(x, way)
-}
-
-// Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
-func (w *Walk) Outcome() string {
-	text := ""
-	for i, e := range w.Endings {
-		if word := e.Outcome.String(); i == 0 {
-			text = word
-		} else if word != text {
-			return "several"
-		}
-	}
-	return text
+	return way
 }
 
 // Cause says why, as far as the rules tell.
