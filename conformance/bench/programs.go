@@ -18,6 +18,22 @@ type Programs struct {
 	Ready string
 }
 
+// Sources finds the directory of Verdict's sources, which is dir or one above it; empty stands for the working directory.
+func Sources(dir string) (string, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
+	for at := dir; ; at = filepath.Dir(at) {
+		if _, err := os.Stat(filepath.Join(at, "conformance", "peers", "build")); err == nil {
+			return at, nil
+		}
+		if at == filepath.Dir(at) {
+			return "", fmt.Errorf("--source: neither %s nor a directory above it holds Verdict's sources", dir)
+		}
+	}
+}
+
 // Peers gives the paths of real components. Building them takes minutes the first time.
 func (p Programs) Peers(ctx context.Context, names ...string) ([]string, error) {
 	if p.Ready != "" {

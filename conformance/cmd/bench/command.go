@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/figures"
 	"github.com/verdict-proxy/verdict/conformance/scale"
 )
@@ -137,7 +138,7 @@ func (o *options) defaults() {
 
 func (o *options) main(ctx context.Context, out io.Writer) error {
 	var err error
-	if o.source, err = sources(o.source); err != nil && o.programs == nil {
+	if o.source, err = bench.Sources(o.source); err != nil && o.programs == nil {
 		return err
 	}
 	o.defaults()
@@ -159,22 +160,6 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 		}
 	}
 	return err
-}
-
-// sources finds the directory of the sources: the proxy and the control plane are built there.
-func sources(dir string) (string, error) {
-	dir, err := filepath.Abs(dir)
-	if err != nil {
-		return "", err
-	}
-	for at := dir; ; at = filepath.Dir(at) {
-		if _, err := os.Stat(filepath.Join(at, "conformance", "peers", "build")); err == nil {
-			return at, nil
-		}
-		if at == filepath.Dir(at) {
-			return "", fmt.Errorf("--source: neither %s nor a directory above it holds Verdict's sources", dir)
-		}
-	}
 }
 
 func (o *options) file(name string) string { return filepath.Join(o.out, name) }

@@ -222,28 +222,9 @@ func list(out io.Writer, r run.Options) error {
 // programsOf says where programs come from.
 func (o *options) programsOf() (p bench.Programs, err error) {
 	if o.programs == "" {
-		p.Root, err = sources(o.source)
+		p.Root, err = bench.Sources(o.source)
 		return p, err
 	}
 	p.Ready, err = filepath.Abs(o.programs)
 	return p, err
-}
-
-// sources finds the directory of the sources: the proxy and the control plane are built there.
-func sources(dir string) (string, error) {
-	if dir == "" {
-		dir = "."
-	}
-	dir, err := filepath.Abs(dir)
-	if err != nil {
-		return "", err
-	}
-	for at := dir; ; at = filepath.Dir(at) {
-		if _, err := os.Stat(filepath.Join(at, "conformance", "peers", "build")); err == nil {
-			return at, nil
-		}
-		if at == filepath.Dir(at) {
-			return "", fmt.Errorf("--source: neither %s nor a directory above it holds Verdict's sources", dir)
-		}
-	}
 }
