@@ -200,12 +200,13 @@ type reloading struct {
 	said *logBuffer
 }
 
-func followFile(t *testing.T, text string) *reloading {
+// followFile begins with a file of that text, on a host that lacks those files of its own, and follows it until the test ends.
+func followFile(t *testing.T, text string, missing ...string) *reloading {
 	t.Helper()
 	r := &reloading{t: t, path: configFile(t, text), said: &logBuffer{}}
 	s, problems := loadConfig(t, r.path)
 	r.live = newLive(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
-	r.host = hostFiles(t)
+	r.host = hostFiles(t, missing...)
 	r.begin()
 	r.policyName("node")
 	ctx, cancel := context.WithCancel(context.Background())
@@ -288,15 +289,11 @@ func TestReload(t *testing.T) {
 
 // TestLateSysctls: parameters that are missing at the start are set after the first transaction, once.
 func TestLateSysctls(t *testing.T) {
-	r := followFile(t, "mode: nftables\n")
-	r.expect(false)
-	host := hostFiles(t, "nf_conntrack_max")
-	r.host = host
-	r.begin()
+	r := followFile(t, "mode: nftables\n", "nf_conntrack_max")
 	if strings.Contains(r.said.String(), "WARN") {
 		t.Errorf("it complains:\n%s", r.said.String())
 	}
-	path := filepath.Join(host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
+	path := filepath.Join(r.host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
 	labtest.Check(t, os.WriteFile(path, []byte("65536\n"), 0o644))
 	for range 2 {
 		r.written(t.Context(), reconcile.Transaction{})
