@@ -23,6 +23,8 @@ type Plan struct {
 	// Programs are those of the control plane, Dir an empty directory for all files.
 	Programs Programs
 	Dir      string
+	// Keep leaves the files there.
+	Keep bool
 	// Results gets the cells, and is saved after each.
 	Results *figures.Results
 	Save    func() error
@@ -94,7 +96,9 @@ func (p *Plan) size(ctx context.Context, size figures.Size, repeat int, save fun
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if !p.Keep {
+		defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	}
 	label := fmt.Sprintf("%s, repeat %d", size, repeat)
 	w, err := newWorld(ctx, size, p.Programs, dir, func(text string) { p.Progress(label + ": " + text) })
 	if err != nil {
@@ -147,6 +151,9 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 	}
 	c.Memory = &figures.Memory{Resident: n.usage.resident(), Kernel: n.usage.kernel()}
 	defer func() { c.Memory.Peak = n.usage.highest() }()
+	if err := n.wrote(k); err != nil {
+		return err
+	}
 	step("connections")
 	if c.Data, err = n.data(ctx, seconds(s.DataTime), false); err != nil {
 		return err

@@ -208,7 +208,25 @@ func (n *node) prepare(k *Kind) error {
 	// env becomes the proxy, so the process is the proxy's own.
 	n.proxy = control.NewProcess(n.host, n.log, "/usr/bin/env", args...)
 	n.usage, err = newUsage()
-	return errors.Join(err, k.warm())
+	return errors.Join(err, k.warm(), n.hint(k))
+}
+
+// hint makes the chain by which a kubelet says which variant of iptables is the host's.
+func (n *node) hint(k *Kind) error {
+	if k.tables == "" {
+		return nil
+	}
+	_, err := n.host.Run(k.multi(), "iptables", "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+	return err
+}
+
+// wrote is an error if the rules of a proxy by iptables are not in the variant that it was to write to.
+func (n *node) wrote(k *Kind) error {
+	if k.tables == "" || k.ipvs {
+		return nil
+	}
+	_, err := n.host.Run(k.multi(), "iptables", "-w", "5", "-t", "nat", "-S", "KUBE-SERVICES", "1")
+	return err
 }
 
 // start starts the proxy.

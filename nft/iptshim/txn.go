@@ -184,11 +184,14 @@ func (t *familyTxn) branches(table Table) (out []chain) {
 	return out
 }
 
-// block writes what is one transaction of the kernel.
+// block writes what is one transaction of the kernel, the chains from the last name to the first: the legacy variant's programs keep
+// chains in a sorted list, of which they go through less that way (docs/decisions/iptables.md).
 func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []string, added []int) {
 	if len(writes)+len(drops)+len(added) == 0 {
 		return
 	}
+	writes = slices.Clone(writes)
+	slices.SortFunc(writes, func(a, b chain) int { return strings.Compare(b.name, a.name) })
 	nobody := snapshot.Name{}
 	w.line(nobody, "*", string(table))
 	for i := range writes {

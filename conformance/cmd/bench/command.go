@@ -186,7 +186,7 @@ func (o *options) results() (*figures.Results, error) {
 // inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, the directory is in memory,
 // and its mount vanishes with this process however it ends.
 func (o *options) inside(ctx context.Context, results *figures.Results) (err error) {
-	plan := &scale.Plan{Repeats: o.repeat, Budget: o.budget, Results: results}
+	plan := &scale.Plan{Repeats: o.repeat, Budget: o.budget, Results: results, Keep: o.keep}
 	for _, text := range o.sizes {
 		size, err := figures.ParseSize(text)
 		if err != nil {

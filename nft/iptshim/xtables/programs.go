@@ -108,10 +108,11 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 	first, why := choose(ctx, r, found)
 	var errs []error
 	for _, v := range [...]Variant{first, first.Other()} {
-		if found[v][iptshim.IPv4].main == "" {
+		if !found.has(v) {
 			continue
 		}
-		p := &Programs{Variant: v, Why: why, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: r}
+		p := found.programs(v, r)
+		p.Why = why
 		if err := p.try(ctx, iptshim.IPv4); err != nil {
 			errs = append(errs, err)
 			why = fmt.Sprintf("the %s variant does not work here: %v", v, err)
@@ -143,10 +144,27 @@ func (p *Programs) OfVariant(ctx context.Context, v Variant) (_ *Programs, ok bo
 		return p, true
 	}
 	found, err := installed(ctx, p.runner)
-	if err != nil || found[v][iptshim.IPv4].main == "" {
+	if err != nil || !found.has(v) {
 		return nil, false
 	}
-	return &Programs{Variant: v, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: p.runner}, true
+	return found.programs(v, p.runner), true
+}
+
+// installation is what a host has of programs.
+type installation [len(variants)][len(iptshim.Families)]set
+
+// has says whether a variant is there, for IPv4 at least.
+func (i *installation) has(v Variant) bool { return i[v][iptshim.IPv4].main != "" }
+
+// programs gives those of a variant. A family without any is missing.
+func (i *installation) programs(v Variant, r runner) *Programs {
+	p := &Programs{Variant: v, Version: i[v][iptshim.IPv4].version, sets: i[v], runner: r}
+	for _, f := range iptshim.Families {
+		if p.sets[f].main == "" {
+			p.missing[f] = fmt.Errorf("there is no %s program of the %s variant", program(f), v)
+		}
+	}
+	return p
 }
 
 // searchPath is where the programs are looked for besides PATH, which may lack what is for root alone.
@@ -166,7 +184,7 @@ func lookPath(name string) string {
 
 // installed gives the programs that there are. A host may have both variants, each under its own name, or one of them under the
 // plain name alone.
-func installed(ctx context.Context, r runner) (found [len(variants)][len(iptshim.Families)]set, err error) {
+func installed(ctx context.Context, r runner) (found installation, err error) {
 	var errs []error
 	for _, f := range iptshim.Families {
 		for _, name := range []string{program(f) + "-nft", program(f) + "-legacy", program(f)} {
@@ -187,7 +205,7 @@ func installed(ctx context.Context, r runner) (found [len(variants)][len(iptshim
 			}
 		}
 	}
-	if found[NFT][iptshim.IPv4].main == "" && found[Legacy][iptshim.IPv4].main == "" {
+	if !found.has(NFT) && !found.has(Legacy) {
 		if len(errs) == 0 {
 			return found, ErrNone
 		}
@@ -218,35 +236,38 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 	return Legacy, version, nil
 }
 
-// The chains that a kubelet makes so that others can tell which variant the host uses.
-var hints = regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
-
-// proxyRules is in a nat table in which a Service proxy has its chains, we or a kube-proxy.
-var proxyRules = regexp.MustCompile(`(?m)^:KUBE-SERVICES `)
+// hints are the chains that a kubelet makes so that others can tell which variant the host uses.
+var hints = []string{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}
 
 // choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service proxy has its
-// chains already, then by which variant has more rules; if nothing tells, it is nft.
-func choose(ctx context.Context, r runner, found [len(variants)][len(iptshim.Families)]set) (Variant, string) {
+// chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are only read for the last of these:
+// that takes seconds where they are large.
+func choose(ctx context.Context, r runner, found installation) (Variant, string) {
 	for _, v := range variants {
-		if found[v][iptshim.IPv4].main != "" && found[v.Other()][iptshim.IPv4].main == "" {
+		if found.has(v) && !found.has(v.Other()) {
 			return v, "it is the only variant on this host"
 		}
 	}
-	var saved [len(variants)]string
 	for _, v := range variants {
-		if mangle := saveBoth(ctx, r, v, found[v], "mangle"); hints.MatchString(mangle) {
-			return v, "the kubelet has its chain " + strings.TrimSpace(hints.FindString(mangle)[1:]) + " there"
+		for _, hint := range hints {
+			if found.programs(v, r).hasAny(ctx, "mangle", hint) {
+				return v, "the kubelet has its chain " + hint + " there"
+			}
 		}
 	}
 	for _, v := range variants {
-		for _, table := range []string{"nat", "filter", "mangle", "raw"} {
-			saved[v] += saveBoth(ctx, r, v, found[v], table)
-		}
-		if proxyRules.MatchString(saved[v]) {
+		if found.programs(v, r).hasAny(ctx, string(iptshim.NAT), "KUBE-SERVICES") {
 			return v, "there are chains of a Service proxy"
 		}
 	}
-	rules := [len(variants)]int{NFT: strings.Count(saved[NFT], "\n-A "), Legacy: strings.Count(saved[Legacy], "\n-A ")}
+	var rules [len(variants)]int
+	for _, v := range variants {
+		for _, f := range iptshim.Families {
+			if text, err := found.programs(v, r).SaveText(ctx, f); err == nil {
+				rules[v] += bytes.Count(text, []byte("\n-A "))
+			}
+		}
+	}
 	switch {
 	case rules[Legacy] > rules[NFT]:
 		return Legacy, fmt.Sprintf("it has more rules (%d, the nft variant %d)", rules[Legacy], rules[NFT])
@@ -256,19 +277,14 @@ func choose(ctx context.Context, r runner, found [len(variants)][len(iptshim.Fam
 	return NFT, "there are no rules of either variant"
 }
 
-// saveBoth gives a table of both families, and nothing of what cannot be read. To ask for a table of the legacy variant makes it,
-// so that only those are asked for that are there.
-func saveBoth(ctx context.Context, r runner, v Variant, sets [len(iptshim.Families)]set, table string) string {
-	var all strings.Builder
+// hasAny says whether a family has a chain. What cannot be read has none.
+func (p *Programs) hasAny(ctx context.Context, table, chain string) bool {
 	for _, f := range iptshim.Families {
-		if sets[f].save == "" || v == Legacy && !legacyHas(f, table) {
-			continue
-		}
-		if out, err := r.run(ctx, nil, sets[f].save, "-t", table); err == nil {
-			all.Write(out)
+		if has, err := p.HasChain(ctx, f, table, chain); err == nil && has {
+			return true
 		}
 	}
-	return all.String()
+	return false
 }
 
 // legacyHas says whether the legacy variant has a table in the network namespace of the calling thread.
@@ -282,8 +298,8 @@ var errNoIPv6 = errors.New("this host has no IPv6")
 
 // try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore says so.
 func (p *Programs) try(ctx context.Context, f iptshim.Family) error {
-	if p.sets[f].main == "" {
-		return fmt.Errorf("there is no %s program of the %s variant", program(f), p.Variant)
+	if p.missing[f] != nil {
+		return p.missing[f]
 	}
 	if f == iptshim.IPv6 {
 		if _, err := os.Stat("/proc/net/if_inet6"); errors.Is(err, fs.ErrNotExist) {

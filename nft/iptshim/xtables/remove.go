@@ -5,24 +5,19 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"regexp"
 
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
-// SaveText gives the tables in which we have chains as iptables-save prints them.
-func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) (all []byte, err error) {
-	for _, t := range iptshim.Tables {
-		text, err := p.Save(ctx, f, string(t), false)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, text...)
+// SaveText gives all tables as iptables-save prints them. The nft variant reads all chains of all tables for every call, so there is one.
+func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) ([]byte, error) {
+	if err := p.missing[f]; err != nil {
+		return nil, err
 	}
-	return all, nil
+	return p.runner.run(ctx, nil, p.sets[f].save)
 }
 
-// SaveAll reads the tables in which we have chains.
+// SaveAll reads all tables.
 func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
 	all, err := p.SaveText(ctx, f)
 	if err != nil {
@@ -68,12 +63,11 @@ func (p *Programs) removeOf(ctx context.Context, f iptshim.Family) (removed bool
 }
 
 // ownChain is a chain that Verdict makes and no kube-proxy.
-var ownChain = regexp.MustCompile(`(?m)^:KUBE-CLUSTER-IPS `)
+const ownChain = "KUBE-CLUSTER-IPS"
 
 // Wrote says whether Verdict has written rules of a family, and not only a kube-proxy.
 func (p *Programs) Wrote(ctx context.Context, f iptshim.Family) (bool, error) {
-	saved, err := p.Save(ctx, f, string(iptshim.Filter), false)
-	return ownChain.Match(saved), err
+	return p.HasChain(ctx, f, string(iptshim.Filter), ownChain)
 }
 
 // RemoveOwn removes what Verdict wrote with iptables in the network namespace of the calling thread, in both variants, and says what
@@ -91,12 +85,8 @@ func RemoveOwn(ctx context.Context, keepCompat bool, log *slog.Logger) (removed 
 	}
 	var errs []error
 	for _, v := range variants {
-		p := &Programs{Variant: v, Version: found[v][iptshim.IPv4].version, sets: found[v], runner: r}
+		p := found.programs(v, r)
 		for _, f := range iptshim.Families {
-			if p.sets[f].main == "" {
-				p.missing[f] = ErrNone
-				continue
-			}
 			if ours, err := p.Wrote(ctx, f); err != nil || !ours {
 				continue // the kernel has not got this variant, or nothing is ours
 			}

@@ -184,7 +184,7 @@ func (p *Programs) Save(ctx context.Context, f iptshim.Family, table string, cou
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
-	if p.Variant == Legacy && p.runner.here() && !legacyHas(f, table) {
+	if !p.made(f, table) {
 		return nil, nil
 	}
 	args := []string{"-t", table}
@@ -200,9 +200,14 @@ func (r runner) here() bool {
 	return err == nil && inode == r.inode
 }
 
+// made says whether a table is there: to ask for one of the legacy variant makes it.
+func (p *Programs) made(f iptshim.Family, table string) bool {
+	return p.Variant != Legacy || !p.runner.here() || legacyHas(f, table)
+}
+
 // HasChain says whether a chain is in a table, without reading the table.
 func (p *Programs) HasChain(ctx context.Context, f iptshim.Family, table, chain string) (bool, error) {
-	if err := p.missing[f]; err != nil {
+	if err := p.missing[f]; err != nil || !p.made(f, table) {
 		return false, err
 	}
 	_, err := p.runner.run(ctx, nil, p.sets[f].main, "-w", "1", "-t", table, "-S", chain, "1")
