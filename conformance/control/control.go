@@ -48,6 +48,8 @@ type Config struct {
 	// RequestTimeout is how long a request may take, which large lists need; 0 means 10 s. It is also how long the server takes to
 	// end while somebody watches.
 	RequestTimeout time.Duration
+	// Fill, if there is any, writes objects into etcd before the API server is started.
+	Fill func(context.Context) error
 }
 
 const (
@@ -94,6 +96,11 @@ func (p *Plane) start(ctx context.Context) error {
 		"--listen-peer-urls=http://127.0.0.1:2380")
 	if err := p.etcd.Start(); err != nil {
 		return err
+	}
+	if p.config.Fill != nil {
+		if err := p.config.Fill(ctx); err != nil {
+			return fmt.Errorf("fill etcd: %w; it says:\n%s", err, p.etcd.Tail())
+		}
 	}
 	p.server = NewProcess(p.config.Host, p.file("kube-apiserver.log"), p.config.APIServer, p.serverArgs()...)
 	return p.StartServer(ctx)

@@ -80,6 +80,10 @@ func TestLimits(t *testing.T) {
 	if !q.P50.AtLeast {
 		t.Errorf("two of three open: %+v", q)
 	}
+	q = quantilesOf([]Spans{{Milliseconds: []float64{70, 80, 90, 60}, Open: 1}})
+	if q.P50.Median != 80 || q.P50.AtLeast || q.P99.Median != 60 || !q.P99.AtLeast {
+		t.Errorf("one of four open, and for less time than the others took: %+v", q)
+	}
 	if q = quantilesOf(nil); q.P50.N != 0 || q.text() != none {
 		t.Errorf("nothing: %+v", q)
 	}
@@ -91,10 +95,11 @@ func TestText(t *testing.T) {
 		{Milliseconds(1500), "1.5 s"}, {Milliseconds(18420), "18 s"}, {Milliseconds(math.NaN()), none},
 		{WaitText(Wait{Seconds: 139}), "139 s"}, {WaitText(Wait{Seconds: 300, Limit: true}), "> 300 s"},
 		{Spread{}.text(Seconds), none},
-		{Spread{2, 1, 3, 3, false}.text(Seconds), "2.0 s (1.0 to 3.0 s)"},
-		{Spread{2, 1.99999, 2.00001, 2, false}.text(Seconds), "2.0 s"},
-		{Spread{300, 200, 300, 2, true}.text(Seconds), "> 300 s"},
-		{Spread{2, 1, 3, 3, false}.short(Seconds), "2.0 s"},
+		{Spread{2, 1, 3, 3, false, false}.text(Seconds), "2.0 s (1.0 to 3.0 s)"},
+		{Spread{250, 200, 300, 3, false, true}.text(Seconds), "250 s (200 to > 300 s)"},
+		{Spread{2, 1.99999, 2.00001, 2, false, false}.text(Seconds), "2.0 s"},
+		{Spread{300, 200, 300, 2, true, true}.text(Seconds), "> 300 s"},
+		{Spread{2, 1, 3, 3, false, false}.short(Seconds), "2.0 s"},
 		{grouped(999), "999"}, {grouped(30000), "30,000"}, {grouped(1002003), "1,002,003"},
 		{duration(20), "1 min"}, {duration(299), "5 min"}, {duration(7500), "2 h 05 min"},
 		{behind(0.0004), "0 s"}, {behind(0.6), "600 ms"},
@@ -151,7 +156,7 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	c := &Cell{Size: size, Proxy: proxy, Repeat: repeat, Began: time.Date(2026, 1, 2, 3, 4, repeat, 0, time.UTC), Took: 60, Load: 0.25 * float64(i)}
 	slow := map[string]float64{Baseline: 1, "verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
-	c.Data = &Data{First: 20 + n/10, First99: 40 + n/5, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20}
+	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20}
 	if proxy == Baseline {
 		return c
 	}

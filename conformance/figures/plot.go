@@ -33,8 +33,8 @@ func nothing(*Row) Spread { return Spread{} }
 func (r *Results) pictures() []picture {
 	all := []picture{
 		{"start", "Start: until every Service answers", "seconds", func(row *Row) Spread { return row.Start }, nothing, 1, false},
-		{"restart", "Restart: until at rest (thin line: until a change made meanwhile has arrived)", "seconds", func(row *Row) Spread { return row.Restart },
-			func(row *Row) Spread { return row.Away }, 1, false},
+		{"restart", "Restart: until a change made meanwhile has arrived (thin line to rest, without a change)", "seconds",
+			func(row *Row) Spread { return row.Away }, func(row *Row) Spread { return row.Restart }, 1, false},
 		{"change", "One endpoint changed: from the API to the kernel (median, thin line to p99)", "milliseconds",
 			func(row *Row) Spread { return row.Change.P50 }, func(row *Row) Spread { return row.Change.P99 }, 1, false},
 		{"memory", "Resident memory of the proxy and its children (after the start, thin line to the peak)", "MiB",
@@ -98,6 +98,7 @@ type line struct {
 	points plotter.XYs
 	high   plotter.XYs // the other end of each point's thin line; the point itself if it has none
 	limits []bool      // which points are limits that were hit
+	open   []bool      // which thin lines end at such
 }
 
 // pictureEndpoints is how many endpoints a Service has in the pictures.
@@ -115,11 +116,12 @@ func (r *Results) line(p picture, proxy string) line {
 			continue
 		}
 		at := plotter.XY{X: float64(size.Services), Y: v.Median * p.scale}
-		end := at
-		if h := p.high(row); h.N > 0 {
-			end.Y = max(h.Median*p.scale, at.Y)
+		end, open := at, false
+		if h := p.high(row); h.N > 0 && h.Median*p.scale > at.Y {
+			end.Y, open = h.Median*p.scale, h.AtLeast
 		}
-		l.points, l.high, l.limits = append(l.points, at), append(l.high, end), append(l.limits, v.AtLeast)
+		l.points, l.high = append(l.points, at), append(l.high, end)
+		l.limits, l.open = append(l.limits, v.AtLeast), append(l.open, open)
 	}
 	return l
 }
@@ -270,6 +272,14 @@ func (l line) add(pl *plot.Plot) error {
 			mark.GlyphStyle.Shape, mark.GlyphStyle.Radius = draw.RingGlyph{}, 5
 		}
 		pl.Add(thin, mark)
+		if l.open[i] {
+			end, err := plotter.NewScatter(l.high[i : i+1])
+			if err != nil {
+				return err
+			}
+			end.GlyphStyle = draw.GlyphStyle{Color: look.color, Radius: 3.5, Shape: draw.RingGlyph{}}
+			pl.Add(end)
+		}
 	}
 	return nil
 }

@@ -38,6 +38,8 @@ type Machine struct {
 
 // Settings say how it was measured. Cells of different settings are never mixed. All times are in seconds.
 type Settings struct {
+	// Method is the number of the way it was measured in.
+	Method int `json:"method"`
 	// StartLimit is how long a start or a restart may take.
 	StartLimit float64 `json:"start_limit_s"`
 	// Changes is how many single changes are tried, for at most ChangesLimit.
@@ -50,6 +52,9 @@ type Settings struct {
 	// DataTime is how long connections are counted, and then bytes.
 	DataTime float64 `json:"data_s"`
 }
+
+// Method is the number of the way in which is measured now. It is counted up when figures would no longer compare with those before.
+const Method = 2
 
 // Size is how large a cluster is: so many Services with so many endpoints each.
 type Size struct {
@@ -140,12 +145,11 @@ type Memory struct {
 
 // Data is what a client saw.
 type Data struct {
-	// First is the time from SYN to SYN-ACK, in microseconds: the median and the 99th percentile over Services spread over all.
-	First   float64 `json:"first_us"`
-	First99 float64 `json:"first_p99_us"`
+	// First is the time from SYN to SYN-ACK, in microseconds: the median over Services spread over all.
+	First float64 `json:"first_us"`
 	// Slowest is the median of that Service of them whose median is highest.
 	Slowest float64 `json:"slowest_us"`
-	// Connections is how many were opened and closed a second, by clients that wait for nothing else.
+	// Connections is how many were opened, answered and closed a second.
 	Connections float64 `json:"connections"`
 	// Gigabits is what an established connection carried a second.
 	Gigabits float64 `json:"gigabits"`

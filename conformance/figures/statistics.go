@@ -11,10 +11,11 @@ func Percentile(values []float64, p float64) float64 {
 	if len(values) == 0 {
 		return math.NaN()
 	}
-	sorted := slices.Sorted(slices.Values(values))
-	rank := int(math.Ceil(p*float64(len(sorted)))) - 1
-	return sorted[min(max(rank, 0), len(sorted)-1)]
+	return slices.Sorted(slices.Values(values))[rank(p, len(values))]
 }
+
+// rank is the index in n sorted values of the one that a share p of them does not exceed.
+func rank(p float64, n int) int { return min(max(int(math.Ceil(p*float64(n)))-1, 0), n-1) }
 
 // Median gives the value in the middle, of an even number the mean of the two there; NaN of none.
 func Median(values []float64) float64 {
@@ -31,8 +32,8 @@ type Spread struct {
 	Median, Min, Max float64
 	// N is how many there are; 0 means that the rest says nothing.
 	N int
-	// AtLeast says that the median is a limit that was hit: the true value is higher.
-	AtLeast bool
+	// AtLeast says that the median is a limit that was hit: the true value is higher. MaxAtLeast says the same of the largest.
+	AtLeast, MaxAtLeast bool
 }
 
 // spreadOf gives the spread of values; those of limits hit count as the limit.
@@ -41,7 +42,7 @@ func spreadOf(values []float64, limits int) Spread {
 		return Spread{}
 	}
 	// A limit is the largest value there can be, so the median is one as soon as it has half of them.
-	return Spread{Median(values), slices.Min(values), slices.Max(values), len(values), 2*limits >= len(values) && limits > 0}
+	return Spread{Median(values), slices.Min(values), slices.Max(values), len(values), 2*limits >= len(values) && limits > 0, limits > 0}
 }
 
 // Quantiles are the median and the 99th percentile of all spans of some cells, in milliseconds.
@@ -49,21 +50,23 @@ type Quantiles struct {
 	P50, P99 Spread
 }
 
-// quantilesOf puts the spans of all repeats together.
+// quantilesOf puts the spans of all repeats together. What was not done by its limit counts as longer than all that was: it was waited
+// for longer than anybody else, or would have been if it had begun as early.
 func quantilesOf(all []Spans) Quantiles {
-	var values []float64
-	open := 0
+	var done, open []float64
 	for _, s := range all {
-		values = append(values, s.Milliseconds...)
-		open += s.Open
+		n := len(s.Milliseconds) - s.Open
+		done, open = append(done, s.Milliseconds[:n]...), append(open, s.Milliseconds[n:]...)
 	}
-	quantile := func(p float64) Spread {
-		s := Spread{Median: Percentile(values, p), N: len(values)}
-		s.AtLeast = float64(len(values)-open) < p*float64(len(values))
-		return s
-	}
-	if len(values) == 0 {
+	if len(done)+len(open) == 0 {
 		return Quantiles{}
+	}
+	slices.Sort(done)
+	slices.Sort(open)
+	values := append(done, open...)
+	quantile := func(p float64) Spread {
+		i := rank(p, len(values))
+		return Spread{Median: values[i], N: len(values), AtLeast: i >= len(done)}
 	}
 	return Quantiles{quantile(0.5), quantile(0.99)}
 }

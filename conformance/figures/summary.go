@@ -12,8 +12,7 @@ const Baseline = "no-proxy"
 type Row struct {
 	Size  Size
 	Proxy string
-	// Tried says that there is any cell, Errors what those said that ended early.
-	Tried  bool
+	// Errors are what cells said that ended early.
 	Errors []string
 
 	// Start, Restart and Away are in seconds, and so is the processor time in them.
@@ -24,8 +23,8 @@ type Row struct {
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
 	Resident, Peak, Kernel Spread
-	// First, First99 and Slowest are in microseconds, Connections a second, Gigabits a second.
-	First, First99, Slowest, Connections, Gigabits Spread
+	// First and Slowest are in microseconds, Connections a second, Gigabits a second.
+	First, Slowest, Connections, Gigabits Spread
 }
 
 // ChurnRow is what all repeats say of one rate.
@@ -47,7 +46,6 @@ func (r *Results) Row(size Size, proxy string) *Row {
 			}
 		}
 	}
-	row.Tried = len(cells) > 0
 	row.Start = waits(cells, func(c *Cell) *Wait { return c.Start })
 	row.Restart = waits(cells, func(c *Cell) *Wait { return c.Restart })
 	row.Away = waits(cells, func(c *Cell) *Wait { return c.Away })
@@ -70,7 +68,6 @@ func (r *Results) Row(size Size, proxy string) *Row {
 		return spreadOf(gather(cells, func(c *Cell) (float64, bool) { return of(deref(c.Data)), c.Data != nil }), 0)
 	}
 	row.First = data(func(d Data) float64 { return d.First })
-	row.First99 = data(func(d Data) float64 { return d.First99 })
 	row.Slowest = data(func(d Data) float64 { return d.Slowest })
 	row.Connections = data(func(d Data) float64 { return d.Connections })
 	row.Gigabits = data(func(d Data) float64 { return d.Gigabits })
@@ -158,14 +155,14 @@ func (r *Results) Proxies() (names []string) {
 			names = append(names, c.Proxy)
 		}
 	}
-	slices.SortStableFunc(names, func(a, b string) int { return cmp.Compare(rank(a), rank(b)) })
+	slices.SortStableFunc(names, func(a, b string) int { return cmp.Compare(place(a), place(b)) })
 	return names
 }
 
 // known is the order in which proxies are shown.
 var known = []string{"verdict-nftables", "kube-proxy-nftables", "verdict-iptables", "kube-proxy-iptables", "verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs"}
 
-func rank(proxy string) int {
+func place(proxy string) int {
 	if i := slices.Index(known, proxy); i >= 0 {
 		return i
 	}

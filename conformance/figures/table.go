@@ -54,7 +54,11 @@ func (s Spread) text(unit func(float64) string) string {
 	case s.AtLeast:
 		return "> " + unit(s.Median)
 	case s.Min != s.Max && unit(s.Min) != unit(s.Max) && s.Max > 0:
-		return fmt.Sprintf("%s (%s to %s)", unit(s.Median), strings.Fields(unit(s.Min))[0], unit(s.Max))
+		over := ""
+		if s.MaxAtLeast {
+			over = "> "
+		}
+		return fmt.Sprintf("%s (%s to %s%s)", unit(s.Median), strings.Fields(unit(s.Min))[0], over, unit(s.Max))
 	}
 	return unit(s.Median)
 }
@@ -103,7 +107,7 @@ func (r *Results) tables() []table {
 				}
 				return row.StartCPU.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
 			}, false},
-		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: median / 99th percentile. Nothing else changes.",
+		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: median / 99th percentile, which of fewer than 100 is the longest. Nothing else changes.",
 			func(row *Row) string { return row.Change.text() }, false},
 	}
 	for _, rate := range r.Settings.Rates {
@@ -129,7 +133,7 @@ func (r *Results) tables() []table {
 				}
 				return row.First.short(microseconds) + " / " + row.Slowest.short(microseconds)
 			}, true},
-		table{"Connections", "New connections a second, by four clients on this machine / Gbit/s of one established connection.",
+		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection.",
 			func(row *Row) string {
 				if row.Connections.N == 0 {
 					return none

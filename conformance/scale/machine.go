@@ -1,11 +1,14 @@
 package scale
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -47,4 +50,50 @@ func field(text, name string) string {
 		}
 	}
 	return ""
+}
+
+// The machine is at rest when all processors together were busy for less than a part of a second in a second.
+const (
+	idleMost  = 150 * time.Millisecond
+	idleLimit = time.Minute
+)
+
+// idle waits until the machine is at rest, so that what came before is over: a control plane that takes in what it was filled with,
+// the kernel that clears a node away. On a machine that has other work it gives up after a minute.
+func idle(ctx context.Context) error {
+	for end := time.Now().Add(idleLimit); ; {
+		before, err := busy()
+		if err := errors.Join(err, sleep(ctx, time.Second)); err != nil {
+			return err
+		}
+		after, err := busy()
+		if err != nil || after-before < idleMost || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
+// busy is the time that all processors have worked since the machine was started.
+func busy() (time.Duration, error) {
+	b, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return 0, err
+	}
+	// "cpu  user nice system idle iowait irq softirq steal ..."
+	line, _, _ := strings.Cut(string(b), "\n")
+	fields := strings.Fields(line)
+	if len(fields) < 8 || fields[0] != "cpu" {
+		return 0, fmt.Errorf("/proc/stat: %q", line)
+	}
+	var sum time.Duration
+	for i, text := range fields[1:8] {
+		n, err := strconv.Atoi(text)
+		if err != nil {
+			return 0, fmt.Errorf("/proc/stat: %w", err)
+		}
+		if i != 3 && i != 4 {
+			sum += time.Duration(n) * tick
+		}
+	}
+	return sum, nil
 }

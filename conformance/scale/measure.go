@@ -68,20 +68,20 @@ func (n *node) reaches(to netip.AddrPort) netip.Addr {
 	return r.Destination.Addr()
 }
 
-// wait makes a result of what await gave. That the limit was hit is a result and no error.
+// wait makes a result of what await gave. That the limit was hit is a result and no error; after an error there is none.
 func (n *node) wait(d time.Duration, err error) (*figures.Wait, error) {
 	w := &figures.Wait{Seconds: d.Seconds(), Limit: errors.Is(err, errLimit), Processor: n.usage.processor().Seconds()}
-	if w.Limit {
-		err = nil
+	if err != nil && !w.Limit {
+		return nil, err
 	}
-	return w, err
+	return w, nil
 }
 
 // sampled is how many Services are looked at again and again before all are tried.
 const sampled = 32
 
-// untilAll waits until every Service answers. Those of the sample are waited for one after the other; then each of the cluster is
-// tried once, and if one of them fails, it is not over yet.
+// untilAll waits until every Service answers. Those of the sample are waited for one after the other. Then each of the cluster is
+// tried, and what does not answer was not there when the sample was, and is waited for.
 func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duration) (*figures.Wait, error) {
 	var took time.Duration
 	sample := n.spread(sampled)
@@ -95,26 +95,23 @@ func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duratio
 		}
 	}
 	w, err := n.wait(took, nil)
-	for err == nil && n.missing(ctx) > 0 {
-		if took = time.Since(began); took > limit {
-			err = errLimit
-		}
-		w, err = n.wait(took, errors.Join(err, n.ended(), ctx.Err()))
-		if w.Limit {
-			break
+	for _, i := range n.missing(ctx) {
+		took, err = await(ctx, began, limit, n.ended, func() bool { return n.reaches(n.frontend(i)).IsValid() })
+		if w, err = n.wait(took, err); err != nil || w.Limit {
+			return w, err
 		}
 	}
-	return w, err
+	return w, errors.Join(err, ctx.Err())
 }
 
-// missing tries every Service and counts those that do not answer.
-func (n *node) missing(ctx context.Context) (count int) {
+// missing tries every Service and gives those that do not answer, twice: on a busy machine one look may come too late.
+func (n *node) missing(ctx context.Context) (services []int) {
 	for i := range n.size.Services {
-		if ctx.Err() == nil && !n.reaches(n.frontend(i)).IsValid() {
-			count++
+		if ctx.Err() == nil && !n.reaches(n.frontend(i)).IsValid() && !n.reaches(n.frontend(i)).IsValid() {
+			services = append(services, i)
 		}
 	}
-	return count
+	return services
 }
 
 // first starts the proxy and waits until it carries everything.
@@ -132,10 +129,11 @@ func (n *node) stop(ctx context.Context) error {
 	return n.proxy.Stop(ctx)
 }
 
-// A process is at rest when it and its children have used less than a part of a second of processor time in a second.
+// A process is at rest when it and its children have used less than a part of a second of processor time in two seconds: kube-proxy
+// lets one pass between the end of a sync and the next.
 const (
-	restTime = time.Second
-	restMost = 50 * time.Millisecond
+	restTime = 2 * time.Second
+	restMost = 100 * time.Millisecond
 	restLook = 20 * time.Millisecond
 )
 
@@ -149,6 +147,11 @@ func (n *node) again(ctx context.Context, limit time.Duration) (*figures.Wait, e
 	if err := n.start(); err != nil {
 		return nil, err
 	}
+	return n.calm(ctx, began, limit)
+}
+
+// calm waits until the proxy is at rest, and gives the time from a beginning until that began.
+func (n *node) calm(ctx context.Context, began time.Time, limit time.Duration) (*figures.Wait, error) {
 	r := resting{}
 	for {
 		waited := time.Since(began)
@@ -256,11 +259,12 @@ func (s *samples) spans() figures.Spans {
 // The pause between single changes is longer than the second that kube-proxy lets pass between two of its syncs, by default and at
 // least, so that a change never waits for it.
 const (
-	quietLeast = 1100 * time.Millisecond
-	quietMore  = 300 * time.Millisecond
+	quietLeast = 1500 * time.Millisecond
+	quietMore  = 500 * time.Millisecond
 )
 
-// changes tries single changes, one after the other in a proxy that is at rest otherwise.
+// changes tries single changes, one after the other in a proxy that is at rest otherwise. After the limit none begins, and each has as
+// long to arrive.
 func (n *node) changes(ctx context.Context, count int, limit time.Duration) (*figures.Spans, error) {
 	s := &samples{}
 	end := time.Now().Add(limit)
@@ -268,11 +272,10 @@ func (n *node) changes(ctx context.Context, count int, limit time.Duration) (*fi
 		if err := sleep(ctx, quietLeast+rand.N(quietMore)); err != nil {
 			return nil, err
 		}
-		left := time.Until(end)
-		if left <= 0 {
+		if !time.Now().Before(end) {
 			break
 		}
-		if err := n.span(ctx, s, i%probes, left); err != nil {
+		if err := n.span(ctx, s, i%probes, limit); err != nil {
 			return nil, err
 		}
 	}

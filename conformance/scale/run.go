@@ -106,6 +106,10 @@ func (p *Plan) size(ctx context.Context, size figures.Size, repeat int, save fun
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
 	for _, k := range missing {
+		p.Progress(label + ": waiting for the machine to be at rest")
+		if err := idle(ctx); err != nil {
+			return err
+		}
 		c := &figures.Cell{Size: size, Proxy: k.Name, Repeat: repeat, Began: time.Now().UTC().Truncate(time.Second), Load: load()}
 		began := time.Now()
 		err := p.cell(ctx, w, k, c)
@@ -158,7 +162,7 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 	if c.Data, err = n.data(ctx, seconds(s.DataTime), false); err != nil {
 		return err
 	}
-	// Before the churn, after which a proxy may have work left that it would finish in the midst of its restart.
+	// Before the churn, after which a proxy may have work left for a long time.
 	step("restarts")
 	if c.Restart, err = n.again(ctx, seconds(s.StartLimit)); err != nil || c.Restart.Limit {
 		return err
@@ -166,11 +170,22 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 	if c.Away, err = n.away(ctx, seconds(s.StartLimit)); err != nil || c.Away.Limit {
 		return err
 	}
+	rest := func() error {
+		step("waiting for rest")
+		_, err := n.calm(ctx, time.Now(), seconds(s.DrainLimit))
+		return err
+	}
+	if err := rest(); err != nil {
+		return err
+	}
 	step("single changes")
 	if c.Change, err = n.changes(ctx, s.Changes, seconds(s.ChangesLimit)); err != nil {
 		return err
 	}
 	for _, rate := range s.Rates {
+		if err := rest(); err != nil {
+			return err
+		}
 		step(fmt.Sprintf("%v changes a second", rate))
 		churn, err := n.churn(ctx, rate, seconds(s.ChurnTime), seconds(s.DrainLimit))
 		if err != nil {

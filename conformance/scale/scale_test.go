@@ -200,7 +200,7 @@ func TestResting(t *testing.T) {
 		if !ok {
 			continue
 		}
-		if quiet < 1440*ms || quiet > 1500*ms || used < 940*ms || used > 1000*ms || at < quiet+restTime {
+		if quiet < 1390*ms || quiet > 1500*ms || used < 890*ms || used > 1000*ms || at < quiet+restTime {
 			t.Errorf("at %v: rest since %v after %v", at, quiet, used)
 		}
 		return

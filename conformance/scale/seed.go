@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -115,8 +116,28 @@ func encodeSlice(s *discovery.EndpointSlice) ([]byte, error) {
 	return encode(s, discovery.SchemeGroupVersion)
 }
 
-// seed writes all objects of a cluster, and says how far it is.
+// readyLimit is how long etcd may take to answer.
+const readyLimit = 30 * time.Second
+
+// ready waits until the store answers.
+func (s *store) ready(ctx context.Context) error {
+	for end := time.Now().Add(readyLimit); ; {
+		_, err := s.call(ctx, "range", map[string]any{"key": []byte("/registry/health")})
+		if err == nil || time.Now().After(end) {
+			return err
+		}
+		if err := sleep(ctx, 50*time.Millisecond); err != nil {
+			return err
+		}
+	}
+}
+
+// seed writes all objects of a cluster as soon as the store answers, and says how far it is. No API server may be there yet: it would
+// repair what it sees by halves.
 func (s *store) seed(ctx context.Context, c *cluster, progress func(done, of int)) error {
+	if err := s.ready(ctx); err != nil {
+		return err
+	}
 	var pairs []pair
 	var failed error
 	add := func(key string, o runtime.Object, version schema.GroupVersion) {

@@ -57,16 +57,17 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	if err := errors.Join(w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr)); err != nil {
 		return err
 	}
-	progress("starting the control plane")
-	w.plane, err = control.Start(ctx, control.Config{
-		Host: w.host, Etcd: p["etcd"], APIServer: p["kube-apiserver"], Dir: w.dir, ServiceRanges: []netip.Prefix{serviceRange},
-		RequestTimeout: time.Minute,
-	})
-	if err != nil {
+	w.store = newStore(w.host)
+	fill := func(ctx context.Context) error {
+		err := w.store.seed(ctx, w.cluster, func(done, of int) { progress(fmt.Sprintf("writing Services: %d of %d", done, of)) })
+		progress("starting the API server")
 		return err
 	}
-	w.store = newStore(w.host)
-	err = w.store.seed(ctx, w.cluster, func(done, of int) { progress(fmt.Sprintf("writing Services: %d of %d", done, of)) })
+	progress("starting etcd")
+	w.plane, err = control.Start(ctx, control.Config{
+		Host: w.host, Etcd: p["etcd"], APIServer: p["kube-apiserver"], Dir: w.dir, ServiceRanges: []netip.Prefix{serviceRange},
+		RequestTimeout: time.Minute, Fill: fill,
+	})
 	if err != nil {
 		return err
 	}
@@ -83,7 +84,7 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 }
 
 // list reads all objects as a proxy does. So the API server has had each in its hands before anything is measured, and it is sure
-// that it has taken in what was written behind its back.
+// that it has taken them in.
 func (w *world) list(ctx context.Context) error {
 	for _, path := range []string{"/api/v1/services", "/apis/discovery.k8s.io/v1/endpointslices"} {
 		request := w.plane.Client.CoreV1().RESTClient().Get().AbsPath(path).

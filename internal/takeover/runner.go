@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"runtime/debug"
 	"strings"
 	"time"
 )
@@ -93,6 +94,7 @@ func (r *Runner) Run(ctx context.Context, ready <-chan struct{}) {
 	r.said = map[string]bool{}
 	r.busy, r.wait = time.Now(), lookEvery
 	for after := r.look(ctx); after > 0; after = r.look(ctx) {
+		debug.FreeOSMemory() // of large tables of iptables a look leaves hundreds of MB, which the runtime would keep for minutes
 		select {
 		case <-ctx.Done():
 			return

@@ -29,17 +29,24 @@ type savedRule struct {
 }
 
 // Parse reads what iptables-save printed for a family. What is said of several tables, also in several texts one after the other, is
-// put together. The error names the line.
+// put together; tables in which we have no chains are passed over. The error names the line.
 func Parse(text []byte) (*Saved, error) {
 	s := &Saved{tables: map[Table]*savedTable{}}
 	var t *savedTable
+	others := false
 	for n, raw := range bytes.Split(text, []byte("\n")) {
 		line := strings.TrimRight(string(raw), " \r")
 		if line == "" || line[0] == '#' || line == "COMMIT" {
 			continue
 		}
 		if line[0] == '*' {
-			t = s.table(Table(line[1:]))
+			name := Table(line[1:])
+			if others = !slices.Contains(Tables[:], name); !others {
+				t = s.table(name)
+			}
+			continue
+		}
+		if others {
 			continue
 		}
 		if t == nil {

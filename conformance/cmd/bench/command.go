@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -45,10 +46,10 @@ type options struct {
 // The ordinary run, and --quick.
 var (
 	fullSettings = figures.Settings{
-		StartLimit: 300, Changes: 30, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
+		Method: figures.Method, StartLimit: 300, Changes: 30, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
 	}
 	quickSettings = figures.Settings{
-		StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5, DrainLimit: 10, DataTime: 1,
+		Method: figures.Method, StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5, DrainLimit: 10, DataTime: 1,
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
 	quickSizes = []string{"1000x10", "5000x10"}
@@ -178,7 +179,9 @@ func (o *options) results() (*figures.Results, error) {
 	case r == nil:
 		return &figures.Results{Settings: o.settings}, nil
 	case !o.render && !reflect.DeepEqual(r.Settings, o.settings):
-		return nil, fmt.Errorf("%s was measured with other settings; --fresh begins anew, --out leaves it alone", o.file("results.json"))
+		return nil, fmt.Errorf("%s was measured with other settings, or in another way; --fresh begins anew, --out leaves it alone", o.file("results.json"))
+	case !o.render: // what failed is tried again
+		r.Cells = slices.DeleteFunc(r.Cells, func(c *figures.Cell) bool { return c.Error != "" })
 	}
 	return r, nil
 }
@@ -253,8 +256,11 @@ func (o *options) kinds(ctx context.Context, plan *scale.Plan) error {
 		r.Versions = map[string]string{}
 	}
 	maps.Copy(r.Versions, versions)
-	var err error
-	r.Machine, err = scale.ThisMachine()
+	here, err := scale.ThisMachine()
+	if err == nil && len(r.Cells) > 0 && r.Machine != here {
+		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone", o.file("results.json"), r.Machine)
+	}
+	r.Machine = here
 	return err
 }
 

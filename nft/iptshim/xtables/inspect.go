@@ -9,7 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// What others change is looked for by reading all of our tables, which takes a second and more where there are many rules. So that
+// What others change is looked for by reading all tables, which takes a second and more where there are many rules. So that
 // is done beside the loop: at once if the watch says that there may be something, else every now and then, and never for more than a
 // part of the time.
 const (
@@ -121,6 +121,7 @@ func (b *Backend) inspected(r *inspected) (found []string, err error) {
 			}
 		}
 	}
+	giveBack(b.want)
 	if len(found) > 0 {
 		b.trust = doubtful
 	}

@@ -217,8 +217,36 @@ func TestLock(t *testing.T) {
 	if !errors.As(err, &locked) || locked.Waited != lockPatience || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
 		t.Errorf("it says %v", err)
 	}
+	for chain, want := range map[string]bool{"KUBE-IPTABLES-HINT": true, "KUBE-IPTABLES": false} {
+		if there, err := p.HasChain(soon(t), iptshim.IPv4, "mangle", chain); err != nil || there != want {
+			t.Errorf("while it is locked, %s: %v, %v", chain, there, err)
+		}
+	}
 	labtest.Check(t, lock.Close())
 	labtest.Check(t, p.Restore(soon(t), iptshim.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+}
+
+// TestUnreadable: where nft put rules that iptables has not, the nft variant prints nothing. In a table of ours that is an error, and
+// not an empty table; in others it does not matter.
+func TestUnreadable(t *testing.T) {
+	h := newHost(t)
+	p := programsOf(t, h, NFT)
+	labtest.Check(t, p.Restore(soon(t), iptshim.IPv4, []byte("*raw\n:OTHERS - [0:0]\nCOMMIT\n*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+	labtest.Run(t, h, "", "nft", "add rule ip raw OTHERS ct state new accept")
+	text, err := p.SaveText(soon(t), iptshim.IPv4)
+	if labtest.Check(t, err); !strings.Contains(string(text), "\n:KUBE-A ") {
+		t.Errorf("with others' rules in table raw it reads\n%s", text)
+	}
+	labtest.Run(t, h, "", "nft", "add rule ip nat KUBE-A ct state new accept")
+	for _, table := range []string{"nat", "filter", "raw"} {
+		_, err := p.Save(soon(t), iptshim.IPv4, table, false)
+		if want := table != "filter"; (err != nil) != want {
+			t.Errorf("table %s: %v", table, err)
+		}
+	}
+	if _, err := p.SaveAll(soon(t), iptshim.IPv4); err == nil || !strings.Contains(err.Error(), "cannot read table nat: ") {
+		t.Errorf("with others' rules in table nat: %v", err)
+	}
 }
 
 // compatOn gives a Compat of a host whose log goes to the test.

@@ -9,15 +9,28 @@ import (
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
-// SaveText gives all tables as iptables-save prints them. The nft variant reads all chains of all tables for every call, so there is one.
+// SaveText gives the tables in which we have chains as iptables-save prints them, and others with them: the nft variant reads all chains
+// of all tables for every call, so there is one. Only if that fails, as it does for rules whose extension is not on this host, each
+// table of ours is read alone.
 func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
-	return p.runner.run(ctx, nil, p.sets[f].save)
+	all, err := p.save(ctx, f, iptshim.Tables[:])
+	if err == nil || ctx.Err() != nil {
+		return all, err
+	}
+	for _, t := range iptshim.Tables {
+		text, err := p.Save(ctx, f, string(t), false)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, text...)
+	}
+	return all, nil
 }
 
-// SaveAll reads all tables.
+// SaveAll reads the tables in which we have chains.
 func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
 	all, err := p.SaveText(ctx, f)
 	if err != nil {

@@ -108,6 +108,11 @@ func (e *errProgram) Error() string {
 
 func (e *errProgram) Unwrap() error { return e.err }
 
+// locked says that another program held the lock: the same status tells that the lock's file cannot be opened.
+func (e *errProgram) locked() bool {
+	return e.status == exitLocked && !strings.Contains(e.said, "open lock file")
+}
+
 // run runs a program with text on its standard input, and gives what it wrote to standard output.
 func (r runner) run(ctx context.Context, input []byte, program string, args ...string) ([]byte, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, runPatience, fmt.Errorf("it took longer than %s", runPatience))
@@ -172,7 +177,7 @@ func (p *Programs) Restore(ctx context.Context, f iptshim.Family, text []byte) e
 		return nil
 	case ctx.Err() != nil, !errors.As(err, &failed), failed.said == "":
 		return err
-	case failed.status == exitLocked && p.Variant == Legacy:
+	case failed.locked() && p.Variant == Legacy:
 		return &LockedError{lockPatience, holder(lockPath())}
 	}
 	return &RestoreError{Family: f, Lines: failedLines(failed.said), Text: failed.said}
@@ -191,7 +196,23 @@ func (p *Programs) Save(ctx context.Context, f iptshim.Family, table string, cou
 	if counters {
 		args = append(args, "-c")
 	}
-	return p.runner.run(ctx, nil, p.sets[f].save, args...)
+	return p.save(ctx, f, []iptshim.Table{iptshim.Table(table)}, args...)
+}
+
+// save runs a family's iptables-save. The nft variant prints nothing of a table in which somebody put rules that iptables has not,
+// and that is no failure to it: of the tables that are needed it is one.
+func (p *Programs) save(ctx context.Context, f iptshim.Family, needed []iptshim.Table, args ...string) ([]byte, error) {
+	text, err := p.runner.run(ctx, nil, p.sets[f].save, args...)
+	if err != nil {
+		return nil, err
+	}
+	for _, t := range needed {
+		if bytes.Contains(text, []byte("# Table `"+string(t)+"' is incompatible")) {
+			return nil, fmt.Errorf("%s iptables cannot read table %s: a program that uses nft put rules there that iptables has not (nft list table %s %s)",
+				f, t, [...]string{"ip", "ip6"}[f], t)
+		}
+	}
+	return text, nil
 }
 
 // here says whether the calling thread is in the runner's namespace.
@@ -212,10 +233,16 @@ func (p *Programs) HasChain(ctx context.Context, f iptshim.Family, table, chain 
 	}
 	_, err := p.runner.run(ctx, nil, p.sets[f].main, "-w", "1", "-t", table, "-S", chain, "1")
 	var failed *errProgram
-	if errors.As(err, &failed) && failed.status == 1 && ctx.Err() == nil {
+	switch {
+	case ctx.Err() != nil || !errors.As(err, &failed):
+		return err == nil, err
+	case failed.status == 1:
 		return false, nil
+	case failed.locked(): // to read the table takes longer, and no lock
+		text, err := p.Save(ctx, f, table, false)
+		return bytes.Contains(text, []byte("\n:"+chain+" ")), err
 	}
-	return err == nil, err
+	return false, err
 }
 
 var lineNumber = regexp.MustCompile(`(?m)(?:[Ee]rror occurred at line: |\bline )(\d+)\b`)
