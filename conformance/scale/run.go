@@ -170,6 +170,12 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *figures.Cell) (er
 	if c.Away, err = n.away(ctx, seconds(s.StartLimit)); err != nil || c.Away.Limit {
 		return err
 	}
+	return p.changes(ctx, n, c, step)
+}
+
+// changes measures single changes and all rates in a proxy that has started.
+func (p *Plan) changes(ctx context.Context, n *node, c *figures.Cell, step func(string)) (err error) {
+	s := p.Results.Settings
 	rest := func() error {
 		step("waiting for rest")
 		_, err := n.calm(ctx, time.Now(), seconds(s.DrainLimit))
