@@ -53,7 +53,9 @@ func (r *Results) ReadmeTable() string {
 		b.WriteByte('\n')
 	}
 	line("start, until every Service answers", func(row *Row) string { return row.Start.short(Seconds) })
-	line("restart, nothing changed", func(row *Row) string { return row.Restart.short(Seconds) })
+	line("restart, nothing changed, until at rest / processor time", func(row *Row) string {
+		return row.Restart.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
+	})
 	line("restart, one endpoint changed meanwhile", func(row *Row) string { return row.Away.short(Seconds) })
 	line("one endpoint changed, median / p99", func(row *Row) string { return row.Change.text() })
 	for _, rate := range r.Settings.Rates {

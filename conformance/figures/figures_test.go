@@ -81,8 +81,12 @@ func TestLimits(t *testing.T) {
 		t.Errorf("two of three open: %+v", q)
 	}
 	q = quantilesOf([]Spans{{Milliseconds: []float64{70, 80, 90, 60}, Open: 1}})
-	if q.P50.Median != 80 || q.P50.AtLeast || q.P99.Median != 60 || !q.P99.AtLeast {
+	if q.P50.Median != 70 || !q.P50.AtLeast || q.P99.Median != 90 || !q.P99.AtLeast {
 		t.Errorf("one of four open, and for less time than the others took: %+v", q)
+	}
+	q = quantilesOf([]Spans{{Milliseconds: []float64{70, 80, 90, 85}, Open: 1}})
+	if q.P50.Median != 80 || q.P50.AtLeast || !q.P99.AtLeast {
+		t.Errorf("one of four open, for longer than half of the others took: %+v", q)
 	}
 	if q = quantilesOf(nil); q.P50.N != 0 || q.text() != none {
 		t.Errorf("nothing: %+v", q)

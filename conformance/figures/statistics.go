@@ -50,23 +50,21 @@ type Quantiles struct {
 	P50, P99 Spread
 }
 
-// quantilesOf puts the spans of all repeats together. What was not done by its limit counts as longer than all that was: it was waited
-// for longer than anybody else, or would have been if it had begun as early.
+// quantilesOf puts the spans of all repeats together. What was not done by its limit takes longer than that, so with the limit in its place
+// a quantile is never too high; if there is one up to where it lies, it may be too low.
 func quantilesOf(all []Spans) Quantiles {
-	var done, open []float64
+	var values, open []float64
 	for _, s := range all {
-		n := len(s.Milliseconds) - s.Open
-		done, open = append(done, s.Milliseconds[:n]...), append(open, s.Milliseconds[n:]...)
+		values = append(values, s.Milliseconds...)
+		open = append(open, s.Milliseconds[len(s.Milliseconds)-s.Open:]...)
 	}
-	if len(done)+len(open) == 0 {
+	if len(values) == 0 {
 		return Quantiles{}
 	}
-	slices.Sort(done)
-	slices.Sort(open)
-	values := append(done, open...)
+	slices.Sort(values)
 	quantile := func(p float64) Spread {
-		i := rank(p, len(values))
-		return Spread{Median: values[i], N: len(values), AtLeast: i >= len(done)}
+		v := values[rank(p, len(values))]
+		return Spread{Median: v, N: len(values), AtLeast: len(open) > 0 && slices.Min(open) <= v}
 	}
 	return Quantiles{quantile(0.5), quantile(0.99)}
 }

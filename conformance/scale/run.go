@@ -101,6 +101,9 @@ func (p *Plan) size(ctx context.Context, size figures.Size, repeat int, save fun
 	}
 	label := fmt.Sprintf("%s, repeat %d", size, repeat)
 	w, err := newWorld(ctx, size, p.Programs, dir, func(text string) { p.Progress(label + ": " + text) })
+	if err != nil && ctx.Err() != nil { // whatever had just begun says how it ended, at length
+		err = context.Cause(ctx)
+	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", label, err)
 	}

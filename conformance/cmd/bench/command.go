@@ -53,6 +53,8 @@ var (
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
 	quickSizes = []string{"1000x10", "5000x10"}
+	// An emulated API server takes some 25 changes a second.
+	guestRates = []float64{10, 100}
 )
 
 const (
@@ -115,6 +117,9 @@ func (o *options) defaults() {
 	sizes, repeat, budget, out := fullSizes, fullRepeats, fullBudget, "bench"
 	if o.quick {
 		o.settings, sizes, repeat, budget, out = quickSettings, quickSizes, 1, quickBudget, "bench-quick"
+	}
+	if o.guest != "" || o.cells {
+		o.settings.Rates = guestRates
 	}
 	proxies := scale.DefaultKinds()
 	if o.guest != "" {

@@ -158,7 +158,7 @@ func (b *Backend) holds(want *dataplane.State, tables int) error {
 		return err
 	}
 	if b.trust != certain { // all was read
-		i.suspect = b.moved
+		i.suspect, i.empty = b.moved, 0
 	}
 	if b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables) {
 		i.suspect = true // somebody else wrote in between

@@ -256,6 +256,53 @@ func TestForeignHands(t *testing.T) {
 	})
 }
 
+// TestOvertaken: a look during which we wrote says nothing. It makes a change wait for a reading of all tables only if others wrote, too,
+// or if it happens again and again.
+func TestOvertaken(t *testing.T) {
+	eachVariant(t, func(t *testing.T, w *world) {
+		w.write(web(1, 2))
+		i := &w.backend.inspection
+		overtake := func(endpoints int) {
+			t.Helper()
+			i.next, i.due = time.Time{}, time.Time{}
+			for i.result == nil {
+				_, _, err := w.backend.Check()
+				labtest.Check(t, err)
+			}
+			w.write(web(1, endpoints))
+			for overtaken := i.result; i.result == overtaken; time.Sleep(time.Millisecond) {
+				if found, _, err := w.backend.Check(); err != nil || len(found) > 0 {
+					t.Fatalf("it finds %q, %v", found, err)
+				}
+			}
+		}
+		overtake(3)
+		if i.suspect || i.due.After(i.next) {
+			t.Errorf("after our own change it suspects others (%v), or does not look again soon", i.suspect)
+		}
+		w.harm(iptshim.IPv4, "-t", "nat", "-F", "KUBE-POSTROUTING")
+		overtake(2)
+		if !i.suspect {
+			t.Error("what others wrote before a look that came to nothing is forgotten")
+		}
+		i.next = time.Time{}
+		w.write(web(1, 3))
+		w.calm()
+		for range staleMost {
+			overtake(2 + i.empty%2)
+		}
+		if i.suspect {
+			t.Errorf("it suspects others after %d looks", i.empty)
+		}
+		if overtake(4); !i.suspect {
+			t.Error("it never reads all when there is never time for a look")
+		}
+		if i.next = (time.Time{}); w.write(web(1, 2)).Bytes == 0 || i.suspect || i.empty > 0 {
+			t.Errorf("all was read, and still it suspects others (%v, %d)", i.suspect, i.empty)
+		}
+	})
+}
+
 // calmAgain is calm after others wrote what is theirs.
 func (w *world) calmAgain() {
 	w.t.Helper()

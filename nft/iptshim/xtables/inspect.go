@@ -19,23 +19,27 @@ const (
 	inspectRest = 10
 	// inspectAgain is how soon Check wants to be called while a look is under way.
 	inspectAgain = 20 * time.Millisecond
+	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, all is read back before a
+	// transaction, which then waits for it.
+	staleMost = 10
 )
 
 // inspection is the reading of all tables, beside the loop.
 type inspection struct {
 	// result is where a look under way will put what it found; nil if there is none.
 	result chan inspected
-	// stale says that something was written since the look began.
+	// stale says that something was written since the look began, and empty how many looks in a row came to nothing for that.
 	stale bool
-	// suspect says that others have written, and it was not looked at yet what.
-	suspect bool
+	empty int
+	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began for that.
+	suspect, suspected bool
 	// next is when there may be another look, and due when there is to be one.
 	next, due time.Time
 }
 
-// inspected is what a look found.
+// inspected is what a look found: a model that believes it.
 type inspected struct {
-	saved [len(iptshim.Families)]*iptshim.Saved
+	model *iptshim.Model
 	took  time.Duration
 	err   error
 }
@@ -86,14 +90,18 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 
 // inspect begins a look.
 func (b *Backend) inspect() {
+	i := &b.inspection
 	result := make(chan inspected, 1)
-	b.inspection.result, b.inspection.stale, b.inspection.suspect = result, false, false
+	i.result, i.stale, i.suspect, i.suspected = result, false, false, i.suspect
 	go func() {
 		start := time.Now()
-		r := inspected{}
+		r := inspected{model: iptshim.New(b.options.Model)}
 		for _, f := range iptshim.Families {
 			if r.err == nil && b.programs.Serves(f) {
-				r.saved[f], r.err = b.programs.SaveAll(b.ctx, f)
+				var saved *iptshim.Saved
+				if saved, r.err = b.programs.SaveAll(b.ctx, f); r.err == nil {
+					r.model.Adopt(f, saved)
+				}
 			}
 		}
 		r.took = time.Since(start)
@@ -103,20 +111,18 @@ func (b *Backend) inspect() {
 
 // inspected compares what a look found with what should be there.
 func (b *Backend) inspected(r *inspected) (found []string, err error) {
-	b.inspection.rest(r.took)
-	if r.err != nil || b.inspection.stale { // nothing is known of what others did
-		b.inspection.suspect = true
+	i := &b.inspection
+	i.rest(r.took)
+	if r.err != nil || i.stale { // nothing is known of what others did
+		i.empty++
+		i.suspect = i.suspect || i.suspected || r.err != nil || i.empty > staleMost
+		i.due = i.next
 		return nil, r.err
 	}
-	model := iptshim.New(b.options.Model)
-	for _, f := range iptshim.Families {
-		if r.saved[f] != nil {
-			model.Adopt(f, r.saved[f])
-		}
-	}
-	if txn := model.Plan(b.want, dataplane.Change{}); !txn.Empty() {
+	i.empty = 0
+	if txn := r.model.Plan(b.want, dataplane.Change{}); !txn.Empty() {
 		for _, f := range iptshim.Families {
-			if r.saved[f] != nil {
+			if b.programs.Serves(f) {
 				found = append(found, wrong(f, txn.Text(f))...)
 			}
 		}
