@@ -158,7 +158,7 @@ func (b *Backend) holds(want *dataplane.State, tables int) error {
 		return err
 	}
 	if b.trust != certain { // all was read
-		i.suspect, i.empty = b.moved, 0
+		i.suspect = b.moved
 	}
 	if b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables) {
 		i.suspect = true // somebody else wrote in between
@@ -222,7 +222,7 @@ func (b *Backend) readBack() error {
 		return err
 	}
 	b.model, b.seen, b.moved = model, seen, after != seen
-	b.inspection.rest(time.Since(start))
+	b.inspection.read(time.Since(start))
 	return nil
 }
 
@@ -239,7 +239,7 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 		}
 	}
 	r.Encode += time.Since(start)
-	b.inspection.stale = true
+	b.inspection.overtake()
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
 	for _, f := range iptshim.Families {
@@ -390,6 +390,6 @@ func (s *sifting) among(names []snapshot.Name) error {
 // Remove takes everything of ours out of the kernel.
 func (b *Backend) Remove() error {
 	b.model, b.trust, b.missed, b.want, b.held = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil, nil
-	b.inspection.stale = true
+	b.inspection.overtake()
 	return b.programs.remove(b.ctx)
 }

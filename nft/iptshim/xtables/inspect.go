@@ -1,6 +1,7 @@
 package xtables
 
 import (
+	"context"
 	"fmt"
 	"strings"
 	"time"
@@ -19,21 +20,23 @@ const (
 	inspectRest = 10
 	// inspectAgain is how soon Check wants to be called while a look is under way.
 	inspectAgain = 20 * time.Millisecond
-	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, all is read back before a
-	// transaction, which then waits for it.
+	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction waits until
+	// all is read.
 	staleMost = 10
 )
 
 // inspection is the reading of all tables, beside the loop.
 type inspection struct {
-	// result is where a look under way will put what it found; nil if there is none.
+	// result is where a look under way will put what it found, and end ends it before; nil if there is none.
 	result chan inspected
-	// stale says that something was written since the look began, and empty how many looks in a row came to nothing for that.
+	end    context.CancelFunc
+	// stale says that we wrote since the look began, and empty how many looks in a row came to nothing for that.
 	stale bool
 	empty int
 	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began for that.
 	suspect, suspected bool
-	// next is when there may be another look, and due when there is to be one.
+	// whole is how long it took to read all tables last. Next is when there may be another look, and due when there is to be one.
+	whole     time.Duration
 	next, due time.Time
 }
 
@@ -44,10 +47,21 @@ type inspected struct {
 	err   error
 }
 
-// rest puts off the next look after one that took so long.
-func (i *inspection) rest(took time.Duration) {
-	now := time.Now()
-	i.next, i.due = now.Add(inspectRest*took), now.Add(max(inspectEvery, inspectRest*took))
+// read takes note that all tables were read, and how long it took.
+func (i *inspection) read(took time.Duration) {
+	i.whole, i.empty = took, 0
+	i.rest()
+	i.due = time.Now().Add(max(inspectEvery, inspectRest*took))
+}
+
+// rest puts off the next look.
+func (i *inspection) rest() { i.next = time.Now().Add(inspectRest * i.whole) }
+
+// overtake ends a look under way: what it finds would be neither what there was nor what we write now.
+func (i *inspection) overtake() {
+	if i.stale = true; i.end != nil {
+		i.end()
+	}
 }
 
 // wait waits for a look under way.
@@ -67,7 +81,8 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if i.result != nil {
 		select {
 		case r := <-i.result:
-			i.result = nil
+			i.end()
+			i.result, i.end = nil, nil
 			if found, err = b.inspected(&r); err != nil || len(found) > 0 {
 				return found, 0, err
 			}
@@ -92,14 +107,15 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 func (b *Backend) inspect() {
 	i := &b.inspection
 	result := make(chan inspected, 1)
-	i.result, i.stale, i.suspect, i.suspected = result, false, false, i.suspect
+	ctx, cancel := context.WithCancel(b.ctx)
+	i.result, i.end, i.stale, i.suspect, i.suspected = result, cancel, false, false, i.suspect
 	go func() {
 		start := time.Now()
 		r := inspected{model: iptshim.New(b.options.Model)}
 		for _, f := range iptshim.Families {
 			if r.err == nil && b.programs.Serves(f) {
 				var saved *iptshim.Saved
-				if saved, r.err = b.programs.SaveAll(b.ctx, f); r.err == nil {
+				if saved, r.err = b.programs.SaveAll(ctx, f); r.err == nil && ctx.Err() == nil {
 					r.model.Adopt(f, saved)
 				}
 			}
@@ -112,14 +128,19 @@ func (b *Backend) inspect() {
 // inspected compares what a look found with what should be there.
 func (b *Backend) inspected(r *inspected) (found []string, err error) {
 	i := &b.inspection
-	i.rest(r.took)
-	if r.err != nil || i.stale { // nothing is known of what others did
+	switch {
+	case i.stale: // nothing is known of what others did
 		i.empty++
-		i.suspect = i.suspect || i.suspected || r.err != nil || i.empty > staleMost
+		i.suspect = i.suspect || i.suspected || i.empty > staleMost
+		i.rest()
 		i.due = i.next
+		return nil, nil
+	case r.err != nil:
+		i.suspect = true
+		i.rest()
 		return nil, r.err
 	}
-	i.empty = 0
+	i.read(r.took)
 	if txn := r.model.Plan(b.want, dataplane.Change{}); !txn.Empty() {
 		for _, f := range iptshim.Families {
 			if b.programs.Serves(f) {
