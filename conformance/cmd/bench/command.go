@@ -53,7 +53,7 @@ var (
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
 	quickSizes = []string{"1000x10", "5000x10"}
-	// An emulated API server takes some 25 changes a second.
+	// An emulated API server takes 20 to 50 changes a second.
 	guestRates = []float64{10, 100}
 )
 
