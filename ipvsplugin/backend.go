@@ -138,6 +138,11 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		return r, err
 	}
 	inner, err := b.inner.Apply(want, change)
+	for err == nil && len(inner.Left) > 0 && b.active { // what IPVS does not need any more is only taken away once nothing leads there
+		var r dataplane.Receipt
+		r, err = b.inner.Apply(want, dataplane.Change{})
+		inner = inner.Then(r)
+	}
 	if err != nil {
 		b.behind = true
 		return inner, err

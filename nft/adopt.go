@@ -1,52 +1,103 @@
 package nft
 
 import (
-	"encoding/binary"
 	"net/netip"
 	"slices"
 
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Found is what one of our tables was found to be when it was read back.
 type Found struct {
 	Revision Revision
-	// Sizes are those of the sets. Counts are how many elements they have, 0 if the kernel does not tell.
-	Sizes  [NumSets]uint32
+	Digests  Digests
+	// Counts are how many elements the sets have, 0 if the kernel does not tell.
 	Counts [NumSets]int
 	// Chains holds every chain of a name of ours; true if it and its rules are as they should be. Foreign are the others.
 	Chains  map[ChainID]bool
 	Foreign []string
-	// Elements are those of all sets but Affinity and RevisionSet; they are read only if something is to be corrected.
-	// Revisions are the elements of RevisionSet.
-	Elements  [NumSets][]Element
-	Revisions []Element
+	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only if something is to be corrected.
+	// Revisions and DigestElements are those of the two latter.
+	Elements                  [NumSets][]Element
+	Revisions, DigestElements []Element
 }
 
-// Adopt compares what was found with what the model holds after its first Plan. If both are the same, nothing of that plan needs
-// to be written: the model takes over the sizes and the revision. Then it is not known which endpoint has which slot, but
-// that only matters to Services that change: see Unread.
-func (m *Model) Adopt(found *[len(Families)]Found) bool {
+// Stale says which buckets of the tables' contents are not what they should be. Shared is that of what belongs to no Service alone.
+type Stale [numBuckets + 1]bool
+
+// AllStale is what is to be assumed of tables that others may have written to.
+func AllStale() *Stale {
+	var s Stale
+	for i := range s {
+		s[i] = true
+	}
+	return &s
+}
+
+// Any says whether there is one.
+func (s *Stale) Any() bool { return *s != Stale{} }
+
+// All says whether it is every bucket.
+func (s *Stale) All() bool { return *s == *AllStale() }
+
+// Shared says whether what belongs to no Service alone is stale.
+func (s *Stale) Shared() bool { return s[sharedBucket] }
+
+// Service says whether what belongs to a Service is stale: "namespace/name".
+func (s *Stale) Service(name string) bool { return s[bucketFor(name)] }
+
+// Stale compares what was found with what a model holds after Load.
+func (m *Model) Stale(found *[len(Families)]Found) *Stale {
+	var s Stale
 	for i := range found {
-		f := &found[i]
-		if f.Revision.Digest != m.tables[i].digest || len(f.Foreign) > 0 || !f.sound(m.Structure(Families[i]).Chains) {
-			return false
+		f, tm := &found[i], &m.tables[i]
+		if f.Revision.Counted == "some" || f.Revision == (Revision{}) {
+			return AllStale()
 		}
+		for b := range numBuckets {
+			s[b] = s[b] || f.Digests[b] != tm.digests[b]
+		}
+		s[sharedBucket] = s[sharedBucket] || f.Revision.Digest != tm.digests[sharedBucket] || len(f.Foreign) > 0 ||
+			!f.sound(m.Structure(Families[i]).Chains)
 	}
+	return &s
+}
+
+// Adopt takes over what was found where it is not stale: nothing of that needs to be written. Then it is not known which endpoint
+// has which slot there, but that only matters to Services that change: see Unread.
+func (m *Model) Adopt(found *[len(Families)]Found, stale *Stale) {
 	for i := range found {
-		m.tables[i].revision, m.tables[i].size = found[i].Revision.Number, found[i].Sizes
+		m.tables[i].revision = found[i].Revision.Number
 	}
-	for _, s := range m.services {
+	for name, s := range m.services {
 		s.unread = false
+		if stale.Service(name.String()) {
+			continue
+		}
 		for _, p := range s.ports {
-			for _, slots := range p.slots {
-				slices.SortFunc(slots, netip.AddrPort.Compare) // as Learn expects those that nobody knows
-				s.unread = s.unread || len(slots) > 1
+			for i := range p.pools {
+				slices.SortFunc(p.pools[i].slots, netip.AddrPort.Compare) // as Learn expects those that nobody knows
+				s.unread = s.unread || len(p.pools[i].slots) > 1
 			}
 		}
 	}
-	return true
+}
+
+// CountAs has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is changed
+// later, a little at a time.
+func (m *Model) CountAs(found *[len(Families)]Found) {
+	level := slices.Index(countingNames[:], found[0].Revision.Counted)
+	if level < 0 || found[1].Revision.Counted != found[0].Revision.Counted || Counting(level) == m.counting {
+		return
+	}
+	m.counting = Counting(level)
+	p := m.planner()
+	p.silent = true
+	for _, name := range m.Names() {
+		p.move(name, m.services[name], m.services[name].counted(m.counting))
+	}
+	p.chains()
+	p.recount()
 }
 
 // sound says whether all of some chains are there and as they should be, and no other.
@@ -54,42 +105,88 @@ func (f *Found) sound(chains []Chain) bool {
 	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
-// Correct plans the smallest transaction that takes what was found, elements included, to what the model holds. Slots stay as
-// they were found.
-func (m *Model) Correct(found *[len(Families)]Found) *Txn {
-	for i := range found {
-		m.tables[i].size = found[i].Sizes
-	}
-	p := m.again(found)
-	for i := range found {
-		m.tables[i].revision = found[i].Revision.Number
-		p.correct(Families[i], &found[i])
-	}
-	if m.overfull() {
-		m.rebuildInstead(p.txn)
-		return p.txn
-	}
-	p.grow()
-	for i := range found {
+// Correct plans the smallest transaction that takes what was found, the stale elements included, to what the model holds. Slots stay
+// as they were found.
+func (m *Model) Correct(found *[len(Families)]Found, stale *Stale) *Txn {
+	p := m.planner()
+	wanted := m.wanted(found, stale)
+	for i, f := range Families {
 		tm, tt := &m.tables[i], &p.txn.Tables[i]
-		if !tt.empty() || found[i].Revision.Digest != tm.digest {
-			tm.revision++
-			tt.Add[RevisionSet] = []Element{Revision{tm.revision, tm.digest}.element()}
-			tt.Del[RevisionSet] = found[i].Revisions // whatever claims to be one
+		tt.Add = wanted[i]
+		p.correct(f, &found[i], stale)
+		tt.Add[DigestSet] = tm.digests.elements()
+		replaced := tt.Replaced // which does not count them
+		tt.compare(DigestSet, found[i].DigestElements)
+		tt.Replaced = replaced
+		tm.revision = found[i].Revision.Number
+		if tt.empty() && len(tt.Add[DigestSet])+len(tt.Del[DigestSet]) == 0 && m.Revision(f) == found[i].Revision {
+			continue
 		}
+		tm.revision++
+		tt.Del[RevisionSet] = found[i].Revisions // whatever claims to be one
+		tt.Add[RevisionSet] = []Element{m.Revision(f).element()}
 	}
+	p.txn.undo.all = true
 	return p.txn
 }
 
-// correct turns what was planned as additions to an empty table into the difference to what was found.
-func (p *planner) correct(f Family, found *Found) {
-	tt := &p.txn.Tables[f.index()]
-	for set := range tt.Add {
-		if SetID(set) != Affinity && SetID(set) != RevisionSet {
-			tt.compare(SetID(set), found.Elements[set])
+// wanted gives the elements that the model holds in stale buckets, each endpoint in the slot it was found in.
+func (m *Model) wanted(found *[len(Families)]Found, stale *Stale) (out [len(Families)][NumSets][]Element) {
+	slots := slotsOf(found)
+	for name, s := range m.services {
+		if !stale.Service(name.String()) {
+			continue
+		}
+		s = s.clone()
+		for _, p := range s.ports {
+			for i := range p.pools {
+				pl := &p.pools[i]
+				pl.slots = assign(slots[slotsKey{p.id.family, pl.id}], pl.slots)
+			}
+		}
+		m.services[name] = s
+	}
+	out = m.holds(func(name snapshot.Name) bool { return stale.Service(name.String()) })
+	for i := range out {
+		for _, set := range shared {
+			out[i][set] = nil
+		}
+		if !stale.Shared() {
+			continue
+		}
+		for a := range m.tables[i].clusterIPs {
+			out[i][ClusterIPs] = append(out[i][ClusterIPs], addrElement(ClusterIPs, a, 1))
+		}
+		for a := range m.tables[i].hairpin {
+			out[i][Hairpin] = append(out[i][Hairpin], addrElement(Hairpin, a, 2))
 		}
 	}
-	tt.AddChains, tt.DelForeign, tt.Sweep = nil, found.Foreign, true
+	if stale.Shared() {
+		for i, elements := range m.Ranges(ServiceCIDRs) {
+			out[i][ServiceCIDRs] = elements
+		}
+	}
+	return out
+}
+
+// shared are the sets whose elements belong to no Service alone.
+var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin}
+
+// IsShared says whether a set's elements belong to no Service alone.
+func (s SetID) IsShared() bool { return slices.Contains(shared[:], s) }
+
+// correct turns what was planned as additions to an empty table into the difference to what was found.
+func (p *planner) correct(f Family, found *Found, stale *Stale) {
+	tt := &p.txn.Tables[f.index()]
+	for set := range NumSets {
+		if set.IsContent() {
+			tt.compare(set, found.Elements[set])
+		}
+	}
+	if !stale.Shared() {
+		return
+	}
+	tt.DelForeign, tt.Sweep = found.Foreign, true
 	wanted := p.m.Structure(f).Chains
 	for _, c := range wanted {
 		switch sound, there := found.Chains[c.ID]; {
@@ -104,7 +201,7 @@ func (p *planner) correct(f Family, found *Found) {
 			tt.DelChains = append(tt.DelChains, id)
 		}
 	}
-	slices.SortFunc(tt.DelChains, func(a, b ChainID) int { return compareChains(b, a) })
+	tt.sortChains()
 }
 
 // elementKey is what tells the elements of one set apart.
@@ -143,77 +240,30 @@ func (tt *TableTxn) compare(set SetID, found []Element) {
 	}
 }
 
-// slotsKey is a frontend as it begins the keys of its slots.
-type slotsKey struct {
-	set  SetID
-	addr netip.Addr
-	port [8]byte // protocol and port, padded as in the key
-}
-
-func slotsKeyOf(set SetID, k dataplane.Key) slotsKey {
-	e := frontendElement(set, k)
-	return e.slots(0)
-}
-
-// slots gives the frontend that a key begins with; after is the length of what follows.
-func (e *Element) slots(after int) slotsKey {
-	n := int(e.KeyLen) - after - 8
-	a, _ := netip.AddrFromSlice(e.key[:n])
-	return slotsKey{e.Set, a, [8]byte(e.key[n : n+8])}
-}
-
-// slotOf gives the number and the endpoint of an element of Endpoints or OutsideEndpoints.
-func (e *Element) slotOf() (n uint32, ep netip.AddrPort) {
-	addr, _ := netip.AddrFromSlice(e.data[:e.DataLen-4])
-	return binary.NativeEndian.Uint32(e.key[e.KeyLen-slotLen:]),
-		netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[e.DataLen-4:]))
-}
-
-// slotsOf gathers the slots of all frontends that were found.
+// slotsOf gathers the slots of all pools that were found.
 func slotsOf(found *[len(Families)]Found) map[slotsKey][]netip.AddrPort {
 	out := map[slotsKey][]netip.AddrPort{}
-	for i := range found {
-		for _, set := range [...]SetID{Endpoints, OutsideEndpoints} {
-			for j := range found[i].Elements[set] {
-				e := &found[i].Elements[set][j]
-				n, ep := e.slotOf()
-				if n >= MaxSlots {
+	for i, f := range Families {
+		for _, set := range slotSets {
+			elements := found[i].Elements[set]
+			for j := range elements {
+				e := &elements[j]
+				n, k := e.Slot(), slotsKey{f, e.ID()}
+				if int(n) >= len(elements) { // it is nobody's
 					continue
 				}
-				k := e.slots(slotLen)
 				for int(n) >= len(out[k]) {
 					out[k] = append(out[k], netip.AddrPort{})
 				}
-				out[k][n] = ep
+				out[k][n] = e.Target()
 			}
 		}
 	}
 	return out
 }
 
-// found gives the slots that a port's pools have in the kernel.
-func (p *planner) found(want *port) (slots [numPools][]netip.AddrPort) {
-	for pool := range slots {
-		if set, key, ok := want.slotsAt(poolIndex(pool)); ok {
-			slots[pool] = p.slotsFound[slotsKeyOf(set, key)]
-		}
-	}
-	return slots
-}
-
-// slotsAt gives a place where the slots of a pool can be read: all frontends that choose from it have the same.
-func (p *port) slotsAt(pool poolIndex) (set SetID, key dataplane.Key, ok bool) {
-	for i := range p.frontends {
-		f := &p.frontends[i]
-		switch chosen := (answer{pool: pool}); {
-		case f.inside == chosen:
-			return Endpoints, f.key, true
-		case f.outside == chosen:
-			return OutsideEndpoints, f.key, true
-		}
-	}
-	return 0, key, false
-}
+// slotSets are the maps of endpoints.
+var slotSets = [...]SetID{Endpoints, UncountedEndpoints}
 
 // Slots are those of one pool, as the kernel has them.
 type Slots struct {
@@ -235,15 +285,16 @@ func (m *Model) Unread(names []snapshot.Name) []Slots {
 			continue
 		}
 		for _, p := range s.ports {
-			for pool := range p.slots {
-				set, key, ok := p.slotsAt(poolIndex(pool))
-				if n := len(p.slots[pool]); ok && n > 1 {
-					x := Slots{Family: p.id.family, service: name, port: p.id, pool: poolIndex(pool), Keys: make([]Element, n)}
-					for i := range n {
-						x.Keys[i] = slotElement(set, key, i, p.slots[pool][i])
-					}
-					out = append(out, x)
+			for i := range numPools {
+				n := len(p.pools[i].slots)
+				if n < 2 {
+					continue
 				}
+				x := Slots{Family: p.id.family, service: name, port: p.id, pool: i, Keys: make([]Element, n)}
+				for slot, ep := range p.pools[i].slots {
+					x.Keys[slot] = p.slotElement(i, slot, ep)
+				}
+				out = append(out, x)
 			}
 		}
 	}
@@ -257,20 +308,20 @@ func (m *Model) Learn(read []Slots) (ok bool) {
 	for i, x := range read {
 		learnt[i] = make([]netip.AddrPort, len(x.Keys))
 		for _, e := range x.Keys {
-			n, ep := e.slotOf()
+			n := e.Slot()
 			if int(n) >= len(x.Keys) {
 				return false
 			}
-			learnt[i][n] = ep
+			learnt[i][n] = e.Target()
 		}
 		sorted := slices.Clone(learnt[i])
 		slices.SortFunc(sorted, netip.AddrPort.Compare)
-		if !slices.Equal(sorted, m.held(x.service).port(x.port).slots[x.pool]) {
+		if !slices.Equal(sorted, m.held(x.service).port(x.port).pools[x.pool].slots) {
 			return false
 		}
 	}
 	for i, x := range read {
-		m.held(x.service).port(x.port).slots[x.pool] = learnt[i]
+		m.held(x.service).port(x.port).pools[x.pool].slots = learnt[i]
 		m.services[x.service].unread = false
 	}
 	return true
@@ -278,6 +329,22 @@ func (m *Model) Learn(read []Slots) (ok bool) {
 
 // Holds gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be known.
 func (m *Model) Holds(names []snapshot.Name) [len(Families)][NumSets][]Element {
+	of := make(map[snapshot.Name]bool, len(names))
+	for _, name := range names {
+		of[name] = true
+	}
+	if len(names) == len(m.services) {
+		return m.holds(func(name snapshot.Name) bool { return of[name] })
+	}
+	return m.elements(names)
+}
+
+func (m *Model) holds(which func(snapshot.Name) bool) [len(Families)][NumSets][]Element {
+	return m.elements(slices.DeleteFunc(m.Names(), func(name snapshot.Name) bool { return !which(name) }))
+}
+
+// elements plans some Services for empty tables.
+func (m *Model) elements(names []snapshot.Name) (out [len(Families)][NumSets][]Element) {
 	scratch := &Model{pools: m.pools, services: map[snapshot.Name]*service{}}
 	for i := range scratch.tables {
 		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{}, hairpin: map[netip.Addr]int{}}
@@ -288,7 +355,6 @@ func (m *Model) Holds(names []snapshot.Name) [len(Families)][NumSets][]Element {
 			p.move(name, &service{}, s)
 		}
 	}
-	var out [len(Families)][NumSets][]Element
 	for i := range out {
 		out[i] = p.txn.Tables[i].Add
 	}
@@ -307,7 +373,7 @@ func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Fami
 	for _, was := range t.undo.services {
 		names = append(names, was.name)
 	}
-	if t.undo.whole != nil {
+	if t.undo.whole != nil || t.undo.all {
 		names = m.Names()
 	}
 	type place struct {
@@ -323,7 +389,7 @@ func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Fami
 		}
 	}
 	for i, name := range names { // of which there may be many: each is looked at once
-		for f, sets := range m.Holds(names[i : i+1]) {
+		for f, sets := range m.elements(names[i : i+1]) {
 			if len(places[f]) == 0 {
 				continue
 			}
@@ -339,20 +405,71 @@ func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Fami
 	return out
 }
 
-// SlotKeys gives the keys of the slots that elements of Services or OutsideServices lead to.
-func SlotKeys(set SetID, frontends []Element) []Element {
-	var keys []Element
-	for _, e := range frontends {
-		if e.Chain.Kind < numFixedChains {
-			continue
-		}
-		for n := range min(e.Chain.N, MaxSlots) {
-			slot := Element{Set: set, KeyLen: e.KeyLen, key: e.key}
-			slot.addKeyWord(n)
-			keys = append(keys, slot)
+// SlotKeys gives the keys of the slots that the pools that were found lead to, for each map of slots.
+func (f *Found) SlotKeys() map[SetID][]Element {
+	proto := map[uint32]Protocol{}
+	for _, set := range frontendSets {
+		for i := range f.Elements[set] {
+			e := &f.Elements[set][i]
+			proto[e.PoolID()] = e.FrontendKey().Protocol
 		}
 	}
+	out := map[SetID][]Element{Endpoints: nil, UncountedEndpoints: nil}
+	for i := range f.Elements[Pools] {
+		e := &f.Elements[Pools][i]
+		if p, ok := proto[e.ID()]; ok {
+			set, _ := e.slots()
+			out[set] = append(out[set], e.SlotKeys(p)...)
+		}
+	}
+	return out
+}
+
+// MemberKeys gives the keys of the members that the pools that were found should have, as their slots tell, for each set of members.
+func (f *Found) MemberKeys() map[SetID][]Element {
+	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
+	sticky := map[uint32]bool{}
+	for i := range f.Elements[Pools] {
+		if e := &f.Elements[Pools][i]; e.Chain.Kind == StickyPick {
+			sticky[e.ID()] = true
+		}
+	}
+	for i := range f.Elements[UncountedEndpoints] {
+		if e := &f.Elements[UncountedEndpoints][i]; sticky[e.ID()] {
+			for set := range out {
+				out[set] = append(out[set], memberElement(set, e.ID(), e.Target()))
+			}
+		}
+	}
+	return out
+}
+
+// SlotKeys gives the keys of the slots that an element of Pools leads to.
+func (e *Element) SlotKeys(proto Protocol) []Element {
+	set, n := e.slots()
+	keys := make([]Element, min(n, mostSlots))
+	for slot := range keys {
+		keys[slot] = idElement(set, e.ID())
+		k := &keys[slot]
+		k.key[k.KeyLen] = byte(proto)
+		k.KeyLen += 4
+		k.addKeyWord(uint32(slot))
+	}
 	return keys
+}
+
+// mostSlots bounds what the name of a chain can have us look for: a chain that others made may have any number.
+const mostSlots = 1 << 20
+
+// slots says which map an element of Pools leads to, and of how many slots there one is chosen.
+func (e *Element) slots() (set SetID, n uint32) {
+	switch e.Chain.Kind {
+	case Pick:
+		return Endpoints, e.Chain.N
+	case UncountedPick, StickyPick:
+		return UncountedEndpoints, e.Chain.N
+	}
+	return Endpoints, 0
 }
 
 // Ranges gives all elements that a set of ranges should hold, in the order of Families.
@@ -364,13 +481,10 @@ func (m *Model) Ranges(set SetID) (out [len(Families)][]Element) {
 		}
 		return out
 	}
-	for _, s := range m.services {
-		for _, p := range s.ports {
-			i := p.id.family.index()
-			for j := range p.frontends {
-				for _, c := range p.frontends[j].sources {
-					out[i] = append(out[i], sourceElement(p.frontends[j].key, c))
-				}
+	for name, s := range m.services {
+		for i := range s.sources {
+			for _, c := range s.sources[i].ranges {
+				out[i] = append(out[i], sourcesElement(name, s.sources[i].id, c))
 			}
 		}
 	}

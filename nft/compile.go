@@ -9,21 +9,33 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// poolIndex tells a service port's two pools apart.
+// poolIndex tells a service port's pools apart: its endpoints everywhere or on this node, chosen from by us or by IPVS.
 type poolIndex uint8
 
 const (
 	clusterPool poolIndex = iota
 	localPool
+	scheduledCluster
+	scheduledLocal
 	numPools
+	// sourcesOf is no pool: it names a Service's source ranges.
+	sourcesOf = numPools
 )
 
 // service is what one Service means for our tables.
 type service struct {
 	clusterIPs []netip.Addr
 	ports      []*port
+	// sources are who may use the load balancer addresses of each family.
+	sources [len(Families)]sources
 	// unread says that nobody knows yet which endpoint has which slot in the kernel.
 	unread bool
+}
+
+// sources are the source ranges of a Service in one family. The zero value is no restriction.
+type sources struct {
+	id     uint32
+	ranges []netip.Prefix
 }
 
 // portID identifies a service port in one family.
@@ -36,33 +48,40 @@ type portID struct {
 type port struct {
 	id      portID
 	comment string
+	// counting says which of its elements are counted.
+	counting Counting
 	// timeout is the session affinity's in seconds; 0 means none.
 	timeout uint32
-	// stickyIDs name the pools in the affinity map; 0 for pools that no frontend uses, or without affinity.
-	stickyIDs [numPools]uint32
-	// slots are the pools' endpoints: sorted when compiled, then each at the slot it has in the kernel.
-	slots [numPools][]netip.AddrPort
+	// sourceID is the id of the Service's source ranges; 0 if there are none.
+	sourceID uint32
+	pools    [numPools]pool
 	// local are the addresses of endpoints on this node, sorted.
 	local     []netip.Addr
 	frontends []frontend
+}
+
+// pool is what some frontends of a port lead to. The zero value is one that none leads to.
+type pool struct {
+	// id names it in the kernel; 0 while nobody has given it one.
+	id   uint32
+	used bool
+	// verdict is what happens if nobody chooses: NoEndpoints, NoLocalEndpoints, LeftToIPVS; NoChain for "choose".
+	verdict ChainKind
+	// slots are the endpoints: sorted when compiled, then each at the slot it has in the kernel.
+	slots []netip.AddrPort
 }
 
 // frontend is what one address of a service port means.
 type frontend struct {
 	key dataplane.Key
 	// inside answers pods and this node, outside all others. They differ only with externalTrafficPolicy Local.
-	inside, outside answer
+	inside, outside poolIndex
 	masquerade      masquerade
-	sources         []netip.Prefix
+	// restricted says that only who is in the Service's source ranges is served.
+	restricted bool
 }
 
-// answer is a pool to choose from, or the verdict if it is empty.
-type answer struct {
-	pool    poolIndex
-	verdict ChainKind // NoEndpoints, NoLocalEndpoints, LeftToIPVS, or NoChain for "choose"
-}
-
-// masquerade says whose connections to a frontend get this node's address. Cluster IPs have a rule of their own.
+// masquerade says whose connections to a frontend get this node's address. Cluster IPs have rules of their own.
 type masquerade uint8
 
 const (
@@ -72,13 +91,20 @@ const (
 )
 
 // compileService turns a Service into what it means for our tables. Nil gives an empty service.
-func compileService(s *dataplane.Service) *service {
+func compileService(s *dataplane.Service, counting Counting) *service {
 	if s == nil {
 		return &service{}
 	}
 	out := &service{clusterIPs: s.ClusterIPs, ports: make([]*port, 0, len(s.Ports))}
 	for _, sp := range s.Ports {
-		out.ports = append(out.ports, compilePort(sp))
+		p := compilePort(sp)
+		p.counting = counting
+		out.ports = append(out.ports, p)
+		for i := range sp.Frontends {
+			if ranges := sp.Frontends[i].Sources; ranges != nil { // the same for all of a family
+				out.sources[p.id.family.index()].ranges = ranges
+			}
+		}
 	}
 	return out
 }
@@ -93,18 +119,27 @@ func compilePort(sp *dataplane.ServicePort) *port {
 	for i := range sp.Frontends {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
 	}
-	for i, pool := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local} {
-		if p.uses(poolIndex(i), NoChain) {
-			p.slots[i] = make([]netip.AddrPort, len(pool.Endpoints))
-			for n, ep := range pool.Endpoints {
-				p.slots[i][n] = ep.AddrPort
-			}
-		} else if !p.uses(poolIndex(i), LeftToIPVS) {
+	p.markUsed()
+	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, sp.Cluster, sp.Local} {
+		pl := &p.pools[i]
+		switch {
+		case !pl.used:
 			continue
+		case i >= int(scheduledCluster):
+			pl.verdict = LeftToIPVS
+		case len(from.Endpoints) > 0:
+			pl.slots = make([]netip.AddrPort, len(from.Endpoints))
+		case from.Empty == dataplane.Drop:
+			pl.verdict = NoLocalEndpoints
+		default:
+			pl.verdict = NoEndpoints
 		}
-		for _, ep := range pool.Endpoints {
-			if ep.Local {
-				p.local = append(p.local, ep.Addr())
+		for n := range pl.slots {
+			pl.slots[n] = from.Endpoints[n].AddrPort
+		}
+		for n := range from.Endpoints {
+			if from.Endpoints[n].Local {
+				p.local = append(p.local, from.Endpoints[n].Addr())
 			}
 		}
 	}
@@ -115,9 +150,9 @@ func compilePort(sp *dataplane.ServicePort) *port {
 
 func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend {
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
-	c := frontend{key: f.Key, sources: f.Sources}
 	scheduled := sp.Scheduled(f)
-	c.inside, c.outside = answerOf(sp, node.Pool, scheduled), answerOf(sp, out.Pool, scheduled)
+	c := frontend{key: f.Key, restricted: f.Sources != nil,
+		inside: poolOf(sp, node.Pool, scheduled), outside: poolOf(sp, out.Pool, scheduled)}
 	switch {
 	case f.Kind == dataplane.ClusterIP:
 	case out.SNAT:
@@ -128,20 +163,17 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	return c
 }
 
-func answerOf(sp *dataplane.ServicePort, pool, scheduled *dataplane.Pool) answer {
-	switch {
-	case pool == scheduled && pool == sp.Local:
-		return answer{pool: localPool, verdict: LeftToIPVS}
-	case pool == scheduled:
-		return answer{verdict: LeftToIPVS}
-	case len(pool.Endpoints) == 0 && pool.Empty == dataplane.Drop:
-		return answer{verdict: NoLocalEndpoints}
-	case len(pool.Endpoints) == 0:
-		return answer{verdict: NoEndpoints}
-	case pool == sp.Local:
-		return answer{pool: localPool}
+// poolOf gives the place of a pool. Two without endpoints that are one for the dataplane still differ in who names them, so what
+// is empty and neither the port's local pool counts as its cluster pool.
+func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
+	i := clusterPool
+	if p == sp.Local && p != sp.Cluster {
+		i = localPool
 	}
-	return answer{pool: clusterPool}
+	if p == scheduled {
+		i += scheduledCluster
+	}
+	return i
 }
 
 func familyOf(a netip.Addr) Family {
@@ -151,97 +183,124 @@ func familyOf(a netip.Addr) Family {
 	return IPv6
 }
 
-// uses says whether any frontend chooses from a pool, or with LeftToIPVS has IPVS do it.
-func (p *port) uses(pool poolIndex, verdict ChainKind) bool {
-	a := answer{pool, verdict}
-	return slices.ContainsFunc(p.frontends, func(f frontend) bool { return f.inside == a || f.outside == a })
-}
-
-// slotsFor gives the slots a frontend's answer chooses from; nil if it is a verdict.
-func (p *port) slotsFor(a answer) []netip.AddrPort {
-	if a.verdict != NoChain {
-		return nil
+// markUsed says of each pool whether a frontend leads to it.
+func (p *port) markUsed() {
+	for i := range p.pools {
+		p.pools[i].used = false
 	}
-	return p.slots[a.pool]
-}
-
-// insideSlots and outsideSlots are what a frontend has in Endpoints and OutsideEndpoints.
-func (p *port) insideSlots(f *frontend) []netip.AddrPort {
-	if f == nil {
-		return nil
+	for i := range p.frontends {
+		p.pools[p.frontends[i].inside].used = true
+		p.pools[p.frontends[i].outside].used = true
 	}
-	return p.slotsFor(f.inside)
 }
 
-func (p *port) outsideSlots(f *frontend) []netip.AddrPort {
-	if f == nil || f.outside == f.inside {
-		return nil
-	}
-	return p.slotsFor(f.outside)
+// sticky says whether a pool's clients are remembered.
+func (p *port) sticky(i poolIndex) bool {
+	return p.timeout > 0 && p.pools[i].used && p.pools[i].verdict == NoChain
 }
 
-// chainFor gives the chain that an answer leads to: pick and sticky are its kinds in Services or OutsideServices.
-func (p *port) chainFor(a answer, pick, sticky ChainKind) ChainID {
-	switch {
-	case a.verdict != NoChain:
-		return a.verdict.id()
+// slotSet gives the map that a pool's slots are in. Who is remembered is counted as a member of the pool.
+func (p *port) slotSet(i poolIndex) SetID {
+	return Endpoints.counted(p.counting.endpoints() && !p.sticky(i))
+}
+
+func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.endpoints()) }
+
+// poolElement gives the element of Pools.
+func (p *port) poolElement(i poolIndex) Element {
+	pl := &p.pools[i]
+	e := idElement(Pools, pl.id)
+	e.Comment = p.comment
+	switch n := uint32(len(pl.slots)); {
+	case pl.verdict != NoChain:
+		e.Chain = pl.verdict.id()
 	case p.timeout > 0:
-		return ChainID{sticky, uint32(len(p.slots[a.pool]))}
+		e.Chain = ChainID{StickyPick, n}
+	case p.slotSet(i) == Endpoints:
+		e.Chain = ChainID{Pick, n}
+	default:
+		e.Chain = ChainID{UncountedPick, n}
 	}
-	return ChainID{pick, uint32(len(p.slots[a.pool]))}
+	return e
 }
 
-// singles are the sets that hold at most one element for each frontend.
-var singles = [...]SetID{
-	Services, OutsideServices, RestrictedServices, MasqueradeAlways, MasqueradeNode, Sticky, OutsideSticky, Remember, Scheduled,
+// slotElement gives the element of an endpoint in its slot.
+func (p *port) slotElement(i poolIndex, slot int, ep netip.AddrPort) Element {
+	e := slotElement(p.slotSet(i), p.pools[i].id, p.id.name.Protocol, slot, ep)
+	e.Comment = p.comment
+	return e
 }
 
-// single gives a frontend's element in one of the singles, if it has one there.
-func (p *port) single(f *frontend, set SetID) (e Element, ok bool) {
-	differs := f.outside != f.inside
-	id := uint32(0)
-	switch set {
-	case Services:
-		e = frontendElement(set, f.key)
-		e.Chain, e.Comment = p.chainFor(f.inside, Pick, StickyPick), p.comment
-		return e, true
-	case OutsideServices:
-		if !differs {
-			return e, false
+func (p *port) memberElement(i poolIndex, ep netip.AddrPort) Element {
+	e := memberElement(p.memberSet(), p.pools[i].id, ep)
+	e.Comment = p.comment
+	return e
+}
+
+// perFrontend is how many elements a frontend has at most, one in each of as many sets.
+const perFrontend = 8
+
+// elements gives a frontend's elements, each in another set.
+func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
+	list := out[:0]
+	to := func(set SetID, id uint32) {
+		e := frontendElement(set, f.key)
+		e.setID(id)
+		e.Comment = p.comment
+		list = append(list, e)
+	}
+	goes := func(set SetID, c ChainID) {
+		e := frontendElement(set, f.key)
+		e.Chain, e.Comment = c, p.comment
+		list = append(list, e)
+	}
+	to(Services.counted(p.counting.frontends()), p.pools[f.inside].id)
+	if f.outside != f.inside {
+		to(OutsideServices.counted(p.counting.frontends()), p.pools[f.outside].id)
+	}
+	if f.restricted {
+		to(RestrictedServices, p.sourceID)
+	}
+	switch f.masquerade {
+	case masqueradeEverybody:
+		goes(ExternalServices, MasqueradeAll.id())
+	case masqueradeNode:
+		goes(ExternalServices, MasqueradeNode.id())
+	}
+	if p.sticky(f.inside) || p.sticky(f.outside) {
+		goes(Remember, ChainID{RememberFor, p.timeout})
+		to(StickyServices, p.pools[f.inside].id)
+		if f.outside != f.inside {
+			to(OutsideStickyServices, p.pools[f.outside].id)
 		}
-		e = frontendElement(set, f.key)
-		e.Chain, e.Comment = p.chainFor(f.outside, OutsidePick, OutsideStickyPick), p.comment
-		return e, true
-	case RestrictedServices:
-		return frontendElement(set, f.key), f.sources != nil
-	case MasqueradeAlways:
-		return frontendElement(set, f.key), f.masquerade == masqueradeEverybody
-	case MasqueradeNode:
-		return frontendElement(set, f.key), f.masquerade == masqueradeNode
-	case Scheduled:
-		return frontendElement(set, f.key), f.inside.verdict == LeftToIPVS || f.outside.verdict == LeftToIPVS
-	case Sticky:
-		id = p.stickyIDFor(f.inside)
-	case OutsideSticky:
-		if differs {
-			id = p.stickyIDFor(f.outside)
-		}
-	case Remember:
-		e = frontendElement(set, f.key)
-		e.Chain = ChainID{RememberFor, p.timeout}
-		return e, p.stickyIDFor(f.inside) != 0 || p.stickyIDFor(f.outside) != 0
 	}
-	e = frontendElement(set, f.key)
-	e.setID(id)
-	return e, id != 0
+	if f.inside >= scheduledCluster || f.outside >= scheduledCluster {
+		e := frontendElement(Scheduled, f.key)
+		e.Comment = p.comment
+		list = append(list, e)
+	}
+	return list
 }
 
-// stickyIDFor gives the id under which an answer's pool is remembered; 0 means it is not.
-func (p *port) stickyIDFor(a answer) uint32 {
-	if a.verdict != NoChain {
-		return 0
+// size is about how many elements a Service has.
+func (s *service) size() (n int) {
+	for i := range s.sources {
+		n += len(s.sources[i].ranges)
 	}
-	return p.stickyIDs[a.pool]
+	for _, p := range s.ports {
+		n += 2 * len(p.frontends)
+		for i := range p.pools {
+			n += 1 + len(p.pools[i].slots)
+		}
+	}
+	return n
+}
+
+func (s *service) port(id portID) *port {
+	if n := slices.IndexFunc(s.ports, func(p *port) bool { return p.id == id }); n >= 0 {
+		return s.ports[n]
+	}
+	return nil
 }
 
 // sortedNames gives the keys of a map of Services in order.

@@ -1,104 +1,71 @@
 package nft
 
 import (
-	"encoding/binary"
 	"net/netip"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// frontendsOf and slotsFor give the maps that hold a frontend, and its slots.
-func frontendsOf(c dataplane.Counted) SetID {
+// FrontendKeys gives the keys under which a frontend's element may stand.
+func FrontendKeys(c dataplane.Counted) [2]Element {
+	set := Services
 	if c.Outside {
-		return OutsideServices
+		set = OutsideServices
 	}
-	return Services
+	return [2]Element{frontendElement(set, c.Key), frontendElement(set.counted(false), c.Key)}
 }
 
-func slotsFor(c dataplane.Counted) SetID {
-	if c.Outside {
-		return OutsideEndpoints
-	}
-	return Endpoints
+// FrontendSets gives the maps that lead from frontends to pools.
+func FrontendSets() [4]SetID { return frontendSets }
+
+// CountedSlots gives the keys of the n slots of a pool, where they are counted.
+func CountedSlots(pool uint32, proto Protocol, n int) []Element {
+	e := idElement(Pools, pool)
+	e.Chain = ChainID{Pick, uint32(n)}
+	return e.SlotKeys(proto)
 }
 
-// FrontendKey gives the key of a frontend's element.
-func FrontendKey(c dataplane.Counted) Element { return frontendElement(frontendsOf(c), c.Key) }
+// PoolKey gives the key of a pool's element.
+func PoolKey(id uint32) Element { return idElement(Pools, id) }
 
-// PoolKey gives the key of the element that says which pool a frontend remembers its clients with.
-func PoolKey(c dataplane.Counted) Element {
-	if c.Outside {
-		return frontendElement(OutsideSticky, c.Key)
-	}
-	return frontendElement(Sticky, c.Key)
+// MemberKey gives the key of the element that makes an endpoint a member of a pool that remembers its clients, where it is counted.
+func MemberKey(pool uint32, ep netip.AddrPort) Element {
+	return memberElement(StickyEndpoints, pool, ep)
 }
 
-// SlotKeysOf gives the keys of the first n slots of a frontend.
-func SlotKeysOf(c dataplane.Counted, n int) []Element {
-	keys := make([]Element, min(n, MaxSlots))
-	for i := range keys {
-		keys[i] = frontendElement(slotsFor(c), c.Key)
-		keys[i].addKeyWord(uint32(i))
-	}
-	return keys
-}
-
-// MemberKey gives the key of the element that makes an endpoint a member of a pool that remembers its clients.
-func MemberKey(pool uint32, ep netip.AddrPort) Element { return memberElement(pool, ep) }
-
-// PoolID gives the pool that an element of Sticky or OutsideSticky names.
-func (e *Element) PoolID() uint32 { return binary.NativeEndian.Uint32(e.data[:4]) }
-
-// FrontendKey reads the frontend that is the key of an element.
-func (e *Element) FrontendKey() dataplane.Key { return e.frontendKey(0) }
-
-// frontendKey reads the frontend that a key begins with; after is the length of what follows.
-func (e *Element) frontendKey(after int) dataplane.Key {
-	n := int(e.KeyLen) - after - 8
-	a, _ := netip.AddrFromSlice(e.key[:n])
-	return dataplane.Key{Addr: a, Protocol: snapshot.Protocol(e.key[n]), Port: binary.BigEndian.Uint16(e.key[n+4:])}
-}
-
-// FrontendCount reads what an element of Services or OutsideServices has counted. It is not ok if the element leads to no chain
-// that a frontend leads to.
-func (l *Listed) FrontendCount() (c dataplane.FrontendCount, ok bool) {
-	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: l.Set == OutsideServices}
-	c.Packets = l.Packets
-	switch l.Chain.Kind {
+// FrontendCount reads what an element of Services or OutsideServices has counted, whose pool has the given element. It is not ok if
+// that leads to no chain that a pool leads to.
+func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok bool) {
+	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: l.Set == OutsideServices || l.Set == UncountedOutsideServices}
+	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, pool.ID()
+	switch pool.Chain.Kind {
 	case NoEndpoints:
 		c.Empty = dataplane.Reject
 	case NoLocalEndpoints:
 		c.Empty = dataplane.Drop
 	case LeftToIPVS:
 		c.Scheduled = true
-	case StickyPick, OutsideStickyPick:
+	case StickyPick:
 		c.Sticky = true
 		fallthrough
-	case Pick, OutsidePick:
-		c.Endpoints = int(l.Chain.N)
+	case Pick, UncountedPick:
+		c.Endpoints = int(pool.Chain.N)
 	default:
 		return c, false
 	}
 	return c, true
 }
 
-// SlotCount reads what an element of Endpoints or OutsideEndpoints has counted.
+// SlotCount reads what an element of Endpoints has counted, for all frontends of its pool: Counted is left empty.
 func (l *Listed) SlotCount() dataplane.EndpointCount {
-	at := dataplane.Counted{Key: l.frontendKey(slotLen), Outside: l.Set == OutsideEndpoints}
-	slot, ep := l.slotOf()
-	return dataplane.EndpointCount{Counted: at, Endpoint: ep, Place: dataplane.Place{Counted: at, Slot: slot}, Packets: l.Packets}
+	return dataplane.EndpointCount{Endpoint: l.Target(), Place: dataplane.Place{Pool: l.ID(), Slot: l.Slot()},
+		Packets: l.Packets}
 }
 
 // MemberCount reads what an element of StickyEndpoints has counted, for all frontends of its pool: Counted is left empty.
 func (l *Listed) MemberCount() dataplane.EndpointCount {
-	n := int(l.KeyLen)
-	a, _ := netip.AddrFromSlice(l.key[4 : n-4])
-	return dataplane.EndpointCount{
-		Endpoint: netip.AddrPortFrom(a, binary.BigEndian.Uint16(l.key[n-4:])),
-		Place:    dataplane.Place{Pool: binary.NativeEndian.Uint32(l.key[:4])},
-		Packets:  l.Packets,
-	}
+	return dataplane.EndpointCount{Endpoint: l.Member(), Place: dataplane.Place{Pool: l.ID(), Sticky: true},
+		Packets: l.Packets}
 }
 
 // Fill says how full the sets of a table are.
@@ -109,7 +76,7 @@ type Fill [NumSets]struct{ Elements, Size int }
 func (m *Model) Fill() (out [len(Families)]Fill) {
 	for i := range m.tables {
 		for set := range out[i] {
-			out[i][set].Elements, out[i][set].Size = m.tables[i].count[set], int(m.tables[i].size[set])
+			out[i][set].Elements, out[i][set].Size = m.tables[i].count[set], int(SetByID(SetID(set)).Size)
 		}
 	}
 	return out
@@ -126,4 +93,38 @@ func Refuses(set string) (dataplane.Refusal, bool) {
 		return dataplane.RefusedUnallocated, true
 	}
 	return 0, false
+}
+
+// PoolIDs gives the pools of one family that remember their clients, by the frontends that lead there.
+func (m *Model) PoolIDs(f Family) map[dataplane.Counted]uint32 {
+	out := map[dataplane.Counted]uint32{}
+	for _, s := range m.services {
+		for _, p := range s.ports {
+			if p.id.family != f || p.timeout == 0 {
+				continue
+			}
+			for i := range p.frontends {
+				fe := &p.frontends[i]
+				out[dataplane.Counted{Key: fe.key}] = p.pools[fe.inside].id
+				out[dataplane.Counted{Key: fe.key, Outside: true}] = p.pools[fe.outside].id
+			}
+		}
+	}
+	return out
+}
+
+// AffinityElement gives the key under which a pool remembers a client.
+func AffinityElement(pool uint32, client netip.Addr) Element {
+	e := idElement(Affinity, pool)
+	e.addKeyWord(bucketOf(client, AffinityBuckets))
+	return e
+}
+
+// SetData takes an endpoint as the kernel has it. It is not ok if the length is none that a family's endpoints have.
+func (e *Element) SetData(f Family, data []byte) bool {
+	if len(data) != PaddedLen(f, target) {
+		return false
+	}
+	e.DataLen = uint8(copy(e.data[:], data))
+	return true
 }

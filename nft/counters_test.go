@@ -44,7 +44,7 @@ func TestCountsOfElements(t *testing.T) {
 					if c.Endpoints == 0 {
 						refused++
 					}
-					if scheduled := sp.Scheduled(fe); answerOf(sp, inside, scheduled) != answerOf(sp, outside, scheduled) {
+					if scheduled := sp.Scheduled(fe); poolOf(sp, inside, scheduled) != poolOf(sp, outside, scheduled) {
 						checkCount(t, l, dataplane.Counted{Key: fe.Key, Outside: true}, outside, sp)
 					}
 				}
@@ -69,13 +69,17 @@ func find(elements []Listed, key Element) *Listed {
 // checkCount compares what is listed of a frontend with the pool it should lead to.
 func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.Pool, sp *dataplane.ServicePort) dataplane.FrontendCount {
 	t.Helper()
-	key := FrontendKey(at)
+	key := FrontendKeys(at)[0]
 	e := find(l.Elements[key.Set], key)
 	if e == nil {
 		t.Fatalf("%+v is not listed", at)
 	}
-	c, ok := e.FrontendCount()
-	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7}
+	led := find(l.Elements[Pools], PoolKey(e.PoolID()))
+	if led == nil {
+		t.Fatalf("%+v has no pool", at)
+	}
+	c, ok := e.FrontendCount(&led.Element)
+	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7, Pool: e.PoolID(), Uncounted: true}
 	switch {
 	case len(pool.Endpoints) == 0:
 		want.Empty = pool.Empty
@@ -89,13 +93,13 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 		t.Fatalf("counted %+v, %v; want %+v", c, ok, want)
 	}
 	var got []netip.AddrPort
-	for i, key := range SlotKeysOf(at, c.Endpoints) {
+	for i, key := range led.SlotKeys(sp.Name.Protocol) {
 		slot := find(l.Elements[key.Set], key)
 		if slot == nil {
 			t.Fatalf("slot %d of %+v is not listed", i, at)
 		}
 		ec := slot.SlotCount()
-		if ec.Counted != at || ec.Place != (dataplane.Place{Counted: at, Slot: uint32(i)}) || ec.Packets != 7 {
+		if ec.Place != (dataplane.Place{Pool: c.Pool, Slot: uint32(i)}) || ec.Packets != 7 {
 			t.Fatalf("slot %d of %+v: %+v", i, at, ec)
 		}
 		got = append(got, ec.Endpoint)
@@ -109,25 +113,20 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 		t.Fatalf("slots of %+v: %v; want %v", at, got, members)
 	}
 	if c.Sticky {
-		checkMembers(t, l, at, members)
+		checkMembers(t, l, c.Pool, members)
 	}
 	return c
 }
 
-func checkMembers(t *testing.T, l *Listing, at dataplane.Counted, members []netip.AddrPort) {
+func checkMembers(t *testing.T, l *Listing, pool uint32, members []netip.AddrPort) {
 	t.Helper()
-	key := PoolKey(at)
-	e := find(l.Elements[key.Set], key)
-	if e == nil {
-		t.Fatalf("%+v has no pool", at)
-	}
 	for _, ep := range members {
-		key := MemberKey(e.PoolID(), ep)
+		key := MemberKey(pool, ep)
 		m := find(l.Elements[key.Set], key)
 		if m == nil {
-			t.Fatalf("%v is no member of the pool of %+v", ep, at)
+			t.Fatalf("%v is no member of its pool", ep)
 		}
-		want := dataplane.EndpointCount{Endpoint: ep, Place: dataplane.Place{Pool: e.PoolID()}, Packets: 7}
+		want := dataplane.EndpointCount{Endpoint: ep, Place: dataplane.Place{Pool: pool, Sticky: true}, Packets: 7}
 		if got := m.MemberCount(); got != want {
 			t.Fatalf("counted %+v; want %+v", got, want)
 		}
@@ -138,12 +137,12 @@ func checkMembers(t *testing.T, l *Listing, at dataplane.Counted, members []neti
 func TestFill(t *testing.T) {
 	st := randomState(3)
 	var m Model
-	m.Plan(st, dataplane.Change{})
+	m.Plan(st, dataplane.Change{}, 0)
 	listings := List(st)
 	for i, fill := range m.Fill() {
 		for set, f := range fill {
 			want := len(listings[i].Elements[set])
-			if SetID(set) == RevisionSet { // its size has room for two, and nobody counts it
+			if !SetID(set).IsContent() { // nobody counts it
 				continue
 			}
 			if f.Elements != want || f.Size != 0 && f.Size < want {
@@ -156,16 +155,22 @@ func TestFill(t *testing.T) {
 // TestRefuses: every rule that counts looks at a set that says why.
 func TestRefuses(t *testing.T) {
 	counting := 0
-	for _, c := range layout(IPv4, Structure{}).Chains {
+	for _, c := range Everything(IPv4, Structure{}).Chains {
 		for _, r := range c.Rules {
 			if !slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Counter); return ok }) {
 				continue
 			}
 			counting++
-			in, ok := r[0].(InSet)
-			refusal, known := Refuses(in.Set.String())
+			set := ""
+			switch first := r[0].(type) {
+			case InSet:
+				set = first.Set.String()
+			case SetPriority:
+				set = first.Map.String()
+			}
+			refusal, known := Refuses(set)
 			_, drops := r[len(r)-1].(DropPacket)
-			if !ok || !known || drops != (refusal.Verdict() == dataplane.Drop) {
+			if !known || drops != (refusal.Verdict() == dataplane.Drop) {
 				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(IPv4), refusal, known)
 			}
 		}

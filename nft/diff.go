@@ -12,20 +12,31 @@ import (
 type planner struct {
 	m   *Model
 	txn *Txn
+	// silent only moves the model: nothing is put into the transaction.
+	silent bool
+	// planned counts the elements that were added and deleted.
+	planned int
+	// bucket is where what is planned counts for the digests.
+	bucket int
 	// chainsBefore holds the count of each numbered chain that this transaction touches, as it was.
 	chainsBefore [len(Families)]map[ChainID]int
-	// slotsFound, if not nil, are the slots of the frontends in the kernel, whatever the model says of them.
+	// slotsFound, if not nil, are the slots of the pools in the kernel, whatever the model says of them.
 	slotsFound map[slotsKey][]netip.AddrPort
 }
 
-// globals takes over what all Services share.
+// slotsKey names a pool of a family.
+type slotsKey struct {
+	family Family
+	id     uint32
+}
+
+// globals takes over what all Services share, but for the ServiceCIDRs.
 func (p *planner) globals(s *dataplane.State) {
 	for i, f := range Families {
 		tm, wanted := &p.m.tables[i], StructureOf(s, f)
-		wanted.IPVS = tm.structure.IPVS
+		wanted.Uses = tm.structure.Uses
 		tm.restructure(f, wanted)
 	}
-	p.cidrs(s.ServiceCIDRs)
 }
 
 // restructure has a table be made for something else.
@@ -33,8 +44,8 @@ func (tm *tableModel) restructure(f Family, wanted Structure) {
 	if tm.structure == wanted {
 		return
 	}
-	tm.digest.sub(tm.structure.digest(f))
-	tm.digest.add(wanted.digest(f))
+	tm.digests[sharedBucket].sub(tm.structure.digest(f))
+	tm.digests[sharedBucket].add(wanted.digest(f))
 	tm.structure = wanted
 }
 
@@ -43,17 +54,33 @@ func (m *Model) followElements() {
 	for i, f := range Families {
 		tm := &m.tables[i]
 		wanted := tm.structure
-		wanted.IPVS = tm.count[Scheduled] > 0
+		wanted.Uses = 0
+		for _, set := range optional {
+			if tm.count[set] > 0 {
+				wanted.Uses = wanted.Uses.With(set)
+			}
+		}
 		tm.restructure(f, wanted)
 	}
 }
 
-// chainsFollow plans the chains of the structures, where they are not the same as before the transaction.
-func (p *planner) chainsFollow() {
+// structures plans the chains of the tables, where they are not the same as before the transaction.
+func (p *planner) structures() {
+	p.chains()
+	p.m.followElements()
 	for i, f := range Families {
-		if was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure; was != is {
-			p.rewrite(f, layout(f, was).Chains, layout(f, is).Chains)
+		was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure
+		if was == is {
+			continue
 		}
+		var kept []ChainID // the numbered chains that are neither new nor gone
+		for id := range p.m.tables[i].chains {
+			if before, touched := p.chainsBefore[i][id]; !touched || before > 0 {
+				kept = append(kept, id)
+			}
+		}
+		slices.SortFunc(kept, compareChains)
+		p.rewrite(f, TableOf(f, was, kept).Chains, TableOf(f, is, kept).Chains)
 	}
 }
 
@@ -79,6 +106,7 @@ func (p *planner) rewrite(f Family, before, now []Chain) {
 			tt.DelChains = append(tt.DelChains, before[n].ID)
 		}
 	}
+	tt.sortChains()
 }
 
 func sameRules(f Family, a, b []Rule) bool {
@@ -86,6 +114,7 @@ func sameRules(f Family, a, b []Rule) bool {
 }
 
 func (p *planner) cidrs(now []netip.Prefix) {
+	p.bucket = sharedBucket
 	prefixes(p.m.cidrs, now, func(c netip.Prefix) {
 		p.del(familyOf(c.Addr()), prefixElement(ServiceCIDRs, c))
 	}, func(c netip.Prefix) {
@@ -94,16 +123,21 @@ func (p *planner) cidrs(now []netip.Prefix) {
 	p.m.cidrs = now
 }
 
-// prefixes calls gone and come for the differences of two short lists.
+// prefixes calls gone and come for the differences of two lists.
 func prefixes(before, now []netip.Prefix, gone, come func(netip.Prefix)) {
+	held := make(map[netip.Prefix]bool, len(before))
 	for _, c := range before {
-		if !slices.Contains(now, c) {
-			gone(c)
-		}
+		held[c] = true
 	}
 	for _, c := range now {
-		if !slices.Contains(before, c) {
+		if !held[c] {
 			come(c)
+		}
+		delete(held, c)
+	}
+	for _, c := range before {
+		if held[c] {
+			gone(c)
 		}
 	}
 }
@@ -112,17 +146,21 @@ func prefixes(before, now []netip.Prefix, gone, come func(netip.Prefix)) {
 func (p *planner) service(name snapshot.Name, now *service) {
 	before := p.m.held(name)
 	p.txn.undo.services = append(p.txn.undo.services, wasService{name, before})
-	p.settle(before, now)
+	p.settle(name, before, now)
 	p.move(name, before, now)
 }
 
 // move plans the way from one settled answer for a Service to another.
 func (p *planner) move(name snapshot.Name, before, now *service) {
+	p.bucket = bucketFor(name.String())
 	for _, a := range now.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
 	}
 	for _, a := range before.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, -1, addrElement(ClusterIPs, a, 1))
+	}
+	for i, f := range Families {
+		p.sources(f, name, before.sources[i], now.sources[i])
 	}
 	for _, old := range before.ports {
 		p.port(old, now.port(old.id))
@@ -139,45 +177,64 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	}
 }
 
-func (s *service) port(id portID) *port {
-	if n := slices.IndexFunc(s.ports, func(p *port) bool { return p.id == id }); n >= 0 {
-		return s.ports[n]
+// sources takes who may use a Service's load balancer addresses from what it was to what it should be.
+func (p *planner) sources(f Family, name snapshot.Name, before, now sources) {
+	element := func(id uint32, c netip.Prefix) Element { return sourcesElement(name, id, c) }
+	if before.id != now.id { // one of them is none
+		for _, c := range before.ranges {
+			p.del(f, element(before.id, c))
+		}
+		before.ranges = nil
 	}
-	return nil
+	prefixes(before.ranges, now.ranges, func(c netip.Prefix) { p.del(f, element(before.id, c)) },
+		func(c netip.Prefix) { p.add(f, element(now.id, c)) })
+}
+
+func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
+	e := sourceElement(id, c)
+	e.Comment = commentOf(name.String())
+	return e
 }
 
 func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[familyOf(a).index()] }
 
 // count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers let come
-// before they let go: so what stays is never planned.
+// before they let go: so what stays is never planned. Such elements belong to no Service alone.
 func (p *planner) count(m map[netip.Addr]int, a netip.Addr, by int, e Element) {
 	before := m[a]
 	if m[a] += by; m[a] == 0 {
 		delete(m, a)
 	}
+	own := p.bucket
+	p.bucket = sharedBucket
 	switch {
 	case before == 0:
 		p.add(familyOf(a), e)
 	case before+by == 0:
 		p.del(familyOf(a), e)
 	}
+	p.bucket = own
 }
 
 func (p *planner) add(f Family, e Element) {
-	tt := &p.txn.Tables[f.index()]
-	tt.Add[e.Set] = append(tt.Add[e.Set], e)
-	tm := &p.m.tables[f.index()]
+	tt, tm := &p.txn.Tables[f.index()], &p.m.tables[f.index()]
+	if !p.silent {
+		tt.Add[e.Set] = append(tt.Add[e.Set], e)
+	}
+	p.planned++
 	tm.count[e.Set]++
-	tm.digest.add(e.digest())
+	tm.digests[p.bucket].add(e.digest())
 	p.refer(f, e.Chain, +1)
 }
 
 func (p *planner) del(f Family, e Element) {
-	tt := &p.txn.Tables[f.index()]
-	tt.Del[e.Set] = append(tt.Del[e.Set], e)
-	tm := &p.m.tables[f.index()]
+	tt, tm := &p.txn.Tables[f.index()], &p.m.tables[f.index()]
+	if !p.silent {
+		tt.Del[e.Set] = append(tt.Del[e.Set], e)
+	}
+	p.planned++
 	tm.count[e.Set]--
-	tm.digest.sub(e.digest())
+	tm.digests[p.bucket].sub(e.digest())
 	p.refer(f, e.Chain, -1)
 }
 
@@ -202,20 +259,29 @@ func (p *planner) refer(f Family, c ChainID, by int) {
 func (p *planner) chains() {
 	for i := range Families {
 		tt, tm := &p.txn.Tables[i], &p.m.tables[i]
+		var come []ChainID
 		for c, before := range p.chainsBefore[i] {
 			switch now := tm.chains[c]; {
 			case before == 0 && now > 0:
-				tt.AddChains = append(tt.AddChains, numbered(c))
+				come = append(come, c)
 			case now == 0:
 				if delete(tm.chains, c); before > 0 {
 					tt.DelChains = append(tt.DelChains, c)
 				}
 			}
 		}
-		// A sticky chain goes to a pick chain, which must be there before it and gone after it.
-		slices.SortFunc(tt.AddChains, func(a, b Chain) int { return compareChains(a.ID, b.ID) })
-		slices.SortFunc(tt.DelChains, func(a, b ChainID) int { return compareChains(b, a) })
+		p.m.followElements() // numbered chains look at what is used, too
+		for _, c := range come {
+			tt.AddChains = append(tt.AddChains, numbered(c, tm.structure))
+		}
+		tt.sortChains()
 	}
+}
+
+// sortChains puts chains into an order in which those that others lead to are there before them, and go after them.
+func (tt *TableTxn) sortChains() {
+	slices.SortFunc(tt.AddChains, func(a, b Chain) int { return compareChains(a.ID, b.ID) })
+	slices.SortFunc(tt.DelChains, func(a, b ChainID) int { return compareChains(b, a) })
 }
 
 func compareChains(a, b ChainID) int {

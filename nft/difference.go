@@ -2,7 +2,6 @@ package nft
 
 import (
 	"cmp"
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -46,26 +45,26 @@ func serviceOf(comment string) string {
 func (m *Model) Differences(found *[len(Families)]Found, have *[len(Families)]Table) []Difference {
 	own := newOwners(found)
 	own.model(m)
-	txn := m.Correct(found)
+	m.CountAs(found)
+	txn := m.Correct(found, AllStale())
 	var out []Difference
 	for i, f := range Families {
 		tt := &txn.Tables[i]
 		out = append(out, structureDifferences(f, tt, &have[i])...)
 		for set := range NumSets {
-			if set == RevisionSet || set == Affinity {
-				continue
+			if set.IsContent() {
+				out = append(out, elementDifferences(f, set, tt, own)...)
 			}
-			out = append(out, elementDifferences(f, set, tt, own)...)
 		}
 	}
 	return out
 }
 
-func elementDifferences(f Family, set SetID, tt *TableTxn, own *owners) (out []Difference) {
+func elementDifferences(f Family, set SetID, tt *TableTxn, own owners) (out []Difference) {
 	s := SetByID(set)
 	gather := func(elements []Element, wanted bool) {
 		for _, e := range elements {
-			out = append(out, Difference{Family: f, Wanted: wanted, Set: set, Element: e, Port: own.of(f, &e),
+			out = append(out, Difference{Family: f, Wanted: wanted, Set: set, Element: e, Port: own.of(&e),
 				Text: s.Name() + " { " + e.Text(f, &s) + " }"})
 		}
 	}
@@ -119,25 +118,16 @@ func changedRules(f Family, a, b []Rule) (x, y []Rule) {
 	return a, b
 }
 
-// owners says which service port an element belongs to.
-type owners struct {
-	frontends map[slotsKey]string
-	addrs     map[netip.Addr]string
-	pools     map[Family]map[uint32]string
-}
+// owners says which Service an element belongs to that does not say so itself: a cluster IP.
+type owners map[netip.Addr]string
 
 // newOwners reads the comments of what was found.
-func newOwners(found *[len(Families)]Found) *owners {
-	own := &owners{map[slotsKey]string{}, map[netip.Addr]string{}, map[Family]map[uint32]string{IPv4: {}, IPv6: {}}}
-	for i, f := range Families {
-		for _, e := range found[i].Elements[Services] {
-			k := e.slots(0)
-			own.addrs[k.addr] = serviceOf(e.Comment)
-			own.frontends[anySet(k)] = e.Comment
-		}
-		for _, set := range [...]SetID{Sticky, OutsideSticky} {
+func newOwners(found *[len(Families)]Found) owners {
+	own := owners{}
+	for i := range found {
+		for _, set := range [...]SetID{Services, UncountedServices} {
 			for _, e := range found[i].Elements[set] {
-				own.pools[f][binary.NativeEndian.Uint32(e.data[:])] = own.frontends[anySet(e.slots(0))]
+				own[e.FrontendKey().Addr] = serviceOf(e.Comment)
 			}
 		}
 	}
@@ -145,58 +135,30 @@ func newOwners(found *[len(Families)]Found) *owners {
 }
 
 // model adds what a model knows.
-func (own *owners) model(m *Model) {
+func (own owners) model(m *Model) {
 	for name, s := range m.services {
 		for _, a := range s.clusterIPs {
-			own.addrs[a] = name.String()
-		}
-		for _, p := range s.ports {
-			for i := range p.frontends {
-				own.frontends[anySet(slotsKeyOf(Services, p.frontends[i].key))] = p.comment
-			}
+			own[a] = name.String()
 		}
 	}
-	for id, p := range m.pools {
-		own.pools[p.port.family][id] = commentOf(p.port.name.String())
-	}
-}
-
-func anySet(k slotsKey) slotsKey {
-	k.set = Services
-	return k
 }
 
 // of gives the comment of the service port that an element belongs to; that of cluster IPs names the Service alone.
-func (own *owners) of(f Family, e *Element) string {
-	switch e.Set {
-	case ServiceCIDRs, Hairpin, Affinity, RevisionSet:
-		return ""
-	case ClusterIPs:
+func (own owners) of(e *Element) string {
+	switch {
+	case e.Set == ClusterIPs:
 		a, _ := netip.AddrFromSlice(e.Key())
-		return own.addrs[a]
-	case StickyEndpoints:
-		return own.pools[f][binary.NativeEndian.Uint32(e.key[:])]
-	case Endpoints, OutsideEndpoints:
-		return own.frontends[anySet(e.slots(slotLen))]
-	case SourceRanges:
-		return own.frontends[anySet(e.slots(f.AddrLen()))]
+		return own[a]
+	case e.Set.IsContent() && !e.Set.IsShared():
+		return e.Comment
 	}
-	return own.frontends[anySet(e.slots(0))]
-}
-
-// TableOf gives the structure of a table with some numbered chains, its sets without their sizes.
-func TableOf(f Family, s Structure, chains []ChainID) Table {
-	t := layout(f, s)
-	for _, id := range chains {
-		t.Chains = append(t.Chains, numbered(id))
-	}
-	return t
+	return ""
 }
 
 // ChainsFor gives the numbered chains that a table's elements lead to, sorted.
 func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	seen := map[ChainID]bool{}
-	for _, set := range [...]SetID{Services, OutsideServices, Remember} {
+	for _, set := range [...]SetID{Pools, Remember} {
 		for i := range elements[set] {
 			for c := elements[set][i].Chain; c.Kind > numFixedChains && !seen[c]; c = c.next() {
 				seen[c] = true
@@ -217,28 +179,33 @@ func NumberedChain(name string) (id ChainID, ok bool) {
 	return id, ok && id.Kind > numFixedChains
 }
 
-// DigestOf gives the digest that a table with such elements should have in its revision.
-func DigestOf(f Family, s Structure, elements *[NumSets][]Element) Digest {
-	d := s.digest(f)
-	for set := range elements {
-		if SetID(set) == Affinity || SetID(set) == RevisionSet {
-			continue
-		}
-		for i := range elements[set] {
-			d.add(elements[set][i].digest())
+// DigestsOfElements gives the digests that a table with such elements should have.
+func DigestsOfElements(f Family, s Structure, found *Found) Digests {
+	var d Digests
+	d[sharedBucket] = s.digest(f)
+	for set := range NumSets {
+		for i := range found.Elements[set] {
+			e := &found.Elements[set][i]
+			switch {
+			case set.IsShared():
+				d[sharedBucket].add(e.digest())
+			case set.IsContent():
+				d[bucketFor(serviceOf(e.Comment))].add(e.digest())
+			}
 		}
 	}
 	return d
 }
 
-// Inconsistencies says in what a table's elements contradict each other: frontends that lead to slots that are not there, slots
-// that no frontend leads to, and sticky pools that are not complete. It knows nothing of what the objects ask for.
+// Inconsistencies says in what a table's elements contradict each other: frontends that lead to pools that are not there, pools that
+// lead to slots that are not there, slots that no pool leads to, and pools whose members are others than their slots. It knows
+// nothing of what the objects ask for.
 func Inconsistencies(found *[len(Families)]Found) (out []Difference) {
 	own := newOwners(found)
 	for i, f := range Families {
 		c := consistency{family: f, elements: &found[i].Elements, own: own}
-		c.frontends(Services, Endpoints, Sticky)
-		c.frontends(OutsideServices, OutsideEndpoints, OutsideSticky)
+		c.pools()
+		c.frontends()
 		slices.SortStableFunc(c.out, func(a, b Difference) int { return cmp.Compare(a.Port, b.Port) })
 		out = append(out, c.out...)
 	}
@@ -249,98 +216,116 @@ func Inconsistencies(found *[len(Families)]Found) (out []Difference) {
 type consistency struct {
 	family   Family
 	elements *[NumSets][]Element
-	own      *owners
+	own      owners
 	out      []Difference
 }
 
-func (c *consistency) note(wanted bool, e *Element, format string, args ...any) {
+func (c *consistency) note(e *Element, format string, args ...any) {
 	s := SetByID(e.Set)
-	c.out = append(c.out, Difference{Family: c.family, Wanted: wanted, Set: e.Set, Element: *e, Port: c.own.of(c.family, e),
+	c.out = append(c.out, Difference{Family: c.family, Set: e.Set, Element: *e, Port: c.own.of(e),
 		Text: fmt.Sprintf("%s { %s }: ", s.Name(), e.Text(c.family, &s)) + fmt.Sprintf(format, args...)})
 }
 
-// frontends looks at the frontends of one map, with their slots and their pools.
-func (c *consistency) frontends(set, slots, sticky SetID) {
-	pick, stick := Pick, StickyPick
-	if set == OutsideServices {
-		pick, stick = OutsidePick, OutsideStickyPick
+// frontends looks whether every frontend leads to a pool, and some frontend to every pool.
+func (c *consistency) frontends() {
+	pools, led := map[uint32]bool{}, map[uint32]bool{}
+	for i := range c.elements[Pools] {
+		pools[c.elements[Pools][i].ID()] = true
 	}
-	held := map[slotsKey]map[uint32]netip.AddrPort{}
-	for i := range c.elements[slots] {
-		e := &c.elements[slots][i]
-		n, ep := e.slotOf()
-		k := anySet(e.slots(slotLen))
-		if held[k] == nil {
-			held[k] = map[uint32]netip.AddrPort{}
+	for _, set := range frontendSets {
+		for i := range c.elements[set] {
+			e := &c.elements[set][i]
+			if led[e.PoolID()] = true; !pools[e.PoolID()] {
+				c.note(e, "its pool is not there")
+			}
 		}
-		held[k][n] = ep
 	}
-	pools, members := c.pools(sticky)
+	for i := range c.elements[Pools] {
+		if e := &c.elements[Pools][i]; !led[e.ID()] {
+			c.note(e, "no frontend leads there")
+		}
+	}
+}
+
+// frontendSets are the maps that lead from frontends to pools.
+var frontendSets = [...]SetID{Services, UncountedServices, OutsideServices, UncountedOutsideServices}
+
+// pools looks at the pools with their slots and members.
+func (c *consistency) pools() {
+	members := c.members()
+	for _, set := range slotSets {
+		slots := c.slots(set)
+		for i := range c.elements[Pools] {
+			if e := &c.elements[Pools][i]; e.Chain.Kind < numFixedChains {
+				c.fixed(e, set)
+			} else if at, n := e.slots(); at == set {
+				c.pool(e, n, slots[e.ID()], members[e.ID()])
+			}
+		}
+		for i := range c.elements[set] {
+			e := &c.elements[set][i]
+			if _, left := slots[e.ID()][e.Slot()]; left {
+				c.note(e, "no pool leads there")
+			}
+		}
+	}
+}
+
+// fixed looks at a pool from which nobody chooses.
+func (c *consistency) fixed(e *Element, set SetID) {
+	switch e.Chain.Kind {
+	case NoEndpoints, NoLocalEndpoints, LeftToIPVS:
+	default:
+		if set == Endpoints { // once is enough
+			c.note(e, "its verdict is none that Verdict writes there")
+		}
+	}
+}
+
+// pool looks whether a pool has all its slots, and takes them out of those that were found.
+func (c *consistency) pool(e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool) {
+	same, missing := len(slots) == int(n), -1
+	for slot := range n {
+		ep, ok := slots[slot]
+		if !ok && missing < 0 {
+			missing = int(slot)
+			c.note(e, "slot %d is not there", slot)
+		}
+		same = same && members[ep]
+		delete(slots, slot)
+	}
+	if e.Chain.Kind == StickyPick && (missing < 0) && (!same || len(members) != int(n)) {
+		c.note(e, "its members are others than its slots")
+	}
+}
+
+// slots gives the endpoints of one map by pool and slot.
+func (c *consistency) slots(set SetID) map[uint32]map[uint32]netip.AddrPort {
+	out := map[uint32]map[uint32]netip.AddrPort{}
 	for i := range c.elements[set] {
 		e := &c.elements[set][i]
-		k, n := anySet(e.slots(0)), 0
-		switch {
-		case e.Chain.Kind == pick || e.Chain.Kind == stick:
-			n = int(e.Chain.N)
-		case e.Chain.Kind != NoEndpoints && e.Chain.Kind != NoLocalEndpoints && e.Chain.Kind != LeftToIPVS:
-			c.note(false, e, "its verdict is none that Verdict writes there")
+		if out[e.ID()] == nil {
+			out[e.ID()] = map[uint32]netip.AddrPort{}
 		}
-		there := held[k]
-		for slot := range uint32(n) {
-			if _, ok := there[slot]; !ok {
-				c.note(false, e, "slot %d is not there", slot)
-				break
-			}
-		}
-		if e.Chain.Kind == stick && !sameMembers(there, members[pools[k]]) {
-			c.note(false, e, "the endpoints of its sticky pool are others than those of its slots")
-		}
-		for slot := range there {
-			if slot < uint32(n) {
-				delete(there, slot)
-			}
-		}
+		out[e.ID()][e.Slot()] = e.Target()
 	}
-	for i := range c.elements[slots] {
-		e := &c.elements[slots][i]
-		if n, _ := e.slotOf(); held[anySet(e.slots(slotLen))] != nil {
-			if _, left := held[anySet(e.slots(slotLen))][n]; left {
-				c.note(false, e, "no frontend leads there")
-			}
-		}
-	}
+	return out
 }
 
-// pools gives the pool of each sticky frontend, and the endpoints of each pool.
-func (c *consistency) pools(sticky SetID) (pools map[slotsKey]uint32, members map[uint32][]netip.AddrPort) {
-	pools, members = map[slotsKey]uint32{}, map[uint32][]netip.AddrPort{}
-	for i := range c.elements[sticky] {
-		e := &c.elements[sticky][i]
-		pools[anySet(e.slots(0))] = binary.NativeEndian.Uint32(e.data[:])
-	}
-	for i := range c.elements[StickyEndpoints] {
-		e := &c.elements[StickyEndpoints][i]
-		id, ep := e.member()
-		members[id] = append(members[id], ep)
-	}
-	return pools, members
-}
-
-// member reads an element of StickyEndpoints.
-func (e *Element) member() (id uint32, ep netip.AddrPort) {
-	n := int(e.KeyLen) - 8
-	addr, _ := netip.AddrFromSlice(e.key[4 : 4+n])
-	return binary.NativeEndian.Uint32(e.key[:]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.key[4+n:]))
-}
-
-func sameMembers(slots map[uint32]netip.AddrPort, members []netip.AddrPort) bool {
-	if len(slots) != len(members) {
-		return false
-	}
-	for _, ep := range slots {
-		if !slices.Contains(members, ep) {
-			return false
+// members gives the endpoints of the pools that remember their clients.
+func (c *consistency) members() map[uint32]map[netip.AddrPort]bool {
+	out := map[uint32]map[netip.AddrPort]bool{}
+	for _, set := range memberSets {
+		for i := range c.elements[set] {
+			e := &c.elements[set][i]
+			if out[e.ID()] == nil {
+				out[e.ID()] = map[netip.AddrPort]bool{}
+			}
+			out[e.ID()][e.Member()] = true
 		}
 	}
-	return true
+	return out
 }
+
+// memberSets are the sets of endpoints of pools that remember their clients.
+var memberSets = [...]SetID{StickyEndpoints, UncountedStickyEndpoints}

@@ -14,7 +14,6 @@ import (
 
 // foundOf is what would be found where a state was written, with other slots than it would have now.
 func foundOf(st *dataplane.State, r *rand.Rand) (found [2]Found, tables [2]Table) {
-	order := map[string]map[uint32]uint32{}
 	for i, l := range List(st) {
 		found[i].Chains = map[ChainID]bool{}
 		for _, c := range l.Table.Chains {
@@ -26,38 +25,28 @@ func foundOf(st *dataplane.State, r *rand.Rand) (found [2]Found, tables [2]Table
 				found[i].Elements[set] = append(found[i].Elements[set], e.Element)
 			}
 		}
-		for _, set := range [...]SetID{Endpoints, OutsideEndpoints} {
-			reslot(found[i].Elements[set], &found[i], order, r)
+		for _, set := range slotSets {
+			reslot(found[i].Elements[set], r)
 		}
 	}
 	return found, tables
 }
 
-// reslot gives the endpoints of each pool other slots, the same at all of its frontends.
-func reslot(elements []Element, found *Found, order map[string]map[uint32]uint32, r *rand.Rand) {
-	pools := map[slotsKey]string{}
-	eps := map[slotsKey][]string{}
+// reslot gives the endpoints of each pool other slots.
+func reslot(elements []Element, r *rand.Rand) {
+	pools := map[uint32]int{}
 	for i := range elements {
-		_, ep := elements[i].slotOf()
-		eps[elements[i].slots(slotLen)] = append(eps[elements[i].slots(slotLen)], ep.String())
+		pools[elements[i].ID()]++
 	}
-	for k, list := range eps {
-		slices.Sort(list)
-		pools[k] = strings.Join(list, " ") // frontends with the same endpoints may be of one pool
-	}
+	order := map[uint32][]int{}
 	for i := range elements {
 		e := &elements[i]
-		k := e.slots(slotLen)
-		id := pools[k]
-		if order[id] == nil {
-			order[id] = map[uint32]uint32{}
-			for n, to := range r.Perm(len(eps[k])) {
-				order[id][uint32(n)] = uint32(to)
-			}
+		if order[e.ID()] == nil {
+			order[e.ID()] = r.Perm(pools[e.ID()])
 		}
-		n, _ := e.slotOf()
+		n := e.Slot()
 		e.KeyLen -= slotLen
-		e.addKeyWord(order[id][n])
+		e.addKeyWord(uint32(order[e.ID()][n]))
 	}
 }
 
@@ -82,10 +71,10 @@ func TestDifferences(t *testing.T) {
 		st, other := stateOfWorld(seed), stateOfWorld(seed+1000)
 		found, tables := foundOf(st, r)
 		var m, same Model
-		m.Plan(st, dataplane.Change{})
+		m.Load(st)
 		for i, f := range Families {
-			if d := DigestOf(f, m.tables[i].structure, &found[i].Elements); d != m.Revision(f).Digest {
-				t.Fatalf("seed %d: the digest is %s, not %s", seed, d, m.Revision(f).Digest)
+			if d := DigestsOfElements(f, m.Layout(f), &found[i]); d != m.tables[i].digests {
+				t.Fatalf("seed %d: the digest is %s, not %s", seed, d.Total(), m.tables[i].digests.Total())
 			}
 		}
 		if d := m.Differences(&found, &tables); d != nil {
@@ -94,7 +83,7 @@ func TestDifferences(t *testing.T) {
 		if d := Inconsistencies(&found); d != nil {
 			t.Fatalf("seed %d: what was written contradicts itself: %v", seed, d)
 		}
-		same.Plan(other, dataplane.Change{})
+		same.Load(other)
 		list := List(other)
 		if d := same.Differences(&found, &tables); len(d) > 0 {
 			differed++
@@ -113,16 +102,14 @@ func checkDifferences(t *testing.T, list []Difference, found *[2]Found, wanted *
 	add := func(f Family, e *Element, n int) {
 		s := SetByID(e.Set)
 		text := e.Text(f, &s)
-		if e.Set == Endpoints || e.Set == OutsideEndpoints {
-			k := e.slots(slotLen)
-			_, ep := e.slotOf()
-			text = fmt.Sprint(k, ep)
+		if e.Set == Endpoints || e.Set == UncountedEndpoints {
+			text = fmt.Sprint(e.ID(), e.Target())
 		}
 		count[fmt.Sprint(f, e.Set, text)] += n
 	}
 	for i, f := range Families {
 		for set := range NumSets {
-			if set == RevisionSet || set == Affinity {
+			if !set.IsContent() {
 				continue
 			}
 			for k := range found[i].Elements[set] {
@@ -158,31 +145,28 @@ func TestInconsistencies(t *testing.T) {
 	noticed := map[SetID]int{}
 	for seed := range uint64(40) {
 		r := rand.New(rand.NewPCG(seed, 5))
-		for _, set := range [...]SetID{Services, Endpoints, OutsideServices, OutsideEndpoints, Sticky, StickyEndpoints} {
+		for _, set := range [...]SetID{Pools, Endpoints, UncountedEndpoints, StickyEndpoints} {
 			found, _ := foundOf(stateOfWorld(seed), r)
 			elements := found[0].Elements[set]
 			if len(elements) == 0 {
 				continue
 			}
 			gone := r.IntN(len(elements))
-			of, _ := elements[gone].Chain, 0
 			found[0].Elements[set] = slices.Delete(elements, gone, gone+1)
 			d := Inconsistencies(&found)
-			if (set == Services || set == OutsideServices) && of.Kind < numFixedChains {
-				continue // nothing hangs on it
-			}
 			if len(d) == 0 {
 				t.Fatalf("seed %d: an element of %s is gone, and nothing is said", seed, set)
 			}
 			noticed[set]++
 		}
 	}
-	if len(noticed) != 6 {
+	if len(noticed) != 4 {
 		t.Errorf("noticed %v", noticed)
 	}
 	var found [2]Found
 	e := frontendElement(Services, dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
-	found[0].Elements[Services] = []Element{e}
+	e.setID(7)
+	found[0].Elements[Services], found[0].Elements[Pools] = []Element{e}, []Element{idElement(Pools, 7)}
 	if d := Inconsistencies(&found); len(d) != 1 || !strings.Contains(d[0].Text, "its verdict is none that Verdict writes there") {
 		t.Errorf("a verdict of others: %v", d)
 	}

@@ -5,7 +5,9 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
+	"hash/fnv"
 	"math/bits"
+	"strings"
 )
 
 // Digest stands for what a table is to hold. It is the sum of its elements' hashes and of its structure's, so that a change
@@ -45,22 +47,101 @@ func digestOf(b []byte) Digest {
 	return Digest{binary.BigEndian.Uint64(h[:]), binary.BigEndian.Uint64(h[8:])}
 }
 
-// digest hashes an element. Words in the host's byte order are hashed as they are: a table never meets another host.
+// digest hashes an element. Words in the host's byte order are hashed as they are: a table never meets another host. What is
+// counted and what is not makes no difference: the Revision says that.
 func (e *Element) digest() Digest {
-	key := e.Key()
-	if e.Set == Endpoints || e.Set == OutsideEndpoints {
-		key = key[:len(key)-slotLen]
+	key, set := e.Key(), e.Set
+	switch set {
+	case Endpoints, UncountedEndpoints:
+		key, set = key[:len(key)-slotLen], Endpoints
+	case UncountedServices, UncountedOutsideServices, UncountedStickyEndpoints:
+		set--
+	}
+	chain := e.Chain
+	if chain.Kind == UncountedPick {
+		chain.Kind = Pick
 	}
 	var room [maxKey + len(e.data) + 16 + maxComment]byte
-	b := append(room[:0], byte(e.Set), byte(len(key)), e.Bits, e.DataLen, byte(e.Chain.Kind))
-	b = binary.BigEndian.AppendUint32(b, e.Chain.N)
+	b := append(room[:0], byte(set), byte(len(key)), e.Bits, e.DataLen, byte(chain.Kind))
+	b = binary.BigEndian.AppendUint32(b, chain.N)
 	b = append(append(b, key...), e.Data()...)
 	return digestOf(append(b, e.Comment...))
 }
 
+// A table has a digest for each of some buckets of Services, by their names, so that a new process reads back only what differs;
+// and one for the structure and what belongs to no Service alone.
+const (
+	numBuckets   = 256
+	sharedBucket = numBuckets
+)
+
+func bucketFor(service string) int {
+	h := fnv.New32a()
+	h.Write([]byte(service))
+	return int(h.Sum32() % numBuckets)
+}
+
+// Digests are those of all buckets of a table, the shared one last. A bucket without elements has the zero Digest.
+type Digests [numBuckets + 1]Digest
+
+func digestElement(bucket int, d Digest) Element {
+	e := Element{Set: DigestSet, Comment: d.String()}
+	e.addKeyWord(uint32(bucket))
+	return e
+}
+
+// elements gives the elements of a DigestSet. The shared digest is in the revision.
+func (d *Digests) elements() []Element {
+	_, add := new(Digests).changed(d)
+	return add
+}
+
+// changed gives the elements of a DigestSet that go and come.
+func (d *Digests) changed(now *Digests) (del, add []Element) {
+	for i := range numBuckets {
+		if d[i] == now[i] {
+			continue
+		}
+		if d[i] != (Digest{}) {
+			del = append(del, digestElement(i, d[i]))
+		}
+		if now[i] != (Digest{}) {
+			add = append(add, digestElement(i, now[i]))
+		}
+	}
+	return del, add
+}
+
+// With gives the digests with the shared one, which the kernel has elsewhere.
+func (d Digests) With(shared Digest) Digests {
+	d[sharedBucket] = shared
+	return d
+}
+
+// Total stands for all of them.
+func (d *Digests) Total() (sum Digest) {
+	for i := range d {
+		sum.add(d[i])
+	}
+	return sum
+}
+
+// DigestsOf reads the elements of a DigestSet. It is not ok if there is one that Verdict does not write.
+func DigestsOf(elements []Element) (d Digests, ok bool) {
+	for i := range elements {
+		digest, ok := parseDigest(elements[i].Comment)
+		if bucket := elements[i].ID(); ok && bucket < numBuckets {
+			d[bucket] = digest
+		} else {
+			return d, false
+		}
+	}
+	return d, true
+}
+
 // formatVersion is part of every digest. It is to be raised when the same text goes to the kernel as other bytes than before, so
 // that a table written by an older version is replaced.
-const formatVersion = 1
+const formatVersion = 2
 
 // digest hashes a structure: the text of everything that could be in its table besides elements. Sizes are left out, which
 // follow from how many elements there once were.
@@ -79,11 +160,14 @@ func (s Structure) digest(f Family) Digest {
 type Revision struct {
 	// Number counts the transactions that wrote to the table.
 	Number uint32
+	// Digest is that of the structure and of what belongs to no Service alone.
 	Digest Digest
+	// Counted is the Counting's word, or "some" while it is being changed.
+	Counted string
 }
 
 func (r Revision) element() Element {
-	e := Element{Set: RevisionSet, Comment: r.Digest.String()}
+	e := Element{Set: RevisionSet, Comment: r.Digest.String() + " counts " + r.Counted}
 	e.addKeyWord(r.Number)
 	return e
 }
@@ -93,9 +177,10 @@ func RevisionOf(elements []Element) Revision {
 	if len(elements) != 1 || elements[0].KeyLen != 4 {
 		return Revision{}
 	}
-	d, ok := parseDigest(elements[0].Comment)
-	if !ok {
+	digest, counted, ok := strings.Cut(elements[0].Comment, " counts ")
+	d, valid := parseDigest(digest)
+	if !ok || !valid {
 		return Revision{}
 	}
-	return Revision{binary.NativeEndian.Uint32(elements[0].Key()), d}
+	return Revision{elements[0].ID(), d, counted}
 }

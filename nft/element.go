@@ -15,8 +15,8 @@ import (
 // slotLen is the length of the slot that ends the key of an endpoint.
 const slotLen = 4
 
-// maxKey is the longest key: an IPv6 source range (address, protocol, port, address).
-const maxKey = 40
+// maxKey is the longest key: two IPv6 addresses.
+const maxKey = 32
 
 // Element is one element of a set or map. Its key and data are kept as the kernel has them: each field in network order (the
 // kernel's own order for slots and ids), padded to four bytes. Which fields they are, the Set says.
@@ -107,18 +107,26 @@ func frontendElement(set SetID, k dataplane.Key) Element {
 	return e
 }
 
-// slotElement gives the element that puts an endpoint into a slot of a frontend.
-func slotElement(set SetID, k dataplane.Key, slot int, ep netip.AddrPort) Element {
-	e := frontendElement(set, k)
+// idElement gives an element whose key begins with the id of a pool, or of a Service's source ranges.
+func idElement(set SetID, id uint32) Element {
+	e := Element{Set: set}
+	e.addKeyWord(id)
+	return e
+}
+
+// slotElement gives the element that puts an endpoint into a slot of a pool.
+func slotElement(set SetID, id uint32, proto Protocol, slot int, ep netip.AddrPort) Element {
+	e := idElement(set, id)
+	e.key[e.KeyLen] = byte(proto)
+	e.KeyLen += 4
 	e.addKeyWord(uint32(slot))
 	e.setTarget(ep)
 	return e
 }
 
-// memberElement gives the element that makes an endpoint a member of a sticky pool.
-func memberElement(id uint32, ep netip.AddrPort) Element {
-	e := Element{Set: StickyEndpoints}
-	e.addKeyWord(id)
+// memberElement gives the element that makes an endpoint a member of a pool that remembers its clients.
+func memberElement(set SetID, id uint32, ep netip.AddrPort) Element {
+	e := idElement(set, id)
 	e.addKeyAddr(ep.Addr())
 	e.addKeyPort(ep.Port())
 	return e
@@ -140,9 +148,10 @@ func prefixElement(set SetID, p netip.Prefix) Element {
 	return e
 }
 
-// sourceElement gives the element that lets a range of sources use a frontend.
-func sourceElement(k dataplane.Key, p netip.Prefix) Element {
-	e := frontendElement(SourceRanges, k)
+// sourceElement gives the element that lets a range of sources use the frontends of an id.
+func sourceElement(id uint32, p netip.Prefix) Element {
+	e := Element{Set: SourceRanges, KeyLen: 4}
+	binary.BigEndian.PutUint32(e.key[:], id)
 	e.addKeyAddr(p.Masked().Addr())
 	e.Bits = uint8(p.Bits())
 	return e
@@ -192,11 +201,41 @@ func sharedBits(a, b []byte) uint8 {
 	return uint8(n)
 }
 
-// AffinityOf gives the pool and the endpoint that an element of Affinity names.
-func (e *Element) AffinityOf(f Family) (id uint32, ep netip.AddrPort) {
-	n := f.AddrLen()
-	addr, _ := netip.AddrFromSlice(e.data[:n])
-	return binary.NativeEndian.Uint32(e.key[n:]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[n:]))
+// ID gives the id that the key of an element begins with. In a set of ranges it is in network order, as nft has all there.
+func (e *Element) ID() uint32 {
+	if e.Set == SourceRanges {
+		return binary.BigEndian.Uint32(e.key[:4])
+	}
+	return binary.NativeEndian.Uint32(e.key[:4])
+}
+
+// PoolID gives the id that is the data of an element.
+func (e *Element) PoolID() uint32 { return binary.NativeEndian.Uint32(e.data[:4]) }
+
+// Target gives the endpoint that is the data of an element.
+func (e *Element) Target() netip.AddrPort {
+	addr, _ := netip.AddrFromSlice(e.data[:e.DataLen-4])
+	return netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[e.DataLen-4:]))
+}
+
+// Service gives "namespace/name" of the Service that an element's comment names.
+func (e *Element) Service() string { return serviceOf(e.Comment) }
+
+// Slot gives the number of the slot that a key ends with.
+func (e *Element) Slot() uint32 { return binary.NativeEndian.Uint32(e.key[e.KeyLen-slotLen:]) }
+
+// Member gives the endpoint in the key of an element that makes it a member of a pool.
+func (e *Element) Member() netip.AddrPort {
+	n := int(e.KeyLen) - 4
+	addr, _ := netip.AddrFromSlice(e.key[4:n])
+	return netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.key[n:]))
+}
+
+// FrontendKey reads the frontend that is the key of an element.
+func (e *Element) FrontendKey() dataplane.Key {
+	n := int(e.KeyLen) - 8
+	a, _ := netip.AddrFromSlice(e.key[:n])
+	return dataplane.Key{Addr: a, Protocol: snapshot.Protocol(e.key[n]), Port: binary.BigEndian.Uint16(e.key[n+4:])}
 }
 
 // commentOf cuts a service port's name to what the kernel takes. Kubernetes' names are ASCII, so no rune is cut in two.
@@ -210,7 +249,7 @@ func (e *Element) Text(f Family, s *Set) string { return e.text(f, s, "") }
 // text puts what the kernel adds to an element in its place, between the key and the comment.
 func (e *Element) text(f Family, s *Set, extra string) string {
 	var b strings.Builder
-	b.WriteString(fieldValues(f, s.Key, e.Key()))
+	b.WriteString(fieldValues(f, s.Key, e.Key(), s.order()))
 	if s.Interval && int(e.Bits) < 8*f.AddrLen() {
 		fmt.Fprintf(&b, "/%d", e.Bits)
 	}
@@ -222,23 +261,31 @@ func (e *Element) text(f Family, s *Set, extra string) string {
 	case s.Verdicts:
 		b.WriteString(" : goto " + e.Chain.Name())
 	case len(s.Data) > 0:
-		b.WriteString(" : " + fieldValues(f, s.Data, e.Data()))
+		b.WriteString(" : " + fieldValues(f, s.Data, e.Data(), binary.NativeEndian))
 	}
 	return b.String()
 }
 
+// order is that in which the kernel keeps its own numbers in the keys of a set: where there are ranges, one that compares.
+func (s *Set) order() binary.ByteOrder {
+	if s.Interval {
+		return binary.BigEndian
+	}
+	return binary.NativeEndian
+}
+
 // fieldValues prints concatenated values.
-func fieldValues(f Family, fields []Field, b []byte) string {
+func fieldValues(f Family, fields []Field, b []byte, order binary.ByteOrder) string {
 	parts := make([]string, len(fields))
 	for i, field := range fields {
 		n := field.Len(f)
-		parts[i] = fieldValue(field, b[:n])
+		parts[i] = fieldValue(field, b[:n], order)
 		b = b[(n+3)&^3:]
 	}
 	return strings.Join(parts, " . ")
 }
 
-func fieldValue(field Field, b []byte) string {
+func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 	switch field {
 	case SourceAddr, DestAddr, OriginalDestAddr:
 		a, _ := netip.AddrFromSlice(b)
@@ -248,7 +295,7 @@ func fieldValue(field Field, b []byte) string {
 	case DestPort, OriginalDestPort:
 		return strconv.Itoa(int(binary.BigEndian.Uint16(b)))
 	case Priority:
-		v := binary.NativeEndian.Uint32(b)
+		v := order.Uint32(b)
 		return fmt.Sprintf("%x:%x", v>>16, v&0xffff)
 	case Mark:
 		return fmt.Sprintf("0x%08x", binary.NativeEndian.Uint32(b))

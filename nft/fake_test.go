@@ -13,32 +13,15 @@ type fakeTable struct {
 	family Family
 	chains map[ChainID]string
 	sets   [NumSets]map[string]Element
-	size   [NumSets]uint32
-	// fixed sets do not grow.
-	fixed bool
-	// midway says that more steps of the same transaction are to come: chains may wait for what leads to them.
-	midway bool
 }
 
 func (t *fakeTable) apply(tt *TableTxn) error {
 	if tt.Create != nil {
-		before := *t
-		*t = fakeTable{family: t.family, chains: map[ChainID]string{}, fixed: t.fixed, midway: t.midway}
+		*t = fakeTable{family: t.family, chains: map[ChainID]string{}}
 		for _, s := range tt.Create.Sets {
-			t.sets[s.ID], t.size[s.ID] = map[string]Element{}, s.Size
-		}
-		if tt.Keep { // chains stay, without their rules
-			t.sets[Affinity] = before.sets[Affinity]
-			for id := range before.chains {
-				t.chains[id] = ""
-			}
+			t.sets[s.ID] = map[string]Element{}
 		}
 		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add, DelChains: tt.DelChains}
-	}
-	for _, s := range tt.Resize {
-		if !t.fixed {
-			t.size[s.ID] = s.Size
-		}
 	}
 	for set, elements := range tt.Del {
 		for _, e := range elements {
@@ -48,14 +31,14 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 			delete(t.sets[set], string(e.Key()))
 		}
 	}
+	for _, c := range slices.Concat(tt.AddChains, tt.Rewrite) {
+		t.chains[c.ID] = rulesText(t.family, c.Rules)
+	}
 	for _, id := range tt.DelChains {
 		if _, ok := t.chains[id]; !ok {
 			return fmt.Errorf("delete chain %s: it is not there", id.Name())
 		}
 		delete(t.chains, id)
-	}
-	for _, c := range slices.Concat(tt.AddChains, tt.Rewrite) {
-		t.chains[c.ID] = rulesText(t.family, c.Rules)
 	}
 	for set, elements := range tt.Add {
 		for _, e := range elements {
@@ -63,9 +46,6 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 				return fmt.Errorf("add %v: it is there already", e.describe(t.family))
 			}
 			t.sets[set][string(e.Key())] = e
-		}
-		if n := len(t.sets[set]); t.size[set] > 0 && n > int(t.size[set]) {
-			return fmt.Errorf("%s: %d elements in a set of size %d", SetID(set), n, t.size[set])
 		}
 	}
 	return t.dangling()
@@ -79,6 +59,9 @@ func (t *fakeTable) dangling() error {
 			if e.Chain.Kind == NoChain {
 				continue
 			}
+			if next := e.Chain.next(); next.Kind != NoChain && t.chains[next] == "" {
+				return fmt.Errorf("%v: it leads to no %s", e.describe(t.family), next.Name())
+			}
 			if _, ok := t.chains[e.Chain]; !ok {
 				return fmt.Errorf("%v: no such chain", e.describe(t.family))
 			}
@@ -87,11 +70,47 @@ func (t *fakeTable) dangling() error {
 		}
 	}
 	for id := range t.chains {
-		if id.Kind > numFixedChains && !used[id.Name()] && !t.midway {
+		if id.Kind > numFixedChains && !used[id.Name()] {
 			return fmt.Errorf("chain %s: nothing leads to it", id.Name())
 		}
 	}
+	return t.jumps()
+}
+
+// jumps reports rules that lead to a chain that is not there.
+func (t *fakeTable) jumps() error {
+	names := map[string]bool{}
+	for id := range t.chains {
+		names[id.Name()] = true
+	}
+	for id, text := range t.chains {
+		words := strings.Fields(text)
+		for i, word := range words {
+			if (word == "goto" || word == "jump") && !names[words[i+1]] {
+				return fmt.Errorf("chain %s leads to %s, which is not there", id.Name(), words[i+1])
+			}
+		}
+	}
 	return nil
+}
+
+// incomplete names a frontend or a pool that leads to something that is not there; empty if there is none.
+func (t *fakeTable) incomplete() string {
+	found := Found{}
+	for set := range t.sets {
+		found.Elements[set] = slices.Collect(maps.Values(t.sets[set]))
+	}
+	both := [len(Families)]Found{}
+	both[t.family.index()] = found
+	for _, d := range Inconsistencies(&both) {
+		return d.Text
+	}
+	for _, e := range t.sets[RestrictedServices] {
+		if !slices.ContainsFunc(found.Elements[SourceRanges], func(r Element) bool { return r.ID() == e.PoolID() }) {
+			return e.describe(t.family) + ": nobody may use it"
+		}
+	}
+	return ""
 }
 
 func (e *Element) describe(f Family) string {
@@ -107,20 +126,23 @@ func rulesText(f Family, rules []Rule) string {
 	return strings.Join(lines, "\n")
 }
 
-// lines gives everything the table holds, a line each, in order. The slots of a pool are any order of its endpoints, so
+// lines gives everything the table holds but numbered chains, a line each, in order, whether it is counted or not. The slots of a pool are any order of its endpoints, so
 // their lines tell which slots there are and which endpoints, but not which is where.
 func (t *fakeTable) lines() []string {
 	var out []string
 	for id, text := range t.chains {
-		out = append(out, "chain "+id.Name()+"\n"+text)
+		if id.Kind < numFixedChains && !strings.Contains(text, "uncounted-") {
+			out = append(out, "chain "+id.Name()+"\n"+text)
+		}
 	}
 	for set := range t.sets {
 		for _, e := range t.sets[set] {
 			line := e.describe(t.family)
 			if e.Set == RevisionSet {
-				line = "revision " + e.Comment // whatever its number
+				line = "revision " + strings.Fields(e.Comment)[0] // whatever its number, and what is counted
 			}
-			if e.Set == Endpoints || e.Set == OutsideEndpoints {
+			line = strings.ReplaceAll(line, "uncounted-", "")
+			if e.Set == Endpoints || e.Set == UncountedEndpoints {
 				key, data, _ := strings.Cut(line, " : ")
 				i := strings.LastIndex(key, " . ")
 				out = append(out, "slot "+key, "endpoint "+key[:i]+" : "+data)
@@ -135,7 +157,7 @@ func (t *fakeTable) lines() []string {
 
 // found reads a table back, and compares its chains with those of a model's.
 func (t *fakeTable) found(m *Model) Found {
-	f := Found{Chains: map[ChainID]bool{}, Sizes: t.size}
+	f := Found{Chains: map[ChainID]bool{}}
 	wanted := map[ChainID]string{}
 	for _, c := range m.Structure(t.family).Chains {
 		wanted[c.ID] = rulesText(t.family, c.Rules)
@@ -149,8 +171,12 @@ func (t *fakeTable) found(m *Model) Found {
 			f.Elements[set] = append(f.Elements[set], e)
 		}
 	}
-	f.Revisions = f.Elements[RevisionSet]
+	f.Revisions, f.DigestElements = f.Elements[RevisionSet], f.Elements[DigestSet]
 	f.Revision = RevisionOf(f.Revisions)
+	var ok bool
+	if f.Digests, ok = DigestsOf(f.DigestElements); !ok {
+		f.Revision = Revision{}
+	}
 	return f
 }
 

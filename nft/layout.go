@@ -16,37 +16,56 @@ type Protocol = snapshot.Protocol
 // SetID names one of the sets and maps of our table.
 type SetID uint8
 
-// The sets and maps; docs/RULESET.md says what each is for.
+// The sets and maps; docs/RULESET.md says what each is for. An uncounted map holds what its twin would hold if there were room
+// for more counters.
 const (
 	Services SetID = iota
-	Endpoints
+	UncountedServices
 	OutsideServices
-	OutsideEndpoints
+	UncountedOutsideServices
+	Pools
+	Endpoints
+	UncountedEndpoints
 	RestrictedServices
 	SourceRanges
 	ClusterIPs
 	ServiceCIDRs
-	MasqueradeAlways
-	MasqueradeNode
+	ExternalServices
 	Hairpin
-	Sticky
-	OutsideSticky
 	Remember
+	StickyServices
+	OutsideStickyServices
 	StickyEndpoints
+	UncountedStickyEndpoints
 	Affinity
 	Scheduled
 	RevisionSet
+	DigestSet
 	// NumSets is how many there are.
 	NumSets
 )
 
 var setNames = [NumSets]string{
-	"services", "endpoints", "outside-services", "outside-endpoints", "restricted-services", "source-ranges", "cluster-ips",
-	"service-cidrs", "masquerade-always", "masquerade-node", "hairpin", "sticky", "outside-sticky", "remember",
-	"sticky-endpoints", "affinity", "scheduled", "revision",
+	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "pools", "endpoints",
+	"uncounted-endpoints", "restricted-services", "source-ranges", "cluster-ips", "service-cidrs", "external-services",
+	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests",
 }
 
 func (s SetID) String() string { return setNames[s] }
+
+// ownRecord says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by itself.
+func (s SetID) ownRecord() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
+
+// IsContent says whether a set's elements follow from the Services.
+func (s SetID) IsContent() bool { return !s.ownRecord() }
+
+// counted gives the map in which a counted element of a set stands, or its twin for one that is not counted.
+func (s SetID) counted(yes bool) SetID {
+	if yes {
+		return s
+	}
+	return s + 1
+}
 
 // ChainID names a chain. N tells chains of one kind apart: the number of endpoints, or a timeout in seconds.
 type ChainID struct {
@@ -65,30 +84,31 @@ const (
 	Output
 	Input
 	Postrouting
+	Restrict
 	Frontends
 	NoEndpoints
 	NoLocalEndpoints
-	AffinityChain
-	OutsideAffinity
+	AffinityLookup
 	RememberAffinity
 	AffinityID
 	TranslatedChain
+	MasqueradeAll
+	MasqueradeNode
 	LeftToIPVS
 	numFixedChains
-	// Pick chains choose one of N endpoints.
+	// Pick chains choose one of N endpoints; those of the other kind count none of them.
 	Pick ChainKind = iota
-	OutsidePick
+	UncountedPick
 	// StickyPick chains ask the affinity map before they pick.
 	StickyPick
-	OutsideStickyPick
 	// RememberFor chains write the affinity map, with a timeout of N seconds.
 	RememberFor
 )
 
 var chainNames = [...]string{
-	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "frontends", "no-endpoints", "no-local-endpoints",
-	"affinity-lookup", "outside-affinity-lookup", "remember-affinity", "affinity-id", "translated", "left-to-ipvs", "",
-	"pick", "outside-pick", "sticky", "outside-sticky", "remember",
+	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "no-endpoints",
+	"no-local-endpoints", "affinity-lookup", "remember-affinity", "affinity-id", "translated", "masquerade-all",
+	"masquerade-node", "left-to-ipvs", "", "pick", "uncounted-pick", "sticky", "remember",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -121,14 +141,16 @@ func (k ChainKind) id() ChainID { return ChainID{Kind: k} }
 // frontendKey tells which frontend a packet is sent to; tupleKey the same of a connection already translated.
 var (
 	frontendKey = []Field{DestAddr, L4Proto, DestPort}
+	toFrontend  = Concat{Fields: frontendKey}
 	tupleKey    = Concat{Fields: []Field{OriginalDestAddr, L4Proto, OriginalDestPort}}
-	affinityKey = Concat{Fields: []Field{SourceAddr, Priority}}
+	poolKey     = Concat{Fields: []Field{Priority}}
+	affinityKey = Concat{Fields: []Field{Priority, SourceBucket}, Mod: AffinityBuckets}
 	target      = []Field{DestAddr, DestPort}
 	protocols   = [...]Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 )
 
 func slotKey(mod uint32) Concat {
-	return Concat{Fields: []Field{DestAddr, L4Proto, DestPort, RandomSlot}, Mod: mod}
+	return Concat{Fields: []Field{Priority, L4Proto, RandomSlot}, Mod: mod}
 }
 
 // Structure is what the layout depends on besides the elements.
@@ -137,8 +159,29 @@ type Structure struct {
 	MasqueradeAll bool
 	// GuardLoopback drops loopback addresses that come from outside, as the kernel did before route_localnet was set.
 	GuardLoopback bool
-	// IPVS schedules some frontend. It follows from the elements, so that a table has nothing of it where nobody asks for it.
-	IPVS bool
+	// Uses says for which of the optional sets there are rules. It follows from the elements, so that no packet is asked what
+	// concerns no Service.
+	Uses Uses
+}
+
+// Uses is a set of SetIDs.
+type Uses uint32
+
+// Has says whether a set is among them.
+func (u Uses) Has(s SetID) bool { return u&(1<<s) != 0 }
+
+// With adds sets.
+func (u Uses) With(sets ...SetID) Uses {
+	for _, s := range sets {
+		u |= 1 << s
+	}
+	return u
+}
+
+// optional are the sets that no rule looks at while they are empty.
+var optional = [...]SetID{
+	UncountedServices, UncountedOutsideServices, RestrictedServices, ExternalServices, Hairpin, Remember,
+	OutsideStickyServices, UncountedStickyEndpoints, Scheduled,
 }
 
 // StructureOf gives what a state asks of a family's table, but for what follows from its elements.
@@ -151,47 +194,50 @@ func StructureOf(s *dataplane.State, f Family) Structure {
 	return out
 }
 
-// sets gives the sets and maps of a table, without sizes.
+// sets gives the sets and maps of a table. None has a size but those that rules write to: the kernel gives a set with a size as
+// many buckets as that takes, once and for all, and one without grows with its elements.
 func sets() []Set {
-	slots := slotKey(0).Fields
+	frontends := func(id SetID, counter bool, comment string) Set {
+		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Counter: counter, Comment: comment}
+	}
+	members := []Field{Priority, DestAddr, DestPort}
 	return []Set{
-		{ID: Services, Key: frontendKey, Verdicts: true, Counter: true,
-			Comment: "address . protocol . port of each Service: what to do"},
-		{ID: Endpoints, Key: slots, Data: target, Counter: true,
-			Comment: "slot n of each Service: one endpoint"},
-		{ID: OutsideServices, Key: frontendKey, Verdicts: true, Counter: true,
-			Comment: "externalTrafficPolicy Local: what clients from outside get"},
-		{ID: OutsideEndpoints, Key: slots, Data: target, Counter: true,
-			Comment: "externalTrafficPolicy Local: slot n, one endpoint on this node"},
-		{ID: RestrictedServices, Key: frontendKey,
-			Comment: "load balancer addresses with loadBalancerSourceRanges"},
-		{ID: SourceRanges, Key: []Field{DestAddr, L4Proto, DestPort, SourceAddr}, Interval: true,
-			Comment: "who may use them"},
+		frontends(Services, true, "address . protocol . port of each Service : pool"),
+		frontends(UncountedServices, false, "the same, beyond the budget for counters"),
+		frontends(OutsideServices, true, "externalTrafficPolicy Local: the pool of clients from outside"),
+		frontends(UncountedOutsideServices, false, "the same, beyond the budget for counters"),
+		{ID: Pools, Key: []Field{Priority}, Verdicts: true, Comment: "what to do for each pool"},
+		{ID: Endpoints, Key: slotKey(0).Fields, Data: target, Counter: true, Comment: "slot n of each pool: one endpoint"},
+		{ID: UncountedEndpoints, Key: slotKey(0).Fields, Data: target,
+			Comment: "the same: counted in sticky-endpoints, or beyond the budget for counters"},
+		frontends(RestrictedServices, false, "load balancer addresses with loadBalancerSourceRanges : who may use them"),
+		{ID: SourceRanges, Key: []Field{Priority, SourceAddr}, Interval: true, Comment: "who may use them"},
 		{ID: ClusterIPs, Key: []Field{DestAddr}, Comment: "all cluster IPs: unused ports are rejected"},
 		{ID: ServiceCIDRs, Key: []Field{DestAddr}, Interval: true,
 			Comment: "ranges of cluster IPs: unallocated addresses are dropped"},
-		{ID: MasqueradeAlways, Key: frontendKey, Comment: "externalTrafficPolicy Cluster: masquerade everybody"},
-		{ID: MasqueradeNode, Key: frontendKey, Comment: "externalTrafficPolicy Local: masquerade this node only"},
+		{ID: ExternalServices, Key: frontendKey, Verdicts: true,
+			Comment: "node ports, load balancer and external addresses: who is masqueraded"},
 		{ID: Hairpin, Key: []Field{SourceAddr, DestAddr}, Comment: "endpoints on this node that may reach themselves"},
-		{ID: Sticky, Key: frontendKey, Data: []Field{Priority}, Comment: "sessionAffinity: the id of each frontend's pool"},
-		{ID: OutsideSticky, Key: frontendKey, Data: []Field{Priority},
-			Comment: "sessionAffinity: the same for clients from outside"},
 		{ID: Remember, Key: frontendKey, Verdicts: true, Comment: "sessionAffinity: how long each frontend remembers"},
-		{ID: StickyEndpoints, Key: []Field{Priority, DestAddr, DestPort}, Counter: true,
-			Comment: "sessionAffinity: the endpoints of each pool"},
-		{ID: Affinity, Key: []Field{SourceAddr, Priority}, Data: target, Dynamic: true, Size: affinitySize,
-			Comment: "sessionAffinity: client . pool : endpoint"},
+		frontends(StickyServices, false, "sessionAffinity: the pool of each frontend, without counting it again"),
+		frontends(OutsideStickyServices, false, "sessionAffinity: the same for clients from outside"),
+		{ID: StickyEndpoints, Key: members, Counter: true, Comment: "sessionAffinity: the endpoints of each pool"},
+		{ID: UncountedStickyEndpoints, Key: members, Comment: "the same, beyond the budget for counters"},
+		{ID: Affinity, Key: []Field{Priority, RandomSlot}, Data: target, Dynamic: true, Size: affinitySize,
+			Comment: "sessionAffinity: pool . bucket of clients : endpoint"},
 		{ID: Scheduled, Key: frontendKey, Comment: "left to IPVS, which chooses the endpoint"},
-		{ID: RevisionSet, Key: []Field{Mark}, Size: revisionSize,
-			Comment: "number and digest of what this table holds, written with every change"},
+		{ID: RevisionSet, Key: []Field{Mark}, Comment: "number and digest of what this table holds, written with every change"},
+		{ID: DigestSet, Key: []Field{Mark}, Comment: "digests of what the Services have here, by bucket"},
 	}
 }
 
-// revisionSize leaves room for the old revision beside the new one, which is there until the transaction is through.
-const revisionSize = 4
-
-// affinitySize bounds the clients remembered at one time; when it is full, new clients are balanced without affinity.
-const affinitySize = 262144
+// AffinityBuckets is how many clients of a pool can be remembered apart: those whose addresses have the same hash share an
+// endpoint. So no pool has more entries than this, whatever its clients send, and affinitySize has room for 256 pools of which
+// somebody fills every bucket.
+const (
+	AffinityBuckets = 1024
+	affinitySize    = 256 * AffinityBuckets
+)
 
 // layout gives the structure of a family's table: every chain that exists once, and every set.
 func layout(f Family, s Structure) Table {
@@ -199,33 +245,52 @@ func layout(f Family, s Structure) Table {
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
-	if s.IPVS {
+	if s.Uses.Has(Scheduled) {
 		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{LeavePacket{}}}})
 	}
 	t.Chains = append(t.Chains,
 		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{RejectPacket{}}}},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
 			Rules: []Rule{{DropPacket{}}}},
-		affinityLookup(AffinityChain, Sticky),
-		affinityLookup(OutsideAffinity, OutsideSticky),
-		affinityID(s),
-		Chain{ID: RememberAffinity.id(), Rules: perProtocol(nil, LookupVerdict{Key: tupleKey, Map: Remember})},
-		frontends(),
-		prerouting(s),
-		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", priorityDstNAT}, Rules: []Rule{
-			restrict(), {Goto{Frontends.id()}}}},
-		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: []Rule{
-			{Translated{}, Goto{RememberAffinity.id()}}}},
+	)
+	if s.Uses.Has(Remember) {
+		t.Chains = append(t.Chains, affinityLookup(), affinityID(s),
+			Chain{ID: RememberAffinity.id(), Rules: perProtocol(nil, LookupVerdict{Key: tupleKey, Map: Remember})})
+	}
+	if s.Uses.Has(ExternalServices) {
+		t.Chains = append(t.Chains,
+			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{Masquerade{}}}},
+			Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
+				Rules: append([]Rule{{FromNode{}, Masquerade{}}}, hairpin(s)...)})
+	}
+	start := []Rule{{Goto{Frontends.id()}}}
+	if s.Uses.Has(RestrictedServices) {
+		t.Chains = append(t.Chains, restrict())
+		start = []Rule{{Jump{Restrict.id()}}, {Goto{Frontends.id()}}}
+	}
+	t.Chains = append(t.Chains, frontends(s),
+		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: prerouting(s, start)},
+		Chain{ID: Output.id(), Hook: &Hook{"nat", "output", priorityDstNAT}, Rules: start},
+		Chain{ID: Input.id(), Hook: &Hook{"nat", "input", prioritySrcNAT}, Rules: input(s)},
 		translated(s),
 		postrouting(s),
 	)
 	return t
 }
 
+// input sees connections that end on this node. Everybody's priority is cleared, which was the pool's id until here.
+func input(s Structure) []Rule {
+	rules := []Rule{{Translated{}, ClearPriority{}}}
+	if s.Uses.Has(Remember) {
+		rules = append(rules, Rule{Translated{}, Goto{RememberAffinity.id()}})
+	}
+	return rules
+}
+
 // postrouting sees connections leave. Those that IPVS sent on are not marked as translated.
 func postrouting(s Structure) Chain {
 	rules := []Rule{{Translated{}, Goto{TranslatedChain.id()}}}
-	if s.IPVS {
+	if s.Uses.Has(Scheduled) {
 		rules = append(rules, perProtocol(nil, InSet{Key: tupleKey, Set: Scheduled}, Goto{TranslatedChain.id()})...)
 	}
 	return Chain{ID: Postrouting.id(), Hook: &Hook{"nat", "postrouting", prioritySrcNAT}, Rules: rules}
@@ -242,54 +307,85 @@ func guardLoopback() Chain {
 }
 
 // restrict drops who is not in the source ranges of a load balancer address, before anything else.
-func restrict() Rule {
-	return Rule{
-		InSet{Key: Concat{Fields: frontendKey}, Set: RestrictedServices},
-		InSet{Key: Concat{Fields: []Field{DestAddr, L4Proto, DestPort, SourceAddr}}, Not: true, Set: SourceRanges},
+func restrict() Chain {
+	return Chain{ID: Restrict.id(), Rules: []Rule{{
+		SetPriority{Key: toFrontend, Map: RestrictedServices},
+		InSet{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges},
 		Counter{}, DropPacket{},
+	}}}
+}
+
+// dispatch finds the pool of a frontend in a map and does what Pools says of it.
+func dispatch(m SetID) Rule {
+	return Rule{SetPriority{Key: toFrontend, Map: m}, LookupVerdict{Key: poolKey, Map: Pools}}
+}
+
+// twins gives a map and, if it is used, its uncounted twin.
+func (s Structure) twins(m SetID) []SetID {
+	if s.Uses.Has(m.counted(false)) {
+		return []SetID{m, m.counted(false)}
 	}
+	return []SetID{m}
 }
 
 // prerouting sees what comes in by an interface. Clients from outside look into their own map first.
-func prerouting(s Structure) Chain {
-	outside := Rule{LookupVerdict{Key: Concat{Fields: frontendKey}, Map: OutsideServices}}
-	if s.Pods.Known() {
-		outside = append(Rule{FromPods{Pods: s.Pods, Not: true}}, outside...)
+func prerouting(s Structure, start []Rule) []Rule {
+	var outside []Rule
+	for _, m := range s.twins(OutsideServices) {
+		rule := dispatch(m)
+		if s.Pods.Known() {
+			rule = append(Rule{FromPods{Pods: s.Pods, Not: true}}, rule...)
+		}
+		outside = append(outside, rule)
 	}
-	return Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{
-		restrict(), outside, {Goto{Frontends.id()}}}}
+	return slices.Insert(slices.Clone(start), len(start)-1, outside...)
 }
 
-func frontends() Chain {
-	return Chain{ID: Frontends.id(), Rules: []Rule{
-		{LookupVerdict{Key: Concat{Fields: frontendKey}, Map: Services}},
-		{InSet{Key: Concat{Fields: []Field{DestAddr}}, Set: ClusterIPs}, Counter{}, RejectPacket{}},
-		{InSet{Key: Concat{Fields: []Field{DestAddr}}, Set: ServiceCIDRs}, Counter{}, DropPacket{}},
-	}}
+func frontends(s Structure) Chain {
+	c := Chain{ID: Frontends.id()}
+	for _, m := range s.twins(Services) {
+		c.Rules = append(c.Rules, dispatch(m))
+	}
+	toAddress := Concat{Fields: []Field{DestAddr}}
+	c.Rules = append(c.Rules,
+		Rule{InSet{Key: toAddress, Set: ClusterIPs}, Counter{}, RejectPacket{}},
+		Rule{InSet{Key: toAddress, Set: ServiceCIDRs}, Counter{}, DropPacket{}})
+	return c
 }
 
-// translated decides the source address of connections to Services, after it has been remembered where they went.
+// translated decides the source address of connections to Services, after it has been remembered where they went. A connection to
+// a cluster IP is mostly known by the few ServiceCIDRs, which are faster to ask than all cluster IPs.
 func translated(s Structure) Chain {
-	rules := []Rule{
-		{Jump{RememberAffinity.id()}},
-		{InSet{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}},
+	rules := []Rule{{ClearPriority{}}}
+	if s.Uses.Has(Remember) {
+		rules = append(rules, Rule{Jump{RememberAffinity.id()}})
 	}
-	toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: ClusterIPs}
-	switch {
-	case s.MasqueradeAll:
-		rules = append(rules, Rule{toClusterIP, Masquerade{}})
-	case s.Pods.Known():
-		rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, toClusterIP, Masquerade{}})
+	if s.Uses.Has(ExternalServices) {
+		rules = append(rules, perProtocol(nil, LookupVerdict{Key: tupleKey, Map: ExternalServices})...)
 	}
-	rules = append(rules, perProtocol(nil, InSet{Key: tupleKey, Set: MasqueradeAlways}, Masquerade{})...)
-	rules = append(rules, perProtocol(Rule{FromNode{}}, InSet{Key: tupleKey, Set: MasqueradeNode}, Masquerade{})...)
-	return Chain{ID: TranslatedChain.id(), Rules: rules}
+	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
+		toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
+		switch {
+		case s.MasqueradeAll:
+			rules = append(rules, Rule{toClusterIP, Masquerade{}})
+		case s.Pods.Known():
+			rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, toClusterIP, Masquerade{}})
+		}
+	}
+	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
+}
+
+// hairpin lets endpoints on this node reach themselves.
+func hairpin(s Structure) []Rule {
+	if !s.Uses.Has(Hairpin) {
+		return nil
+	}
+	return []Rule{{InSet{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}}}
 }
 
 // affinityLookup sends a client to the endpoint it had before.
-func affinityLookup(id ChainKind, pool SetID) Chain {
-	rules := []Rule{{SetPriority{Key: Concat{Fields: frontendKey}, Map: pool}}}
-	return Chain{ID: id.id(), Rules: append(rules, perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})...)}
+func affinityLookup() Chain {
+	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
 }
 
 // affinityID finds the pool a connection was balanced over, from the address it was first sent to.
@@ -298,8 +394,11 @@ func affinityID(s Structure) Chain {
 	if s.Pods.Known() {
 		outside = append(outside, FromPods{Pods: s.Pods, Not: true})
 	}
-	rules := perProtocol(nil, SetPriority{Key: tupleKey, Map: Sticky})
-	return Chain{ID: AffinityID.id(), Rules: append(rules, perProtocol(outside, SetPriority{Key: tupleKey, Map: OutsideSticky})...)}
+	c := Chain{ID: AffinityID.id(), Rules: perProtocol(nil, SetPriority{Key: tupleKey, Map: StickyServices})}
+	if s.Uses.Has(OutsideStickyServices) {
+		c.Rules = append(c.Rules, perProtocol(outside, SetPriority{Key: tupleKey, Map: OutsideStickyServices})...)
+	}
+	return c
 }
 
 // perProtocol repeats a rule for each protocol: nft takes the port of a connection's tuple only after the protocol is known.
@@ -313,53 +412,54 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 }
 
 // numbered gives a chain of which there is one for each N in use.
-func numbered(id ChainID) Chain {
-	pick := func(m SetID) []Rule { return []Rule{{DNAT{Key: slotKey(id.N), Map: m}}} }
-	sticky := func(lookup, then ChainKind) []Rule {
-		return []Rule{{Jump{lookup.id()}}, {Goto{ChainID{then, id.N}}}}
-	}
+func numbered(id ChainID, s Structure) Chain {
+	c := Chain{ID: id}
 	switch id.Kind {
 	case Pick:
-		return Chain{ID: id, Rules: pick(Endpoints)}
-	case OutsidePick:
-		return Chain{ID: id, Rules: pick(OutsideEndpoints)}
+		c.Rules = []Rule{{DNAT{Key: slotKey(id.N), Map: Endpoints}}}
+	case UncountedPick:
+		c.Rules = []Rule{{DNAT{Key: slotKey(id.N), Map: UncountedEndpoints}}}
 	case StickyPick:
-		return Chain{ID: id, Rules: sticky(AffinityChain, Pick)}
-	case OutsideStickyPick:
-		return Chain{ID: id, Rules: sticky(OutsideAffinity, OutsidePick)}
-	}
-	return Chain{ID: id, Rules: []Rule{
-		{Jump{AffinityID.id()}},
+		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
+	case RememberFor:
+		c.Rules = []Rule{{Jump{AffinityID.id()}}}
 		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit
 		// that took its endpoint away.
-		{InSet{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: StickyEndpoints},
-			Update{Map: Affinity, Key: affinityKey, Timeout: time.Duration(id.N) * time.Second, Data: Concat{Fields: target}}},
-		{ClearPriority{}},
-	}}
+		for _, members := range s.twins(StickyEndpoints) {
+			c.Rules = append(c.Rules, Rule{
+				InSet{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
+				Update{Map: Affinity, Key: affinityKey, Timeout: time.Duration(id.N) * time.Second, Data: Concat{Fields: target}}})
+		}
+		c.Rules = append(c.Rules, Rule{ClearPriority{}})
+	}
+	return c
 }
 
 // next is the numbered chain that a numbered chain leads to, if any.
 func (c ChainID) next() ChainID {
-	switch c.Kind {
-	case StickyPick:
-		return ChainID{Pick, c.N}
-	case OutsideStickyPick:
-		return ChainID{OutsidePick, c.N}
+	if c.Kind == StickyPick {
+		return ChainID{UncountedPick, c.N}
 	}
 	return ChainID{}
 }
 
 // Everything gives a table with a chain of every kind: what a kernel must take to be of use.
 func Everything(f Family, s Structure) Table {
+	s.Uses = s.Uses.With(optional[:]...)
+	return TableOf(f, s, []ChainID{{Pick, 1}, {UncountedPick, 1}, {StickyPick, 1}, {RememberFor, 1}})
+}
+
+// TableOf gives the structure of a table with some numbered chains.
+func TableOf(f Family, s Structure, chains []ChainID) Table {
 	t := layout(f, s)
-	for _, kind := range []ChainKind{Pick, OutsidePick, StickyPick, OutsideStickyPick, RememberFor} {
-		t.Chains = append(t.Chains, numbered(ChainID{kind, 1}))
+	for _, id := range chains {
+		t.Chains = append(t.Chains, numbered(id, s))
 	}
 	return t
 }
 
 // ChainNamed gives the chain that a name stands for: as a table has it, or what a numbered one has to be.
-func ChainNamed(t Table, name string) (c Chain, ok bool) {
+func ChainNamed(t Table, s Structure, name string) (c Chain, ok bool) {
 	id, ok := chainByName(name)
 	if !ok || id.Name() != name {
 		return c, false
@@ -367,10 +467,13 @@ func ChainNamed(t Table, name string) (c Chain, ok bool) {
 	if i := slices.IndexFunc(t.Chains, func(c Chain) bool { return c.ID == id }); i >= 0 {
 		return t.Chains[i], true
 	}
-	return numbered(id), id.Kind > numFixedChains
+	return numbered(id, s), id.Kind > numFixedChains
 }
 
-// SetByID gives a set of the layout, without its size. It is asked for each element that is read.
+// SetByID gives a set of the layout. It is asked for each element that is read.
 func SetByID(id SetID) Set { return setsByID[id] }
 
 var setsByID = sets()
+
+// IsOptional says whether no rule looks at a set while it is empty.
+func IsOptional(s SetID) bool { return slices.Contains(optional[:], s) }

@@ -1,6 +1,8 @@
 package nft
 
 import (
+	"bytes"
+	"cmp"
 	"hash/fnv"
 	"net/netip"
 	"slices"
@@ -12,19 +14,21 @@ import (
 // Model is what the kernel holds, as far as everything that was planned has been written. The zero value holds nothing. A
 // transaction that the kernel did not take is taken back by Rollback.
 type Model struct {
-	// Fixed says that this kernel's sets keep the size they were made with, as those before Linux 6.3 do.
-	Fixed bool
+	// Counters is how many counters elements may have, in both tables; 0 means as many as there are elements.
+	Counters int
 
 	filled   bool
 	services map[snapshot.Name]*service
 	cidrs    []netip.Prefix
 	tables   [len(Families)]tableModel
+	// counting is what new elements are counted by. recount are the Services that are still counted by another.
+	counting Counting
+	recount  []snapshot.Name
 	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
 	pools map[uint32]poolID
-	// minSize is the least size of a set; 0 means the default. Tests lower it, to see sets grow.
-	minSize uint32
 }
 
+// poolID is what an id stands for: a pool of a port or, with sourcesOf, the source ranges of a Service.
 type poolID struct {
 	port portID
 	pool poolIndex
@@ -37,8 +41,7 @@ type tableModel struct {
 	// clusterIPs and hairpin count the services and ports that need the address.
 	clusterIPs, hairpin map[netip.Addr]int
 	count               [NumSets]int
-	size                [NumSets]uint32
-	digest              Digest
+	digests             Digests
 	// revision is the number that the table has; 0 means that it has none we know of.
 	revision uint32
 }
@@ -47,10 +50,14 @@ type tableModel struct {
 type undo struct {
 	// whole, if not nil, is the model as it was before everything was planned anew.
 	whole *Model
+	// all says that any Service's elements may have been planned, while the model stayed as it was.
+	all bool
 	// The rest is what single changes did before that.
 	services []wasService
 	cidrs    []netip.Prefix
 	tables   [len(Families)]tableModel
+	counting Counting
+	recount  []snapshot.Name
 }
 
 type wasService struct {
@@ -61,29 +68,155 @@ type wasService struct {
 // Filled says whether anything was ever planned.
 func (m *Model) Filled() bool { return m.filled }
 
-// Plan gives the transaction that takes the kernel to a state, and moves the model there. The change says which Services may
+// Counting is what elements are counted by, but for those that were written before it changed and are still to be rewritten.
+func (m *Model) Counting() Counting { return m.counting }
+
+// Plan gives a transaction that takes the kernel towards a state, and moves the model there. The change says which Services may
 // differ from the state planned before; a model that holds nothing takes everything. What Unread names must have been learnt.
-func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
+//
+// A transaction has about as many elements as limit allows, 0 being no limit, and never leaves half a frontend behind. What it did
+// not get to is in Txn.Left, for the next.
+func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Txn {
 	if !m.filled {
-		return m.fill(s)
+		return m.fill(s, limit)
 	}
 	p := m.planner()
 	if change.Globals {
 		p.globals(s)
 	}
-	for _, name := range change.Services {
-		p.service(name, compileService(s.Services[name]))
+	p.plan(s, change.Services, limit)
+	if change.Globals {
+		p.txn.Left.Globals = len(p.txn.Left.Services) > 0
 	}
-	p.chains()
-	m.followElements()
-	p.chainsFollow()
-	if m.overfull() {
-		m.rebuildInstead(p.txn)
-		return p.txn
+	if change.Globals && !p.txn.Left.Globals { // what turns packets away comes after what would have served them
+		p.cidrs(s.ServiceCIDRs)
 	}
-	p.grow()
+	p.structures()
 	p.revise()
 	return p.txn
+}
+
+// plan takes Services to what the state has of them, or as many as there is room for.
+func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
+	p.recount()
+	if limit > 0 && !p.m.Fits(s, names, limit) {
+		p.some(s, names, limit)
+		return
+	}
+	for _, name := range names {
+		p.service(name, compileService(s.Services[name], p.m.counting))
+	}
+}
+
+// Fits says whether some Services have so few elements, before and after, that they may all be written at once.
+func (m *Model) Fits(s *dataplane.State, names []snapshot.Name, limit int) bool {
+	n := 0
+	for _, name := range names {
+		n += m.held(name).size()
+		if svc := s.Services[name]; svc != nil {
+			for _, sp := range svc.Ports {
+				n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+			}
+		}
+		if n > limit {
+			return false
+		}
+	}
+	return true
+}
+
+// some is plan for more Services than there is room for. An address may go from one to another: it goes before it comes.
+func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
+	left := &p.txn.Left.Services
+	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.counting) }
+	for _, name := range names {
+		done := true
+		if before := p.m.services[name]; before != nil && before.loses(s.Services[name]) {
+			var next *service
+			next, done = before.toward(target(name), limit-p.planned, false)
+			p.service(name, next)
+		}
+		if !done || p.planned >= limit {
+			*left = names
+			return
+		}
+	}
+	var parts []snapshot.Name // which are large: what else waits goes first
+	defer func() { *left = append(*left, parts...) }()
+	for i, name := range names {
+		before, next, done := p.m.held(name), target(name), true
+		if room := limit - p.planned; next.size()+before.size() > room {
+			next, done = before.toward(next, room, true)
+		}
+		p.service(name, next)
+		if !done {
+			parts = append(parts, name)
+		}
+		if p.planned >= limit {
+			*left = slices.Clone(names[i+1:])
+			return
+		}
+	}
+}
+
+// loses says whether a Service has a frontend that it should not have.
+func (s *service) loses(want *dataplane.Service) bool {
+	keys := map[dataplane.Key]bool{}
+	if want != nil {
+		for _, sp := range want.Ports {
+			for i := range sp.Frontends {
+				keys[sp.Frontends[i].Key] = true
+			}
+		}
+	}
+	return slices.ContainsFunc(s.ports, func(p *port) bool {
+		return slices.ContainsFunc(p.frontends, func(f frontend) bool { return !keys[f.key] })
+	})
+}
+
+// Recount plans some of the Services whose elements are not counted as they should be now, up to a limit of elements. Their slots
+// must be known: Recounts says whose.
+func (m *Model) Recount(n, limit int) *Txn {
+	p := m.planner()
+	names := m.recount[:min(n, len(m.recount))]
+	done := 0
+	for ; done < len(names) && p.planned < limit; done++ {
+		if held := m.services[names[done]]; held != nil {
+			p.service(names[done], held.counted(m.counting))
+		}
+	}
+	m.recount = m.recount[done:]
+	p.structures()
+	p.revise()
+	return p.txn
+}
+
+// Recounts gives up to n Services that Recount is for next.
+func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m.recount))] }
+
+// counted copies a service as it is with another counting.
+func (s *service) counted(c Counting) *service {
+	out := &service{clusterIPs: s.clusterIPs, sources: s.sources, ports: make([]*port, len(s.ports))}
+	for i, p := range s.ports {
+		q := *p
+		q.counting = c
+		out.ports[i] = &q
+	}
+	return out
+}
+
+// recount looks whether the budget for counters is still enough. What is there already is rewritten later, a little at a time.
+func (p *planner) recount() {
+	m, frontends, endpoints := p.m, 0, 0
+	for i := range m.tables {
+		c := &m.tables[i].count
+		frontends += c[Services] + c[UncountedServices] + c[OutsideServices] + c[UncountedOutsideServices]
+		endpoints += c[Endpoints] + c[UncountedEndpoints]
+	}
+	level := m.counting.within(cmp.Or(m.Counters, 1<<62), frontends, endpoints)
+	if level != m.counting {
+		m.counting, m.recount = level, m.Names()
+	}
 }
 
 // Rollback takes back a transaction that is not in the kernel: the last one that was planned.
@@ -96,12 +229,13 @@ func (m *Model) Rollback(t *Txn) {
 	for _, was := range u.services {
 		m.release(m.services[was.name])
 	}
-	for _, was := range u.services {
-		m.register(was.before)
+	for i := len(u.services) - 1; i >= 0; i-- { // one may have been planned twice
+		was := u.services[i]
+		m.register(was.name, was.before)
 		p.move(was.name, m.held(was.name), was.before)
 	}
 	p.chains()
-	m.cidrs, m.tables = u.cidrs, u.tables
+	m.cidrs, m.tables, m.counting, m.recount = u.cidrs, u.tables, u.counting, u.recount
 }
 
 // held gives what a Service is for us, never nil.
@@ -113,312 +247,234 @@ func (m *Model) held(name snapshot.Name) *service {
 }
 
 func (m *Model) planner() *planner {
-	p := &planner{m: m, txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables}}}
+	p := &planner{m: m, txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
 	for i := range p.chainsBefore {
 		p.chainsBefore[i] = map[ChainID]int{}
 	}
 	return p
 }
 
-// fill plans everything for a kernel that holds nothing, or nothing known.
-func (m *Model) fill(s *dataplane.State) *Txn {
+// fill plans everything, or the beginning of it, for a kernel that holds nothing, or nothing known.
+func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	whole := *m
-	*m = Model{
-		Fixed: m.Fixed, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)), pools: map[uint32]poolID{},
-		minSize: m.minSize,
+	m.clear(s)
+	names := sortedNames(s.Services)
+	p := m.planner()
+	p.plan(s, names, limit)
+	if p.txn.Left.Globals = len(p.txn.Left.Services) > 0; !p.txn.Left.Globals {
+		p.cidrs(s.ServiceCIDRs)
 	}
+	p.create()
+	p.txn.undo = wholeUndo(&whole)
+	return p.txn
+}
+
+func wholeUndo(m *Model) undo {
+	return undo{whole: m, cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}
+}
+
+// clear makes the model one of tables without elements.
+func (m *Model) clear(s *dataplane.State) {
+	*m = Model{Counters: m.Counters, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)),
+		pools: map[uint32]poolID{}, tables: m.tables}
+	m.counting = m.expected(s)
 	for i, f := range Families {
 		m.tables[i].structure = StructureOf(s, f)
 	}
 	m.emptyTables()
-	names, services := sortedNames(s.Services), make([]*service, len(s.Services))
-	for i, name := range names {
-		services[i] = compileService(s.Services[name])
+}
+
+// expected gives what elements will be counted by once all of a state is planned.
+func (m *Model) expected(s *dataplane.State) Counting {
+	frontends, endpoints := 0, 0
+	for _, svc := range s.Services {
+		for _, sp := range svc.Ports {
+			frontends += len(sp.Frontends)
+			endpoints += len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+		}
 	}
-	p := m.planAll(names, services, s.ServiceCIDRs, nil)
-	p.create(false)
-	p.txn.undo = undo{whole: &whole, cidrs: whole.cidrs, tables: whole.tables}
-	return p.txn
+	return CountEndpoints.within(cmp.Or(m.Counters, 1<<62), frontends, endpoints)
 }
 
-// Rebuild plans everything the model holds anew, with sets that are large enough. The affinity maps stay, and so does which
-// endpoint has which slot.
-func (m *Model) Rebuild() *Txn {
-	p := m.again(nil)
-	p.create(true)
-	return p.txn
+// Load has the model hold a state, as if it were written already.
+func (m *Model) Load(s *dataplane.State) {
+	m.clear(s)
+	p := m.planner()
+	p.silent = true
+	p.plan(s, sortedNames(s.Services), 0)
+	p.cidrs(s.ServiceCIDRs)
+	p.chains()
 }
 
-// letGo has a transaction that makes everything anew delete the chains that another would have: those stay otherwise.
-func (t *Txn) letGo(instead *Txn) {
-	for i := range t.Tables {
-		t.Tables[i].DelChains, t.Tables[i].DelForeign = instead.Tables[i].DelChains, instead.Tables[i].DelForeign
-	}
-}
-
-// Recreate is Rebuild in new tables: it makes no use of anything that is there.
-func (m *Model) Recreate() *Txn {
-	p := m.again(nil)
-	p.create(false)
-	return p.txn
-}
-
-// again plans all the model holds as additions to empty sets. Slots are those that were found, or as they are.
-func (m *Model) again(found *[len(Families)]Found) *planner {
+// Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the entries
+// that clients keep; those that Remembers denies are left out.
+func (m *Model) Recreate(affinity *[len(Families)][]Listed) *Txn {
 	whole := *m
 	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
 	m.emptyTables()
-	names, services := sortedNames(whole.services), make([]*service, len(whole.services))
-	for i, name := range names {
-		services[i] = whole.services[name]
-		if found != nil || services[i].unread { // its slots become known
-			services[i] = services[i].clone()
+	p := m.planner()
+	for _, name := range sortedNames(whole.services) {
+		s := whole.services[name].clone() // its slots become known
+		p.settle(name, whole.services[name].forgotten(), s)
+		p.move(name, &service{}, s)
+	}
+	p.cidrs(whole.cidrs)
+	for i, f := range Families {
+		for _, e := range affinity[i] {
+			if m.Remembers(f, &e.Element) {
+				p.txn.Tables[i].Affinity = append(p.txn.Tables[i].Affinity, e)
+			}
 		}
 	}
-	p := m.planAll(names, services, whole.cidrs, found)
-	p.txn.undo = undo{whole: &whole, cidrs: whole.cidrs, tables: whole.tables}
-	return p
+	p.create()
+	p.txn.undo = wholeUndo(&whole)
+	return p.txn
 }
 
 // clone copies a service as it was before its slots were assigned.
 func (s *service) clone() *service {
-	c := &service{clusterIPs: s.clusterIPs, ports: make([]*port, len(s.ports))}
-	for i, p := range s.ports {
-		q := *p
-		for pool := range q.slots {
-			q.slots[pool] = slices.Clone(q.slots[pool])
-			slices.SortFunc(q.slots[pool], netip.AddrPort.Compare)
+	c := s.counted(CountNothing)
+	for i, p := range c.ports {
+		p.counting = s.ports[i].counting
+		for n := range p.pools {
+			p.pools[n].slots = slices.Clone(p.pools[n].slots)
+			slices.SortFunc(p.pools[n].slots, netip.AddrPort.Compare)
 		}
-		c.ports[i] = &q
 	}
 	return c
 }
 
-// planAll plans the given services, the names' in their order, for empty sets.
-func (m *Model) planAll(names []snapshot.Name, services []*service, cidrs []netip.Prefix, found *[len(Families)]Found) *planner {
-	p := m.planner()
-	if found != nil {
-		p.slotsFound = slotsOf(found)
-	}
-	p.reserve(services)
-	nothing := &service{}
-	for i, name := range names {
-		p.settle(nothing, services[i])
-		p.move(name, nothing, services[i])
-	}
-	p.cidrs(cidrs)
-	p.chains()
-	m.followElements()
-	return p
-}
-
-// reserve makes room for the elements of the large maps, which would otherwise be copied each time they outgrow it.
-func (p *planner) reserve(services []*service) {
-	var clusterIPs, frontends, slots [len(Families)]int
-	for _, s := range services {
-		for _, a := range s.clusterIPs {
-			clusterIPs[familyOf(a).index()]++
-		}
-		for _, port := range s.ports {
-			f := port.id.family.index()
-			frontends[f] += len(port.frontends)
-			for i := range port.frontends {
-				slots[f] += len(port.insideSlots(&port.frontends[i]))
-			}
+// forgotten copies a service with its ids, but without the slots.
+func (s *service) forgotten() *service {
+	c := s.counted(CountNothing)
+	for _, p := range c.ports {
+		for n := range p.pools {
+			p.pools[n].slots = nil
 		}
 	}
-	for f := range p.txn.Tables {
-		p.txn.Tables[f].Add[Services] = make([]Element, 0, frontends[f])
-		p.txn.Tables[f].Add[Endpoints] = make([]Element, 0, slots[f])
-		p.txn.Tables[f].Add[ClusterIPs] = make([]Element, 0, clusterIPs[f])
-		p.m.tables[f].clusterIPs = make(map[netip.Addr]int, clusterIPs[f])
-	}
+	return c
 }
 
-// emptyTables leaves of the tables their structure, sizes and revision.
+// emptyTables leaves of the tables their structure, without what follows from elements, and revision.
 func (m *Model) emptyTables() {
 	for i, f := range Families {
-		m.tables[i] = tableModel{
-			structure:  m.tables[i].structure,
-			chains:     map[ChainID]int{},
-			clusterIPs: map[netip.Addr]int{},
-			hairpin:    map[netip.Addr]int{},
-			size:       m.tables[i].size,
-			digest:     m.tables[i].structure.digest(f),
-			revision:   m.tables[i].revision,
-		}
+		was := &m.tables[i]
+		was.structure.Uses = 0
+		m.tables[i] = tableModel{structure: was.structure, chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{},
+			hairpin: map[netip.Addr]int{}, revision: was.revision}
+		m.tables[i].digests[sharedBucket] = was.structure.digest(f)
 	}
 }
 
-// create puts the structure before everything that was planned into empty sets.
-func (p *planner) create(keep bool) {
+// create puts the structure before everything that was planned for empty tables.
+func (p *planner) create() {
+	p.chains()
 	for i, f := range Families {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
 		t := layout(f, tm.structure)
-		for n := range t.Sets {
-			t.Sets[n].Size = p.m.sizeFor(&t.Sets[n], tm.count[t.Sets[n].ID])
-			tm.size[t.Sets[n].ID] = t.Sets[n].Size
-		}
-		tt.Create, tt.Keep, tt.Sweep = &t, keep, keep
-		tt.Del, tt.Replaced = [NumSets][]Element{}, 0
+		tt.Create = &t
+		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
+		// The kernel lists ranges in the order in which they came: here that which nft has for those it loads.
+		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
 		tm.revision++
-		tt.Add[RevisionSet] = []Element{Revision{tm.revision, tm.digest}.element()}
+		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
+		tt.Add[DigestSet] = tm.digests.elements()
 	}
 }
 
 // revise replaces the revision of the tables that the transaction writes to.
 func (p *planner) revise() {
-	for i := range Families {
-		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
-		if tt.empty() {
+	for i, f := range Families {
+		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
+		if tt.empty() && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
 			continue
 		}
-		tt.Del[RevisionSet] = []Element{Revision{tm.revision, p.txn.undo.tables[i].digest}.element()}
+		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.noted()}
+		tt.Del[RevisionSet] = []Element{before.element()}
 		tm.revision++
-		tt.Add[RevisionSet] = []Element{Revision{tm.revision, tm.digest}.element()}
+		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
+		tt.Del[DigestSet], tt.Add[DigestSet] = was.digests.changed(&tm.digests)
 	}
 }
-
-const defaultMinSize = 1024
-
-// sizeFor gives the size of a set: room for half as much again, since a hash table does not grow. Trees have no size.
-func (m *Model) sizeFor(s *Set, elements int) uint32 {
-	if s.Interval || s.Size > 0 {
-		return s.Size
-	}
-	size := m.minSize
-	if size == 0 {
-		size = defaultMinSize
-	}
-	for int(size) < elements+elements/2 {
-		size *= 2
-	}
-	return size
-}
-
-// overfull says whether a set has more elements planned than it will ever take.
-func (m *Model) overfull() bool {
-	for i := range m.tables {
-		for set, size := range m.tables[i].size {
-			if m.Fixed && size > 0 && m.tables[i].count[set] > int(size) {
-				return true
-			}
-		}
-	}
-	return false
-}
-
-// grow gives the sets that are nearly full a larger size, while there is still room for what may come before it is seen that
-// this kernel does not do that.
-func (p *planner) grow() {
-	if p.m.Fixed {
-		return
-	}
-	for i, f := range Families {
-		tm := &p.m.tables[i]
-		for set, size := range tm.size {
-			if size == 0 || tm.count[set] <= int(size-size/8) {
-				continue
-			}
-			s := SetByID(SetID(set))
-			if s.Size > 0 {
-				continue
-			}
-			s.Size = p.m.sizeFor(&s, tm.count[set])
-			tm.size[set] = s.Size
-			p.txn.Tables[f.index()].Resize = append(p.txn.Tables[f.index()].Resize, s)
-		}
-	}
-}
-
-// MakeRoom has a transaction, the last one planned, give its sets room for what goes beside what comes: written in steps, a set holds
-// both for a while. Where sets cannot grow, the transaction becomes one that makes everything anew, if it has to.
-func (m *Model) MakeRoom(t *Txn) {
-	for i := range t.Tables {
-		tm, tt := &m.tables[i], &t.Tables[i]
-		for set, size := range tm.size {
-			s, need := SetByID(SetID(set)), tm.count[set]+tt.leaving(SetID(set))
-			if tt.Create != nil || size == 0 || s.Size > 0 || need <= int(size) {
-				continue
-			}
-			if m.Fixed {
-				m.rebuildInstead(t)
-				return
-			}
-			s.Size = m.sizeFor(&s, need)
-			tm.size[set] = s.Size
-			tt.Resize = slices.DeleteFunc(tt.Resize, func(r Set) bool { return r.ID == s.ID })
-			tt.Resize = append(tt.Resize, s)
-		}
-	}
-}
-
-// rebuildInstead turns a transaction, the last one planned, into one that makes everything anew.
-func (m *Model) rebuildInstead(t *Txn) {
-	undo, again := t.undo, m.Rebuild()
-	again.letGo(t)
-	if undo.whole == nil {
-		undo.whole = again.undo.whole
-	}
-	again.undo = undo
-	*t = *again
-}
-
-// Sized tells the model which size a set turned out to have.
-func (m *Model) Sized(f Family, set SetID, size uint32) { m.tables[f.index()].size[set] = size }
 
 // Revision gives that of a table after the last transaction that was planned.
 func (m *Model) Revision(f Family) Revision {
 	tm := &m.tables[f.index()]
-	return Revision{tm.revision, tm.digest}
+	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount)}
 }
 
-// newPoolID hashes to the id of a pool. Ids lie apart from the priorities packets carry by themselves.
+// Digests gives those of a table after the last transaction that was planned.
+func (m *Model) Digests(f Family) Digests { return m.tables[f.index()].digests }
+
+func (u *undo) noted() string { return noted(u.counting, u.recount) }
+
+// noted is what a revision says of counters: what is counted, or that it is not the same for all.
+func noted(c Counting, recount []snapshot.Name) string {
+	if len(recount) > 0 {
+		return "some"
+	}
+	return c.String()
+}
+
+// newPoolID hashes to the id of a pool. It is none of the numbers for which nft has words.
 func (m *Model) newPoolID(p poolID) uint32 {
-	const base, mask = 0x56000000, 0xffffff
-	h := fnv.New32a()
+	const none, root = 0, 0xffffffff
+	h := fnv.New64a()
 	h.Write([]byte(p.port.name.String()))
 	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family), byte(p.pool)})
-	for id := h.Sum32() & mask; ; id = (id + 1) & mask {
-		if _, taken := m.pools[base|id]; !taken && id != 0 {
-			m.pools[base|id] = p
-			return base | id
+	sum := h.Sum64()
+	for id := uint32(sum ^ sum>>32); ; id++ {
+		if _, taken := m.pools[id]; !taken && id != none && id != root {
+			m.pools[id] = p
+			return id
 		}
 	}
 }
 
-// release frees the pool ids of a service, which may be nil; register takes them back.
+// release frees the ids of a service, which may be nil; register takes them back.
 func (m *Model) release(s *service) {
-	s.eachPool(func(id uint32, _ poolID) { delete(m.pools, id) })
+	s.eachID(snapshot.Name{}, func(id uint32, _ poolID) { delete(m.pools, id) })
 }
 
-func (m *Model) register(s *service) {
-	s.eachPool(func(id uint32, p poolID) { m.pools[id] = p })
+func (m *Model) register(name snapshot.Name, s *service) {
+	s.eachID(name, func(id uint32, p poolID) { m.pools[id] = p })
 }
 
-func (s *service) eachPool(do func(id uint32, p poolID)) {
+func (s *service) eachID(name snapshot.Name, do func(id uint32, p poolID)) {
 	if s == nil {
 		return
 	}
+	for i, f := range Families {
+		if id := s.sources[i].id; id != 0 {
+			do(id, sourcesID(name, f))
+		}
+	}
 	for _, p := range s.ports {
-		for i, id := range p.stickyIDs {
-			if id != 0 {
+		for i := range p.pools {
+			if id := p.pools[i].id; id != 0 {
 				do(id, poolID{p.id, poolIndex(i)})
 			}
 		}
 	}
 }
 
+// sourcesID names the source ranges of a Service.
+func sourcesID(name snapshot.Name, f Family) poolID {
+	return poolID{portID{dataplane.PortName{Service: name}, f}, sourcesOf}
+}
+
 // Remembers says whether an element of Affinity names an endpoint that its pool has.
 func (m *Model) Remembers(f Family, e *Element) bool {
-	id, ep := e.AffinityOf(f)
-	pool, ok := m.pools[id]
-	if !ok || pool.port.family != f {
-		return false
+	port, pool, ok := m.pool(f, e.ID())
+	return ok && slices.Contains(port.members(pool), e.Target())
+}
+
+// pool gives the pool of an id, and its port.
+func (m *Model) pool(f Family, id uint32) (*port, poolIndex, bool) {
+	name, ok := m.pools[id]
+	if !ok || name.port.family != f || name.pool == sourcesOf {
+		return nil, 0, false
 	}
-	port := m.held(pool.port.name.Service).port(pool.port)
-	if port == nil {
-		return false
-	}
-	return slices.Contains(port.members(int(pool.pool)), ep)
+	p := m.held(name.port.name.Service).port(name.port)
+	return p, name.pool, p != nil
 }

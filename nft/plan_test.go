@@ -2,6 +2,7 @@ package nft
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -110,30 +111,52 @@ func (w world) step() snapshot.Delta {
 }
 
 // FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel with
-// what one transaction for the last state alone would leave; and that each is one the kernel takes.
+// what one transaction for the last state alone would leave; that each is one the kernel takes; and that none, however small it has to
+// be, leaves anything that leads nowhere. Few counters make for elements that change places.
 func FuzzPlanEqualsFull(f *testing.F) {
-	for seed := range uint64(40) {
-		f.Add(seed, uint8(30), uint8(seed))
+	for seed := range uint64(60) {
+		f.Add(seed, uint8(30), uint8(seed%3*7), uint8(seed%4*20))
 	}
-	f.Fuzz(func(t *testing.T, seed uint64, steps, minSize uint8) {
+	f.Fuzz(func(t *testing.T, seed uint64, steps, limit, counters uint8) {
 		w := world{rand.New(rand.NewPCG(seed, 1))}
 		snap, planner := snapshot.New(), dataplane.NewPlanner(testConfig)
-		model := Model{minSize: uint32(minSize)}
+		model := Model{Counters: int(counters)}
 		kernel := newFakeKernel()
 		delta := w.host()
 		for step := range int(steps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
-			txn := model.Plan(planner.State(), change)
-			if err := kernel.apply(txn); err != nil {
-				t.Fatalf("step %d: %v", step, err)
+			for n, left := 0, true; left; n++ {
+				txn := model.Plan(planner.State(), change, int(limit))
+				if err := kernel.apply(txn); err != nil {
+					t.Fatalf("step %d, part %d: %v", step, n, err)
+				}
+				for i := range kernel {
+					if bad := kernel[i].incomplete(); bad != "" {
+						t.Fatalf("step %d, part %d: %s", step, n, bad)
+					}
+				}
+				if change = txn.Left; n > 200 {
+					t.Fatalf("step %d: no end after %d parts", step, n)
+				}
+				left = !change.Empty()
+			}
+			if w.yes() {
+				if err := kernel.apply(model.Recount(2, 100)); err != nil {
+					t.Fatalf("step %d: recount: %v", step, err)
+				}
 			}
 			var fresh Model
 			want := newFakeKernel()
-			if err := want.apply(fresh.Plan(planner.State(), dataplane.Change{})); err != nil {
+			if err := want.apply(fresh.Plan(planner.State(), dataplane.Change{}, 0)); err != nil {
 				t.Fatalf("step %d: full: %v", step, err)
 			}
-			if d := kernel.diff(want); d != nil {
+			if d := kernel.diff(want); d != nil && counters == 0 {
 				t.Fatalf("step %d:\n%s", step, strings.Join(d, "\n"))
+			}
+			for i := range model.tables {
+				if model.tables[i].digests != fresh.tables[i].digests {
+					t.Fatalf("step %d: the digests of %s differ", step, Families[i])
+				}
 			}
 			delta = w.step()
 		}
@@ -184,13 +207,13 @@ func TestOneEndpointIsOneSlot(t *testing.T) {
 		{"the last gone", many(100), without(100, 100), 0, 1, 1},
 		{"one for another", many(100), append(without(100, 7), 200), 0, 1, 0},
 		{"nothing", many(100), many(100), 0, 0, 0},
-		{"the first comes", nil, many(1), 1, 1, 0},
-		{"the last goes", many(1), nil, 0, 1, 1},
+		{"the first comes", nil, many(1), 1, 2, 0},
+		{"the last goes", many(1), nil, 0, 2, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var m Model
-			m.Plan(stateOf(webService(), c.before...), dataplane.Change{})
-			txn := m.Plan(stateOf(webService(), c.after...), dataplane.Change{Services: []snapshot.Name{webService().Name}})
+			m.Plan(stateOf(webService(), c.before...), dataplane.Change{}, 0)
+			txn := m.Plan(stateOf(webService(), c.after...), dataplane.Change{Services: []snapshot.Name{webService().Name}}, 0)
 			added, replaced, removed := txn.Counts()
 			if added != c.added || replaced != c.replaced || removed != c.removed {
 				t.Errorf("added %d, replaced %d, removed %d; want %d, %d, %d", added, replaced, removed, c.added, c.replaced, c.removed)
@@ -201,8 +224,7 @@ func TestOneEndpointIsOneSlot(t *testing.T) {
 
 // affinityElement gives what a client's packet leaves behind in the affinity map.
 func affinityElement(id uint32, ep string) *Element {
-	e := addrElement(Affinity, addr("198.51.100.1"), 1)
-	e.addKeyWord(id)
+	e := AffinityElement(id, addr("198.51.100.1"))
 	e.setTarget(netip.MustParseAddrPort(ep))
 	return &e
 }
@@ -213,7 +235,7 @@ func TestForgetOnlyTheGone(t *testing.T) {
 	sticky.Affinity = time.Hour
 	change := dataplane.Change{Services: []snapshot.Name{sticky.Name}}
 	var m Model
-	m.Plan(stateOf(sticky, 1, 2, 3), dataplane.Change{})
+	m.Plan(stateOf(sticky, 1, 2, 3), dataplane.Change{}, 0)
 	var id uint32
 	for id = range m.pools {
 		break
@@ -232,10 +254,10 @@ func TestForgetOnlyTheGone(t *testing.T) {
 			t.Error("an endpoint is remembered for a pool that is not there")
 		}
 	}
-	check(m.Plan(stateOf(sticky, 1, 2, 3, 4), change), false, "10.244.1.1:8080", "10.244.1.2:8080", "10.244.1.3:8080")
-	check(m.Plan(stateOf(sticky, 1, 3), change), true, "10.244.1.1:8080", "10.244.1.3:8080")
-	check(m.Plan(stateOf(webService(), 1, 3), change), true)
-	if len(m.pools) != 0 {
+	check(m.Plan(stateOf(sticky, 1, 2, 3, 4), change, 0), false, "10.244.1.1:8080", "10.244.1.2:8080", "10.244.1.3:8080")
+	check(m.Plan(stateOf(sticky, 1, 3), change, 0), true, "10.244.1.1:8080", "10.244.1.3:8080")
+	check(m.Plan(stateOf(webService(), 1, 3), change, 0), true)
+	if len(m.pools) != 1 { // that of the cluster IP
 		t.Fatalf("pool ids %v are still taken", m.pools)
 	}
 }
@@ -258,9 +280,9 @@ func TestPoolsPart(t *testing.T) {
 	}
 	var m Model
 	change := dataplane.Change{Services: []snapshot.Name{s.Name}}
-	m.Plan(state("node-1", "node-1"), dataplane.Change{})
+	m.Plan(state("node-1", "node-1"), dataplane.Change{}, 0)
 	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
-		m.Plan(state(nodes...), change)
+		m.Plan(state(nodes...), change, 0)
 		for id := range m.pools {
 			if !m.Remembers(IPv4, affinityElement(id, "10.244.1.2:8080")) {
 				t.Errorf("%v: pool %x forgets an endpoint that stays", nodes, id)
@@ -269,36 +291,49 @@ func TestPoolsPart(t *testing.T) {
 	}
 }
 
-// TestSetsGrow lets a Service outgrow the size its sets were made with: they grow before they are full, and where the kernel
-// does not do that, everything but the affinity map is made anew.
-func TestSetsGrow(t *testing.T) {
-	ports := func(n int) *snapshot.Service {
-		s := webService()
-		for p := range n - 1 {
-			s.Ports = append(s.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
-		}
-		return s
+// TestGiantService takes a Service with many addresses to the kernel, changes it and takes it away: one endpoint is one element, and a
+// limit bounds each transaction.
+func TestGiantService(t *testing.T) {
+	giant := webService()
+	for i := range 400 {
+		giant.ExternalIPs = append(giant.ExternalIPs, netip.AddrFrom4([4]byte{198, 51, byte(i >> 8), byte(i)}))
 	}
-	for _, fixed := range []bool{false, true} {
-		m := Model{Fixed: fixed}
-		kernel := newFakeKernel()
-		for _, step := range []struct {
-			ports            int
-			resized, rebuilt bool
-		}{{1, false, false}, {600, false, false}, {1000, !fixed, false}, {1600, false, fixed}, {1700, false, false}} {
-			s := ports(step.ports)
-			txn := m.Plan(stateOf(s, 1), dataplane.Change{Services: []snapshot.Name{s.Name}})
+	for p := range 9 {
+		giant.Ports = append(giant.Ports, snapshot.Port{Name: "a", Protocol: []Protocol{snapshot.UDP, snapshot.SCTP}[p%2], Port: uint16(1000 + p)})
+	}
+	const limit = 100
+	var m Model
+	kernel := newFakeKernel()
+	change := dataplane.Change{Services: []snapshot.Name{giant.Name}}
+	write := func(st *dataplane.State) (parts, elements int) {
+		for left := change; parts == 0 || !left.Empty(); parts++ {
+			txn := m.Plan(st, left, limit)
 			if err := kernel.apply(txn); err != nil {
 				t.Fatal(err)
 			}
-			tt := &txn.Tables[0]
-			if step.ports > 1 && ((len(tt.Resize) > 0) != step.resized || (tt.Create != nil) != step.rebuilt || tt.Keep != step.rebuilt) {
-				t.Errorf("fixed %v, %d frontends: resized %d sets, rebuilt %v, kept %v", fixed, step.ports, len(tt.Resize), tt.Create != nil, tt.Keep)
+			if bad := kernel[0].incomplete(); bad != "" {
+				t.Fatal(bad)
 			}
-			if got := len(kernel[0].sets[Services]); got != step.ports {
-				t.Fatalf("%d frontends; want %d", got, step.ports)
+			added, replaced, removed := txn.Counts()
+			if n := added + 2*replaced + removed; n > 2*limit {
+				t.Errorf("%d elements in one transaction", n)
 			}
+			elements += added + replaced + removed
+			left = txn.Left
 		}
+		return parts, elements
+	}
+	if parts, _ := write(stateOf(giant, 1, 2, 3)); parts < 10 {
+		t.Errorf("it was written in %d parts", parts)
+	}
+	if parts, n := write(stateOf(giant, 1, 2, 4)); parts != 1 || n != 1 {
+		t.Errorf("one endpoint for another: %d elements in %d parts", n, parts)
+	}
+	if _, n := write(stateOf(giant, 1, 2)); n != 2 {
+		t.Errorf("one endpoint less: %d elements", n)
+	}
+	if _, n := write(stateOf(webService())); n < 800 || len(kernel[0].sets[Services]) != 1 {
+		t.Errorf("%d elements, %d frontends left", n, len(kernel[0].sets[Services]))
 	}
 }
 
@@ -317,18 +352,7 @@ func TestLongNames(t *testing.T) {
 // TestStructureIsConstant says that the number of lines that are no elements does not follow the number of Services.
 func TestStructureIsConstant(t *testing.T) {
 	structure := func(services int) int {
-		snap := snapshot.New()
-		for i := range services {
-			s := webService()
-			s.Name.Name = fmt.Sprintf("web-%d", i)
-			s.ClusterIPs = []netip.Addr{netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})}
-			slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name,
-				Ports:     []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}},
-				Endpoints: []snapshot.Endpoint{{Addr: addr("10.244.1.1"), Ready: true, Serving: true}}}
-			snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
-				Slices: map[snapshot.Name]*snapshot.Slice{s.Name: slice}})
-		}
-		st, _ := dataplane.Compute(testConfig, snap)
+		st, _ := dataplane.Compute(testConfig, manyServices(services))
 		n := 0
 		for _, l := range List(st) {
 			n += len(l.Table.Sets) + len(l.Table.Chains)
@@ -338,4 +362,60 @@ func TestStructureIsConstant(t *testing.T) {
 	if a, b := structure(3), structure(3000); a != b {
 		t.Errorf("%d sets, maps and chains for 3 Services, %d for 3000", a, b)
 	}
+}
+
+// manyServices gives Services with one endpoint each.
+func manyServices(n int) *snapshot.Snapshot {
+	snap := snapshot.New()
+	for i := range n {
+		s := webService()
+		s.Name.Name = fmt.Sprintf("web-%d", i)
+		s.ClusterIPs = []netip.Addr{netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})}
+		slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name,
+			Ports:     []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}},
+			Endpoints: []snapshot.Endpoint{{Addr: addr("10.244.1.1"), Ready: true, Serving: true}}}
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+			Slices: map[snapshot.Name]*snapshot.Slice{s.Name: slice}})
+	}
+	return snap
+}
+
+// TestRecount lets the number of counted elements outgrow the budget: what comes later is not counted, and what was there is rewritten
+// a little at a time.
+func TestRecount(t *testing.T) {
+	m := Model{Counters: 50}
+	kernel := newFakeKernel()
+	write := func(n int) {
+		t.Helper()
+		st, _ := dataplane.Compute(testConfig, manyServices(n))
+		names := slices.Concat(m.Names(), sortedNames(st.Services))
+		if err := kernel.apply(m.Plan(st, dataplane.Change{Services: names}, 0)); err != nil {
+			t.Fatal(err)
+		}
+		for len(m.Recounts(10)) > 0 {
+			if err := kernel.apply(m.Recount(10, 15)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	check := func(n int, level Counting, sets ...SetID) {
+		t.Helper()
+		write(n)
+		for _, set := range sets {
+			if got := len(kernel[0].sets[set]); got != n {
+				t.Errorf("%d Services: %s holds %d elements", n, set, got)
+			}
+		}
+		if m.Counting() != level || RevisionOf(slices.Collect(maps.Values(kernel[0].sets[RevisionSet]))).Counted != level.String() {
+			t.Errorf("%d Services: %s are counted; want %s", n, m.Counting(), level)
+		}
+	}
+	check(20, CountEndpoints, Services, Endpoints)
+	check(26, CountEndpoints, Services, Endpoints) // seen with the next change
+	check(26, CountFrontends, Services, UncountedEndpoints)
+	check(20, CountFrontends, Services, UncountedEndpoints)
+	check(60, CountFrontends, Services, UncountedEndpoints)
+	check(60, CountNothing, UncountedServices, UncountedEndpoints)
+	check(12, CountNothing, UncountedServices, UncountedEndpoints)
+	check(12, CountEndpoints, Services, Endpoints)
 }

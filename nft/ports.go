@@ -5,29 +5,58 @@ import (
 	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// settle decides what of a Service's new answer depends on the one before: slots and pool ids.
-func (p *planner) settle(before, now *service) {
+// settle decides what of a Service's new answer depends on the one before: slots and ids.
+func (p *planner) settle(name snapshot.Name, before, now *service) {
+	for i, f := range Families {
+		is := &now.sources[i]
+		is.id = p.m.renamed(before.sources[i].id, is.ranges != nil, sourcesID(name, f))
+	}
 	for _, want := range now.ports {
 		old := before.port(want.id)
 		if old == nil {
 			old = &port{id: want.id}
 		}
-		slots := old.slots
-		if p.slotsFound != nil {
-			slots = p.found(want)
+		want.sourceID = now.sources[want.id.family.index()].id
+		p.ids(old, want)
+		for i := range want.pools {
+			pl, slots := &want.pools[i], old.pools[i].slots
+			if p.slotsFound != nil {
+				slots = p.slotsFound[slotsKey{want.id.family, pl.id}]
+			}
+			pl.slots = assign(slots, pl.slots)
 		}
-		for i := range want.slots {
-			want.slots[i] = assign(slots[i], want.slots[i])
-		}
-		p.stickyIDs(old, want)
 	}
 	for _, old := range before.ports {
 		if now.port(old.id) == nil {
-			p.stickyIDs(old, &port{id: old.id})
+			p.ids(old, &port{id: old.id})
 		}
 	}
+}
+
+// ids gives the pools of a port their ids, and frees those no longer used.
+func (p *planner) ids(old, want *port) {
+	for i := range want.pools {
+		at := poolIndex(i)
+		want.pools[i].id = p.m.renamed(old.pools[i].id, want.pools[i].used, poolID{want.id, at})
+		if old.sticky(at) && !want.sticky(at) {
+			p.txn.Tables[want.id.family.index()].Sweep = true
+		}
+	}
+}
+
+// renamed gives the id of something that had one, or had none, and is used, or is not used any more.
+func (m *Model) renamed(had uint32, used bool, name poolID) uint32 {
+	switch {
+	case used && had == 0:
+		return m.newPoolID(name)
+	case !used && had != 0:
+		delete(m.pools, had)
+		return 0
+	}
+	return had
 }
 
 // port takes a service port from what it was to what it should be; nil means it was not, or should not be, there.
@@ -40,7 +69,9 @@ func (p *planner) port(before, now *port) {
 		want = &port{id: before.id}
 	}
 	f := want.id.family
-	p.members(f, old, want)
+	for i := range numPools {
+		p.pool(f, old, want, i)
+	}
 	addrs := p.m.tables[f.index()].hairpin
 	for _, a := range want.local {
 		p.count(addrs, a, +1, addrElement(Hairpin, a, 2))
@@ -49,6 +80,39 @@ func (p *planner) port(before, now *port) {
 		p.count(addrs, a, -1, addrElement(Hairpin, a, 2))
 	}
 	p.frontends(f, old, want)
+}
+
+// pool takes a pool from what it was to what it should be.
+func (p *planner) pool(f Family, old, want *port, i poolIndex) {
+	op, wp := &old.pools[i], &want.pools[i]
+	switch {
+	case op.used && wp.used:
+		if before, now := old.poolElement(i), want.poolElement(i); !before.same(&now) {
+			p.replace(f, before, now)
+		}
+	case op.used:
+		p.del(f, old.poolElement(i))
+	case wp.used:
+		p.add(f, want.poolElement(i))
+	}
+	p.members(f, old, want, i)
+	had, has := op.slots, wp.slots
+	if old.slotSet(i) != want.slotSet(i) {
+		for n, ep := range had {
+			p.del(f, old.slotElement(i, n, ep))
+		}
+		had = nil
+	}
+	for n := range max(len(had), len(has)) {
+		switch {
+		case n >= len(had):
+			p.add(f, want.slotElement(i, n, has[n]))
+		case n >= len(has):
+			p.del(f, old.slotElement(i, n, had[n]))
+		case had[n] != has[n]:
+			p.replace(f, old.slotElement(i, n, had[n]), want.slotElement(i, n, has[n]))
+		}
+	}
 }
 
 // assign gives each endpoint of a pool its slot. An endpoint keeps the slot it has; those beyond the end move into the holes,
@@ -86,54 +150,40 @@ func assign(before, want []netip.AddrPort) []netip.AddrPort {
 	return slots
 }
 
-// stickyIDs gives the pools of a port with session affinity their ids, and frees those no longer used.
-func (p *planner) stickyIDs(old, want *port) {
-	for i := range want.stickyIDs {
-		used := want.timeout > 0 && want.uses(poolIndex(i), NoChain)
-		switch id := old.stickyIDs[i]; {
-		case used && id != 0:
-			want.stickyIDs[i] = id
-		case used && want.stickyIDs[i] == 0:
-			want.stickyIDs[i] = p.m.newPoolID(poolID{want.id, poolIndex(i)})
-		case !used && id != 0:
-			delete(p.m.pools, id)
-			p.txn.Tables[want.id.family.index()].Sweep = true
+// members takes the endpoints of a pool whose clients are remembered from what they were to what they should be.
+func (p *planner) members(f Family, old, want *port, i poolIndex) {
+	before, now := old.members(i), want.members(i)
+	same := old.memberSet() == want.memberSet()
+	if same && slices.Equal(before, now) {
+		return
+	}
+	have := make(map[netip.AddrPort]bool, len(before))
+	for _, ep := range before {
+		have[ep] = true
+	}
+	for _, ep := range now {
+		if !have[ep] || !same {
+			p.add(f, want.memberElement(i, ep))
+		}
+		if have[ep] && !same {
+			p.del(f, old.memberElement(i, ep))
+		}
+		delete(have, ep)
+	}
+	for _, ep := range before {
+		if have[ep] {
+			p.del(f, old.memberElement(i, ep))
+			p.txn.Tables[f.index()].Sweep = true
 		}
 	}
 }
 
-// members takes the endpoints of sticky pools from what they were to what they should be.
-func (p *planner) members(f Family, old, want *port) {
-	for i := range want.stickyIDs {
-		before, now := old.members(i), want.members(i)
-		if slices.Equal(before, now) && old.stickyIDs[i] == want.stickyIDs[i] {
-			continue
-		}
-		have := make(map[netip.AddrPort]bool, len(before))
-		for _, ep := range before {
-			have[ep] = true
-		}
-		for _, ep := range now {
-			if !have[ep] {
-				p.add(f, memberElement(want.stickyIDs[i], ep))
-			}
-			delete(have, ep)
-		}
-		for _, ep := range before {
-			if have[ep] {
-				p.del(f, memberElement(old.stickyIDs[i], ep))
-				p.txn.Tables[f.index()].Sweep = true
-			}
-		}
-	}
-}
-
-// members gives the endpoints of a sticky pool; nil if the pool is not sticky.
-func (p *port) members(pool int) []netip.AddrPort {
-	if p.stickyIDs[pool] == 0 {
+// members gives the endpoints of a pool whose clients are remembered; nil if they are not.
+func (p *port) members(i poolIndex) []netip.AddrPort {
+	if !p.sticky(i) {
 		return nil
 	}
-	return p.slots[pool]
+	return p.pools[i].slots
 }
 
 // frontends walks both sorted lists of frontends side by side.
@@ -156,48 +206,42 @@ func (p *planner) frontends(f Family, old, want *port) {
 
 // frontend takes one frontend from what it was in the old port to what it should be in the new; of or wf may be nil.
 func (p *planner) frontend(f Family, old *port, of *frontend, want *port, wf *frontend) {
-	for _, set := range singles {
-		var before, now Element
-		var had, has bool
-		if of != nil {
-			before, had = old.single(of, set)
-		}
-		if wf != nil {
-			now, has = want.single(wf, set)
-		}
-		switch {
-		case had && has && !before.same(&now):
-			p.replace(f, before, now)
-		case had && !has:
-			p.del(f, before)
-		case has && !had:
-			p.add(f, now)
-		}
-	}
-	var key dataplane.Key
-	var osrc, wsrc []netip.Prefix
+	var before, now []Element
+	var room [2][perFrontend]Element
 	if of != nil {
-		key, osrc = of.key, of.sources
+		before = old.elements(of, &room[0])
 	}
 	if wf != nil {
-		key, wsrc = wf.key, wf.sources
+		now = want.elements(wf, &room[1])
 	}
-	prefixes(osrc, wsrc, func(c netip.Prefix) { p.del(f, sourceElement(key, c)) },
-		func(c netip.Prefix) { p.add(f, sourceElement(key, c)) })
-	p.slots(f, Endpoints, key, old.insideSlots(of), want.insideSlots(wf))
-	p.slots(f, OutsideEndpoints, key, old.outsideSlots(of), want.outsideSlots(wf))
-}
-
-// slots takes a frontend's slots from what they were to what they should be.
-func (p *planner) slots(f Family, set SetID, key dataplane.Key, before, now []netip.AddrPort) {
-	for n := range max(len(before), len(now)) {
-		switch {
-		case n >= len(before):
-			p.add(f, slotElement(set, key, n, now[n]))
-		case n >= len(now):
-			p.del(f, slotElement(set, key, n, before[n]))
-		case before[n] != now[n]:
-			p.replace(f, slotElement(set, key, n, before[n]), slotElement(set, key, n, now[n]))
+	var met [perFrontend]bool
+	for i := range before {
+		n := slices.IndexFunc(now, func(e Element) bool { return e.Set == before[i].Set })
+		if n < 0 {
+			p.del(f, before[i])
+			continue
+		}
+		if met[n] = true; !before[i].same(&now[n]) || begins(&before[i], old, of, want, wf) {
+			p.replace(f, before[i], now[n])
 		}
 	}
+	for n := range now {
+		if !met[n] {
+			p.add(f, now[n])
+		}
+	}
+}
+
+// begins says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the reverse.
+func begins(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
+	if len(want.frontends) > dataplane.MostCountedAnew {
+		return false
+	}
+	switch e.Set {
+	case Services:
+		return old.pools[of.inside].verdict != want.pools[wf.inside].verdict
+	case OutsideServices:
+		return old.pools[of.outside].verdict != want.pools[wf.outside].verdict
+	}
+	return false
 }

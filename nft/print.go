@@ -31,7 +31,7 @@ type Listed struct {
 func List(s *dataplane.State) [len(Families)]Listing {
 	var m Model
 	var out [len(Families)]Listing
-	txn := m.Plan(s, dataplane.Change{})
+	txn := m.Plan(s, dataplane.Change{}, 0)
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
 		out[i].Table = *tt.Create
@@ -48,20 +48,16 @@ func List(s *dataplane.State) [len(Families)]Listing {
 // Structure gives the table of a family as the model has it, every chain included.
 func (m *Model) Structure(f Family) Table {
 	tm := &m.tables[f.index()]
-	t := layout(f, tm.structure)
-	for i := range t.Sets {
-		t.Sets[i].Size = tm.size[t.Sets[i].ID]
-	}
 	ids := make([]ChainID, 0, len(tm.chains))
 	for id := range tm.chains {
 		ids = append(ids, id)
 	}
 	slices.SortFunc(ids, compareChains)
-	for _, id := range ids {
-		t.Chains = append(t.Chains, numbered(id))
-	}
-	return t
+	return TableOf(f, tm.structure, ids)
 }
+
+// Layout gives what the table of a family is made for.
+func (m *Model) Layout(f Family) Structure { return m.tables[f.index()].structure }
 
 // Print writes a table as nft text, elements sorted by key. The text can be loaded with `nft -f`, and then lists the same as
 // what the proxy itself writes.
@@ -134,7 +130,7 @@ func compareElements(f Family, s *Set, a, b *Element) int {
 	for _, field := range s.Key {
 		n := field.Len(f)
 		x, y := a.key[off:off+n], b.key[off:off+n]
-		if field == RandomSlot || field == Priority || field == Mark {
+		if (field == RandomSlot || field == Priority || field == Mark) && !s.Interval {
 			x, y = bigEndian(x), bigEndian(y)
 		}
 		if c := bytes.Compare(x, y); c != 0 {

@@ -133,12 +133,15 @@ const (
 	OriginalDestPort
 	// Mark is the packet's mark. No rule looks at it: it only lends its type to a set's key.
 	Mark
+	// SourceBucket is a hash of the sender's address below a modulus. In a set's key a RandomSlot lends it its type, since nft
+	// 1.0.6 crashes when it lists one of type hash.
+	SourceBucket
 )
 
 // MaxSlots is how many endpoints one pool can have.
 const MaxSlots = 65536
 
-// Concat is a key made of fields. Mod is the modulus of a RandomSlot among them, 0 if there is none.
+// Concat is a key made of fields. Mod is the modulus of a RandomSlot or SourceBucket among them, 0 if there is none.
 type Concat struct {
 	Fields []Field
 	Mod    uint32
@@ -164,6 +167,8 @@ func fieldText(f Family, field Field, mod uint32) string {
 		return "ct original proto-dst"
 	case Mark:
 		return "meta mark"
+	case SourceBucket:
+		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f, mod, BucketSeed)
 	}
 	panic("nft: unknown field")
 }

@@ -1,29 +1,31 @@
 package nft
 
+import "github.com/verdict-proxy/verdict/sync/dataplane"
+
 // Txn is one transaction: what has to be written to take the kernel from what it holds to what it should hold.
 type Txn struct {
 	// Tables are in the order of Families.
 	Tables [len(Families)]TableTxn
-	undo   undo
+	// Left is what of the change is still to be planned.
+	Left dataplane.Change
+	undo undo
 }
 
-// TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; DelChains and DelForeign; the
-// new chains and rules; Resize; all of Add.
+// TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; new chains; Rewrite; DelChains
+// and DelForeign; the rules of new chains; all of Add; Affinity.
 type TableTxn struct {
-	// Create, if not nil, makes everything in the table anew.
+	// Create, if not nil, makes the table anew.
 	Create *Table
-	// Keep, with Create, leaves the table itself in place, and in it Affinity, the only thing that is not written by us.
-	Keep bool
 	// Rewrite holds chains whose rules are replaced.
 	Rewrite   []Chain
 	AddChains []Chain
 	DelChains []ChainID
 	// DelForeign names chains that are not ours.
 	DelForeign []string
-	// Resize holds sets that get another size.
-	Resize []Set
 	// Del and Add hold the elements by their set.
 	Del, Add [NumSets][]Element
+	// Affinity are entries that clients keep, with Create.
+	Affinity []Listed
 	// Replaced is how many elements are both in Del and in Add, under the same key with other contents.
 	Replaced int
 	// Sweep says that Affinity may hold entries that Model.Remembers denies once the transaction is in. They are left to another
@@ -34,7 +36,7 @@ type TableTxn struct {
 // Empty says whether the transaction writes nothing.
 func (t *Txn) Empty() bool {
 	for i := range t.Tables {
-		if tt := &t.Tables[i]; !tt.empty() || len(tt.Add[RevisionSet])+len(tt.Del[RevisionSet]) > 0 {
+		if tt := &t.Tables[i]; !tt.empty() || len(tt.Add[RevisionSet])+len(tt.Add[DigestSet])+len(tt.Del[DigestSet]) > 0 {
 			return false
 		}
 	}
@@ -43,28 +45,15 @@ func (t *Txn) Empty() bool {
 
 // empty says whether nothing is written but perhaps a revision.
 func (tt *TableTxn) empty() bool {
-	return tt.Create == nil && len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign)+len(tt.Resize) == 0 &&
+	return tt.Create == nil && len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign) == 0 &&
 		count(tt.Del)+count(tt.Add) == 0
 }
 
-// leaving counts the elements that go from a set for good. One that is replaced goes in the same transaction as the new one comes,
-// even in steps.
-func (tt *TableTxn) leaving(set SetID) int {
-	goes := make(map[elementKey]bool, len(tt.Del[set]))
-	for i := range tt.Del[set] {
-		goes[tt.Del[set][i].identity()] = true
-	}
-	for i := range tt.Add[set] {
-		delete(goes, tt.Add[set][i].identity())
-	}
-	return len(goes)
-}
-
-// count gives the number of elements in a table's Del or Add. A revision is no content.
+// count gives the number of elements in a table's Del or Add. Revision and digests are no content.
 func count(by [NumSets][]Element) int {
 	n := 0
 	for set, elements := range by {
-		if SetID(set) != RevisionSet {
+		if set := SetID(set); set != RevisionSet && set != DigestSet {
 			n += len(elements)
 		}
 	}

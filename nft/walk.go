@@ -54,7 +54,7 @@ type Ending struct {
 	Outcome dataplane.Outcome
 	// Share of Of is its chance.
 	Share, Of int
-	// Element is what sent the packet to the Endpoint: one of Endpoints, OutsideEndpoints or Affinity.
+	// Element is what sent the packet to the Endpoint: one of Endpoints, UncountedEndpoints or Affinity.
 	Endpoint netip.AddrPort
 	Element  Listed
 	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
@@ -321,9 +321,17 @@ func (w *walker) lookup(st Statement, s *traveller, at int) (course, error) {
 		if err != nil || len(found) == 0 {
 			return course{what: brk}, err
 		}
-		return w.translate(s, found, max(int(st.Key.Mod), 1)), nil
+		return w.translate(s, found, st.Key.slots()), nil
 	}
 	panic(fmt.Sprintf("nft: no way through %T", st))
+}
+
+// slots is of how many elements one is found by chance.
+func (c Concat) slots() int {
+	if slices.Contains(c.Fields, RandomSlot) {
+		return int(c.Mod)
+	}
+	return 1
 }
 
 // translate ends the way of the packet for the slots, of n, that were found. With the others it goes on.
@@ -332,19 +340,13 @@ func (w *walker) translate(s *traveller, found []Listed, n int) course {
 	for i := range found {
 		e := &found[i]
 		s.share, s.of = share, of
-		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.target(), Element: *e})
+		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Element: *e})
 	}
 	if len(found) == n {
 		return course{what: decided}
 	}
 	s.share, s.of = share*(n-len(found)), of
 	return course{what: brk}
-}
-
-// target gives the endpoint that an element of a map of endpoints names.
-func (e *Element) target() netip.AddrPort {
-	addr, _ := netip.AddrFromSlice(e.data[:e.DataLen-4])
-	return netip.AddrPortFrom(addr, binary.BigEndian.Uint16(e.data[e.DataLen-4:]))
 }
 
 // fromPods says whether the packet comes from a pod.
@@ -383,7 +385,11 @@ func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, err
 		case OriginalDestPort:
 			e.addKeyPort(s.Port)
 		case Priority:
-			e.addKeyWord(s.priority)
+			in := SetByID(set)
+			in.order().PutUint32(e.key[e.KeyLen:], s.priority)
+			e.KeyLen += 4
+		case SourceBucket:
+			e.addKeyWord(bucketOf(s.Source, key.Mod))
 		case RandomSlot:
 			slots = int(key.Mod)
 		}
@@ -467,23 +473,26 @@ func (w *Walk) Cause() dataplane.Cause {
 				return dataplane.UnusedPort
 			}
 			return dataplane.Unallocated
-		case Prerouting, Output:
+		case Restrict:
 			return dataplane.SourceRefused
 		}
 	}
 	return dataplane.NotService
 }
 
-// Frontend gives the element of Services or OutsideServices that the packet met last.
-func (w *Walk) Frontend() (e Listed, ok bool) {
+// Frontend gives the element that led the packet to its pool, and that of the pool.
+func (w *Walk) Frontend() (e, pool Listed, ok bool) {
 	for _, s := range w.Steps {
 		for _, l := range s.Found {
-			if l.Set == Services || l.Set == OutsideServices {
-				e, ok = l, true
+			switch {
+			case slices.Contains(frontendSets[:], l.Set):
+				e = l
+			case l.Set == Pools:
+				pool, ok = l, true
 			}
 		}
 	}
-	return e, ok
+	return e, pool, ok
 }
 
 // Get looks elements up in a listing.

@@ -1,7 +1,6 @@
 package nft
 
 import (
-	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -125,23 +124,27 @@ func TestDisagreements(t *testing.T) {
 	}{
 		{"as it is", func(*Listing) {}, ""},
 		{"frontend gone", func(l *Listing) { l.Elements[Services] = nil }, "the objects say endpoint, the kernel reject"},
-		{"slot gone", func(l *Listing) { l.Elements[Endpoints] = l.Elements[Endpoints][:1] },
+		{"slot gone", func(l *Listing) { l.Elements[UncountedEndpoints] = l.Elements[UncountedEndpoints][:1] },
 			"the objects say endpoint, the kernel untouched in 1 of 2 cases; 10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
-		{"another endpoint", func(l *Listing) { l.Elements[Endpoints][1].setTarget(netip.MustParseAddrPort("10.244.9.9:1")) },
+		{"another endpoint", func(l *Listing) { l.Elements[UncountedEndpoints][1].setTarget(netip.MustParseAddrPort("10.244.9.9:1")) },
 			"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints; " +
 				"10.244.9.9:1: the objects say none of the endpoints, the kernel an endpoint"},
 		{"forgotten", func(l *Listing) { l.Elements[Remember] = nil }, "session affinity: the objects say 1h, the kernel none"},
-		{"twice the same", func(l *Listing) { l.Elements[Endpoints][1].data = l.Elements[Endpoints][0].data },
+		{"twice the same", func(l *Listing) { l.Elements[UncountedEndpoints][1].data = l.Elements[UncountedEndpoints][0].data },
 			"10.244.1.1:8080: the objects say 1 of 2 connections, the kernel 2 of 2; " +
 				"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
 		{"remembered", func(l *Listing) {
-			e := Element{Set: Affinity, data: l.Elements[Endpoints][1].data, DataLen: l.Elements[Endpoints][1].DataLen}
-			e.addKeyAddr(addr("10.244.3.3"))
-			e.addKeyWord(binaryWord(l.Elements[Sticky][0].Data()))
+			e := AffinityElement(l.Elements[Services][0].PoolID(), addr("10.244.3.3"))
+			e.setTarget(l.Elements[UncountedEndpoints][1].Target())
 			l.Elements[Affinity] = []Listed{{Element: e}}
 		}, ""},
 		{"masqueraded", func(l *Listing) {
-			l.Elements[MasqueradeAlways] = []Listed{{Element: frontendElement(MasqueradeAlways, k)}}
+			e := frontendElement(ExternalServices, k)
+			e.Chain = MasqueradeAll.id()
+			l.Elements[ExternalServices] = []Listed{{Element: e}}
+			s := StructureOf(st, IPv4)
+			s.Uses = s.Uses.With(Remember, ExternalServices)
+			l.Table = TableOf(IPv4, s, []ChainID{{UncountedPick, 2}, {StickyPick, 2}, {RememberFor, 3600}})
 		}, "10.244.1.1:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node; " +
 			"10.244.1.2:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node"},
 	} {
@@ -164,18 +167,17 @@ func TestDisagreements(t *testing.T) {
 	}
 }
 
-func binaryWord(b []byte) uint32 { return binary.NativeEndian.Uint32(b) }
-
 // TestWalkForeign meets rules and verdicts that Verdict did not write, and chains that lead round in a circle.
 func TestWalkForeign(t *testing.T) {
 	table := Table{Family: IPv4, Chains: []Chain{
 		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}}, {Goto{Frontends.id()}}}},
-		{ID: Frontends.id(), Rules: []Rule{{LookupVerdict{Key: Concat{Fields: frontendKey}, Map: Services}}}},
+		{ID: Frontends.id(), Rules: []Rule{dispatch(Services)}},
 	}}
 	p := Packet{addr("10.0.0.1"), addr("10.96.0.1"), snapshot.TCP, 80, "eth0"}
 	list := Listing{Table: table}
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
-	list.Elements[Services] = []Listed{{Element: e}}
+	e.setID(7)
+	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: idElement(Pools, 7)}}
 	walk, err := WalkTable(&table, &list, p, func(netip.Addr) bool { return false })
 	if err != nil || len(walk.Unclear) != 2 || walk.Outcome() != "untouched" {
 		t.Errorf("%v %q %s", err, walk.Unclear, walk.Outcome())

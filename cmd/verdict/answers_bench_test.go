@@ -33,7 +33,7 @@ func BenchmarkAnswers(b *testing.B) {
 	})
 	defer backend.Close()
 	defer reader.Close()
-	_, err := backend.Apply(st, dataplane.Change{})
+	_, err := backend.ApplyAll(st, dataplane.Change{})
 	labtest.Check(b, err)
 	q := asked{source: benchAddr(benchEndpoints + 7), key: dataplane.Key{Addr: benchAddr(benchClusterIPs + 5000), Protocol: snapshot.TCP, Port: 80}}
 	unused := q
@@ -76,9 +76,8 @@ func BenchmarkAnswers(b *testing.B) {
 func benchDiff(r *kernel.Reader, snap *snapshot.Snapshot) error {
 	st, _ := dataplane.Compute(benchConfig, snap)
 	var m nft.Model
-	m.Plan(st, dataplane.Change{})
-	wanted := [len(nft.Families)]nft.Table{m.Structure(nft.IPv4), m.Structure(nft.IPv6)}
-	c, err := r.Contents(&wanted)
+	m.Load(st)
+	c, err := r.Contents(&m)
 	if err != nil {
 		return err
 	}

@@ -66,7 +66,7 @@ func (l *benchLine) step(d snapshot.Delta) (policy time.Duration, r dataplane.Re
 	start := time.Now()
 	change, _ := l.planner.Apply(l.snapshot, l.snapshot.Apply(d))
 	policy = time.Since(start)
-	r, err = l.backend.Apply(l.planner.State(), change)
+	r, err = l.backend.ApplyAll(l.planner.State(), change)
 	return policy, r, err
 }
 

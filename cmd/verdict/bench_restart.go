@@ -126,7 +126,7 @@ func (l *benchLine) again(ctx context.Context, objects *snapshot.Snapshot, k *re
 	l.planner = dataplane.NewPlanner(benchConfig)
 	start := time.Now()
 	change, _ := l.planner.Apply(objects, snapshot.Change{})
-	r, err := l.backend.Apply(l.planner.State(), change)
+	r, err := l.backend.ApplyAll(l.planner.State(), change)
 	took := time.Since(start)
 	k.Messages, k.Elements = r.Messages, r.Added+2*r.Replaced+r.Removed
 	return took, err

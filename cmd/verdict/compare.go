@@ -169,8 +169,7 @@ func (c *comparison) keep(before *comparison) {
 // compareOnce reads everything once.
 func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complain bool) (*comparison, error) {
 	c := &comparison{}
-	var wanted *[len(nft.Families)]nft.Table
-	var model nft.Model
+	var wanted *nft.Model
 	if o.given() {
 		var structure [len(nft.Families)]nft.Structure
 		for i, f := range nft.Families {
@@ -203,11 +202,8 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 			c.Wrong = append(c.Wrong, "IPVS: "+line)
 		}
 		c.services = len(st.Services)
-		model.Plan(st, dataplane.Change{})
-		wanted = &[len(nft.Families)]nft.Table{}
-		for i, f := range nft.Families {
-			wanted[i] = model.Structure(f)
-		}
+		wanted = &nft.Model{}
+		wanted.Load(st)
 	}
 	contents, err := r.Contents(wanted)
 	if err != nil {
@@ -219,7 +215,7 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 	}
 	if wanted != nil {
 		have := [len(nft.Families)]nft.Table{contents.Tables[0].Table, contents.Tables[1].Table}
-		c.Differences = differencesOf(model.Differences(&contents.Found, &have))
+		c.Differences = differencesOf(wanted.Differences(&contents.Found, &have))
 	}
 	c.finish()
 	return c, nil
@@ -237,21 +233,22 @@ func (c *comparison) itself(contents *kernel.Contents) {
 		t, found := contents.Tables[i], &contents.Found[i]
 		j := tableJSON{Family: f.String(), There: t.There, Owner: t.Owner, Revision: found.Revision.Number}
 		for set, elements := range found.Elements {
-			if nft.SetID(set) != nft.RevisionSet {
+			if nft.SetID(set).IsContent() {
 				j.Elements += len(elements)
 			}
 		}
-		switch digest := nft.DigestOf(f, t.Structure, &found.Elements); {
+		written, held := found.Digests.With(found.Revision.Digest), nft.DigestsOfElements(f, t.Structure, found)
+		switch {
 		case !t.There:
 		case found.Revision == nft.Revision{}:
 			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it has no revision: whoever wrote it was not done, or was not Verdict",
 				f, nft.TableName))
 		case !contents.Quiet:
-			j.Digest = found.Revision.Digest.String()
+			j.Digest = written.Total().String()
 			c.Notes = append(c.Notes, fmt.Sprintf("%s %s: it is written to all the time; its digest could not be checked", f, nft.TableName))
 		default:
-			j.Digest, j.Found = found.Revision.Digest.String(), digest.String()
-			if digest != found.Revision.Digest {
+			j.Digest, j.Found = written.Total().String(), held.Total().String()
+			if held != written {
 				c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it does not hold what was last written: its digest should be %s and is %s",
 					f, nft.TableName, j.Digest, j.Found))
 			}

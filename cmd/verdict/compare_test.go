@@ -96,8 +96,8 @@ func TestCompare(t *testing.T) {
 		!strings.Contains(out, "# taken from the kernel's rules: --cluster-cidr 10.244.0.0/16,fd00:10:244::/48") {
 		t.Errorf("diff without --cluster-cidr: %d\n%s", status, out)
 	}
-	c.nft(`delete element ip verdict endpoints { 10.96.20.2 . tcp . 50051 . 1 }
-		add element ip verdict endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.9.9.9 . 1 }
+	c.nft(`delete element ip verdict uncounted-endpoints { 4c82:7699 . tcp . 1 }
+		add element ip verdict uncounted-endpoints { 4c82:7699 . tcp . 1 : 10.9.9.9 . 1 }
 		delete element ip6 verdict cluster-ips { fd00:10:96::2003 }
 		add element ip verdict hairpin { 10.9.9.9 . 10.9.9.9 }
 		insert rule ip verdict output counter accept`)
@@ -106,8 +106,8 @@ func TestCompare(t *testing.T) {
 ! ip verdict: it does not hold what was last written: its digest should be DIGEST and is DIGEST
 ! ip6 verdict: it does not hold what was last written: its digest should be DIGEST and is DIGEST
 - ip chain output { (counter, accept) }
-- ip endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.9.9.9 . 1 }
-+ ip endpoints { 10.96.20.2 . tcp . 50051 . 1 : 10.244.2.40 . 50051 }
+- ip uncounted-endpoints { 4c82:7699 . tcp . 1 : 10.9.9.9 . 1 }
++ ip uncounted-endpoints { 4c82:7699 . tcp . 1 comment "shop/cart:grpc" : 10.244.2.40 . 50051 }
 - ip hairpin { 10.9.9.9 . 10.9.9.9 }
 + ip6 cluster-ips { fd00:10:96::2003 }
 
@@ -121,7 +121,7 @@ By Service (kernel: NUMBERS)
 	}
 	out, status = c.run(append([]string{"verify"}, c.flags...)...)
 	if status != exitDiffers || !strings.Contains(out, "5 lines differ from what ../../examples/cluster.yaml asks for") ||
-		!strings.Contains(out, "the endpoints of its sticky pool are others than those of its slots") {
+		!strings.Contains(out, "goto sticky-2 }: its members are others than its slots") {
 		t.Errorf("verify: %d\n%s", status, out)
 	}
 	checkComparisonJSON(t, c, diff)
@@ -157,7 +157,7 @@ func checkComparisonJSON(t *testing.T, c *compared, diff []string) {
 		got.Tables[0].Digest == got.Tables[0].Found || got.Tables[0].Revision == 0 {
 		t.Errorf("diff --json: %d\n%s", status, out)
 	}
-	if e := got.Differences[2]; e.Side != "wanted" || e.Set != "endpoints" || e.Port != "shop/cart:grpc" || e.Family != "ip" {
+	if e := got.Differences[2]; e.Side != "wanted" || e.Set != "uncounted-endpoints" || e.Port != "shop/cart:grpc" || e.Family != "ip" {
 		t.Errorf("a difference is %+v", e)
 	}
 }

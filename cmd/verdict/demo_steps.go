@@ -221,7 +221,7 @@ func (d *demo) showBalance(ctx context.Context) error {
 	var asked []*tally
 	var counted []map[string]int
 	for _, f := range lab.Families() {
-		before, err := d.counters(d.web.clusterIP(f))
+		before, err := d.counters(f)
 		if err != nil {
 			return err
 		}
@@ -230,7 +230,7 @@ func (d *demo) showBalance(ctx context.Context) error {
 			return err
 		}
 		asked = append(asked, t)
-		after, err := d.counters(d.web.clusterIP(f))
+		after, err := d.counters(f)
 		if err != nil {
 			return err
 		}
@@ -258,26 +258,25 @@ func (d *demo) showBalance(ctx context.Context) error {
 	return nil
 }
 
-// counters gives how often each pod was chosen for a frontend, as the elements count it.
-func (d *demo) counters(frontend netip.AddrPort) (map[string]int, error) {
+// counters gives how often each pod was chosen, at all of web's frontends of a family, as the elements count it.
+func (d *demo) counters(f lab.Family) (map[string]int, error) {
 	family := nft.IPv4
-	if frontend.Addr().Is6() {
+	if f == lab.IPv6 {
 		family = nft.IPv6
 	}
 	elements, err := d.proxy.reader.Elements(family, nft.Endpoints)
 	if err != nil {
 		return nil, err
 	}
-	set := nft.SetByID(nft.Endpoints)
 	counts := map[string]int{}
-	for _, e := range elements {
-		// 10.96.0.10 . tcp . 80 . 0 counter packets 7 bytes 420 : 10.244.1.10 . 8080
-		key, target, _ := strings.Cut(e.Text(family, &set), " : ")
-		if !strings.HasPrefix(key, fmt.Sprintf("%s . tcp . %d . ", frontend.Addr(), frontend.Port())) {
+	for i := range elements {
+		e := &elements[i]
+		// 1234:5678 . tcp . 0 counter packets 7 bytes 420 comment "demo/web" : 10.244.1.10 . 8080
+		if e.Service() != "demo/"+d.web.Name {
 			continue
 		}
 		for _, pod := range d.pods {
-			if strings.HasPrefix(target, pod.IP4.String()+" ") || strings.HasPrefix(target, pod.IP6.String()+" ") {
+			if e.Target().Addr() == pod.IP(f) {
 				counts[pod.Name] += int(e.Packets)
 			}
 		}
@@ -515,7 +514,7 @@ type scaling struct {
 func (d *demo) showScaling(ctx context.Context) error {
 	d.heading("web is scaled and drained while connections go on",
 		"Clients in the pod and outside open connections without a pause; another holds a connection to pod-2.",
-		"At each address of web every endpoint has a slot, and one element says how many slots there are.")
+		"All addresses of web lead to one pool. Every endpoint has a slot there, and one element says how many.")
 	held, r := d.hold(ctx, d.pods[1])
 	if held == nil {
 		d.expect(false, "a connection to pod-2 is held", r.String())

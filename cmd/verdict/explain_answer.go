@@ -332,10 +332,12 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 	} else if table.Dormant {
 		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", a.family, nft.TableName))
 	}
-	if el, ok := w.Frontend(); ok {
+	if el, _, ok := w.Frontend(); ok {
 		service, port, _ := strings.Cut(el.Comment, ":")
-		packets := el.Packets
-		v.Service = &serviceJSON{Name: service, Port: port, Connections: &packets}
+		v.Service = &serviceJSON{Name: service, Port: port}
+		if packets := el.Packets; el.Counted {
+			v.Service.Connections = &packets
+		}
 	}
 	a.landed(v, w)
 	if cause == dataplane.FrontendScheduled {

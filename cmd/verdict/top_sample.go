@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"maps"
 	"math"
 	"net/netip"
 	"slices"
@@ -24,7 +25,8 @@ type counters interface {
 const (
 	// listAlways is how many frontends there may be for all of them to be listed each time.
 	listAlways = 4096
-	// keysPerSecond is how many are read by their keys otherwise: first those that are looked at, the others in turn.
+	// keysPerSecond is how many elements are read by their keys otherwise, of frontends and of the pools they lead to: first
+	// those that are looked at, the others in turn.
 	keysPerSecond = 2000
 	// relistAfter is how long new frontends may stay unseen if there are too many to list them each time.
 	relistAfter = 30 * time.Second
@@ -55,10 +57,12 @@ func (m *meter) read(packets uint64, at time.Time) {
 type frontendMeter struct {
 	meter
 	element nft.Element
-	count   dataplane.FrontendCount
-	family  nft.Family
-	port    *portMeter
-	seen    int
+	// pool is the element of the pool that it leads to.
+	pool   nft.Element
+	count  dataplane.FrontendCount
+	family nft.Family
+	port   *portMeter
+	seen   int
 }
 
 // endpointMeter counts the connections to an endpoint of a port, over all of its frontends.
@@ -117,6 +121,7 @@ type sampler struct {
 	only string
 
 	frontends map[string]*frontendMeter
+	pools     map[poolOfFamily]nft.Element
 	ports     map[string]*portMeter
 	// listed is when all frontends were listed, with the revisions of then; round counts listings, next is whose turn it is.
 	listed    time.Time
@@ -128,12 +133,15 @@ type sampler struct {
 	read int
 }
 
-func newSampler(from counters) *sampler {
-	return &sampler{from: from, ipvs: ipvsplugin.ReadService, now: time.Now, frontends: map[string]*frontendMeter{}, ports: map[string]*portMeter{}}
+type poolOfFamily struct {
+	family nft.Family
+	id     uint32
 }
 
-// frontendSets are the maps that count connections by their frontend.
-var frontendSets = [...]nft.SetID{nft.Services, nft.OutsideServices}
+func newSampler(from counters) *sampler {
+	return &sampler{from: from, ipvs: ipvsplugin.ReadService, now: time.Now, frontends: map[string]*frontendMeter{},
+		pools: map[poolOfFamily]nft.Element{}, ports: map[string]*portMeter{}}
+}
 
 // sample reads counters. Visible are the ports that somebody looks at, expanded those whose endpoints too. All reads every
 // frontend, whatever it costs.
@@ -171,7 +179,15 @@ func (s *sampler) sample(visible, expanded []string, interval time.Duration, all
 func (s *sampler) list() error {
 	s.round++
 	for _, f := range nft.Families {
-		for _, set := range frontendSets {
+		pools, whole, err := s.from.List(f, nft.Pools)
+		if err != nil {
+			return err
+		}
+		if s.read += len(pools); whole { // those that are missing may still be there
+			maps.DeleteFunc(s.pools, func(p poolOfFamily, _ nft.Element) bool { return p.family == f })
+		}
+		s.takePools(f, pools)
+		for _, set := range nft.FrontendSets() {
 			listed, whole, err := s.from.List(f, set)
 			if err != nil {
 				return err
@@ -232,23 +248,26 @@ func (s *sampler) take(f nft.Family, l *nft.Listed, at time.Time) {
 		m = &frontendMeter{family: f}
 		s.frontends[key] = m
 	}
-	m.element, m.seen = l.Element, s.round
-	m.count, _ = l.FrontendCount()
+	m.element, m.seen, m.pool = l.Element, s.round, s.pools[poolOfFamily{f, l.PoolID()}]
+	m.count, _ = l.FrontendCount(&m.pool)
 	m.meter.read(l.Packets, at)
 }
 
 // slice reads some of the frontends by their keys: those of visible ports, and then as many others as are left.
 func (s *sampler) slice(visible []string, most int) error {
-	wanted := map[*frontendMeter]bool{}
+	wanted, pools := map[*frontendMeter]bool{}, map[poolOfFamily]bool{}
+	want := func(m *frontendMeter) {
+		wanted[m], pools[poolOfFamily{m.family, m.element.PoolID()}] = true, true
+	}
 	for _, name := range visible {
 		if p := s.ports[name]; p != nil {
 			for _, m := range p.frontends {
-				wanted[m] = true
+				want(m)
 			}
 		}
 	}
-	for n := 0; len(wanted) < most && n < len(s.order); n++ {
-		wanted[s.order[s.next%len(s.order)]] = true
+	for n := 0; len(wanted)+len(pools)+1 < most && n < len(s.order); n++ {
+		want(s.order[s.next%len(s.order)])
 		s.next++
 	}
 	type set struct {
@@ -267,6 +286,9 @@ func (s *sampler) slice(visible []string, most int) error {
 		}
 		s.read += len(elements)
 		at := s.now()
+		if err := s.getPools(k.family, got); err != nil {
+			return err
+		}
 		for i := range got {
 			m := s.frontends[meterKey(k.family, &got[i].Element)]
 			if m != nil && m.element.Comment == got[i].Comment { // others are seen when all are listed again
@@ -275,6 +297,33 @@ func (s *sampler) slice(visible []string, most int) error {
 		}
 	}
 	return nil
+}
+
+func (s *sampler) takePools(f nft.Family, pools []nft.Listed) {
+	for i := range pools {
+		s.pools[poolOfFamily{f, pools[i].ID()}] = pools[i].Element
+	}
+}
+
+// getPools reads the pools that some frontends lead to.
+func (s *sampler) getPools(f nft.Family, frontends []nft.Listed) error {
+	var keys []nft.Element
+	asked := map[uint32]bool{}
+	for i := range frontends {
+		if id := frontends[i].PoolID(); !asked[id] {
+			asked[id] = true
+			keys = append(keys, nft.PoolKey(id))
+		}
+	}
+	if len(keys) == 0 {
+		return nil
+	}
+	pools, err := s.from.Get(f, nft.Pools, keys)
+	s.read += len(keys)
+	if err == nil {
+		s.takePools(f, pools)
+	}
+	return err
 }
 
 // maxEndpointKeys bounds how many counters of one port's endpoints are read at a time.
@@ -292,9 +341,6 @@ func (s *sampler) endpoints(p *portMeter) error {
 	}
 	count := func(f nft.Family, ep netip.AddrPort, l *nft.Listed) {
 		key := meterKey(f, &l.Element)
-		if at(ep).elements[key] != nil { // frontends of a port share a pool
-			return
-		}
 		m := &meter{}
 		if before := p.endpoints[ep]; before != nil && before.elements[key] != nil {
 			m = before.elements[key]
@@ -302,6 +348,7 @@ func (s *sampler) endpoints(p *portMeter) error {
 		m.read(l.Packets, s.now())
 		at(ep).elements[key] = m
 	}
+	done := map[poolOfFamily]bool{} // frontends of a port share a pool
 	keys := 0
 	p.ipvs = nil
 	for _, m := range p.frontends {
@@ -310,10 +357,12 @@ func (s *sampler) endpoints(p *portMeter) error {
 				return err
 			}
 		}
-		if keys += m.count.Endpoints; m.count.Endpoints == 0 || keys > maxEndpointKeys {
+		pool := poolOfFamily{m.family, m.count.Pool}
+		if keys += m.count.Endpoints; m.count.Endpoints == 0 || keys > maxEndpointKeys || done[pool] {
 			continue
 		}
-		ask := nft.SlotKeysOf(m.count.Counted, m.count.Endpoints)
+		done[pool] = true
+		ask := m.pool.SlotKeys(m.element.FrontendKey().Protocol)
 		slots, err := s.from.Get(m.family, ask[0].Set, ask)
 		if err != nil {
 			return err
@@ -321,35 +370,25 @@ func (s *sampler) endpoints(p *portMeter) error {
 		s.read += len(ask)
 		if !m.count.Sticky {
 			for i := range slots {
-				count(m.family, slots[i].SlotCount().Endpoint, &slots[i])
+				count(m.family, slots[i].Target(), &slots[i])
 			}
 			continue
 		}
-		members, err := s.members(m, slots)
+		keys := make([]nft.Element, len(slots))
+		for i := range slots {
+			keys[i] = nft.MemberKey(m.count.Pool, slots[i].Target())
+		}
+		members, err := s.from.Get(m.family, nft.StickyEndpoints, keys)
 		if err != nil {
 			return err
 		}
+		s.read += len(keys)
 		for i := range members {
-			count(m.family, members[i].MemberCount().Endpoint, &members[i])
+			count(m.family, members[i].Member(), &members[i])
 		}
 	}
 	p.endpoints = found
 	return nil
-}
-
-// members reads the counters of the pool of a frontend with session affinity.
-func (s *sampler) members(m *frontendMeter, slots []nft.Listed) ([]nft.Listed, error) {
-	pool := nft.PoolKey(m.count.Counted)
-	pools, err := s.from.Get(m.family, pool.Set, []nft.Element{pool})
-	if err != nil || len(pools) == 0 {
-		return nil, err
-	}
-	keys := make([]nft.Element, len(slots))
-	for i := range slots {
-		keys[i] = nft.MemberKey(pools[0].PoolID(), slots[i].SlotCount().Endpoint)
-	}
-	s.read += len(keys) + 1
-	return s.from.Get(m.family, nft.StickyEndpoints, keys)
 }
 
 // topSample is what top shows. Its JSON is documented in docs/ANSWERS.md.

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Backend is what makes the kernel carry states, as package reconcile has it.
@@ -66,6 +67,8 @@ type Cleaner struct {
 	held frontends
 	// sure says that held is what the kernel carries: the last transaction succeeded. Otherwise nothing is deleted.
 	sure bool
+	// left are Services of which the kernel does not carry yet what it should, sorted.
+	left []snapshot.Name
 	// turns are the frontends to look at, everything a look at all of them; it has no turns left when there is none.
 	turns      map[dataplane.Key]turn
 	everything turn
@@ -118,6 +121,18 @@ type behind struct {
 	cleaner *Cleaner
 }
 
+// without gives a change without the Services that are not written yet, and with those that were not before.
+func (c *Cleaner) without(change dataplane.Change, left []snapshot.Name) dataplane.Change {
+	waited := dataplane.Change{Services: c.left}
+	c.left = slices.SortedFunc(slices.Values(left), snapshot.Name.Compare)
+	change = change.With(waited)
+	change.Services = slices.DeleteFunc(slices.Clone(change.Services), func(n snapshot.Name) bool {
+		_, waits := slices.BinarySearchFunc(c.left, n, snapshot.Name.Compare)
+		return waits
+	})
+	return change
+}
+
 func (b behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	b.cleaner.mu.Lock()
 	defer b.cleaner.mu.Unlock()
@@ -126,7 +141,7 @@ func (b behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane
 		b.cleaner.sure = false
 		return r, err
 	}
-	b.cleaner.follow(want, change, r.Full)
+	b.cleaner.follow(want, b.cleaner.without(change, r.Left), r.Full)
 	return r, nil
 }
 
@@ -134,7 +149,7 @@ func (b behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane
 func (b behind) Remove() error {
 	b.cleaner.mu.Lock()
 	defer b.cleaner.mu.Unlock()
-	b.cleaner.held, b.cleaner.sure = newFrontends(), false
+	b.cleaner.held, b.cleaner.sure, b.cleaner.left = newFrontends(), false, nil
 	clear(b.cleaner.turns)
 	b.cleaner.everything = turn{}
 	return b.Backend.Remove()

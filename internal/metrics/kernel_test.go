@@ -189,6 +189,15 @@ func TestKernelCounts(t *testing.T) {
 	step("one more endpoint")
 	n.apply(service(c, sticky, 2, 2, time.Hour))
 	step("one more where clients are remembered")
+	n.apply(service(c, empty, 1, 0, 0))
+	step("an endpoint where there was none")
+	n.apply(service(c, empty, 0, 0, 0))
+	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} { // its series ends with it
+		gone := fmt.Sprintf("s%d %s", empty, c.Pods[0].IP(f))
+		delete(seen, gone)
+		delete(before, gone)
+	}
+	step("none again")
 	for _, f := range []string{"ip", "ip6"} {
 		labtest.Run(t, c.Node, "", "nft", "flush", "table", f, "verdict")
 		labtest.Run(t, c.Node, "", "nft", "delete", "table", f, "verdict")

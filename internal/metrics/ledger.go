@@ -9,9 +9,9 @@ import (
 )
 
 // ledger turns what the kernel counts into counts that never fall. The kernel counts in the elements of its maps, which begin at 0
-// again whenever they are written anew: because the number of endpoints behind a frontend is another, because another
-// endpoint moved into a slot, because the table was made anew. So each reading is compared with the one before, and the
-// difference is added up.
+// again whenever they are written anew: because a frontend leads to another pool, or to one that has got its first endpoint or
+// lost its last, because another endpoint moved into a slot, because the table was made anew. So each reading is compared with
+// the one before, and the difference is added up.
 //
 // What was counted between the last reading and the moment when an element was replaced is lost. Where it cannot be told that an
 // element was replaced, because it leads to the same and has counted more since, it is taken for the one before. So the
@@ -83,9 +83,9 @@ type endpoint struct {
 	shown       bool
 }
 
-// member is an endpoint of a pool that remembers its clients; local says which of the port's pools that is.
+// member is an endpoint in its place in a pool; local says which of the port's pools that is.
 type member struct {
-	pool     uint32
+	place    dataplane.Place
 	local    bool
 	endpoint netip.AddrPort
 }
@@ -112,18 +112,41 @@ type side struct {
 	of *frontend
 	// born is when it began to be what it is.
 	born uint64
-	// local says that it leads to the port's local pool.
-	local bool
-	read  dataplane.FrontendCount
-	last  last
-	slots []slot
+	// leads is where it leads to, and turned when that last changed.
+	leads  leads
+	turned uint64
+	read   dataplane.FrontendCount
+	last   last
+	// readAt is when the reading began. If the frontend has turned since, it does not tell which endpoints to read: then they are
+	// late, and due after the next.
+	readAt uint64
+	late   bool
 	// due says that it is among those whose endpoints are to be read.
 	due bool
 }
 
-type slot struct {
-	endpoint netip.AddrPort
-	last     last
+// leads says what a frontend leads to, as far as its element in the kernel is another one for it.
+type leads struct {
+	// local is the port's local pool.
+	local     bool
+	scheduled bool
+	// empty is what happens to packets if there are no endpoints.
+	empty     bool
+	otherwise dataplane.Verdict
+}
+
+func leadsTo(sp *dataplane.ServicePort, f *dataplane.Frontend, pool *dataplane.Pool) leads {
+	l := leads{local: pool == sp.Local, scheduled: pool == sp.Scheduled(f), empty: len(pool.Endpoints) == 0}
+	if l.empty {
+		l.otherwise = pool.Empty
+	}
+	return l
+}
+
+func (s *side) lead(l leads, moment uint64) {
+	if s.leads != l {
+		s.leads, s.turned = l, moment
+	}
 }
 
 // last is what was read last: how much, and in a reading that began when.
@@ -190,16 +213,21 @@ func (g *ledger) withdraw(svc, after *dataplane.Service) {
 		kept := portOf(after, sp.Name, family)
 		for i := range sp.Frontends {
 			if fe := g.frontends[sp.Frontends[i].Key]; fe != nil && fe.port.name == sp.Name && !kept.answers(fe.key) {
-				fe.gone = true
-				g.gone++
-				delete(g.frontends, fe.key)
-				fe.port.frontends--
+				g.drop(fe)
 			}
 		}
 		if p := g.ports[sp.Name]; p != nil && kept.ServicePort == nil {
 			g.change(p, family, nil, 0)
 		}
 	}
+}
+
+// drop takes out a frontend.
+func (g *ledger) drop(fe *frontend) {
+	fe.gone = true
+	g.gone++
+	delete(g.frontends, fe.key)
+	fe.port.frontends--
 }
 
 // close ends the series of a Service's ports that have no frontend left.
@@ -252,6 +280,8 @@ func (sp servicePort) pool(local bool) []dataplane.Endpoint {
 	return sp.Cluster.Endpoints
 }
 
+func (sp servicePort) sticky() bool { return sp.ServicePort != nil && sp.Affinity > 0 }
+
 // has says whether an endpoint is in one of the port's pools.
 func (sp servicePort) has(ep netip.AddrPort) bool {
 	return holds(sp.pool(false), ep) || holds(sp.pool(true), ep)
@@ -279,27 +309,10 @@ func (g *ledger) change(p *port, family int, sp *dataplane.ServicePort, moment u
 			}
 		}
 	}
+	renewed := was.sticky() != now.sticky() // the endpoints are counted elsewhere now
 	maps.DeleteFunc(p.members, func(m member, _ *last) bool {
-		return familyOf(m.endpoint.Addr()) == family && !holds(now.pool(m.local), m.endpoint)
+		return familyOf(m.endpoint.Addr()) == family && (renewed || !holds(now.pool(m.local), m.endpoint))
 	})
-	if sp == nil {
-		return
-	}
-	for i := range sp.Frontends {
-		g.frontends[sp.Frontends[i].Key].forget(now)
-	}
-}
-
-// forget drops what was read of endpoints that have left: their elements are gone, even if they come back.
-func (fe *frontend) forget(now servicePort) {
-	for i := range fe.sides {
-		s := &fe.sides[i]
-		for n := range s.slots {
-			if !holds(now.pool(s.local), s.slots[n].endpoint) {
-				s.slots[n] = slot{}
-			}
-		}
-	}
 }
 
 // put takes in a Service.
@@ -318,6 +331,10 @@ func (g *ledger) put(svc *dataplane.Service, moment uint64) {
 
 func (g *ledger) putFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, moment uint64) *port {
 	fe := g.frontends[f.Key]
+	if fe != nil && fe.port.name != sp.Name { // the one it comes from is not wholly written yet
+		g.drop(fe)
+		fe = nil
+	}
 	if fe == nil {
 		p := g.ports[sp.Name]
 		if p == nil {
@@ -331,7 +348,8 @@ func (g *ledger) putFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, m
 		g.line = append(g.line, fe)
 	}
 	inside, outside := f.Route(dataplane.Node).Pool, f.Route(dataplane.Anyone).Pool
-	fe.sides[0].local, fe.sides[1].local = inside == sp.Local, outside == sp.Local
+	fe.sides[0].lead(leadsTo(sp, f, inside), moment)
+	fe.sides[1].lead(leadsTo(sp, f, outside), moment)
 	if fe.outside = differ(inside, outside); !fe.outside {
 		fe.sides[1] = side{of: fe, born: moment}
 	}
@@ -383,10 +401,13 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 		if s == nil {
 			continue
 		}
-		same := c.Endpoints == s.read.Endpoints && c.Empty == s.read.Empty && c.Sticky == s.read.Sticky && c.Scheduled == s.read.Scheduled
-		more := g.advance(&s.last, c.Packets, same, began)
-		s.read, s.slots = *c, s.slots[:min(len(s.slots), c.Endpoints)]
-		if g.detail == PerEndpoint && c.Endpoints > 0 && (more > 0 || g.opening) {
+		if s.turned > began && !g.opening { // its count may be older than what its pool is, or newer
+			continue
+		}
+		more := g.advance(&s.last, c.Packets, s.sameElement(c), began)
+		s.read, s.readAt = *c, began
+		if g.detail == PerEndpoint && c.Endpoints > 0 && (more > 0 || g.opening || s.late) {
+			s.late = false
 			g.want(s)
 		}
 		if more == 0 {
@@ -399,6 +420,18 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 		g.count(p, c, more)
 	}
 	g.show(fresh)
+}
+
+// sameElement says whether a reading may be of the same element as the last. That stays while its pool does, however many endpoints
+// there are, but mostly not when the first of them comes or the last goes.
+func (s *side) sameElement(c *dataplane.FrontendCount) bool {
+	was := &s.read
+	if c.Pool != was.Pool || c.Uncounted != was.Uncounted || c.Scheduled != was.Scheduled {
+		return false
+	}
+	now := s.of.port.now[familyOf(c.Key.Addr)]
+	return now != nil && len(now.Frontends) > dataplane.MostCountedAnew ||
+		(c.Endpoints == 0) == (was.Endpoints == 0) && c.Empty == was.Empty
 }
 
 // count adds to a port's totals and, where nobody answered, to the refusals.
@@ -446,9 +479,12 @@ func (g *ledger) wanted(n int) (of []dataplane.FrontendCount, members map[datapl
 		if s.of.gone || !s.of.port.shown && !g.opening {
 			continue
 		}
+		if s.late = s.readAt < s.turned && !g.opening; s.late {
+			continue
+		}
 		of = append(of, s.read)
 		if s.read.Sticky {
-			for _, ep := range (servicePort{s.of.port.now[familyOf(s.of.key.Addr)]}).pool(s.local) {
+			for _, ep := range (servicePort{s.of.port.now[familyOf(s.of.key.Addr)]}).pool(s.leads.local) {
 				members[s.read.Counted] = append(members[s.read.Counted], ep.AddrPort)
 			}
 		}
@@ -478,37 +514,26 @@ func (g *ledger) enterEndpoints(counts []dataplane.EndpointCount, began uint64) 
 		}
 		p := s.of.port
 		if p.changed > began { // it may name an endpoint that is gone
-			g.want(s)
-			continue
+			if g.want(s); !g.opening {
+				continue
+			}
 		}
-		l, same := s.place(c)
-		more := g.advance(l, c.Packets, same, began)
+		more := g.advance(p.member(member{c.Place, s.leads.local, c.Endpoint}), c.Packets, true, began)
 		if more > 0 && (servicePort{p.now[familyOf(c.Endpoint.Addr())]}).has(c.Endpoint) {
 			g.countEndpoint(p, c.Endpoint, more)
 		}
 	}
 }
 
-// place gives what was last read where an endpoint is counted, and whether that was the same endpoint.
-func (s *side) place(c *dataplane.EndpointCount) (l *last, same bool) {
-	if c.Place.Pool != 0 {
-		p, m := s.of.port, member{c.Place.Pool, s.local, c.Endpoint}
-		if p.members == nil {
-			p.members = map[member]*last{}
-		}
-		if p.members[m] == nil {
-			p.members[m] = &last{}
-		}
-		return p.members[m], true
+// member gives what was last read of an endpoint in its place.
+func (p *port) member(m member) *last {
+	if p.members == nil {
+		p.members = map[member]*last{}
 	}
-	n := int(c.Place.Slot)
-	for n >= len(s.slots) {
-		s.slots = append(s.slots, slot{})
+	if p.members[m] == nil {
+		p.members[m] = &last{}
 	}
-	at := &s.slots[n]
-	same = at.endpoint == c.Endpoint
-	at.endpoint = c.Endpoint
-	return &at.last, same
+	return p.members[m]
 }
 
 func (g *ledger) countEndpoint(p *port, at netip.AddrPort, more uint64) {

@@ -1,6 +1,7 @@
 package metrics
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -20,8 +21,11 @@ func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
 type fakeKernel struct {
 	services  map[snapshot.Name]*dataplane.Service
 	frontends map[dataplane.Counted]*fakeElement
-	slots     map[dataplane.Place]*fakeElement
-	rules     [2][dataplane.NumRefusals]uint64
+	// slots are those of each pool, which frontends share.
+	slots map[fakePlace]*fakeElement
+	rules [2][dataplane.NumRefusals]uint64
+	// counting says what there are counters for: 0 is everything, 1 frontends, 2 nothing.
+	counting int
 	// truth counts everything that happened, by Service port, and by Service port and endpoint, since it was there.
 	truth   map[dataplane.PortName]*totals
 	truthAt map[string]uint64
@@ -32,15 +36,23 @@ type fakeKernel struct {
 	meanwhile func()
 }
 
+// fakePlace is a place; where clients are remembered, of an endpoint.
+type fakePlace struct {
+	dataplane.Place
+	endpoint netip.AddrPort
+}
+
 type fakeElement struct {
 	count    dataplane.FrontendCount
 	endpoint dataplane.EndpointCount
 	name     dataplane.PortName
+	// uncounted is an endpoint without a counter.
+	uncounted bool
 }
 
 func newFakeKernel() *fakeKernel {
 	return &fakeKernel{services: map[snapshot.Name]*dataplane.Service{}, frontends: map[dataplane.Counted]*fakeElement{},
-		slots: map[dataplane.Place]*fakeElement{}, truth: map[dataplane.PortName]*totals{}, truthAt: map[string]uint64{}}
+		slots: map[fakePlace]*fakeElement{}, truth: map[dataplane.PortName]*totals{}, truthAt: map[string]uint64{}}
 }
 
 // write takes the kernel to what some Services should be.
@@ -56,56 +68,73 @@ func (k *fakeKernel) write(services map[snapshot.Name]*dataplane.Service, full b
 			delete(k.services, n)
 		}
 	}
-	want, slots := map[dataplane.Counted]*fakeElement{}, map[dataplane.Place]*fakeElement{}
+	want, slots := map[dataplane.Counted]*fakeElement{}, map[fakePlace]*fakeElement{}
 	for _, svc := range k.services {
 		for _, sp := range svc.Ports {
+			pools := map[uint32]*dataplane.Pool{}
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
 				inside, outside := fe.Route(dataplane.Node).Pool, fe.Route(dataplane.Anyone).Pool
-				k.element(want, slots, dataplane.Counted{Key: fe.Key}, sp, inside)
+				pools[poolOf(sp, inside)], pools[poolOf(sp, outside)] = inside, outside
+				k.element(want, dataplane.Counted{Key: fe.Key}, sp, inside)
 				if inside != outside {
-					k.element(want, slots, dataplane.Counted{Key: fe.Key, Outside: true}, sp, outside)
+					k.element(want, dataplane.Counted{Key: fe.Key, Outside: true}, sp, outside)
 				}
+			}
+			for id, pool := range pools {
+				k.pool(slots, id, sp, pool)
 			}
 		}
 	}
 	k.frontends, k.slots = want, slots
 }
 
-// element makes a frontend's element and its slots, unless they are there already.
-func (k *fakeKernel) element(want map[dataplane.Counted]*fakeElement, slots map[dataplane.Place]*fakeElement, at dataplane.Counted,
-	sp *dataplane.ServicePort, pool *dataplane.Pool,
+// element makes a frontend's element, unless it is there already. It is written anew if it leads to another pool, if that gets its
+// first endpoint or loses its last, and if it is counted from now on, or is not any more.
+func (k *fakeKernel) element(want map[dataplane.Counted]*fakeElement, at dataplane.Counted, sp *dataplane.ServicePort,
+	pool *dataplane.Pool,
 ) {
-	e := &fakeElement{name: sp.Name, count: dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints)}}
+	e := &fakeElement{name: sp.Name, count: dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints),
+		Pool: poolOf(sp, pool), Uncounted: k.counting == 2}}
 	if len(pool.Endpoints) == 0 {
 		e.count.Empty = pool.Empty
 	} else {
 		e.count.Sticky = sp.Affinity > 0
 	}
-	if old := k.frontends[at]; old != nil {
-		same := old.count
-		same.Packets = 0
-		if same == e.count && old.name == e.name {
-			e = old
+	if old := k.frontends[at]; old != nil && old.name == e.name {
+		was, is := old.count, e.count
+		if was.Pool == is.Pool && was.Uncounted == is.Uncounted && was.Empty == is.Empty &&
+			(was.Endpoints == 0) == (is.Endpoints == 0) {
+			e.count.Packets = was.Packets
 		}
 	}
 	want[at] = e
-	for i, ep := range k.assign(at, pool.Endpoints) {
-		place := dataplane.Place{Counted: at, Slot: uint32(i)}
-		if e.count.Sticky {
-			place = dataplane.Place{Counted: dataplane.Counted{Key: dataplane.Key{Addr: ep.Addr(), Port: ep.Port()}}, Pool: poolOf(sp, pool)}
-		}
-		s := &fakeElement{name: sp.Name, endpoint: dataplane.EndpointCount{Counted: at, Endpoint: ep.AddrPort, Place: place}}
-		if old := k.slots[place]; old != nil && old.endpoint.Endpoint == ep.AddrPort && old.name == sp.Name {
+}
+
+// pool makes the slots of a pool, unless they are there already.
+func (k *fakeKernel) pool(slots map[fakePlace]*fakeElement, id uint32, sp *dataplane.ServicePort, pool *dataplane.Pool) {
+	for i, ep := range k.assign(id, pool.Endpoints) {
+		place := placeOf(id, sp.Affinity > 0, i, ep.AddrPort)
+		s := &fakeElement{name: sp.Name, endpoint: dataplane.EndpointCount{Endpoint: ep.AddrPort, Place: place.Place},
+			uncounted: k.counting > 0}
+		if old := k.slots[place]; old != nil && old.endpoint.Endpoint == ep.AddrPort && old.name == sp.Name &&
+			old.uncounted == s.uncounted {
 			s = old
 		}
 		slots[place] = s
 	}
 }
 
+func placeOf(pool uint32, sticky bool, slot int, ep netip.AddrPort) fakePlace {
+	if sticky {
+		return fakePlace{dataplane.Place{Pool: pool, Sticky: true}, ep}
+	}
+	return fakePlace{Place: dataplane.Place{Pool: pool, Slot: uint32(slot)}}
+}
+
 // assign gives each endpoint a slot as package nft does: it keeps the slot it has; those beyond the end move into the holes, then
 // the new ones.
-func (k *fakeKernel) assign(at dataplane.Counted, pool []dataplane.Endpoint) []dataplane.Endpoint {
+func (k *fakeKernel) assign(id uint32, pool []dataplane.Endpoint) []dataplane.Endpoint {
 	slots, left := make([]dataplane.Endpoint, len(pool)), slices.Clone(pool)
 	take := func(slot int, at netip.AddrPort) {
 		if i := slices.IndexFunc(left, func(e dataplane.Endpoint) bool { return e.AddrPort == at }); i >= 0 {
@@ -114,7 +143,7 @@ func (k *fakeKernel) assign(at dataplane.Counted, pool []dataplane.Endpoint) []d
 		}
 	}
 	held := func(slot int) netip.AddrPort {
-		if s := k.slots[dataplane.Place{Counted: at, Slot: uint32(slot)}]; s != nil {
+		if s := k.slots[placeOf(id, false, slot, netip.AddrPort{})]; s != nil {
 			return s.endpoint.Endpoint
 		}
 		return netip.AddrPort{}
@@ -134,21 +163,25 @@ func (k *fakeKernel) assign(at dataplane.Counted, pool []dataplane.Endpoint) []d
 	return slots
 }
 
-// poolOf gives some number that is a port's own pool's.
+// poolOf gives some number that is a port's own pool's, in its family.
 func poolOf(sp *dataplane.ServicePort, pool *dataplane.Pool) uint32 {
-	n := uint32(7)
+	n := uint32(7 + familyOf(sp.Frontends[0].Key.Addr))
 	for _, c := range sp.Name.String() + sp.Name.Protocol.String() {
 		n = n*31 + uint32(c)
 	}
-	if pool == sp.Local {
+	n *= 2
+	if pool == sp.Local && pool != sp.Cluster {
 		n++
 	}
-	return n&0xfffff | 0x56000000
+	return n
 }
 
-// connect has clients come, to some frontend.
+// connect has clients come, to some frontend. What nobody counts is as if it had not happened.
 func (k *fakeKernel) connect(r *rand.Rand, at dataplane.Counted, n int) {
 	e := k.frontends[at]
+	if e.count.Uncounted {
+		return
+	}
 	e.count.Packets += uint64(n)
 	t := k.truth[e.name]
 	if t == nil {
@@ -162,79 +195,97 @@ func (k *fakeKernel) connect(r *rand.Rand, at dataplane.Counted, n int) {
 	t.connections += uint64(n)
 	places := k.placesOf(e)
 	for range n {
-		s := k.slots[places[r.IntN(len(places))]]
-		s.endpoint.Packets++
-		k.truthAt[portText(e.name)+" "+s.endpoint.Endpoint.String()]++
+		if s := k.slots[places[r.IntN(len(places))]]; !s.uncounted {
+			s.endpoint.Packets++
+			k.truthAt[portText(e.name)+" "+s.endpoint.Endpoint.String()]++
+		}
 	}
 }
 
-func (k *fakeKernel) placesOf(e *fakeElement) (out []dataplane.Place) {
-	if !e.count.Sticky {
-		for i := range e.count.Endpoints {
-			out = append(out, dataplane.Place{Counted: e.count.Counted, Slot: uint32(i)})
+// placesOf gives the places of the pool that a frontend leads to.
+func (k *fakeKernel) placesOf(e *fakeElement) (out []fakePlace) {
+	for place := range k.slots {
+		if place.Pool == e.count.Pool {
+			out = append(out, place)
 		}
-		return out
 	}
-	for _, sp := range k.services[e.name.Service].Ports {
-		for i := range sp.Frontends {
-			fe := &sp.Frontends[i]
-			if fe.Key != e.count.Key {
-				continue
-			}
-			pool := fe.Route(dataplane.Node).Pool
-			if e.count.Outside {
-				pool = fe.Route(dataplane.Anyone).Pool
-			}
-			for _, ep := range pool.Endpoints {
-				out = append(out, dataplane.Place{Counted: dataplane.Counted{Key: dataplane.Key{Addr: ep.Addr(), Port: ep.Port()}},
-					Pool: poolOf(sp, pool)})
-			}
-		}
+	slices.SortFunc(out, func(a, b fakePlace) int {
+		return cmp.Or(cmp.Compare(a.Slot, b.Slot), a.endpoint.Compare(b.endpoint))
+	})
+	return out
+}
+
+// pools gives what there is to read of pools.
+func (k *fakeKernel) pools() map[uint32]dataplane.FrontendCount {
+	out := map[uint32]dataplane.FrontendCount{}
+	for _, e := range k.frontends {
+		out[e.count.Pool] = e.count
 	}
 	return out
 }
 
+// read gives the reading of a frontend whose pool was read at another time.
+func (e *fakeElement) read(pools map[uint32]dataplane.FrontendCount, do func(dataplane.FrontendCount)) {
+	if c, ok := pools[e.count.Pool]; ok {
+		c.Counted, c.Uncounted, c.Packets = e.count.Counted, e.count.Uncounted, e.count.Packets
+		do(c)
+	}
+}
+
 func (k *fakeKernel) AllFrontends(do func(dataplane.FrontendCount)) error {
 	k.listed++
-	var counts []dataplane.FrontendCount
-	for _, e := range k.frontends {
-		counts = append(counts, e.count)
-	}
+	pools := k.pools()
 	k.during()
-	for _, c := range counts {
-		do(c)
+	for _, e := range k.frontends {
+		e.read(pools, do)
 	}
 	return k.broken
 }
 
 func (k *fakeKernel) Frontends(at []dataplane.Counted, do func(dataplane.FrontendCount)) error {
 	k.byKey += len(at)
+	var found []fakeElement
 	for _, a := range at {
 		if e := k.frontends[a]; e != nil {
-			do(e.count)
+			found = append(found, *e)
 		}
+	}
+	k.during()
+	pools := k.pools()
+	for i := range found {
+		found[i].read(pools, do)
 	}
 	return k.broken
 }
 
+// Endpoints reads each pool once, as the kernel's counters do.
 func (k *fakeKernel) Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort,
 	do func(dataplane.EndpointCount),
 ) error {
 	var counts []dataplane.EndpointCount
+	asked := map[uint32]bool{}
 	for i := range of {
-		e := k.frontends[of[i].Counted]
-		if e == nil {
+		fe := &of[i]
+		if asked[fe.Pool] {
 			continue
 		}
-		for _, place := range k.placesOf(e) {
-			c := k.slots[place].endpoint
-			if c.Counted = of[i].Counted; place.Pool != 0 {
-				if !slices.Contains(members(c.Counted), c.Endpoint) {
-					continue
-				}
-				c.Place.Counted = dataplane.Counted{}
+		asked[fe.Pool] = true
+		var places []fakePlace
+		for slot := range fe.Endpoints {
+			places = append(places, placeOf(fe.Pool, false, slot, netip.AddrPort{}))
+		}
+		if fe.Sticky {
+			places = nil
+			for _, ep := range members(fe.Counted) {
+				places = append(places, placeOf(fe.Pool, true, 0, ep))
 			}
-			counts = append(counts, c)
+		}
+		for _, place := range places {
+			if s := k.slots[place]; s != nil && !s.uncounted {
+				c := s.endpoint
+				c.Counted = fe.Counted
+				counts = append(counts, c)
+			}
 		}
 	}
 	k.during()
@@ -321,25 +372,39 @@ func walk(t *testing.T, seed uint64) {
 	if seed%3 == 0 {
 		room = 3
 	}
-	r := newReader(&Options{Detail: PerEndpoint, MaxSeries: room, Counters: k})
+	m, fake := New(Options{Detail: PerEndpoint, MaxSeries: room, Counters: k}), &fakeBackend{kernel: k}
+	r, backend := m.reader, m.Behind(fake).(*behind)
+	if seed%7 == 0 {
+		r.portions.list = 0
+	}
 	read := func() { r.read(make(chan struct{})) }
 	w := watcher{t: t, k: k, r: r, exact: exact && room > 100}
 	write := func(first bool) {
 		full := first && seed%5 > 0 || !first && c.IntN(20) == 0
+		if !exact {
+			k.counting = max(0, c.IntN(20)-17)
+			if seed%4 == 1 {
+				fake.leave = func(snapshot.Name) bool { return c.IntN(3) == 0 }
+			}
+		}
+		fake.receipt = dataplane.Receipt{Full: full}
 		change := c.step()
-		k.write(changed(c.planner.State(), change), full)
 		if first && !full { // a former process wrote this, and it has counted since
+			k.write(changed(c.planner.State(), change), false)
 			k.connectSome(c.Rand, 20)
 			clear(k.truth)
 			clear(k.truthAt)
 		}
-		r.follow(c.planner.State(), change, &dataplane.Receipt{Full: full}, first)
-		w.gone()
-		if first && !full {
+		opening := !backend.wrote && seed%5 == 0
+		if _, err := backend.Apply(c.planner.State(), change); err != nil {
+			t.Fatal(err)
+		}
+		if opening {
 			if running := r.begin(); running != nil {
 				<-running
 			}
 		}
+		w.gone()
 	}
 	write(true)
 	for step := range 300 {
@@ -352,8 +417,12 @@ func walk(t *testing.T, seed uint64) {
 		case 1, 2:
 			k.connectSome(c.Rand, 1)
 		default:
-			if !exact && c.IntN(2) == 0 {
-				k.meanwhile = func() { write(false) }
+			if !exact && backend.wrote && c.IntN(2) == 0 {
+				k.meanwhile = func() {
+					k.connectSome(c.Rand, 3)
+					write(false)
+					k.connectSome(c.Rand, 3)
+				}
 			}
 			read()
 			w.look(step)
@@ -377,6 +446,34 @@ func (k *fakeKernel) during() {
 		k.meanwhile = nil
 		do()
 	}
+}
+
+// without gives what is left of a Service when others have some of its frontends.
+func without(svc *dataplane.Service, others map[snapshot.Name]*dataplane.Service) *dataplane.Service {
+	if svc == nil {
+		return nil
+	}
+	taken := map[dataplane.Key]bool{}
+	for n, o := range others {
+		if o == nil || n == svc.Name {
+			continue
+		}
+		for _, sp := range o.Ports {
+			for i := range sp.Frontends {
+				taken[sp.Frontends[i].Key] = true
+			}
+		}
+	}
+	out := *svc
+	out.Ports = nil
+	for _, sp := range svc.Ports {
+		p := *sp
+		p.Frontends = slices.DeleteFunc(slices.Clone(sp.Frontends), func(f dataplane.Frontend) bool { return taken[f.Key] })
+		if len(p.Frontends) > 0 {
+			out.Ports = append(out.Ports, &p)
+		}
+	}
+	return &out
 }
 
 func changed(st *dataplane.State, change dataplane.Change) map[snapshot.Name]*dataplane.Service {
@@ -406,6 +503,16 @@ func (w *watcher) gone() {
 	}
 	for _, s := range w.k.slots {
 		there[portText(s.name)+" "+s.endpoint.Endpoint.String()] = true
+	}
+	for _, svc := range w.r.carried { // some of it may be gone already, while the rest is still to be written
+		for _, sp := range svc.Ports {
+			for _, what := range []string{"connections", "reject", "drop"} {
+				there[portText(sp.Name)+" "+what] = true
+			}
+			for _, ep := range slices.Concat(sp.Cluster.Endpoints, sp.Local.Endpoints) {
+				there[portText(sp.Name)+" "+ep.String()] = true
+			}
+		}
 	}
 	maps.DeleteFunc(w.k.truth, func(n dataplane.PortName, _ *totals) bool { return !there[portText(n)+" connections"] })
 	maps.DeleteFunc(w.k.truthAt, func(n string, _ uint64) bool { return !there[n] })

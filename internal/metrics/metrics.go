@@ -4,6 +4,7 @@ package metrics
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -79,8 +80,23 @@ func (m *Metrics) Behind(b reconcile.Backend) reconcile.Backend { return &behind
 type behind struct {
 	reconcile.Backend
 	m *Metrics
-	// wrote says that a transaction succeeded.
+	// begun, if not nil, is what was written of the first state, and wrote says that it was all of it.
+	begun *dataplane.Receipt
 	wrote bool
+	// left are Services that the kernel does not carry yet as it should, sorted.
+	left []snapshot.Name
+}
+
+// without gives a change without the Services that are not wholly written yet, and with those that were not before. Until they are,
+// they count as what they were.
+func (b *behind) without(change dataplane.Change, left []snapshot.Name) dataplane.Change {
+	change = change.With(dataplane.Change{Services: b.left})
+	b.left = slices.SortedFunc(slices.Values(left), snapshot.Name.Compare)
+	change.Services = slices.DeleteFunc(slices.Clone(change.Services), func(n snapshot.Name) bool {
+		_, waits := slices.BinarySearchFunc(b.left, n, snapshot.Name.Compare)
+		return waits
+	})
+	return change
 }
 
 func (b *behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
@@ -93,12 +109,24 @@ func (b *behind) Apply(want *dataplane.State, change dataplane.Change) (dataplan
 		}
 		return r, err
 	}
-	b.m.reader.follow(want, change, &r, !b.wrote)
+	// What comes after the beginning of new tables has counted nothing before us either.
+	first := !b.wrote && (b.begun == nil || !b.begun.Full)
+	b.m.reader.follow(want, b.without(change, r.Left), &r, first)
 	if !b.wrote {
+		b.start(r)
+	}
+	return r, nil
+}
+
+// start takes note of a transaction that is all of the first state, or a part of it.
+func (b *behind) start(r dataplane.Receipt) {
+	if b.begun != nil {
+		r = b.begun.Then(r)
+	}
+	if b.begun = &r; len(r.Left) == 0 {
 		b.wrote = true
 		b.m.started(&r)
 	}
-	return r, nil
 }
 
 func (b *behind) Check() (found []string, again time.Duration, err error) {
@@ -110,7 +138,7 @@ func (b *behind) Check() (found []string, again time.Duration, err error) {
 	return found, again, err
 }
 
-// started takes note of the first transaction that succeeded.
+// started takes note that the first state is written.
 func (m *Metrics) started(r *dataplane.Receipt) {
 	how := "corrected"
 	switch {

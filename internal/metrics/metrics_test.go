@@ -32,13 +32,33 @@ type fakeBackend struct {
 	receipt dataplane.Receipt
 	err     error
 	found   []string
+	// leave, if not nil, says what of a change is left for later; left is what was.
+	leave func(snapshot.Name) bool
+	left  dataplane.Change
 }
 
 func (b *fakeBackend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	if b.err == nil {
-		b.kernel.write(changed(want, change), b.receipt.Full)
+	if b.err != nil {
+		return b.receipt, b.err
 	}
-	return b.receipt, b.err
+	write := changed(want, change.With(b.left))
+	b.left = dataplane.Change{}
+	if b.leave != nil {
+		for _, n := range slices.SortedFunc(maps.Keys(write), snapshot.Name.Compare) {
+			if b.leave(n) {
+				b.left.Services = append(b.left.Services, n)
+				delete(write, n)
+			}
+		}
+		written := maps.Clone(write)
+		for _, n := range b.left.Services {
+			write[n] = without(b.kernel.services[n], written)
+		}
+	}
+	b.kernel.write(write, b.receipt.Full)
+	r := b.receipt
+	r.Left = b.left.Services
+	return r, b.err
 }
 
 func (b *fakeBackend) Check() ([]string, time.Duration, error) { return b.found, 0, b.err }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -228,5 +229,49 @@ func TestOpeningReading(t *testing.T) {
 	p = r.picture()
 	if ports, endpoints := p.connections(); ports != 15 || endpoints != 15 || p.refused[1][dataplane.RefusedUnusedPort] != 7 {
 		t.Errorf("%d and %d connections; want 15: %+v", ports, endpoints, p)
+	}
+}
+
+// TestWrittenInParts: the first state may take several transactions. Of new tables all is ours that was counted; of tables that were
+// there before us nothing is, whenever their Services come to be known.
+func TestWrittenInParts(t *testing.T) {
+	for _, full := range []bool{true, false} {
+		k := &slowKernel{newFakeKernel(), 0}
+		m := New(Options{Detail: PerEndpoint, Counters: k, MaxSeries: 100})
+		st, change := plain(3, 1)
+		fake := &fakeBackend{kernel: newFakeKernel(), receipt: dataplane.Receipt{Full: full}} // it writes somewhere else
+		backend := m.Behind(fake).(*behind)
+		k.write(changed(st, change), true)
+		bump := func() {
+			for _, e := range k.frontends {
+				e.count.Packets += 5
+				k.slots[k.placesOf(e)[0]].endpoint.Packets += 5
+			}
+		}
+		bump()
+		names := change.Services
+		for last := range names {
+			rest := names[last+1:]
+			fake.leave = func(n snapshot.Name) bool { return slices.Contains(rest, n) }
+			_, err := backend.Apply(st, change)
+			if err != nil || backend.wrote != (len(rest) == 0) {
+				t.Fatalf("%d Services are left: %v, %v", len(rest), err, backend.wrote)
+			}
+			change, fake.receipt.Full = dataplane.Change{}, false
+			if running := m.reader.begin(); running != nil {
+				<-running
+			}
+			m.reader.locked(func() { m.reader.readAt = time.Time{} })
+		}
+		bump()
+		m.reader.read(make(chan struct{}))
+		want := uint64(15)
+		if full {
+			want = 30
+		}
+		p := m.reader.picture()
+		if ports, endpoints := p.connections(); ports != want || endpoints != want {
+			t.Errorf("full %v: %d and %d connections; want %d", full, ports, endpoints, want)
+		}
 	}
 }

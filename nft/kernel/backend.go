@@ -11,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Options say how a Backend works. The zero value is a Backend for a while: it opens its own socket, and owns nothing.
@@ -21,12 +22,13 @@ type Options struct {
 	// Own makes the tables ours alone, where the kernel can do that (Linux 6.9): others get EPERM, and "nft flush ruleset"
 	// passes them by, for as long as anybody holds Socket open. Later they are everybody's, until the next Backend owns them.
 	Own bool
+	// Counters is how many counters elements may have; 0 means that each has one. See nft.Counting.
+	Counters int
 }
 
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
-	// Sent, if not nil, is given the batch of each transaction that took the kernel to a state, for Conn.Replay. The bytes hold
-	// until the Backend is called again.
+	// Sent, if not nil, is given the batch of each transaction, for Conn.Replay. The bytes hold until the Backend is called again.
 	Sent func(batch []byte)
 
 	options Options
@@ -42,10 +44,16 @@ type Backend struct {
 	owns bool
 
 	model nft.Model
+	// room is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
+	room  int
 	trust trust
-	// strays says that this Apply met something where one of ours has to go. All that the tables hold is listed then.
+	// unseen says that the transaction under way goes by digests. What is the same may be so by its digest and not by its elements, if
+	// somebody could once write what nobody owned: that we own the tables now does not say that a process before us has looked.
+	unseen bool
+	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables hold is listed
+	// then.
 	strays bool
-	// missed is what of past changes is not in the kernel, since a transaction failed.
+	// missed is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last comes first.
 	missed dataplane.Change
 	batch  batch
 	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
@@ -78,6 +86,7 @@ func Open(o Options) (*Backend, error) {
 		return nil, fmt.Errorf("nft: network namespace: %w", err)
 	}
 	b := &Backend{options: o, netns: netns, dial: Dial, dumpMost: dumpMost}
+	b.model.Counters = o.Counters
 	for _, c := range []**Conn{&b.reader, &b.sweeper} {
 		if *c, err = b.openReader(); err != nil {
 			return nil, errors.Join(err, b.Close())
@@ -127,16 +136,30 @@ func (b *Backend) Close() error {
 func (b *Backend) Probe() error { return b.conn.Probe() }
 
 // maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything, everything anew;
-// and each of them once more because sets turned out not to grow, or the kernel asked for it.
+// and each of them once more because the kernel asked for it, or because it has to be a smaller one.
 const maxAttempts = 8
 
-// Apply takes the kernel to a state in one transaction. What a former process left is adopted if it is the same, corrected if it
-// is nearly so, and replaced otherwise. After an error the kernel holds what it held before. The error is a *dataplane.Refused
-// if the kernel takes everything but what some Services ask for.
+// How many elements a transaction has at most, so that nobody waits for long: a change behind it, others who want to write to
+// nf_tables, a signal. The kernel takes some 3 us for each.
+const (
+	writeAtOnce = 16384
+	// fillAtOnce is for new tables, of which there is nothing that could change yet.
+	fillAtOnce = 65536
+)
+
+// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements. Receipt.Left says how many
+// Services it did not get to; the next Apply goes on, after what is named in its own change.
+//
+// What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise. After an error
+// the kernel holds what it held before. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask
+// for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
-	b.missed, b.strays = b.missed.With(change), false
+	if b.missed.Empty() {
+		b.strays = false
+	}
+	b.missed = first(change, b.missed)
 	for attempt := 1; ; attempt++ {
 		if err := b.heal(); err != nil {
 			return r, err
@@ -153,7 +176,11 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 			r.Adopted = true
 		}
 		if err == nil {
-			b.trust, b.missed = certain, dataplane.Change{}
+			if b.unseen {
+				b.unseen, b.generation = false, 0
+			}
+			b.trust, b.missed = certain, txn.Left
+			r.Left = txn.Left.Services
 			fill := b.model.Fill()
 			b.fill.Store(&fill)
 			return r, b.committed(txn)
@@ -164,6 +191,33 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	}
 }
 
+// ApplyAll is Apply until nothing is left.
+func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	all, err := b.Apply(want, change)
+	for err == nil && len(all.Left) > 0 {
+		var r dataplane.Receipt
+		r, err = b.Apply(want, dataplane.Change{})
+		all = all.Then(r)
+	}
+	return all, err
+}
+
+// first adds a change to another, which goes on after it: what waits already does not wait longer because it changes again.
+func first(change, then dataplane.Change) dataplane.Change {
+	waits := make(map[snapshot.Name]bool, len(then.Services))
+	for _, name := range then.Services {
+		waits[name] = true
+	}
+	out := dataplane.Change{Globals: change.Globals || then.Globals, Services: make([]snapshot.Name, 0, len(change.Services)+len(waits))}
+	for _, name := range change.Services {
+		if !waits[name] {
+			out.Services = append(out.Services, name)
+		}
+	}
+	out.Services = append(out.Services, then.Services...)
+	return out
+}
+
 func errAttempts(err error, attempts int) error {
 	if err == nil {
 		return fmt.Errorf("nft: %d transactions failed, each for another reason", attempts)
@@ -171,7 +225,15 @@ func errAttempts(err error, attempts int) error {
 	return nil
 }
 
-// plan gives the transaction that takes the kernel to a state.
+// limit gives how many elements a transaction may have.
+func (b *Backend) limit(most int) int {
+	if b.room > 0 {
+		return min(b.room, most)
+	}
+	return most
+}
+
+// plan gives the transaction that takes the kernel to a state, or towards it.
 func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	if b.trust == certain {
 		ok, err := b.learn(b.missed)
@@ -179,45 +241,87 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 			return nil, err
 		}
 		if ok {
-			return b.model.Plan(want, b.missed), nil
+			return b.model.Plan(want, b.missed, b.limit(writeAtOnce)), nil
 		}
 		b.trust = doubtful
 	}
-	fresh := !b.model.Filled()
-	return b.planFrom(b.model.Plan(want, b.missed), fresh)
+	return b.planFrom(want)
 }
 
-// planFrom is plan for a kernel that may hold anything. Txn is what a fresh model planned for one that holds nothing.
-func (b *Backend) planFrom(txn *nft.Txn, fresh bool) (*nft.Txn, error) {
+// planFrom is plan for a kernel that may hold anything.
+func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	// What others write from now on will be seen.
 	generation, err := b.reader.generation()
 	if err != nil {
 		return nil, err
 	}
 	b.generation = generation
+	if err := b.claim(); err != nil {
+		return nil, err
+	}
+	if !b.tables[0].there && !b.tables[1].there {
+		return b.fromNothing(want), nil
+	}
+	left := b.missed
+	b.unseen = false
+	switch {
+	case b.trust == stranger || !b.model.Filled():
+		b.model.Load(want)
+		left = dataplane.Change{}
+	case b.model.Fits(want, b.missed.Services, b.limit(writeAtOnce)):
+		b.model.Plan(want, b.missed, 0) // what it would write is worthless, but not what it wants to hold
+		left = dataplane.Change{}
+	}
 	var found *[len(nft.Families)]nft.Found
 	if b.trust != broken {
 		if found, err = b.readBack(); err != nil {
 			return nil, err
 		}
 	}
-	switch {
-	case found == nil && fresh:
-		return txn, nil
-	case found == nil:
-		return b.model.Recreate(), nil
-	case b.trust == stranger && b.model.Adopt(found):
-		// The revision may be right and the elements others, if somebody could once write what nobody owned: that we own them
-		// now does not say that a process before us has looked.
-		b.generation = 0
-		var txn nft.Txn // that process may have ended before it swept
-		txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
-		return &txn, nil
+	if found == nil {
+		return b.anew(want, left)
 	}
-	if err := b.readElements(found); err != nil {
+	stale := nft.AllStale()
+	if b.trust == stranger {
+		b.model.CountAs(found)
+		if !b.strays {
+			stale = b.model.Stale(found)
+		}
+		b.model.Adopt(found, stale)
+		b.unseen = !stale.All()
+		if !stale.Any() {
+			var txn nft.Txn // that process may have ended before it swept
+			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
+			return &txn, nil
+		}
+	}
+	if err := b.readElements(found, stale); err != nil {
 		return nil, err
 	}
-	return b.model.Correct(found), nil
+	txn := b.model.Correct(found, stale)
+	txn.Left = left
+	return txn, nil
+}
+
+// fromNothing plans the first of the transactions that fill new tables.
+func (b *Backend) fromNothing(want *dataplane.State) *nft.Txn {
+	b.model = nft.Model{Counters: b.options.Counters}
+	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
+}
+
+// anew plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment without Services.
+// If so much cannot be sent at once, they come back a little at a time.
+func (b *Backend) anew(want *dataplane.State, left dataplane.Change) (*nft.Txn, error) {
+	if b.room > 0 {
+		return b.fromNothing(want), nil
+	}
+	affinity, err := b.rescue()
+	if err != nil {
+		return nil, err
+	}
+	txn := b.model.Recreate(&affinity)
+	txn.Left = left
+	return txn, nil
 }
 
 // commit writes a transaction.
@@ -230,15 +334,6 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
 	err := b.send(bytes)
-	var large *errTooLarge
-	if errors.As(err, &large) {
-		b.model.MakeRoom(txn)
-		if resizes(txn) { // whether this kernel's sets grow must be known before a step stands on it
-			return errSizesFirst
-		}
-		describe(txn, r)
-		return b.commitSteps(txn, large.room)
-	}
 	if err == nil && b.Sent != nil {
 		b.Sent(bytes)
 	}
@@ -251,47 +346,21 @@ func describe(txn *nft.Txn, r *dataplane.Receipt) {
 	r.Added, r.Replaced, r.Removed = txn.Counts()
 }
 
-// errSizesFirst says that nothing of a transaction was written, since its sets need other sizes before its steps.
-var errSizesFirst = errors.New("nft: sets have to grow first")
-
 // maxElementBytes is more than the longest element takes in a batch, with its deletion before it.
 const maxElementBytes = 512
 
-// commitSteps writes a transaction in several, since this process may not send it in one.
-func (b *Backend) commitSteps(txn *nft.Txn, room int) error {
-	for i, step := range txn.Split(max(room/maxElementBytes, 1)) {
-		if step.Empty() {
-			continue
-		}
-		if err := b.sendStep(step); err != nil {
-			if i > 0 { // what went out before stays: the kernel holds neither the old state nor the new
-				if b.meets(err) {
-					return &halfway{err}
-				}
-				return &halfway{b.named(txn, step, err)}
-			}
-			return err
-		}
+// shrink has later transactions be so small that they can be sent. It says whether that could help.
+func (b *Backend) shrink(large *errTooLarge) bool {
+	room := max(large.room/maxElementBytes, 1)
+	if b.room > 0 && room >= b.room {
+		room = b.room / 2
 	}
-	return nil
+	if room == 0 {
+		return false
+	}
+	b.room = room
+	return true
 }
-
-// sendStep writes a step. If nothing in it is new to the kernel, that does not count it as a transaction.
-func (b *Backend) sendStep(step *nft.Txn) error {
-	before := b.generation
-	if err := b.send(b.batch.encode(step)); err != nil {
-		return err
-	}
-	if now, err := b.reader.generation(); err == nil && now == before {
-		b.generation = before
-	}
-	return nil
-}
-
-// halfway is the error of a transaction of which some steps are in.
-type halfway struct{ error }
-
-func (h *halfway) Unwrap() error { return h.error }
 
 // rejected is what the kernel refused of a batch.
 type rejected struct {
@@ -365,12 +434,11 @@ func (b *Backend) refusals(refused []refusal) error {
 
 // committed does what is to be done once a transaction is in.
 func (b *Backend) committed(txn *nft.Txn) error {
-	resized, sweeps := false, false
+	sweeps := false
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
-		resized = resized || len(tt.Resize) > 0
 		switch {
-		case tt.Create != nil && !tt.Keep: // the affinity map is new, too
+		case tt.Create != nil: // the affinity map is new, too
 			b.sweep.turns[i], b.tables[i] = 0, tableInfo{}
 		case tt.Sweep:
 			b.sweep.order(i, sweepTurns, time.Now())
@@ -380,11 +448,6 @@ func (b *Backend) committed(txn *nft.Txn) error {
 	if sweeps {
 		// Most maps are small, and clients wait to be sent elsewhere. Check does the rest, and what failed once more.
 		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
-	}
-	if resized {
-		if err := b.checkSizes(); err != nil {
-			return err
-		}
 	}
 	return b.know()
 }
@@ -412,9 +475,9 @@ func (b *Backend) Remove() error {
 	if err := b.heal(); err != nil {
 		return err
 	}
-	b.model, b.trust, b.missed = nft.Model{Fixed: b.model.Fixed}, stranger, dataplane.Change{}
+	b.model, b.trust, b.missed = nft.Model{Counters: b.options.Counters}, stranger, dataplane.Change{}
 	b.sweeper.stale = b.sweeper.stale || b.sweep.running
-	b.sweep, b.inspection = sweep{}, inspection{}
+	b.sweep, b.inspection, b.room = sweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = [len(nft.Families)]tableInfo{}
 	b.batch.reset()

@@ -60,7 +60,7 @@ func BenchmarkCold(b *testing.B) {
 				snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
 				change, _ := planner.Apply(snap, snap.Apply(delta))
 				policy := time.Since(start)
-				r, err := back.Apply(planner.State(), change)
+				r, err := back.ApplyAll(planner.State(), change)
 				labtest.Check(b, err)
 				last = r
 				own += policy + r.Plan + r.Encode
@@ -115,7 +115,7 @@ func BenchmarkEncode(b *testing.B) {
 	snap.Apply(large(10000, 10))
 	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
 	var m nft.Model
-	txn := m.Plan(st, dataplane.Change{})
+	txn := m.Plan(st, dataplane.Change{}, 0)
 	var batch batch
 	b.ReportAllocs()
 	for b.Loop() {
@@ -131,7 +131,7 @@ func BenchmarkPlan(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		var m nft.Model
-		m.Plan(st, dataplane.Change{})
+		m.Plan(st, dataplane.Change{}, 0)
 	}
 }
 
@@ -143,7 +143,7 @@ func BenchmarkOneEndpoint(b *testing.B) {
 			_, back := benchHost(b)
 			snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
 			change, _ := planner.Apply(snap, snap.Apply(large(services, 10)))
-			_, err := back.Apply(planner.State(), change)
+			_, err := back.ApplyAll(planner.State(), change)
 			labtest.Check(b, err)
 			n := snapshot.Name{Namespace: "default", Name: "service-500"}
 			for i := 0; b.Loop(); i++ {
@@ -151,7 +151,7 @@ func BenchmarkOneEndpoint(b *testing.B) {
 				s.Endpoints = append([]snapshot.Endpoint{}, s.Endpoints...)
 				s.Endpoints[3].Addr = netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})
 				change, _ := planner.Apply(snap, snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{n: &s}}))
-				r, err := back.Apply(planner.State(), change)
+				r, err := back.ApplyAll(planner.State(), change)
 				labtest.Check(b, err)
 				if r.Replaced != 1 || r.Added != 0 || r.Removed != 0 {
 					b.Fatalf("%+v", r)

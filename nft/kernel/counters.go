@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -62,104 +63,152 @@ func (c *Counters) AllFrontends(do func(dataplane.FrontendCount)) error {
 		return err
 	}
 	for _, f := range nft.Families {
-		for _, set := range [...]nft.SetID{nft.Services, nft.OutsideServices} {
-			// If somebody commits a transaction meanwhile, an element may be missing, or be there twice. It will be read again.
-			_, err := c.conn.query(listRequest(f, set), true, func(attrs []byte) {
-				eachElement(f, set, attrs, func(l nft.Listed) {
-					if count, ok := l.FrontendCount(); ok {
-						do(count)
-					}
-				})
-			})
-			if err != nil && !errors.Is(err, unix.ENOENT) {
-				return fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, set, err)
-			}
+		pools := map[uint32]nft.Element{}
+		err := c.list(f, nft.Pools, func(l nft.Listed) { pools[l.ID()] = l.Element })
+		for _, set := range nft.FrontendSets() {
+			err = errors.Join(err, c.list(f, set, func(l nft.Listed) { count(&l, pools, do) }))
+		}
+		if err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// bySet are keys by the map they are to be looked up in.
-type bySet [len(nft.Families)][nft.NumSets][]nft.Element
-
-func (b *bySet) add(at dataplane.Counted, keys ...nft.Element) {
-	i := 0
-	if !at.Key.Addr.Is4() {
-		i = 1
-	}
-	if len(keys) > 0 {
-		b[i][keys[0].Set] = append(b[i][keys[0].Set], keys...)
+// count gives what was counted at a frontend whose pool was read, too.
+func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.FrontendCount)) {
+	if pool, ok := pools[l.PoolID()]; ok {
+		if count, ok := l.FrontendCount(&pool); ok {
+			do(count)
+		}
 	}
 }
 
-// read looks all of them up.
-func (c *Counters) read(keys *bySet, do func(f nft.Family, l nft.Listed)) error {
-	if err := c.ready(); err != nil {
-		return err
+// list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it will be read
+// again.
+func (c *Counters) list(f nft.Family, set nft.SetID, do func(nft.Listed)) error {
+	_, err := c.conn.query(listRequest(f, set), true, func(attrs []byte) { eachElement(f, set, attrs, do) })
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, set, err)
 	}
-	for i, f := range nft.Families {
-		for set, k := range keys[i] {
-			err := c.conn.getListed(f, nft.SetID(set), k, func(l nft.Listed) { do(f, l) })
-			if err != nil && !errors.Is(err, unix.ENOENT) {
-				return err
-			}
-		}
+	return nil
+}
+
+// get looks some elements of a set up.
+func (c *Counters) get(f nft.Family, keys []nft.Element, do func(nft.Listed)) error {
+	if len(keys) == 0 {
+		return nil
+	}
+	if err := c.conn.getListed(f, keys[0].Set, keys, do); err != nil && !errors.Is(err, unix.ENOENT) {
+		return err
 	}
 	return nil
 }
 
 // Frontends reads the counts of some frontends.
 func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendCount)) error {
-	var keys bySet
-	for _, a := range at {
-		keys.add(a, nft.FrontendKey(a))
+	if err := c.ready(); err != nil {
+		return err
 	}
-	return c.read(&keys, func(_ nft.Family, l nft.Listed) {
-		if count, ok := l.FrontendCount(); ok {
-			do(count)
+	for _, f := range nft.Families {
+		found, err := c.frontends(f, at)
+		if err != nil {
+			return err
 		}
-	})
+		var ids []nft.Element
+		pools := map[uint32]nft.Element{}
+		for i := range found {
+			id := found[i].PoolID()
+			if _, asked := pools[id]; !asked {
+				pools[id] = nft.Element{}
+				ids = append(ids, nft.PoolKey(id))
+			}
+		}
+		if err := c.get(f, ids, func(l nft.Listed) { pools[l.ID()] = l.Element }); err != nil {
+			return err
+		}
+		for i := range found {
+			count(&found[i], pools, do)
+		}
+	}
+	return nil
 }
 
-// Endpoints reads the counts of the endpoints of some frontends, as they were read before. Members gives the endpoints that a
-// frontend with session affinity may have.
+// frontends reads the elements of some frontends, of one family. What is not counted is looked for last.
+func (c *Counters) frontends(f nft.Family, at []dataplane.Counted) (found []nft.Listed, err error) {
+	var keys [2][2][]nft.Element // counted or not, inside or outside
+	for _, a := range at {
+		if a.Key.Addr.Is4() != (f == nft.IPv4) {
+			continue
+		}
+		side := 0
+		if a.Outside {
+			side = 1
+		}
+		for n, key := range nft.FrontendKeys(a) {
+			keys[n][side] = append(keys[n][side], key)
+		}
+	}
+	for side := range keys[0] {
+		there := map[string]bool{}
+		err := c.get(f, keys[0][side], func(l nft.Listed) {
+			there[string(l.Key())] = true
+			found = append(found, l)
+		})
+		if err != nil {
+			return nil, err
+		}
+		rest := slices.DeleteFunc(keys[1][side], func(e nft.Element) bool { return there[string(e.Key())] })
+		if err := c.get(f, rest, func(l nft.Listed) { found = append(found, l) }); err != nil {
+			return nil, err
+		}
+	}
+	return found, nil
+}
+
+// Endpoints reads the counts of the endpoints of some frontends, as they were read before; of those that share a pool once. Members
+// gives the endpoints that a frontend with session affinity may have.
 func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort,
 	do func(dataplane.EndpointCount),
 ) error {
-	var slots, pools, ends bySet
-	for _, fe := range of {
-		if fe.Sticky {
-			pools.add(fe.Counted, nft.PoolKey(fe.Counted))
-		} else {
-			slots.add(fe.Counted, nft.SlotKeysOf(fe.Counted, fe.Endpoints)...)
-		}
-	}
-	if err := c.read(&slots, func(_ nft.Family, l nft.Listed) { do(l.SlotCount()) }); err != nil {
+	if err := c.ready(); err != nil {
 		return err
 	}
-	asked := map[uint32]dataplane.Counted{} // frontends of a port share a pool
-	err := c.read(&pools, func(_ nft.Family, l nft.Listed) {
-		at := dataplane.Counted{Key: l.FrontendKey(), Outside: l.Set == nft.OutsideSticky}
-		if _, again := asked[l.PoolID()]; again {
-			return
+	asked := map[uint32]dataplane.Counted{}
+	var slots, ends [len(nft.Families)][]nft.Element
+	for i := range of {
+		fe, family := &of[i], 0
+		if !fe.Key.Addr.Is4() {
+			family = 1
 		}
-		asked[l.PoolID()] = at
-		for _, ep := range members(at) {
-			ends.add(at, nft.MemberKey(l.PoolID(), ep))
+		if _, again := asked[fe.Pool]; again {
+			continue
 		}
-	})
-	if err != nil {
-		return err
+		asked[fe.Pool] = fe.Counted
+		if !fe.Sticky {
+			slots[family] = append(slots[family], nft.CountedSlots(fe.Pool, fe.Key.Protocol, fe.Endpoints)...)
+			continue
+		}
+		for _, ep := range members(fe.Counted) {
+			ends[family] = append(ends[family], nft.MemberKey(fe.Pool, ep))
+		}
 	}
-	return c.read(&ends, func(_ nft.Family, l nft.Listed) {
-		count := l.MemberCount()
-		count.Counted = asked[count.Place.Pool]
-		do(count)
-	})
+	tell := func(c dataplane.EndpointCount) {
+		c.Counted = asked[c.Place.Pool]
+		do(c)
+	}
+	for i, f := range nft.Families {
+		err := errors.Join(c.get(f, slots[i], func(l nft.Listed) { tell(l.SlotCount()) }),
+			c.get(f, ends[i], func(l nft.Listed) { tell(l.MemberCount()) }))
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // refusing are the chains whose rules turn packets away that no frontend is responsible for.
-var refusing = [...]nft.ChainKind{nft.Prerouting, nft.Output, nft.Frontends}
+var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends}
 
 // Refused reads how many packets were turned away by rules. Those of frontends without endpoints are counted there.
 func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {

@@ -28,16 +28,22 @@ func openCounters(t testing.TB, h *lab.Host) *Counters {
 	return c
 }
 
+// counterKey tells counters of endpoints apart.
+type counterKey struct {
+	place    dataplane.Place
+	endpoint netip.AddrPort
+}
+
 // counts reads everything there is, by listing and by key, which must be the same.
 type counts struct {
 	frontends map[dataplane.Counted]dataplane.FrontendCount
-	endpoints map[dataplane.Place]dataplane.EndpointCount
+	endpoints map[counterKey]dataplane.EndpointCount
 	refused   map[dataplane.Refusal]uint64
 }
 
-func count(t testing.TB, c *Counters, st *dataplane.State) counts {
+func countAll(t testing.TB, c *Counters, st *dataplane.State) counts {
 	t.Helper()
-	out := counts{map[dataplane.Counted]dataplane.FrontendCount{}, map[dataplane.Place]dataplane.EndpointCount{}, map[dataplane.Refusal]uint64{}}
+	out := counts{map[dataplane.Counted]dataplane.FrontendCount{}, map[counterKey]dataplane.EndpointCount{}, map[dataplane.Refusal]uint64{}}
 	labtest.Check(t, c.AllFrontends(func(f dataplane.FrontendCount) { out.frontends[f.Counted] = f }))
 	byKey := map[dataplane.Counted]dataplane.FrontendCount{}
 	labtest.Check(t, c.Frontends(slices.Collect(maps.Keys(out.frontends)), func(f dataplane.FrontendCount) { byKey[f.Counted] = f }))
@@ -49,7 +55,11 @@ func count(t testing.TB, c *Counters, st *dataplane.State) counts {
 			for _, sp := range svc.Ports {
 				for i := range sp.Frontends {
 					if fe := &sp.Frontends[i]; fe.Key == at.Key {
-						for _, ep := range slices.Concat(sp.Cluster.Endpoints, sp.Local.Endpoints) {
+						pool := fe.Route(dataplane.Node).Pool
+						if at.Outside {
+							pool = fe.Route(dataplane.Anyone).Pool
+						}
+						for _, ep := range pool.Endpoints {
 							out = append(out, ep.AddrPort)
 						}
 					}
@@ -59,12 +69,9 @@ func count(t testing.TB, c *Counters, st *dataplane.State) counts {
 		return out
 	}
 	labtest.Check(t, c.Endpoints(slices.Collect(maps.Values(out.frontends)), members, func(e dataplane.EndpointCount) {
-		if _, again := out.endpoints[e.Place]; again && e.Place.Pool == 0 {
+		key := counterKey{e.Place, e.Endpoint}
+		if _, again := out.endpoints[key]; again {
 			t.Errorf("%+v is there twice", e)
-		}
-		key := e.Place
-		if key.Pool != 0 { // a pool's places differ by the endpoint
-			key.Counted = dataplane.Counted{Key: dataplane.Key{Addr: e.Endpoint.Addr(), Port: e.Endpoint.Port()}}
 		}
 		out.endpoints[key] = e
 	}))
@@ -80,7 +87,7 @@ func count(t testing.TB, c *Counters, st *dataplane.State) counts {
 func TestCountersOfNothing(t *testing.T) {
 	h, _ := host(t)
 	c := openCounters(t, h)
-	got := count(t, c, &dataplane.State{})
+	got := countAll(t, c, &dataplane.State{})
 	for r, n := range got.refused {
 		if n != 0 {
 			t.Errorf("%v: %d", r, n)
@@ -100,7 +107,7 @@ func TestCountersOfEverything(t *testing.T) {
 		t.Error("something is full before anything was written")
 	}
 	apply(t, b, st)
-	got := count(t, openCounters(t, h), st)
+	got := countAll(t, openCounters(t, h), st)
 	want := 0
 	for _, svc := range st.Services {
 		for _, sp := range svc.Ports {
@@ -127,7 +134,7 @@ func TestCountersOfEverything(t *testing.T) {
 	labtest.Check(t, err)
 	for i, fill := range b.Fill() {
 		for set, f := range fill {
-			if n := len(listed[i].Elements[set]); nft.SetID(set) != nft.RevisionSet && f.Elements != n {
+			if n := len(listed[i].Elements[set]); nft.SetID(set).IsContent() && f.Elements != n {
 				t.Errorf("%s %s has %d elements; the kernel lists %d", nft.Families[i], nft.SetID(set), f.Elements, n)
 			}
 		}
@@ -166,7 +173,7 @@ func TestCountersCount(t *testing.T) {
 			connections(t, c.Pods[2], netip.AddrPortFrom(clusterIP.Addr(), 9), 3, lab.Refused)
 			connections(t, c.Pods[2], netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], 99), 80), 1, lab.TimedOut)
 
-			got := count(t, counters, st)
+			got := countAll(t, counters, st)
 			expectCounts(t, got, affinity > 0, map[string]uint64{
 				clusterIP.String(): 12, external.String() + " outside": 6, balancer.String() + " outside": 2,
 			})
@@ -194,7 +201,7 @@ func TestCountersCount(t *testing.T) {
 			if n, err := counters.countAffinity(nft.IPv4, time.Now()); n != -1 || err != nil {
 				t.Errorf("without patience: %d clients, %v; want it to be given up", n, err)
 			}
-			if again := count(t, counters, st); !maps.Equal(again.frontends, got.frontends) {
+			if again := countAll(t, counters, st); !maps.Equal(again.frontends, got.frontends) {
 				t.Errorf("after that: %v; want %v", again.frontends, got.frontends)
 			}
 		})

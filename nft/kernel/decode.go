@@ -43,7 +43,15 @@ func (c *Conn) heldRules(f nft.Family) (*heldRules, error) {
 // those that it gives.
 func (h *heldRules) structure(f nft.Family) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
-	s.IPVS = slices.Contains(h.chains, nft.ChainID{Kind: nft.LeftToIPVS}.Name())
+	for _, rules := range h.rules {
+		for _, rule := range rules {
+			for set := range nft.NumSets {
+				if nft.IsOptional(set) && looksUp(rule, set) {
+					s.Uses = s.Uses.With(set)
+				}
+			}
+		}
+	}
 	for _, rule := range h.rules[nft.ChainID{Kind: nft.Prerouting}.Name()] {
 		if looksUp(rule, nft.OutsideServices) {
 			s.Pods = decodePods(f, expressions(rule))

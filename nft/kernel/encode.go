@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 	"sort"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -107,15 +108,9 @@ func (b *batch) reserve(txn *nft.Txn) {
 // table writes a table's part in the order TableTxn gives.
 func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 	if tt.Create != nil {
-		if tt.Keep {
-			b.emptyTable(f)
-		} else {
-			b.replaceTable(f, tt.Create)
-		}
+		b.replaceTable(f, tt.Create)
 		for i := range tt.Create.Sets {
-			if s := &tt.Create.Sets[i]; !tt.Keep || s.ID != nft.Affinity {
-				b.newSet(f, s)
-			}
+			b.newSet(f, &tt.Create.Sets[i])
 		}
 	}
 	for _, name := range tt.DelForeign {
@@ -123,9 +118,6 @@ func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 	}
 	for set := range tt.Del {
 		b.elements(f, unix.NFT_MSG_DELSETELEM, nft.SetID(set), tt.Del[set])
-	}
-	for _, id := range tt.DelChains {
-		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, id.Name(), "delete chain "+id.Name())
 	}
 	chains := tt.AddChains
 	if tt.Create != nil {
@@ -138,17 +130,41 @@ func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 		b.chainNamed(f, unix.NFT_MSG_DELRULE, c.ID.Name(), "flush chain "+c.ID.Name())
 		b.rules(f, &c)
 	}
-	for _, name := range tt.DelForeign { // nothing of ours leads there any more
-		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
+	for _, id := range tt.DelChains { // nothing leads there any more
+		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, id.Name(), "delete chain "+id.Name())
 	}
-	for i := range tt.Resize {
-		b.newSet(f, &tt.Resize[i])
+	for _, name := range tt.DelForeign {
+		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
 	}
 	for i := range chains {
 		b.rules(f, &chains[i])
 	}
 	for set := range tt.Add {
 		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.SetID(set), tt.Add[set])
+	}
+	b.affinity(f, tt.Affinity)
+}
+
+// affinity writes entries of the affinity map with the time that is left to them.
+func (b *batch) affinity(f nft.Family, entries []nft.Listed) {
+	for len(entries) > 0 {
+		m := b.object(f, unix.NFT_MSG_NEWSETELEM, flagsCreate, "add element "+nft.Affinity.String())
+		b.text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
+		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		for len(entries) > 0 && len(b.b)-list < maxNest {
+			e := &entries[0]
+			start := b.nest(unix.NFTA_LIST_ELEM)
+			b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
+			b.value(unix.NFTA_SET_ELEM_DATA, e.Data())
+			if e.Timeout > 0 {
+				b.u64(unix.NFTA_SET_ELEM_TIMEOUT, uint64(e.Timeout.Milliseconds()))
+				b.u64(unix.NFTA_SET_ELEM_EXPIRATION, uint64(max(e.Expires, time.Millisecond).Milliseconds()))
+			}
+			b.close(start)
+			entries = entries[1:]
+		}
+		b.close(list)
+		b.end(m)
 	}
 }
 
@@ -174,18 +190,6 @@ func (b *batch) replaceTable(f nft.Family, t *nft.Table) {
 	}
 	b.attr(nftaTableUserdata, commentUserdata(t.Comment))
 	b.end(m)
-}
-
-// emptyTable takes away all rules and sets of a table but the affinity map. Chains are left, since verdicts and hooks lead there.
-func (b *batch) emptyTable(f nft.Family) {
-	b.end(b.object(f, unix.NFT_MSG_DELRULE, flagsRequest, "delete all rules"))
-	for id := range nft.NumSets {
-		if id != nft.Affinity {
-			m := b.object(f, unix.NFT_MSG_DELSET, flagsRequest, "delete set "+id.String())
-			b.text(unix.NFTA_SET_NAME, id.String())
-			b.end(m)
-		}
-	}
 }
 
 // claimTable makes a table that nobody owns ours.

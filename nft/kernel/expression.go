@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -36,7 +37,7 @@ func ruleExprs(f nft.Family, r nft.Rule) []expr.Any {
 func statementExprs(f nft.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.InSet:
-		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
+		return append(loadFor(f, s.Key, s.Set), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
 	case nft.LookupVerdict:
 		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Map.String(),
 			DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})
@@ -106,14 +107,38 @@ func lookup(f nft.Family, key nft.Concat, m nft.SetID) []expr.Any {
 		DestRegister: register(0), IsDestRegSet: true})
 }
 
+// loadFor loads a key for a set. Where that has ranges, the kernel's own numbers are in network order.
+func loadFor(f nft.Family, key nft.Concat, set nft.SetID) []expr.Any {
+	out := load(f, key, 0)
+	if nft.SetByID(set).Interval && key.Fields[0] == nft.Priority {
+		order := &expr.Byteorder{Op: expr.ByteorderHton, SourceRegister: register(0), DestRegister: register(0), Len: 4, Size: 4}
+		out = slices.Insert(out, 1, expr.Any(order))
+	}
+	return out
+}
+
 // load puts a key into the registers from a word on.
 func load(f nft.Family, key nft.Concat, word int) []expr.Any {
 	out := make([]expr.Any, 0, len(key.Fields)+1)
 	for _, field := range key.Fields {
-		out = append(out, loadField(f, field, key.Mod, register(word)))
+		if field == nft.SourceBucket {
+			out = append(out, loadBucket(f, key.Mod, word)...)
+		} else {
+			out = append(out, loadField(f, field, key.Mod, register(word)))
+		}
 		word += words(f, []nft.Field{field})
 	}
 	return out
+}
+
+// loadBucket hashes the sender's address, which it puts behind the rest of the key, where nft puts it.
+func loadBucket(f nft.Family, mod uint32, word int) []expr.Any {
+	source := uint32(unix.NFT_REG_2)
+	return []expr.Any{
+		loadField(f, nft.SourceAddr, 0, source),
+		&expr.Hash{SourceRegister: source, DestRegister: register(word), Length: uint32(f.AddrLen()), Modulus: mod,
+			Seed: nft.BucketSeed, Type: expr.HashTypeJenkins},
+	}
 }
 
 func loadField(f nft.Family, field nft.Field, mod uint32, reg uint32) expr.Any {

@@ -26,18 +26,17 @@ func (e *Owned) Error() string {
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
-	if errors.Is(err, errSizesFirst) {
+	var large *errTooLarge
+	if errors.As(err, &large) {
 		b.model.Rollback(txn)
-		return b.resize(txn)
-	}
-	var half *halfway
-	if errors.As(err, &half) {
-		b.trust = doubtful
-		if b.meets(err) {
-			b.strays = true
-			return nil
+		again := b.room > 0
+		if !b.shrink(large) {
+			return err
 		}
-		return err
+		if again && b.trust != certain { // what is wrong cannot be mended at once: everything is made anew, a little at a time
+			b.trust = broken
+		}
+		return nil
 	}
 	var r *rejected
 	if !errors.As(err, &r) {
@@ -53,9 +52,6 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case r.any(unix.ENOMEM): // which is nobody's fault
 		b.model.Rollback(txn)
 		return err
-	case r.any(unix.ENFILE) && resizes(txn):
-		b.model.Rollback(txn)
-		return b.resize(txn)
 	case !b.alone(), txn.Tables[0].Create == nil && b.meets(err): // perhaps the kernel does not hold what we think
 		b.strays = b.strays || b.meets(err)
 		b.model.Rollback(txn)
@@ -64,7 +60,7 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		}
 		return nil
 	}
-	services := b.blame(txn, txn)
+	services := b.blame(txn)
 	b.model.Rollback(txn)
 	switch {
 	case len(services) > 0:
@@ -83,25 +79,10 @@ func (b *Backend) meets(err error) bool {
 	return !b.strays && errors.As(err, &r) && r.any(unix.EEXIST)
 }
 
-// named is the error of a step of a transaction. It names the Services whose elements the kernel refuses.
-func (b *Backend) named(txn, step *nft.Txn, err error) error {
-	var r *rejected
-	if errors.As(err, &r) && b.alone() {
-		if services := b.blame(txn, step); len(services) > 0 {
-			return fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
-		}
-	}
-	return err
-}
-
 // alone says whether nobody else wrote to nf_tables since we know what is there.
 func (b *Backend) alone() bool {
 	generation, err := b.reader.generation()
 	return err == nil && generation == b.generation
-}
-
-func resizes(txn *nft.Txn) bool {
-	return len(txn.Tables[0].Resize)+len(txn.Tables[1].Resize) > 0
 }
 
 // unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its answers got
@@ -180,10 +161,10 @@ func (b *Backend) owned(err error) error {
 // table, and that the kernel wants to be asked again.
 var blameless = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
 
-// blame finds the Services whose elements of a step of a transaction the kernel does not take. It gives none if anything but
+// blame finds the Services whose elements of a transaction the kernel does not take. It gives none if anything but
 // elements of Services is refused: then they are not to blame.
-func (b *Backend) blame(txn, step *nft.Txn) map[snapshot.Name]error {
-	objections, ok := b.objections(step)
+func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
+	objections, ok := b.objections(txn)
 	if !ok {
 		return nil
 	}
@@ -216,9 +197,9 @@ type objection struct {
 	why     error
 }
 
-// objections asks the kernel which elements of a step it would refuse, each of what is added in a message of its own: kernels before
+// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of its own: kernels before
 // 6.1 do not say which of several they refuse. If that is more than this process may send, a part of the elements is asked for at
-// a time, always with all the rest of the step. It is not ok if that did not work out, or something else is refused.
+// a time, always with all the rest of the transaction. It is not ok if that did not work out, or something else is refused.
 func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 	added := 0
 	for i := range step.Tables {
@@ -271,44 +252,4 @@ func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
 		out = append(out, objection{f, e, offer.refusalError(r)})
 	}
 	return out, nil
-}
-
-// resize gives sets the sizes that a transaction asked for, in one of its own: what is added to a set is measured by the size it
-// had before.
-func (b *Backend) resize(txn *nft.Txn) error {
-	var sizes nft.Txn
-	for i := range txn.Tables {
-		sizes.Tables[i].Resize = txn.Tables[i].Resize
-	}
-	if err := b.send(b.batch.encode(&sizes)); err != nil {
-		return b.owned(err)
-	}
-	for i, f := range nft.Families {
-		for _, set := range txn.Tables[i].Resize {
-			b.model.Sized(f, set.ID, set.Size)
-		}
-	}
-	err := b.checkSizes()
-	if err != nil || b.model.Fixed { // a kernel whose sets keep their size did nothing, and does not count that as a transaction
-		b.generation = 0
-	}
-	return err
-}
-
-// checkSizes looks whether sets got the size that was asked for. A kernel that does not do that will not do it later.
-func (b *Backend) checkSizes() error {
-	for _, f := range nft.Families {
-		s := &structure{}
-		want := b.model.Structure(f)
-		if err := b.reader.compareSets(f, want, s); err != nil {
-			return err
-		}
-		for _, set := range want.Sets {
-			if got := s.Sizes[set.ID]; got != set.Size {
-				b.model.Fixed = true
-				b.model.Sized(f, set.ID, got)
-			}
-		}
-	}
-	return nil
 }

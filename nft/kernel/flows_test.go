@@ -398,6 +398,12 @@ func TestBalance(t *testing.T) {
 		got[r.Endpoint]++
 	}
 	counted := map[string]uint64{}
+	pool := ""
+	for _, l := range elementTexts(t, b) {
+		if strings.HasPrefix(l, "services 10.96.0.1 . tcp") {
+			_, pool, _ = strings.Cut(l, " : ")
+		}
+	}
 	for _, l := range elementTexts(t, b) {
 		var key string
 		var packets, bytes uint64
@@ -405,7 +411,7 @@ func TestBalance(t *testing.T) {
 			key, _ = k, rest
 			fmt.Sscanf(rest, "packets %d bytes %d", &packets, &bytes)
 			_, target, _ := strings.Cut(rest, " : ")
-			if strings.HasPrefix(key, "endpoints 10.96.0.1 . tcp") {
+			if strings.HasPrefix(key, "endpoints "+pool+" . tcp") {
 				counted[strings.ReplaceAll(target, " . ", ":")] = packets
 			}
 			if strings.HasPrefix(key, "services 10.96.0.1 . tcp") && packets != n {
@@ -479,10 +485,10 @@ func TestUnallocated(t *testing.T) {
 	reach(lab.TimedOut)
 	without := *st
 	without.ServiceCIDRs = nil
-	_, err = b.Apply(&without, dataplane.Change{Globals: true})
+	_, err = b.ApplyAll(&without, dataplane.Change{Globals: true})
 	labtest.Check(t, err)
 	reach(lab.Answered)
-	_, err = b.Apply(st, dataplane.Change{Globals: true})
+	_, err = b.ApplyAll(st, dataplane.Change{Globals: true})
 	labtest.Check(t, err)
 	reach(lab.TimedOut)
 }
@@ -614,7 +620,7 @@ func TestAffinity(t *testing.T) {
 	reduced.state = endpointState{"one less", []condition{ready, ready}, []condition{ready}}
 	reduced.state.here[victim] = unready
 	change := dataplane.Change{Services: []snapshot.Name{s.name()}}
-	_, err := b.Apply(oneState(c, reduced, sticky(time.Hour)), change)
+	_, err := b.ApplyAll(oneState(c, reduced, sticky(time.Hour)), change)
 	labtest.Check(t, err)
 	quiet(t, b)
 	for _, o := range origins(c) {
@@ -631,7 +637,7 @@ func TestAffinity(t *testing.T) {
 		t.Errorf("the pod's endpoint was %s and stayed, but it moved to %s", stays, now)
 	}
 	// After the timeout a client is balanced anew: of 30 tries not all can hit the same of three.
-	_, err = b.Apply(oneState(c, s, sticky(time.Second)), change)
+	_, err = b.ApplyAll(oneState(c, s, sticky(time.Second)), change)
 	labtest.Check(t, err)
 	seen := map[string]bool{}
 	for try := 0; try < 30 && len(seen) < 2; try++ {
@@ -662,7 +668,7 @@ func TestAffinityHostNetwork(t *testing.T) {
 	snap.Apply(facts(c))
 	snap.Apply(d)
 	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
-	_, err := b.Apply(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
+	_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
 	labtest.Check(t, err)
 	answered := map[string]int{}
 	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
@@ -723,7 +729,7 @@ func TestConnectionsSurvive(t *testing.T) {
 	none := s
 	none.state = endpointState{"none", nil, nil}
 	for _, st := range []*dataplane.State{oneState(c, fewer, asIs), oneState(c, none, asIs), oneState(c, s, asIs), {}} {
-		_, err := b.Apply(st, dataplane.Change{Services: []snapshot.Name{s.name()}, Globals: true})
+		_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name()}, Globals: true})
 		labtest.Check(t, err)
 		for _, conn := range held {
 			if r := conn.Ping(3 * time.Second); r.Outcome != lab.Answered {

@@ -166,7 +166,7 @@ func TestTwoWritersOneListing(t *testing.T) {
 
 func apply(t testing.TB, b *Backend, st *dataplane.State) {
 	t.Helper()
-	_, err := b.Apply(st, dataplane.Change{})
+	_, err := b.ApplyAll(st, dataplane.Change{})
 	labtest.Check(t, err)
 }
 
@@ -229,7 +229,7 @@ func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
 	planner, snap := dataplane.NewPlanner(configs["cluster CIDR"]), cluster(random, 6, true)
 	change, _ := planner.Apply(snap, snapshot.Change{})
 	for step := range 150 {
-		if _, err := b.Apply(planner.State(), change); err != nil {
+		if _, err := b.ApplyAll(planner.State(), change); err != nil {
 			t.Fatalf("step %d: %v", step, err)
 		}
 		if got, want := held(t, b), wanted(planner.State()); got != want {
@@ -262,7 +262,7 @@ func TestOverlappingRanges(t *testing.T) {
 	}
 	change, _ := planner.Apply(snap, snapshot.Change{})
 	for step := range 200 {
-		if _, err := b.Apply(planner.State(), change); err != nil {
+		if _, err := b.ApplyAll(planner.State(), change); err != nil {
 			t.Fatalf("step %d: %v", step, err)
 		}
 		if got, want := held(t, b), wanted(planner.State()); got != want {
@@ -325,8 +325,8 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	_, b := host(t)
 	apply(t, b, st)
 	var m nft.Model
-	txn := m.Plan(st, dataplane.Change{})
-	services := txn.Tables[0].Add[nft.Services]
+	txn := m.Plan(st, dataplane.Change{}, 0)
+	services := txn.Tables[0].Add[nft.Pools]
 	txn.Tables[0].Create = nil
 	txn.Tables[0].AddChains = nil
 	txn.Tables[1] = nft.TableTxn{}
@@ -335,12 +335,12 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	}
 	// The last of three is there already and leads somewhere else; the other two are there as they are, which is no error.
 	services[2].Chain = nft.ChainID{Kind: nft.NoLocalEndpoints}
-	txn.Tables[0].Add[nft.Services] = services[:3]
+	txn.Tables[0].Add[nft.Pools] = services[:3]
 	err := b.send(b.batch.encode(txn))
-	set := nft.SetByID(nft.Services)
-	want := "nft: ip verdict: add element services { " + services[2].Text(nft.IPv4, &set) + " }: file exists"
+	set := nft.SetByID(nft.Pools)
+	want := "nft: ip verdict: add element pools { " + services[2].Text(nft.IPv4, &set) + " }: file exists"
 	if linuxBefore(t, 6, 1) { // it says only which message
-		want = "nft: ip verdict: add element services { " + services[0].Text(nft.IPv4, &set) + " } or one of the 2 after it: file exists"
+		want = "nft: ip verdict: add element pools { " + services[0].Text(nft.IPv4, &set) + " } or one of the 2 after it: file exists"
 	}
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -393,14 +393,14 @@ func TestForgetAffinity(t *testing.T) {
 	apply(t, b, sticky("10.244.1.1", "10.244.1.2"))
 	l, err := b.List()
 	labtest.Check(t, err)
-	set := nft.SetByID(nft.Sticky)
-	_, id, _ := strings.Cut(l[0].Elements[nft.Sticky][0].Element.Text(nft.IPv4, &set), " : ")
+	set := nft.SetByID(nft.Services)
+	_, id, _ := strings.Cut(l[0].Elements[nft.Services][0].Element.Text(nft.IPv4, &set), " : ")
 	var entries []string
 	for i := 1; i <= 200; i++ {
-		entries = append(entries, fmt.Sprintf("198.51.100.%d . %s timeout 1h : 10.244.1.%d . 8080", i, id, 1+i%2))
+		entries = append(entries, fmt.Sprintf("%s . %d timeout 1h : 10.244.1.%d . 8080", id, i, 1+i%2))
 	}
 	labtest.Run(t, h, "add element ip verdict affinity { "+strings.Join(entries, ", ")+" }", "nft", "-f", "-")
-	_, err = b.Apply(sticky("10.244.1.1"), dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
+	_, err = b.ApplyAll(sticky("10.244.1.1"), dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
 	labtest.Check(t, err)
 	quiet(t, b)
 	left, err := b.conn.Elements(nft.IPv4, nft.Affinity)
@@ -409,7 +409,7 @@ func TestForgetAffinity(t *testing.T) {
 		t.Errorf("%d entries are left; want 100", len(left))
 	}
 	for _, e := range left {
-		if _, ep := e.AffinityOf(nft.IPv4); ep != netip.MustParseAddrPort("10.244.1.1:8080") {
+		if ep := e.Target(); ep != netip.MustParseAddrPort("10.244.1.1:8080") {
 			t.Errorf("an entry still leads to %v", ep)
 		}
 	}

@@ -87,6 +87,12 @@ func (w *buffer) u32(typ uint16, v uint32) {
 	w.b = binary.BigEndian.AppendUint32(w.b, v)
 }
 
+// u64 is u32 for longer numbers.
+func (w *buffer) u64(typ uint16, v uint64) {
+	w.attrHeader(typ, 8)
+	w.b = binary.BigEndian.AppendUint64(w.b, v)
+}
+
 // nest starts a nested attribute and gives its place, for close.
 func (w *buffer) nest(typ uint16) int {
 	start := len(w.b)

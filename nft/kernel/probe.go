@@ -64,7 +64,7 @@ func (c *Conn) ownership() (bool, error) {
 // probeTable holds one of everything that a state could ask for.
 func probeTable(f nft.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == nft.IPv4, IPVS: true})
+	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == nft.IPv4})
 	return &nft.TableTxn{Create: &t}
 }
 
@@ -134,6 +134,7 @@ var features = []struct{ in, feature string }{
 	{"add table", "nf_tables (Linux 3.13, CONFIG_NF_TABLES; CONFIG_NF_TABLES_IPV4, CONFIG_NF_TABLES_IPV6)"},
 	{"numgen", "random numbers as keys, numgen (Linux 4.9, CONFIG_NFT_NUMGEN)"},
 	{"dnat", "destination NAT to what a map gives (Linux 3.13, CONFIG_NFT_NAT)"},
+	{"jhash", "hashes as keys, jhash (Linux 4.9, CONFIG_NFT_HASH)"},
 	{"update @", "maps written by rules, dynset (Linux 4.1)"},
 	{"ct original ip", "addresses of a connection as parts of a key (Linux 4.17, CONFIG_NFT_CT)"},
 	{"ct status", "connection tracking state in rules (Linux 3.13, CONFIG_NFT_CT)"},

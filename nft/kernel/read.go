@@ -30,13 +30,35 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 	return out, nil
 }
 
+// rawElements lists a set that the layout may not have.
+func (c *Conn) rawElements(f nft.Family, set string) (out []parsed, err error) {
+	err = c.dump(listNamed(f, set), func() { out = nil }, func(attrs []byte) {
+		eachAttr(attrs, func(typ uint16, list []byte) {
+			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
+				return
+			}
+			eachAttr(list, func(_ uint16, elem []byte) {
+				p := parseElement(elem)
+				p.data = bytes.Clone(p.data)
+				out = append(out, p)
+			})
+		})
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return nil, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
+	}
+	return out, nil
+}
+
 // listRequest asks for all elements of a set.
-func listRequest(f nft.Family, set nft.SetID) []byte {
+func listRequest(f nft.Family, set nft.SetID) []byte { return listNamed(f, set.String()) }
+
+func listNamed(f nft.Family, set string) []byte {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
 	w.text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
-	w.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+	w.text(unix.NFTA_SET_ELEM_LIST_SET, set)
 	w.end(m)
 	return w.b
 }

@@ -7,7 +7,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/nft"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // Reader reads our tables beside whoever writes them, and changes nothing. It is not safe for concurrent use.
@@ -154,7 +153,7 @@ func (r *Reader) Table(f nft.Family) (*TableFound, error) {
 	}
 	wanted := nft.TableOf(f, t.Structure, numbered)
 	t.Table = held.table(f, wanted)
-	s, err := r.conn.structure(f, wanted)
+	s, err := r.conn.structure(f, wanted, t.Structure)
 	if err != nil {
 		return nil, rights(err)
 	}
@@ -181,8 +180,8 @@ type Contents struct {
 const quietTries = 3
 
 // Contents reads everything, at a cost that grows with the number of elements: half a second for 100,000. It is compared with
-// the tables that wanted gives; nil stands for what the elements found ask for.
-func (r *Reader) Contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, err error) {
+// the tables of a model; nil stands for what the elements found ask for.
+func (r *Reader) Contents(wanted *nft.Model) (c *Contents, err error) {
 	for range quietTries {
 		quiet, err := r.quietly(func() (err error) {
 			c, err = r.contents(wanted)
@@ -238,7 +237,7 @@ func (r *Reader) piecemeal(c *Contents) error {
 		if c.Tables[i].There {
 			c.Wrong = append(c.Wrong, c.Tables[i].Wrong...)
 		}
-		for _, set := range [...]nft.SetID{nft.Services, nft.OutsideServices} {
+		for _, set := range nft.FrontendSets() {
 			frontends := c.Found[i].Elements[set]
 			for len(frontends) > 0 {
 				n := min(pieceFrontends, len(frontends))
@@ -269,7 +268,7 @@ func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
 	return nil
 }
 
-// readPiece reads some frontends, with their slots and pools, by their keys.
+// readPiece reads some frontends, with their pools, slots and members, by their keys.
 func (r *Reader) readPiece(f nft.Family, frontends []nft.Element, found *nft.Found) error {
 	read := func(keys []nft.Element) error {
 		if len(keys) == 0 {
@@ -279,44 +278,31 @@ func (r *Reader) readPiece(f nft.Family, frontends []nft.Element, found *nft.Fou
 		return rights(r.conn.get(f, set, keys, func(e nft.Element) { found.Elements[set] = append(found.Elements[set], e) }))
 	}
 	set := frontends[0].Set
-	slots := nft.Endpoints
-	if set == nft.OutsideServices {
-		slots = nft.OutsideEndpoints
-	}
 	if err := read(frontends); err != nil {
 		return err
 	}
 	var pools []nft.Element
-	for _, e := range found.Elements[set] {
-		l := nft.Listed{Element: e}
-		if at, ok := l.FrontendCount(); ok && at.Sticky {
-			pools = append(pools, nft.PoolKey(at.Counted))
+	seen := map[uint32]bool{}
+	for i := range found.Elements[set] {
+		if id := found.Elements[set][i].PoolID(); !seen[id] {
+			seen[id] = true
+			pools = append(pools, nft.PoolKey(id))
 		}
 	}
-	if err := errors.Join(read(nft.SlotKeys(slots, found.Elements[set])), read(pools)); err != nil || len(pools) == 0 {
+	if err := read(pools); err != nil {
 		return err
 	}
-	return read(membersOf(found.Elements[slots], found.Elements[pools[0].Set]))
-}
-
-// membersOf gives the members that the pools of some frontends should have, as their slots tell.
-func membersOf(slots, pools []nft.Element) []nft.Element {
-	id := map[dataplane.Key]uint32{}
-	for i := range pools {
-		id[pools[i].FrontendKey()] = pools[i].PoolID()
-	}
-	seen := map[string]bool{}
-	var keys []nft.Element
-	for i := range slots {
-		l := nft.Listed{Element: slots[i]}
-		at := l.SlotCount()
-		pool, sticky := id[at.Key]
-		if key := nft.MemberKey(pool, at.Endpoint); sticky && !seen[string(key.Key())] {
-			seen[string(key.Key())] = true
-			keys = append(keys, key)
+	for _, keys := range found.SlotKeys() {
+		if err := read(keys); err != nil {
+			return err
 		}
 	}
-	return keys
+	for _, keys := range found.MemberKeys() {
+		if err := read(keys); err != nil && !errors.Is(err, unix.ENOENT) {
+			return err
+		}
+	}
+	return nil
 }
 
 // asSuch says what is wrong with a table before one looks into it.
@@ -330,7 +316,7 @@ func (t *TableFound) asSuch(f nft.Family) []string {
 	return nil
 }
 
-func (r *Reader) contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, err error) {
+func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 	c = &Contents{}
 	r.conn.torn = false
 	for i, f := range nft.Families {
@@ -338,18 +324,19 @@ func (r *Reader) contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, er
 			return nil, err
 		}
 	}
-	if err := r.conn.readElements(&c.Found, dumpMost); err != nil {
+	if err := r.conn.readElements(&c.Found, nft.AllStale(), dumpMost); err != nil {
 		return nil, rights(err)
 	}
 	for i, f := range nft.Families {
 		if c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...); !c.Tables[i].There {
 			continue
 		}
-		want := nft.TableOf(f, c.Tables[i].Structure, nft.ChainsFor(&c.Found[i].Elements))
+		layout := c.Tables[i].Structure
+		want := nft.TableOf(f, layout, nft.ChainsFor(&c.Found[i].Elements))
 		if wanted != nil {
-			want = wanted[i]
+			want, layout = wanted.Structure(f), wanted.Layout(f)
 		}
-		s, err := r.conn.structure(f, want)
+		s, err := r.conn.structure(f, want, layout)
 		if err != nil {
 			return nil, rights(err)
 		}
@@ -362,15 +349,15 @@ func (r *Reader) contents(wanted *[len(nft.Families)]nft.Table) (c *Contents, er
 	return c, nil
 }
 
-// miscounted says which sets have other elements besides those that were read, where the kernel counts them: slots that no frontend
+// miscounted says which sets have other elements besides those that were read, where the kernel counts them: slots that no pool
 // leads to are not seen if they are read by their keys.
 func (s *structure) miscounted(f nft.Family, read *[nft.NumSets][]nft.Element) (out []string) {
 	for set := range nft.NumSets {
-		if !s.counted || set == nft.Affinity || set == nft.RevisionSet || nft.SetByID(set).Interval {
+		if !s.counted || !set.IsContent() || nft.SetByID(set).Interval {
 			continue
 		}
 		if n := s.counts[set] - len(read[set]); n > 0 {
-			out = append(out, fmt.Sprintf("%s %s: %s holds %d elements more than the frontends lead to", f, nft.TableName, set, n))
+			out = append(out, fmt.Sprintf("%s %s: %s holds %d elements more than the pools lead to", f, nft.TableName, set, n))
 		}
 	}
 	return out

@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 func openReader(t testing.TB, h *lab.Host) *Reader {
@@ -72,15 +73,18 @@ func checkStructure(t *testing.T, name string, st *dataplane.State) {
 	}
 	for i, f := range nft.Families {
 		want := nft.StructureOf(st, f)
+		want.Uses = b.model.Layout(f).Uses
 		if got := c.Tables[i].Structure; got != want {
 			t.Errorf("%s %s: %+v, want %+v", name, f, got, want)
 		}
-		if got, want := nft.DigestOf(f, c.Tables[i].Structure, &c.Found[i].Elements), c.Found[i].Revision.Digest; got != want {
-			t.Errorf("%s %s: digest %s, the revision says %s", name, f, got, want)
+		found := &c.Found[i]
+		held, written := nft.DigestsOfElements(f, c.Tables[i].Structure, found), found.Digests.With(found.Revision.Digest)
+		if held != written {
+			t.Errorf("%s %s: digest %s, the revision says %s", name, f, held.Total(), written.Total())
 		}
 	}
 	var m nft.Model
-	m.Plan(st, dataplane.Change{})
+	m.Load(st)
 	if d := m.Differences(&c.Found, &[2]nft.Table{c.Tables[0].Table, c.Tables[1].Table}); d != nil {
 		t.Errorf("%s: %v", name, d)
 	}
@@ -96,20 +100,21 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		found, err := reader.Contents(nil)
 		labtest.Check(t, err)
 		var m nft.Model
-		m.Plan(st, dataplane.Change{})
+		m.Load(st)
 		sound = true
 		for i, f := range nft.Families {
-			sound = sound && nft.DigestOf(f, found.Tables[i].Structure, &found.Found[i].Elements) == found.Found[i].Revision.Digest
+			at := &found.Found[i]
+			sound = sound && nft.DigestsOfElements(f, found.Tables[i].Structure, at) == at.Digests.With(at.Revision.Digest)
 		}
 		for _, d := range found.Contradictions {
 			wrong = append(wrong, d.String())
 		}
 		// What is looked for by pieces, as it must be if the tables are written to all the time, is the same but for slots that no
-		// frontend leads to.
+		// pool leads to.
 		pieces := *found
 		labtest.Check(t, reader.piecemeal(&pieces))
 		for _, d := range found.Contradictions {
-			if !strings.Contains(d.Text, "no frontend leads there") &&
+			if !strings.Contains(d.Text, "no pool leads there") &&
 				!slices.ContainsFunc(pieces.Contradictions, func(p nft.Difference) bool { return p.String() == d.String() }) {
 				t.Errorf("by pieces it is not found: %v", d)
 			}
@@ -126,20 +131,34 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		t.Fatalf("nobody changed anything: %v %v %v", wrong, differences, sound)
 	}
 	name := s.name().String()
+	pool := func(f nft.Family, k dataplane.Key) (id string) {
+		for _, l := range nft.List(st) {
+			for _, e := range l.Elements[nft.Services] {
+				if set := nft.SetByID(nft.Services); l.Table.Family == f && e.FrontendKey() == k {
+					_, id, _ = strings.Cut(e.Element.Text(f, &set), " : ")
+				}
+			}
+		}
+		return id
+	}
+	tcp := pool(nft.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
+	sctp := pool(nft.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.SCTP, Port: 80})
+	udp := pool(nft.IPv6, dataplane.Key{Addr: addr("fd00:10:96::1"), Protocol: snapshot.UDP, Port: 80})
 	for _, test := range []struct {
 		text, wrong, differences string
 		sound                    bool
 	}{
-		{"delete element ip verdict endpoints { 10.96.0.1 . tcp . 80 . 1 }",
-			"slot 1 is not there", "+ ip endpoints { 10.96.0.1 . tcp . 80 . 1 : 10.244.1.11 . 8080 } " + name + ":tcp", false},
-		{"add element ip6 verdict endpoints { fd00:10:96::1 . udp . 80 . 7 : fd00::1 . 1 }",
-			"no frontend leads there", "- ip6 endpoints { fd00:10:96::1 . udp . 80 . 7 : fd00::1 . 1 } " + name + ":udp", false},
-		{"delete element ip verdict services { 10.96.0.1 . sctp . 80 }; add element ip verdict services { 10.96.0.1 . sctp . 80 : drop }",
-			"its verdict is none that Verdict writes there", "+ ip services { 10.96.0.1 . sctp . 80 comment \"" + name + ":sctp\"", false},
+		{"delete element ip verdict endpoints { " + tcp + " . tcp . 1 }", "slot 1 is not there",
+			"+ ip endpoints { " + tcp + " . tcp . 1 comment \"" + name + ":tcp\" : 10.244.1.11 . 8080 } " + name + ":tcp", false},
+		{"add element ip6 verdict endpoints { " + udp + " . udp . 7 : fd00::1 . 1 }",
+			"no pool leads there", "- ip6 endpoints { " + udp + " . udp . 7 : fd00::1 . 1 }", false},
+		{"delete element ip verdict pools { " + sctp + " }; add element ip verdict pools { " + sctp + " : drop }",
+			"its verdict is none that Verdict writes there", "+ ip pools { " + sctp + " comment \"" + name + ":sctp\"", false},
+		{"delete element ip verdict pools { " + sctp + " }", "its pool is not there", "+ ip pools { " + sctp, false},
 		{"insert rule ip verdict output counter accept",
 			"the rules of chain output are others", "- ip chain output { (counter, accept) }", true},
 		{"flush chain ip6 verdict translated",
-			"the rules of chain translated are others", "+ ip6 chain translated { jump remember-affinity }", true},
+			"the rules of chain translated are others", "+ ip6 chain translated { meta priority set none }", true},
 		{"add chain ip verdict mine",
 			"chain mine is not ours", "- ip chain mine", true},
 		{"delete element ip verdict cluster-ips { 10.96.0.1 }", "", "+ ip cluster-ips { 10.96.0.1 } " + name, false},
@@ -199,7 +218,7 @@ func TestReaderKeys(t *testing.T) {
 			}
 		}
 	}
-	for _, set := range []nft.SetID{nft.Services, nft.Endpoints, nft.SourceRanges, nft.ServiceCIDRs, nft.Sticky, nft.StickyEndpoints} {
+	for _, set := range []nft.SetID{nft.Services, nft.Endpoints, nft.SourceRanges, nft.ServiceCIDRs, nft.Pools, nft.UncountedEndpoints, nft.StickyEndpoints} {
 		if asked[set] == 0 {
 			t.Errorf("%s has no elements", set)
 		}

@@ -15,18 +15,15 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// readBack looks at the structure of our tables, after making them ours if they can be. It gives nil if they are not there, or not
+// readBack looks at the structure of our tables. It gives nil if they are not there, or not
 // such that elements alone could take them to what the model holds.
 func (b *Backend) readBack() (*[len(nft.Families)]nft.Found, error) {
-	if err := b.claim(); err != nil {
-		return nil, err
-	}
 	found := &[len(nft.Families)]nft.Found{}
 	for i, f := range nft.Families {
 		if t := &b.tables[i]; !t.there || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
 			return nil, nil
 		}
-		s, err := b.reader.structure(f, b.model.Structure(f))
+		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
 		if err != nil {
 			return nil, err
 		}
@@ -73,25 +70,25 @@ func (b *Backend) claim() error {
 // larger ones are read faster by their keys, which follow from the frontends.
 const dumpMost = 32768
 
-// readElements is Conn.readElements, and finds the slots that no frontend leads to, too: a transaction that stopped midway leaves
-// such, and if they stayed, each Check would find them and no correction would end that.
-func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
+// readElements is Conn.readElements, and finds the slots that no pool leads to, too: if others left such and they stayed, each Check
+// would find them and no correction would end that.
+func (b *Backend) readElements(found *[len(nft.Families)]nft.Found, stale *nft.Stale) error {
 	most := b.dumpMost
 	for i := range found {
-		if b.strays || found[i].Revision == (nft.Revision{}) { // which is gone from a transaction's first step to its last
+		if b.strays || found[i].Revision == (nft.Revision{}) { // then nobody knows what there may be
 			most = math.MaxInt
 		}
 	}
-	if err := b.reader.readElements(found, most); err != nil {
+	if err := b.reader.readElements(found, stale, most); err != nil {
 		return err
 	}
 	for i, f := range nft.Families {
-		for _, slots := range [...]nft.SetID{nft.Endpoints, nft.OutsideEndpoints} {
-			if found[i].Counts[slots] <= len(found[i].Elements[slots]) {
+		for _, slots := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
+			if !stale.All() || found[i].Counts[slots] <= len(found[i].Elements[slots]) {
 				continue
 			}
 			found[i].Elements[slots] = nil
-			if err := b.reader.readSet(f, slots, &found[i]); err != nil {
+			if err := b.reader.readSet(f, slots, stale, &found[i]); err != nil {
 				return err
 			}
 		}
@@ -99,31 +96,31 @@ func (b *Backend) readElements(found *[len(nft.Families)]nft.Found) error {
 	return nil
 }
 
-// readElements reads what the tables hold besides affinity. More slots than most are read by their keys.
-func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, most int) error {
+// readElements reads what the tables hold in stale buckets. More slots than most are read by their keys, as all are of which only
+// some buckets are stale.
+func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, stale *nft.Stale, most int) error {
 	for i, f := range nft.Families {
 		for set := range nft.NumSets {
-			switch set {
-			case nft.Affinity, nft.RevisionSet, nft.Endpoints, nft.OutsideEndpoints:
+			switch {
+			case !set.IsContent(), set == nft.Endpoints, set == nft.UncountedEndpoints, set.IsShared() && !stale.Shared():
 				continue
 			}
-			if err := c.readSet(f, set, &found[i]); err != nil {
+			if err := c.readSet(f, set, stale, &found[i]); err != nil {
 				return err
 			}
 		}
-		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
-			keys := nft.SlotKeys(slots, found[i].Elements[frontends])
-			if len(keys) <= most {
-				if err := c.readSet(f, slots, &found[i]); err != nil {
+		for slots, keys := range found[i].SlotKeys() {
+			if stale.All() && len(keys) <= most {
+				if err := c.readSet(f, slots, stale, &found[i]); err != nil {
 					return err
 				}
 				continue
 			}
-			// Slots that no frontend leads to stay unseen here.
+			// Slots that no pool leads to stay unseen here.
 			err := c.get(f, slots, keys, func(e nft.Element) {
 				found[i].Elements[slots] = append(found[i].Elements[slots], e)
 			})
-			if err != nil {
+			if err != nil && !errors.Is(err, unix.ENOENT) {
 				return err
 			}
 		}
@@ -131,10 +128,13 @@ func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, most int) error
 	return nil
 }
 
-func (c *Conn) readSet(f nft.Family, set nft.SetID, found *nft.Found) error {
+// readSet lists the elements of a set in stale buckets.
+func (c *Conn) readSet(f nft.Family, set nft.SetID, stale *nft.Stale, found *nft.Found) error {
 	listed, err := c.Elements(f, set)
 	for i := range listed {
-		found.Elements[set] = append(found.Elements[set], listed[i].Element)
+		if e := &listed[i].Element; set.IsShared() || stale.Service(e.Service()) {
+			found.Elements[set] = append(found.Elements[set], *e)
+		}
 	}
 	return err
 }
@@ -242,7 +242,7 @@ func (b *Backend) lookAround() ([]string, error) {
 // lookAtStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
 func (b *Backend) lookAtStructure() (found []string, err error) {
 	for _, f := range nft.Families {
-		s, err := b.reader.structure(f, b.model.Structure(f))
+		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
 		if err != nil {
 			return nil, err
 		}
@@ -250,8 +250,11 @@ func (b *Backend) lookAtStructure() (found []string, err error) {
 		if s.Revision != b.model.Revision(f) {
 			found = append(found, fmt.Sprintf("%s %s: the revision is not the one that was written", f, nft.TableName))
 		}
+		if s.Digests.With(s.Revision.Digest) != b.model.Digests(f) {
+			found = append(found, fmt.Sprintf("%s %s: the digests are not those that were written", f, nft.TableName))
+		}
 		for set := range nft.NumSets {
-			if !s.counted || set == nft.Affinity || set == nft.RevisionSet || nft.SetByID(set).Interval {
+			if !s.counted || !set.IsContent() || nft.SetByID(set).Interval {
 				continue
 			}
 			if got, want := s.counts[set], b.model.Count(f, set); got != want {
@@ -319,7 +322,7 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 	for i, f := range nft.Families {
 		for set := range nft.NumSets {
 			s := nft.SetByID(set)
-			if set == nft.Affinity || set == nft.RevisionSet || !s.Interval && b.model.Count(f, set) > b.dumpMost/8 {
+			if !set.IsContent() || !s.Interval && b.model.Count(f, set) > b.dumpMost/8 {
 				continue
 			}
 			listed, err := b.reader.Elements(f, set)

@@ -22,7 +22,7 @@ func TestReplay(t *testing.T) {
 	snap, planner := cluster(random, 20, false), dataplane.NewPlanner(configs["cluster CIDR"])
 	change, _ := planner.Apply(snap, snapshot.Change{})
 	for i := range 10 {
-		_, err := b.Apply(planner.State(), change)
+		_, err := b.ApplyAll(planner.State(), change)
 		labtest.Check(t, err)
 		change, _ = planner.Apply(snap, snap.Apply(serviceDelta(random, i, false)))
 	}
@@ -35,7 +35,7 @@ func TestReplay(t *testing.T) {
 	b.Sent = func(batch []byte) { last = slices.Clone(batch) }
 	change, _ = planner.Apply(snap, snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{
 		{Namespace: "default", Name: "s7"}: nil}}))
-	_, err := b.Apply(planner.State(), change)
+	_, err := b.ApplyAll(planner.State(), change)
 	labtest.Check(t, err)
 	if err := b.conn.Replay(last); !errors.Is(err, unix.ENOENT) {
 		t.Errorf("what is gone was taken away once more: %v", err)

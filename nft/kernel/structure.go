@@ -64,16 +64,18 @@ type structure struct {
 	// sets says that all sets are there and as they should be, and chains such that elements and rules alone can mend the table;
 	// counted that the kernel tells how many elements sets have.
 	sets, counted bool
-	counts        [nft.NumSets]int
+	// digested says that the digests are such as Verdict writes.
+	digested bool
+	counts   [nft.NumSets]int
 	// wrong says in words what is not as it should be.
 	wrong []string
 }
 
 // structure reads a table back and compares it with what it should be. Chains that should not be there but have a name of ours
 // count as found, and are compared with what their name promises.
-func (c *Conn) structure(f nft.Family, want nft.Table) (*structure, error) {
+func (c *Conn) structure(f nft.Family, want nft.Table, layout nft.Structure) (*structure, error) {
 	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
-	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, s))
+	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s))
 	if err != nil {
 		return nil, err
 	}
@@ -85,7 +87,14 @@ func (c *Conn) structure(f nft.Family, want nft.Table) (*structure, error) {
 		s.Revisions = append(s.Revisions, r.Element)
 	}
 	s.Revision = nft.RevisionOf(s.Revisions)
-	return s, nil
+	digests, err := c.Elements(f, nft.DigestSet)
+	for _, d := range digests {
+		s.DigestElements = append(s.DigestElements, d.Element)
+	}
+	if s.Digests, s.digested = nft.DigestsOf(s.DigestElements); !s.digested {
+		s.Revision = nft.Revision{} // which says that nobody knows what there is
+	}
+	return s, err
 }
 
 func (s *structure) note(f nft.Family, format string, args ...any) {
@@ -133,11 +142,6 @@ func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
 		}
 		id := want.Sets[i].ID
 		seen[id] = true
-		eachAttr(attrs[unix.NFTA_SET_DESC], func(typ uint16, v []byte) {
-			if typ == unix.NFTA_SET_DESC_SIZE && len(v) == 4 {
-				s.Sizes[id] = binary.BigEndian.Uint32(v)
-			}
-		})
 		if v := attrs[nftaSetCount]; len(v) == 4 {
 			s.counted, s.counts[id] = true, int(binary.BigEndian.Uint32(v))
 			s.Counts[id] = s.counts[id]
@@ -156,13 +160,15 @@ func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
 	return err
 }
 
-// sameSet compares a set with the attributes the kernel lists, but for a size that may have grown.
+// sameSet compares a set with the attributes the kernel lists.
 func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
 	var w batch
 	w.reset()
-	want.Size = nft.SetByID(want.ID).Size
 	w.newSet(f, &want)
 	same := true
+	eachAttr(attrs[unix.NFTA_SET_DESC], func(typ uint16, v []byte) { // one that others made may take only so many elements
+		same = same && (typ != unix.NFTA_SET_DESC_SIZE || len(v) == 4 && be32(v) == want.Size)
+	})
 	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {
 		switch typ {
 		case unix.NFTA_SET_ID: // only meant for the transaction
@@ -180,7 +186,7 @@ func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
 }
 
 // compareChains looks at the chains and their rules.
-func (c *Conn) compareChains(f nft.Family, want nft.Table, s *structure) error {
+func (c *Conn) compareChains(f nft.Family, want nft.Table, layout nft.Structure, s *structure) error {
 	chains := map[string]map[uint16][]byte{}
 	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
 		name := unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])
@@ -205,7 +211,7 @@ func (c *Conn) compareChains(f nft.Family, want nft.Table, s *structure) error {
 		}
 	}
 	for name, attrs := range chains {
-		chain, ok := nft.ChainNamed(want, name)
+		chain, ok := nft.ChainNamed(want, layout, name)
 		if !ok {
 			s.Foreign = append(s.Foreign, name)
 			s.note(f, "chain %s is not ours", name)
@@ -264,10 +270,11 @@ func sameRules(f nft.Family, want []nft.Rule, listed [][]byte) bool {
 	return true
 }
 
-// Attributes that tell the kernel about sets of the same transaction; it does not list them.
+// Attributes that the kernel does not list: they tell it about sets of the same transaction, or are 0.
 const (
 	lookupSetID = 4 // NFTA_LOOKUP_SET_ID
 	dynsetSetID = 2 // NFTA_DYNSET_SET_ID
+	hashOffset  = unix.NFTA_HASH_OFFSET
 )
 
 // sameExpression compares an expression with what the kernel lists of it, which may be more than we wrote.
@@ -276,7 +283,7 @@ func sameExpression(ours, theirs []byte) bool {
 	if expressionName(theirs) != name {
 		return false
 	}
-	skip := map[string]uint16{"lookup": lookupSetID, "dynset": dynsetSetID}[name]
+	skip := map[string]uint16{"lookup": lookupSetID, "dynset": dynsetSetID, "hash": hashOffset}[name]
 	return name == "counter" || coversBut(skip, expressionData(ours), expressionData(theirs))
 }
 

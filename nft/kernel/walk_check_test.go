@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/binary"
 	"errors"
@@ -105,26 +104,19 @@ func elementText(f nft.Family, e *nft.Element) string {
 	return fmt.Sprintf("%s %s { %s }", f, set.Name(), e.Text(f, &set))
 }
 
-// incomplete names a frontend that leads to a chain or an endpoint that is not there.
+// incomplete names a frontend or a pool that leads to something that is not there.
 func (c *content) incomplete() string {
+	var found [len(nft.Families)]nft.Found
 	for i := range c {
-		t := &c[i]
-		for frontends, slots := range map[nft.SetID]nft.SetID{nft.Services: nft.Endpoints, nft.OutsideServices: nft.OutsideEndpoints} {
-			there := make(map[string]bool, len(t.bySet[slots]))
-			for _, e := range t.bySet[slots] {
-				there[string(e.Key())] = true
-			}
-			for _, e := range t.bySet[frontends] {
-				if _, ok := t.chains[e.Chain.Name()]; !ok {
-					return elementText(t.family, &e) + " leads nowhere"
-				}
-				for _, slot := range nft.SlotKeys(slots, []nft.Element{e}) {
-					if !there[string(slot.Key())] {
-						return elementText(t.family, &e) + " has not all its endpoints"
-					}
-				}
+		found[i].Elements = c[i].bySet
+		for _, e := range c[i].bySet[nft.Pools] {
+			if _, ok := c[i].chains[e.Chain.Name()]; !ok {
+				return elementText(c[i].family, &e) + " leads nowhere"
 			}
 		}
+	}
+	for _, d := range nft.Inconsistencies(&found) {
+		return d.Text
 	}
 	return ""
 }
@@ -138,7 +130,7 @@ type fact struct {
 
 func factsOf(e nft.Element) []fact {
 	switch e.Set {
-	case nft.Endpoints, nft.OutsideEndpoints:
+	case nft.Endpoints, nft.UncountedEndpoints:
 		key := string(e.Key())
 		set := string(rune('0' + e.Set))
 		return []fact{{slot: set + key}, {slot: set + key[:len(key)-4], data: string(e.Data())}}
@@ -151,7 +143,7 @@ func lacking(c *content, list [len(nft.Families)]nft.Listing) string {
 	for i := range list {
 		count := make(map[fact]int, 1024)
 		for set := range nft.NumSets {
-			if set == nft.Affinity || set == nft.RevisionSet {
+			if set == nft.Affinity || set == nft.RevisionSet { // its number may be any
 				continue
 			}
 			for _, e := range c[i].bySet[set] {
@@ -235,10 +227,10 @@ func (w *walker) verifyStructure(st *dataplane.State, list [len(nft.Families)]nf
 	w.t.Helper()
 	var found [len(nft.Families)]nft.Found
 	for i, f := range nft.Families {
-		s, err := w.eye.structure(f, list[i].Table)
+		s, err := w.eye.structure(f, list[i].Table, w.backend.model.Layout(f))
 		w.must(err)
 		if !s.sets || len(s.wrong) > 0 {
-			again, _ := w.eye.structure(f, list[i].Table)
+			again, _ := w.eye.structure(f, list[i].Table, w.backend.model.Layout(f))
 			w.fail("%s\nread again: %q", strings.Join(s.wrong, "\n"), again.wrong)
 		}
 		for id := range s.Chains {
@@ -249,18 +241,16 @@ func (w *walker) verifyStructure(st *dataplane.State, list [len(nft.Families)]nf
 		if s.Revision != w.backend.model.Revision(f) {
 			w.fail("%s: revision %v; the model has %v", f, s.Revision, w.backend.model.Revision(f))
 		}
-		for set, size := range s.Sizes {
-			if s.counted && size > 0 && s.counts[set] > int(size) {
-				w.fail("%s %s: %d elements in a set of size %d", f, nft.SetID(set), s.counts[set], size)
-			}
-			if size > 1024 && nft.SetID(set) != nft.Affinity {
+		for set, n := range s.counts {
+			if n > 1024 && nft.SetID(set) != nft.Affinity {
 				w.count["large sets seen"]++
 			}
 		}
 		found[i] = s.Found
 	}
 	var fresh nft.Model
-	if fresh.Plan(st, dataplane.Change{}); !fresh.Adopt(&found) {
+	fresh.Load(st)
+	if fresh.Stale(&found).Any() {
 		w.fail("another process would not adopt what is there")
 	}
 }
@@ -276,7 +266,7 @@ func (w *walker) verifyQuiet() {
 	if w.backend.trust != certain {
 		w.fail("the backend does not trust itself: %d", w.backend.trust)
 	}
-	r, err := w.backend.Apply(w.planner.State(), w.change(w.planner.State()))
+	r, err := w.backend.ApplyAll(w.planner.State(), w.change(w.planner.State()))
 	w.must(err)
 	if after, err := w.eye.generation(); err != nil || after != before || r.Bytes > 0 {
 		w.fail("there was nothing to write; generation %d became %d: %+v", before, after, r)
@@ -329,13 +319,6 @@ func (w *walker) acknowledged() {
 
 func (m member) compare(o member) int { return cmp.Or(cmp.Compare(m.pool, o.pool), m.ep.Compare(o.ep)) }
 
-// memberOf reads an element of StickyEndpoints.
-func memberOf(f nft.Family, e *nft.Element) member {
-	key := e.Key()
-	a, _ := netip.AddrFromSlice(key[4 : 4+f.AddrLen()])
-	return member{binary.NativeEndian.Uint32(key), netip.AddrPortFrom(a, binary.BigEndian.Uint16(key[4+f.AddrLen():]))}
-}
-
 // verifyAffinity says that no client stays with an endpoint that is gone, and that all others do stay.
 func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing) {
 	w.t.Helper()
@@ -345,13 +328,13 @@ func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing)
 		w.handle(i, info)
 		w.members[i] = map[member]bool{}
 		for _, e := range list[i].Elements[nft.StickyEndpoints] {
-			w.members[i][memberOf(f, &e.Element)] = true
+			w.members[i][member{e.ID(), e.Member()}] = true
 		}
 		there := map[nft.Element]bool{}
 		for _, e := range c[i].bySet[nft.Affinity] {
 			there[e] = true
-			if id, ep := e.AffinityOf(f); !w.members[i][member{id, ep}] {
-				w.fail("%s: a client stays with %v, which is gone", f, ep)
+			if !w.members[i][member{e.ID(), e.Target()}] {
+				w.fail("%s: a client stays with %v, which is gone", f, e.Target())
 			}
 		}
 		for e := range w.clients[i] {
@@ -397,9 +380,7 @@ func (w *walker) remember() {
 // client gives the entry of another client of an endpoint.
 func (w *walker) client(f nft.Family, m member) nft.Element {
 	w.nextIP++
-	ip := bytes.Repeat([]byte{1}, f.AddrLen())
-	binary.BigEndian.PutUint32(ip[f.AddrLen()-4:], 0x64000000+uint32(w.nextIP))
-	key := binary.NativeEndian.AppendUint32(ip, m.pool)
+	key := binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, m.pool), uint32(w.nextIP))
 	data := binary.BigEndian.AppendUint16(m.ep.Addr().AsSlice(), m.ep.Port())
 	e, _ := nft.ElementFrom(f, nft.Affinity, key, nil, append(data, 0, 0), "", "")
 	return e

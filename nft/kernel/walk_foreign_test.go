@@ -107,7 +107,7 @@ var edits = []edit{
 	{"add set", func(h *hand) { h.set("mine") }},
 	{"set of another kind", func(h *hand) {
 		h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
-		name := oneOf(h.w.r, nft.Hairpin, nft.ClusterIPs, nft.Sticky, nft.Affinity).String()
+		name := oneOf(h.w.r, nft.Hairpin, nft.ClusterIPs, nft.Pools, nft.Affinity).String()
 		h.deleteSet(name)
 		if h.w.r.IntN(2) == 0 {
 			h.set(name)
@@ -207,8 +207,8 @@ func (h *hand) rule(chain string, flags uint16, does ...nft.Statement) {
 
 // addChain adds a chain: of a strange name, or of a name of ours, with or without what that name promises.
 func (h *hand) addChain() {
-	name := oneOf(h.w.r, "mine", "pick-77", "pick-077", "sticky-78", "outside-pick-79", "remember-5")
-	c, ours := nft.ChainNamed(nft.Everything(h.family(), nft.Structure{}), name)
+	name := oneOf(h.w.r, "mine", "pick-77", "pick-077", "sticky-78", "uncounted-pick-79", "remember-5")
+	c, ours := nft.ChainNamed(nft.Everything(h.family(), nft.Structure{}), nft.Structure{}, name)
 	if ours && h.w.r.IntN(2) == 0 && name != "sticky-78" {
 		h.b.newChain(h.family(), &c)
 		h.b.rules(h.family(), &c)

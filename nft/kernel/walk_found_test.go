@@ -74,7 +74,7 @@ func TestSocketsAreReplaced(t *testing.T) {
 			}
 			change := s.change(lost % 4)
 			for try, well := 0, 0; well < 2; try++ { // each of the three may be missed at another time
-				_, err := b.Apply(s.planner.State(), change)
+				_, err := b.ApplyAll(s.planner.State(), change)
 				if err == nil {
 					b.sweep.order(0, 1, time.Now())
 					_, _, err = b.Check()
@@ -128,7 +128,7 @@ func TestRefusedInDoubt(t *testing.T) {
 	}
 	s.nft("flush map ip verdict endpoints")
 	var refused *dataplane.Refused
-	if _, err := s.backend.Apply(&state, dataplane.Change{Services: []snapshot.Name{bad}}); !errors.As(err, &refused) {
+	if _, err := s.backend.ApplyAll(&state, dataplane.Change{Services: []snapshot.Name{bad}}); !errors.As(err, &refused) {
 		t.Fatalf("got %v", err)
 	}
 	s.apply(dataplane.Change{})
@@ -159,10 +159,10 @@ func TestOrphansAreLookedAt(t *testing.T) {
 	s.nft("flush map ip verdict endpoints")
 	s.backend = open(t, s.host, Options{Own: true})
 	sick(s.backend.reader, nil, slices.Concat(make([]error, 4), []error{unix.ENOMEM}))
-	if _, err := s.backend.Apply(s.planner.State(), dataplane.Change{}); err == nil {
+	if _, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{}); err == nil {
 		t.Fatal("no error")
 	}
-	_, err := s.backend.Apply(s.planner.State(), dataplane.Change{})
+	_, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{})
 	labtest.Check(t, err)
 	if found := check(t, s.backend); found == nil {
 		t.Error("nothing was found")
@@ -203,16 +203,17 @@ func TestHardToSee(t *testing.T) {
 		def := nft.SetByID(set)
 		return l[0].Elements[set][0].Element.Text(nft.IPv4, &def)
 	}
-	key, _, _ := strings.Cut(text(nft.Services), " comment")
-	slot := key[:strings.LastIndex(key, " . ")] + " . 9999 . 7"
+	key, _, _ := strings.Cut(text(nft.Pools), " comment")
+	sources, _, _ := strings.Cut(text(nft.SourceRanges), " comment")
+	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
-	structure, err := s.backend.reader.structure(nft.IPv4, s.backend.model.Structure(nft.IPv4))
+	structure, err := s.backend.reader.structure(nft.IPv4, s.backend.model.Structure(nft.IPv4), s.backend.model.Layout(nft.IPv4))
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
-		"a jump": {"delete element ip verdict services { " + key + " }\nadd element ip verdict services { " +
-			strings.Replace(text(nft.Services), "goto", "jump", 1) + " }", "is now { "},
-		"a comment": {"delete element ip verdict source-ranges { " + text(nft.SourceRanges) + " }\nadd element ip verdict source-ranges { " +
-			text(nft.SourceRanges) + " comment \"x\" }", "is gone"},
+		"a jump": {"delete element ip verdict pools { " + key + " }\nadd element ip verdict pools { " +
+			strings.Replace(text(nft.Pools), "goto", "jump", 1) + " }", "is now { "},
+		"a comment": {"delete element ip verdict source-ranges { " + sources + " }\nadd element ip verdict source-ranges { " +
+			sources + " comment \"x\" }", "is gone"},
 		stray: {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
 	} {
 		s.nft(c.nft)
@@ -234,7 +235,7 @@ func TestNearlyOurs(t *testing.T) {
 	other := open(t, s.host, Options{})
 	set := nft.SetByID(nft.Affinity)
 	set.Size = 10
-	chain, _ := nft.ChainNamed(nft.Everything(nft.IPv4, nft.Structure{}), "pick-77")
+	chain, _ := nft.ChainNamed(nft.Everything(nft.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
 	for want, edit := range map[string]func(b *batch){
 		"set affinity is another one": func(b *batch) {
 			b.end(b.object(nft.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
@@ -264,7 +265,7 @@ func TestNearlyOurs(t *testing.T) {
 	}
 }
 
-// TestStraySlots: slots that no frontend leads to are in the way when a Service gets more endpoints. That is not the Service's fault,
+// TestStraySlots: slots that no pool leads to are in the way when a Service gets more endpoints. That is not the Service's fault,
 // also where the kernel does not count elements and the map is too large to be listed.
 func TestStraySlots(t *testing.T) {
 	for _, endpoints := range []int{1, 3} {
@@ -276,7 +277,8 @@ func TestStraySlots(t *testing.T) {
 		}
 		s.apply(grow(endpoints))
 		for _, svc := range s.planner.State().Services {
-			s.nft(fmt.Sprintf("add element ip verdict endpoints { %s . tcp . 80 . %d : 192.0.2.1 . 1 }", svc.ClusterIPs[0], endpoints))
+			id := s.poolAt(dataplane.Key{Addr: svc.ClusterIPs[0], Protocol: snapshot.TCP, Port: 80})
+			s.nft(fmt.Sprintf("add element ip verdict endpoints { %x:%x . tcp . %d : 192.0.2.1 . 1 }", id>>16, id&0xffff, endpoints))
 		}
 		check(t, s.backend) // perhaps nothing is found
 		s.apply(grow(endpoints + 1))
@@ -284,22 +286,12 @@ func TestStraySlots(t *testing.T) {
 	}
 }
 
-// TestStoppedMidway: slots that a process left in large maps when it was stopped between two steps are found by the next.
-func TestStoppedMidway(t *testing.T) {
-	s := newSite(t, 0, Options{})
-	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, 3)))
-	s.apply(change)
-	s.backend.missed, _ = s.planner.Apply(s.snap, s.snap.Apply(large(4, 1)))
-	txn, err := s.backend.plan(s.planner.State())
-	labtest.Check(t, err)
-	steps := txn.Split(1)
-	for _, step := range steps[:len(steps)-2] {
-		labtest.Check(t, s.backend.sendStep(step))
-	}
-	s.restart(Options{})
-	s.backend.dumpMost = 1
-	s.apply(dataplane.Change{})
-	quiet(t, s.backend)
+// poolAt gives the pool of a frontend, as the kernel has it.
+func (s *site) poolAt(k dataplane.Key) (id uint32) {
+	s.t.Helper()
+	key := nft.FrontendKeys(dataplane.Counted{Key: k})[0]
+	labtest.Check(s.t, s.backend.reader.get(nft.IPv4, key.Set, []nft.Element{key}, func(e nft.Element) { id = e.PoolID() }))
+	return id
 }
 
 // TestNobodyIsToBlame: Services are not refused for what is no fault of theirs.
@@ -327,7 +319,7 @@ func TestNobodyIsToBlame(t *testing.T) {
 			change = s.change(i % 6)
 		}
 		var refused *dataplane.Refused
-		if _, err := s.backend.Apply(s.planner.State(), change); errors.As(err, &refused) {
+		if _, err := s.backend.ApplyAll(s.planner.State(), change); errors.As(err, &refused) {
 			t.Errorf("%d: %v", n, err)
 		}
 		f.disarm()
@@ -366,55 +358,23 @@ func TestRefusedInSteps(t *testing.T) {
 	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
 	f := &faulty{wire: s.backend.conn.wire}
 	for _, wire := range []wire{f, &terse{f}} {
-		for most := 2000; most < 20000; most += 500 {
+		for most := 10000; most < 60000; most += 5000 {
 			f.most, s.backend.conn.wire, s.backend.conn.sendMax = most, wire, 0
 			var refused *dataplane.Refused
-			_, err := s.backend.Apply(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
+			_, err := s.backend.ApplyAll(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
 			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
 				t.Errorf("with %d bytes, %T: %v", most, wire, err)
 			}
-			f.most, s.backend.conn.wire, s.backend.conn.sendMax = 0, f, 0
+			f.most, s.backend.conn.wire, s.backend.conn.sendMax, s.backend.room = 0, f, 0, 0
 			s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
 			quiet(t, s.backend)
 		}
 	}
 }
 
-// TestStepsWithNothingNew: the kernel does not count a transaction in which nothing is new. If one of several steps is such, that is
-// not taken for others at work, and the Services are still named.
-func TestStepsWithNothingNew(t *testing.T) {
-	s := newSite(t, 6, Options{})
-	var bad snapshot.Name
-	for n, svc := range s.planner.State().Services {
-		if leads(svc) {
-			bad = n
-		}
-	}
-	state := *s.planner.State()
-	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
-	s.backend.missed = dataplane.Change{Services: sortedKeys(s.planner.State().Services)}
-	txn, err := s.backend.plan(&state)
-	labtest.Check(t, err)
-	before := s.backend.generation
-	nothing := &nft.Txn{}
-	nothing.Tables[0].Add[nft.ClusterIPs] = s.backend.model.Holds([]snapshot.Name{bad})[0][nft.ClusterIPs]
-	labtest.Check(t, s.backend.sendStep(nothing))
-	if s.backend.generation != before {
-		t.Errorf("what was there is counted: generation %d, before %d", s.backend.generation, before)
-	}
-	s.backend.strays = true // as if everything had been listed, and nothing found in the way
-	var refused *dataplane.Refused
-	if err := s.backend.commitSteps(txn, 1); !errors.As(err, &refused) || refused.Services[bad] == nil {
-		t.Errorf("not named: %v", err)
-	}
-	s.backend.trust = doubtful
-	s.apply(dataplane.Change{})
-	quiet(t, s.backend)
-}
-
-// TestReplacedInSteps replaces so much in steps that sets hold more, for a while, than they have room for: where they grow, where it
-// is known that they do not, and where that has yet to be found out.
-func TestReplacedInSteps(t *testing.T) {
+// TestLittleRoom replaces all addresses where a process may send little at once: it takes several transactions, after each of which
+// every frontend is one that was or one that should be. Tables that cannot be mended are made anew in as many.
+func TestLittleRoom(t *testing.T) {
 	state := func(third byte) *dataplane.State {
 		d := large(680, 1)
 		for _, svc := range d.Services {
@@ -427,27 +387,41 @@ func TestReplacedInSteps(t *testing.T) {
 		st, _ := dataplane.Compute(configs["unknown"], snap)
 		return st
 	}
-	grow := !linuxBefore(t, 6, 3)
 	for name, c := range map[string]struct {
-		prepare func(b *Backend)
-		full    bool
-	}{
-		"as the kernel is":   {func(*Backend) {}, !grow},
-		"known not to grow":  {func(b *Backend) { b.model.Fixed = true }, true},
-		"found not to grow":  {func(b *Backend) { b.conn.wire = &oldSets{b.conn.wire} }, true},
-		"nobody knows, anew": {func(b *Backend) { b.conn.wire, b.trust = &oldSets{b.conn.wire}, doubtful }, true},
-	} {
+		trust trust
+		full  bool
+	}{"a change": {certain, false}, "a correction": {doubtful, true}, "anew": {broken, true}} {
 		t.Run(name, func(t *testing.T) {
 			_, b := host(t)
 			apply(t, b, state(0))
-			c.prepare(b)
 			b.conn.wire = &faulty{wire: b.conn.wire, most: 60 << 10}
-			b.conn.sendMax = 0
+			b.conn.sendMax, b.trust = 0, c.trust
 			st := state(1)
-			r, err := b.Apply(st, dataplane.Change{Services: sortedKeys(st.Services)})
-			labtest.Check(t, err)
-			if r.Full != c.full || b.model.Fixed != c.full {
-				t.Errorf("made anew: %v, sets cannot grow: %v; want %v of both", r.Full, b.model.Fixed, c.full)
+			may := map[string]bool{}
+			for _, s := range []*dataplane.State{state(0), st} {
+				for i, l := range nft.List(s) {
+					for _, e := range l.Elements[nft.Services] {
+						may[elementText(nft.Families[i], &e.Element)] = true
+					}
+				}
+			}
+			change, parts, full := dataplane.Change{Services: sortedKeys(st.Services)}, 0, false
+			for left := true; left; parts++ {
+				r, err := b.Apply(st, change)
+				labtest.Check(t, err)
+				full, left, change = full || r.Full, len(r.Left) > 0, dataplane.Change{}
+				listed, err := b.List()
+				labtest.Check(t, err)
+				for i, l := range listed {
+					for _, e := range l.Elements[nft.Services] {
+						if text := elementText(nft.Families[i], &e.Element); !may[text] {
+							t.Fatalf("part %d: %s", parts, text)
+						}
+					}
+				}
+			}
+			if full != c.full || parts < 5 {
+				t.Errorf("made anew: %v, in %d parts", full, parts)
 			}
 			if got, want := held(t, b), wanted(st); got != want {
 				t.Fatal(labtest.FirstDifference(got, want))
@@ -457,27 +431,45 @@ func TestReplacedInSteps(t *testing.T) {
 	}
 }
 
-// TestRebuildLetsGo: where sets cannot grow, everything is made anew when one is full; chains that are no longer needed go, too.
-func TestRebuildLetsGo(t *testing.T) {
-	_, b := host(t)
-	b.model.Fixed = true
-	snap, planner := snapshot.New(), dataplane.NewPlanner(configs["unknown"])
-	for i, services := range []int{600, 1100, 1700} {
-		change, _ := planner.Apply(snap, snap.Apply(large(services, i+1)))
-		r, err := b.Apply(planner.State(), change)
-		labtest.Check(t, err)
-		if !r.Full || i > 0 && b.tables[0].handle == 0 {
-			t.Errorf("%d Services: %+v", services, r)
-		}
-		chains := map[string]bool{}
-		labtest.Check(t, b.reader.objects(nft.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
-			chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = true
-		}))
-		if pick := fmt.Sprintf("pick-%d", i); chains[pick] {
-			t.Errorf("%s is still there", pick)
-		}
-		quiet(t, b)
+// TestOthersOvertake changes one Service while another is so large that it takes many transactions: the small one is in with the next.
+func TestOthersOvertake(t *testing.T) {
+	s := newSite(t, 0, Options{})
+	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, 3)))
+	s.apply(change)
+	giant := &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "giant"}, ClusterIPs: []netip.Addr{addr("10.96.9.9")}}
+	for i := range 4000 {
+		giant.ExternalIPs = append(giant.ExternalIPs, netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
 	}
+	for p := range 10 {
+		giant.Ports = append(giant.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
+	}
+	change, _ = s.planner.Apply(s.snap, s.snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{giant.Name: giant}}))
+	r, err := s.backend.Apply(s.planner.State(), change)
+	labtest.Check(t, err)
+	if len(r.Left) != 1 || r.Added > 2*writeAtOnce {
+		t.Fatalf("after the first transaction: %d elements, left %v", r.Added, r.Left)
+	}
+	small := large(4, 5)
+	change, _ = s.planner.Apply(s.snap, s.snap.Apply(small))
+	r, err = s.backend.Apply(s.planner.State(), change)
+	labtest.Check(t, err)
+	for n := range small.Services {
+		if slices.Contains(r.Left, n) {
+			t.Errorf("%s waits for %s", n, giant.Name)
+		}
+		k := dataplane.Key{Addr: small.Services[n].ClusterIPs[0], Protocol: snapshot.TCP, Port: 80}
+		pool := nft.PoolKey(s.poolAt(k))
+		labtest.Check(t, s.backend.reader.get(nft.IPv4, nft.Pools, []nft.Element{pool}, func(e nft.Element) {
+			if e.Chain.N != 5 {
+				t.Errorf("%s leads to %s", n, e.Chain.Name())
+			}
+		}))
+	}
+	if len(r.Left) != 1 {
+		t.Errorf("left %v", r.Left)
+	}
+	s.apply(dataplane.Change{})
+	quiet(t, s.backend)
 }
 
 // TestChainsOfOneName: others give a chain the name of one that they add in the same transaction. The kernel has both then, and a name
@@ -522,37 +514,4 @@ func chainHandles(t *testing.T, c *Conn) map[string][]byte {
 		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 	}))
 	return handles
-}
-
-// oldSets is a wire to a kernel like those before Linux 6.3: it takes a set that is there with another size, and does nothing.
-type oldSets struct{ wire }
-
-func (w *oldSets) send(b []byte) error {
-	sizes := true
-	_ = eachMessage(b, func(h header, _ []byte) error {
-		sizes = sizes && (h.typ == unix.NFNL_MSG_BATCH_BEGIN || h.typ == unix.NFNL_MSG_BATCH_END || h.typ == subsystem|unix.NFT_MSG_NEWSET)
-		return nil
-	})
-	if sizes && verbOf(b) == verbBatch {
-		return nil
-	}
-	return w.wire.send(b)
-}
-
-// TestNothingDoneIsNotCounted: a kernel whose sets do not grow is asked for that. It counts no transaction then, so what others write
-// right afterwards must not be taken for it.
-func TestNothingDoneIsNotCounted(t *testing.T) {
-	s := newSite(t, 1, Options{})
-	s.backend.conn.wire = &oldSets{s.backend.conn.wire}
-	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(1500, 1)))
-	s.apply(change)
-	if !s.backend.model.Fixed {
-		t.Error("the sets are taken for such that grow")
-	}
-	s.nft("flush map ip verdict endpoints")
-	if found := check(t, s.backend); found == nil {
-		t.Error("nothing was found")
-	}
-	s.apply(dataplane.Change{})
-	quiet(t, s.backend)
 }

@@ -121,29 +121,31 @@ func frontendsOf(st *dataplane.State) map[string]string {
 	list := nft.List(st)
 	out := map[string]string{}
 	for i, f := range nft.Families {
-		for _, v := range views {
-			slots := map[string][]string{}
-			for _, e := range list[i].Elements[v.slots] {
-				key := e.Key()
-				key = key[:len(key)-4]
-				slots[string(key)] = append(slots[string(key)], string(e.Data()))
+		slots := map[uint32][]string{}
+		for _, set := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
+			for _, e := range list[i].Elements[set] {
+				slots[e.ID()] = append(slots[e.ID()], string(e.Data()))
 			}
-			for _, e := range list[i].Elements[v.frontends] {
-				out[viewKey(f, v.frontends, e.Key())] = endpointsText(slots[string(e.Key())])
+		}
+		for _, side := range sides {
+			for _, e := range list[i].Elements[side[0]] {
+				out[viewKey(f, side[0], e.Key())] = endpointsText(slots[e.PoolID()])
+				out[portKey(f, &e.Element)] += endpointsText(slots[e.PoolID()])
 			}
 		}
 	}
 	return out
 }
 
-// view is a map of frontends with the map of their slots.
-type view struct{ frontends, slots nft.SetID }
-
-var views = []view{{nft.Services, nft.Endpoints}, {nft.OutsideServices, nft.OutsideEndpoints}}
+// sides are the maps of frontends: counted and not.
+var sides = [][2]nft.SetID{{nft.Services, nft.UncountedServices}, {nft.OutsideServices, nft.UncountedOutsideServices}}
 
 func viewKey(f nft.Family, set nft.SetID, key []byte) string {
 	return fmt.Sprintf("%v %v %x", f, set, key)
 }
+
+// portKey stands for all frontends of a port: written in parts, one that is about to go may lead where those lead that came.
+func portKey(f nft.Family, e *nft.Element) string { return f.String() + " " + e.Comment }
 
 func endpointsText(data []string) string {
 	slices.Sort(data)
@@ -159,7 +161,7 @@ func (o *observer) run() {
 			return
 		case <-time.After(200 * time.Microsecond):
 		}
-		err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, views...), r)
+		err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, sides...), r)
 		if err != nil && !errors.Is(err, unix.EINTR) { // so much was written meanwhile that it saw nothing
 			o.mu.Lock()
 			o.bad = err.Error()
@@ -170,7 +172,7 @@ func (o *observer) run() {
 }
 
 // look reads all frontends with their chains, and the endpoints of one, and judges them if nothing was written meanwhile.
-func (o *observer) look(f nft.Family, v view, r *rand.Rand) error {
+func (o *observer) look(f nft.Family, side [2]nft.SetID, r *rand.Rand) error {
 	o.mu.Lock()
 	epoch, idle := o.epoch, o.may == nil
 	o.mu.Unlock()
@@ -178,9 +180,16 @@ func (o *observer) look(f nft.Family, v view, r *rand.Rand) error {
 	if err != nil || idle {
 		return err
 	}
-	listed, err := o.conn.Elements(f, v.frontends)
-	if err != nil || len(listed) == 0 {
-		return err
+	var listed []nft.Listed
+	for _, set := range side {
+		some, err := o.conn.Elements(f, set)
+		if err != nil {
+			return err
+		}
+		listed = append(listed, some...)
+	}
+	if len(listed) == 0 {
+		return nil
 	}
 	chains := map[string]bool{}
 	err = o.conn.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
@@ -190,11 +199,13 @@ func (o *observer) look(f nft.Family, v view, r *rand.Rand) error {
 		return err
 	}
 	one := oneOf(r, listed...).Element
+	var pool nft.Element
 	var endpoints []string
-	err = o.conn.get(f, v.slots, nft.SlotKeys(v.slots, []nft.Element{one}), func(e nft.Element) {
-		endpoints = append(endpoints, string(e.Data()))
-	})
-	if err != nil {
+	err = o.conn.get(f, nft.Pools, []nft.Element{nft.PoolKey(one.PoolID())}, func(e nft.Element) { pool = e })
+	if keys := pool.SlotKeys(one.FrontendKey().Protocol); err == nil && len(keys) > 0 {
+		err = o.conn.get(f, keys[0].Set, keys, func(e nft.Element) { endpoints = append(endpoints, string(e.Data())) })
+	}
+	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return err
 	}
 	after, err := o.conn.generation()
@@ -206,24 +217,23 @@ func (o *observer) look(f nft.Family, v view, r *rand.Rand) error {
 	if epoch != o.epoch {
 		return nil
 	}
-	for i := range listed {
-		if e := &listed[i].Element; !chains[e.Chain.Name()] {
-			return fmt.Errorf("%s leads nowhere", elementText(f, e))
-		}
+	if !chains[pool.Chain.Name()] {
+		return fmt.Errorf("%s leads nowhere: its pool is %s", elementText(f, &one), elementText(f, &pool))
 	}
 	o.seen++
-	return o.judge(f, v.frontends, &one, endpoints)
+	return o.judge(f, side[0], &one, &pool, endpoints)
 }
 
 // judge says whether a frontend may have the endpoints that it has.
-func (o *observer) judge(f nft.Family, set nft.SetID, e *nft.Element, endpoints []string) error {
-	if n := int(e.Chain.N); n != len(endpoints) {
-		return fmt.Errorf("%s has %d endpoints", elementText(f, e), len(endpoints))
+func (o *observer) judge(f nft.Family, set nft.SetID, e, pool *nft.Element, endpoints []string) error {
+	if n := int(pool.Chain.N); n != len(endpoints) {
+		return fmt.Errorf("%s has %d endpoints", elementText(f, pool), len(endpoints))
 	}
 	may := o.may[viewKey(f, set, e.Key())]
 	if slices.Contains(may, endpointsText(endpoints)) {
 		return nil
 	}
+	may = slices.Concat(may, o.may[portKey(f, e)])
 	for _, ep := range endpoints {
 		if !o.partly || !slices.ContainsFunc(may, func(m string) bool { return strings.Contains(m, fmt.Sprintf("%x", ep)) }) {
 			return fmt.Errorf("%s has the endpoints %s; before and after it has %s", elementText(f, e), endpointsText(endpoints), may)

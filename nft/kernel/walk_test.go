@@ -263,7 +263,6 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 		return err
 	}))
 	w.backend.dial, w.backend.dumpMost = w.dial, oneOf(w.r, dumpMost, 200)
-	w.backend.model.Fixed = w.r.IntN(5) == 0
 	w.wrap()
 	for _, f := range nft.Families {
 		info, err := w.eye.table(f)
@@ -272,7 +271,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 			w.renewed = true // a table that nobody wished to own cannot be claimed
 		}
 	}
-	w.note("begins with %+v, owns %v, fixed %v", w.options, w.backend.Owns(), w.backend.model.Fixed)
+	w.note("begins with %+v, owns %v", w.options, w.backend.Owns())
 }
 
 // anyConfig gives what a process may be told to be.
@@ -351,6 +350,16 @@ func (w *walker) apply(want *dataplane.State) error {
 	}
 	change := w.change(want)
 	r, err := w.backend.Apply(want, change)
+	for err == nil && len(r.Left) > 0 { // what is in stays in
+		if risky || w.refusable {
+			before = w.content()
+		}
+		w.count["parts"]++
+		w.renewed = w.renewed || r.Full
+		var more dataplane.Receipt
+		more, err = w.backend.Apply(want, dataplane.Change{})
+		r = r.Then(more)
+	}
 	w.wrap()
 	w.renewed = w.renewed || w.meddled || w.faults.lies > 0
 	if err == nil {
@@ -368,6 +377,7 @@ func (w *walker) apply(want *dataplane.State) error {
 	w.note("  %v", err)
 	var refused *dataplane.Refused
 	small := w.faults.most > 0 && errors.Is(err, unix.EMSGSIZE)
+	w.renewed = w.renewed || small // what could not be mended will be made anew
 	switch isRefusal := errors.As(err, &refused); {
 	case isRefusal && !w.refusable && w.faults.lies < 2: // the second lie is about whom to blame
 		w.fail("Services are refused that did no wrong: %v", err)
@@ -389,7 +399,7 @@ func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) 
 		w.count["failed: all as before"]++
 	case unclear && lacking(&now, nft.List(want)) == "":
 		w.count["failed: all in"]++
-	case unclear && (w.faults.steps > 0 || w.faults.most > 0):
+	case unclear && (w.faults.steps > 0 || w.faults.most > 0 || w.backend.room > 0):
 		w.count["failed: half in"]++
 		if bad := now.incomplete(); bad != "" && before.incomplete() == "" {
 			w.fail("a transaction stopped midway, and %s", bad)

@@ -22,26 +22,35 @@ type FrontendCount struct {
 	Scheduled bool
 	// Sticky says that clients are remembered.
 	Sticky bool
+	// Pool is the id of the pool that it leads to, which other frontends may share.
+	Pool uint32
+	// Uncounted says that nothing is counted here, since counters would take too much memory. Packets is 0 then.
+	Uncounted bool
 	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes the
-	// frontend anew, as it must if anything above changes.
+	// frontend anew, as it does if another Pool or nobody answers now, or nobody did; for the latter, ports with more than
+	// MostCountedAnew frontends are not written.
 	Packets uint64
 }
+
+// MostCountedAnew is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its last one goes. With
+// more, what was counted since the last reading is taken for what it would be now: so many elements are not worth it.
+const MostCountedAnew = 64
 
 // EndpointCount is what was counted at one endpoint.
 type EndpointCount struct {
 	// Counted is the frontend that was asked for.
 	Counted
 	Endpoint netip.AddrPort
-	// Place tells this count from others of the same endpoint; frontends may share one.
+	// Place tells this count from others of the same endpoint.
 	Place Place
-	// Packets counts new connections. It begins at 0 whenever the backend writes the place anew.
+	// Packets counts new connections, at all frontends of the pool. It begins at 0 whenever the backend writes the place anew.
 	Packets uint64
 }
 
-// Place is where an endpoint is counted: a slot of a frontend or, if Pool is not 0, a pool that remembers its clients.
+// Place is where an endpoint is counted: a slot of a pool or, if it is Sticky, as a member of one that remembers its clients.
 type Place struct {
-	Counted
-	Slot, Pool uint32
+	Pool, Slot uint32
+	Sticky     bool
 }
 
 // RefusedCount is what was counted of packets that got no endpoint, whatever they were sent to.

@@ -1,8 +1,12 @@
 package dataplane
 
-import "time"
+import (
+	"time"
 
-// Receipt says what one transaction wrote. The zero Receipt says that there was nothing to write.
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Receipt says what one transaction, or several one after the other, wrote. The zero Receipt says that there was nothing to write.
 type Receipt struct {
 	// Full says that everything was written anew.
 	Full bool
@@ -10,8 +14,24 @@ type Receipt struct {
 	Adopted bool
 	// Added, Replaced and Removed count elements, or what a backend has instead of them.
 	Added, Replaced, Removed int
+	// Left are Services that are not, or not wholly, written yet: the backend goes on with them when it is called again.
+	Left []snapshot.Name
 	// Messages and Bytes are what was sent to the kernel.
 	Messages, Bytes int
 	// Plan, Encode and Commit are the time spent on compiling and comparing, on writing the bytes, and in the kernel.
 	Plan, Encode, Commit time.Duration
+}
+
+// Then gives what two transactions wrote together, the second after the first.
+func (r Receipt) Then(o Receipt) Receipt {
+	r.Full, r.Adopted, r.Left = r.Full || o.Full, r.Adopted && o.Adopted, o.Left
+	r.Added += o.Added
+	r.Replaced += o.Replaced
+	r.Removed += o.Removed
+	r.Messages += o.Messages
+	r.Bytes += o.Bytes
+	r.Plan += o.Plan
+	r.Encode += o.Encode
+	r.Commit += o.Commit
+	return r
 }

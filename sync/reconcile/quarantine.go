@@ -208,12 +208,12 @@ func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {
 }
 
 // release takes note that the kernel took the state, and all that was on trial in it.
-func (l *Loop) release() {
-	l.want.succeed()
+func (l *Loop) release(left []snapshot.Name) {
+	l.want.succeed(left)
 	scheduled := 0
 	for n, a := range l.want.aside {
 		switch {
-		case !a.trial:
+		case !a.trial, slices.Contains(left, n):
 			continue
 		case a.plain:
 			scheduled++

@@ -16,8 +16,9 @@ import (
 
 // Backend makes the kernel carry states. It is told states, not chores; a Change only says where to look.
 type Backend interface {
-	// Apply takes the kernel from what it holds to a state, as one transaction. After an error the kernel still holds what
-	// it held before, and the next Apply must look at the whole state, whatever its Change says. That Change is from the last
+	// Apply takes the kernel from what it holds to a state, as one transaction, or if that would be too large a part of the way: then
+	// Receipt.Left names the Services that are to be gone on with when it is called again, which may be with another state. After
+	// an error the kernel still holds what it held before, and the next Apply must look at the whole state, whatever its Change says. That Change is from the last
 	// state that was acknowledged: a backend which knows that the kernel holds just that may as well go by it.
 	//
 	// If the kernel refuses what belongs to some Services, the error wraps a *dataplane.Refused that names them.
@@ -82,6 +83,10 @@ type Loop struct {
 	wrote bool
 	// behind says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	behind bool
+	// left says that the backend has not written all of the state yet, and parts and began are what it has written of it, since when.
+	left  bool
+	parts dataplane.Receipt
+	began time.Time
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
 	retryAt   time.Time
 	retryWait time.Duration
@@ -131,7 +136,9 @@ func (l *Loop) Run(ctx context.Context) error {
 		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
-			l.settle()
+			if !l.left {
+				l.settle()
+			}
 			continue
 		}
 		l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", l.retryWait)
@@ -146,6 +153,9 @@ func (l *Loop) Run(ctx context.Context) error {
 // restAfter gives how long to rest after a step that took so long.
 func (l *Loop) restAfter(took time.Duration) time.Duration {
 	rest := min(restFactor*took, restMost)
+	if l.left {
+		return took / restFactor // others may want to write to the kernel, too
+	}
 	if l.LeastRest != nil && l.wrote {
 		rest = max(rest, l.LeastRest())
 	}
@@ -195,8 +205,11 @@ func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 
 // turn gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
 func (l *Loop) turn() (due time.Time, check bool) {
-	if l.behind {
+	if l.behind && !l.left {
 		return l.retryAt, false
+	}
+	if l.left {
+		return time.Now(), false
 	}
 	if due, any := l.want.nextTrial(); any && due.Before(l.checkAt) {
 		return due, false
@@ -231,18 +244,28 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	if !l.behind {
 		l.want.try(start)
 	}
-	if l.want.acknowledged() && !l.behind && l.foreign == 0 {
+	if l.want.acknowledged() && !l.behind && l.foreign == 0 && !l.left {
 		l.publish() // a Service that is gone may have been aside, and nothing of it in force
 		return nil
 	}
 	r, err := l.write(ctx)
 	l.publish()
 	if err != nil {
-		l.behind = true
+		l.behind, l.left, l.parts = true, false, dataplane.Receipt{}
 		return err
 	}
+	if l.left {
+		r = l.parts.Then(r)
+	} else {
+		l.began = start
+	}
+	if l.left = len(r.Left) > 0; l.left {
+		l.parts = r
+		return nil
+	}
+	l.parts = dataplane.Receipt{}
 	t := Transaction{
-		Receipt: r, Policy: policy, Total: time.Since(start), Services: len(l.want.asked().Services),
+		Receipt: r, Policy: policy, Total: time.Since(l.began), Services: len(l.want.asked().Services),
 		Quarantined: len(l.Quarantined()), Unscheduled: len(l.Unscheduled()), Foreign: l.foreign,
 	}
 	l.foreign = 0
@@ -256,7 +279,7 @@ func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 	for {
 		r, err := l.Backend.Apply(l.want.ask())
 		if err == nil {
-			l.release()
+			l.release(r.Left)
 			return r, nil
 		}
 		l.want.failed()

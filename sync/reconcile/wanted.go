@@ -46,9 +46,20 @@ func (w *wanted) ask() (*dataplane.State, dataplane.Change) {
 // acknowledged says that the kernel has acknowledged all of the state.
 func (w *wanted) acknowledged() bool { return w.latest.Empty() && len(w.held) == 0 && !w.globals }
 
-// succeed takes note that the kernel acknowledged the state.
-func (w *wanted) succeed() {
-	w.latest, w.before, w.held, w.globals = dataplane.Change{}, nil, nil, false
+// succeed takes note that the kernel acknowledged the state, but for some Services. The backend goes on with them by itself; what they
+// were is only noted for the case that the kernel refuses them.
+func (w *wanted) succeed(left []snapshot.Name) {
+	waits := make(map[snapshot.Name]bool, len(left))
+	for _, n := range left {
+		waits[n] = true
+	}
+	for i, n := range w.latest.Services {
+		if waits[n] && w.before[i] != nil {
+			w.note(n, w.before[i])
+		}
+	}
+	maps.DeleteFunc(w.held, func(n snapshot.Name, svc *dataplane.Service) bool { return !waits[n] || svc == nil })
+	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
 // failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not been

@@ -164,7 +164,7 @@ func TestWrites(t *testing.T) {
 		if r.Full || r.Messages != 2 || r.Replaced > 2*2+4 {
 			t.Errorf("one endpoint more: %+v", r)
 		}
-		if r := w.write(snapshot.Delta{}); r != (dataplane.Receipt{Plan: r.Plan}) {
+		if r := w.write(snapshot.Delta{}); r.Messages+r.Bytes+r.Added+r.Replaced+r.Removed+len(r.Left) > 0 || r.Full || r.Adopted {
 			t.Errorf("nothing: %+v", r)
 		}
 		w.write(web(2, 2))

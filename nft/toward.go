@@ -1,0 +1,136 @@
+package nft
+
+import (
+	"net/netip"
+	"slices"
+)
+
+// A Service may be so large that it takes several transactions: then it goes from what it was to what it should be by way of
+// others, in which each frontend is as it was, or as it should be, or not there yet.
+
+// toward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done says that
+// there is nothing more to do, which for one that only shrinks means that all are gone that should be.
+func (s *service) toward(want *service, room int, grow bool) (next *service, done bool) {
+	t := &transition{room: room, grow: grow, done: true}
+	next = &service{clusterIPs: s.clusterIPs, sources: s.sources}
+	for _, old := range s.ports {
+		if p := t.port(old, want.port(old.id)); p != nil {
+			next.ports = append(next.ports, p)
+		}
+	}
+	for _, p := range want.ports {
+		if s.port(p.id) != nil {
+			continue
+		}
+		if p = t.port(nil, p); p != nil {
+			next.ports = append(next.ports, p)
+		}
+	}
+	switch {
+	case t.done && grow:
+		return want, true
+	case grow: // ranges come before what they restrict, and go after it
+		for i := range next.sources {
+			if want.sources[i].ranges != nil {
+				next.sources[i].ranges = want.sources[i].ranges
+			}
+		}
+	}
+	return next, t.done
+}
+
+// transition is on its way through the ports of a Service.
+type transition struct {
+	room       int
+	grow, done bool
+}
+
+// take says whether there is room for some more elements; if not, something is left to do.
+func (t *transition) take(n int) bool {
+	if t.room <= 0 {
+		t.done = false
+		return false
+	}
+	t.room -= n
+	return true
+}
+
+// port gives a port as it is next; nil means that it is not there. One of old and want may be nil.
+func (t *transition) port(old, want *port) *port {
+	var next port
+	switch {
+	case old == nil && !t.grow:
+		return nil
+	case old == nil:
+		next = *want
+		old = &port{}
+	default:
+		next = *old
+	}
+	if want == nil {
+		want = &port{}
+	}
+	next.frontends = t.frontends(old.frontends, want.frontends)
+	if len(next.frontends) == 0 {
+		return nil
+	}
+	if t.grow && len(want.frontends) > 0 {
+		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
+		for i := range next.pools {
+			if next.pools[i].used {
+				t.slots(old.pools[i].slots, &next.pools[i])
+			} else {
+				next.pools[i] = old.pools[i]
+			}
+		}
+	}
+	next.markUsed()
+	for i := range next.pools {
+		if !next.pools[i].used {
+			next.pools[i] = pool{}
+		}
+	}
+	return &next
+}
+
+// frontends walks both sorted lists side by side.
+func (t *transition) frontends(old, want []frontend) (next []frontend) {
+	const each = 3 // as many elements as one has mostly
+	for len(old) > 0 || len(want) > 0 {
+		switch {
+		case len(want) == 0 || len(old) > 0 && old[0].key.Compare(want[0].key) < 0:
+			if !t.take(each) {
+				next = append(next, old[0])
+			}
+			old = old[1:]
+		case len(old) == 0 || old[0].key.Compare(want[0].key) > 0:
+			if t.grow && t.take(each) {
+				next = append(next, want[0])
+			}
+			want = want[1:]
+		case old[0] == want[0] || !t.grow || !t.take(each):
+			next = append(next, old[0])
+			old, want = old[1:], want[1:]
+		default:
+			next = append(next, want[0])
+			old, want = old[1:], want[1:]
+		}
+	}
+	return next
+}
+
+// slots leaves in a pool the endpoints that it has already, and as many new ones as there is room for: at least one.
+func (t *transition) slots(had []netip.AddrPort, p *pool) {
+	before := make(map[netip.AddrPort]bool, len(had))
+	for _, ep := range had {
+		before[ep] = true
+	}
+	kept := 0
+	p.slots = slices.DeleteFunc(slices.Clone(p.slots), func(ep netip.AddrPort) bool {
+		if !before[ep] && !t.take(1) && kept > 0 {
+			return true
+		}
+		kept++
+		return false
+	})
+}
