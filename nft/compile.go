@@ -224,6 +224,16 @@ func (p *port) poolElement(i poolIndex) Element {
 	return e
 }
 
+// rememberElement gives the element that says how long a pool remembers.
+func (p *port) rememberElement(i poolIndex) Element {
+	e := idElement(Remember, p.pools[i].id)
+	e.Comment, e.Chain = p.comment, NotRemembered.id()
+	if p.sticky(i) {
+		e.Chain = ChainID{RememberFor, p.timeout}
+	}
+	return e
+}
+
 // slotElement gives the element of an endpoint in its slot.
 func (p *port) slotElement(i poolIndex, slot int, ep netip.AddrPort) Element {
 	e := slotElement(p.slotSet(i), p.pools[i].id, p.id.name.Protocol, slot, ep)
@@ -238,7 +248,7 @@ func (p *port) memberElement(i poolIndex, ep netip.AddrPort) Element {
 }
 
 // perFrontend is how many elements a frontend has at most, one in each of as many sets.
-const perFrontend = 8
+const perFrontend = 7
 
 // elements gives a frontend's elements, each in another set.
 func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
@@ -247,11 +257,6 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		e := frontendElement(set, f.key)
 		e.setID(id)
 		e.Comment = p.comment
-		list = append(list, e)
-	}
-	goes := func(set SetID, c ChainID) {
-		e := frontendElement(set, f.key)
-		e.Chain, e.Comment = c, p.comment
 		list = append(list, e)
 	}
 	to(Services.counted(p.counting.frontends()), p.pools[f.inside].id)
@@ -263,12 +268,11 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 	}
 	switch f.masquerade {
 	case masqueradeEverybody:
-		goes(ExternalServices, MasqueradeAll.id())
+		to(ExternalServices, externalAll)
 	case masqueradeNode:
-		goes(ExternalServices, MasqueradeNode.id())
+		to(ExternalServices, externalNode)
 	}
-	if p.sticky(f.inside) || p.sticky(f.outside) {
-		goes(Remember, ChainID{RememberFor, p.timeout})
+	if p.timeout > 0 {
 		to(StickyServices, p.pools[f.inside].id)
 		if f.outside != f.inside {
 			to(OutsideStickyServices, p.pools[f.outside].id)
@@ -280,6 +284,16 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 		list = append(list, e)
 	}
 	return list
+}
+
+// alike says whether a frontend that is the same in two versions of a port has the same elements.
+func (p *port) alike(o *port) bool {
+	for i := range p.pools {
+		if x, y := &p.pools[i], &o.pools[i]; x.id != y.id || x.verdict != y.verdict {
+			return false
+		}
+	}
+	return p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
 }
 
 // size is about how many elements a Service has.

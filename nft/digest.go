@@ -143,8 +143,8 @@ func DigestsOf(elements []Element) (d Digests, ok bool) {
 // that a table written by an older version is replaced.
 const formatVersion = 2
 
-// digest hashes a structure: the text of everything that could be in its table besides elements. Sizes are left out, which
-// follow from how many elements there once were.
+// digest hashes a structure: the text of everything that could be in its table besides elements, whatever sets it
+// uses now: that follows from the elements.
 func (s Structure) digest(f Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)

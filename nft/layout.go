@@ -90,7 +90,7 @@ const (
 	NoLocalEndpoints
 	AffinityLookup
 	RememberAffinity
-	AffinityID
+	NotRemembered
 	TranslatedChain
 	MasqueradeAll
 	MasqueradeNode
@@ -107,7 +107,7 @@ const (
 
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "no-endpoints",
-	"no-local-endpoints", "affinity-lookup", "remember-affinity", "affinity-id", "translated", "masquerade-all",
+	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
 	"masquerade-node", "left-to-ipvs", "", "pick", "uncounted-pick", "sticky", "remember",
 }
 
@@ -215,11 +215,11 @@ func sets() []Set {
 		{ID: ClusterIPs, Key: []Field{DestAddr}, Comment: "all cluster IPs: unused ports are rejected"},
 		{ID: ServiceCIDRs, Key: []Field{DestAddr}, Interval: true,
 			Comment: "ranges of cluster IPs: unallocated addresses are dropped"},
-		{ID: ExternalServices, Key: frontendKey, Verdicts: true,
-			Comment: "node ports, load balancer and external addresses: who is masqueraded"},
+		frontends(ExternalServices, false, "node ports, load balancer and external addresses : 0:1 if everybody is masqueraded, "+
+			"0:2 if this node is"),
 		{ID: Hairpin, Key: []Field{SourceAddr, DestAddr}, Comment: "endpoints on this node that may reach themselves"},
-		{ID: Remember, Key: frontendKey, Verdicts: true, Comment: "sessionAffinity: how long each frontend remembers"},
-		frontends(StickyServices, false, "sessionAffinity: the pool of each frontend, without counting it again"),
+		{ID: Remember, Key: []Field{Priority}, Verdicts: true, Comment: "sessionAffinity: how long each pool remembers"},
+		frontends(StickyServices, false, "sessionAffinity: the pool of each frontend, which is not counted again"),
 		frontends(OutsideStickyServices, false, "sessionAffinity: the same for clients from outside"),
 		{ID: StickyEndpoints, Key: members, Counter: true, Comment: "sessionAffinity: the endpoints of each pool"},
 		{ID: UncountedStickyEndpoints, Key: members, Comment: "the same, beyond the budget for counters"},
@@ -254,14 +254,14 @@ func layout(f Family, s Structure) Table {
 			Rules: []Rule{{DropPacket{}}}},
 	)
 	if s.Uses.Has(Remember) {
-		t.Chains = append(t.Chains, affinityLookup(), affinityID(s),
-			Chain{ID: RememberAffinity.id(), Rules: perProtocol(nil, LookupVerdict{Key: tupleKey, Map: Remember})})
+		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
+			Chain{ID: NotRemembered.id(), Comment: "nobody chose an endpoint", Rules: []Rule{{ClearPriority{}}}})
 	}
 	if s.Uses.Has(ExternalServices) {
 		t.Chains = append(t.Chains,
-			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{Masquerade{}}}},
+			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 			Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
-				Rules: append([]Rule{{FromNode{}, Masquerade{}}}, hairpin(s)...)})
+				Rules: append([]Rule{{ClearPriority{}}, {FromNode{}, Masquerade{}}}, hairpin(s)...)})
 	}
 	start := []Rule{{Goto{Frontends.id()}}}
 	if s.Uses.Has(RestrictedServices) {
@@ -356,12 +356,15 @@ func frontends(s Structure) Chain {
 // translated decides the source address of connections to Services, after it has been remembered where they went. A connection to
 // a cluster IP is mostly known by the few ServiceCIDRs, which are faster to ask than all cluster IPs.
 func translated(s Structure) Chain {
-	rules := []Rule{{ClearPriority{}}}
+	var rules []Rule
 	if s.Uses.Has(Remember) {
-		rules = append(rules, Rule{Jump{RememberAffinity.id()}})
+		rules = []Rule{{Jump{RememberAffinity.id()}}}
 	}
+	rules = append(rules, Rule{ClearPriority{}})
 	if s.Uses.Has(ExternalServices) {
-		rules = append(rules, perProtocol(nil, LookupVerdict{Key: tupleKey, Map: ExternalServices})...)
+		rules = append(rules, perProtocol(nil, SetPriority{Key: tupleKey, Map: ExternalServices})...)
+		rules = append(rules, Rule{PriorityIs{externalAll}, Goto{MasqueradeAll.id()}},
+			Rule{PriorityIs{externalNode}, Goto{MasqueradeNode.id()}})
 	}
 	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
 		toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
@@ -388,16 +391,27 @@ func affinityLookup() Chain {
 	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
 }
 
-// affinityID finds the pool a connection was balanced over, from the address it was first sent to.
-func affinityID(s Structure) Chain {
-	outside := Rule{FromNode{Not: true}}
-	if s.Pods.Known() {
-		outside = append(outside, FromPods{Pods: s.Pods, Not: true})
+// What ExternalServices says of a frontend. A verdict map would be shorter, but the kernel looks at every verdict again whenever one
+// changes, and a Service may have very many addresses.
+const (
+	externalAll  = 1
+	externalNode = 2
+)
+
+// rememberAffinity finds the pool a connection was balanced over, from the address it was first sent to.
+func rememberAffinity(s Structure) Chain {
+	find := func(m SetID) []Statement {
+		return []Statement{SetPriority{Key: tupleKey, Map: m}, LookupVerdict{Key: poolKey, Map: Remember}}
 	}
-	c := Chain{ID: AffinityID.id(), Rules: perProtocol(nil, SetPriority{Key: tupleKey, Map: StickyServices})}
+	c := Chain{ID: RememberAffinity.id()}
 	if s.Uses.Has(OutsideStickyServices) {
-		c.Rules = append(c.Rules, perProtocol(outside, SetPriority{Key: tupleKey, Map: OutsideStickyServices})...)
+		outside := Rule{FromNode{Not: true}}
+		if s.Pods.Known() {
+			outside = append(outside, FromPods{Pods: s.Pods, Not: true})
+		}
+		c.Rules = perProtocol(outside, find(OutsideStickyServices)...)
 	}
+	c.Rules = append(c.Rules, perProtocol(nil, find(StickyServices)...)...)
 	return c
 }
 
@@ -422,7 +436,6 @@ func numbered(id ChainID, s Structure) Chain {
 	case StickyPick:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
 	case RememberFor:
-		c.Rules = []Rule{{Jump{AffinityID.id()}}}
 		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit
 		// that took its endpoint away.
 		for _, members := range s.twins(StickyEndpoints) {

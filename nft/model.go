@@ -98,7 +98,7 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 
 // plan takes Services to what the state has of them, or as many as there is room for.
 func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
-	p.recount()
+	p.recount(p.m.growth(s, names))
 	if limit > 0 && !p.m.Fits(s, names, limit) {
 		p.some(s, names, limit)
 		return
@@ -205,15 +205,36 @@ func (s *service) counted(c Counting) *service {
 	return out
 }
 
-// recount looks whether the budget for counters is still enough. What is there already is rewritten later, a little at a time.
-func (p *planner) recount() {
-	m, frontends, endpoints := p.m, 0, 0
+// growth is how many frontends and endpoints some Services will have more than they have now.
+func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (frontends, endpoints int) {
+	for _, name := range names {
+		f, e := 0, 0
+		if svc := s.Services[name]; svc != nil {
+			for _, sp := range svc.Ports {
+				f, e = f+len(sp.Frontends), e+len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints)
+			}
+		}
+		for _, p := range m.held(name).ports {
+			f -= len(p.frontends)
+			for i := range p.pools {
+				e -= len(p.pools[i].slots)
+			}
+		}
+		frontends, endpoints = frontends+max(f, 0), endpoints+max(e, 0)
+	}
+	return frontends, endpoints
+}
+
+// recount looks whether the budget for counters is still enough with some more frontends and endpoints. What is there already is
+// rewritten later, a little at a time.
+func (p *planner) recount(frontends, endpoints int) {
+	m := p.m
 	for i := range m.tables {
 		c := &m.tables[i].count
 		frontends += c[Services] + c[UncountedServices] + c[OutsideServices] + c[UncountedOutsideServices]
 		endpoints += c[Endpoints] + c[UncountedEndpoints]
 	}
-	level := m.counting.within(cmp.Or(m.Counters, 1<<62), frontends, endpoints)
+	level := m.counting.within(m.counters(), frontends, endpoints)
 	if level != m.counting {
 		m.counting, m.recount = level, m.Names()
 	}
@@ -260,6 +281,7 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	m.clear(s)
 	names := sortedNames(s.Services)
 	p := m.planner()
+	p.reserve(s, limit)
 	p.plan(s, names, limit)
 	if p.txn.Left.Globals = len(p.txn.Left.Services) > 0; !p.txn.Left.Globals {
 		p.cidrs(s.ServiceCIDRs)
@@ -267,6 +289,28 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	p.create()
 	p.txn.undo = wholeUndo(&whole)
 	return p.txn
+}
+
+// reserve makes room for the elements of the large sets, which would otherwise be copied each time they outgrow it.
+func (p *planner) reserve(s *dataplane.State, limit int) {
+	var frontends, endpoints [len(Families)]int
+	all := 0
+	for _, svc := range s.Services {
+		for _, sp := range svc.Ports {
+			f, n := familyOf(sp.Frontends[0].Key.Addr).index(), len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints)
+			frontends[f], endpoints[f] = frontends[f]+len(sp.Frontends), endpoints[f]+n
+			all += 3*len(sp.Frontends) + n
+		}
+	}
+	if limit <= 0 {
+		limit = all
+	}
+	for i := range Families {
+		room := func(n int) []Element { return make([]Element, 0, n*min(limit, all)/max(all, 1)+n/64) }
+		add := &p.txn.Tables[i].Add
+		add[Services], add[Pools], add[ClusterIPs] = room(frontends[i]), room(frontends[i]), room(frontends[i])
+		add[Endpoints] = room(endpoints[i])
+	}
 }
 
 func wholeUndo(m *Model) undo {
@@ -293,8 +337,11 @@ func (m *Model) expected(s *dataplane.State) Counting {
 			endpoints += len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
 		}
 	}
-	return CountEndpoints.within(cmp.Or(m.Counters, 1<<62), frontends, endpoints)
+	return CountEndpoints.within(m.counters(), frontends, endpoints)
 }
+
+// counters is the budget.
+func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }
 
 // Load has the model hold a state, as if it were written already.
 func (m *Model) Load(s *dataplane.State) {

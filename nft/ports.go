@@ -85,16 +85,9 @@ func (p *planner) port(before, now *port) {
 // pool takes a pool from what it was to what it should be.
 func (p *planner) pool(f Family, old, want *port, i poolIndex) {
 	op, wp := &old.pools[i], &want.pools[i]
-	switch {
-	case op.used && wp.used:
-		if before, now := old.poolElement(i), want.poolElement(i); !before.same(&now) {
-			p.replace(f, before, now)
-		}
-	case op.used:
-		p.del(f, old.poolElement(i))
-	case wp.used:
-		p.add(f, want.poolElement(i))
-	}
+	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) }, func() Element { return want.poolElement(i) })
+	p.element(f, op.used && old.timeout > 0, wp.used && want.timeout > 0,
+		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
 	p.members(f, old, want, i)
 	had, has := op.slots, wp.slots
 	if old.slotSet(i) != want.slotSet(i) {
@@ -112,6 +105,20 @@ func (p *planner) pool(f Family, old, want *port, i poolIndex) {
 		case had[n] != has[n]:
 			p.replace(f, old.slotElement(i, n, had[n]), want.slotElement(i, n, has[n]))
 		}
+	}
+}
+
+// element takes an element from what it was, if it was there, to what it should be.
+func (p *planner) element(f Family, was, is bool, before, now func() Element) {
+	switch {
+	case was && is:
+		if x, y := before(), now(); !x.same(&y) {
+			p.replace(f, x, y)
+		}
+	case was:
+		p.del(f, before())
+	case is:
+		p.add(f, now())
 	}
 }
 
@@ -188,7 +195,7 @@ func (p *port) members(i poolIndex) []netip.AddrPort {
 
 // frontends walks both sorted lists of frontends side by side.
 func (p *planner) frontends(f Family, old, want *port) {
-	o, w := old.frontends, want.frontends
+	o, w, alike := old.frontends, want.frontends, old.alike(want)
 	for len(o) > 0 || len(w) > 0 {
 		switch {
 		case len(w) == 0 || len(o) > 0 && o[0].key.Compare(w[0].key) < 0:
@@ -198,7 +205,9 @@ func (p *planner) frontends(f Family, old, want *port) {
 			p.frontend(f, old, nil, want, &w[0])
 			w = w[1:]
 		default:
-			p.frontend(f, old, &o[0], want, &w[0])
+			if !alike || o[0] != w[0] {
+				p.frontend(f, old, &o[0], want, &w[0])
+			}
 			o, w = o[1:], w[1:]
 		}
 	}

@@ -242,6 +242,13 @@ func (s SetPriority) text(f Family) string {
 	return "meta priority set " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
+// PriorityIs matches packets with a value in the scratch field.
+type PriorityIs struct{ Value uint32 }
+
+func (s PriorityIs) text(Family) string {
+	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
+}
+
 // LeavePacket has nothing more done to a packet by the hook's chain.
 type LeavePacket struct{}
 

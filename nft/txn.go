@@ -33,6 +33,18 @@ type TableTxn struct {
 	Sweep bool
 }
 
+// Follow has Rollback take back another transaction, too, that was planned before this one and is not written; nil is none.
+func (t *Txn) Follow(before *Txn) {
+	if before == nil {
+		return
+	}
+	whole := t.undo.whole
+	if t.undo = before.undo; t.undo.whole == nil {
+		t.undo.whole = whole
+	}
+	t.undo.all = true
+}
+
 // Empty says whether the transaction writes nothing.
 func (t *Txn) Empty() bool {
 	for i := range t.Tables {

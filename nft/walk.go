@@ -255,6 +255,8 @@ func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
 		return matches((s.Interface == "") != st.Not), nil
 	case OffLoopback:
 		return matches(s.Interface != "lo" && s.addr(st.Field).IsLoopback()), nil
+	case PriorityIs:
+		return matches(s.priority == st.Value), nil
 	case Translated:
 		return matches(s.to.IsValid()), nil
 	case Counter:

@@ -140,7 +140,7 @@ func TestDisagreements(t *testing.T) {
 		}, ""},
 		{"masqueraded", func(l *Listing) {
 			e := frontendElement(ExternalServices, k)
-			e.Chain = MasqueradeAll.id()
+			e.setID(externalAll)
 			l.Elements[ExternalServices] = []Listed{{Element: e}}
 			s := StructureOf(st, IPv4)
 			s.Uses = s.Uses.With(Remember, ExternalServices)

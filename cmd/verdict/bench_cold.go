@@ -113,7 +113,7 @@ func (b *bench) firstFill(ctx context.Context) (f benchFill, err error) {
 
 // coldRound fills one empty kernel, then another with the same bytes.
 func (b *bench) coldRound(ctx context.Context) (round coldRound, err error) {
-	batch, err := b.coldFill(ctx, &round)
+	batches, err := b.coldFill(ctx, &round)
 	if err != nil {
 		return round, err
 	}
@@ -122,14 +122,14 @@ func (b *bench) coldRound(ctx context.Context) (round coldRound, err error) {
 		return round, err
 	}
 	if err = settle(ctx); err == nil {
-		round.floor, err = replay(h, batch)
+		round.floor, err = replay(h, batches...)
 	}
 	return round, errors.Join(err, h.close())
 }
 
 // coldFill fills an empty kernel and gives the bytes that took. The namespace is gone after it: two full ones would be in
 // each other's way.
-func (b *bench) coldFill(ctx context.Context, round *coldRound) (batch []byte, err error) {
+func (b *bench) coldFill(ctx context.Context, round *coldRound) (batches [][]byte, err error) {
 	l, err := newBenchLine()
 	if err != nil {
 		return nil, err
@@ -140,17 +140,21 @@ func (b *bench) coldFill(ctx context.Context, round *coldRound) (batch []byte, e
 	if err := settle(ctx); err != nil {
 		return nil, err
 	}
-	l.backend.Sent = func(sent []byte) { batch = slices.Clone(sent) }
+	l.backend.Sent = func(sent []byte) { batches = append(batches, slices.Clone(sent)) }
 	policy, r, err := l.step(all)
 	*round = coldRound{policy: policy, compile: r.Plan, encode: r.Encode, commit: r.Commit}
-	return batch, err
+	return batches, err
 }
 
-// replay has the kernel take a batch that was made before.
-func replay(h *benchHost, batch []byte) (time.Duration, error) {
+// replay has the kernel take batches that were made before.
+func replay(h *benchHost, batches ...[]byte) (time.Duration, error) {
 	start := time.Now()
-	err := h.backend.Replay(batch)
-	return time.Since(start), err
+	for _, batch := range batches {
+		if err := h.backend.Replay(batch); err != nil {
+			return 0, err
+		}
+	}
+	return time.Since(start), nil
 }
 
 func (r *coldResult) print(s *show) {

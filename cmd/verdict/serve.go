@@ -256,7 +256,7 @@ func fill(b *kernel.Backend) (out []metrics.Fill) {
 	}
 	for i, f := range nft.Families {
 		for set, size := range tables[i] {
-			if id := nft.SetID(set); id != nft.RevisionSet {
+			if id := nft.SetID(set); id.IsContent() || id == nft.Affinity {
 				out = append(out, metrics.Fill{IPv6: f == nft.IPv6, Set: id.String(), Elements: size.Elements, Size: size.Size})
 			}
 		}

@@ -61,6 +61,7 @@ func (d *Document) setDefaults() {
 	orPointer(&v.IPVSServices, 50000)
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
+	orPointer(&v.CounterMemoryMiB, 16)
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {

@@ -52,6 +52,8 @@ type VerdictConfiguration struct {
 	MetricsConnections string `json:"metricsConnections"`
 	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own there.
 	MetricsMaxSeries *int32 `json:"metricsMaxSeries"`
+	// CounterMemoryMiB is how much memory the counters of frontends and endpoints may take in the kernel, in MiB.
+	CounterMemoryMiB *int32 `json:"counterMemoryMiB"`
 }
 
 // The kinds of documents.

@@ -137,6 +137,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.ipvsServices", `50000`, `0`, `-1`, `-1 is less than 0` + isDefault + "50000"},
 	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`, `"all" is none of off, service, endpoint` + isDefault + "service"},
 	{"VerdictConfiguration.metricsMaxSeries", `5000`, `10`, `0`, `0 is less than 1` + isDefault + "5000"},
+	{"VerdictConfiguration.counterMemoryMiB", `16`, `0`, `-1`, `-1 is less than 0` + isDefault + "16"},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The message is

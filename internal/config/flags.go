@@ -231,6 +231,8 @@ var ownFlags = []option{
 		func(d *Document) *string { return &d.Verdict.MetricsConnections }, verdictKind+".metricsConnections"),
 	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)", ofRun,
 		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n }, verdictKind+".metricsMaxSeries"),
+	number("counter-memory-mib", "how much memory the kernel's counters of frontends and endpoints may take, in MiB (default 16)", ofRun,
+		func(d *Document, n int32) { d.Verdict.CounterMemoryMiB = &n }, verdictKind+".counterMemoryMiB"),
 }
 
 func text(name, usage string, about scope, at func(*Document) *string, fields ...string) option {

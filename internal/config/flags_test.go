@@ -27,7 +27,7 @@ func TestFlagNames(t *testing.T) {
 	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	new(Flags).Add(fs)
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-dispatch", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "ipvs-services", "metrics-connections", "metrics-max-series")
+	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-dispatch", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "counter-memory-mib", "ipvs-services", "metrics-connections", "metrics-max-series")
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
 		t.Errorf("got %v\nwant %v", got, want)

@@ -67,6 +67,8 @@ type Settings struct {
 	Takeover, MetricsConnections string
 	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own.
 	MetricsMaxSeries int
+	// CounterMemoryMiB is how much memory the kernel's counters of frontends and endpoints may take.
+	CounterMemoryMiB int
 }
 
 // Client says how to reach the Kubernetes API.
@@ -138,6 +140,7 @@ func (d *Document) settings() *Settings {
 		IPVSTimeouts: [...]time.Duration{c.IPVS.TCPTimeout.Duration, c.IPVS.TCPFinTimeout.Duration, c.IPVS.UDPTimeout.Duration},
 
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
+		CounterMemoryMiB: int(*v.CounterMemoryMiB),
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,

@@ -37,7 +37,7 @@ var (
 	mapElementsDesc = prometheus.NewDesc("verdict_map_elements",
 		"Elements of a map or set of ours in the kernel.", []string{ipFamily, "map"}, nil)
 	mapMaxElementsDesc = prometheus.NewDesc("verdict_map_max_elements",
-		"Elements that a map or set takes as it is; all but affinity grow before they are full.", []string{ipFamily, "map"}, nil)
+		"Elements that a map or set takes at most; those without a limit are not here.", []string{ipFamily, "map"}, nil)
 	readDurationDesc = prometheus.NewDesc("verdict_counters_read_duration_seconds",
 		"How long the last reading of the kernel's counters took.", nil, nil)
 	readFailuresDesc = prometheus.NewDesc("verdict_counters_read_failures_total",

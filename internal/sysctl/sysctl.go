@@ -137,3 +137,25 @@ func countList(list string) int {
 	}
 	return n
 }
+
+// PossibleCPUs gives how many processors this kernel is prepared for, there or not: it keeps a counter for each of them.
+func PossibleCPUs() (int, error) {
+	const path = "/sys/devices/system/cpu/possible"
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return 0, err
+	}
+	n := 0
+	for part := range strings.SplitSeq(strings.TrimSpace(string(text)), ",") {
+		var first, last int
+		switch fields, _ := fmt.Sscanf(part, "%d-%d", &first, &last); fields {
+		case 2:
+			n += last - first + 1
+		case 1:
+			n++
+		default:
+			return 0, fmt.Errorf("%s: %q is no list of processors", path, text)
+		}
+	}
+	return n, nil
+}

@@ -117,6 +117,9 @@ func (b *Backend) openWriter() (*Conn, error) {
 // openReader opens a connection to read by.
 func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
 
+// Counting is what is counted, but for elements that Check has not rewritten yet. It is not safe for concurrent use.
+func (b *Backend) Counting() nft.Counting { return b.model.Counting() }
+
 // Owns says whether the tables are this backend's alone, as long as it holds its socket.
 func (b *Backend) Owns() bool { return b.owns }
 
@@ -147,7 +150,8 @@ const (
 	fillAtOnce = 65536
 )
 
-// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements. Receipt.Left says how many
+// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it corrects what was
+// found or stands in for other tables. Receipt.Left says how many
 // Services it did not get to; the next Apply goes on, after what is named in its own change.
 //
 // What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise. After an error
@@ -262,14 +266,14 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	if !b.tables[0].there && !b.tables[1].there {
 		return b.fromNothing(want), nil
 	}
-	left := b.missed
+	left, planned := b.missed, (*nft.Txn)(nil)
 	b.unseen = false
 	switch {
 	case b.trust == stranger || !b.model.Filled():
 		b.model.Load(want)
 		left = dataplane.Change{}
 	case b.model.Fits(want, b.missed.Services, b.limit(writeAtOnce)):
-		b.model.Plan(want, b.missed, 0) // what it would write is worthless, but not what it wants to hold
+		planned = b.model.Plan(want, b.missed, 0) // what it would write is worthless, but not what it wants to hold
 		left = dataplane.Change{}
 	}
 	var found *[len(nft.Families)]nft.Found
@@ -279,7 +283,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 		}
 	}
 	if found == nil {
-		return b.anew(want, left)
+		return b.anew(want, left, planned)
 	}
 	stale := nft.AllStale()
 	if b.trust == stranger {
@@ -300,6 +304,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	}
 	txn := b.model.Correct(found, stale)
 	txn.Left = left
+	txn.Follow(planned)
 	return txn, nil
 }
 
@@ -311,7 +316,7 @@ func (b *Backend) fromNothing(want *dataplane.State) *nft.Txn {
 
 // anew plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment without Services.
 // If so much cannot be sent at once, they come back a little at a time.
-func (b *Backend) anew(want *dataplane.State, left dataplane.Change) (*nft.Txn, error) {
+func (b *Backend) anew(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
 	if b.room > 0 {
 		return b.fromNothing(want), nil
 	}
@@ -321,6 +326,7 @@ func (b *Backend) anew(want *dataplane.State, left dataplane.Change) (*nft.Txn, 
 	}
 	txn := b.model.Recreate(&affinity)
 	txn.Left = left
+	txn.Follow(planned)
 	return txn, nil
 }
 

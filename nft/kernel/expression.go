@@ -65,6 +65,8 @@ func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.ProtocolIs:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{byte(s.Protocol)})}
+	case nft.PriorityIs:
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(0)}, equal(false, native(s.Value))}
 	case nft.FromPods:
 		return matchPods(f, s.Pods, s.Not)
 	case nft.FromNode:

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"bytes"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -610,6 +612,7 @@ func TestAffinity(t *testing.T) {
 			}
 		}
 	}
+	kernelsBuckets(t, c, b, s)
 	// Outside's first endpoint goes: outside moves once and stays, and whoever was elsewhere stays.
 	stays := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), lab.Options{}).Endpoint
 	victim := 0
@@ -734,6 +737,25 @@ func TestConnectionsSurvive(t *testing.T) {
 		for _, conn := range held {
 			if r := conn.Ping(3 * time.Second); r.Outcome != lab.Answered {
 				t.Fatalf("a held connection broke: %v", r)
+			}
+		}
+	}
+}
+
+// kernelsBuckets says that a pod's entry stands where our own hash of its address says.
+func kernelsBuckets(t *testing.T, c *lab.Cluster, b *Backend, s flowService) {
+	t.Helper()
+	listed, err := b.List()
+	labtest.Check(t, err)
+	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+		at := s.frontendOf(c, dataplane.ClusterIP, f)
+		for _, e := range listed[i].Elements[nft.Services] {
+			if e.FrontendKey() != (dataplane.Key{Addr: at.Addr(), Protocol: snapshot.TCP, Port: at.Port()}) {
+				continue
+			}
+			key := nft.AffinityElement(e.PoolID(), c.Pods[2].IP(f))
+			if !slices.ContainsFunc(listed[i].Elements[nft.Affinity], func(l nft.Listed) bool { return bytes.Equal(l.Key(), key.Key()) }) {
+				t.Errorf("%v: the pod's entry is in another bucket", f)
 			}
 		}
 	}

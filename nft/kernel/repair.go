@@ -186,6 +186,10 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if err == nil {
 		found, err = b.lookAround()
 	}
+	recounting := false
+	if err == nil && len(found) == 0 {
+		recounting, err = b.recount()
+	}
 	for err == nil && len(found) == 0 && b.inspection.running && time.Now().Before(deadline) {
 		found, err = b.inspect()
 	}
@@ -195,10 +199,39 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	switch {
 	case busy: // clients are waiting to be sent elsewhere
 		again = max(time.Since(start), time.Millisecond)
-	case b.inspection.running:
+	case b.inspection.running, recounting:
 		again = max(restFactor*time.Since(start), time.Millisecond)
 	}
 	return found, again, err
+}
+
+// How much a Check rewrites, at most, of what is not counted as it should be.
+const (
+	recountServices = 64
+	recountElements = 1024
+)
+
+// recount rewrites some Services whose elements are not counted as they should be, and says whether there are more.
+func (b *Backend) recount() (more bool, err error) {
+	names := b.model.Recounts(recountServices)
+	if len(names) == 0 {
+		return false, nil
+	}
+	if known, err := b.learn(dataplane.Change{Services: names}); err != nil || !known {
+		return false, err // others changed them, which an inspection will tell
+	}
+	txn := b.model.Recount(len(names), recountElements)
+	if !txn.Empty() {
+		err = b.send(b.batch.encode(txn))
+	}
+	if err != nil {
+		b.model.Rollback(txn)
+		b.trust = doubtful
+		return false, fmt.Errorf("counters: %w", err)
+	}
+	fill := b.model.Fill()
+	b.fill.Store(&fill)
+	return len(b.model.Recounts(1)) > 0, nil
 }
 
 // lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our tables, and

@@ -356,6 +356,7 @@ func (w *walker) apply(want *dataplane.State) error {
 		}
 		w.count["parts"]++
 		w.renewed = w.renewed || r.Full
+		w.acknowledged() // a port that moves is gone for a moment
 		var more dataplane.Receipt
 		more, err = w.backend.Apply(want, dataplane.Change{})
 		r = r.Then(more)

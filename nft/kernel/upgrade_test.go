@@ -1,0 +1,113 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// cart gives the objects that the rulesets in testdata/layouts were written for: a Service with session affinity of both families and
+// externalTrafficPolicy Local.
+func cart() *dataplane.State {
+	n := snapshot.Name{Namespace: "shop", Name: "cart"}
+	snap := snapshot.New()
+	slice := func(name string, addrs ...string) *snapshot.Slice {
+		s := &snapshot.Slice{Name: snapshot.Name{Namespace: n.Namespace, Name: name}, Service: n.Name,
+			Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		for i, a := range addrs {
+			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: addr(a), Node: fmt.Sprintf("node-%d", i+1), Ready: true, Serving: true})
+		}
+		return s
+	}
+	four, six := slice("cart-1", "10.244.1.2", "10.244.2.2"), slice("cart-2", "fd00:10:244:1::2", "fd00:10:244:2::2")
+	snap.Apply(snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{n: {Name: n, Affinity: 3 * time.Hour, ExternalLocal: true,
+			ClusterIPs: []netip.Addr{addr("10.96.0.1"), addr("fd00:10:96::1")}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
+			SourceRanges: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("10.0.0.0/8")},
+			Ports:        []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}}}},
+		Slices: map[snapshot.Name]*snapshot.Slice{four.Name: four, six.Name: six},
+	})
+	cfg := configs["cluster CIDR"]
+	cfg.NodeName = "node-1"
+	st, _ := dataplane.Compute(cfg, snap)
+	return st
+}
+
+// TestUpgrade starts on the tables of every earlier layout. They are replaced in one transaction, and the clients that they remember
+// stay with their endpoints.
+func TestUpgrade(t *testing.T) {
+	layouts, err := filepath.Glob("testdata/layouts/*.nft")
+	labtest.Check(t, err)
+	if len(layouts) == 0 {
+		t.Fatal("there are no earlier layouts")
+	}
+	nfts := slices.DeleteFunc(labtest.Nfts(t), func(n labtest.Nft) bool { return !n.LoadsWideUpdates() })
+	if len(nfts) == 0 {
+		t.Skip("no nft here loads IPv6 session affinity, as those from 1.1 on do: make test brings one")
+	}
+	for _, file := range layouts {
+		t.Run(filepath.Base(file), func(t *testing.T) { upgrade(t, file, nfts[0]) })
+	}
+}
+
+func upgrade(t *testing.T, file string, n labtest.Nft) {
+	h, b := host(t)
+	text, err := os.ReadFile(file)
+	labtest.Check(t, err)
+	labtest.Run(t, h, string(text), n.Path, "-f", "-")
+	clients := map[nft.Family][]string{nft.IPv4: {"10.244.7.7", "10.244.7.8"}, nft.IPv6: {"fd00:10:244:7::7", "fd00:10:244:7::8"}}
+	pools := map[nft.Family]string{nft.IPv4: "5655:8476", nft.IPv6: "5669:57be"}
+	eps := map[nft.Family][]string{nft.IPv4: {"10.244.1.2", "10.244.2.2"}, nft.IPv6: {"fd00:10:244:1::2", "fd00:10:244:2::2"}}
+	for f, list := range clients {
+		for i, c := range list {
+			labtest.Run(t, h, fmt.Sprintf("add element %s verdict affinity { %s . %s timeout 3h expires 2h : %s . 8080 }",
+				f, c, pools[f], eps[f][i]), n.Path, "-f", "-")
+		}
+	}
+	// One from outside, which has the pool of this node's endpoints; and one whose pool nobody has any more.
+	labtest.Run(t, h, "add element ip verdict affinity { 198.51.100.9 . 5655:8609 timeout 3h expires 2h : 10.244.1.2 . 8080,"+
+		" 10.244.7.9 . 5600:1 timeout 3h expires 2h : 10.244.1.2 . 8080 }", n.Path, "-f", "-")
+	before, err := b.reader.generation()
+	labtest.Check(t, err)
+	st := cart()
+	r, err := b.Apply(st, dataplane.Change{})
+	labtest.Check(t, err)
+	if after, err := b.reader.generation(); err != nil || after != before+1 || !r.Full || len(r.Left) > 0 {
+		t.Errorf("generation %d became %d: %+v", before, after, r)
+	}
+	got := regexp.MustCompile(`(?m)^ip6? affinity .*\n`).ReplaceAllString(held(t, b), "")
+	if want := wanted(st); got != want {
+		t.Error(labtest.FirstDifference(got, want))
+	}
+	listed, err := b.List()
+	labtest.Check(t, err)
+	stays := func(f nft.Family, client, service, iface, ep string) {
+		t.Helper()
+		l := &listed[slices.Index(nft.Families[:], f)]
+		p := nft.Packet{Source: addr(client), Destination: addr(service), Protocol: snapshot.TCP, Port: 80, Interface: iface}
+		walk, err := nft.WalkTable(&l.Table, l, p, func(netip.Addr) bool { return false })
+		labtest.Check(t, err)
+		if end, ok := walk.Stuck(); !ok || end.Endpoint.Addr() != addr(ep) || end.Element.Expires < time.Hour {
+			t.Errorf("%s does not stay with %s: %+v", client, ep, walk.Endings)
+		}
+	}
+	for i, c := range clients[nft.IPv4] {
+		stays(nft.IPv4, c, "10.96.0.1", "cni0", eps[nft.IPv4][i])
+		stays(nft.IPv6, clients[nft.IPv6][i], "fd00:10:96::1", "cni0", eps[nft.IPv6][i])
+	}
+	stays(nft.IPv4, "198.51.100.9", "203.0.113.1", "eth0", "10.244.1.2")
+	if n := len(listed[0].Elements[nft.Affinity]); n != 3 {
+		t.Errorf("%d clients of IPv4 are remembered", n)
+	}
+	quiet(t, b)
+}
