@@ -122,7 +122,7 @@ func (m *Model) Correct(found *[len(Families)]Found, stale *Stale) *Txn {
 		if tt.empty() && len(tt.Add[DigestSet])+len(tt.Del[DigestSet]) == 0 && m.Revision(f) == found[i].Revision {
 			continue
 		}
-		tm.revision++
+		tm.revision = m.number(tm.revision)
 		tt.Del[RevisionSet] = found[i].Revisions // whatever claims to be one
 		tt.Add[RevisionSet] = []Element{m.Revision(f).element()}
 	}

@@ -16,6 +16,9 @@ import (
 type Model struct {
 	// Counters is how many counters elements may have, in both tables; 0 means as many as there are elements.
 	Counters int
+	// Generation is the number that the next transaction gets; 0 means one more than the last. Where it is the kernel's own number of
+	// that transaction, a later process sees by it that nobody has written anything since.
+	Generation uint32
 
 	filled   bool
 	services map[snapshot.Name]*service
@@ -319,7 +322,7 @@ func wholeUndo(m *Model) undo {
 
 // clear makes the model one of tables without elements.
 func (m *Model) clear(s *dataplane.State) {
-	*m = Model{Counters: m.Counters, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)),
+	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)),
 		pools: map[uint32]poolID{}, tables: m.tables}
 	m.counting = m.expected(s)
 	for i, f := range Families {
@@ -415,6 +418,7 @@ func (m *Model) emptyTables() {
 
 // create puts the structure before everything that was planned for empty tables.
 func (p *planner) create() {
+	m := p.m
 	p.chains()
 	for i, f := range Families {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
@@ -423,7 +427,7 @@ func (p *planner) create() {
 		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
 		// The kernel lists ranges in the order in which they came: here that which nft has for those it loads.
 		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
-		tm.revision++
+		tm.revision = m.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Add[DigestSet] = tm.digests.elements()
 	}
@@ -431,6 +435,7 @@ func (p *planner) create() {
 
 // revise replaces the revision of the tables that the transaction writes to.
 func (p *planner) revise() {
+	m := p.m
 	for i, f := range Families {
 		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
 		if tt.empty() && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
@@ -438,10 +443,18 @@ func (p *planner) revise() {
 		}
 		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.noted()}
 		tt.Del[RevisionSet] = []Element{before.element()}
-		tm.revision++
+		tm.revision = m.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Del[DigestSet], tt.Add[DigestSet] = was.digests.changed(&tm.digests)
 	}
+}
+
+// number gives the number of a table's next revision.
+func (m *Model) number(last uint32) uint32 {
+	if m.Generation != 0 {
+		return m.Generation
+	}
+	return last + 1
 }
 
 // Revision gives that of a table after the last transaction that was planned.

@@ -26,6 +26,7 @@ acknowledgement, and beside it the floor: the kernel alone, given the same bytes
   verdict bench change   one endpoint or Service changed, again and again, in a full kernel
   verdict bench churn    a steady rate of changes, through the same queue and loop as in "verdict run"
   verdict bench restart  a new process that finds what an old one left in the kernel
+  verdict bench flow     what a new connection of this node to a Service takes the kernel
 
 The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without node ports, session
 affinity or topology hints; there are 100 endpoints to a node. Parsing objects is not part of what is measured.
@@ -44,7 +45,7 @@ What is reported of memory:
 
 Percentiles are exact: of all samples sorted, the one that so many percent do not exceed.`,
 	}
-	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart())
+	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart(), newBenchFlow())
 	return cmd
 }
 

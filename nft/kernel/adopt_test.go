@@ -500,3 +500,24 @@ func TestFullSets(t *testing.T) {
 		quiet(t, s.backend)
 	}
 }
+
+// TestAdoptedUnseen: a process that finds the tables as the last one left them, and knows by the number of the kernel's last transaction
+// that nobody has written since, does not look at every element.
+func TestAdoptedUnseen(t *testing.T) {
+	s := newSite(t, 8, Options{})
+	for _, others := range []bool{false, true} {
+		if others {
+			s.nft("add table ip others")
+		}
+		s.restart(Options{})
+		if r := s.apply(dataplane.Change{}); !r.Adopted {
+			t.Fatalf("not adopted: %+v", r)
+		}
+		_, _, err := s.backend.Check()
+		labtest.Check(t, err)
+		if looks := s.backend.inspection.running || s.backend.inspection.left != nil; looks != others {
+			t.Errorf("others have written: %v, and every element is looked at: %v", others, looks)
+		}
+		quiet(t, s.backend)
+	}
+}

@@ -47,7 +47,7 @@ type Backend struct {
 	// room is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
 	room  int
 	trust trust
-	// unseen says that the transaction under way goes by digests. What is the same may be so by its digest and not by its elements, if
+	// unseen says that the transaction under way goes by digests, and that somebody has written to nf_tables since these were. What is the same may be so by its digest and not by its elements, if
 	// somebody could once write what nobody owned: that we own the tables now does not say that a process before us has looked.
 	unseen bool
 	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables hold is listed
@@ -240,6 +240,9 @@ func (b *Backend) limit(most int) int {
 // plan gives the transaction that takes the kernel to a state, or towards it.
 func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	if b.trust == certain {
+		if err := b.number(); err != nil {
+			return nil, err
+		}
 		ok, err := b.learn(b.missed)
 		if err != nil {
 			return nil, err
@@ -252,6 +255,19 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	return b.planFrom(want)
 }
 
+// number has the next transaction bear the kernel's own number of it.
+func (b *Backend) number() error {
+	generation := b.generation
+	if generation == 0 {
+		var err error
+		if generation, err = b.reader.generation(); err != nil {
+			return err
+		}
+	}
+	b.model.Generation = next(generation)
+	return nil
+}
+
 // planFrom is plan for a kernel that may hold anything.
 func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	// What others write from now on will be seen.
@@ -261,6 +277,9 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	}
 	b.generation = generation
 	if err := b.claim(); err != nil {
+		return nil, err
+	}
+	if err := b.number(); err != nil {
 		return nil, err
 	}
 	if !b.tables[0].there && !b.tables[1].there {
@@ -292,7 +311,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 			stale = b.model.Stale(found)
 		}
 		b.model.Adopt(found, stale)
-		b.unseen = !stale.All()
+		b.unseen = !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation
 		if !stale.Any() {
 			var txn nft.Txn // that process may have ended before it swept
 			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
@@ -310,7 +329,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 
 // fromNothing plans the first of the transactions that fill new tables.
 func (b *Backend) fromNothing(want *dataplane.State) *nft.Txn {
-	b.model = nft.Model{Counters: b.options.Counters}
+	b.model = nft.Model{Counters: b.options.Counters, Generation: b.model.Generation}
 	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
 }
 

@@ -220,6 +220,9 @@ func (b *Backend) recount() (more bool, err error) {
 	if known, err := b.learn(dataplane.Change{Services: names}); err != nil || !known {
 		return false, err // others changed them, which an inspection will tell
 	}
+	if err := b.number(); err != nil {
+		return false, err
+	}
 	txn := b.model.Recount(len(names), recountElements)
 	if !txn.Empty() {
 		err = b.send(b.batch.encode(txn))

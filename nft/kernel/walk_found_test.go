@@ -373,7 +373,7 @@ func TestRefusedInSteps(t *testing.T) {
 }
 
 // TestLittleRoom replaces all addresses where a process may send little at once: it takes several transactions, after each of which
-// every frontend is one that was or one that should be. Tables that cannot be mended are made anew in as many.
+// every frontend is one that was or one that should be. So it does if the tables have to be looked at first, or made anew.
 func TestLittleRoom(t *testing.T) {
 	state := func(third byte) *dataplane.State {
 		d := large(680, 1)
@@ -390,7 +390,7 @@ func TestLittleRoom(t *testing.T) {
 	for name, c := range map[string]struct {
 		trust trust
 		full  bool
-	}{"a change": {certain, false}, "a correction": {doubtful, true}, "anew": {broken, true}} {
+	}{"a change": {certain, false}, "a correction": {doubtful, false}, "anew": {broken, true}} {
 		t.Run(name, func(t *testing.T) {
 			_, b := host(t)
 			apply(t, b, state(0))
