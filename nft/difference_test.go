@@ -171,3 +171,30 @@ func TestInconsistencies(t *testing.T) {
 		t.Errorf("a verdict of others: %v", d)
 	}
 }
+
+// TestManyEndpoints: a Service may have more endpoints than the modulus in the type of a slot's key says.
+func TestManyEndpoints(t *testing.T) {
+	svc := webService()
+	slice := &snapshot.Slice{Name: svc.Name, Service: svc.Name.Name,
+		Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+	for i := range MaxSlots + 10 {
+		a := netip.AddrFrom4([4]byte{10, byte(128 + i>>16), byte(i >> 8), byte(i)})
+		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Ready: true, Serving: true})
+	}
+	snap := snapshot.New()
+	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+	st, _ := dataplane.Compute(testConfig, snap)
+	found, tables := foundOf(st, rand.New(rand.NewPCG(1, 6)))
+	if d := Inconsistencies(&found); d != nil {
+		t.Errorf("%d contradictions, the first is %v", len(d), d[0])
+	}
+	if keys := found[0].SlotKeys()[Endpoints]; len(keys) != len(slice.Endpoints) {
+		t.Errorf("%d slots are looked for; there are %d", len(keys), len(slice.Endpoints))
+	}
+	var m Model
+	m.Load(st)
+	if d := m.Differences(&found, &tables); d != nil {
+		t.Errorf("%d differences, the first is %v", len(d), d[0])
+	}
+}

@@ -138,7 +138,7 @@ const (
 	SourceBucket
 )
 
-// MaxSlots is how many endpoints one pool can have.
+// MaxSlots is the modulus that the type of a slot has in the keys of sets. A pool may have more endpoints.
 const MaxSlots = 65536
 
 // Concat is a key made of fields. Mod is the modulus of a RandomSlot or SourceBucket among them, 0 if there is none.
