@@ -255,7 +255,7 @@ func layout(f Family, s Structure) Table {
 	)
 	if s.Uses.Has(Remember) {
 		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
-			Chain{ID: NotRemembered.id(), Comment: "nobody chose an endpoint", Rules: []Rule{{ClearPriority{}}}})
+			Chain{ID: NotRemembered.id(), Comment: "nobody chose an endpoint"})
 	}
 	if s.Uses.Has(ExternalServices) {
 		t.Chains = append(t.Chains,
@@ -280,11 +280,11 @@ func layout(f Family, s Structure) Table {
 
 // input sees connections that end on this node. Everybody's priority is cleared, which was the pool's id until here.
 func input(s Structure) []Rule {
-	rules := []Rule{{Translated{}, ClearPriority{}}}
+	var rules []Rule
 	if s.Uses.Has(Remember) {
-		rules = append(rules, Rule{Translated{}, Goto{RememberAffinity.id()}})
+		rules = []Rule{{Translated{}, Jump{RememberAffinity.id()}}}
 	}
-	return rules
+	return append(rules, Rule{Translated{}, ClearPriority{}})
 }
 
 // postrouting sees connections leave. Those that IPVS sent on are not marked as translated.
@@ -443,7 +443,6 @@ func numbered(id ChainID, s Structure) Chain {
 				InSet{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
 				Update{Map: Affinity, Key: affinityKey, Timeout: time.Duration(id.N) * time.Second, Data: Concat{Fields: target}}})
 		}
-		c.Rules = append(c.Rules, Rule{ClearPriority{}})
 	}
 	return c
 }

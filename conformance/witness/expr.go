@@ -94,6 +94,9 @@ func (w *walk) eval(node any, want []datatype, p *packet) ([]drawn, error) {
 		v, err := w.field(key, m, p)
 		return certain(v), err
 	case "numgen", "jhash", "symhash":
+		if key == "jhash" && m["seed"] != nil { // otherwise the kernel has thought of one
+			return w.jenkins(m, p)
+		}
 		return lots(key, m)
 	case "&", "|", "^":
 		return w.bitwise(key, list, want, p)

@@ -1,10 +1,12 @@
 package witness
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -334,6 +336,14 @@ func expression(s string) (any, error) {
 	var parts []any
 	for word := range strings.SplitSeq(s, " . ") {
 		kind, name, _ := strings.Cut(word, " ")
+		if kind == "jhash" {
+			node, err := hashed(name)
+			if err != nil {
+				return nil, err
+			}
+			parts = append(parts, node)
+			continue
+		}
 		node := map[string]any{"payload": map[string]any{"protocol": kind, "field": name}}
 		switch original, isOriginal := strings.CutPrefix(name, "original "); {
 		case kind == "meta":
@@ -350,6 +360,23 @@ func expression(s string) (any, error) {
 		return parts[0], nil
 	}
 	return map[string]any{"concat": parts}, nil
+}
+
+var hashText = regexp.MustCompile(`^(.+) mod ([0-9]+) seed (0x[0-9a-f]+)$`)
+
+// hashed reads the text of a jhash, without that word.
+func hashed(s string) (any, error) {
+	part := hashText.FindStringSubmatch(s)
+	if part == nil {
+		return nil, fmt.Errorf("jhash %q in a text is not known", s)
+	}
+	of, err := expression(part[1])
+	if err != nil {
+		return nil, err
+	}
+	seed, err := strconv.ParseUint(part[3], 0, 32)
+	return map[string]any{"jhash": map[string]any{"mod": json.Number(part[2]), "seed": json.Number(strconv.FormatUint(seed, 10)),
+		"expr": of}}, err
 }
 
 // translate carries out NAT.

@@ -21,7 +21,7 @@
 // whatever their own is, which only sorts them among themselves; and only once for each connection. Connection tracking begins at
 // priority -200: before that, the state is invalid and other fields of ct match nothing.
 //
-// Where a rule draws lots (numgen, jhash, symhash), every lot is followed, and has its probability. jhash and numgen inc count as if each
+// Where a rule draws lots (numgen, symhash, jhash without a seed), every lot is followed, and has its probability. symhash and numgen inc count as if each
 // of their values was as likely as another: that is true of many clients, not of one. Where chains have the same priority in a
 // hook, the listing does not say which runs first: if that makes a difference, it is an error.
 //
