@@ -263,6 +263,7 @@ func TestWrittenInParts(t *testing.T) {
 			}
 			m.reader.locked(func() { m.reader.readAt = time.Time{} })
 		}
+		m.reader.stop() // of the reading that the first transaction asked for, too
 		bump()
 		m.reader.read(make(chan struct{}))
 		want := uint64(15)

@@ -362,7 +362,8 @@ func (w *walker) apply(want *dataplane.State) error {
 		r = r.Then(more)
 	}
 	w.wrap()
-	w.renewed = w.renewed || w.meddled || w.faults.lies > 0
+	// A backend that has no room for what mends a table makes it anew.
+	w.renewed = w.renewed || w.meddled || w.faults.lies > 0 || w.backend.room > 0
 	if err == nil {
 		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v", len(change.Services), r.Added, r.Replaced,
 			r.Removed, r.Full, r.Adopted)
