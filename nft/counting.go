@@ -1,5 +1,7 @@
 package nft
 
+import "github.com/verdict-proxy/verdict/sync/dataplane"
+
 // Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is little on
 // two is gigabytes on many.
 type Counting uint8
@@ -15,9 +17,9 @@ const (
 	numCountings
 )
 
-var countingNames = [numCountings]string{"nothing", "frontends", "endpoints"}
+var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.CountedFrontends, dataplane.CountedEndpoints}
 
-// String gives "nothing", "frontends" or "endpoints".
+// String gives the name that receipts, metrics and the revision have for it.
 func (c Counting) String() string { return countingNames[c] }
 
 func (c Counting) frontends() bool { return c >= CountFrontends }

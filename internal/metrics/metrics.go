@@ -183,6 +183,10 @@ func (m *Metrics) Written(t reconcile.Transaction) {
 		o.duration.WithLabelValues(phases[i]).Observe(took.Seconds())
 	}
 	o.services.Set(float64(t.Services))
+	if t.Counted != "" {
+		o.counted.Reset()
+		o.counted.WithLabelValues(t.Counted).Set(1)
+	}
 }
 
 // Settled takes note that the kernel carries everything: for reconcile.Loop. For what has changed in slices, the time since it

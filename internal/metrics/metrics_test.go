@@ -102,7 +102,7 @@ func newWorld(o Options) *world {
 // apply writes the change of one step.
 func (w *world) apply(t testing.TB, full bool) {
 	t.Helper()
-	w.fake.receipt = dataplane.Receipt{Full: full, Added: 3, Replaced: 2, Removed: 1, Messages: 4, Bytes: 500,
+	w.fake.receipt = dataplane.Receipt{Full: full, Added: 3, Replaced: 2, Removed: 1, Messages: 4, Bytes: 500, Counted: dataplane.CountedFrontends,
 		Plan: time.Microsecond, Encode: time.Millisecond, Commit: time.Second}
 	r, err := w.backend.Apply(w.cluster.planner.State(), w.cluster.step())
 	if err == nil {
@@ -296,6 +296,7 @@ func TestOwnValues(t *testing.T) {
 	expect("verdict_transaction_duration_seconds", "{phase=commit} 9 in 9", "{phase=encode} 9 in 0.009", "{phase=plan} 9 in 9e-06",
 		"{phase=policy} 9 in 540")
 	expect("verdict_start_info", "{how=full} 1")
+	expect("verdict_counted_info", "{counted=frontends} 1")
 	expect("verdict_services", "{} 9")
 	expect("verdict_foreign_", "changes_total{} 2", "check_failures_total{} 1")
 	expect("verdict_quarantined_", "service_since_timestamp_seconds{service_name=a,service_namespace=ns} 1000", "services{} 1")

@@ -117,9 +117,6 @@ func (b *Backend) openWriter() (*Conn, error) {
 // openReader opens a connection to read by.
 func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
 
-// Counting is what is counted, but for elements that Check has not rewritten yet. It is not safe for concurrent use.
-func (b *Backend) Counting() nft.Counting { return b.model.Counting() }
-
 // Owns says whether the tables are this backend's alone, as long as it holds its socket.
 func (b *Backend) Owns() bool { return b.owns }
 
@@ -184,7 +181,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 				b.unseen, b.generation = false, 0
 			}
 			b.trust, b.missed = certain, txn.Left
-			r.Left = txn.Left.Services
+			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
 			fill := b.model.Fill()
 			b.fill.Store(&fill)
 			return r, b.committed(txn)

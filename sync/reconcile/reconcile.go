@@ -4,6 +4,7 @@
 package reconcile
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -87,6 +88,8 @@ type Loop struct {
 	left  bool
 	parts dataplane.Receipt
 	began time.Time
+	// counted is what had counters after the last transaction, one of dataplane.Counted...; empty before the first.
+	counted string
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
 	retryAt   time.Time
 	retryWait time.Duration
@@ -303,6 +306,10 @@ func (l *Loop) report(t *Transaction) {
 		l.Log.Info("the tables are repaired", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 			"took", t.Total)
 	}
+	if was := cmp.Or(l.counted, dataplane.CountedEndpoints); t.Counted != "" && t.Counted != was {
+		l.Log.Info("the budget for counters has what is counted change", "counted", t.Counted, "before", was)
+	}
+	l.counted = cmp.Or(t.Counted, l.counted)
 	// The backend may have left something for later. A Check that is overdue stays so, or steady changes would put it off.
 	if now := time.Now(); l.behind || l.checkAt.After(now) {
 		l.checkAt = now

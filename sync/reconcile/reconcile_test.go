@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -262,6 +263,37 @@ func TestOnlyWhatChanged(t *testing.T) {
 		synctest.Wait()
 		if len(b.calls()) != 2 || b.removed != 0 {
 			t.Fatal("the end of the loop wrote something")
+		}
+	})
+}
+
+// TestCountedIsTold: what is counted is told when it changes, and at the start if it is less than everything.
+func TestCountedIsTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log strings.Builder
+		b := &fakeBackend{}
+		b.loop = &Loop{Log: slog.New(slog.NewTextHandler(&log, nil))}
+		q, cancel := start(t, b)
+		for i, counted := range []string{dataplane.CountedEndpoints, dataplane.CountedFrontends, dataplane.CountedFrontends, "",
+			dataplane.CountedEndpoints} {
+			b.set(func() { b.receipt.Counted = counted })
+			q.Put(service(string(rune('a' + i))))
+			if i == 0 {
+				q.Synced()
+			}
+			synctest.Wait()
+			time.Sleep(time.Minute)
+		}
+		cancel()
+		synctest.Wait()
+		var told []string
+		for line := range strings.Lines(log.String()) {
+			if _, levels, ok := strings.Cut(line, " counted="); ok {
+				told = append(told, strings.TrimSpace(levels))
+			}
+		}
+		if want := []string{"frontends before=endpoints", "endpoints before=frontends"}; !slices.Equal(told, want) {
+			t.Errorf("told %q; want %q; the log:\n%s", told, want, log.String())
 		}
 	})
 }
