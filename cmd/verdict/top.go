@@ -148,6 +148,9 @@ func printSample(s *show, sample *topSample, shown int) {
 	if more := len(sample.Ports) - shown; more > 0 {
 		s.line("  and %d more (--all)", more)
 	}
+	if n := sample.notice(); n != "" {
+		s.line("%s", s.paint(red, n))
+	}
 	s.line("%s", s.paint(dim, fmt.Sprintf("%s connections/s to %d service ports, over %gs",
 		rateText(sample.Rate), len(sample.Ports), sample.Interval)))
 }

@@ -396,7 +396,20 @@ type topSample struct {
 	Interval float64   `json:"intervalSeconds"`
 	Rate     float64   `json:"rate"`
 	Ports    []topPort `json:"ports"`
-	read     int
+	// Counted is one of dataplane.Counted...; empty if that is not known.
+	Counted string `json:"counted,omitempty"`
+	read    int
+}
+
+// notice says what cannot be seen because it is not counted.
+func (s *topSample) notice() string {
+	switch s.Counted {
+	case dataplane.CountedFrontends:
+		return "endpoints are not counted: their counters would take more than counterMemoryMiB"
+	case dataplane.CountedNothing:
+		return "nothing is counted: the counters would take more than counterMemoryMiB"
+	}
+	return ""
 }
 
 type topPort struct {
@@ -442,7 +455,7 @@ var topOrders = []string{byRate, byTotal, byName}
 
 // result gives what is known now, in an order, without frontends and endpoints.
 func (s *sampler) result(order string, interval time.Duration) *topSample {
-	out := &topSample{Interval: interval.Seconds(), read: s.read, Ports: make([]topPort, 0, len(s.ports))}
+	out := &topSample{Interval: interval.Seconds(), read: s.read, Counted: s.revisions[0].Counted, Ports: make([]topPort, 0, len(s.ports))}
 	for _, p := range s.ports {
 		rate, total := p.sum()
 		service, port, _ := strings.Cut(p.name, ":")

@@ -292,6 +292,10 @@ q quit   up/down select   enter endpoints   s sort
 	if v.order != byRate || !v.key("q") || v.key("x") {
 		t.Errorf("sorted by %s", v.order)
 	}
+	sample.Counted = dataplane.CountedNothing
+	if got := screen(); !strings.Contains(got, "\nnothing is counted") {
+		t.Errorf("not a word about counters:\n%s", got)
+	}
 	v.show(nil, errors.New("the kernel says no"))
 	v.width, v.height = 20, 3
 	if got := screen(); !strings.Contains(got, "the kernel says no") || strings.Count(got, "\n") != 3 {
@@ -407,7 +411,8 @@ func TestTopOnce(t *testing.T) {
 	d := json.NewDecoder(strings.NewReader(out))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&got))
-	if len(got.Ports) != 1 || got.Ports[0].Rate == 0 || got.Ports[0].Service != "shop/checkout" || len(got.Ports[0].Endpoints) != 2 {
+	if len(got.Ports) != 1 || got.Ports[0].Rate == 0 || got.Ports[0].Service != "shop/checkout" || len(got.Ports[0].Endpoints) != 2 ||
+		got.Counted != dataplane.CountedEndpoints {
 		t.Fatalf("%s", out)
 	}
 	sum := 0.0

@@ -170,11 +170,13 @@ func (v *topView) render(s *show) []string {
 	}
 	head += fmt.Sprintf("  (every %s, by %s)", v.interval, v.order)
 	lines := []string{s.paint(bold, clip(head, v.width))}
+	trouble := ""
 	if v.failure != nil {
-		lines = append(lines, s.paint(red, clip(v.failure.Error(), v.width)))
-	} else {
-		lines = append(lines, "")
+		trouble = v.failure.Error()
+	} else if v.sample != nil {
+		trouble = v.sample.notice()
 	}
+	lines = append(lines, s.paint(red, clip(trouble, v.width)))
 	lines = append(lines, s.paint(dim, clip(topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE"), v.width)))
 	for i := v.first; i < len(ports) && len(lines) < v.height-1; i++ {
 		lines = append(lines, v.portLines(s, &ports[i])...)
