@@ -97,7 +97,7 @@ func (m *Model) CountAs(found *[len(Families)]Found) {
 		p.move(name, m.services[name], m.services[name].counted(m.counting))
 	}
 	p.chains()
-	p.recount(0, 0)
+	p.recount(0, 0, true)
 }
 
 // sound says whether all of some chains are there and as they should be, and no other.

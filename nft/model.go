@@ -101,11 +101,16 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 
 // plan takes Services to what the state has of them, or as many as there is room for.
 func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
-	p.recount(p.m.growth(s, names))
-	if limit > 0 && !p.m.Fits(s, names, limit) {
+	n := p.m.fitting(s, names, limit)
+	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be counted,
+	// the last of them knows.
+	frontends, endpoints := p.m.growth(s, names[:min(n+1, len(names))])
+	if n < len(names) {
+		p.recount(frontends, endpoints, false)
 		p.some(s, names, limit)
 		return
 	}
+	p.recount(frontends, endpoints, true)
 	for _, name := range names {
 		p.service(name, compileService(s.Services[name], p.m.counting))
 	}
@@ -113,8 +118,16 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 
 // Fits says whether some Services have so few elements, before and after, that they may all be written at once.
 func (m *Model) Fits(s *dataplane.State, names []snapshot.Name, limit int) bool {
+	return m.fitting(s, names, limit) == len(names)
+}
+
+// fitting gives how many of the first of some Services have so few elements; all if there is no limit.
+func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) int {
+	if limit <= 0 {
+		return len(names)
+	}
 	n := 0
-	for _, name := range names {
+	for i, name := range names {
 		n += m.held(name).size()
 		if svc := s.Services[name]; svc != nil {
 			for _, sp := range svc.Ports {
@@ -122,10 +135,10 @@ func (m *Model) Fits(s *dataplane.State, names []snapshot.Name, limit int) bool 
 			}
 		}
 		if n > limit {
-			return false
+			return i
 		}
 	}
-	return true
+	return len(names)
 }
 
 // some is plan for more Services than there is room for. An address may go from one to another: it goes before it comes.
@@ -228,9 +241,9 @@ func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (frontends, en
 	return frontends, endpoints
 }
 
-// recount looks whether the budget for counters is still enough with some more frontends and endpoints. What is there already is
-// rewritten later, a little at a time.
-func (p *planner) recount(frontends, endpoints int) {
+// recount looks whether the budget for counters is still enough with some more frontends and endpoints; and, if raise is set, for
+// more to be counted. What is there already is rewritten later, a little at a time.
+func (p *planner) recount(frontends, endpoints int, raise bool) {
 	m := p.m
 	for i := range m.tables {
 		c := &m.tables[i].count
@@ -238,7 +251,7 @@ func (p *planner) recount(frontends, endpoints int) {
 		endpoints += c[Endpoints] + c[UncountedEndpoints]
 	}
 	level := m.counting.within(m.counters(), frontends, endpoints)
-	if level != m.counting {
+	if level < m.counting || raise && level > m.counting {
 		m.counting, m.recount = level, m.Names()
 	}
 }

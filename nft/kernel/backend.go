@@ -50,6 +50,8 @@ type Backend struct {
 	// unseen says that the transaction under way goes by digests, and that somebody has written to nf_tables since these were. What is the same may be so by its digest and not by its elements, if
 	// somebody could once write what nobody owned: that we own the tables now does not say that a process before us has looked.
 	unseen bool
+	// filling says that new tables do not have everything yet.
+	filling bool
 	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables hold is listed
 	// then.
 	strays bool
@@ -143,7 +145,7 @@ const maxAttempts = 8
 // nf_tables, a signal. The kernel takes some 3 us for each.
 const (
 	writeAtOnce = 16384
-	// fillAtOnce is for new tables, of which there is nothing that could change yet.
+	// fillAtOnce is for new tables, as long as they do not have everything.
 	fillAtOnce = 65536
 )
 
@@ -180,6 +182,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 			if b.unseen {
 				b.unseen, b.generation = false, 0
 			}
+			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 			b.trust, b.missed = certain, txn.Left
 			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
 			fill := b.model.Fill()
@@ -205,6 +208,9 @@ func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (data
 
 // first adds a change to another, which goes on after it: what waits already does not wait longer because it changes again.
 func first(change, then dataplane.Change) dataplane.Change {
+	if len(change.Services) == 0 { // much may wait, for many transactions
+		return dataplane.Change{Globals: change.Globals || then.Globals, Services: then.Services}
+	}
 	waits := make(map[snapshot.Name]bool, len(then.Services))
 	for _, name := range then.Services {
 		waits[name] = true
@@ -245,7 +251,11 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 			return nil, err
 		}
 		if ok {
-			return b.model.Plan(want, b.missed, b.limit(writeAtOnce)), nil
+			most := writeAtOnce
+			if b.filling {
+				most = fillAtOnce
+			}
+			return b.model.Plan(want, b.missed, b.limit(most)), nil
 		}
 		b.trust = doubtful
 	}
