@@ -138,6 +138,31 @@ func BenchmarkPlan(b *testing.B) {
 	}
 }
 
+// BenchmarkPlanInParts plans a first state in transactions of a bounded size. What a Service costs should not depend on how many
+// there are, nor on how many transactions they take.
+func BenchmarkPlanInParts(b *testing.B) {
+	for _, services := range []int{5000, 20000} {
+		snap := snapshot.New()
+		snap.Apply(large(services, 10))
+		st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
+		for _, most := range []int{16384, 65536} {
+			b.Run(fmt.Sprint(services, "/", most), func(b *testing.B) {
+				parts := 0
+				for b.Loop() {
+					var m nft.Model
+					left := dataplane.Change{}
+					for again := true; again; parts++ {
+						left = m.Plan(st, left, most).Left
+						again = !left.Empty()
+					}
+				}
+				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*services), "ns/Service")
+				b.ReportMetric(float64(parts)/float64(b.N), "transactions")
+			})
+		}
+	}
+}
+
 // BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in clusters
 // of different size.
 func BenchmarkOneEndpoint(b *testing.B) {
