@@ -9,10 +9,8 @@ import (
 	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/config"
-	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -74,12 +72,7 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 
 // openTables opens nftables with IPVS behind it.
 func (r *rules) openTables(live *live, s *config.Settings) error {
-	cpus, err := sysctl.PossibleCPUs()
-	if err != nil {
-		return err
-	}
-	tables, err := openBackend(kernel.Options{Socket: r.socket, Own: s.OwnTables,
-		Counters: max(s.CounterMemoryMiB<<20/(nft.CounterBytes*cpus), 1)})
+	tables, err := openWithin(kernel.Options{Socket: r.socket, Own: s.OwnTables}, s.CounterMemoryMiB)
 	if err != nil {
 		return err
 	}

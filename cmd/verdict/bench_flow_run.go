@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -209,7 +210,7 @@ func (v *flowVariant) fill() error {
 // once are much to hold in memory, and much to look through for the garbage collector.
 func (v *flowVariant) forget() error {
 	return v.host.Do(func() error {
-		other, err := openBackend(kernel.Options{})
+		other, err := openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB)
 		if err != nil {
 			return err
 		}

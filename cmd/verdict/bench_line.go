@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -30,7 +31,7 @@ func newBenchHost() (*benchHost, error) {
 	var err error
 	if h.host, err = h.net.NewHost("bench"); err == nil {
 		err = h.host.Do(func() (err error) {
-			h.backend, err = openBackend(kernel.Options{})
+			h.backend, err = openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB)
 			return err
 		})
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -113,7 +114,7 @@ func (l *benchLine) again(ctx context.Context, objects *snapshot.Snapshot, k *re
 		return 0, err
 	}
 	err := l.host.Do(func() (err error) {
-		l.backend, err = openBackend(kernel.Options{})
+		l.backend, err = openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB)
 		return err
 	})
 	if err != nil {

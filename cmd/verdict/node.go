@@ -11,7 +11,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -129,6 +131,16 @@ func routeLocalnet() error {
 		return nil
 	}
 	return os.WriteFile(path, []byte("1"), 0o644)
+}
+
+// openWithin is openBackend with counters that take so many MiB at most.
+func openWithin(o kernel.Options, mib int) (*kernel.Backend, error) {
+	cpus, err := sysctl.PossibleCPUs()
+	if err != nil {
+		return nil, err
+	}
+	o.Counters = max(mib<<20/(nft.CounterBytes*cpus), 1)
+	return openBackend(o)
 }
 
 // openBackend opens the kernel of the network namespace the calling thread is in, and makes sure that it is up to it.

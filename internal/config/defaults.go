@@ -12,6 +12,9 @@ import (
 	"k8s.io/kube-proxy/config/v1alpha1"
 )
 
+// DefaultCounterMemoryMiB is how much memory the kernel's counters of frontends and endpoints may take if nobody says.
+const DefaultCounterMemoryMiB = 16
+
 // kube-proxy's ports.
 const (
 	healthzPort = 10256
@@ -61,7 +64,7 @@ func (d *Document) setDefaults() {
 	orPointer(&v.IPVSServices, 50000)
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
-	orPointer(&v.CounterMemoryMiB, 16)
+	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {
