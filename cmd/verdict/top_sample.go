@@ -455,7 +455,8 @@ var topOrders = []string{byRate, byTotal, byName}
 
 // result gives what is known now, in an order, without frontends and endpoints.
 func (s *sampler) result(order string, interval time.Duration) *topSample {
-	out := &topSample{Interval: interval.Seconds(), read: s.read, Counted: s.revisions[0].Counted, Ports: make([]topPort, 0, len(s.ports))}
+	out := &topSample{Interval: interval.Seconds(), read: s.read, Counted: s.revisions[0].Counted,
+		Ports: make([]topPort, 0, len(s.ports))}
 	for _, p := range s.ports {
 		rate, total := p.sum()
 		service, port, _ := strings.Cut(p.name, ":")

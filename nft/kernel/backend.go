@@ -150,8 +150,8 @@ const (
 )
 
 // Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it corrects what was
-// found or stands in for other tables. Receipt.Left says how many
-// Services it did not get to; the next Apply goes on, after what is named in its own change.
+// found or stands in for other tables. Receipt.Left names the Services it did not get to; the next Apply goes on, after what is
+// named in its own change.
 //
 // What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise. After an error
 // the kernel holds what it held before. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask

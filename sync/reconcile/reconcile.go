@@ -307,7 +307,7 @@ func (l *Loop) report(t *Transaction) {
 			"took", t.Total)
 	}
 	if was := cmp.Or(l.counted, dataplane.CountedEndpoints); t.Counted != "" && t.Counted != was {
-		l.Log.Info("the budget for counters has what is counted change", "counted", t.Counted, "before", was)
+		l.Log.Info("changed what is counted, to fit counterMemoryMiB", "counted", t.Counted, "before", was)
 	}
 	l.counted = cmp.Or(t.Counted, l.counted)
 	// The backend may have left something for later. A Check that is overdue stays so, or steady changes would put it off.
