@@ -126,8 +126,9 @@ func rulesText(f Family, rules []Rule) string {
 	return strings.Join(lines, "\n")
 }
 
-// lines gives everything the table holds but numbered chains, a line each, in order, whether it is counted or not. The slots of a pool are any order of its endpoints, so
-// their lines tell which slots there are and which endpoints, but not which is where.
+// lines gives everything the table holds but numbered chains, a line each, in order, whether it is counted or not. The
+// slots of a pool are any order of its endpoints, so their lines tell which slots there are and which endpoints, but not
+// which is where.
 func (t *fakeTable) lines() []string {
 	var out []string
 	for id, text := range t.chains {

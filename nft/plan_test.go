@@ -111,8 +111,8 @@ func (w world) step() snapshot.Delta {
 }
 
 // FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel with
-// what one transaction for the last state alone would leave; that each is one the kernel takes; and that none, however small it has to
-// be, leaves anything that leads nowhere. Few counters make for elements that change places.
+// what one transaction for the last state alone would leave; that each is one the kernel takes; and that none, however
+// small it has to be, leaves anything that leads nowhere. Few counters make for elements that change places.
 func FuzzPlanEqualsFull(f *testing.F) {
 	for seed := range uint64(60) {
 		f.Add(seed, uint8(30), uint8(seed%3*7), uint8(seed%4*20))
@@ -291,8 +291,8 @@ func TestPoolsPart(t *testing.T) {
 	}
 }
 
-// TestGiantService takes a Service with many addresses to the kernel, changes it and takes it away: one endpoint is one element, and a
-// limit bounds each transaction.
+// TestGiantService takes a Service with many addresses to the kernel, changes it and takes it away: one endpoint is one
+// element, and a limit bounds each transaction.
 func TestGiantService(t *testing.T) {
 	giant := webService()
 	for i := range 400 {
@@ -380,8 +380,8 @@ func manyServices(n int) *snapshot.Snapshot {
 	return snap
 }
 
-// TestRecount lets the number of counted elements outgrow the budget: what comes later is not counted, and what was there is rewritten
-// a little at a time.
+// TestRecount lets the number of counted elements outgrow the budget: what comes later is not counted, and what was
+// there is rewritten a little at a time.
 func TestRecount(t *testing.T) {
 	m := Model{Counters: 50}
 	kernel := newFakeKernel()

@@ -21,9 +21,10 @@
 // whatever their own is, which only sorts them among themselves; and only once for each connection. Connection tracking begins at
 // priority -200: before that, the state is invalid and other fields of ct match nothing.
 //
-// Where a rule draws lots (numgen, symhash, jhash without a seed), every lot is followed, and has its probability. symhash and numgen inc count as if each
-// of their values was as likely as another: that is true of many clients, not of one. Where chains have the same priority in a
-// hook, the listing does not say which runs first: if that makes a difference, it is an error.
+// Where a rule draws lots (numgen, symhash, jhash without a seed), every lot is followed, and has its probability.
+// symhash and numgen inc count as if each of their values was as likely as another: that is true of many clients, not of
+// one. Where chains have the same priority in a hook, the listing does not say which runs first: if that makes a
+// difference, it is an error.
 //
 // What the witness does not know is an error that names the rule, once a packet comes to it; a rule that no packet comes to may be
 // anything. It knows no routes, no sysctls, and neither ingress nor egress hooks: where a packet would meet one, that is an error.

@@ -501,8 +501,8 @@ func TestFullSets(t *testing.T) {
 	}
 }
 
-// TestAdoptedUnseen: a process that finds the tables as the last one left them, and knows by the number of the kernel's last transaction
-// that nobody has written since, does not look at every element.
+// TestAdoptedUnseen: a process that finds the tables as the last one left them, and knows by the number of the kernel's
+// last transaction that nobody has written since, does not look at every element.
 func TestAdoptedUnseen(t *testing.T) {
 	s := newSite(t, 8, Options{})
 	for _, others := range []bool{false, true} {

@@ -47,8 +47,9 @@ type Backend struct {
 	// room is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
 	room  int
 	trust trust
-	// unseen says that the transaction under way goes by digests, and that somebody has written to nf_tables since these were. What is the same may be so by its digest and not by its elements, if
-	// somebody could once write what nobody owned: that we own the tables now does not say that a process before us has looked.
+	// unseen says that the transaction under way goes by digests, and that somebody has written to nf_tables since these
+	// were. What is the same may be so by its digest and not by its elements, if somebody could once write what nobody
+	// owned: that we own the tables now does not say that a process before us has looked.
 	unseen bool
 	// filling says that new tables do not have everything yet.
 	filling bool

@@ -10,8 +10,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestCountersWithinTheirBudget lets a cluster outgrow the budget for counters: what comes is not counted, what was there is rewritten by
-// Check, a little at a time, and a new process finds nothing to do.
+// TestCountersWithinTheirBudget lets a cluster outgrow the budget for counters: what comes is not counted, what was
+// there is rewritten by Check, a little at a time, and a new process finds nothing to do.
 func TestCountersWithinTheirBudget(t *testing.T) {
 	h, _ := host(t)
 	const budget = 300

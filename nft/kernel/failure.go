@@ -197,9 +197,10 @@ type objection struct {
 	why     error
 }
 
-// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of its own: kernels before
-// 6.1 do not say which of several they refuse. If that is more than this process may send, a part of the elements is asked for at
-// a time, always with all the rest of the transaction. It is not ok if that did not work out, or something else is refused.
+// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of its
+// own: kernels before 6.1 do not say which of several they refuse. If that is more than this process may send, a part of
+// the elements is asked for at a time, always with all the rest of the transaction. It is not ok if that did not work
+// out, or something else is refused.
 func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 	added := 0
 	for i := range step.Tables {

@@ -8,8 +8,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints: those of the present
-// layout, or of an older one.
+// rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints: those
+// of the present layout, or of an older one.
 func (b *Backend) rescue() (out [len(nft.Families)][]nft.Listed, err error) {
 	for i, f := range nft.Families {
 		if !b.tables[i].there {

@@ -431,7 +431,8 @@ func TestLittleRoom(t *testing.T) {
 	}
 }
 
-// TestOthersOvertake changes one Service while another is so large that it takes many transactions: the small one is in with the next.
+// TestOthersOvertake changes one Service while another is so large that it takes many transactions: the small one is in
+// with the next.
 func TestOthersOvertake(t *testing.T) {
 	s := newSite(t, 0, Options{})
 	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, 3)))

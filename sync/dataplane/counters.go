@@ -32,8 +32,9 @@ type FrontendCount struct {
 	Packets uint64
 }
 
-// MostCountedAnew is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its last one goes. With
-// more, what was counted since the last reading is taken for what it would be now: so many elements are not worth it.
+// MostCountedAnew is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its
+// last one goes. With more, what was counted since the last reading is taken for what it would be now: so many elements
+// are not worth it.
 const MostCountedAnew = 64
 
 // EndpointCount is what was counted at one endpoint.

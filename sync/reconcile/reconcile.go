@@ -19,8 +19,9 @@ import (
 type Backend interface {
 	// Apply takes the kernel from what it holds to a state, as one transaction, or if that would be too large a part of the way: then
 	// Receipt.Left names the Services that are to be gone on with when it is called again, which may be with another state. After
-	// an error the kernel still holds what it held before, and the next Apply must look at the whole state, whatever its Change says. That Change is from the last
-	// state that was acknowledged: a backend which knows that the kernel holds just that may as well go by it.
+	// an error the kernel still holds what it held before, and the next Apply must look at the whole state, whatever its
+	// Change says. That Change is from the last state that was acknowledged: a backend which knows that the kernel holds
+	// just that may as well go by it.
 	//
 	// If the kernel refuses what belongs to some Services, the error wraps a *dataplane.Refused that names them.
 	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)

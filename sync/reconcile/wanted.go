@@ -46,8 +46,8 @@ func (w *wanted) ask() (*dataplane.State, dataplane.Change) {
 // acknowledged says that the kernel has acknowledged all of the state.
 func (w *wanted) acknowledged() bool { return w.latest.Empty() && len(w.held) == 0 && !w.globals }
 
-// succeed takes note that the kernel acknowledged the state, but for some Services. The backend goes on with them by itself; what they
-// were is only noted for the case that the kernel refuses them.
+// succeed takes note that the kernel acknowledged the state, but for some Services. The backend goes on with them by
+// itself; what they were is only noted for the case that the kernel refuses them.
 func (w *wanted) succeed(left []snapshot.Name) {
 	waits := make(map[snapshot.Name]bool, len(left))
 	for _, n := range left {
