@@ -223,7 +223,7 @@ func sets() []Set {
 		frontends(OutsideStickyServices, false, "sessionAffinity: the same for clients from outside"),
 		{ID: StickyEndpoints, Key: members, Counter: true, Comment: "sessionAffinity: the endpoints of each pool"},
 		{ID: UncountedStickyEndpoints, Key: members, Comment: "the same, beyond the budget for counters"},
-		{ID: Affinity, Key: []Field{Priority, RandomSlot}, Data: target, Dynamic: true, Size: affinitySize,
+		{ID: Affinity, Key: []Field{Priority, RandomSlot}, Data: target, Dynamic: true, Size: AffinitySize,
 			Comment: "sessionAffinity: pool . bucket of clients : endpoint"},
 		{ID: Scheduled, Key: frontendKey, Comment: "left to IPVS, which chooses the endpoint"},
 		{ID: RevisionSet, Key: []Field{Mark}, Comment: "number and digest of what this table holds, written with every change"},
@@ -232,11 +232,11 @@ func sets() []Set {
 }
 
 // AffinityBuckets is how many clients of a pool can be remembered apart: those whose addresses have the same hash share an
-// endpoint. So no pool has more entries than this, whatever its clients send, and affinitySize has room for 256 pools of which
+// endpoint. So no pool has more entries than this, whatever its clients send, and AffinitySize has room for 256 pools of which
 // somebody fills every bucket.
 const (
 	AffinityBuckets = 1024
-	affinitySize    = 256 * AffinityBuckets
+	AffinitySize    = 256 * AffinityBuckets
 )
 
 // layout gives the structure of a family's table: every chain that exists once, and every set.

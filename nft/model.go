@@ -542,6 +542,15 @@ func (m *Model) Remembers(f Family, e *Element) bool {
 	return ok && slices.Contains(port.members(pool), e.Target())
 }
 
+// Sticky says whether any Service of a family has session affinity.
+func (m *Model) Sticky(f Family) bool { return m.tables[f.index()].count[Remember] > 0 }
+
+// ServiceOf gives the Service whose pool has an id.
+func (m *Model) ServiceOf(id uint32) (snapshot.Name, bool) {
+	name, ok := m.pools[id]
+	return name.port.name.Service, ok
+}
+
 // pool gives the pool of an id, and its port.
 func (m *Model) pool(f Family, id uint32) (*port, poolIndex, bool) {
 	name, ok := m.pools[id]

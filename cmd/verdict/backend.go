@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
@@ -72,7 +73,7 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 
 // openTables opens nftables with IPVS behind it.
 func (r *rules) openTables(live *live, s *config.Settings) error {
-	tables, err := openWithin(kernel.Options{Socket: r.socket, Own: s.OwnTables}, s.CounterMemoryMiB)
+	tables, err := openWithin(kernel.Options{Socket: r.socket, Own: s.OwnTables, Crowded: crowded(live.log)}, s.CounterMemoryMiB)
 	if err != nil {
 		return err
 	}
@@ -86,6 +87,14 @@ func (r *rules) openTables(live *live, s *config.Settings) error {
 	r.closers = append(r.closers, scheduler.Close)
 	r.tables, r.scheduler, r.backend = tables, scheduler, scheduler
 	return nil
+}
+
+// crowded reports who fills a map of remembered clients.
+func crowded(log *logger) func([]kernel.AffinityShare) {
+	return func(of []kernel.AffinityShare) {
+		log.Warn("session affinity: the map of clients is nearly full; when it is, new clients are not remembered",
+			"service", of[0].Service.String(), "entries", of[0].Entries, "ipv6", of[0].IPv6, "size", nft.AffinitySize)
+	}
 }
 
 // openChains opens iptables.

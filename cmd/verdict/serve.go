@@ -97,6 +97,7 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	}
 	if b := n.tables; b != nil {
 		o.Fill, o.Owns = func() []metrics.Fill { return fill(b) }, b.Owns
+		o.AffinityShares = func() []metrics.AffinityShare { return affinityShares(b) }
 	}
 	if n.scheduler != nil {
 		o.IPVS = scheduled{n.scheduler}
@@ -260,6 +261,14 @@ func fill(b *kernel.Backend) (out []metrics.Fill) {
 				out = append(out, metrics.Fill{IPv6: f == nft.IPv6, Set: id.String(), Elements: size.Elements, Size: size.Size})
 			}
 		}
+	}
+	return out
+}
+
+// affinityShares says who fills a map of remembered clients that is nearly full.
+func affinityShares(b *kernel.Backend) (out []metrics.AffinityShare) {
+	for _, s := range b.AffinityShares() {
+		out = append(out, metrics.AffinityShare(s))
 	}
 	return out
 }

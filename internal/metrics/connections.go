@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"net/netip"
+	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -38,6 +39,9 @@ var (
 		"Elements of a map or set of ours in the kernel.", []string{ipFamily, "map"}, nil)
 	mapMaxElementsDesc = prometheus.NewDesc("verdict_map_max_elements",
 		"Elements that a map or set takes at most; those without a limit are not here.", []string{ipFamily, "map"}, nil)
+	affinityEntriesDesc = prometheus.NewDesc("verdict_affinity_entries",
+		"Entries of the map of remembered clients that are this Service's; while it is three quarters full, for those with most.",
+		[]string{ipFamily, "service_namespace", "service_name"}, nil)
 	readDurationDesc = prometheus.NewDesc("verdict_counters_read_duration_seconds",
 		"How long the last reading of the kernel's counters took.", nil, nil)
 	readFailuresDesc = prometheus.NewDesc("verdict_counters_read_failures_total",
@@ -46,7 +50,7 @@ var (
 
 func (c *connections) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{serviceConnectionsDesc, serviceRefusedDesc, endpointConnectionsDesc, refusedDesc, leftOutDesc,
-		mapElementsDesc, mapMaxElementsDesc, readDurationDesc, readFailuresDesc} {
+		mapElementsDesc, mapMaxElementsDesc, affinityEntriesDesc, readDurationDesc, readFailuresDesc} {
 		ch <- d
 	}
 	for _, d := range ipvsDescs {
@@ -132,6 +136,12 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 	if c.o.Fill != nil {
 		c.collectFill(ch, &p)
 	}
+	if c.o.AffinityShares != nil {
+		for _, s := range c.o.AffinityShares() {
+			ch <- prometheus.MustNewConstMetric(affinityEntriesDesc, prometheus.GaugeValue, float64(s.Entries),
+				familyName(s.IPv6), s.Service.Namespace, s.Service.Name)
+		}
+	}
 }
 
 func collectPort(ch chan<- prometheus.Metric, s *sample) {
@@ -169,10 +179,7 @@ func (c *connections) collectRefused(ch chan<- prometheus.Metric, p *picture) {
 
 func (c *connections) collectFill(ch chan<- prometheus.Metric, p *picture) {
 	for _, f := range c.o.Fill() {
-		i := 0
-		if f.IPv6 {
-			i = 1
-		}
+		i := slices.Index(families[:], familyName(f.IPv6))
 		if f.Set == AffinitySet {
 			f.Elements = p.affinity[i]
 		}

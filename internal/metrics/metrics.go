@@ -30,6 +30,13 @@ type Metrics struct {
 // is counted for both.
 var families = [...]string{"IPv4", "IPv6"}
 
+func familyName(ipv6 bool) string {
+	if ipv6 {
+		return families[1]
+	}
+	return families[0]
+}
+
 // New gives Metrics that show what the options say.
 func New(o Options) *Metrics {
 	if o.MaxSeries == 0 {

@@ -92,6 +92,9 @@ func newWorld(o Options) *world {
 	o.Fill = func() []Fill {
 		return []Fill{{Set: "services", Elements: 5, Size: 1024}, {IPv6: true, Set: AffinitySet, Size: 9}, {Set: "source-ranges"}}
 	}
+	o.AffinityShares = func() []AffinityShare {
+		return []AffinityShare{{Service: snapshot.Name{Namespace: "ns", Name: "a"}, Entries: 8}}
+	}
 	o.Conntrack = func() (int, int, error) { return 7, 1000, nil }
 	o.Counters = w.kernel
 	w.Metrics = New(o)

@@ -64,6 +64,8 @@ type Options struct {
 	NodePorts func() (open, failing int)
 	// Fill tells how full the kernel's sets are, but for what the set of AffinitySet holds.
 	Fill func() []Fill
+	// AffinityShares names the Services that hold most of a set of remembered clients that is nearly full.
+	AffinityShares func() []AffinityShare
 	// Owns says whether nobody else can change the tables.
 	Owns func() bool
 	// Conntrack tells how many connections the kernel tracks, and how many it can.
@@ -82,6 +84,13 @@ type Fill struct {
 	Set  string
 	// Size is how many elements it takes, 0 if there is no limit.
 	Elements, Size int
+}
+
+// AffinityShare is how many entries of a family's set of remembered clients are a Service's.
+type AffinityShare struct {
+	Service snapshot.Name
+	IPv6    bool
+	Entries int
 }
 
 // AffinitySet is the set of remembered clients. How many it holds, only Counters.Affinity knows.

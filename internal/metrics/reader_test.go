@@ -263,7 +263,8 @@ func TestWrittenInParts(t *testing.T) {
 			}
 			m.reader.locked(func() { m.reader.readAt = time.Time{} })
 		}
-		m.reader.stop() // of the reading that the first transaction asked for, too
+		m.reader.stop()                    // of the reading that the first transaction asked for, too
+		m.reader.read(make(chan struct{})) // that one may have begun before the last Service was known
 		bump()
 		m.reader.read(make(chan struct{}))
 		want := uint64(15)

@@ -20,6 +20,8 @@ type sweep struct {
 	running bool
 	family  int
 	gone    []nft.Element
+	// entries counts those of each pool in the list under way.
+	entries map[uint32]int
 }
 
 // A map is looked at as soon as the transaction is in, and once more after sweepAgain: for packets that were on their way through
@@ -62,6 +64,7 @@ func (s *sweep) begin() bool {
 		if s.turns[i] > 0 && !time.Now().Before(s.due[i]) {
 			s.turns[i]--
 			s.family, s.gone, s.due[i] = i, nil, time.Now().Add(sweepAgain)
+			s.entries = map[uint32]int{}
 			return true
 		}
 	}
@@ -94,6 +97,7 @@ func (b *Backend) sweepOn() (done bool, err error) {
 			}
 		} else if len(body) >= 4 {
 			eachElement(f, nft.Affinity, body[4:], func(e nft.Listed) {
+				s.entries[e.ID()]++
 				if !b.model.Remembers(f, &e.Element) {
 					s.gone = append(s.gone, e.Element)
 				}
@@ -117,6 +121,7 @@ func (b *Backend) endSweep() error {
 		}
 	}
 	s.gone = nil
+	b.share(s.family, s.entries)
 	err := b.deleteAffinity(f, gone)
 	if len(gone) > 0 {
 		s.order(s.family, 1, time.Now().Add(sweepAgain))

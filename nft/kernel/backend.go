@@ -24,6 +24,9 @@ type Options struct {
 	Own bool
 	// Counters is how many counters elements may have; 0 means that each has one. See nft.Counting.
 	Counters int
+	// Crowded, if not nil, is told when the map of remembered clients is nearly full, and when another Service than before holds most
+	// of it: see AffinityShares.
+	Crowded func([]AffinityShare)
 }
 
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
@@ -63,6 +66,7 @@ type Backend struct {
 	generation uint32
 	tables     [len(nft.Families)]tableInfo
 	sweep      sweep
+	crowd      crowd
 	inspection inspection
 	// fill is what Fill gives.
 	fill atomic.Pointer[[len(nft.Families)]nft.Fill]

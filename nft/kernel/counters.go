@@ -282,7 +282,7 @@ func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]i
 	}
 	deadline := time.Now().Add(patience)
 	for i, f := range nft.Families {
-		n, told, err := c.tells(f)
+		n, told, err := c.conn.remembered(f)
 		if err == nil && !told {
 			n, err = c.countAffinity(f, deadline)
 		}
@@ -294,15 +294,15 @@ func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]i
 	return counts, nil
 }
 
-// tells asks the kernel how many clients are remembered. A kernel that does not count does not tell.
-func (c *Counters) tells(f nft.Family) (n int, told bool, err error) {
+// remembered asks the kernel how many clients are remembered. A kernel that does not count does not tell.
+func (c *Conn) remembered(f nft.Family) (n int, told bool, err error) {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST, f)
 	w.text(unix.NFTA_SET_TABLE, nft.TableName)
 	w.text(unix.NFTA_SET_NAME, nft.Affinity.String())
 	w.end(m)
-	_, err = c.conn.query(w.b, false, func(attrs []byte) {
+	_, err = c.query(w.b, false, func(attrs []byte) {
 		eachAttr(attrs, func(typ uint16, v []byte) {
 			if typ == nftaSetCount && len(v) == 4 {
 				n, told = int(binary.BigEndian.Uint32(v)), true

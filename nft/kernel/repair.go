@@ -182,7 +182,11 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	}
 	start := time.Now()
 	deadline := start.Add(checkBudget)
-	busy, err := b.sweepUntil(deadline)
+	err = b.lookAtAffinity(start)
+	busy := false
+	if err == nil {
+		busy, err = b.sweepUntil(deadline)
+	}
 	if err == nil {
 		found, err = b.lookAround()
 	}
