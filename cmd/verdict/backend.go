@@ -11,9 +11,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )

@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -342,5 +343,40 @@ func TestExplainDisagrees(t *testing.T) {
 	q := asked{word: wordPod, key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
 	if a := c.ask(q, c.snap); *a.Agree || a.Notes == nil || a.Kernel.Outcome != "untouched" {
 		t.Errorf("without tables: %+v, notes %v", a.Kernel, a.Notes)
+	}
+}
+
+// TestExplainNotCounted asks about a Service while the budget for counters is enough, not for endpoints, and for nothing: explain
+// says why it has no numbers.
+func TestExplainNotCounted(t *testing.T) {
+	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
+	st, _ := dataplane.Compute(c.config, c.snap)
+	frontends := 0
+	for _, table := range c.backend.(*kernel.Backend).Fill() {
+		frontends += table[nft.Services].Elements + table[nft.OutsideServices].Elements
+	}
+	q := asked{source: c.Pods[2].IP(lab.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	for _, test := range []struct {
+		counters int
+		note     []string
+	}{{0, nil}, {frontends, []string{notCounted(dataplane.CountedFrontends)}}, {1, []string{notCounted(dataplane.CountedNothing)}}} {
+		labtest.Check(t, c.Node.Do(func() error {
+			backend, err := kernel.Open(kernel.Options{Counters: test.counters})
+			if err != nil {
+				return err
+			}
+			defer backend.Close()
+			if _, err := backend.ApplyAll(st, dataplane.Change{}); err != nil {
+				return err
+			}
+			for again := time.Duration(1); again > 0 && err == nil; {
+				_, again, err = backend.Check()
+			}
+			return err
+		}))
+		a := c.ask(q, c.snap)
+		if counted := a.Kernel.Service.Connections != nil; !slices.Equal(a.Notes, test.note) || counted != (test.counters != 1) {
+			t.Errorf("%d counters: the Service is counted: %v, notes %q; want %q", test.counters, counted, a.Notes, test.note)
+		}
 	}
 }

@@ -402,8 +402,11 @@ type topSample struct {
 }
 
 // notice says what cannot be seen because it is not counted.
-func (s *topSample) notice() string {
-	switch s.Counted {
+func (s *topSample) notice() string { return notCounted(s.Counted) }
+
+// notCounted says in words what is left out of one of dataplane.Counted...; empty if everything is counted.
+func notCounted(counted string) string {
+	switch counted {
 	case dataplane.CountedFrontends:
 		return "endpoints are not counted: their counters would take more than counterMemoryMiB"
 	case dataplane.CountedNothing:
