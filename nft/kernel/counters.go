@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -282,7 +281,7 @@ func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]i
 	}
 	deadline := time.Now().Add(patience)
 	for i, f := range nft.Families {
-		n, told, err := c.conn.remembered(f)
+		n, told, err := c.conn.setCount(f, nft.Affinity)
 		if err == nil && !told {
 			n, err = c.countAffinity(f, deadline)
 		}
@@ -292,24 +291,6 @@ func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]i
 		counts[i] = n
 	}
 	return counts, nil
-}
-
-// remembered asks the kernel how many clients are remembered. A kernel that does not count does not tell.
-func (c *Conn) remembered(f nft.Family) (n int, told bool, err error) {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST, f)
-	w.text(unix.NFTA_SET_TABLE, nft.TableName)
-	w.text(unix.NFTA_SET_NAME, nft.Affinity.String())
-	w.end(m)
-	_, err = c.query(w.b, false, func(attrs []byte) {
-		eachAttr(attrs, func(typ uint16, v []byte) {
-			if typ == nftaSetCount && len(v) == 4 {
-				n, told = int(binary.BigEndian.Uint32(v)), true
-			}
-		})
-	})
-	return n, told, err
 }
 
 // countAffinity lists them. A list cannot be ended early but with its socket.

@@ -49,7 +49,7 @@ func (b *Backend) lookAtAffinity(now time.Time) error {
 			b.share(i, nil)
 			continue
 		}
-		n, told, err := b.reader.remembered(f)
+		n, told, err := b.reader.setCount(f, nft.Affinity)
 		if err != nil && !errors.Is(err, unix.ENOENT) {
 			return fmt.Errorf("session affinity: %w", err)
 		}

@@ -15,10 +15,59 @@ import (
 )
 
 // Elements reads all elements of one of our sets, in the kernel's order. A table or set that is not there gives none.
-func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
-	var out []nft.Listed
+//
+// A set that has just grown gets more buckets a moment after the transaction, and the kernel may then list some elements twice and
+// others not at all. So a list is taken again until each is there once, and as many as the kernel tells (Linux 6.16).
+func (c *Conn) Elements(f nft.Family, set nft.SetID) (out []nft.Listed, err error) {
+	if s := nft.SetByID(set); s.Interval {
+		return c.ranges(f, set)
+	}
+	for range maxDumps {
+		twice := false
+		if out, twice, err = c.list(f, set); err != nil {
+			return nil, err
+		}
+		if set == nft.Affinity { // entries come and go all the time
+			return out, nil
+		}
+		n, told, err := c.setCount(f, set)
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return nil, fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, set, err)
+		}
+		if !twice && (!told || n == len(out)) {
+			return out, nil
+		}
+		time.Sleep(growPause)
+	}
+	return out, nil
+}
+
+// growPause is how long the kernel is given to move a set's elements to new buckets.
+const growPause = time.Millisecond
+
+// list lists a set once, and says whether the kernel listed an element twice.
+func (c *Conn) list(f nft.Family, set nft.SetID) (out []nft.Listed, twice bool, err error) {
+	var seen map[string]bool
+	err = c.dump(listRequest(f, set), func() { out, twice, seen = nil, false, map[string]bool{} }, func(attrs []byte) {
+		eachElement(f, set, attrs, func(e nft.Listed) {
+			key := string(e.Key())
+			twice = twice || seen[key]
+			if !seen[key] {
+				out = append(out, e)
+			}
+			seen[key] = true
+		})
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return nil, false, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
+	}
+	return out, twice, nil
+}
+
+// ranges lists a set of ranges.
+func (c *Conn) ranges(f nft.Family, set nft.SetID) (out []nft.Listed, err error) {
 	var ends [][]byte
-	err := c.dump(listRequest(f, set), func() { out, ends = nil, nil }, func(attrs []byte) {
+	err = c.dump(listRequest(f, set), func() { out, ends = nil, nil }, func(attrs []byte) {
 		ends = append(ends, eachElement(f, set, attrs, func(e nft.Listed) { out = append(out, e) })...)
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -28,6 +77,24 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) ([]nft.Listed, error) {
 		closeRanges(f, out, ends)
 	}
 	return out, nil
+}
+
+// setCount asks how many elements a set has. Before Linux 6.16 the kernel does not tell.
+func (c *Conn) setCount(f nft.Family, set nft.SetID) (n int, told bool, err error) {
+	var w buffer
+	w.reset()
+	m := w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST, f)
+	w.text(unix.NFTA_SET_TABLE, nft.TableName)
+	w.text(unix.NFTA_SET_NAME, set.String())
+	w.end(m)
+	_, err = c.query(w.b, false, func(attrs []byte) {
+		eachAttr(attrs, func(typ uint16, v []byte) {
+			if typ == nftaSetCount && len(v) == 4 {
+				n, told = int(be32(v)), true
+			}
+		})
+	})
+	return n, told, err
 }
 
 // rawElements lists a set that the layout may not have.

@@ -168,6 +168,8 @@ type inspection struct {
 	// left are the Services still to be looked at; running says that there is an inspection.
 	left    []snapshot.Name
 	running bool
+	// again says how often sets were not what they should be when they were listed as a whole.
+	again int
 }
 
 // Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the next Apply
@@ -305,6 +307,9 @@ func (b *Backend) lookAtStructure() (found []string, err error) {
 	return found, nil
 }
 
+// listAgain is how often a set is listed once more before an inspection believes that others have changed it.
+const listAgain = 2
+
 // inspectAtOnce is how many Services are looked at in one go, some hundreds of elements.
 const inspectAtOnce = 16
 
@@ -313,6 +318,10 @@ func (b *Backend) inspect() (found []string, err error) {
 	in := &b.inspection
 	if len(in.left) == 0 {
 		found, err = b.inspectRanges()
+		if len(found) > 0 && in.again < listAgain { // the kernel may be moving elements to new buckets
+			in.again++
+			return nil, nil
+		}
 		in.running = err != nil
 		return found, err
 	}
