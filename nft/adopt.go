@@ -94,10 +94,10 @@ func (m *Model) CountAs(found *[len(Families)]Found) {
 	p := m.planner()
 	p.silent = true
 	for _, name := range m.Names() {
-		p.move(name, m.services[name], m.services[name].counted(m.counting))
+		p.move(name, m.services[name], m.services[name].counted(m.quota()))
 	}
 	p.chains()
-	p.recount(0, 0, true)
+	p.recount(needs{}, true)
 }
 
 // sound says whether all of some chains are there and as they should be, and no other.

@@ -48,7 +48,7 @@ type portID struct {
 type port struct {
 	id      portID
 	comment string
-	// counting says which of its elements are counted.
+	// counting says which of its elements are counted: CountEndpoints, CountFrontends or CountNothing.
 	counting Counting
 	// timeout is the session affinity's in seconds; 0 means none.
 	timeout uint32
@@ -91,20 +91,23 @@ const (
 )
 
 // compileService turns a Service into what it means for our tables. Nil gives an empty service.
-func compileService(s *dataplane.Service, counting Counting) *service {
+func compileService(s *dataplane.Service, q quota) *service {
 	if s == nil {
 		return &service{}
 	}
 	out := &service{clusterIPs: s.ClusterIPs, ports: make([]*port, 0, len(s.Ports))}
 	for _, sp := range s.Ports {
 		p := compilePort(sp)
-		p.counting = counting
 		out.ports = append(out.ports, p)
 		for i := range sp.Frontends {
 			if ranges := sp.Frontends[i].Sources; ranges != nil { // the same for all of a family
 				out.sources[p.id.family.index()].ranges = ranges
 			}
 		}
+	}
+	level := q.of(out)
+	for _, p := range out.ports {
+		p.counting = level
 	}
 	return out
 }

@@ -1,40 +1,143 @@
 package nft
 
-import "github.com/verdict-proxy/verdict/sync/dataplane"
+import (
+	"cmp"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
 
 // Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is little on
 // two is gigabytes on many.
 type Counting uint8
 
-// The levels of counting.
+// The levels of counting. Most is what there is but for Services that would take more than their share of the budget: whoever writes a
+// giant Service does not end the counting of everybody's.
 const (
 	// CountNothing counts only what rules refuse.
 	CountNothing Counting = iota
-	// CountFrontends counts connections at the addresses of Services.
+	// CountMostFrontends counts connections at the addresses of most Services.
+	CountMostFrontends
+	// CountFrontends counts them at the addresses of all.
 	CountFrontends
-	// CountEndpoints counts them at each endpoint, too.
+	// CountMostEndpoints counts them at the addresses and endpoints of most Services; of the others at the addresses, if these alone
+	// are within the share.
+	CountMostEndpoints
+	// CountEndpoints counts them at the addresses and endpoints of all.
 	CountEndpoints
 	numCountings
 )
 
-var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.CountedFrontends, dataplane.CountedEndpoints}
+var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.CountedMostFrontends, dataplane.CountedFrontends,
+	dataplane.CountedMostEndpoints, dataplane.CountedEndpoints}
 
 // String gives the name that receipts, metrics and the revision have for it.
 func (c Counting) String() string { return countingNames[c] }
 
+// Of a port, these say what is counted: it knows no most.
 func (c Counting) frontends() bool { return c >= CountFrontends }
-func (c Counting) endpoints() bool { return c >= CountEndpoints }
+func (c Counting) endpoints() bool { return c == CountEndpoints }
 
 // CounterBytes is what a counter takes for each possible processor.
 const CounterBytes = 16
 
-// within gives the highest level for which a budget of counters is enough. Less than the present one is taken at once, more only
-// when it would use half of the budget: so it does not go to and fro.
-func (c Counting) within(budget, frontends, endpoints int) Counting {
-	need := [numCountings]int{CountFrontends: frontends, CountEndpoints: frontends + endpoints}
-	level := CountEndpoints
-	for level > CountNothing && (need[level] > budget || level > c && 2*need[level] > budget) {
-		level--
+// shares is how many Services can each have their share of the budget.
+const shares = 32
+
+// needs is how many counters Services take by each Counting.
+type needs [numCountings]int
+
+// needsOf gives what a Service with so many elements takes.
+func needsOf(frontends, endpoints, share int) (n needs) {
+	for level := range numCountings {
+		switch level.of(frontends, endpoints, share) {
+		case CountEndpoints:
+			n[level] = frontends + endpoints
+		case CountFrontends:
+			n[level] = frontends
+		}
 	}
-	return level
+	return n
+}
+
+// add adds what a Service takes, or takes it away again.
+func (n *needs) add(o needs, by int) {
+	for level := range n {
+		n[level] += by * o[level]
+	}
+}
+
+// of gives what is counted of a Service with so many elements: its endpoints, its frontends, or nothing.
+func (c Counting) of(frontends, endpoints, share int) Counting {
+	switch {
+	case c == CountEndpoints, c == CountMostEndpoints && frontends+endpoints <= share:
+		return CountEndpoints
+	case c == CountFrontends, c >= CountMostFrontends && frontends <= share:
+		return CountFrontends
+	}
+	return CountNothing
+}
+
+// within gives the level that makes most of a budget of counters. If the present one is too much, another is taken at once; more only
+// when that would use half of the budget, and be twice as much: so it does not go to and fro.
+func (c Counting) within(budget int, n *needs) Counting {
+	fits := n[c] <= budget
+	best := CountNothing
+	if fits {
+		best = c
+	}
+	for level := range numCountings {
+		more := n[level] > n[best] || n[level] == n[best] && n[level] > 0 && level > best
+		worth := !fits || 2*n[level] <= budget && (n[level] >= 2*n[c] || level == CountEndpoints)
+		if n[level] <= budget && worth && (more || level == CountEndpoints) {
+			best = level
+		}
+	}
+	return best
+}
+
+// quota says what is counted of a Service.
+type quota struct {
+	level Counting
+	share int
+}
+
+func (q quota) of(s *service) Counting {
+	frontends, endpoints := s.elements()
+	return q.level.of(frontends, endpoints, q.share)
+}
+
+func (m *Model) quota() quota { return quota{m.counting, m.share()} }
+
+// counters is the budget; share is what one Service may have of it while it is not enough for all.
+func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }
+func (m *Model) share() int    { return m.counters() / shares }
+
+// elements counts those of a Service that could have counters.
+func (s *service) elements() (frontends, endpoints int) {
+	for _, p := range s.ports {
+		for i := range p.frontends {
+			frontends += p.frontends[i].elements()
+		}
+		for i := range p.pools {
+			endpoints += len(p.pools[i].slots)
+		}
+	}
+	return frontends, endpoints
+}
+
+// elements counts those of a frontend that could have counters.
+func (f *frontend) elements() int {
+	if f.inside != f.outside {
+		return 2
+	}
+	return 1
+}
+
+// counted copies a service as it is with another counting.
+func (s *service) counted(q quota) *service {
+	out, level := s.copied(), q.of(s)
+	for _, p := range out.ports {
+		p.counting = level
+	}
+	return out
 }

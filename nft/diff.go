@@ -153,6 +153,8 @@ func (p *planner) service(name snapshot.Name, now *service) {
 // move plans the way from one settled answer for a Service to another.
 func (p *planner) move(name snapshot.Name, before, now *service) {
 	p.bucket = bucketFor(name.String())
+	p.need(before, -1)
+	p.need(now, +1)
 	for _, a := range now.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
 	}
@@ -175,6 +177,12 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	} else {
 		p.m.services[name] = now
 	}
+}
+
+// need takes note of the counters that a Service needs, or no longer needs.
+func (p *planner) need(s *service, by int) {
+	frontends, endpoints := s.elements()
+	p.m.needs.add(needsOf(frontends, endpoints, p.m.share()), by)
 }
 
 // sources takes who may use a Service's load balancer addresses from what it was to what it should be.

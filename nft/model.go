@@ -2,7 +2,6 @@ package nft
 
 import (
 	"bytes"
-	"cmp"
 	"hash/fnv"
 	"net/netip"
 	"slices"
@@ -27,6 +26,8 @@ type Model struct {
 	// counting is what new elements are counted by. recount are the Services that are still counted by another.
 	counting Counting
 	recount  []snapshot.Name
+	// needs is what all Services need of the budget.
+	needs needs
 	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
 	pools map[uint32]poolID
 }
@@ -104,15 +105,15 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	n := p.m.fitting(s, names, limit)
 	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be counted,
 	// the last of them knows.
-	frontends, endpoints := p.m.growth(s, names[:min(n+1, len(names))])
+	growth := p.m.growth(s, names[:min(n+1, len(names))])
 	if n < len(names) {
-		p.recount(frontends, endpoints, false)
+		p.recount(growth, false)
 		p.some(s, names, limit)
 		return
 	}
-	p.recount(frontends, endpoints, true)
+	p.recount(growth, true)
 	for _, name := range names {
-		p.service(name, compileService(s.Services[name], p.m.counting))
+		p.service(name, compileService(s.Services[name], p.m.quota()))
 	}
 }
 
@@ -144,7 +145,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 // some is plan for more Services than there is room for. An address may go from one to another: it goes before it comes.
 func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
-	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.counting) }
+	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
 	for _, name := range names {
 		done := true
 		if before := p.m.services[name]; before != nil && before.loses(s.Services[name]) {
@@ -198,7 +199,7 @@ func (m *Model) Recount(n, limit int) *Txn {
 	done := 0
 	for ; done < len(names) && p.planned < limit; done++ {
 		if held := m.services[names[done]]; held != nil {
-			p.service(names[done], held.counted(m.counting))
+			p.service(names[done], held.counted(m.quota()))
 		}
 	}
 	m.recount = m.recount[done:]
@@ -210,48 +211,53 @@ func (m *Model) Recount(n, limit int) *Txn {
 // Recounts gives up to n Services that Recount is for next.
 func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m.recount))] }
 
-// counted copies a service as it is with another counting.
-func (s *service) counted(c Counting) *service {
+// copied copies a service; its pools' slots are the same.
+func (s *service) copied() *service {
 	out := &service{clusterIPs: s.clusterIPs, sources: s.sources, ports: make([]*port, len(s.ports))}
 	for i, p := range s.ports {
 		q := *p
-		q.counting = c
 		out.ports[i] = &q
 	}
 	return out
 }
 
-// growth is how many frontends and endpoints some Services will have more than they have now.
-func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (frontends, endpoints int) {
+// growth is what some Services will need more than they do now, of each level.
+func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (more needs) {
 	for _, name := range names {
-		f, e := 0, 0
-		if svc := s.Services[name]; svc != nil {
-			for _, sp := range svc.Ports {
-				f, e = f+len(sp.Frontends), e+len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints)
-			}
+		n := m.needsOf(s.Services[name])
+		frontends, endpoints := m.held(name).elements()
+		n.add(needsOf(frontends, endpoints, m.share()), -1)
+		for level := range n {
+			more[level] += max(n[level], 0)
 		}
-		for _, p := range m.held(name).ports {
-			f -= len(p.frontends)
-			for i := range p.pools {
-				e -= len(p.pools[i].slots)
-			}
-		}
-		frontends, endpoints = frontends+max(f, 0), endpoints+max(e, 0)
 	}
-	return frontends, endpoints
+	return more
 }
 
-// recount looks whether the budget for counters is still enough with some more frontends and endpoints; and, if raise is set, for
-// more to be counted. What is there already is rewritten later, a little at a time.
-func (p *planner) recount(frontends, endpoints int, raise bool) {
-	m := p.m
-	for i := range m.tables {
-		c := &m.tables[i].count
-		frontends += c[Services] + c[UncountedServices] + c[OutsideServices] + c[UncountedOutsideServices]
-		endpoints += c[Endpoints] + c[UncountedEndpoints]
+// needsOf gives what a Service will need at most; nil needs nothing.
+func (m *Model) needsOf(svc *dataplane.Service) needs {
+	frontends, endpoints := 0, 0
+	if svc != nil {
+		for _, sp := range svc.Ports {
+			for i := range sp.Frontends {
+				fe := &sp.Frontends[i]
+				if frontends++; fe.Route(dataplane.Node).Pool != fe.Route(dataplane.Anyone).Pool {
+					frontends++
+				}
+			}
+			endpoints += len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+		}
 	}
-	level := m.counting.within(m.counters(), frontends, endpoints)
-	if level < m.counting || raise && level > m.counting {
+	return needsOf(frontends, endpoints, m.share())
+}
+
+// recount looks whether the budget for counters is still enough if Services need some more; and, if raise is set, for more to be
+// counted. What is there already is rewritten later, a little at a time.
+func (p *planner) recount(more needs, raise bool) {
+	m := p.m
+	more.add(m.needs, +1)
+	level := m.counting.within(m.counters(), &more)
+	if level != m.counting && (raise || more[m.counting] > m.counters()) {
 		m.counting, m.recount = level, m.Names()
 	}
 }
@@ -346,18 +352,12 @@ func (m *Model) clear(s *dataplane.State) {
 
 // expected gives what elements will be counted by once all of a state is planned.
 func (m *Model) expected(s *dataplane.State) Counting {
-	frontends, endpoints := 0, 0
+	var all needs
 	for _, svc := range s.Services {
-		for _, sp := range svc.Ports {
-			frontends += len(sp.Frontends)
-			endpoints += len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
-		}
+		all.add(m.needsOf(svc), +1)
 	}
-	return CountEndpoints.within(m.counters(), frontends, endpoints)
+	return CountEndpoints.within(m.counters(), &all)
 }
-
-// counters is the budget.
-func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }
 
 // Load has the model hold a state, as if it were written already.
 func (m *Model) Load(s *dataplane.State) {
@@ -373,7 +373,7 @@ func (m *Model) Load(s *dataplane.State) {
 // that clients keep; those that Remembers denies are left out.
 func (m *Model) Recreate(affinity *[len(Families)][]Listed) *Txn {
 	whole := *m
-	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
+	m.services, m.cidrs, m.needs = make(map[snapshot.Name]*service, len(whole.services)), nil, needs{}
 	m.emptyTables()
 	p := m.planner()
 	for _, name := range sortedNames(whole.services) {
@@ -396,9 +396,8 @@ func (m *Model) Recreate(affinity *[len(Families)][]Listed) *Txn {
 
 // clone copies a service as it was before its slots were assigned.
 func (s *service) clone() *service {
-	c := s.counted(CountNothing)
-	for i, p := range c.ports {
-		p.counting = s.ports[i].counting
+	c := s.copied()
+	for _, p := range c.ports {
 		for n := range p.pools {
 			p.pools[n].slots = slices.Clone(p.pools[n].slots)
 			slices.SortFunc(p.pools[n].slots, netip.AddrPort.Compare)
@@ -409,7 +408,7 @@ func (s *service) clone() *service {
 
 // forgotten copies a service with its ids, but without the slots.
 func (s *service) forgotten() *service {
-	c := s.counted(CountNothing)
+	c := s.copied()
 	for _, p := range c.ports {
 		for n := range p.pools {
 			p.pools[n].slots = nil

@@ -407,6 +407,10 @@ func (s *topSample) notice() string { return notCounted(s.Counted) }
 // notCounted says in words what is left out of one of dataplane.Counted...; empty if everything is counted.
 func notCounted(counted string) string {
 	switch counted {
+	case dataplane.CountedMostEndpoints:
+		return "endpoints of very large Services are not counted: all counters would take more than counterMemoryMiB"
+	case dataplane.CountedMostFrontends:
+		return "endpoints and very large Services are not counted: their counters would take more than counterMemoryMiB"
 	case dataplane.CountedFrontends:
 		return "endpoints are not counted: their counters would take more than counterMemoryMiB"
 	case dataplane.CountedNothing:

@@ -38,7 +38,7 @@ func (w *own) register(registry prometheus.Registerer, o *Options) {
 	w.startDuration = m.gauge("verdict_start_duration_seconds", "Time from the start until all Services were in force; 0 until then.")
 	w.services = m.gauge("verdict_services", "Services in force.")
 	w.counted = m.gauges("verdict_counted_info",
-		"1, with what the kernel counts within counterMemoryMiB: endpoints and frontends, frontends alone, or nothing.", "counted")
+		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, frontends, most-frontends, or nothing.", "counted")
 	w.transactions = m.counters("verdict_transactions_total",
 		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was nothing to write, failed.", "outcome")
 	w.elements = m.counters("verdict_transaction_elements_total", "Elements of maps and sets written, by change.", "change")

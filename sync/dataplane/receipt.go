@@ -9,9 +9,11 @@ import (
 
 // What has counters. They take memory for each processor, so there is a budget for them.
 const (
-	CountedEndpoints = "endpoints" // and frontends
-	CountedFrontends = "frontends"
-	CountedNothing   = "nothing" // but what rules refuse
+	CountedEndpoints     = "endpoints"      // and frontends
+	CountedMostEndpoints = "most-endpoints" // not those of Services beyond their share of the budget
+	CountedFrontends     = "frontends"
+	CountedMostFrontends = "most-frontends"
+	CountedNothing       = "nothing" // but what rules refuse
 )
 
 // Receipt says what one transaction, or several one after the other, wrote. The zero Receipt says that there was nothing to write.
