@@ -160,7 +160,8 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	c := &Cell{Size: size, Proxy: proxy, Repeat: repeat, Began: time.Date(2026, 1, 2, 3, 4, repeat, 0, time.UTC), Took: 60, Load: 0.25 * float64(i)}
 	slow := map[string]float64{Baseline: 1, "verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
-	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20}
+	flow := 3 + n/50
+	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20, Flow: &flow}
 	if proxy == Baseline {
 		return c
 	}

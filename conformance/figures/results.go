@@ -153,6 +153,9 @@ type Data struct {
 	Connections float64 `json:"connections"`
 	// Gigabits is what an established connection carried a second.
 	Gigabits float64 `json:"gigabits"`
+	// Flow is the processor time of the first packet of a new flow above that of one straight to an endpoint, in microseconds; nil
+	// without a proxy.
+	Flow *float64 `json:"flow_us,omitempty"`
 }
 
 // Find gives a cell; nil if there is none.

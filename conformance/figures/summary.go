@@ -23,8 +23,8 @@ type Row struct {
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
 	Resident, Peak, Kernel Spread
-	// First and Slowest are in microseconds, Connections a second, Gigabits a second.
-	First, Slowest, Connections, Gigabits Spread
+	// First, Slowest and Flow are in microseconds, Connections a second, Gigabits a second.
+	First, Slowest, Flow, Connections, Gigabits Spread
 }
 
 // ChurnRow is what all repeats say of one rate.
@@ -69,6 +69,10 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	}
 	row.First = data(func(d Data) float64 { return d.First })
 	row.Slowest = data(func(d Data) float64 { return d.Slowest })
+	row.Flow = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+		flow := deref(c.Data).Flow
+		return deref(flow), flow != nil
+	}), 0)
 	row.Connections = data(func(d Data) float64 { return d.Connections })
 	row.Gigabits = data(func(d Data) float64 { return d.Gigabits })
 	return row

@@ -78,6 +78,7 @@ func behind(s float64) string {
 }
 
 func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
+func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
 func microseconds(us float64) string { return fmt.Sprintf("%.0f µs", us) }
 func thousands(n float64) string     { return fmt.Sprintf("%.1fk", n/1000) }
 func gigabits(n float64) string      { return fmt.Sprintf("%.1f", n) }
@@ -133,6 +134,13 @@ func (r *Results) tables() []table {
 				}
 				return row.First.short(microseconds) + " / " + row.Slowest.short(microseconds)
 			}, true},
+		table{"New flow", "Processor time of the first packet of a connection that the node itself sends to a Service, above one to an endpoint.",
+			func(row *Row) string {
+				if row.Flow.N == 0 {
+					return none
+				}
+				return row.Flow.short(tenths)
+			}, false},
 		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection.",
 			func(row *Row) string {
 				if row.Connections.N == 0 {

@@ -38,7 +38,13 @@ func (n *node) data(ctx context.Context, length time.Duration, direct bool) (*fi
 	if out.Connections, err = n.connections(ctx, to, length); err != nil {
 		return nil, err
 	}
-	out.Gigabits, err = n.throughput(ctx, n.target(n.sink(), direct), length)
+	if out.Gigabits, err = n.throughput(ctx, n.target(n.sink(), direct), length); err != nil || direct {
+		return out, err
+	}
+	above, err := n.flow(ctx)
+	if err == nil {
+		out.Flow = &above
+	}
 	return out, err
 }
 
