@@ -112,6 +112,50 @@ func residentMiB(b *testing.B) float64 {
 	return 0
 }
 
+// balanced is large, where each Service has an address of a load balancer, an external address and a node port besides.
+func balanced(services, endpoints int) snapshot.Delta {
+	d := large(services, endpoints)
+	for i := range services {
+		svc := d.Services[snapshot.Name{Namespace: "default", Name: fmt.Sprintf("service-%d", i)}]
+		svc.LoadBalancerIPs = []netip.Addr{netip.AddrFrom4([4]byte{172, 16 + byte(i>>16), byte(i >> 8), byte(i)})}
+		svc.ExternalIPs = []netip.Addr{netip.AddrFrom4([4]byte{172, 24 + byte(i>>16), byte(i >> 8), byte(i)})}
+		svc.Ports[0].NodePort = 20000 + uint16(i)
+	}
+	return d
+}
+
+// BenchmarkLoadBalancers writes Services with four frontends into an empty kernel, and then replaces one endpoint.
+func BenchmarkLoadBalancers(b *testing.B) {
+	delta := balanced(10000, 10)
+	var cold, change time.Duration
+	var first, last dataplane.Receipt
+	for b.Loop() {
+		_, back := benchHost(b)
+		snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+		node := []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+		delta.HostAddrs = &node
+		start := time.Now()
+		all, _ := planner.Apply(snap, snap.Apply(delta))
+		r, err := back.ApplyAll(planner.State(), all)
+		labtest.Check(b, err)
+		cold, first = cold+time.Since(start), r
+		n := snapshot.Name{Namespace: "default", Name: "service-500"}
+		s := *snap.Slices[n][n.Name]
+		s.Endpoints = slices.Clone(s.Endpoints)
+		s.Endpoints[3].Addr = netip.MustParseAddr("10.200.0.1")
+		start = time.Now()
+		one, _ := planner.Apply(snap, snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{n: &s}}))
+		last, err = back.ApplyAll(planner.State(), one)
+		labtest.Check(b, err)
+		change += time.Since(start)
+	}
+	b.ReportMetric(cold.Seconds()*1000/float64(b.N), "cold-ms")
+	b.ReportMetric(float64(change.Microseconds())/float64(b.N), "endpoint-us")
+	b.ReportMetric(float64(first.Added), "elements")
+	b.ReportMetric(float64(first.Bytes), "bytes")
+	b.ReportMetric(float64(last.Replaced+last.Added+last.Removed), "elements-an-endpoint")
+}
+
 // BenchmarkEncode measures turning 10,000 Services with 10 endpoints into bytes.
 func BenchmarkEncode(b *testing.B) {
 	snap := snapshot.New()
@@ -166,7 +210,7 @@ func BenchmarkPlanInParts(b *testing.B) {
 // BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in clusters
 // of different size.
 func BenchmarkOneEndpoint(b *testing.B) {
-	for _, services := range []int{1000, 10000} {
+	for _, services := range []int{1000, 10000, 100000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			_, back := benchHost(b)
 			snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
