@@ -260,8 +260,7 @@ func layout(f Family, s Structure) Table {
 	if s.Uses.Has(ExternalServices) {
 		t.Chains = append(t.Chains,
 			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
-			Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
-				Rules: append([]Rule{{ClearPriority{}}, {FromNode{}, Masquerade{}}}, hairpin(s)...)})
+			masqueradeSent(s))
 	}
 	start := []Rule{{Goto{Frontends.id()}}}
 	if s.Uses.Has(RestrictedServices) {
@@ -366,6 +365,11 @@ func translated(s Structure) Chain {
 		rules = append(rules, Rule{PriorityIs{externalAll}, Goto{MasqueradeAll.id()}},
 			Rule{PriorityIs{externalNode}, Goto{MasqueradeNode.id()}})
 	}
+	bridged := !s.MasqueradeAll && s.Pods.ByInterface()
+	if bridged {
+		// What a pod sends to another on its bridge seems to come in by no interface, and so by none of the pods'.
+		rules = append(append(rules, hairpin(s)...), Rule{Bridged{s.Pods}, LeavePacket{}})
+	}
 	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
 		toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
 		switch {
@@ -375,7 +379,17 @@ func translated(s Structure) Chain {
 			rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, toClusterIP, Masquerade{}})
 		}
 	}
-	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
+	if !bridged {
+		rules = append(rules, hairpin(s)...)
+	}
+	return Chain{ID: TranslatedChain.id(), Rules: rules}
+}
+
+// masqueradeSent masquerades what this node itself sent.
+func masqueradeSent(s Structure) Chain {
+	rules := append([]Rule{{ClearPriority{}}}, hairpin(s)...)
+	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
+		Rules: append(rules, Rule{Bridged{}, LeavePacket{}}, Rule{NoInput{}, Masquerade{}})}
 }
 
 // hairpin lets endpoints on this node reach themselves.
@@ -398,18 +412,21 @@ const (
 	externalNode = 2
 )
 
-// rememberAffinity finds the pool a connection was balanced over, from the address it was first sent to.
+// rememberAffinity finds the pool a connection was balanced over, from the address it was first sent to. Where two
+// are possible and no interface says who sent, the priority does: it is still the pool's id, since no router has
+// changed it.
 func rememberAffinity(s Structure) Chain {
 	find := func(m SetID) []Statement {
 		return []Statement{SetPriority{Key: tupleKey, Map: m}, LookupVerdict{Key: poolKey, Map: Remember}}
 	}
 	c := Chain{ID: RememberAffinity.id()}
 	if s.Uses.Has(OutsideStickyServices) {
-		outside := Rule{FromNode{Not: true}}
+		outside := Rule{NoInput{Not: true}}
 		if s.Pods.Known() {
 			outside = append(outside, FromPods{Pods: s.Pods, Not: true})
 		}
-		c.Rules = perProtocol(outside, find(OutsideStickyServices)...)
+		c.Rules = append(perProtocol(outside, find(OutsideStickyServices)...),
+			Rule{NoInput{}, LookupVerdict{Key: poolKey, Map: Remember}})
 	}
 	c.Rules = append(c.Rules, perProtocol(nil, find(StickyServices)...)...)
 	return c

@@ -249,7 +249,7 @@ func (s PriorityIs) text(Family) string {
 	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
 }
 
-// LeavePacket has nothing more done to a packet by the hook's chain.
+// LeavePacket has nothing more done to a packet by the base chain.
 type LeavePacket struct{}
 
 func (LeavePacket) text(Family) string { return "accept" }
@@ -312,15 +312,36 @@ func (s FromPods) text(f Family) string {
 	return f.String() + " saddr " + op + s.Pods.CIDR.String()
 }
 
-// FromNode matches packets that this node itself sent: they came in by no interface; if Not, all others. In postrouting
-// the kernel tells the incoming interface since 5.7.
-type FromNode struct{ Not bool }
+// NoInput matches packets that came in by no interface, as far as the kernel tells; if Not, all others. In
+// postrouting, where it tells since 5.7, these are what this node itself sent and what is Bridged.
+type NoInput struct{ Not bool }
 
-func (s FromNode) text(Family) string {
+func (s NoInput) text(Family) string {
 	if s.Not {
 		return "iif != 0"
 	}
 	return "iif 0"
+}
+
+// Bridged matches packets in postrouting that stay on the bridge by which they came in, which shows them to netfilter
+// (br_netfilter). For them the kernel tells no incoming interface there, as for what this node sends. But they have a
+// link-layer header, and bridges take no frame from the address zero; what this node sends gets its header only
+// later.
+type Bridged struct {
+	// Pods, if they are told by interfaces, leaves only the bridges that count as pods': the one by which a packet
+	// leaves is the one by which it came.
+	Pods dataplane.Pods
+}
+
+func (s Bridged) text(Family) string {
+	const bridged = "iif 0 @ll,48,48 != 0x0"
+	switch {
+	case s.Pods.Interface != "":
+		return bridged + ` oifname "` + s.Pods.Interface + `"`
+	case s.Pods.InterfacePrefix != "":
+		return bridged + ` oifname "` + s.Pods.InterfacePrefix + `*"`
+	}
+	return bridged
 }
 
 // OffLoopback matches packets that came in by another interface than lo and bear a loopback address: martians that the

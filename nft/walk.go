@@ -63,6 +63,8 @@ type Ending struct {
 	Remember time.Duration
 	// Pool is the id under which that is remembered.
 	Pool uint32
+	// priority is the packet's when it was translated.
+	priority uint32
 	// Steps are the rules that looked at the packet after it was translated.
 	Steps []Step
 }
@@ -72,11 +74,20 @@ type Foreign struct{ What string }
 
 func (s Foreign) text(Family) string { return s.What }
 
-// WalkTable follows a packet through a table as the kernel would. Here says which addresses are this node's own: a packet that comes
-// in by an interface and goes there never leaves again.
-func WalkTable(t *Table, e Elements, p Packet, here func(netip.Addr) bool) (*Walk, error) {
-	w := walker{table: t, elements: e, here: here, walk: &Walk{}}
-	s := &traveller{Packet: p, share: 1, of: 1, steps: &w.walk.Steps}
+// Host is what a walk has to know of the node. A function that is nil says no to everything.
+type Host struct {
+	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never
+	// leaves again.
+	Local func(netip.Addr) bool
+	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which
+	// shows it to netfilter: then the kernel tells no incoming interface in postrouting.
+	Bridged func(iface string, to netip.Addr) bool
+}
+
+// WalkTable follows a packet through a table as the kernel would.
+func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
+	w := walker{table: t, elements: e, host: h, walk: &Walk{}}
+	s := &traveller{Packet: p, input: p.Interface, share: 1, of: 1, steps: &w.walk.Steps}
 	hook := "prerouting"
 	if p.Interface == "" {
 		hook = "output"
@@ -102,7 +113,7 @@ func WalkTable(t *Table, e Elements, p Packet, here func(netip.Addr) bool) (*Wal
 type walker struct {
 	table    *Table
 	elements Elements
-	here     func(netip.Addr) bool
+	host     Host
 	walk     *Walk
 	// depth guards against rules of others that lead round in a circle.
 	depth int
@@ -118,7 +129,11 @@ type traveller struct {
 	// share of of are left of the packet's chance: where a slot is missing, the rest of the rules see it too.
 	share, of int
 	priority  uint32
-	steps     *[]Step
+	// input is the interface by which the kernel says that it came in; empty if it says none.
+	input string
+	// bridged says that it stays on the bridge by which it came in.
+	bridged bool
+	steps   *[]Step
 	// end is what is found out after the translation.
 	end *Ending
 }
@@ -142,10 +157,17 @@ func (w *walker) hook(name string, s *traveller) (done bool, err error) {
 
 // onward follows a packet that was translated.
 func (w *walker) onward(p Packet, end *Ending) error {
-	s := &traveller{Packet: p, to: end.Endpoint, steps: &end.Steps, end: end}
+	s := &traveller{Packet: p, to: end.Endpoint, input: p.Interface, priority: end.priority, steps: &end.Steps, end: end}
+	to := end.Endpoint.Addr()
 	hook := "postrouting"
-	if p.Interface != "" && w.here(end.Endpoint.Addr()) {
+	switch {
+	case p.Interface == "":
+	case w.host.Local != nil && w.host.Local(to):
 		hook = "input"
+	case w.host.Bridged != nil && w.host.Bridged(p.Interface, to):
+		s.bridged, s.input = true, ""
+	case to.Is4():
+		s.priority = 0 // IPv4 forwarding sets it by the packet's type of service; IPv6 leaves it
 	}
 	_, err := w.hook(hook, s)
 	return err
@@ -251,10 +273,12 @@ func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
 		return matches(s.Protocol == st.Protocol), nil
 	case FromPods:
 		return matches(s.fromPods(st.Pods) != st.Not), nil
-	case FromNode:
-		return matches((s.Interface == "") != st.Not), nil
+	case NoInput:
+		return matches((s.input == "") != st.Not), nil
+	case Bridged:
+		return matches(s.bridged && (!st.Pods.ByInterface() || st.Pods.HasInterface(s.Interface))), nil
 	case OffLoopback:
-		return matches(s.Interface != "lo" && s.addr(st.Field).IsLoopback()), nil
+		return matches(s.input != "lo" && s.addr(st.Field).IsLoopback()), nil
 	case PriorityIs:
 		return matches(s.priority == st.Value), nil
 	case Translated:
@@ -342,7 +366,7 @@ func (w *walker) translate(s *traveller, found []Listed, n int) course {
 	for i := range found {
 		e := &found[i]
 		s.share, s.of = share, of
-		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Element: *e})
+		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Element: *e, priority: s.priority})
 	}
 	if len(found) == n {
 		return course{what: decided}
@@ -353,7 +377,7 @@ func (w *walker) translate(s *traveller, found []Listed, n int) course {
 
 // fromPods says whether the packet comes from a pod.
 func (s *traveller) fromPods(p dataplane.Pods) bool {
-	return p.CIDR.IsValid() && p.CIDR.Contains(s.Source) || s.Interface != "" && p.HasInterface(s.Interface)
+	return p.CIDR.IsValid() && p.CIDR.Contains(s.Source) || s.input != "" && p.HasInterface(s.input)
 }
 
 // addr gives an address that the packet has at this point.

@@ -43,7 +43,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			x := dataplane.Explain(cfg, snap, q)
 			table := &list[familyOf(k.Addr).index()]
 			p := Packet{q.Source, k.Addr, k.Protocol, k.Port, q.Interface}
-			walk, err := WalkTable(&table.Table, table, p, func(a netip.Addr) bool { return slices.Contains(snap.HostAddrs, a) })
+			walk, err := WalkTable(&table.Table, table, p, walkHost(snap))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -59,6 +59,14 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 	}
 	if n < 1000 || len(outcomes) != 5 {
 		t.Errorf("only %d packets, outcomes %v", n, outcomes)
+	}
+}
+
+// walkHost has cni0 as a bridge that shows netfilter what it carries, with some of the endpoints on it.
+func walkHost(snap *snapshot.Snapshot) Host {
+	return Host{
+		Local:   func(a netip.Addr) bool { return slices.Contains(snap.HostAddrs, a) },
+		Bridged: func(iface string, to netip.Addr) bool { return iface == "cni0" && to.AsSlice()[to.BitLen()/8-1]%2 == 0 },
 	}
 }
 
@@ -150,7 +158,7 @@ func TestDisagreements(t *testing.T) {
 	} {
 		list := List(st)[0]
 		test.change(&list)
-		walk, err := WalkTable(&list.Table, &list, Packet{addr("10.244.3.3"), k.Addr, k.Protocol, k.Port, "cni0"}, func(netip.Addr) bool { return false })
+		walk, err := WalkTable(&list.Table, &list, Packet{addr("10.244.3.3"), k.Addr, k.Protocol, k.Port, "cni0"}, Host{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -178,12 +186,71 @@ func TestWalkForeign(t *testing.T) {
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
 	e.setID(7)
 	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: idElement(Pools, 7)}}
-	walk, err := WalkTable(&table, &list, p, func(netip.Addr) bool { return false })
+	walk, err := WalkTable(&table, &list, p, Host{})
 	if err != nil || len(walk.Unclear) != 2 || walk.Outcome() != "untouched" {
 		t.Errorf("%v %q %s", err, walk.Unclear, walk.Outcome())
 	}
 	table.Chains[1].Rules = []Rule{{Jump{Frontends.id()}}}
-	if _, err := WalkTable(&table, &list, p, nil); err == nil {
+	if _, err := WalkTable(&table, &list, p, Host{}); err == nil {
 		t.Error("a circle was walked to its end")
 	}
+}
+
+// TestWalkBridged follows a pod's packet to an endpoint on the same bridge. The kernel tells no incoming interface
+// for it, so a rule that takes it for one of the node's own must be seen to do so.
+func TestWalkBridged(t *testing.T) {
+	for _, test := range []struct {
+		detect dataplane.DetectLocal
+		to     string
+	}{
+		{testConfig.DetectLocal, "203.0.113.1"},
+		{dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}, "203.0.113.1"},
+		{dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}, "10.96.0.1"},
+		{dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "cni"}, "10.96.0.1"},
+	} {
+		list := bridgedService(test.detect)
+		for _, bridged := range []bool{false, true} {
+			for _, kept := range []bool{true, false} {
+				table := list.Table
+				if !kept {
+					table.Chains = withoutBridged(table.Chains)
+				}
+				p := Packet{addr("10.244.3.3"), addr(test.to), snapshot.TCP, 80, "cni0"}
+				walk, err := WalkTable(&table, list, p, Host{Bridged: func(string, netip.Addr) bool { return bridged }})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if end := walk.Endings[0]; end.Outcome != dataplane.Sent || end.Masquerade != (bridged && !kept) {
+					t.Errorf("%v to %s, bridged %v, with the rule %v:\n%s", test.detect, test.to, bridged, kept, lines(walk, IPv4))
+				}
+			}
+		}
+	}
+}
+
+// bridgedService lists a Service of externalTrafficPolicy Local with an endpoint on this node.
+func bridgedService(d dataplane.DetectLocal) *Listing {
+	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"}, ExternalLocal: true,
+		ClusterIPs: []netip.Addr{addr("10.96.0.1")}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
+		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}}
+	slice := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: "web-1"}, Service: "web",
+		Ports:     []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}},
+		Endpoints: []snapshot.Endpoint{{Addr: addr("10.244.3.4"), Node: "node-1", Ready: true, Serving: true}}}
+	snap := snapshot.New()
+	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node-1", DetectLocal: d}, snap)
+	list := List(st)
+	return &list[0]
+}
+
+func withoutBridged(chains []Chain) []Chain {
+	out := slices.Clone(chains)
+	for i := range out {
+		out[i].Rules = slices.DeleteFunc(slices.Clone(out[i].Rules), func(r Rule) bool {
+			_, is := r[0].(Bridged)
+			return is
+		})
+	}
+	return out
 }

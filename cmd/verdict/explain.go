@@ -252,7 +252,7 @@ func (e *explaining) ask(a *answer, s sender) error {
 			}
 		}
 		table := e.tables[e.index()]
-		w, err := nft.WalkTable(&table.Table, e.reader, p, func(a netip.Addr) bool { return slices.Contains(e.here, a) })
+		w, err := nft.WalkTable(&table.Table, e.reader, p, e.host())
 		if err != nil {
 			return err
 		}
@@ -265,6 +265,11 @@ func (e *explaining) ask(a *answer, s sender) error {
 		}
 	}
 	return nil
+}
+
+// host says of this node what the packet's way depends on.
+func (e *explaining) host() nft.Host {
+	return nft.Host{Local: func(a netip.Addr) bool { return slices.Contains(e.here, a) }, Bridged: e.routes.bridged}
 }
 
 // packet gives the first packet of the connection.

@@ -234,6 +234,10 @@ func TestExplainLive(t *testing.T) {
 	}{
 		{"cluster CIDR", lab.Config{}, cluster},
 		{"bridge", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+		{"plain bridge", lab.Config{PodBridge: "cni0", PlainBridge: true},
+			dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+		{"bridge, cluster CIDR", lab.Config{PodBridge: "cni0"}, cluster},
+		{"bridge, unknown", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{}},
 		{"prefix", lab.Config{PodLinkPrefix: "pod"}, dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 		{"unknown", lab.Config{}, dataplane.DetectLocal{}},
 	} {

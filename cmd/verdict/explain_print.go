@@ -29,7 +29,7 @@ func originOf(s sender, pods dataplane.Pods, node bool, by string) (o originJSON
 	if s.standsFor != "" {
 		addr = fmt.Sprintf("%s, which stands for %s,", addr, s.standsFor)
 	}
-	byInterface := pods.Interface != "" || pods.InterfacePrefix != ""
+	byInterface := pods.ByInterface()
 	if o.Node = node; node {
 		o.Why = addr + " is an address of this node"
 	}

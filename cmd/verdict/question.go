@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -112,14 +113,24 @@ type sender struct {
 }
 
 // routes answers questions about this host's routing; nil stands for a host that cannot be asked.
-type routes struct{ handle *netlink.Handle }
+type routes struct {
+	handle *netlink.Handle
+	// called says of each family, IPv4 first, whether bridges show netfilter the packets they carry (br_netfilter).
+	called [2]bool
+}
 
+// openRoutes asks the network namespace of the calling thread.
 func openRoutes() (*routes, error) {
 	h, err := netlink.NewHandle()
 	if err != nil {
 		return nil, fmt.Errorf("this host's routes: %w", err)
 	}
-	return &routes{h}, nil
+	r := &routes{handle: h}
+	for i, name := range [...]string{"bridge-nf-call-iptables", "bridge-nf-call-ip6tables"} {
+		value, err := os.ReadFile("/proc/sys/net/bridge/" + name)
+		r.called[i] = err == nil && string(value) != "0\n"
+	}
+	return r, nil
 }
 
 func (r *routes) close() {
@@ -142,6 +153,20 @@ func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
 		iface = link.Attrs().Name
 	}
 	return source.Unmap(), iface, ok
+}
+
+// bridged says whether a packet that came in by an interface and goes to an address stays on that interface, a bridge
+// that shows it to netfilter.
+func (r *routes) bridged(iface string, to netip.Addr) bool {
+	family := 0
+	if to.Is6() {
+		family = 1
+	}
+	if _, by, ok := r.to(to); !ok || by != iface || !r.called[family] {
+		return false
+	}
+	link, err := r.handle.LinkByName(iface)
+	return err == nil && link.Type() == "bridge"
 }
 
 // place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells, since

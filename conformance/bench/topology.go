@@ -106,7 +106,7 @@ func (t *Topology) build() error {
 	if err != nil {
 		return err
 	}
-	if err := wire.AddBridge("br0"); err != nil {
+	if err := errors.Join(wire.PlainBridges(), wire.AddBridge("br0")); err != nil {
 		return err
 	}
 	numbers := map[string]int{"router": routerNumber, "control": controlNumber, "node-a": nodeNumber, "node-b": 2 * nodeNumber}

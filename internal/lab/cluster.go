@@ -15,6 +15,9 @@ type Config struct {
 	// PodBridge is the bridge of the node whose ports are the local pods' links. Empty means that there is none: each link
 	// is routed.
 	PodBridge string
+	// PlainBridge makes that bridge a mere wire, as without br_netfilter. Otherwise it shows netfilter what it
+	// carries, if the kernel can: then a packet between two of its pods that is translated stays on the bridge.
+	PlainBridge bool
 }
 
 // Cluster is a net in which every packet of a Service can travel, in both families:
@@ -104,6 +107,11 @@ func (c *Cluster) build(conf Config) error {
 	if err := c.buildSegment(conf.RemotePods); err != nil {
 		return err
 	}
+	if conf.PlainBridge {
+		if err := c.Node.PlainBridges(); err != nil {
+			return err
+		}
+	}
 	if conf.PodBridge != "" {
 		if err := c.Node.AddBridge(conf.PodBridge); err != nil {
 			return err
@@ -133,7 +141,7 @@ func (c *Cluster) buildSegment(remotePods int) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := wire.AddBridge(segmentBridge); err != nil {
+	if err := errors.Join(wire.PlainBridges(), wire.AddBridge(segmentBridge)); err != nil {
 		return err
 	}
 	if c.Node, err = c.addToSegment(wire, "node", NodeRange, nodeNumber); err != nil {
@@ -194,8 +202,8 @@ func (c *Cluster) addToSegment(wire *Host, name string, rs []netip.Prefix, numbe
 	return h, nil
 }
 
-// addPod makes a pod whose only neighbour is the node: even pods behind one bridge talk through the node's routing, as
-// translated packets must, without the bridge having to call netfilter.
+// addPod makes a pod whose only neighbour is the node: even pods behind one bridge talk through the node's routing,
+// unless the bridge calls netfilter, and that translates.
 func (c *Cluster) addPod(number int, conf Config) error {
 	pod, err := c.NewHost(fmt.Sprintf("pod-%d", number))
 	if err != nil {

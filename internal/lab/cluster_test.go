@@ -1,10 +1,8 @@
 package lab_test
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"strings"
 	"testing"
 
@@ -26,7 +24,7 @@ var layouts = map[string]lab.Config{
 	"routed":  {LocalPods: 2, RemotePods: 2},
 	"prefix":  {LocalPods: 2, RemotePods: 2, PodLinkPrefix: "cali"},
 	"bridged": {LocalPods: 2, RemotePods: 2, PodBridge: "cni0"},
-	"called":  {LocalPods: 2, RemotePods: 2, PodBridge: "cni0"}, // the bridge calls netfilter
+	"plain":   {LocalPods: 2, RemotePods: 2, PodBridge: "cni0", PlainBridge: true},
 }
 
 // everybody gives all hosts that have an address.
@@ -77,9 +75,6 @@ func TestClusterNAT(t *testing.T) {
 			t.Run(fmt.Sprintf("%s masquerade %v", name, masquerade), func(t *testing.T) {
 				c := labtest.NewCluster(t, conf)
 				serve(t, everybody(c), 8080)
-				if name == "called" {
-					callNetfilter(t, c)
-				}
 				for i, f := range lab.Families() {
 					vips := make(map[*lab.Host]netip.AddrPort)
 					for n, to := range everybody(c) {
@@ -89,16 +84,6 @@ func TestClusterNAT(t *testing.T) {
 					testNAT(t, c, f, vips, masquerade)
 				}
 			})
-		}
-	}
-}
-
-func callNetfilter(t *testing.T, c *lab.Cluster) {
-	for _, s := range []string{"net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"} {
-		if err := c.Node.Sysctl(s, "1"); errors.Is(err, os.ErrNotExist) {
-			t.Skip("this kernel has no br_netfilter, or has not loaded it")
-		} else if err != nil {
-			t.Fatal(err)
 		}
 	}
 }
@@ -207,5 +192,31 @@ func BenchmarkCluster(b *testing.B) {
 		c, err := lab.NewCluster(lab.Config{LocalPods: 3, RemotePods: 2})
 		labtest.Check(b, err)
 		labtest.Check(b, c.Close())
+	}
+}
+
+// TestBridgeCallsNetfilter tells by which interface a translated packet between two pods of a bridge came in, as
+// postrouting has it: by none if it stayed on the bridge.
+func TestBridgeCallsNetfilter(t *testing.T) {
+	needNft(t)
+	if !lab.BridgesCallNetfilter() {
+		t.Skip("this kernel has no br_netfilter, or has not loaded it")
+	}
+	for _, plain := range []bool{false, true} {
+		c := labtest.NewCluster(t, lab.Config{LocalPods: 2, PodBridge: "cni0", PlainBridge: plain})
+		serve(t, c.Pods, 8080)
+		for i, f := range lab.Families() {
+			vip := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i], 5), 80)
+			labtest.Run(t, c.Node, natRules(f, map[*lab.Host]netip.AddrPort{c.Pods[1]: vip}, false), "nft", "-f", "-")
+			table := []string{"ip", "ip6"}[i] + " t"
+			labtest.Run(t, c.Node, "add rule "+table+" post ct status dnat iif 0 counter", "nft", "-f", "-")
+			if r := c.Pods[0].Dial(snapshot.TCP, vip, lab.Options{}); r.Endpoint != c.Pods[1].Name {
+				t.Fatalf("plain %v, %s: %s", plain, f, r)
+			}
+			chain := labtest.Run(t, c.Node, "", "nft", "list", "chain", strings.Fields(table)[0], "t", "post")
+			if stayed := !strings.Contains(chain, "counter packets 0 "); stayed == plain {
+				t.Errorf("plain %v, %s: stayed on the bridge: %v", plain, f, stayed)
+			}
+		}
 	}
 }

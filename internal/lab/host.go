@@ -81,6 +81,12 @@ func (h *Host) make() error {
 	return h.up("lo")
 }
 
+// What decides whether a bridge shows netfilter the packets it carries, by family.
+const (
+	callIPv4 = "net/bridge/bridge-nf-call-iptables"
+	callIPv6 = "net/bridge/bridge-nf-call-ip6tables"
+)
+
 // hostSysctls make namespaces alike on every machine: IPv4 settings are otherwise inherited from it.
 var hostSysctls = []struct {
 	key, value string
@@ -104,9 +110,9 @@ var hostSysctls = []struct {
 	{"net/ipv4/icmp_ratemask", "0", false},
 	{"net/ipv6/icmp/ratelimit", "0", true},
 	{"net/ipv6/icmp/ratemask", "128", true}, // since 5.1; echo requests are never errors
-	// A bridge is a wire, whether br_netfilter is loaded or not.
-	{"net/bridge/bridge-nf-call-iptables", "0", true},
-	{"net/bridge/bridge-nf-call-ip6tables", "0", true},
+	// As on nodes of Kubernetes: bridges show netfilter what they carry, where br_netfilter is loaded.
+	{callIPv4, "1", true},
+	{callIPv6, "1", true},
 }
 
 // close ends the host's thread and lets go of the namespace.
@@ -178,6 +184,23 @@ func (h *Host) Sysctl(key, value string) error {
 		return fmt.Errorf("lab: %s: %w", h.Name, err)
 	}
 	return nil
+}
+
+// PlainBridges makes the host's bridges mere wires, as they are without br_netfilter: netfilter sees only what is
+// routed.
+func (h *Host) PlainBridges() error {
+	for _, key := range []string{callIPv4, callIPv6} {
+		if err := h.Sysctl(key, "0"); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// BridgesCallNetfilter says whether this kernel has br_netfilter, so that bridges show netfilter what they carry.
+func BridgesCallNetfilter() bool {
+	_, err := os.Stat("/proc/sys/" + callIPv4)
+	return err == nil
 }
 
 // writeSysctl writes as seen by the calling thread: /proc/sys/net shows the namespace of the task that opens a file in it.

@@ -69,8 +69,10 @@ func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(0)}, equal(false, native(s.Value))}
 	case nft.FromPods:
 		return matchPods(f, s.Pods, s.Not)
-	case nft.FromNode:
+	case nft.NoInput:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIF, Register: register(0)}, equal(s.Not, make([]byte, 4))}
+	case nft.Bridged:
+		return matchBridged(s.Pods)
 	case nft.OffLoopback:
 		loopback := netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8)
 		return append(interfaceIs("lo", false, true), inPrefix(f, s.Field, loopback, false)...)
@@ -188,14 +190,35 @@ func matchPods(f nft.Family, p dataplane.Pods, not bool) []expr.Any {
 	return inPrefix(f, nft.SourceAddr, p.CIDR, not)
 }
 
-// interfaceIs compares the name of the interface a packet came in by: whole with its padding, or only its beginning.
+func matchBridged(p dataplane.Pods) []expr.Any {
+	const addrLen = 6 // of a link-layer header, with the receiver's address before the sender's
+	out := []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyIIF, Register: register(0)}, equal(false, make([]byte, 4)),
+		&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseLLHeader, Offset: addrLen, Len: addrLen},
+		equal(true, make([]byte, addrLen)),
+	}
+	switch {
+	case p.Interface != "":
+		out = append(out, nameIs(expr.MetaKeyOIFNAME, p.Interface, false, false)...)
+	case p.InterfacePrefix != "":
+		out = append(out, nameIs(expr.MetaKeyOIFNAME, p.InterfacePrefix, true, false)...)
+	}
+	return out
+}
+
+// interfaceIs compares the name of the interface a packet came in by.
 func interfaceIs(name string, prefix, not bool) []expr.Any {
+	return nameIs(expr.MetaKeyIIFNAME, name, prefix, not)
+}
+
+// nameIs compares an interface's name: whole with its padding, or only its beginning.
+func nameIs(which expr.MetaKey, name string, prefix, not bool) []expr.Any {
 	value := []byte(name)
 	if !prefix {
 		value = make([]byte, unix.IFNAMSIZ)
 		copy(value, name)
 	}
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: register(0)}, equal(not, value)}
+	return []expr.Any{&expr.Meta{Key: which, Register: register(0)}, equal(not, value)}
 }
 
 // inPrefix compares an address with a range: only the bytes that count where the range ends at a byte, else under a mask.

@@ -174,15 +174,31 @@ var clusterCIDR = dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}
 
 func detectors() []detector {
 	here := func(o origin) bool { return o.name == "pod here" || o.name == "the endpoint itself" }
+	pod := func(o origin) bool { return o.pod }
+	nobody := func(origin) bool { return false }
+	nodeCIDR := dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}
+	byBridge := dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}
+	byPrefix := func(p string) dataplane.DetectLocal {
+		return dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: p}
+	}
+	// What is translated between two pods of a bridge stays there, if the bridge shows it to netfilter.
+	bridge := lab.Config{PodBridge: "cni0"}
 	return []detector{
-		{name: "ClusterCIDR", cfg: clusterCIDR, knows: func(o origin) bool { return o.pod }},
-		{name: "unknown", knows: func(origin) bool { return false }},
-		{name: "masquerade all", cfg: clusterCIDR, all: true, knows: func(o origin) bool { return o.pod }},
-		{name: "NodeCIDR", cfg: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}, knows: here},
-		{name: "BridgeInterface", cfg: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"},
-			cluster: lab.Config{PodBridge: "cni0"}, knows: here},
-		{name: "InterfaceNamePrefix", cfg: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"},
-			cluster: lab.Config{PodLinkPrefix: "pod"}, knows: here},
+		{name: "ClusterCIDR", cfg: clusterCIDR, knows: pod},
+		{name: "ClusterCIDR on a bridge", cfg: clusterCIDR, cluster: bridge, knows: pod},
+		{name: "unknown", knows: nobody},
+		{name: "unknown on a bridge", cluster: bridge, knows: nobody},
+		{name: "masquerade all", cfg: clusterCIDR, all: true, knows: pod},
+		{name: "masquerade all on a bridge", cfg: clusterCIDR, cluster: bridge, all: true, knows: pod},
+		{name: "NodeCIDR", cfg: nodeCIDR, knows: here},
+		{name: "NodeCIDR on a bridge", cfg: nodeCIDR, cluster: bridge, knows: here},
+		{name: "BridgeInterface", cfg: byBridge, cluster: bridge, knows: here},
+		{name: "BridgeInterface on a plain bridge", cfg: byBridge,
+			cluster: lab.Config{PodBridge: "cni0", PlainBridge: true}, knows: here},
+		{name: "BridgeInterface of another bridge", cfg: byBridge, cluster: lab.Config{PodBridge: "br1"}, knows: nobody},
+		{name: "InterfaceNamePrefix", cfg: byPrefix("pod"), cluster: lab.Config{PodLinkPrefix: "pod"}, knows: here},
+		{name: "InterfaceNamePrefix on a bridge", cfg: byPrefix("cni"), cluster: bridge, knows: here},
+		{name: "InterfaceNamePrefix of the bridge's ports", cfg: byPrefix("veth"), cluster: bridge, knows: nobody},
 	}
 }
 
@@ -694,24 +710,50 @@ func TestAffinityHostNetwork(t *testing.T) {
 	}
 }
 
-// TestAffinityLocal keeps clients from outside on this node's endpoints when externalTrafficPolicy is Local, though the same
-// client is bound to another endpoint by the cluster IP.
+// TestAffinityLocal keeps clients that are taken for outside on this node's endpoints when externalTrafficPolicy is
+// Local, though the same client is bound to another endpoint by the cluster IP; and binds pods to one endpoint of
+// all.
 func TestAffinityLocal(t *testing.T) {
-	c, _, s, _ := one(t, both, func(svc *snapshot.Service) { svc.Affinity, svc.ExternalLocal = time.Hour, true })
+	for _, d := range detectors() {
+		t.Run(d.name, func(t *testing.T) {
+			d.cluster.LocalPods, d.cluster.RemotePods = 3, 3
+			c, b := proxied(t, d.cluster)
+			snap := snapshot.New()
+			snap.Apply(facts(c))
+			s := flowService{number: 1, state: both, externalLocal: true}
+			delta := s.delta(c)
+			delta.Services[s.name()].Affinity = time.Hour
+			snap.Apply(delta)
+			st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: d.cfg, MasqueradeAll: d.all}, snap)
+			apply(t, b, st)
+			for _, o := range origins(c) {
+				if o.name == "outside" || o.name == "pod here" {
+					bindLocally(t, c, s, o, !d.knows(o))
+				}
+			}
+		})
+	}
+}
+
+// bindLocally dials a sticky Service of policy Local by all its frontends. Somebody from outside has an endpoint of
+// this node by all but the cluster IP.
+func bindLocally(t *testing.T, c *lab.Cluster, s flowService, o origin, outside bool) {
+	t.Helper()
 	here := []string{c.Pods[0].Name, c.Pods[1].Name}
 	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
 		bound := map[bool]string{}
 		for n := range 40 {
 			kind := kinds[n%len(kinds)]
-			r := dialAsExpected(c.Outside, snapshot.TCP, s.frontendOf(c, kind, f), lab.Answered)
-			external := kind != dataplane.ClusterIP
-			if external && !slices.Contains(here, r.Endpoint) {
-				t.Errorf("%s (%s): %v; want an endpoint on this node", kind, f, r)
+			r := dialAsExpected(o.host, snapshot.TCP, s.frontendOf(c, kind, f), lab.Answered)
+			locally := outside && kind != dataplane.ClusterIP
+			if locally && !slices.Contains(here, r.Endpoint) {
+				t.Errorf("%s -> %s (%s): %v; want an endpoint on this node", o.name, kind, f, r)
 			}
-			if first, ok := bound[external]; ok && first != r.Endpoint {
-				t.Errorf("%s (%s), dial %d: %v; first was %s", kind, f, n, r, first)
+			if first, ok := bound[locally]; ok && first != r.Endpoint {
+				t.Errorf("%s -> %s (%s), dial %d: %v; first was %s", o.name, kind, f, n, r, first)
+				break
 			}
-			bound[external] = r.Endpoint
+			bound[locally] = r.Endpoint
 		}
 	}
 }

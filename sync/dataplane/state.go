@@ -212,5 +212,8 @@ type Pods struct {
 
 // Known says whether pods can be told apart at all.
 func (p Pods) Known() bool {
-	return p.CIDR.IsValid() || p.Interface != "" || p.InterfacePrefix != ""
+	return p.CIDR.IsValid() || p.ByInterface()
 }
+
+// ByInterface says whether pods are told by the interface that their packets come in by.
+func (p Pods) ByInterface() bool { return p.Interface != "" || p.InterfacePrefix != "" }
