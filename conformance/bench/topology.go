@@ -69,7 +69,7 @@ const (
 //
 //	 pod-a a1 a2 a3            pod-b b1 b2 b3
 //	    |  |  |  |                |  |  |  |
-//	    node-a                    node-b               control
+//	    node-a (routes)           node-b (cni0)        control
 //	    192.0.2.10                192.0.2.20           192.0.2.5
 //	      |                         |                     |
 //	------+-------------------------+-----------+---------+----
@@ -77,6 +77,8 @@ const (
 //	                                          router 192.0.2.1
 //	                                           |   |
 //	                           client-a 198.51.100.7   client-b 198.51.100.8
+//
+// The pods of node-a have routes; those of node-b are behind a bridge, which shows netfilter what it carries, where the kernel can.
 //
 // The router sends what client-a has for a load balancer's address, an external or a cluster IP to node-a, and what client-b
 // has to node-b, as a load balancer without translation does. What nodes send to such addresses, since no proxy translated
@@ -179,11 +181,36 @@ func (t *Topology) buildNode(i int) error {
 			return err
 		}
 	}
+	if bridges(i) {
+		if err := t.addBridge(i); err != nil {
+			return err
+		}
+	}
 	if err := t.addPod(i, "pod-"+letter(i), callerNumber); err != nil {
 		return err
 	}
 	for n := range podsOfNode {
 		if err := t.addPod(i, fmt.Sprintf("%s%d", letter(i), n+1), podNumber+n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// PodBridge is the bridge of node-b, behind which its pods are.
+const PodBridge = "cni0"
+
+// bridges says whether a node, by its place, has its pods behind a bridge.
+func bridges(node int) bool { return node == 1 }
+
+// addBridge makes the bridge of a node's pods, at which they have their gateway.
+func (t *Topology) addBridge(node int) error {
+	host := t.hosts[nodeNames[node]]
+	if err := host.AddBridge(PodBridge); err != nil {
+		return err
+	}
+	for _, r := range podRange(node) {
+		if err := host.AddAddr(PodBridge, netip.PrefixFrom(lab.Nth(r, 1), r.Bits())); err != nil {
 			return err
 		}
 	}
@@ -201,12 +228,17 @@ func (t *Topology) addPod(node int, name string, number int) error {
 	if err := lab.Link(lab.End{Host: pod, Link: "eth0"}, lab.End{Host: host, Link: link}, lab.LinkOptions{}); err != nil {
 		return err
 	}
+	if bridges(node) {
+		if err := host.AddPort(PodBridge, link); err != nil {
+			return err
+		}
+	}
 	for f, r := range podRange(node) {
 		own, gateway := single(lab.Nth(r, number)), lab.Nth(r, 1)
-		err := errors.Join(
-			pod.AddAddr("eth0", own), pod.AddRoute(lab.Route{To: everywhere[f], Via: gateway, Link: "eth0"}),
-			host.AddAddr(link, single(gateway)), host.AddRoute(lab.Route{To: own, Link: link}),
-		)
+		err := errors.Join(pod.AddAddr("eth0", own), pod.AddRoute(lab.Route{To: everywhere[f], Via: gateway, Link: "eth0"}))
+		if !bridges(node) {
+			err = errors.Join(err, host.AddAddr(link, single(gateway)), host.AddRoute(lab.Route{To: own, Link: link}))
+		}
 		if err != nil {
 			return err
 		}
@@ -412,12 +444,22 @@ func (t *Topology) Owner(a netip.Addr) string {
 	return ""
 }
 
+// Bridged gives the addresses that are behind an interface of a node, if that is a bridge that shows netfilter what it carries.
+func (t *Topology) Bridged(node, link string) []netip.Prefix {
+	if link != PodBridge || !lab.BridgesCallNetfilter() {
+		return nil
+	}
+	return podRange(slices.Index(nodeNames, node))
+}
+
 // Entry gives the node that is the first to see a packet, and the interface by which it comes in there, which is empty if the node
 // sends it itself. The node is empty if no node sees the packet.
 func (t *Topology) Entry(from string, to netip.Addr) (node, link string) {
 	switch node := NodeOf(from); {
 	case node == from:
 		return node, ""
+	case node != "" && bridges(slices.Index(nodeNames, node)):
+		return node, PodBridge
 	case node != "":
 		return node, "veth-" + from
 	}

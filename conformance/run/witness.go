@@ -237,6 +237,7 @@ func (l *listings) follow(h hop, a asked, says *seen) error {
 	}
 	outcomes, err := l.rules[h.node].Ask(witness.Question{
 		Iif: h.link, Src: h.src, Dst: h.dst, Protocol: strings.ToLower(a.protocol.String()), Local: l.local[h.node],
+		Bridged: l.topology.Bridged(h.node, h.link),
 	})
 	if err != nil {
 		return fmt.Errorf("%w: %s: %w", notKnown, h.node, err)

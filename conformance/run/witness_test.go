@@ -199,7 +199,7 @@ func TestEntry(t *testing.T) {
 	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
 	for _, c := range []struct{ from, to, node, link string }{
 		{"pod-a", "10.96.0.1", "node-a", "veth-pod-a"},
-		{"b3", "192.0.2.10", "node-b", "veth-b3"},
+		{"b3", "192.0.2.10", "node-b", bench.PodBridge},
 		{"node-b", "192.0.2.10", "node-b", ""},
 		{"client-a", "198.18.0.1", "node-a", "eth0"},
 		{"client-b", "fd00:10:96::1", "node-b", "eth0"},

@@ -60,6 +60,9 @@ func typeOf(node any) ([]datatype, error) {
 func field(key string, m map[string]any) string {
 	switch key {
 	case "payload":
+		if m["base"] != nil {
+			return fmt.Sprintf("@%v,%v,%v", m["base"], m["offset"], m["len"])
+		}
 		return fmt.Sprintf("%v %v", m["protocol"], m["field"])
 	case "fib":
 		return fmt.Sprintf("fib %s %v", strings.Join(words(m["flags"]), " . "), m["result"])
@@ -67,14 +70,18 @@ func field(key string, m map[string]any) string {
 	return fmt.Sprintf("%s %v", key, m["key"])
 }
 
+// linkSource is the sender's address in a packet's link-layer header, as raw bits: by its name it would be asked for only on Ethernet,
+// and so not where no interface is told.
+const linkSource = "@ll,48,48"
+
 // fieldTypes are the types of all fields that are known.
 var fieldTypes = map[string]datatype{
 	"ip saddr": "ipv4_addr", "ip daddr": "ipv4_addr", "ip protocol": "inet_proto",
 	"ip6 saddr": "ipv6_addr", "ip6 daddr": "ipv6_addr", "ip6 nexthdr": "inet_proto",
 	"th sport": "inet_service", "th dport": "inet_service", "tcp sport": "inet_service", "tcp dport": "inet_service",
 	"udp sport": "inet_service", "udp dport": "inet_service", "sctp sport": "inet_service", "sctp dport": "inet_service",
-	"tcp flags": "tcp_flag",
-	"meta iif":  "iface_index", "meta iifname": "ifname", "meta oif": "iface_index", "meta oifname": "ifname",
+	"tcp flags": "tcp_flag", linkSource: "ether_addr",
+	"meta iif": "iface_index", "meta iifname": "ifname", "meta oif": "iface_index", "meta oifname": "ifname",
 	"meta l4proto": "inet_proto", "meta nfproto": "nf_proto", "meta protocol": "ether_type", "meta mark": "mark", "meta priority": "classid",
 	"ct state": "ct_state", "ct status": "ct_status", "ct direction": "ct_dir", "ct mark": "mark", "ct protocol": "inet_proto", "ct l3proto": "nf_proto",
 	"ct ip saddr": "ipv4_addr", "ct ip daddr": "ipv4_addr", "ct ip6 saddr": "ipv6_addr", "ct ip6 daddr": "ipv6_addr",

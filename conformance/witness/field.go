@@ -13,12 +13,14 @@ func (w *walk) field(kind string, m map[string]any, p *packet) (value, error) {
 	if !known {
 		return "", fmt.Errorf("expression %s is not known", text(map[string]any{kind: m}))
 	}
-	switch kind {
-	case "payload":
+	switch {
+	case name == linkSource:
+		return w.linkSource(p)
+	case kind == "payload":
 		return w.payload(fmt.Sprint(m["protocol"]), fmt.Sprint(m["field"]), p)
-	case "meta":
+	case kind == "meta":
 		return w.meta(name, t, p)
-	case "ct":
+	case kind == "ct":
 		return w.ct(name, t, m["dir"], p)
 	}
 	a := p.dst.Addr()
@@ -28,6 +30,18 @@ func (w *walk) field(kind string, m map[string]any, p *packet) (value, error) {
 		}
 	}
 	return w.addressType(a)
+}
+
+// linkSource gives the hardware address of who sent the packet to this host: somebody's, or on the loopback interface zero. A packet of
+// this host has no link-layer header before it has left postrouting.
+func (w *walk) linkSource(p *packet) (value, error) {
+	if p.iif == "lo" {
+		return number(0, "ether_addr"), nil
+	}
+	if w.question.Iif == "" {
+		return "", errNoMatch
+	}
+	return number(0x020000000001, "ether_addr"), nil
 }
 
 func (w *walk) payload(protocol, field string, p *packet) (value, error) {

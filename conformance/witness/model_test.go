@@ -201,7 +201,7 @@ func (m *manifest) questions() (list []asked) {
 			if s.Is4() != k.Addr.Is4() {
 				continue
 			}
-			for _, iface := range []string{"eth0", "veth-a1"} {
+			for _, iface := range []string{"eth0", "veth-a1", bridge} {
 				if m.here(s) {
 					iface = ""
 				}
@@ -215,12 +215,19 @@ func (m *manifest) questions() (list []asked) {
 	return list
 }
 
+// bridge is one that shows netfilter what it carries. All pods are behind it.
+const bridge = "cni0"
+
 func (m *manifest) question(source netip.Addr, iface string, k dataplane.Key) asked {
+	var bridged []netip.Prefix
+	if iface == bridge {
+		bridged = lab.PodRange
+	}
 	return asked{
 		model: dataplane.Question{Source: source, Interface: iface, Key: k},
 		witness: witness.Question{
 			Iif: iface, Src: netip.AddrPortFrom(source, 40000), Dst: netip.AddrPortFrom(k.Addr, k.Port),
-			Protocol: k.Protocol.String(), Local: m.snap.HostAddrs,
+			Protocol: k.Protocol.String(), Local: m.snap.HostAddrs, Bridged: bridged,
 		},
 	}
 }

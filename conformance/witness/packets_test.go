@@ -64,7 +64,8 @@ func anyStatements(random *rand.Rand, b *strings.Builder, c *lab.Cluster, place 
 		match += []string{
 			"", "", " ct state new", " ct status dnat", " ip saddr 10.244.0.0/16", " ip daddr 192.0.2.0/24", " meta mark 1", " ct mark 1",
 			" iifname \"veth*\"", " iif 0", " ct state invalid", " fib daddr type local", " ct original proto-dst 1001", " iifname lo",
-		}[random.IntN(14)]
+			" iif 0 @ll,48,48 != 0x0", " @ll,48,48 != 0x0", " iifname cni0",
+		}[random.IntN(17)]
 		verdicts := []string{
 			"drop", "accept", "return", "meta mark set 1", "ct mark set 1", "meta mark set meta mark ^ 1", "counter", "continue",
 			"meta mark vmap { 0 : continue, 1 : accept }",
@@ -91,8 +92,8 @@ type sending struct {
 	to   netip.AddrPort
 }
 
-func sendings(c *lab.Cluster) (list []sending) {
-	from := []sending{{from: c.Outside, iif: "eth0"}, {from: c.Pods[0], iif: "veth1"}, {from: c.Node}}
+func sendings(c *lab.Cluster, podLink string) (list []sending) {
+	from := []sending{{from: c.Outside, iif: "eth0"}, {from: c.Pods[0], iif: podLink}, {from: c.Node}}
 	for _, s := range from {
 		for _, to := range []*lab.Host{c.Node, c.Pods[0], c.Pods[1]} {
 			for _, port := range ports {
@@ -108,7 +109,20 @@ func sendings(c *lab.Cluster) (list []sending) {
 
 // TestWitnessAgreesWithPackets loads rulesets that are made up, asks the witness, and sends the packets.
 func TestWitnessAgreesWithPackets(t *testing.T) {
-	c := labtest.NewCluster(t, lab.Config{LocalPods: 2})
+	t.Run("routed", func(t *testing.T) { agreesWithPackets(t, lab.Config{LocalPods: 2}, "veth1", nil) })
+	t.Run("plain bridge", func(t *testing.T) {
+		agreesWithPackets(t, lab.Config{LocalPods: 2, PodBridge: "cni0", PlainBridge: true}, "cni0", nil)
+	})
+	t.Run("bridge", func(t *testing.T) {
+		if !lab.BridgesCallNetfilter() {
+			t.Skip("this kernel has no br_netfilter, or has not loaded it")
+		}
+		agreesWithPackets(t, lab.Config{LocalPods: 2, PodBridge: "cni0"}, "cni0", lab.NodePodRange[:1])
+	})
+}
+
+func agreesWithPackets(t *testing.T, conf lab.Config, podLink string, bridged []netip.Prefix) {
+	c := labtest.NewCluster(t, conf)
 	for _, h := range []*lab.Host{c.Node, c.Pods[0], c.Pods[1]} {
 		_, err := h.Serve(snapshot.UDP, ports...)
 		labtest.Check(t, err)
@@ -121,9 +135,13 @@ func TestWitnessAgreesWithPackets(t *testing.T) {
 		text := anyRules(random, c)
 		labtest.Run(t, c.Node, "flush ruleset\n"+text, nft.Path, "-f", "-")
 		r := parse(t, list(t, c.Node, nft))
-		for i, s := range sendings(c) {
+		for i, s := range sendings(c, podLink) {
 			client := netip.AddrPortFrom(s.from.IP(lab.IPv4), uint16(20000+seed*40+i))
-			outcomes, err := r.Ask(witness.Question{Iif: s.iif, Src: client, Dst: s.to, Protocol: "udp", Local: local})
+			q := witness.Question{Iif: s.iif, Src: client, Dst: s.to, Protocol: "udp", Local: local}
+			if s.iif == podLink {
+				q.Bridged = bridged
+			}
+			outcomes, err := r.Ask(q)
 			if err != nil && strings.Contains(err.Error(), "was masqueraded, and as what is not known") {
 				continue
 			}

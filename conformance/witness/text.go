@@ -44,9 +44,6 @@ func text(node any) string {
 	case "&", "|", "^", "<<", ">>":
 		return list(parts, " "+key+" ")
 	case "payload", "fib":
-		if m["base"] != nil {
-			return fmt.Sprintf("@%v,%v,%v", m["base"], m["offset"], m["len"])
-		}
 		return field(key, m)
 	case "meta":
 		name := field(key, m)

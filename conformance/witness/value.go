@@ -21,6 +21,7 @@ type datatype string
 var sizes = map[datatype]int{
 	"ipv4_addr": 4, "ipv6_addr": 16, "inet_proto": 1, "inet_service": 2, "mark": 4, "classid": 4, "integer": 4, "ifname": 16,
 	"iface_index": 16, "ct_state": 4, "ct_status": 4, "ct_dir": 1, "fib_addrtype": 4, "nf_proto": 1, "ether_type": 2, "tcp_flag": 1,
+	"ether_addr": 6,
 }
 
 // names are the words that stand for values.
@@ -145,21 +146,21 @@ func scalar(t datatype, s string) (span, error) {
 	case "ifname", "iface_index":
 		return interfaceSpan(t, s)
 	}
-	n, ok := names[t][s]
+	named, ok := names[t][s]
 	if !ok && t == "inet_proto" {
-		n, ok = otherProtocols[s]
+		named, ok = otherProtocols[s]
 	}
 	if !ok && t == "classid" {
-		n, ok = classid(s)
+		named, ok = classid(s)
 	}
+	n := uint64(named)
 	if !ok {
-		wide, err := strconv.ParseUint(s, 0, 8*size)
-		if err != nil {
+		var err error
+		if n, err = strconv.ParseUint(s, 0, 8*size); err != nil {
 			return span{}, bad
 		}
-		n = uint32(wide)
 	}
-	v := number(uint64(n), t)
+	v := number(n, t)
 	return span{v, v}, nil
 }
 

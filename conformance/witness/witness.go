@@ -14,7 +14,8 @@
 // A Question is the first packet of a connection. It goes through the base chains of all tables of its family and of inet, in the
 // order of the hooks and of their priorities, as the kernel would have it:
 //
-//   - from an interface: prerouting, then input if its destination is local by then, else forward and postrouting;
+//   - from an interface: prerouting, then input if its destination is local by then, else forward and postrouting; if it stays on a
+//     bridge that shows netfilter what it carries, postrouting is told no interface by which it came in;
 //   - from a process of this host: output, postrouting; and if the destination is local, by lo through prerouting and input too.
 //
 // All nat chains of a hook run together, at the priority that conntrack's NAT has there (-100 for destinations, 100 for sources)
@@ -58,6 +59,9 @@ type Question struct {
 	Mark uint32
 	// Local are this host's addresses. Loopback addresses are local anyway.
 	Local []netip.Addr
+	// Bridged, if Iif is a bridge that shows netfilter what it carries (br_netfilter), are the addresses behind it: what
+	// is translated from another address to one of them stays on the bridge.
+	Bridged []netip.Prefix
 	// State is what earlier packets left in sets: Updates of earlier Outcomes. It comes on top of what the listing holds.
 	State []Update
 }
@@ -243,9 +247,14 @@ func (w *walk) leg(l leg, p *packet) ([]*packet, error) {
 	}
 	q := *p
 	q.hook, q.oif = l.hook, w.question.Oif
+	bridged := !local && w.question.bridged(p)
 	switch {
 	case l.back:
 		q.iif, q.oif = "lo", ""
+	case bridged && l.hook == "postrouting":
+		q.iif, q.oif = "", p.iif
+	case bridged && l.hook == "forward":
+		q.oif = p.iif
 	case l.hook == "prerouting" || l.hook == "input":
 		q.oif = ""
 	case local:
@@ -253,7 +262,7 @@ func (w *walk) leg(l leg, p *packet) ([]*packet, error) {
 	case q.oif == "":
 		q.oif = unknownInterface
 	}
-	if l.hook == "forward" && w.family == "ip" {
+	if l.hook == "forward" && w.family == "ip" && !bridged {
 		q.priority = 0 // IPv4 forwarding sets it by the packet's type of service, which is 0 here; IPv6 leaves it
 	}
 	return w.hook(&q)
@@ -263,6 +272,13 @@ func (w *walk) leg(l leg, p *packet) ([]*packet, error) {
 const unknownInterface = "?/"
 
 func (q *Question) local(a netip.Addr) bool { return a.IsLoopback() || slices.Contains(q.Local, a) }
+
+// bridged says that a packet stays on the bridge by which it came in.
+func (q *Question) bridged(p *packet) bool {
+	to := p.dst.Addr()
+	behind := func(r netip.Prefix) bool { return r.Contains(to) }
+	return p.translated && to != p.origDst.Addr() && slices.ContainsFunc(q.Bridged, behind)
+}
 
 // finish notes an outcome.
 func (w *walk) finish(p *packet, o Outcome) {
