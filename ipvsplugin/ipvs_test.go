@@ -47,14 +47,23 @@ func (w *world) flows(a app, f lab.Family) (list []flow) {
 // TestIPVSFlows sends flows from everywhere to every kind of frontend, under every policy, with endpoints here, elsewhere and
 // nowhere. IPVS schedules, and everything else is as it is without.
 func TestIPVSFlows(t *testing.T) {
-	for name, detect := range map[string]dataplane.DetectLocal{
-		"ranges":     {ClusterCIDRs: lab.PodRange},
-		"interfaces": {Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"},
+	byPrefix := func(p string) dataplane.DetectLocal {
+		return dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: p}
+	}
+	for _, test := range []struct {
+		name   string
+		bridge string
+		detect dataplane.DetectLocal
+	}{
+		{"ranges", "", dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}},
+		{"interfaces", "", byPrefix("veth")},
+		{"ranges, on a bridge", "cni0", dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}},
+		{"interfaces, on a bridge", "cni0", byPrefix("cni")},
 	} {
-		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, 3, 3, dataplane.IPVSAlways)
+		t.Run(test.name, func(t *testing.T) {
+			w := newWorldOf(t, lab.Config{LocalPods: 3, RemotePods: 3, PodBridge: test.bridge}, dataplane.IPVSAlways)
 			c := w.planner.Config()
-			c.DetectLocal = detect
+			c.DetectLocal = test.detect
 			w.planner.SetConfig(c)
 			w.allFlows()
 		})

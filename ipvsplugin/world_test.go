@@ -61,9 +61,13 @@ type world struct {
 
 func newWorld(t testing.TB, local, remote int, mode dataplane.IPVSMode) *world {
 	t.Helper()
+	return newWorldOf(t, lab.Config{LocalPods: local, RemotePods: remote}, mode)
+}
+
+func newWorldOf(t testing.TB, conf lab.Config, mode dataplane.IPVSMode) *world {
+	t.Helper()
 	needIPVS(t)
-	w := &world{Cluster: labtest.NewCluster(t, lab.Config{LocalPods: local, RemotePods: remote}), t: t, snap: snapshot.New(),
-		tcp: map[string]*lab.Server{}}
+	w := &world{Cluster: labtest.NewCluster(t, conf), t: t, snap: snapshot.New(), tcp: map[string]*lab.Server{}}
 	for _, pod := range slices.Concat(w.Pods, w.RemotePods) {
 		for _, p := range protocols {
 			s, err := pod.Serve(p, targetPort)
