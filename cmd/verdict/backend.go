@@ -48,7 +48,7 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 			r.openCompat(ctx, s, live.log.Logger)
 			return r, probeIPVS(s) // what iptables cannot do either
 		}
-		if s.Backend == config.NFTables || errors.Is(err, kernel.ErrRights) || ctx.Err() != nil {
+		if final(ctx, s, err) {
 			return r, err
 		}
 		why = "nftables cannot be used: " + err.Error()
@@ -56,7 +56,7 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 			return r, err
 		}
 	}
-	if err := r.openChains(ctx, s, live.log.Logger); err != nil {
+	if err := r.openChains(ctx, live, s); err != nil {
 		if s.Backend == config.Auto {
 			err = fmt.Errorf("%s; and iptables cannot either: %w", why, err)
 		}
@@ -69,6 +69,29 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 	}
 	live.withoutIPVS(s)
 	return r, nil
+}
+
+// final says of an error with nftables that iptables is not tried after it.
+func final(ctx context.Context, s *config.Settings, err error) bool {
+	return s.Backend == config.NFTables || errors.Is(err, kernel.ErrRights) || ctx.Err() != nil
+}
+
+// checkRules says whether openRules can open what the settings name. Nothing stays open, and nothing is changed.
+func checkRules(ctx context.Context, s *config.Settings) error {
+	if s.Backend != config.IPTables {
+		tables, err := openBackend(kernel.Options{})
+		if err == nil {
+			return errors.Join(probeIPVS(s), tables.Close())
+		}
+		if final(ctx, s, err) {
+			return err
+		}
+	}
+	programs, err := xtables.Find(ctx)
+	if err != nil {
+		return err
+	}
+	return programs.Close()
 }
 
 // openTables opens nftables with IPVS behind it.
@@ -98,13 +121,13 @@ func crowded(log *logger) func([]kernel.AffinityShare) {
 }
 
 // openChains opens iptables.
-func (r *rules) openChains(ctx context.Context, s *config.Settings, log *slog.Logger) error {
+func (r *rules) openChains(ctx context.Context, live *live, s *config.Settings) error {
 	programs, err := xtables.Find(ctx)
 	if err != nil {
 		return err
 	}
 	chains, err := xtables.Open(programs, xtables.Options{
-		Model: chainOptions(s, liberal()), Log: log})
+		Model: chainOptions(s, liberal() || makesLiberal(live.host, s)), Log: live.log.Logger})
 	if err != nil {
 		return errors.Join(err, programs.Close())
 	}

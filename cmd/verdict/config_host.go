@@ -15,9 +15,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// setSysctls sets what the settings say of connection tracking, and logs it. It says whether some parameters are not there yet: the
-// kernel makes them when something needs connection tracking for the first time. Those are only told of if this is the last try.
-func setSysctls(host sysctl.Host, s *config.Settings, log *logger, last bool) (missing bool) {
+// setSysctls sets what the settings say of connection tracking, and logs it. The parameters are there once something
+// needs connection tracking, such as our rules.
+func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 	changed, errs := host.Apply(s.Sysctls(host.CPUs()))
 	for _, c := range changed {
 		log.Info("a sysctl is set", "name", c.Name, "value", c.Now, "was", c.Before)
@@ -25,12 +25,6 @@ func setSysctls(host sysctl.Host, s *config.Settings, log *logger, last bool) (m
 	var told []string
 	denied := false
 	for _, err := range errs {
-		if errors.Is(err, fs.ErrNotExist) {
-			missing = true
-			if !last {
-				continue
-			}
-		}
 		denied = denied || errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)
 		told = append(told, err.Error())
 	}
@@ -42,7 +36,15 @@ func setSysctls(host sysctl.Host, s *config.Settings, log *logger, last bool) (m
 		}
 		log.Warn(text, "err", strings.Join(told, "; "))
 	}
-	return missing
+}
+
+// makesLiberal says whether setSysctls will have the kernel take TCP packets outside of the window for valid.
+func makesLiberal(host sysctl.Host, s *config.Settings) bool {
+	if !s.Document.KubeProxy.Conntrack.TCPBeLiberal {
+		return false
+	}
+	only := []sysctl.Setting{{Path: "proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal", Value: 1}}
+	return len(host.Check(only)) == 0
 }
 
 // setOOMScore says how willing the kernel should be to end this process when there is no memory left. To be less willing than before

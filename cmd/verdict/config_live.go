@@ -36,9 +36,8 @@ type live struct {
 	node   atomic.Pointer[snapshot.Node]
 	mu     sync.Mutex
 	misfit []string
-	// sysctls sets those once more that were missing at the start.
-	sysctls sync.Once
-	missing atomic.Bool
+	// wrote says that the kernel carries Services. Before that, nothing on the host is touched.
+	wrote atomic.Bool
 	// schedulers are those of IPVS; many says that there were so many Services that it schedules all of them.
 	schedulers schedulers
 	many       atomic.Bool
@@ -71,7 +70,6 @@ func (l *live) begin() *config.Settings {
 	}
 	s := l.settings.Load()
 	l.log.level.Set(s.Log.Level)
-	l.missing.Store(setSysctls(l.host, s, l.log, false))
 	if err := setOOMScore(l.host, s.OOMScoreAdj); err != nil {
 		l.log.Info(err.Error())
 	}
@@ -105,14 +103,13 @@ func (l *live) policy() dataplane.Config {
 	return p
 }
 
-// written is told of each transaction.
+// written is told of each transaction. The first one says that all sources can be read and the kernel does what it is
+// asked, and by then there is connection tracking.
 func (l *live) written(ctx context.Context, t reconcile.Transaction) {
 	l.countServices(ctx, t)
-	l.sysctls.Do(func() {
-		if l.missing.Load() { // by now there is connection tracking
-			setSysctls(l.host, l.settings.Load(), l.log, true)
-		}
-	})
+	if !l.wrote.Swap(true) {
+		setSysctls(l.host, l.settings.Load(), l.log)
+	}
 }
 
 // follow takes in changes of the file until the context ends.
@@ -193,8 +190,8 @@ func (l *live) reload(ctx context.Context) {
 	l.settings.Store(s)
 	l.log.level.Set(s.Log.Level)
 	l.compareNode()
-	if anyOf(now, "conntrack.") {
-		setSysctls(l.host, s, l.log, true)
+	if anyOf(now, "conntrack.") && l.wrote.Load() {
+		setSysctls(l.host, s, l.log)
 	}
 	if now["oomScoreAdj"] {
 		if err := setOOMScore(l.host, s.OOMScoreAdj); err != nil {

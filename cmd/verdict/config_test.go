@@ -48,28 +48,22 @@ func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem)
 	return s, problems
 }
 
-// TestSetSysctls: what kube-proxy would set is set and told; what is not there yet is told of at the last try only.
+// TestSetSysctls: what kube-proxy would set is set and told, and so is what is not there.
 func TestSetSysctls(t *testing.T) {
 	s, _ := loadConfig(t, "")
 	var b logBuffer
 	log := newLogger(&b, s.Log)
 	host := hostFiles(t, "nf_conntrack_tcp_timeout_close_wait")
-	if !setSysctls(host, s, log, false) {
-		t.Error("it does not say that one is missing")
-	}
+	setSysctls(host, s, log)
 	for _, want := range []string{"name=net.netfilter.nf_conntrack_max value=262144 was=65536", "hashsize value=65536 was=16384",
 		"tcp_timeout_established value=86400 was=432000"} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("it does not say %q:\n%s", want, b.String())
 		}
 	}
-	if strings.Contains(b.String(), "WARN") {
-		t.Errorf("it complains too early:\n%s", b.String())
-	}
-	b.Reset()
-	setSysctls(host, s, log, true)
-	if got := b.String(); strings.Count(got, "\n") != 1 || !strings.Contains(got, "close_wait cannot be read: no such file or directory") {
-		t.Errorf("at the last try:\n%s", got)
+	missing := "close_wait cannot be read: no such file or directory"
+	if strings.Count(b.String(), "WARN") != 1 || !strings.Contains(b.String(), missing) {
+		t.Errorf("it does not say that one is missing:\n%s", b.String())
 	}
 }
 
@@ -200,13 +194,13 @@ type reloading struct {
 	said *logBuffer
 }
 
-// followFile begins with a file of that text, on a host that lacks those files of its own, and follows it until the test ends.
-func followFile(t *testing.T, text string, missing ...string) *reloading {
+// followFile begins with a file of that text, and follows it until the test ends.
+func followFile(t *testing.T, text string) *reloading {
 	t.Helper()
 	r := &reloading{t: t, path: configFile(t, text), said: &logBuffer{}}
 	s, problems := loadConfig(t, r.path)
 	r.live = newLive(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
-	r.host = hostFiles(t, missing...)
+	r.host = hostFiles(t)
 	r.begin()
 	r.policyName("node")
 	ctx, cancel := context.WithCancel(context.Background())
@@ -249,6 +243,7 @@ func (r *reloading) expect(tuned bool, said ...string) (got tuning) {
 func TestReload(t *testing.T) {
 	const begin = "mode: nftables\nclusterCIDR: 10.244.0.0/16\n"
 	r := followFile(t, begin)
+	r.written(t.Context(), reconcile.Transaction{})
 	r.expect(false)
 
 	r.edit(begin + "nodePortAddresses: [10.0.0.0/8]\nnftables: {masqueradeAll: true, minSyncPeriod: 2s}\nhostnameOverride: other\nlogging: {verbosity: 2}\n")
@@ -287,20 +282,25 @@ func TestReload(t *testing.T) {
 	}
 }
 
-// TestLateSysctls: parameters that are missing at the start are set after the first transaction, once.
+// TestLateSysctls: parameters are set after the first transaction, once, by what the file says then.
 func TestLateSysctls(t *testing.T) {
-	r := followFile(t, "mode: nftables\n", "nf_conntrack_max")
-	if strings.Contains(r.said.String(), "WARN") {
-		t.Errorf("it complains:\n%s", r.said.String())
-	}
+	const begin = "mode: nftables\nclusterCIDR: 10.244.0.0/16\n"
+	r := followFile(t, begin)
 	path := filepath.Join(r.host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
+	is := func(want string) {
+		t.Helper()
+		if text, err := os.ReadFile(path); err != nil || string(text) != want {
+			t.Errorf("it is %q, %v; want %q", text, err, want)
+		}
+	}
+	r.edit(begin + "conntrack: {min: 524288}\n")
+	r.expect(true, "conntrack.min")
+	is("65536\n")
+	r.written(t.Context(), reconcile.Transaction{})
+	is("524288")
 	labtest.Check(t, os.WriteFile(path, []byte("65536\n"), 0o644))
-	for range 2 {
-		r.written(t.Context(), reconcile.Transaction{})
-	}
-	if text, err := os.ReadFile(path); err != nil || string(text) != "262144" {
-		t.Errorf("it is %q, %v", text, err)
-	}
+	r.written(t.Context(), reconcile.Transaction{})
+	is("65536\n")
 }
 
 // TestNodeIsTold: what the Node says is logged once, and again when it differs.

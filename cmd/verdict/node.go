@@ -61,6 +61,9 @@ func (n *node) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, shown.close()) }()
+	if err := shown.bind(); err != nil {
+		return err
+	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.sources {
 		sink := shown.sink(s, queue)

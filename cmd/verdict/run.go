@@ -129,6 +129,11 @@ func (o *runOptions) keep(ctx context.Context, settings *config.Settings, proble
 		}
 		return err
 	}
+	if held.Restarts == 0 {
+		if err := checkStart(ctx, settings); err != nil {
+			return err
+		}
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -154,6 +159,19 @@ func (o *runOptions) keep(ctx context.Context, settings *config.Settings, proble
 		return errOrphaned
 	}
 	return err
+}
+
+// checkStart says whether a proxy could work here, before one that does is asked to make room: whether there is
+// something to read objects from, and something that writes rules. It changes nothing.
+func checkStart(ctx context.Context, s *config.Settings) error {
+	if s.Manifests != "" {
+		if err := watch.CheckFiles(s.Manifests); err != nil {
+			return err
+		}
+	} else if _, err := watch.Client(s.Client).Config(); err != nil {
+		return err
+	}
+	return checkRules(ctx, s)
 }
 
 // errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.

@@ -80,6 +80,7 @@ type surface struct {
 	metrics  *metrics.Metrics
 	counters *kernel.Counters
 	missing  missing
+	servers  []*health.Server
 }
 
 // surface makes what the node shows. The loop must not run yet.
@@ -115,10 +116,10 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	return s, nil
 }
 
-// run serves until ctx is done.
-func (s *surface) run(ctx context.Context, group *errgroup.Group) {
+// bind makes the servers, and has those listen without which the node is not to work.
+func (s *surface) bind() error {
 	v := &s.node.serving
-	servers := []*health.Server{
+	s.servers = []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: s.node.log,
 			Handler: s.health.Handler(func(p health.Probe, code int) { s.metrics.Answered(p.String(), code) }),
 			Failed:  s.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
@@ -126,10 +127,20 @@ func (s *surface) run(ctx context.Context, group *errgroup.Group) {
 			Handler: s.metrics.Handler(metrics.Pages{Mode: cmp.Or(v.mode, string(config.NFTables)), Config: v.configz, Profiling: v.profiling}),
 			Failed:  s.failed("FailedToStartMetricServer", "StartKubeproxy")},
 	}
-	for _, server := range servers {
+	for _, server := range s.servers {
+		if err := server.Bind(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// run serves until ctx is done.
+func (s *surface) run(ctx context.Context, group *errgroup.Group) {
+	for _, server := range s.servers {
 		group.Go(func() error { return server.Run(ctx) })
 	}
-	if v.nodePorts {
+	if s.node.serving.nodePorts {
 		group.Go(func() error { return s.ports.Run(ctx) })
 	}
 }

@@ -25,6 +25,9 @@ type Server struct {
 	Failed func(error)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
+
+	// bound is what Bind listens with, until Run serves there.
+	bound net.Listener
 }
 
 // Listening is tried again after listenFirst, then after twice as long each time up to listenMost, which is kube-proxy's time.
@@ -47,6 +50,35 @@ func newHTTPServer(h http.Handler) *http.Server {
 		Handler: h, ReadHeaderTimeout: headerPatience, IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
 	}
+}
+
+// Bind listens already, so that a server with HardFail fails before anything else is done. Run, which has to follow,
+// serves whoever has come. Without HardFail, Bind does nothing.
+func (s *Server) Bind() (err error) {
+	if s.Addr == "" || !s.HardFail {
+		return nil
+	}
+	if s.bound, err = s.listen(); err != nil {
+		s.failed(err)
+	}
+	return err
+}
+
+// listen gives what Bind has left, or listens.
+func (s *Server) listen() (net.Listener, error) {
+	if l := s.bound; l != nil {
+		s.bound = nil
+		return l, nil
+	}
+	listen := s.Listen
+	if listen == nil {
+		listen = net.Listen
+	}
+	l, err := listen("tcp", s.Addr)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", s.Name, err)
+	}
+	return l, nil
 }
 
 // Run serves until ctx is done, and then returns nil. It fails only with HardFail.
@@ -87,13 +119,9 @@ func (s *Server) failed(err error) {
 
 // serve serves until ctx is done or something fails.
 func (s *Server) serve(ctx context.Context, late bool) error {
-	listen := s.Listen
-	if listen == nil {
-		listen = net.Listen
-	}
-	l, err := listen("tcp", s.Addr)
+	l, err := s.listen()
 	if err != nil {
-		return fmt.Errorf("%s: %w", s.Name, err)
+		return err
 	}
 	if late {
 		s.Log.Info("served at last", "server", s.Name, "address", l.Addr().String())

@@ -87,6 +87,46 @@ func TestServerHardFail(t *testing.T) {
 	}
 }
 
+// TestServerBind: who is told to fail fails before anything is served, and serves by what was bound otherwise.
+func TestServerBind(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	told := 0
+	s := &Server{Name: "metrics", Addr: taken.Addr().String(), Handler: hello, Log: slog.New(slog.DiscardHandler),
+		Failed: func(error) { told++ }}
+	if err := s.Bind(); err != nil || told != 0 {
+		t.Errorf("without HardFail: %v, told %d times", err, told)
+	}
+	s.HardFail = true
+	if err := s.Bind(); !errors.Is(err, syscall.EADDRINUSE) || told != 1 {
+		t.Errorf("%v, told %d times; want the address to be in use, told once", err, told)
+	}
+	listened := 0
+	free := &Server{
+		Name: "metrics", Addr: "127.0.0.1:0", Handler: hello, HardFail: true, Log: slog.New(slog.DiscardHandler),
+		Listen: func(network, at string) (net.Listener, error) { listened++; return net.Listen(network, at) },
+	}
+	if err := free.Bind(); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	at := free.bound.Addr().String()
+	ended := make(chan error)
+	go func() { ended <- free.Run(ctx) }()
+	if answer, err := http.Get("http://" + at); err != nil {
+		t.Error(err)
+	} else {
+		answer.Body.Close()
+	}
+	cancel()
+	if err := <-ended; err != nil || listened != 1 {
+		t.Errorf("the end: %v; it listened %d times", err, listened)
+	}
+}
+
 // TestServerNowhere: no address, no server.
 func TestServerNowhere(t *testing.T) {
 	if err := (&Server{}).Run(t.Context()); err != nil {

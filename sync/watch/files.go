@@ -91,6 +91,15 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
+// CheckFiles says whether Files could read a path: it is there, and may be listed if it is a directory. What the
+// files hold is not looked at.
+func CheckFiles(path string) error {
+	if _, _, err := newFolder(path, "", nil).list(); err != nil {
+		return fmt.Errorf("manifests: %s: %w", path, pathless(err))
+	}
+	return nil
+}
+
 // Load reads what Files would, once; path may also be a pipe, such as /dev/stdin, which is read to its end. The errors in the list are problems of single files and objects, of which the
 // snapshot has the rest. The last error says that path could not be read at all; then there is no snapshot.
 func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
