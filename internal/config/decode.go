@@ -54,7 +54,7 @@ func (d *decoder) fill(p path, fields map[string]any, out any) {
 // into puts a value where it belongs. What does not fit stays as it is.
 func (d *decoder) into(p path, in any, out reflect.Value) {
 	switch {
-	case in == nil: // as kube-proxy's decoder has it, that is as good as nothing
+	case in == nil && !decodesItself(out): // as kube-proxy's decoder has it, that is as good as nothing; but no duration
 	case out.Kind() == reflect.Pointer:
 		v := reflect.New(out.Type().Elem())
 		before := len(d.bad)
@@ -202,6 +202,8 @@ func misfit(in any, t reflect.Type) string {
 // show gives a value for a Problem.
 func show(in any) string {
 	switch v := in.(type) {
+	case nil:
+		return "null"
 	case string:
 		return quote(v)
 	case []any:
