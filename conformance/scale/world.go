@@ -54,7 +54,8 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	if w.host, err = w.net.NewHost("control"); err != nil {
 		return err
 	}
-	if err := errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr)); err != nil {
+	err = errors.Join(w.host.PlainBridges(), w.host.AddBridge(wire), w.host.AddAddr(wire, controlAddr))
+	if err != nil {
 		return err
 	}
 	w.store = newStore(w.host)

@@ -116,7 +116,7 @@ var same = map[string][]string{
 	"affinity.yaml": { // outside clients have one endpoint each, so that nobody sees whether it is remembered under their own id
 		"element ip outside-sticky", "element ip6 outside-sticky",
 		"right:0]] map[match:map[left:map[payload:map[field:saddr", // remember-affinity, of clients from outside
-		"right:0]] map[vmap:map[data:@remember", // the same, of clients behind the same bridge
+		"right:0]] map[vmap:map[data:@remember",                    // the same, of clients behind the same bridge
 		"rule ip sticky-1: [map[jump:map[target:affinity-lookup]]]", "rule ip6 sticky-1: [map[jump:map[target:affinity-lookup]]]",
 		"element ip remember: [map[elem:map[comment:shop/cart:http val:7057:cf37]]",
 		"element ip6 remember: [map[elem:map[comment:shop/cart:http val:70b5:d66f]]",

@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestBridgeDropsNobody sends frames from a pod on a bridge. What tells a pod there from the node is that its frames have a source
-// address: the bridge must let none by that has not, or a pod could have itself taken for the node.
+// TestBridgeDropsNobody sends frames from a pod on a bridge. What tells a pod there from the node is that its frames
+// have a source address: the bridge must let none by that has not, or a pod could have itself taken for the node.
 func TestBridgeDropsNobody(t *testing.T) {
 	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 1, PodBridge: "cni0"})
 	s := flowService{number: 1, state: endpointState{"here", []condition{ready}, nil}, externalLocal: true}
