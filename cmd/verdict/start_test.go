@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"net"
@@ -54,9 +55,13 @@ func badStarts(t *testing.T, good string) []badStart {
 	}
 	missing := filepath.Join(dir, "missing")
 	from := []string{"--from", good}
+	secret := file("secret.yaml", "")
+	labtest.Check(t, errors.Join(os.Chown(secret, 65534, 65534), os.Chmod(secret, 0)))
+	unprivileged := []string{"setpriv", "--bounding-set=-dac_override,-dac_read_search"}
 	return []badStart{
 		{"no such manifests", "manifests: " + missing, nil, []string{"--from", missing}},
 		{"no such directory", "not a directory", nil, []string{"--from", good + "/slices"}},
+		{"manifests that cannot be read", "it can't be read: permission denied", unprivileged, []string{"--from", secret}},
 		{"no such kubeconfig", missing, nil, []string{"--kubeconfig", missing}},
 		{"a kubeconfig that is none", "kubeconfig", nil, []string{"--kubeconfig", file("kubeconfig", "clusters: 7\n")}},
 		{"neither kubeconfig nor cluster", "in-cluster configuration", nil, nil},

@@ -50,7 +50,7 @@ const (
 )
 
 // Run puts what the files say into sink, and then each change as it happens, until ctx is done; then it gives nil. It
-// fails if Path can't be read at the start or can't be watched.
+// fails if Path, or every file of it, can't be read at the start, or if it can't be watched.
 func (f *Files) Run(ctx context.Context, sink Sink) error {
 	d := newFolder(f.Path, f.NodeName, quietly(f.Report))
 	w, err := newInotify()
@@ -59,6 +59,10 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 	}
 	defer w.close()
 	d.follow(w)
+	// Where nothing can be read, nothing is known: that there are no Services would be another thing.
+	if err := CheckFiles(f.Path); err != nil {
+		return err
+	}
 	if err := d.refresh(); err != nil {
 		return err
 	}
@@ -91,11 +95,22 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 	}
 }
 
-// CheckFiles says whether Files could read a path: it is there, and may be listed if it is a directory. What the
-// files hold is not looked at.
+// CheckFiles says whether Files could read a path: it is a file that can be read, or a directory that is empty or has
+// one. What the files hold is not looked at.
 func CheckFiles(path string) error {
-	if _, _, err := newFolder(path, "", nil).list(); err != nil {
+	d := newFolder(path, "", nil)
+	dir, names, err := d.list()
+	if err != nil {
 		return fmt.Errorf("manifests: %s: %w", path, pathless(err))
+	}
+	d.dir = dir
+	for _, name := range names {
+		if _, err = readText(d.file(name), false); err == nil {
+			return nil
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("manifests: %s: it can't be read: %w", path, pathless(err))
 	}
 	return nil
 }

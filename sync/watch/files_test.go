@@ -495,3 +495,36 @@ func BenchmarkEdit(b *testing.B) {
 		m, _, _ = r.manifest("dump.yaml", []string{other, text}[i%2], m)
 	}
 }
+
+// TestCheckFiles: a path of which nothing can be read is an error, and ends a source at its start; an empty one is
+// none.
+func TestCheckFiles(t *testing.T) {
+	dir := t.TempDir()
+	path := func(name string) string { return filepath.Join(dir, name) }
+	for _, sub := range []string{"empty", "some", "none"} {
+		must(t, os.Mkdir(path(sub), 0o755))
+	}
+	must(t, os.WriteFile(path("some/b.yaml"), nil, 0o644))
+	for _, link := range []string{"some/a.yaml", "none/a.yaml", "none/b.yaml"} {
+		must(t, os.Symlink("nothing", path(link)))
+	}
+	must(t, unix.Mkfifo(path("pipe"), 0o644))
+	for name, want := range map[string]string{
+		"empty": "", "some": "", "some/b.yaml": "", "missing": "missing: no such file or directory",
+		"none": "none: it can't be read: no such file or directory", "pipe": "pipe: it can't be read: it is not a regular file",
+	} {
+		err := CheckFiles(path(name))
+		if (err == nil) != (want == "") || err != nil && !strings.HasSuffix(err.Error(), want) {
+			t.Errorf("%s: %v; want %q", name, err, want)
+		}
+		if want == "" {
+			continue
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		v := view{snap: snapshot.New()}
+		if err := (&Files{Path: path(name), Report: func(error) {}}).Run(ctx, &v); err == nil || v.synced > 0 {
+			t.Errorf("%s: the source says %v, and was synced %d times", name, err, v.synced)
+		}
+		cancel()
+	}
+}
