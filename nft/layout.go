@@ -365,10 +365,9 @@ func translated(s Structure) Chain {
 		rules = append(rules, Rule{PriorityIs{externalAll}, Goto{MasqueradeAll.id()}},
 			Rule{PriorityIs{externalNode}, Goto{MasqueradeNode.id()}})
 	}
-	bridged := !s.MasqueradeAll && s.Pods.ByInterface()
-	if bridged {
+	if !s.MasqueradeAll && s.Pods.ByInterface() {
 		// What a pod sends to another on its bridge seems to come in by no interface, and so by none of the pods'.
-		rules = append(append(rules, hairpin(s)...), Rule{Bridged{s.Pods}, LeavePacket{}})
+		rules = append(rules, leaveBridged(s, s.Pods))
 	}
 	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
 		toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
@@ -379,17 +378,23 @@ func translated(s Structure) Chain {
 			rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, toClusterIP, Masquerade{}})
 		}
 	}
-	if !bridged {
-		rules = append(rules, hairpin(s)...)
-	}
-	return Chain{ID: TranslatedChain.id(), Rules: rules}
+	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
 }
 
 // masqueradeSent masquerades what this node itself sent.
 func masqueradeSent(s Structure) Chain {
-	rules := append([]Rule{{ClearPriority{}}}, hairpin(s)...)
-	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local",
-		Rules: append(rules, Rule{Bridged{}, LeavePacket{}}, Rule{NoInput{}, Masquerade{}})}
+	rules := []Rule{{ClearPriority{}}, leaveBridged(s, dataplane.Pods{}), {NoInput{}, Masquerade{}}}
+	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local", Rules: append(rules, hairpin(s)...)}
+}
+
+// leaveBridged keeps a packet that stays on its bridge from being masqueraded as one that this node sent. An endpoint
+// that reaches itself has to be.
+func leaveBridged(s Structure, p dataplane.Pods) Rule {
+	r := Rule{Bridged{p}}
+	if s.Uses.Has(Hairpin) {
+		r = append(r, InSet{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Not: true, Set: Hairpin})
+	}
+	return append(r, LeavePacket{})
 }
 
 // hairpin lets endpoints on this node reach themselves.
