@@ -80,6 +80,7 @@ fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzIncrementalEqualsFull -fuzztime $(FUZZTIME) ./sync/dataplane
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
+	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft/iptshim
 
 matrix: ## the tests of the kernel, of taking over, of IPVS and of iptables, on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/guest/matrix ./nft/kernel
