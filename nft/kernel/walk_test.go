@@ -133,6 +133,8 @@ type walker struct {
 	saved      string
 	nftProgram labtest.Nft
 	watch      *observer
+	// usage is what TestLeaks measures.
+	usage func() usage
 }
 
 // walkOnce takes one walk.
