@@ -111,7 +111,7 @@ func TestBenchCold(t *testing.T) {
 	if r.SlowestFloor < r.Seconds.Commit/20 {
 		t.Errorf("the kernel took %v s, and %v s for the same bytes alone: they can't be the same", r.Seconds.Commit, r.SlowestFloor)
 	}
-	if r.Rounds != 3 || r.Seconds.Commit > r.Slowest.Total || r.Floor > r.SlowestFloor || r.Slowest.Total > 10 {
+	if r.Rounds != 3 || r.Seconds.Commit > r.Slowest.Total || r.Floor > r.SlowestFloor || r.Slowest.Total > 600 {
 		t.Errorf("%+v", r)
 	}
 	printed(t, &r, seconds(r.Seconds.Policy), seconds(r.Seconds.Compile), seconds(r.Seconds.Encode), seconds(r.Seconds.Commit),

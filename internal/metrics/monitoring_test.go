@@ -19,7 +19,9 @@ var (
 	promWord   = regexp.MustCompile(`^[a-zA-Z_:][a-zA-Z0-9_:]*$`)
 	// promClauses are followed by labels in parentheses.
 	promClauses = []string{"by", "without", "on", "ignoring", "group_left", "group_right"}
-	promKnown   = []string{"absent", "sum", "max", "count", "rate", "increase", "resets", "histogram_quantile", "topk", "time"}
+	promKnown   = []string{"absent", "sum", "max", "count", "rate", "increase", "changes", "histogram_quantile", "topk", "time"}
+	// promSets are operators between results.
+	promSets = []string{"and", "or", "unless"}
 	// targetLabels are those that Prometheus gives to everything it scrapes.
 	targetLabels = []string{"instance", "job"}
 )
@@ -41,7 +43,7 @@ func takeApart(expr string) (query, error) {
 			following = tokens[i+1]
 		}
 		switch {
-		case !promWord.MatchString(word):
+		case !promWord.MatchString(word) || slices.Contains(promSets, word):
 		case slices.Contains(promClauses, word):
 			if following != "(" {
 				return q, fmt.Errorf("%s without labels", word)
@@ -239,7 +241,8 @@ func TestTakeApart(t *testing.T) {
 		`sum by (a, b) (rate(x{c="d"}[5m]))`: "map[x:[c]] [a b]",
 		`x{a=~"$b",c!="}"} / on (e) group_left () y{} > 0.5`:                              "map[x:[a c] y:[]] [e]",
 		`histogram_quantile(0.99, sum by (le) (rate(x_bucket[$__rate_interval]))) * 1000`: "map[x_bucket:[]] [le]",
-		`time() - max(x)`: "map[x:[]] []",
+		`time() - max(x)`:                  "map[x:[]] []",
+		`changes(x[30m]) > 3 and on (a) y`: "map[x:[] y:[]] [a]",
 	} {
 		q, err := takeApart(expr)
 		if got := fmt.Sprint(q.metrics, " ", q.groups); err != nil || got != want {
