@@ -7,8 +7,10 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"runtime/debug"
 	"sync"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -101,8 +103,13 @@ func (o *runOptions) run(ctx context.Context) error {
 	if _, err := nodeName(settings); err != nil {
 		return err
 	}
-	log := newLogger(os.Stderr, settings.Log)
-	return o.keep(ctx, settings, problems, log)
+	// A log whose reader has gone is an error like others, and not a signal that ends the process.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	out := newLossyWriter(os.Stderr, func(w io.Writer, lines int) {
+		newLogger(w, settings.Log).Warn("some of the log is lost: it was not read, or could not be written", "lines", lines)
+	})
+	defer out.close()
+	return o.keep(ctx, settings, problems, newLogger(out, settings.Log))
 }
 
 // keep becomes the keeper, or takes this network namespace's place and carries Services.

@@ -155,7 +155,7 @@ func TestServing(t *testing.T) {
 	s.await("is to be deleted", balancer, check, 200, `"localEndpoints": 1`)
 
 	// After a crash the next process takes the same addresses, and finds the tables.
-	crashed := s.child()
+	crashed, started := s.child(), s.metric("process_start_time_seconds")
 	labtest.Check(t, syscall.Kill(crashed, syscall.SIGKILL))
 	for s.child() == crashed || s.child() == 0 {
 		time.Sleep(time.Millisecond)
@@ -164,6 +164,9 @@ func TestServing(t *testing.T) {
 	s.await("after a crash", balancer, check, 200, `"localEndpoints": 1`)
 	if v := s.metric(`verdict_start_info{how="adopted"}`); v != 1 {
 		t.Errorf("after a crash: adopted %v", v)
+	}
+	if v := s.metric("process_start_time_seconds"); v <= started { // by which an alert sees it
+		t.Errorf("after a crash: started at %v, and at %v before", v, started)
 	}
 	if v := s.metric(`kubeproxy_proxy_healthz_total{code="200"}`); v != 0 {
 		t.Errorf("after a crash: healthz %v", v)
