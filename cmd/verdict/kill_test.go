@@ -33,6 +33,7 @@ type victim struct {
 	dir     string
 	random  *rand.Rand
 	flags   []string
+	env     []string
 	keeper  *lab.Cmd
 	log     *os.File
 
@@ -172,9 +173,13 @@ func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
 }
 
 // start starts verdict run.
-func (v *victim) start() {
-	v.keeper = v.cluster.Node.Command("/proc/self/exe", append([]string{"run", "--from", v.dir, "--hostname-override", "node"}, v.flags...)...)
-	v.keeper.Env = append(os.Environ(), beVerdict+"=1")
+func (v *victim) start() { v.startWith("--from", v.dir) }
+
+// startWith starts verdict run with objects from elsewhere.
+func (v *victim) startWith(flags ...string) {
+	flags = slices.Concat([]string{"run", "--hostname-override", "node"}, flags, v.flags)
+	v.keeper = v.cluster.Node.Command("/proc/self/exe", flags...)
+	v.keeper.Env = append(append(os.Environ(), beVerdict+"=1"), v.env...)
 	v.keeper.Stdout, v.keeper.Stderr = v.log, v.log
 	labtest.Check(v.t, v.keeper.Start())
 }

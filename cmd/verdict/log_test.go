@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -38,6 +39,15 @@ func newShown(t *testing.T, log *os.File) *shown {
 		}
 	})
 	return s
+}
+
+// newLog gives a file for the log.
+func newLog(t *testing.T) *os.File {
+	t.Helper()
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	labtest.Check(t, err)
+	t.Cleanup(func() { log.Close() })
+	return log
 }
 
 // worksOn says that the proxy starts, follows changes, and is started again after a crash.
