@@ -57,7 +57,7 @@ var _ reconcile.Backend = (*Backend)(nil)
 // New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet: neither
 // IPVS nor its parameters are as much as looked at before a Service asks for it.
 func New(inner reconcile.Backend, o Options) (*Backend, error) {
-	b := &Backend{inner: inner, options: o, now: time.Now, want: newTable(), behind: true, doubtful: true}
+	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), behind: true, doubtful: true}
 	if b.options.DrainLimit == 0 {
 		b.options.DrainLimit = DefaultDrainLimit
 	}
@@ -321,6 +321,13 @@ func (b *Backend) noteDraining(k dataplane.Key) {
 	} else {
 		delete(b.draining, k)
 	}
+}
+
+// steadyClock gives a clock that goes on from what it is now, whatever the machine's is set to later: that should neither end what
+// drains, nor have it drain for longer.
+func steadyClock() func() time.Time {
+	began := time.Now()
+	return func() time.Time { return began.Add(time.Since(began)) }
 }
 
 func (b *Backend) planner() *planner {

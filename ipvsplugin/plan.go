@@ -182,7 +182,7 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 		case !drains(k, have.Config) || p.idle != nil && p.idle(k, a):
 			ops = append(ops, op{verb: delDest, key: k, dest: d})
 			gone++
-		case d.Weight != 0 || d.Until == 0:
+		case d.Weight != 0 || d.Until == 0 || d.Until > p.until: // the last: the clock was set back while nobody looked
 			ops = append(ops, op{verb: setDest, key: k, dest: Destination{AddrPort: a, Until: p.until}})
 		}
 	}

@@ -467,3 +467,23 @@ func TestDocumented(t *testing.T) {
 		t.Errorf("%s is documented, and not shown", name)
 	}
 }
+
+// TestProgrammedBeforeItChanged: the clock of whoever changed something goes ahead of ours, or ours was set back. What is added up
+// must not fall.
+func TestProgrammedBeforeItChanged(t *testing.T) {
+	w := newWorld(Options{})
+	for _, after := range []time.Duration{-time.Second, time.Hour, -time.Second} {
+		w.Settled(reconcile.Settled{Triggers: []snapshot.Trigger{{At: time.Now().Add(after)}}})
+	}
+	for _, f := range gather(t, w) {
+		if f.GetName() != "kubeproxy_network_programming_duration_seconds" {
+			continue
+		}
+		for _, m := range f.GetMetric() {
+			if h := m.GetHistogram(); h.GetSampleCount() == 3 && h.GetSampleSum() >= 2 && h.GetSampleSum() < 60 {
+				return
+			}
+		}
+		t.Errorf("%v", f)
+	}
+}
