@@ -34,6 +34,7 @@ type victim struct {
 	random  *rand.Rand
 	flags   []string
 	env     []string
+	group   *labtest.Memory // if not nil, it runs in it
 	keeper  *lab.Cmd
 	log     *os.File
 
@@ -178,7 +179,13 @@ func (v *victim) start() { v.startWith("--from", v.dir) }
 // startWith starts verdict run with objects from elsewhere.
 func (v *victim) startWith(flags ...string) {
 	flags = slices.Concat([]string{"run", "--hostname-override", "node"}, flags, v.flags)
-	v.keeper = v.cluster.Node.Command("/proc/self/exe", flags...)
+	line := append([]string{"/proc/self/exe"}, flags...)
+	if v.group != nil {
+		self, err := os.Executable()
+		labtest.Check(v.t, err)
+		line = v.group.Command(self, flags...)
+	}
+	v.keeper = v.cluster.Node.Command(line[0], line[1:]...)
 	v.keeper.Env = append(append(os.Environ(), beVerdict+"=1"), v.env...)
 	v.keeper.Stdout, v.keeper.Stderr = v.log, v.log
 	labtest.Check(v.t, v.keeper.Start())

@@ -84,7 +84,9 @@ func (s *shown) ends() {
 	go func() { ended <- s.keeper.Wait() }()
 	select {
 	case err := <-ended:
-		labtest.Check(s.t, err)
+		if err != nil {
+			s.t.Fatalf("it ends with %v:\n%s", err, s.said())
+		}
 	case <-time.After(time.Minute):
 		s.t.Error("it does not end")
 		_ = s.keeper.Process.Kill()

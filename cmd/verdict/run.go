@@ -150,6 +150,7 @@ func (o *runOptions) keep(ctx context.Context, settings *config.Settings, proble
 		case <-ctx.Done():
 		}
 	}()
+	heedMemory(os.DirFS("/"), held.Restarts, log)
 	live := newLive(&o.flags, settings, problems, log)
 	seat := keeper.Seat{Name: placeName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: log.Logger}
 	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {

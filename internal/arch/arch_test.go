@@ -28,6 +28,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"nft/iptshim":          {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
 	"nft/iptshim/xtables":  {ours: []string{"nft/iptshim", "sync/snapshot", "sync/dataplane"}, others: []string{"golang.org/x/sys"}},
 	"ipvsplugin":           {ours: []string{"internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
+	"internal/cgroup":      {},
 	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
 	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},

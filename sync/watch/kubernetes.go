@@ -140,7 +140,6 @@ var klogQuiet sync.Once
 // Run puts what the API says into sink until ctx is done; then it gives nil. It fails only if Config makes no sense: a
 // server that doesn't answer is waited for.
 func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
-	klogQuiet.Do(func() { klog.SetLogger(klog.Logger{}) })
 	report := quietly(k.Report)
 	ctx = klog.NewContext(ctx, klog.Logger{})
 	var reflectors []*cache.Reflector
@@ -236,6 +235,7 @@ type resource struct {
 func samePrefixes(a, b *[]netip.Prefix) bool { return slices.Equal(*a, *b) }
 
 func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
+	klogQuiet.Do(func() { klog.SetLogger(klog.Logger{}) }) // before the first request of anybody
 	if k.Config == nil {
 		return nil, errors.New("there is no client configuration")
 	}

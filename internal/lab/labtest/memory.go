@@ -3,7 +3,6 @@ package labtest
 import (
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -85,10 +84,10 @@ func groupOf(t testing.TB, v2 bool) string {
 	return ""
 }
 
-// Command gives a program that will run in the group.
-func (m *Memory) Command(name string, args ...string) *exec.Cmd {
+// Command gives a command line that runs a program in the group. The name is a path, and not one that means the running program.
+func (m *Memory) Command(name string, args ...string) []string {
 	const script = `echo $$ > "$0" && exec "$@"`
-	return exec.Command("/bin/sh", append([]string{"-c", script, m.path("cgroup.procs"), name}, args...)...)
+	return append([]string{"/bin/sh", "-c", script, m.path("cgroup.procs"), name}, args...)
 }
 
 // Limit bounds what the processes, and the kernel for them, may take.

@@ -1,0 +1,176 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"runtime/debug"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+)
+
+// crowd is an API server with many Services, as large in memory as those of a cluster, that never change.
+type crowd map[string][]byte
+
+// newCrowd gives one whose Services have so many endpoints each, but for the first, which has one.
+func newCrowd(t *testing.T, services, endpoints int, first netip.Addr) crowd {
+	t.Helper()
+	scheme := runtime.NewScheme()
+	encode := func(o runtime.Object, kind schema.GroupVersionKind) []byte {
+		var out bytes.Buffer
+		o.GetObjectKind().SetGroupVersionKind(kind)
+		labtest.Check(t, protobuf.NewSerializer(scheme, scheme).Encode(o, &out))
+		return out.Bytes()
+	}
+	version := metav1.ListMeta{ResourceVersion: "1"}
+	all, slices := &corev1.ServiceList{ListMeta: version}, &discoveryv1.EndpointSliceList{ListMeta: version}
+	ready, node, name, port, protocol := true, "node", "", int32(8080), corev1.ProtocolTCP
+	for i := range services {
+		meta := metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("web-%d", i), ResourceVersion: "1", UID: "6f9d3c1e-0000-4000-8000-000000000000"}
+		ip := lab.Nth(lab.ServiceRange[0], i+1).String()
+		all.Items = append(all.Items, corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{ClusterIP: ip, ClusterIPs: []string{ip},
+			Selector: map[string]string{"app": meta.Name}, Ports: []corev1.ServicePort{{Port: 80, Protocol: protocol}}}})
+		meta.Labels = map[string]string{discoveryv1.LabelServiceName: meta.Name}
+		slice := discoveryv1.EndpointSlice{ObjectMeta: meta, AddressType: discoveryv1.AddressTypeIPv4,
+			Ports: []discoveryv1.EndpointPort{{Name: &name, Port: &port, Protocol: &protocol}}}
+		for e := range endpoints {
+			at := lab.Nth(lab.PodRange[0], (i*endpoints+e)%60000+10)
+			if i == 0 {
+				at = first
+			}
+			slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{at.String()},
+				NodeName: &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready, Serving: &ready},
+				TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprintf("web-%d-%d", i, e), UID: meta.UID}})
+		}
+		slices.Items = append(slices.Items, slice)
+	}
+	return crowd{
+		"services":       encode(all, corev1.SchemeGroupVersion.WithKind("ServiceList")),
+		"endpointslices": encode(slices, discoveryv1.SchemeGroupVersion.WithKind("EndpointSliceList")),
+		"nodes": encode(&corev1.NodeList{ListMeta: version, Items: []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: node}}}},
+			corev1.SchemeGroupVersion.WithKind("NodeList")),
+		"servicecidrs": encode(&networkingv1.ServiceCIDRList{ListMeta: version}, networkingv1.SchemeGroupVersion.WithKind("ServiceCIDRList")),
+	}
+}
+
+func (c crowd) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, ok := c[r.URL.Path[strings.LastIndex(r.URL.Path, "/")+1:]]
+	switch {
+	case !ok: // an event
+		w.WriteHeader(http.StatusCreated)
+	case r.URL.Query().Has("sendInitialEvents"):
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusUnprocessableEntity)
+		fmt.Fprint(w, `{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Invalid", "code": 422}`)
+	case r.URL.Query().Has("watch"):
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
+		w.(http.Flusher).Flush()
+		<-r.Context().Done()
+	default:
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+		_, _ = w.Write(body)
+	}
+}
+
+func (c crowd) serve(t *testing.T, host *lab.Host) string {
+	t.Helper()
+	server := httptest.NewUnstartedServer(c)
+	server.Listener.Close()
+	var err error
+	server.Listener, err = host.Listen("tcp", netip.AddrPortFrom(host.IP(lab.IPv4), 6443).String())
+	labtest.Check(t, err)
+	server.Start()
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	return server.URL
+}
+
+// TestMemoryLimit gives the proxy less memory than its Services take. The kernel kills it again and again, and the log says why;
+// Services stay as they were; and once there is enough, all is well without any other help.
+func TestMemoryLimit(t *testing.T) {
+	const services, endpoints = 5000, 20
+	s := newShown(t, newLog(t))
+	var err error
+	if s.group, err = labtest.NewMemory(t); err != nil {
+		t.Skipf("without a control group the kernel counts nothing: %v", err)
+	}
+	pod := s.cluster.Pods[0]
+	s.start()
+	s.wait("the kernel carries the Services", 1)
+	least := s.group.Used(t) // as good as nothing is needed for one Service
+	s.ends()
+	flags := []string{"--kubeconfig", kubeconfigOf(t, newCrowd(t, services, endpoints, pod.IP(lab.IPv4)).serve(t, s.cluster.Outside))}
+	s.startWith(flags...)
+	s.wait("the kernel carries the Services", 2)
+	s.sends(pod)
+	much := s.group.Used(t)
+	s.ends()
+
+	t.Logf("one Service: %d MiB, all: %d MiB", least>>20, much>>20)
+	s.group.Limit(t, least+(much-least)/4)
+	s.startWith(flags...)
+	s.wait("the kernel has killed processes of this container", 2)
+	s.sends(pod)
+	if strings.Count(s.said(), "the kernel carries the Services") > 2 || s.group.Killed(t) == 0 {
+		t.Fatalf("there was enough memory:\n%s", s.said())
+	}
+	s.group.Limit(t, 4*much)
+	s.wait("the kernel carries the Services", 3)
+	s.sends(pod)
+	s.ends()
+	said := s.said()
+	if last := said[strings.LastIndex(said, "verdict starts"):]; !strings.Contains(last, "nothing was written") {
+		t.Errorf("it wrote again what was there:\n%s", last)
+	}
+}
+
+// TestHeedMemory: the collector heeds four fifths of the limit, unless GOMEMLIMIT says otherwise; a process that was killed for lack
+// of memory is told of by the next.
+func TestHeedMemory(t *testing.T) {
+	before := debug.SetMemoryLimit(-1)
+	defer debug.SetMemoryLimit(before)
+	host := func(limit string, killed int) fstest.MapFS {
+		return fstest.MapFS{"proc/self/cgroup": {Data: []byte("0::/\n")}, "sys/fs/cgroup/memory.max": {Data: []byte(limit)},
+			"sys/fs/cgroup/memory.events": {Data: fmt.Appendf(nil, "oom_kill %d\n", killed)}}
+	}
+	for _, test := range []struct {
+		host     fstest.MapFS
+		restarts int
+		env      string
+		heeds    int64
+		says     string
+	}{
+		{host("max", 9), 3, "", before, ""},
+		{host("1000000000", 0), 0, "", 800000000, `level=INFO msg="memory is limited" limit="953 MiB"`},
+		{host("1000000000", 0), 0, "1GiB", before, ""},
+		{host("1000000000", 2), 0, "", 800000000, "memory is limited"}, // it was somebody before this keeper
+		{host("1000000000", 2), 1, "", 800000000, `level=ERROR msg="the kernel has killed processes of this container`},
+		{host("much", 2), 1, "", before, "level=WARN"},
+	} {
+		t.Setenv("GOMEMLIMIT", test.env)
+		debug.SetMemoryLimit(before)
+		var said bytes.Buffer
+		heedMemory(test.host, test.restarts, newLogger(&said, config.Log{}))
+		if heeds := debug.SetMemoryLimit(-1); heeds != test.heeds || !strings.Contains(said.String(), test.says) ||
+			test.says == "" && said.Len() > 0 {
+			t.Errorf("%+v: %d, %s", test, heeds, &said)
+		}
+	}
+}
