@@ -136,8 +136,11 @@ func (c *Conn) take(q query, body []byte) {
 const maxDeletes = 128
 
 // remove deletes flows and says how many the kernel did delete. That one is gone already is no error.
+//
+// If the socket had no room for all that the kernel refused, all flows were tried, fewer are counted, and the error is ENOBUFS.
 func (c *Conn) remove(flows []flow) (removed int, err error) {
 	s := &c.deletes
+	var unheard error
 	for len(flows) > 0 {
 		n := min(len(flows), maxDeletes)
 		if err := s.drain(nil); err != nil {
@@ -159,13 +162,17 @@ func (c *Conn) remove(flows []flow) (removed int, err error) {
 			}
 			return nil
 		})
-		removed += n - refused
-		if err != nil {
-			return removed, fmt.Errorf("delete flow: %w", err)
+		switch {
+		case errors.Is(err, unix.ENOBUFS):
+			unheard = fmt.Errorf("delete flows: %w", err)
+		case err != nil:
+			return removed + n - refused, fmt.Errorf("delete flow: %w", err)
+		default:
+			removed += n - refused
 		}
 		flows = flows[n:]
 	}
-	return removed, nil
+	return removed, unheard
 }
 
 // socket is one netlink socket with its buffers.
@@ -226,18 +233,23 @@ func (s *socket) receive(wait bool) (n int, err error) {
 	return n, err
 }
 
-// drain reads all there is, and calls do, if it is not nil, with each message. It gives the first error.
+// drain reads all there is, and calls do, if it is not nil, with each message. It gives the first error; ENOBUFS says that there was
+// more.
 func (s *socket) drain(do func(h header, body []byte) error) error {
 	var first error
 	for {
 		n, err := s.receive(false)
-		if errors.Is(err, unix.EAGAIN) {
+		switch {
+		case errors.Is(err, unix.EAGAIN):
 			return first
-		}
-		if err != nil {
+		case errors.Is(err, unix.ENOBUFS): // there was no room for all of it; the rest is still there
+			if first == nil && do != nil {
+				first = err
+			}
+			continue
+		case err != nil:
 			return err
-		}
-		if do == nil {
+		case do == nil:
 			continue
 		}
 		err = eachMessage(s.in[:n], func(h header, body []byte) error {

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -418,5 +419,44 @@ func BenchmarkFollow(b *testing.B) {
 	for i := 0; b.Loop(); i++ {
 		st.Services[names[0]] = two[i%2]
 		fs.follow(st, names)
+	}
+}
+
+// TestSmallBuffers has receive buffers that hold next to nothing, as a host may be set up: lists are whole, and what is to be removed
+// goes, even if the kernel cannot say all that it has to about flows that were gone before. That is an error, so that somebody looks
+// again.
+func TestSmallBuffers(t *testing.T) {
+	conn := emptyHost(t)
+	for _, s := range []*socket{&conn.lists, &conn.deletes} {
+		labtest.Check(t, s.nl.SetReadBuffer(1))
+	}
+	const each = 500
+	var entries []entry
+	for i := range 2 * each {
+		entries = append(entries, entry{client: clientOf(i, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]})
+	}
+	insert(t, conn, entries...)
+	var seen []flow
+	labtest.Check(t, conn.list(query{family: unix.AF_INET}, func(flows []flow) error {
+		for _, f := range flows {
+			seen = append(seen, flow{frontend: f.frontend, reply: slices.Clone(f.reply), id: slices.Clone(f.id)})
+		}
+		return nil
+	}))
+	if len(seen) != 2*each {
+		t.Fatalf("%d flows are listed", len(seen))
+	}
+	if n, err := conn.remove(seen[:each]); err != nil || n != each {
+		t.Fatalf("removed %d, %v", n, err)
+	}
+	_, err := conn.remove(seen) // the first half is gone
+	if !errors.Is(err, unix.ENOBUFS) {
+		t.Errorf("removed, and the kernel had no room to say of %d that they are gone: %v", each, err)
+	}
+	if left := listAll(t, conn); len(left) > 0 {
+		t.Errorf("%d flows are left", len(left))
+	}
+	if n, err := conn.remove(seen[:1]); err != nil || n != 0 {
+		t.Errorf("after that: removed %d, %v", n, err)
 	}
 }
