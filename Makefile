@@ -86,7 +86,7 @@ matrix: ## the tests of the kernel, of taking over, of IPVS and of iptables, on 
 	internal/guest/matrix ./nft/kernel
 	internal/guest/matrix ./internal/takeover -test.run=IPVS
 	internal/guest/matrix ./ipvsplugin
-	internal/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps'
+	internal/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps|ConntrackFull|MemoryLimit'
 	internal/guest/matrix -i ./nft/iptshim -test.skip=Goldens
 	internal/guest/matrix -i ./nft/iptshim/xtables
 

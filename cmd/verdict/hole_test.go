@@ -163,7 +163,7 @@ func TestBlackHole(t *testing.T) {
 
 	labtest.Run(t, s.cluster.Node, hole, "nft", "-f", "-")
 	api.move(second.IP(lab.IPv4))
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		attempts := labtest.Run(t, s.cluster.Node, "", "nft", "list", "counter", "inet", "hole", "attempts")
 		if !strings.Contains(attempts, "packets 0 ") {
 			break

@@ -26,6 +26,9 @@ var kills = flag.Int("kills", 200, "how often TestKilled kills the proxy")
 // killServices is how many Services there are; of each kind of target a client has one.
 const killServices = 24
 
+// patience is how long a busy machine may take for anything.
+const patience = time.Minute
+
 // victim is a proxy that is killed again and again, while files change and clients come.
 type victim struct {
 	t       *testing.T
@@ -206,7 +209,7 @@ func (v *victim) child() int {
 // wait waits for what the log says of the proxy's progress.
 func (v *victim) wait(what string, times int) {
 	v.t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(patience)
 	for {
 		text := v.said()
 		if strings.Count(text, what) >= times {

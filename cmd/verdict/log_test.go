@@ -87,7 +87,7 @@ func (s *shown) ends() {
 		if err != nil {
 			s.t.Fatalf("it ends with %v:\n%s", err, s.said())
 		}
-	case <-time.After(time.Minute):
+	case <-time.After(patience):
 		s.t.Error("it does not end")
 		_ = s.keeper.Process.Kill()
 		_ = syscall.Kill(child, syscall.SIGKILL)

@@ -92,7 +92,7 @@ func (s *shown) get(from *lab.Host, url string) (code int, weight, body string) 
 // await asks until the answer is what it should be.
 func (s *shown) await(what string, from *lab.Host, url string, code int, contains string) string {
 	s.t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		got, _, body := s.get(from, url)
 		if got == code && strings.Contains(body, contains) {
 			return body
