@@ -323,8 +323,8 @@ func (b *Backend) noteDraining(k dataplane.Key) {
 	}
 }
 
-// steadyClock gives a clock that goes on from what it is now, whatever the machine's is set to later: that should neither end what
-// drains, nor have it drain for longer.
+// steadyClock gives a clock that goes on from what it is now, whatever the machine's is set to later: that should
+// neither end what drains, nor have it drain for longer.
 func steadyClock() func() time.Time {
 	began := time.Now()
 	return func() time.Time { return began.Add(time.Since(began)) }

@@ -268,13 +268,15 @@ func TestNotes(t *testing.T) {
 	}
 }
 
-// TestDrainingAfterClockWasSetBack: what a process before this one gave an end that is further away than any may be by the clock of
-// now gets a new one, once.
+// TestDrainingAfterClockWasSetBack: what a process before this one gave an end that is further away than any may be
+// by the clock of now gets a new one, once.
 func TestDrainingAfterClockWasSetBack(t *testing.T) {
-	soon, late, other := netip.MustParseAddrPort("10.244.0.1:80"), netip.MustParseAddrPort("10.244.0.2:80"), netip.MustParseAddrPort("10.244.0.3:80")
+	soon, late := netip.MustParseAddrPort("10.244.0.1:80"), netip.MustParseAddrPort("10.244.0.2:80")
+	other := netip.MustParseAddrPort("10.244.0.3:80")
 	k := dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80}
 	have := newContents()
-	have.put(k, &found{Config{Scheduler: "rr"}, map[netip.AddrPort]Destination{soon: {soon, 0, 900}, late: {late, 0, 4000}, other: {other, 1, 0}}})
+	have.put(k, &found{Config{Scheduler: "rr"},
+		map[netip.AddrPort]Destination{soon: {soon, 0, 900}, late: {late, 0, 4000}, other: {other, 1, 0}}})
 	want := &VirtualService{Key: k, Config: Config{Scheduler: "rr"}, Destinations: []Destination{{other, 1, 0}}}
 	p := &planner{until: 1000}
 	for round, most := range []int{1, 0} {

@@ -9,9 +9,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/cgroup"
 )
 
-// heedMemory has the garbage collector heed the container's memory limit, unless GOMEMLIMIT says what it should heed. Of the limit a
-// fifth is left for what the kernel charges to the container, and for the keeper. restarts is how many processes of this keeper
-// there were before this one.
+// heedMemory has the garbage collector heed the container's memory limit, unless GOMEMLIMIT says what it should heed.
+// Of the limit a fifth is left for what the kernel charges to the container, and for the keeper. restarts is how many
+// processes of this keeper there were before this one.
 func heedMemory(host fs.FS, restarts int, log *logger) {
 	m, err := cgroup.Read(host)
 	if err != nil {
@@ -22,8 +22,9 @@ func heedMemory(host fs.FS, restarts int, log *logger) {
 	}
 	size := fmt.Sprintf("%d MiB", m.Limit>>20)
 	if restarts > 0 && m.Killed > 0 {
-		log.Error("the kernel has killed processes of this container, since its memory limit is too low for the cluster; what is in the "+
-			"kernel stays in force, but is not followed. docs/INSTALL.md says how much is needed", "limit", size, "killed", m.Killed)
+		log.Error("the kernel has killed processes of this container, since its memory limit is too low for the cluster; "+
+			"what is in the kernel stays in force, but no change comes into force. docs/INSTALL.md says how much is needed",
+			"limit", size, "killed", m.Killed)
 	}
 	if os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(m.Limit / 5 * 4)

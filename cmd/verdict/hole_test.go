@@ -65,12 +65,13 @@ func (h *hub) now(resource string) (items []any, version int, changed chan struc
 	text := ""
 	switch resource {
 	case "services":
-		text = fmt.Sprintf(`{"metadata": {"name": "web", "namespace": "default"}, "spec": {"clusterIP": %q, "clusterIPs": [%[1]q],
-			"ports": [{"port": 80, "protocol": "TCP"}]}}`, lab.Nth(lab.ServiceRange[0], 1))
+		text = fmt.Sprintf(`{"metadata": {"name": "web", "namespace": "default"}, "spec": {
+			"clusterIP": %q, "clusterIPs": [%[1]q], "ports": [{"port": 80, "protocol": "TCP"}]}}`, lab.Nth(lab.ServiceRange[0], 1))
 	case "endpointslices":
-		text = fmt.Sprintf(`{"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": {"name": "web-1", "namespace": "default",
-			"resourceVersion": "%d", "labels": {"kubernetes.io/service-name": "web"}}, "addressType": "IPv4",
-			"ports": [{"name": "", "port": 8080, "protocol": "TCP"}], "endpoints": [{"addresses": [%q], "nodeName": "node"}]}`, h.version, h.endpoint)
+		text = fmt.Sprintf(`{"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": {
+				"name": "web-1", "namespace": "default", "resourceVersion": "%d", "labels": {"kubernetes.io/service-name": "web"}},
+			"addressType": "IPv4", "ports": [{"name": "", "port": 8080, "protocol": "TCP"}],
+			"endpoints": [{"addresses": [%q], "nodeName": "node"}]}`, h.version, h.endpoint)
 	case "nodes":
 		text = `{"metadata": {"name": "node"}, "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.10"}]}}`
 	}
@@ -80,8 +81,10 @@ func (h *hub) now(resource string) (items []any, version int, changed chan struc
 	return items, h.version, h.changed
 }
 
-var hubKinds = map[string][2]string{"services": {"v1", "ServiceList"}, "endpointslices": {"discovery.k8s.io/v1", "EndpointSliceList"},
-	"nodes": {"v1", "NodeList"}, "servicecidrs": {"networking.k8s.io/v1", "ServiceCIDRList"}}
+var hubKinds = map[string][2]string{
+	"services": {"v1", "ServiceList"}, "endpointslices": {"discovery.k8s.io/v1", "EndpointSliceList"},
+	"nodes": {"v1", "NodeList"}, "servicecidrs": {"networking.k8s.io/v1", "ServiceCIDRList"},
+}
 
 func (h *hub) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.ProtoMajor != 2 {
@@ -147,9 +150,9 @@ const hole = `table inet hole {
 	}
 }`
 
-// TestBlackHole: packets to the API server and from it vanish. The client notices by pings over HTTP/2, which only come and go faster
-// here than usual, since TCP would not for a quarter of an hour; meanwhile Services stay; and once packets arrive again, what has
-// changed comes into force.
+// TestBlackHole: packets to the API server and from it vanish. The client notices by pings over HTTP/2, which only
+// come and go faster here than usual, since TCP would not for a quarter of an hour; meanwhile Services stay; and once
+// packets arrive again, what has changed comes into force.
 func TestBlackHole(t *testing.T) {
 	s := newShown(t, newLog(t))
 	_, err := s.cluster.Pods[1].Serve(snapshot.TCP, 8080)
@@ -184,7 +187,8 @@ func TestBlackHole(t *testing.T) {
 
 // sentTo gives the name of the endpoint that a new connection gets; empty if none.
 func (s *shown) sentTo() string {
-	r := s.cluster.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(s.clusterIP(), 80), lab.Options{Timeout: 10 * time.Second})
+	at := netip.AddrPortFrom(s.clusterIP(), 80)
+	r := s.cluster.Outside.Dial(snapshot.TCP, at, lab.Options{Timeout: 10 * time.Second})
 	return r.Endpoint
 }
 

@@ -23,8 +23,9 @@ import (
 // newShown gives a proxy that is not started yet, and logs to a file.
 func newShown(t *testing.T, log *os.File) *shown {
 	t.Helper()
-	s := &shown{victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2}), dir: t.TempDir(), log: log,
-		flags: []string{"--cluster-cidr", lab.PodRange[0].String(), "--metrics-bind-address", "127.0.0.1"}}, taint: "none"}
+	flags := []string{"--cluster-cidr", lab.PodRange[0].String(), "--metrics-bind-address", "127.0.0.1"}
+	cluster := labtest.NewCluster(t, lab.Config{LocalPods: 2})
+	s := &shown{victim: &victim{t: t, cluster: cluster, dir: t.TempDir(), log: log, flags: flags}, taint: "none"}
 	_, err := s.cluster.Pods[0].Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	s.objects(true)
@@ -117,7 +118,8 @@ func fullPipe(t *testing.T) (r, w *os.File) {
 	return r, w
 }
 
-// TestLogUnread: nobody reads what the proxy writes, from the beginning on. It works as ever, and what it wrote comes later.
+// TestLogUnread: nobody reads what the proxy writes, from the beginning on. It works as ever, and what it wrote comes
+// later.
 func TestLogUnread(t *testing.T) {
 	r, w := fullPipe(t)
 	s := newShown(t, w)
@@ -140,7 +142,8 @@ func TestLogUnreadAtTheEnd(t *testing.T) {
 	_, w := fullPipe(t)
 	s := newShown(t, w)
 	s.start()
-	s.await("at first", s.cluster.Outside, fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(lab.IPv4)), 200, `"healthy":true`)
+	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(lab.IPv4))
+	s.await("at first", s.cluster.Outside, readyz, 200, `"healthy":true`)
 	s.ends()
 }
 
@@ -193,7 +196,8 @@ func (s *slowLog) said() string {
 
 func tellLost(w io.Writer, lines int) { fmt.Fprintf(w, "lost %d\n", lines) }
 
-// TestLossyWriter: what is written comes, in order, unless there is too much of it or it cannot be written: then that is told.
+// TestLossyWriter: what is written comes, in order, unless there is too much of it or it cannot be written: then that
+// is told.
 func TestLossyWriter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		out := &slowLog{may: make(chan struct{})}

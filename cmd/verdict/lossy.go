@@ -14,8 +14,8 @@ const (
 	lossyPatience = time.Second
 )
 
-// lossyWriter is a log that nobody waits for: a pipe that is not read, or a disk that hangs, would otherwise hold up whoever logs, and
-// with it the Services. Lines that find no room, or cannot be written, are lost, and counted.
+// lossyWriter is a log that nobody waits for: a pipe that is not read, or a disk that hangs, would otherwise hold up
+// whoever logs, and with it the Services. Lines that find no room, or cannot be written, are lost, and counted.
 type lossyWriter struct {
 	out io.Writer
 	// tell writes that so many lines were lost.
@@ -96,7 +96,8 @@ func (l *lossyWriter) run() {
 	}
 }
 
-// write writes lines one by one, as there may be other writers, and how many were lost after them. It says how many are lost now.
+// write writes lines one by one, as there may be other writers, and how many were lost after them. It says how many
+// are lost now.
 func (l *lossyWriter) write(lines []byte, lost int) (unwritten int) {
 	for line := range bytes.Lines(lines) {
 		if _, err := l.out.Write(line); err != nil {

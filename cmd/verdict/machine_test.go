@@ -17,7 +17,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// inGuest skips a test that does something to the whole machine, unless that is a guest (internal/guest), which is the test's own.
+// inGuest skips a test that does something to the whole machine, unless that is a guest (internal/guest), which is
+// the test's own.
 func inGuest(t *testing.T) {
 	t.Helper()
 	if name, err := os.Hostname(); err != nil || name != "guest" {
@@ -25,8 +26,8 @@ func inGuest(t *testing.T) {
 	}
 }
 
-// TestClockJumps sets the machine's clock ahead and back by an hour: changes come into force as before, nothing is late, and nobody is
-// started again.
+// TestClockJumps sets the machine's clock ahead and back by an hour: changes come into force as before, nothing is
+// late, and nobody is started again.
 func TestClockJumps(t *testing.T) {
 	inGuest(t)
 	s := newShown(t, newLog(t))
@@ -63,8 +64,8 @@ func TestClockJumps(t *testing.T) {
 	s.ends()
 }
 
-// TestConntrackFull fills the kernel's table of connections: nobody can open another, held ones stay, changes come into force, and all
-// is well once there is room. The limit is the whole machine's, so it is a guest.
+// TestConntrackFull fills the kernel's table of connections: nobody can open another, held ones stay, changes come
+// into force, and all is well once there is room. The limit is the whole machine's, so it is a guest.
 func TestConntrackFull(t *testing.T) {
 	inGuest(t)
 	s := newShown(t, newLog(t))
@@ -100,7 +101,8 @@ func TestConntrackFull(t *testing.T) {
 	other := lab.Nth(lab.ServiceRange[0], 2)
 	s.write("all.yaml", strings.ReplaceAll(string(text), s.clusterIP().String(), other.String()))
 	for deadline := time.Now().Add(patience); ; time.Sleep(100 * time.Millisecond) {
-		if table := labtest.Run(t, s.cluster.Node, "", "nft", "list", "table", "ip", "verdict"); strings.Contains(table, other.String()+" .") {
+		table := labtest.Run(t, s.cluster.Node, "", "nft", "list", "table", "ip", "verdict")
+		if strings.Contains(table, other.String()+" .") {
 			break
 		}
 		if time.Now().After(deadline) {
@@ -113,7 +115,8 @@ func TestConntrackFull(t *testing.T) {
 		}
 	}
 	labtest.Check(t, os.WriteFile(limit, before, 0))
-	if r := s.cluster.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(other, 80), lab.Options{Timeout: 20 * time.Second}); r.Outcome != lab.Answered {
+	at = netip.AddrPortFrom(other, 80)
+	if r := s.cluster.Outside.Dial(snapshot.TCP, at, lab.Options{Timeout: 20 * time.Second}); r.Outcome != lab.Answered {
 		t.Errorf("there is room again: %v", r)
 	}
 	s.ends()

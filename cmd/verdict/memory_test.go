@@ -39,12 +39,14 @@ func newCrowd(t *testing.T, services, endpoints int, first netip.Addr) crowd {
 	}
 	version := metav1.ListMeta{ResourceVersion: "1"}
 	all, slices := &corev1.ServiceList{ListMeta: version}, &discoveryv1.EndpointSliceList{ListMeta: version}
+	const uid = "6f9d3c1e-0000-4000-8000-000000000000"
 	ready, node, name, port, protocol := true, "node", "", int32(8080), corev1.ProtocolTCP
 	for i := range services {
-		meta := metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("web-%d", i), ResourceVersion: "1", UID: "6f9d3c1e-0000-4000-8000-000000000000"}
+		meta := metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("web-%d", i), ResourceVersion: "1", UID: uid}
 		ip := lab.Nth(lab.ServiceRange[0], i+1).String()
-		all.Items = append(all.Items, corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{ClusterIP: ip, ClusterIPs: []string{ip},
-			Selector: map[string]string{"app": meta.Name}, Ports: []corev1.ServicePort{{Port: 80, Protocol: protocol}}}})
+		spec := corev1.ServiceSpec{ClusterIP: ip, ClusterIPs: []string{ip}, Selector: map[string]string{"app": meta.Name},
+			Ports: []corev1.ServicePort{{Port: 80, Protocol: protocol}}}
+		all.Items = append(all.Items, corev1.Service{ObjectMeta: meta, Spec: spec})
 		meta.Labels = map[string]string{discoveryv1.LabelServiceName: meta.Name}
 		slice := discoveryv1.EndpointSlice{ObjectMeta: meta, AddressType: discoveryv1.AddressTypeIPv4,
 			Ports: []discoveryv1.EndpointPort{{Name: &name, Port: &port, Protocol: &protocol}}}
@@ -57,7 +59,7 @@ func newCrowd(t *testing.T, services, endpoints int, first netip.Addr) crowd {
 			}
 			slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{at.String()},
 				NodeName: &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready, Serving: &ready},
-				TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprintf("web-%d-%d", i, e), UID: meta.UID}})
+				TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprintf("web-%d-%d", i, e), UID: uid}})
 		}
 		slices.Items = append(slices.Items, slice)
 	}
@@ -66,7 +68,8 @@ func newCrowd(t *testing.T, services, endpoints int, first netip.Addr) crowd {
 		"endpointslices": encode(slices, discoveryv1.SchemeGroupVersion.WithKind("EndpointSliceList")),
 		"nodes": encode(&corev1.NodeList{ListMeta: version, Items: []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: node}}}},
 			corev1.SchemeGroupVersion.WithKind("NodeList")),
-		"servicecidrs": encode(&networkingv1.ServiceCIDRList{ListMeta: version}, networkingv1.SchemeGroupVersion.WithKind("ServiceCIDRList")),
+		"servicecidrs": encode(&networkingv1.ServiceCIDRList{ListMeta: version},
+			networkingv1.SchemeGroupVersion.WithKind("ServiceCIDRList")),
 	}
 }
 
@@ -104,8 +107,8 @@ func (c crowd) serve(t *testing.T, host *lab.Host) string {
 	return server.URL
 }
 
-// TestMemoryLimit gives the proxy less memory than its Services take. The kernel kills it again and again, and the log says why;
-// Services stay as they were; and once there is enough, all is well without any other help.
+// TestMemoryLimit gives the proxy less memory than its Services take. The kernel kills it again and again, and the
+// log says why; Services stay as they were; and once there is enough, all is well without any other help.
 func TestMemoryLimit(t *testing.T) {
 	const services, endpoints = 5000, 20
 	group, err := labtest.NewMemory(t)
@@ -119,7 +122,8 @@ func TestMemoryLimit(t *testing.T) {
 	s.wait("the kernel carries the Services", 1)
 	least := s.group.Used(t) // as good as nothing is needed for one Service
 	s.ends()
-	flags := []string{"--kubeconfig", kubeconfigOf(t, newCrowd(t, services, endpoints, pod.IP(lab.IPv4)).serve(t, s.cluster.Outside))}
+	url := newCrowd(t, services, endpoints, pod.IP(lab.IPv4)).serve(t, s.cluster.Outside)
+	flags := []string{"--kubeconfig", kubeconfigOf(t, url)}
 	s.startWith(flags...)
 	s.wait("the kernel carries the Services", 2)
 	s.sends(pod)
@@ -144,8 +148,8 @@ func TestMemoryLimit(t *testing.T) {
 	}
 }
 
-// TestHeedMemory: the collector heeds four fifths of the limit, unless GOMEMLIMIT says otherwise; a process that was killed for lack
-// of memory is told of by the next.
+// TestHeedMemory: the collector heeds four fifths of the limit, unless GOMEMLIMIT says otherwise; a process that was
+// killed for lack of memory is told of by the next.
 func TestHeedMemory(t *testing.T) {
 	before := debug.SetMemoryLimit(-1)
 	defer debug.SetMemoryLimit(before)

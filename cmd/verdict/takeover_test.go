@@ -24,7 +24,7 @@ func callTakeover(t *testing.T, h *lab.Host, args ...string) (out string, err er
 	var b bytes.Buffer
 	err = h.Do(func() error {
 		cmd := newTakeover()
-		cmd.SetArgs(args)
+		cmd.SetArgs(append([]string{}, args...)) // nil would be those of the test program
 		cmd.SetOut(&b)
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 		return cmd.ExecuteContext(t.Context())

@@ -21,9 +21,9 @@ import (
 	"github.com/prometheus/prometheus/rules"
 )
 
-// alertCase holds series that make an alert fire, and series that come near to it and must not. A line is a series and its values,
-// one a minute, as in promtool's tests: "0x4" is five zeros, "0+2x3" is 0 2 4 6. Each gets the labels of a target, unless it has
-// others.
+// alertCase holds series that make an alert fire, and series that come near to it and must not. A line is a series
+// and its values, one a minute, as in promtool's tests: "0x4" is five zeros, "0+2x3" is 0 2 4 6. Each gets the labels
+// of a target, unless it has others.
 type alertCase struct{ fires, quiet string }
 
 const buildInfo = `verdict_build_info{goversion="go1.26.0",version="v1"} 1x60` + "\n"
@@ -130,10 +130,11 @@ const (
 	namesFile = "../../internal/metrics/testdata/names.txt"
 )
 
-// TestAlerts has Prometheus itself evaluate each alert, minute by minute for an hour: over series that should make it fire, and over
-// some that should not.
+// TestAlerts has Prometheus itself evaluate each alert, minute by minute for an hour: over series that should make it
+// fire, and over some that should not.
 func TestAlerts(t *testing.T) {
-	groups, problems := rulefmt.ParseFile(alertsFile, false, model.UTF8Validation, parser.NewParser(parser.Options{}), promslog.NewNopLogger())
+	groups, problems := rulefmt.ParseFile(alertsFile, false, model.UTF8Validation, parser.NewParser(parser.Options{}),
+		promslog.NewNopLogger())
 	if problems != nil {
 		t.Fatal(problems)
 	}
@@ -171,8 +172,8 @@ func evaluate(t *testing.T, rule rulefmt.Rule, series string) (fired []string) {
 	engine := promqltest.NewTestEngineWithOpts(t, promql.EngineOpts{MaxSamples: 1 << 20, Timeout: time.Minute})
 	expr, err := parser.NewParser(parser.Options{}).ParseExpr(rule.Expr)
 	check(t, err)
-	alert := rules.NewAlertingRule(rule.Alert, expr, time.Duration(rule.For), time.Duration(rule.KeepFiringFor), labels.FromMap(rule.Labels),
-		labels.FromMap(rule.Annotations), labels.EmptyLabels(), "", true, promslog.NewNopLogger())
+	alert := rules.NewAlertingRule(rule.Alert, expr, time.Duration(rule.For), time.Duration(rule.KeepFiringFor),
+		labels.FromMap(rule.Labels), labels.FromMap(rule.Annotations), labels.EmptyLabels(), "", true, promslog.NewNopLogger())
 	for minute := range 61 {
 		at := time.Unix(0, 0).Add(time.Duration(minute) * time.Minute)
 		_, err := alert.Eval(t.Context(), 0, at, rules.EngineQueryFunc(engine, storage), &url.URL{}, 0)
@@ -197,7 +198,8 @@ var target = map[string]string{"instance": "node-1", "job": "verdict"}
 
 var seriesLine = regexp.MustCompile(`^([a-z_]+)(?:\{(.*)\})? (.*)$`)
 
-// load gives the series as a command of promqltest, after a look whether the program has such metrics with these very labels.
+// load gives the series as a command of promqltest, after a look whether the program has such metrics with these very
+// labels.
 func load(t *testing.T, series string) string {
 	t.Helper()
 	shown := shownMetrics(t)
@@ -232,7 +234,8 @@ func load(t *testing.T, series string) string {
 	return text
 }
 
-// shownMetrics gives the labels, sorted, of each series that the program shows; those of the process come with Prometheus' library.
+// shownMetrics gives the labels, sorted, of each series that the program shows; those of the process come with
+// Prometheus' library.
 func shownMetrics(t *testing.T) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(namesFile)

@@ -1,5 +1,5 @@
-// Package cgroup says what memory the kernel lets this process, and those it shares a control group with, take: in a container, its
-// memory limit. The kernel charges to it what it holds for them, such as the elements of their tables.
+// Package cgroup says what memory the kernel lets this process, and those it shares a control group with, take: in a
+// container, its memory limit. The kernel charges to it what it holds for them, such as the elements of their tables.
 package cgroup
 
 import (
@@ -13,7 +13,8 @@ import (
 
 // Memory is what a control group of memory, of version 1 or 2, says.
 type Memory struct {
-	// Limit is in bytes, the least of the group's and those above it, as far as they can be seen; 0 means that there is none.
+	// Limit is in bytes, the least of the group's and those above it, as far as they can be seen; 0 means that there
+	// is none.
 	Limit int64
 	// Killed is how many processes of the group the kernel has killed since it was made, as there was no memory left.
 	Killed int
@@ -28,8 +29,8 @@ var files = map[bool]struct{ root, limit, events string }{
 	true:  {"sys/fs/cgroup", "memory.max", "memory.events"},
 }
 
-// Read reads /proc/self/cgroup and the group's files; host is the root directory. A host without control groups of memory gives
-// the zero value.
+// Read reads /proc/self/cgroup and the group's files; host is the root directory. A host without control groups of
+// memory gives the zero value.
 func Read(host fs.FS) (Memory, error) {
 	text, err := fs.ReadFile(host, "proc/self/cgroup")
 	if errors.Is(err, fs.ErrNotExist) {

@@ -137,7 +137,8 @@ const maxDeletes = 128
 
 // remove deletes flows and says how many the kernel did delete. That one is gone already is no error.
 //
-// If the socket had no room for all that the kernel refused, all flows were tried, fewer are counted, and the error is ENOBUFS.
+// If the socket had no room for all that the kernel refused, all flows were tried, fewer are counted, and the error
+// is ENOBUFS.
 func (c *Conn) remove(flows []flow) (removed int, err error) {
 	s := &c.deletes
 	var unheard error
@@ -233,8 +234,8 @@ func (s *socket) receive(wait bool) (n int, err error) {
 	return n, err
 }
 
-// drain reads all there is, and calls do, if it is not nil, with each message. It gives the first error; ENOBUFS says that there was
-// more.
+// drain reads all there is, and calls do, if it is not nil, with each message. It gives the first error; ENOBUFS says
+// that there was more.
 func (s *socket) drain(do func(h header, body []byte) error) error {
 	var first error
 	for {

@@ -422,9 +422,9 @@ func BenchmarkFollow(b *testing.B) {
 	}
 }
 
-// TestSmallBuffers has receive buffers that hold next to nothing, as a host may be set up: lists are whole, and what is to be removed
-// goes, even if the kernel cannot say all that it has to about flows that were gone before. That is an error, so that somebody looks
-// again.
+// TestSmallBuffers has receive buffers that hold next to nothing, as a host may be set up: lists are whole, and what
+// is to be removed goes, even if the kernel cannot say all that it has to about flows that were gone before. That is
+// an error, so that somebody looks again.
 func TestSmallBuffers(t *testing.T) {
 	conn := emptyHost(t)
 	for _, s := range []*socket{&conn.lists, &conn.deletes} {

@@ -196,9 +196,9 @@ func (m *Metrics) Written(t reconcile.Transaction) {
 	}
 }
 
-// Settled takes note that the kernel carries everything: for reconcile.Loop. For what has changed in slices, the time since it
-// happened ends here. By this machine's clock it may happen later than that: then it took no time, as a sum that falls would look
-// like a restart to Prometheus.
+// Settled takes note that the kernel carries everything: for reconcile.Loop. For what has changed in slices, the time
+// since it happened ends here. By this machine's clock it may happen later than that: then it took no time, as a sum
+// that falls would look like a restart to Prometheus.
 func (m *Metrics) Settled(s reconcile.Settled) {
 	at := time.Now()
 	setBoth(m.kube.lastSynced, seconds(at))

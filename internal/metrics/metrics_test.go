@@ -468,8 +468,8 @@ func TestDocumented(t *testing.T) {
 	}
 }
 
-// TestProgrammedBeforeItChanged: the clock of whoever changed something goes ahead of ours, or ours was set back. What is added up
-// must not fall.
+// TestProgrammedBeforeItChanged: the clock of whoever changed something goes ahead of ours, or ours was set back.
+// What is added up must not fall.
 func TestProgrammedBeforeItChanged(t *testing.T) {
 	w := newWorld(Options{})
 	for _, after := range []time.Duration{-time.Second, time.Hour, -time.Second} {

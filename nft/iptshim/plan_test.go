@@ -127,9 +127,9 @@ const (
 	maxFuzzSteps    = 12
 )
 
-// FuzzPlanEqualsFull walks through random changes: the texts, one after the other, leave what one text for the last state alone
-// would. Some are taken back and planned again, and now and then all is forgotten and adopted. Each input is small: the fuzzer gives
-// up on one that takes seconds, and what many Services do, some do too.
+// FuzzPlanEqualsFull walks through random changes: the texts, one after the other, leave what one text for the last
+// state alone would. Some are taken back and planned again, and now and then all is forgotten and adopted. Each input
+// is small: the fuzzer gives up on one that takes seconds, and what many Services do, some do too.
 func FuzzPlanEqualsFull(f *testing.F) {
 	for seed := range uint64(15) {
 		f.Add(seed, uint8(maxFuzzSteps-1), uint8(seed))

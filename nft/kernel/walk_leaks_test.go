@@ -22,9 +22,9 @@ const leakSeed = 1 << 32
 // leakRounds is how often everything is taken away and measured, after a first round that fills the kernel's and Go's caches.
 const leakRounds = 10
 
-// The tolerances. Goroutines and descriptors are counted, and none may be left. The kernel's memory is that of a control group which
-// holds this process alone; 256 KiB of it are
-// three elements lost at each of 1,000 transactions, or the hash tables of one table at one restart; threads and caches made 30 KiB.
+// The tolerances. Goroutines and descriptors are counted, and none may be left. The kernel's memory is that of a
+// control group which holds this process alone; 256 KiB of it are three elements lost at each of 1,000 transactions,
+// or the hash tables of one table at one restart; threads and caches made 30 KiB.
 const (
 	kernelTolerance = 256 << 10
 	heapTolerance   = 2 << 20

@@ -10,15 +10,15 @@ import (
 	"time"
 )
 
-// Memory is a control group of memory that a test has to itself: what it says is about the processes in it, whatever else the
-// machine does. What the kernel allocates for them, such as the elements of their tables, is charged to it.
+// Memory is a control group of memory that a test has to itself: what it says is about the processes in it, whatever
+// else the machine does. What the kernel allocates for them, such as the elements of their tables, is charged to it.
 type Memory struct {
 	dir string
 	v2  bool
 }
 
-// NewMemory makes a group, which is removed when the test ends; its processes must have left by then. It fails where control groups
-// of memory are not mounted, or not writable, as in a user namespace.
+// NewMemory makes a group, which is removed when the test ends; its processes must have left by then. It fails where
+// control groups of memory are not mounted, or not writable, as in a user namespace.
 func NewMemory(t testing.TB) (*Memory, error) {
 	t.Helper()
 	var problems []string
@@ -84,7 +84,8 @@ func groupOf(t testing.TB, v2 bool) string {
 	return ""
 }
 
-// Command gives a command line that runs a program in the group. The name is a path, and not one that means the running program.
+// Command gives a command line that runs a program in the group. The name is a path, and not one that means the
+// running program.
 func (m *Memory) Command(name string, args ...string) []string {
 	const script = `echo $$ > "$0" && exec "$@"`
 	return append([]string{"/bin/sh", "-c", script, m.path("cgroup.procs"), name}, args...)
