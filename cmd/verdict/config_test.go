@@ -222,11 +222,11 @@ func (r *reloading) expect(tuned bool, said ...string) (got tuning) {
 	if tuned {
 		select {
 		case got = <-r.tunings:
-		case <-time.After(5 * time.Second):
+		case <-time.After(time.Minute):
 			r.t.Fatalf("nothing takes effect; it says\n%s", r.said.String())
 		}
 	}
-	deadline := time.Now().Add(5 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for _, text := range said {
 		for !strings.Contains(r.said.String(), text) {
 			if time.Now().After(deadline) {

@@ -126,7 +126,7 @@ func TestLogUnread(t *testing.T) {
 	s.start()
 	s.worksOn()
 	var text strings.Builder
-	labtest.Check(t, r.SetReadDeadline(time.Now().Add(20*time.Second)))
+	labtest.Check(t, r.SetReadDeadline(time.Now().Add(patience)))
 	for b := make([]byte, 1<<16); strings.Count(text.String(), "the kernel carries the Services") < 1; {
 		n, err := r.Read(b)
 		if err != nil {

@@ -335,7 +335,7 @@ func pty(t *testing.T, width, height uint16) (ours, theirs *os.File) {
 func screenOf(t *testing.T, ours *os.File, until string) string {
 	t.Helper()
 	var seen strings.Builder
-	labtest.Check(t, ours.SetReadDeadline(time.Now().Add(20*time.Second)))
+	labtest.Check(t, ours.SetReadDeadline(time.Now().Add(patience)))
 	buffer := make([]byte, 4096)
 	for !strings.Contains(plain(seen.String()), until) {
 		n, err := ours.Read(buffer)

@@ -195,7 +195,7 @@ func (p *ran) carry(host *lab.Host, c *lab.Cmd, complete func() bool) error {
 		return answer.StatusCode
 	}
 	well := func() bool { return get("10256/readyz") == http.StatusOK && complete() }
-	for deadline := time.Now().Add(20 * time.Second); !well() && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); !well() && time.Now().Before(deadline); {
 		time.Sleep(20 * time.Millisecond)
 	}
 	p.status = map[string]int{}

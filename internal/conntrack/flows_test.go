@@ -155,7 +155,7 @@ func (p *proxied) held(proto snapshot.Protocol) map[client]*lab.Conn {
 	p.t.Helper()
 	out := map[client]*lab.Conn{}
 	for _, cl := range p.clients() {
-		conn, r := cl.from.Open(proto, cl.to, lab.Options{Timeout: 3 * time.Second})
+		conn, r := cl.from.Open(proto, cl.to, lab.Options{Timeout: 20 * time.Second})
 		if conn == nil {
 			p.t.Fatalf("%s %v: %v", cl.name, cl.to, r)
 		}
@@ -168,7 +168,7 @@ func (p *proxied) held(proto snapshot.Protocol) map[client]*lab.Conn {
 func (p *proxied) expect(flows map[client]*lab.Conn, hosts ...*lab.Host) {
 	p.t.Helper()
 	for cl, conn := range flows {
-		r := conn.Ping(3 * time.Second)
+		r := conn.Ping(20 * time.Second)
 		if !slices.ContainsFunc(hosts, func(h *lab.Host) bool { return r.Endpoint == h.Name }) {
 			p.t.Errorf("%s %v: %v", cl.name, cl.to, r)
 		}
@@ -203,7 +203,7 @@ func TestTargetPort(t *testing.T) {
 		t.Errorf("removed %d flows; want %d", n, len(udp))
 	}
 	for cl, conn := range udp {
-		if r := conn.Ping(3 * time.Second); r.Destination.Port() != 5454 {
+		if r := conn.Ping(20 * time.Second); r.Destination.Port() != 5454 {
 			t.Errorf("%s: %v", cl.name, r)
 		}
 	}
@@ -219,7 +219,7 @@ func TestScaleToZero(t *testing.T) {
 		t.Errorf("removed %d flows; want %d", n, len(udp))
 	}
 	for cl, conn := range udp {
-		if r := conn.Ping(time.Second); r.Outcome != lab.Refused {
+		if r := conn.Ping(20 * time.Second); r.Outcome != lab.Refused {
 			t.Errorf("%s: %v", cl.name, r)
 		}
 	}
@@ -268,7 +268,7 @@ func TestBeforeTheFirst(t *testing.T) {
 			t.Errorf("%s: %v before the look", cl.name, r)
 		}
 		p.look()
-		if r := dial(3 * time.Second); r.Endpoint != p.Pods[0].Name {
+		if r := dial(20 * time.Second); r.Endpoint != p.Pods[0].Name {
 			t.Errorf("%s: %v after the look", cl.name, r)
 		}
 	}
@@ -401,7 +401,7 @@ func TestRun(t *testing.T) {
 		for cl, conn := range udp {
 			// What is on its way when its flow is removed is lost.
 			r := conn.Ping(200 * time.Millisecond)
-			for ; r.Endpoint != now.Name && time.Since(start) < 10*time.Second; r = conn.Ping(200 * time.Millisecond) {
+			for ; r.Endpoint != now.Name && time.Since(start) < time.Minute; r = conn.Ping(200 * time.Millisecond) {
 			}
 			if r.Endpoint != now.Name {
 				t.Fatalf("%s: %v", cl.name, r)

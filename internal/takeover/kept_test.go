@@ -378,7 +378,7 @@ func TestProcesses(t *testing.T) {
 	c := h.Command(path, "100")
 	labtest.Check(t, c.Start())
 	defer func() { _ = c.Process.Kill(); _ = c.Wait() }()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for len(find(t, h).Running()) == 0 && time.Now().Before(deadline) { // it takes its name when it has begun
 		time.Sleep(time.Millisecond)
 	}

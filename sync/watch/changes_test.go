@@ -37,7 +37,7 @@ func watchFile(t *testing.T, path string) *watched {
 // expect waits until a text was read.
 func (w *watched) expect(text string) {
 	w.t.Helper()
-	deadline := time.After(5 * time.Second)
+	deadline := time.After(time.Minute)
 	for {
 		select {
 		case got := <-w.read:

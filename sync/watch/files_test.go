@@ -52,7 +52,7 @@ func start(t testing.TB, build func(report func(error)) source) *view {
 			if err != nil {
 				t.Errorf("Run: %v", err)
 			}
-		case <-time.After(10 * time.Second):
+		case <-time.After(time.Minute):
 			t.Error("Run does not end")
 		}
 	})
@@ -91,7 +91,7 @@ func (v *view) report(err error) {
 // await waits until a condition holds; it is looked at whenever something has come.
 func (v *view) await(what string, holds func() bool) {
 	v.t.Helper()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for {
 		v.mu.Lock()
 		ok := holds()

@@ -114,7 +114,7 @@ func TestKubernetesMissing(t *testing.T) {
 		t.Errorf("before it runs, missing are %q", got)
 	}
 	v := start(t, func(func(error)) source { return k })
-	for deadline := time.Now().Add(10 * time.Second); !slices.Equal(k.Missing(), []string{"endpointslices"}); {
+	for deadline := time.Now().Add(time.Minute); !slices.Equal(k.Missing(), []string{"endpointslices"}); {
 		if time.Now().After(deadline) {
 			t.Fatalf("missing are %q", k.Missing())
 		}

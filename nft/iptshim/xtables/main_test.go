@@ -26,7 +26,7 @@ func newHost(t *testing.T) *lab.Host {
 
 // soon gives a context that ends a test which hangs.
 func soon(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }
