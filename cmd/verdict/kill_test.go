@@ -45,12 +45,24 @@ type victim struct {
 	dials, pings, edits atomic.Int64
 	mu                  sync.Mutex
 	failures            []string
+	// stalls, if not nil, are when nobody could answer; excused counts who then waited in vain.
+	stalls  *labtest.Stalls
+	excused atomic.Int64
 }
 
 func (v *victim) fail(format string, args ...any) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.failures = append(v.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
+}
+
+// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a hundred.
+func (v *victim) failSince(start time.Time, r lab.Result, format string, args ...any) {
+	if r.Outcome == lab.TimedOut && v.stalls != nil && v.stalls.Since(start) &&
+		v.excused.Add(1) <= 10+(v.dials.Load()+v.pings.Load())/100 {
+		return
+	}
+	v.fail(format, args...)
 }
 
 // write replaces a file as an editor or a ConfigMap does.
@@ -146,8 +158,9 @@ func (v *victim) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 		if n >= 4 {
 			p = snapshot.UDP
 		}
+		start := time.Now()
 		if r := from.Dial(p, targets[n], lab.Options{}); r.Outcome != lab.Answered {
-			v.fail("%s to %s %s: %v", from.Name, targets[n], p, r)
+			v.failSince(start, r, "%s to %s %s: %v", from.Name, targets[n], p, r)
 		}
 		v.dials.Add(1)
 	}
@@ -168,8 +181,9 @@ func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
 			return
 		case <-time.After(20 * time.Millisecond):
 		}
+		start := time.Now()
 		if r := c.Ping(0); r.Outcome != lab.Answered {
-			v.fail("connection of %s to %s: %v", from.Name, at, r)
+			v.failSince(start, r, "connection of %s to %s: %v", from.Name, at, r)
 			return
 		}
 		v.pings.Add(1)
@@ -284,8 +298,8 @@ func (v *victim) owned() bool {
 func newVictim(t *testing.T) *victim {
 	t.Helper()
 	v := &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
-		random: rand.New(rand.NewPCG(1, 1)),
-		flags:  []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
+		random: rand.New(rand.NewPCG(1, 1)), stalls: labtest.WatchStalls(t),
+		flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
 	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
 	for _, p := range pods {
 		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
@@ -321,8 +335,9 @@ func TestKilled(t *testing.T) {
 	if flushes == 0 {
 		t.Error("the ruleset was never flushed")
 	}
-	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures",
-		children, keepers, time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures))
+	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures, %d late since the machine was busy",
+		children, keepers, time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures),
+		v.excused.Load())
 	v.failed()
 	v.settle()
 }

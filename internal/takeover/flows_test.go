@@ -31,8 +31,11 @@ type world struct {
 	// patience is how long a client waits, for more than one answer that is late.
 	patience     time.Duration
 	dials, pings atomic.Int64
-	mu           sync.Mutex
-	failures     []string
+	// stalls are when nobody could answer; excused counts who then waited in vain.
+	stalls   *labtest.Stalls
+	excused  atomic.Int64
+	mu       sync.Mutex
+	failures []string
 }
 
 const (
@@ -44,7 +47,7 @@ const (
 
 func newWorld(t testing.TB) *world {
 	w := &world{Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 1}), t: t,
-		patience: 500 * time.Millisecond}
+		patience: 500 * time.Millisecond, stalls: labtest.WatchStalls(t)}
 	for _, p := range w.endpoints() {
 		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 			_, err := p.Serve(protocol, worldTarget)
@@ -295,14 +298,25 @@ func (w *world) targets() []netip.AddrPort {
 	return list
 }
 
+// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a hundred. It says
+// whether it was reported.
+func (w *world) failSince(start time.Time, r lab.Result, format string, args ...any) bool {
+	if r.Outcome == lab.TimedOut && w.stalls.Since(start) && w.excused.Add(1) <= 10+(w.dials.Load()+w.pings.Load())/100 {
+		return false
+	}
+	w.fail(format, args...)
+	return true
+}
+
 // dial opens new connections until ctx ends: every one must be answered.
 func (w *world) dial(ctx context.Context, from *lab.Host, random *rand.Rand) {
 	targets := w.targets()
 	for ctx.Err() == nil {
 		to := targets[random.IntN(len(targets))]
 		p := []snapshot.Protocol{snapshot.TCP, snapshot.UDP}[random.IntN(2)]
+		start := time.Now()
 		if r := from.Dial(p, to, lab.Options{Timeout: w.patience}); r.Outcome != lab.Answered {
-			w.fail("%s to %s %s: %v", from.Name, to, p, r)
+			w.failSince(start, r, "%s to %s %s: %v", from.Name, to, p, r)
 		}
 		w.dials.Add(1)
 	}
@@ -311,14 +325,18 @@ func (w *world) dial(ctx context.Context, from *lab.Host, random *rand.Rand) {
 // hold keeps a connection for so long, and another one after that, until ctx ends. Each must answer all the time.
 func (w *world) hold(ctx context.Context, from *lab.Host, to netip.AddrPort, lifetime time.Duration) {
 	for ctx.Err() == nil {
+		start := time.Now()
 		c, r := from.Open(snapshot.TCP, to, lab.Options{Timeout: 2 * w.patience})
 		if c == nil {
-			w.fail("%s to %s: %v", from.Name, to, r)
-			return
+			if w.failSince(start, r, "%s to %s: %v", from.Name, to, r) {
+				return
+			}
+			continue
 		}
 		for end := time.Now().Add(lifetime); ctx.Err() == nil && time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+			start := time.Now()
 			if r := c.Ping(2 * w.patience); r.Outcome != lab.Answered {
-				w.fail("connection of %s to %s: %v", from.Name, to, r)
+				w.failSince(start, r, "connection of %s to %s: %v", from.Name, to, r)
 				break
 			}
 			w.pings.Add(1)
@@ -345,7 +363,8 @@ func (w *world) traffic(lifetime time.Duration) (stop func()) {
 		w.t.Helper()
 		cancel()
 		clients.Wait()
-		w.t.Logf("%d connections opened, %d pings over held ones, %d failures", w.dials.Load(), w.pings.Load(), len(w.failures))
+		w.t.Logf("%d connections opened, %d pings over held ones, %d failures, %d late since the machine was busy", w.dials.Load(),
+			w.pings.Load(), len(w.failures), w.excused.Load())
 		if n := len(w.failures); n > 0 {
 			w.t.Errorf("%d failures, such as:\n%s", n, strings.Join(w.failures[:min(n, 10)], "\n"))
 		}

@@ -25,7 +25,7 @@ func TestAffinityShares(t *testing.T) {
 	check := func(entries, news int) {
 		t.Helper()
 		b.crowd.due = time.Time{} // as if half a minute had passed
-		for deadline := time.Now().Add(30 * time.Second); ; {
+		for deadline := time.Now().Add(3 * time.Minute); ; {
 			_, again, err := b.Check()
 			labtest.Check(t, err)
 			if again == 0 && !b.sweep.running {
