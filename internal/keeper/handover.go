@@ -1,6 +1,7 @@
 package keeper
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"net"
 	"os"
 	"runtime/debug"
+	"strings"
 	"syscall"
 	"time"
 
@@ -22,6 +24,8 @@ var (
 	// ErrNoHolder is what Holder says if the place is free.
 	ErrNoHolder = errors.New("keeper: nobody holds the place")
 
+	// errSeated is the cause why a proxy without the place is told to end: another one has it.
+	errSeated = errors.New("keeper: another proxy has the place")
 	// errReplaced is the cause why a proxy is called again: a standby brought the socket that counts.
 	errReplaced = errors.New("keeper: another socket owns the tables")
 	// errMoved says that the place may have another holder now, or none: look again.
@@ -49,10 +53,12 @@ var (
 //   - Somebody evicts the holder (Evict): its proxy is told to end by ErrEvicted, it hands over, and Run returns ErrEvicted. The
 //     same happens to all that stand by. Who does that wants nobody to write any more.
 //   - The holder's process ends in an orderly way while somebody asks: it hands over before.
-//   - The name is held by a process of another user that is not root: Run returns an error. Nothing is sent to it, and nothing
-//     accepted from it.
+//   - The holder's process crashes: the place is with its keeper (Held), for the next child or, if somebody stands by, for him.
+//   - The name is held by a process that does not show that it may change nf_tables: Run calls the proxy without the place, and
+//     takes it as soon as it is free. Nothing is sent to such a process, and nothing accepted from it. If another proxy is found
+//     there later, this one stands by.
 //
-// The holder and who asks check each other by the credentials that the kernel tells: root, or the same user.
+// The holder and who asks check each other, by what the kernel lets them do: see meet.
 type Seat struct {
 	// Name is the name of the place, "verdict" for "@verdict".
 	Name string
@@ -67,6 +73,15 @@ type Seat struct {
 	Owner func(*os.File) bool
 	// Patience is how long a holder may take to hand over, by default 10 seconds.
 	Patience time.Duration
+	// Held, if not nil, is what this process was given at its start, perhaps with the place; its keeper holds the place, too.
+	Held *Held
+	// Holds, if not nil, is told whether this process has the place, each time it is about to call the proxy with or without it
+	// and when it gets it later.
+	Holds func(bool)
+	// Stuck, if not nil, is called when the proxy has been told to end and has not done so for Grace, by default 20 seconds.
+	// It says what is wrong. It is to end the process: there is no other way to get at what the proxy holds.
+	Stuck func(what string)
+	Grace time.Duration
 	// Log is told who takes over from whom.
 	Log *slog.Logger
 }
@@ -78,15 +93,25 @@ type Seat struct {
 func (s *Seat) Run(ctx context.Context, proxy func(ctx context.Context, socket *os.File) error) error {
 	s.defaults()
 	defer s.close()
+	p, err := s.inherit(), error(nil)
 	for request := s.firstRequest(); ; request = requestWait {
-		p, err := s.claim(ctx, request)
+		if p == nil && err == nil {
+			p, err = s.claim(ctx, request)
+		}
+		if squatter := (*squatted)(nil); errors.As(err, &squatter) {
+			s.Log.Error("working without the place: no other proxy can take over until it is free", "err", err)
+			p, err = s.without(), nil
+		}
 		if err == nil {
+			s.holds(p.listener != nil)
 			err = p.occupy(ctx, proxy)
 		}
+		p = nil
 		switch {
 		case errors.Is(err, ErrHandedOver):
 			// It may be days until this process is needed again.
 			debug.FreeOSMemory()
+			err = nil
 			continue
 		case errors.Is(err, ErrEvicted):
 			return ErrEvicted
@@ -98,11 +123,16 @@ func (s *Seat) Run(ctx context.Context, proxy func(ctx context.Context, socket *
 }
 
 // Evict has the holder and all that stand by end, and holds the place while f runs, with the holder's socket, or that of the
-// seat, or none. Newcomers wait for it, and take the place afterwards. That there is no holder is no error.
+// seat, or none. Newcomers wait for it, and take the place afterwards. That there is no holder is no error. If the name is held
+// by somebody else, f is called without the place: then a proxy may be at work that has no place, either.
 func (s *Seat) Evict(ctx context.Context, f func(ctx context.Context, socket *os.File) error) error {
 	s.defaults()
 	defer s.close()
 	p, err := s.claim(ctx, requestEvict)
+	if squatter := (*squatted)(nil); errors.As(err, &squatter) {
+		s.Log.Warn("going on without the place: should a proxy be at work, it is not told to end", "err", err)
+		return f(ctx, s.Socket)
+	}
 	if err != nil {
 		return err
 	}
@@ -110,28 +140,81 @@ func (s *Seat) Evict(ctx context.Context, f func(ctx context.Context, socket *os
 	return p.occupy(ctx, f)
 }
 
-// Holder says who holds a place; ErrNoHolder if nobody does. The holder notices nothing of it.
+// Holder says who holds a place; ErrNoHolder if nobody does. The holder notices nothing of it. It is an error that whoever has
+// the name does not show within a second that it may change nf_tables.
 func Holder(name string) (Peer, error) {
-	conn, peer, err := dial(context.Background(), name)
-	if errors.Is(err, unix.ECONNREFUSED) {
-		return Peer{}, ErrNoHolder
+	deadline := time.Now().Add(time.Second)
+	for {
+		m, peer, err := meet(context.Background(), name, deadline)
+		switch {
+		case err == nil:
+			m.Close()
+			return peer, nil
+		case errors.Is(err, unix.ECONNREFUSED):
+			return Peer{}, ErrNoHolder
+		case errors.Is(err, errRights):
+			return peer, nil // who is not to know more
+		case time.Now().After(deadline) || peer.lacksRights():
+			return Peer{}, &squatted{name, peer, err}
+		}
+		pause(context.Background(), lookAgain)
 	}
-	if err != nil {
-		return Peer{}, err
-	}
-	conn.Close()
-	if !peer.trusted() {
-		return Peer{}, stranger(name, peer)
-	}
-	return peer, nil
 }
 
 func (s *Seat) defaults() {
-	if s.Patience == 0 {
-		s.Patience = 10 * time.Second
-	}
+	s.Patience = cmp.Or(s.Patience, 10*time.Second)
+	s.Grace = cmp.Or(s.Grace, 20*time.Second)
 	if s.Log == nil {
 		s.Log = slog.New(slog.DiscardHandler)
+	}
+}
+
+// inherit takes the place that this process was given at its start, if it was.
+func (s *Seat) inherit() *place {
+	if s.Held == nil || s.Held.Place == nil {
+		return nil
+	}
+	file := s.Held.Place
+	s.Held.Place = nil
+	l, err := listenerOf(file)
+	if err == nil && l.Addr().String() != address(s.Name).Name {
+		err = errors.Join(fmt.Errorf("keeper: it is named %.100q", l.Addr().String()), l.Close())
+	}
+	if err != nil {
+		s.Log.Warn("what was kept is not the place", "err", err)
+		return nil
+	}
+	return s.take(l)
+}
+
+// late gives when a proxy that is told to end now is overdue.
+func (s *Seat) late() <-chan time.Time {
+	if s.Stuck == nil {
+		return nil
+	}
+	return time.After(s.Grace)
+}
+
+func (s *Seat) holds(it bool) {
+	if s.Holds != nil {
+		s.Holds(it)
+	}
+}
+
+// keepPlace has the keeper hold the place from now on; nil has it let go.
+func (s *Seat) keepPlace(l *net.UnixListener) {
+	if s.Held == nil {
+		return
+	}
+	if err := s.Held.keepPlace(l); err != nil {
+		s.Log.Warn("the place will be free while this is restarted", "err", err)
+	}
+}
+
+// standby tells the keeper how many stand by.
+func (s *Seat) standby(n int) {
+	if s.Held != nil {
+		s.Held.standby(n)
 	}
 }
 
@@ -158,14 +241,14 @@ func (s *Seat) adopt(socket *os.File) {
 	s.Socket = socket
 }
 
-// What is said on a connection to the place. Two versions of this program may talk to each other here: there is one request
-// and one answer, and who does not know a request refuses it.
+// What is said on a connection to the place, after the proof. Two versions of this program may talk to each other here: there is one
+// request and one answer, and who does not know a request refuses it.
 const (
-	requestHandOver = "verdict/1 hand over"
-	requestEvict    = "verdict/1 evict"
-	// requestWait is never answered but by answerEnd: the end of the connection is what is waited for. It comes with the
+	requestHandOver = "hand over"
+	requestEvict    = "evict"
+	// requestWait is mostly answered by answerEnd alone: the end of the connection is what is waited for. It comes with the
 	// socket of who stands by.
-	requestWait = "verdict/1 wait"
+	requestWait = "wait"
 
 	// answerTake comes with the listening socket, and the netlink socket if there is one.
 	answerTake   = "take"
@@ -173,12 +256,13 @@ const (
 	answerRefuse = "refused: "
 )
 
-// lookAgain keeps a loop from spinning while a name is bound and not listened at yet, or a queue is full.
+// lookAgain keeps a loop from spinning while a name is bound and not listened at yet.
 const lookAgain = 10 * time.Millisecond
 
-// claim gets the place, or says why not. It waits as long as the request says.
+// claim gets the place, or says why not. It waits as long as the request says, but no longer than Patience for whoever has the name to
+// show that he is a proxy.
 func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
-	since := time.Now()
+	deadline := time.Now().Add(s.Patience)
 	for ctx.Err() == nil {
 		began := time.Now()
 		l, err := net.ListenUnix("unixpacket", address(s.Name))
@@ -188,38 +272,36 @@ func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
 		if !errors.Is(err, unix.EADDRINUSE) {
 			return nil, fmt.Errorf("keeper: %w", err)
 		}
-		p, err := s.approach(ctx, request)
-		if !errors.Is(err, errMoved) {
-			return p, err
+		m, peer, err := meet(ctx, s.Name, deadline)
+		switch {
+		case err == nil:
+			p, err := s.ask(ctx, m, peer, request)
+			if !errors.Is(err, errMoved) {
+				return p, err
+			}
+			deadline = time.Now().Add(s.Patience)
+		case ctx.Err() != nil:
+			return nil, ctx.Err()
+		case errors.Is(err, errRights):
+			return nil, err
+		case peer.looksRight() && time.Now().After(deadline):
+			return nil, s.deaf(peer)
+		case peer.lacksRights() || time.Now().After(deadline):
+			return nil, &squatted{s.Name, peer, err}
 		}
-		// A holder that has listened for some time and left is no reason to give up, only one that never listens.
-		took := time.Since(began)
-		if took > s.Patience/10 {
-			since = time.Now()
-		}
-		if time.Since(since) > s.Patience {
-			return nil, fmt.Errorf("keeper: the name @%s is taken by a process that does not answer (ss -xlp names it): %w", s.Name, err)
-		}
-		if took < lookAgain {
-			pause(ctx, lookAgain-took)
-		}
+		pause(ctx, lookAgain-time.Since(began))
 	}
 	return nil, ctx.Err()
 }
 
-// approach asks the holder. It gives the place, or errMoved.
-func (s *Seat) approach(ctx context.Context, request string) (*place, error) {
-	conn, holder, err := dial(ctx, s.Name)
-	if err != nil {
-		if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.EAGAIN) {
-			return nil, errors.Join(errMoved, err)
-		}
-		return nil, err
-	}
-	defer conn.Close()
-	if !holder.trusted() {
-		return nil, stranger(s.Name, holder)
-	}
+// deaf says that a holder does not answer.
+func (s *Seat) deaf(peer Peer) error {
+	return fmt.Errorf("keeper: %s is at work and did not hand over within %v", peer, s.Patience)
+}
+
+// ask asks the holder. It gives the place, or errMoved.
+func (s *Seat) ask(ctx context.Context, m *meeting, holder Peer, request string) (*place, error) {
+	defer m.Close()
 	var files []syscall.Conn
 	if request == requestWait {
 		s.Log.Info("standing by: another proxy is at work", "holder", holder)
@@ -228,17 +310,17 @@ func (s *Seat) approach(ctx context.Context, request string) (*place, error) {
 		}
 	} else {
 		s.Log.Info("another proxy is at work: taking over", "holder", holder)
-		_ = conn.SetReadDeadline(time.Now().Add(s.Patience))
+		_ = m.SetReadDeadline(time.Now().Add(s.Patience))
 	}
-	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
-	_ = send(conn, request, files...) // the answer tells, or its absence
-	text, got, err := receive(conn)
+	defer context.AfterFunc(ctx, func() { _ = m.SetDeadline(time.Unix(1, 0)) })()
+	_ = send(m.UnixConn, m.secret+" "+request, files...) // the answer tells, or its absence
+	text, got, err := receive(m.UnixConn)
 	switch {
 	case ctx.Err() != nil:
 		closeFiles(got)
 		return nil, ctx.Err()
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, fmt.Errorf("keeper: %s is at work and did not hand over within %v", holder, s.Patience)
+		return nil, s.deaf(holder)
 	case err != nil:
 		return nil, errors.Join(errMoved, err)
 	case text == answerTake && len(got) > 0:
@@ -248,7 +330,7 @@ func (s *Seat) approach(ctx context.Context, request string) (*place, error) {
 	if text == answerEnd {
 		return nil, ErrEvicted
 	}
-	return nil, fmt.Errorf("keeper: %s is at work and answers: %s", holder, text)
+	return nil, fmt.Errorf("keeper: %s is at work and answers: %.100q", holder, text)
 }
 
 // takeOver takes the place that a holder has sent.
@@ -260,24 +342,34 @@ func (s *Seat) takeOver(files []*os.File) (*place, error) {
 			s.adopt(theirs)
 		}
 	}
-	l, err := net.FileListener(files[0])
-	files[0].Close()
+	l, err := listenerOf(files[0])
 	if err != nil {
 		return nil, fmt.Errorf("keeper: take over: %w", err)
+	}
+	return s.take(l), nil
+}
+
+// listenerOf makes a listener of a file, which is closed, and of this process the one that listens: who connects is told of the
+// process that called listen last.
+func listenerOf(f *os.File) (*net.UnixListener, error) {
+	defer f.Close()
+	l, err := net.FileListener(f)
+	if err != nil {
+		return nil, err
 	}
 	u, ok := l.(*net.UnixListener)
 	if !ok {
-		l.Close()
-		return nil, errors.New("keeper: take over: what was handed over is no unix socket")
+		return nil, errors.Join(errors.New("it is no unix socket"), l.Close())
 	}
-	// Who connects is told of the process that called listen last.
-	err = withDescriptors([]syscall.Conn{u}, nil, func(fds []int) error { return unix.Listen(fds[0], unix.SOMAXCONN) })
+	err = withDescriptors(filesOf(u), nil, func(fds []int) error { return unix.Listen(fds[0], backlog) })
 	if err != nil {
-		u.Close()
-		return nil, fmt.Errorf("keeper: take over: %w", err)
+		return nil, errors.Join(err, u.Close())
 	}
-	return s.take(u), nil
+	return u, nil
 }
+
+// backlog is how many may wait to be accepted; the kernel makes less of it (net.core.somaxconn).
+const backlog = 1 << 15
 
 // Peer is a process at the other end of a connection.
 type Peer struct {
@@ -295,32 +387,62 @@ func (p Peer) String() string {
 	return fmt.Sprintf("pid %d", p.PID)
 }
 
-// trusted says whether to deal with it.
-func (p Peer) trusted() bool { return p.UID == 0 || p.UID == os.Geteuid() }
+// capNetAdmin is the bit of CAP_NET_ADMIN.
+const capNetAdmin = 1 << unix.CAP_NET_ADMIN
 
-func stranger(name string, p Peer) error {
-	return fmt.Errorf("keeper: the name @%s is taken by %s of user %d, which is no proxy of ours", name, p, p.UID)
+// capabilities gives what a process may do now, if that can be known: a process of another container has no pid here.
+func (p Peer) capabilities() (bits uint64, known bool) {
+	if p.PID == 0 {
+		return 0, false
+	}
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.PID))
+	_, rest, ok := strings.Cut(string(status), "\nCapEff:")
+	if err != nil || !ok {
+		return 0, false
+	}
+	_, err = fmt.Sscanf(rest, "%x", &bits)
+	return bits, err == nil
 }
+
+// lacksRights says that a process cannot be a proxy. This saves time, and nothing is granted by it: the pid may be another's by now.
+func (p Peer) lacksRights() bool {
+	bits, known := p.capabilities()
+	return known && bits&capNetAdmin == 0
+}
+
+// looksRight says that a process may well be a proxy that has no time for us. Nothing is granted by that, either.
+func (p Peer) looksRight() bool {
+	bits, known := p.capabilities()
+	for _, ns := range []string{"net", "user"} {
+		own, err := os.Readlink("/proc/self/ns/" + ns)
+		theirs, e := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", p.PID, ns))
+		known = known && err == nil && e == nil && own == theirs
+	}
+	return known && bits&capNetAdmin != 0
+}
+
+// squatted says that the name is held by somebody who does not show that he may change nf_tables.
+type squatted struct {
+	name string
+	peer Peer
+	err  error
+}
+
+func (e *squatted) Error() string {
+	who := "a process that does not answer (ss -xlp names it)"
+	if e.peer != (Peer{}) {
+		who = fmt.Sprintf("%s of user %d", e.peer, e.peer.UID)
+	}
+	return fmt.Sprintf("keeper: the name @%s is taken by %s, which is no proxy of ours: %v", e.name, who, e.err)
+}
+
+func (e *squatted) Unwrap() error { return e.err }
 
 func address(name string) *net.UnixAddr { return &net.UnixAddr{Name: "@" + name, Net: "unixpacket"} }
 
-func dial(ctx context.Context, name string) (*net.UnixConn, Peer, error) {
-	conn, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", address(name).Name)
-	if err != nil {
-		return nil, Peer{}, fmt.Errorf("keeper: %w", err)
-	}
-	u := conn.(*net.UnixConn)
-	peer, err := peerOf(u)
-	if err != nil {
-		u.Close()
-		return nil, Peer{}, err
-	}
-	return u, peer, nil
-}
-
 // peerOf asks the kernel who is at the other end.
 func peerOf(conn *net.UnixConn) (peer Peer, err error) {
-	err = withDescriptors([]syscall.Conn{conn}, nil, func(fds []int) error {
+	err = withDescriptors(filesOf(conn), nil, func(fds []int) error {
 		cred, err := unix.GetsockoptUcred(fds[0], unix.SOL_SOCKET, unix.SO_PEERCRED)
 		if err == nil {
 			peer = Peer{PID: int(cred.Pid), UID: int(cred.Uid)}

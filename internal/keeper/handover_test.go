@@ -239,28 +239,30 @@ func TestHolderThatDoesNotAnswer(t *testing.T) {
 	defer unix.Close(fd)
 	name = randomName()
 	labtest.Check(t, unix.Bind(fd, &unix.SockaddrUnix{Name: "@" + name}))
-	seat := Seat{Name: name, Newcomer: true, Patience: 100 * time.Millisecond}
-	if err := seat.Run(t.Context(), nil); err == nil || !strings.Contains(err.Error(), "does not answer") {
-		t.Error(err)
+	told := make(chan string, 1)
+	seat := Seat{Name: name, Newcomer: true, Patience: 100 * time.Millisecond, Log: slog.New(said{told})}
+	labtest.Check(t, seat.Run(t.Context(), func(context.Context, *os.File) error { return nil }))
+	if got := <-told; !strings.Contains(got, "without the place") {
+		t.Error(got)
 	}
 }
 
 // askHere sends requests to a place, as another version of this program might.
 func askHere(t *testing.T, name, request string, files ...syscall.Conn) *net.UnixConn {
 	t.Helper()
-	conn, _, err := dial(t.Context(), name)
+	m, _, err := meet(t.Context(), name, time.Now().Add(deadline))
 	labtest.Check(t, err)
-	t.Cleanup(func() { conn.Close() })
-	labtest.Check(t, conn.SetReadDeadline(time.Now().Add(deadline)))
-	labtest.Check(t, send(conn, request, files...))
-	return conn
+	t.Cleanup(func() { m.Close() })
+	labtest.Check(t, m.SetReadDeadline(time.Now().Add(deadline)))
+	labtest.Check(t, send(m.UnixConn, m.secret+" "+request, files...))
+	return m.UnixConn
 }
 
 func TestUnknownRequests(t *testing.T) {
 	name := randomName()
 	a, socket := proxy(t, name, newcomer)
 	a.works(socket)
-	for _, request := range []string{"verdict/9 dance", "x", strings.Repeat("x", 5000), requestHandOver + " "} {
+	for _, request := range []string{"dance", "x", "", strings.Repeat("x", 5000), requestHandOver + " "} {
 		text, files, err := receive(askHere(t, name, request))
 		if len(files) > 0 || !strings.HasPrefix(text, answerRefuse) && (err == nil || len(request) < maxText) {
 			t.Errorf("%.20q: %q, %v", request, text, err)
@@ -275,20 +277,6 @@ func TestUnknownRequests(t *testing.T) {
 	a.expect("resting")
 	a.works(socket)
 	checkHolder(t, name, a)
-}
-
-// Connections that say nothing keep nobody else out.
-func TestSilentConnections(t *testing.T) {
-	name := randomName()
-	a, socket := proxy(t, name, newcomer)
-	a.works(socket)
-	for range 2 * mostCallers {
-		conn, _, err := dial(t.Context(), name)
-		labtest.Check(t, err)
-		defer conn.Close()
-	}
-	b, _ := proxy(t, name, newcomer)
-	b.works(socket)
 }
 
 // A holder crashed, and somebody with a socket of his own was first to take the place. Who stands by knows better.
@@ -400,41 +388,56 @@ func TestWithoutSockets(t *testing.T) {
 	labtest.Check(t, group.Wait())
 }
 
-func TestStrangers(t *testing.T) {
-	if os.Getuid() != 0 || !hasUser(65534) {
-		t.Skip("only root can be two users")
-	}
-	stranger := func(name string, env ...string) *process {
-		cmd := prepare("seat", append(env, "KEEPER_TEST_NAME="+name)...)
-		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-		return begin(t, cmd, cmd.Start)
-	}
-	t.Run("asks", func(t *testing.T) {
-		name := randomName()
-		a, socket := proxy(t, name, newcomer)
-		a.works(socket)
-		for _, env := range []string{newcomer, ""} {
-			if got := stranger(name, env).expect("run ended: "); !strings.Contains(got, "refused") {
-				t.Error(got)
+// A proxy without rights neither takes over nor stands by; and where one has the name, those with rights work without it.
+func TestProxiesWithoutRights(t *testing.T) {
+	for _, uid := range strangers() {
+		t.Run(fmt.Sprint("asks as user ", uid), func(t *testing.T) {
+			name := randomName()
+			a, socket := proxy(t, name, newcomer)
+			a.works(socket)
+			for _, env := range []string{newcomer, ""} {
+				if got := weak(t, name, uid, env).expect("run ended: "); got != errRights.Error() {
+					t.Error(got)
+				}
 			}
-		}
-		a.expect("refused to talk")
-		b, _ := proxy(t, name, newcomer)
-		b.works(socket)
-	})
-	t.Run("holds", func(t *testing.T) {
-		name := randomName()
-		stranger(name).expect("working ")
-		if _, err := Holder(name); err == nil || !strings.Contains(err.Error(), "no proxy of ours") {
-			t.Error(err)
-		}
-		a, _ := proxy(t, name, newcomer)
-		if got := a.expect("run ended: "); !strings.Contains(got, "of user 65534, which is no proxy of ours") {
-			t.Error(got)
-		}
-		same := stranger(name, newcomer) // one of its own kind is none
-		same.expect("working ")
-	})
+			b, _ := proxy(t, name, newcomer)
+			b.works(socket)
+		})
+		t.Run(fmt.Sprint("holds as user ", uid), func(t *testing.T) {
+			name := randomName()
+			thief := weak(t, name, uid, "")
+			thief.expect("working ")
+			if _, err := Holder(name); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("of user %d, which is no proxy of ours", uid)) {
+				t.Error(err)
+			}
+			seat := Seat{Name: name}
+			called := false
+			labtest.Check(t, seat.Evict(t.Context(), func(context.Context, *os.File) error { called = true; return nil }))
+			if !called {
+				t.Error("nobody can be evicted")
+			}
+			a, socket := proxy(t, name, newcomer)
+			a.expect("working without the place")
+			a.works(socket)
+			thief.signal(unix.SIGKILL)
+			a.expect("the place is free at last")
+			until(t, "it has the place", func() bool { h, err := Holder(name); return err == nil && h.PID == a.cmd.Process.Pid })
+			b, _ := proxy(t, name, newcomer)
+			b.works(socket) // with that of a
+			if n := len(a.told("resting")); n > 1 {
+				t.Errorf("the proxy rested %d times", n)
+			}
+		})
+	}
+}
+
+// weak is a proxy without rights.
+func weak(t *testing.T, name string, uid uint32, env string) *process {
+	cmd := prepare("weak", env, "KEEPER_TEST_NAME="+name)
+	if uid != 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	}
+	return begin(t, cmd, cmd.Start)
 }
 
 // hasUser says whether this user namespace knows a user.

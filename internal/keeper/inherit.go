@@ -1,6 +1,7 @@
 package keeper
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -8,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -47,6 +49,8 @@ func (m *Mode) Type() string { return "auto|process|systemd|none" }
 type Held struct {
 	// Socket is the socket that outlived a former process, or nil.
 	Socket *os.File
+	// Place is the place of the one proxy, a listening socket that outlived a former process, or nil. See Seat.
+	Place *os.File
 	// Restarts says how many children of the same keeper crashed before this one.
 	Restarts int
 
@@ -63,12 +67,13 @@ type Held struct {
 // The error says which variable is wrong. Descriptors that systemd passed under other names are left alone.
 func Inherited() (*Held, error) {
 	h, err := fromKeeper()
-	fromStore, storeErr := fromSystemd()
+	stored, storeErr := fromSystemd()
 	switch {
 	case err == nil && h == nil:
-		h, err = &Held{Socket: fromStore, stored: fromStore != nil}, storeErr
-	case fromStore != nil: // for a unit that runs a keeper; its socket is older
-		fromStore.Close()
+		h, err = &Held{Socket: stored[storeName], Place: stored[placeName], stored: stored[storeName] != nil}, storeErr
+	default: // for a unit that runs a keeper; its sockets are older
+		closeFile(stored[storeName])
+		closeFile(stored[placeName])
 	}
 	if err != nil {
 		return nil, fmt.Errorf("keeper: %w", err)
@@ -78,7 +83,7 @@ func Inherited() (*Held, error) {
 
 // fromKeeper gives nil if this process is no keeper's child.
 func fromKeeper() (*Held, error) {
-	names := [...]string{envSocket, envKeeper, envRestarts}
+	names := [...]string{envSocket, envKeeper, envRestarts, envPlace}
 	var values [len(names)]string
 	any := false
 	for i, name := range names {
@@ -91,11 +96,14 @@ func fromKeeper() (*Held, error) {
 	}
 	var numbers [len(names)]int
 	for i, name := range names {
+		if name == envPlace && values[i] == "" {
+			continue
+		}
 		n, err := strconv.Atoi(values[i])
 		if err != nil || n < 0 {
-			return nil, fmt.Errorf("%s=%q is no number; a keeper sets all of %s", name, values[i], strings.Join(names[:], ", "))
+			return nil, fmt.Errorf("%s=%q is no number; a keeper sets all of %s", name, values[i], strings.Join(names[:3], ", "))
 		}
-		if i < 2 {
+		if name != envRestarts {
 			if err := checkSocket(n); err != nil {
 				return nil, fmt.Errorf("%s=%d: %w", name, n, err)
 			}
@@ -107,6 +115,9 @@ func fromKeeper() (*Held, error) {
 		return nil, fmt.Errorf("%s=%d: %w", envKeeper, numbers[1], err)
 	}
 	h := &Held{Socket: os.NewFile(uintptr(numbers[0]), "kept socket"), Restarts: numbers[2], link: link, orphaned: make(chan struct{})}
+	if values[3] != "" {
+		h.Place = os.NewFile(uintptr(numbers[3]), "kept place")
+	}
 	go func() {
 		defer close(h.orphaned)
 		for err := error(nil); err == nil; { // the keeper never says anything
@@ -118,14 +129,17 @@ func fromKeeper() (*Held, error) {
 	return h, nil
 }
 
-// storeName is the name of the socket in systemd's store.
-const storeName = "verdict"
+// These are the names of the socket and of the place in systemd's store.
+const (
+	storeName = "verdict"
+	placeName = "verdict-place"
+)
 
 // firstFD is the first descriptor that systemd passes.
 const firstFD = 3
 
-// fromSystemd gives the socket out of systemd's store, or nil.
-func fromSystemd() (*os.File, error) {
+// fromSystemd gives what is in systemd's store, by its name.
+func fromSystemd() (map[string]*os.File, error) {
 	pid, count, names := os.Getenv("LISTEN_PID"), os.Getenv("LISTEN_FDS"), os.Getenv("LISTEN_FDNAMES")
 	for _, name := range []string{"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"} {
 		os.Unsetenv(name)
@@ -148,22 +162,20 @@ func fromSystemd() (*os.File, error) {
 	if names != "" && len(named) != n {
 		return nil, fmt.Errorf("LISTEN_FDNAMES=%q does not name %d descriptors", names, n)
 	}
-	var socket *os.File
+	stored := map[string]*os.File{}
 	for i := range n {
 		fd := firstFD + i
-		if names == "" || named[i] != storeName {
+		if names == "" || named[i] != storeName && named[i] != placeName {
 			unix.CloseOnExec(fd)
 			continue
 		}
 		if err := checkSocket(fd); err != nil {
 			return nil, fmt.Errorf("LISTEN_FDNAMES=%q: %w", names, err)
 		}
-		if socket != nil { // the last one is the newest
-			socket.Close()
-		}
-		socket = os.NewFile(uintptr(fd), "socket of systemd's store")
+		closeFile(stored[named[i]]) // the last one is the newest
+		stored[named[i]] = os.NewFile(uintptr(fd), "socket of systemd's store")
 	}
-	return socket, nil
+	return stored, nil
 }
 
 // Orphaned ends when the keeper is gone, killed perhaps, whose child this process is. Then nobody else holds the socket. For
@@ -206,14 +218,68 @@ func (h *Held) Keep(socket *os.File) error {
 	case socket == nil:
 		return nil
 	case h.link != nil:
-		if err := send(h.link, messageKeep, socket); err != nil {
-			return fmt.Errorf("keeper: give the socket to the keeper: %w", err)
-		}
-		return nil
+		return h.tell(messageKeep, socket)
 	case h.store && !(h.stored && same(h.Socket, socket)):
 		return Store(socket)
 	}
 	return nil
+}
+
+// tell tells the keeper something. A keeper that does not listen is not waited for.
+func (h *Held) tell(message string, files ...syscall.Conn) error {
+	_ = h.link.SetWriteDeadline(time.Now().Add(time.Second))
+	if err := send(h.link, message, files...); err != nil {
+		return fmt.Errorf("keeper: tell the keeper %q: %w", message, err)
+	}
+	return nil
+}
+
+// keepPlace has the keeper of this process hold the place from now on; nil has it let go.
+func (h *Held) keepPlace(l *net.UnixListener) error {
+	switch {
+	case h.link != nil && l == nil:
+		return h.tell(messageNoPlace)
+	case h.link != nil:
+		return h.tell(messagePlace, l)
+	case h.store && l == nil:
+		return notify("FDSTOREREMOVE=1\nFDNAME=" + placeName)
+	case h.store:
+		if n, err := strconv.Atoi(os.Getenv("FDSTORE")); err == nil && n < 2 {
+			return errors.New("keeper: the unit offers room for one descriptor: FileDescriptorStoreMax=2 is needed")
+		}
+		return store(placeName, l)
+	}
+	return nil
+}
+
+// standby tells the keeper how many stand by: if there are some, the place is theirs after a crash.
+func (h *Held) standby(n int) {
+	if h.link != nil {
+		_ = h.tell(messageStandby + strconv.Itoa(n))
+	}
+}
+
+// BeatEvery is how often Beat tells that this process runs.
+const BeatEvery = 5 * time.Second
+
+// Beat tells the keeper, and systemd's watchdog if the unit has one (WatchdogSec=), that this process runs, until ctx ends: who
+// does not run any more is ended and started again. That its proxy does what it should is another question, see Seat.Stuck.
+func (h *Held) Beat(ctx context.Context) {
+	every := BeatEvery
+	usec, err := strconv.Atoi(os.Getenv("WATCHDOG_USEC"))
+	watched := err == nil && usec > 0
+	if watched {
+		every = min(every, time.Duration(usec)*time.Microsecond/3)
+	}
+	for ctx.Err() == nil && (watched || h.link != nil) {
+		if h.link != nil {
+			_ = h.tell(messageBeat)
+		}
+		if watched {
+			_ = Notify("WATCHDOG=1")
+		}
+		pause(ctx, every)
+	}
 }
 
 // StoreOffered says whether systemd offers a store for descriptors. Before version 254 it offers one without saying so.
@@ -226,10 +292,14 @@ func StoreOffered() bool {
 // was there before: with two sockets nobody could tell which is the right one. systemd is asked not to poll the socket, since
 // it would drop one with an error, such as a netlink socket after an answer was lost. Without $NOTIFY_SOCKET it does nothing.
 func Store(socket *os.File) error {
-	if err := notify("FDSTOREREMOVE=1\nFDNAME=" + storeName); err != nil {
+	return store(storeName, socket)
+}
+
+func store(name string, socket syscall.Conn) error {
+	if err := notify("FDSTOREREMOVE=1\nFDNAME=" + name); err != nil {
 		return err
 	}
-	return notify("FDSTORE=1\nFDNAME="+storeName+"\nFDPOLL=0", socket)
+	return notify("FDSTORE=1\nFDNAME="+name+"\nFDPOLL=0", socket)
 }
 
 // Notify tells systemd of a state: "READY=1", "STOPPING=1", "STATUS=...", as sd_notify(3) has them. Without $NOTIFY_SOCKET it

@@ -18,8 +18,10 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -32,6 +34,8 @@ const (
 	envSocket = "VERDICT_KEPT_SOCKET"
 	// envKeeper is that of a connection to the keeper.
 	envKeeper = "VERDICT_KEEPER"
+	// envPlace is that of the place, if there is one.
+	envPlace = "VERDICT_KEPT_PLACE"
 	// envRestarts is how many children there were before this one.
 	envRestarts = "VERDICT_KEEPER_RESTARTS"
 )
@@ -40,15 +44,28 @@ const (
 const (
 	socketFD = 3
 	keeperFD = 4
+	placeFD  = 5
 )
 
-// messageKeep comes with the socket that the keeper shall hold from now on.
-const messageKeep = "keep"
+// What the child tells its keeper.
+const (
+	// messageKeep comes with the socket that the keeper shall hold from now on.
+	messageKeep = "keep"
+	// messagePlace comes with the place that it shall hold; messageNoPlace says that the place is another's.
+	messagePlace   = "place"
+	messageNoPlace = "no place"
+	// messageStandby says how many stand by.
+	messageStandby = "standby "
+	// messageBeat says that the child runs.
+	messageBeat = "beat"
+)
 
 // Options are what Keep needs. Only Socket is required.
 type Options struct {
 	// Socket is what is kept. It belongs to Keep from then on.
 	Socket *os.File
+	// Place, if not nil, is the place of the one proxy that outlived a former process. It belongs to Keep, too.
+	Place *os.File
 	// Path, Args and Env are the child's program, its arguments without the name, and its environment; by default those of
 	// this process.
 	Path string
@@ -56,6 +73,9 @@ type Options struct {
 	Env  []string
 	// Grace is how long the child may take to end, by default 30 seconds.
 	Grace time.Duration
+	// Silence is how long a child that has told of itself once (Held.Beat) may be silent, by default a minute. Then it is ended
+	// by SIGABRT, and by SIGKILL if that does not help, and started again.
+	Silence time.Duration
 	// Log is told of crashes.
 	Log *slog.Logger
 }
@@ -73,6 +93,10 @@ type Options struct {
 //     ctx, which is SIGTERM to the child, the child has Grace to end, and is killed then. Keep returns its status, 128 plus
 //     the number of the signal if one ended it, as shells do. SIGQUIT is for a dump of the child's stacks.
 //   - If the keeper itself is killed, the child is told by the end of their connection (Held.Orphaned).
+//   - A child that runs no more, such as one that was stopped, is ended like that after Silence.
+//   - Between two children the keeper itself has the place of the one proxy, if its child had it: nobody else can take the name
+//     meanwhile, and whoever wants the place gets it at once. If somebody stood by when the child crashed, the keeper waits a
+//     moment for him.
 //   - The child may send another socket to be kept in place of the first one (Held.Keep): it has taken over from a former
 //     proxy. A restart gets that one.
 //
@@ -104,12 +128,20 @@ func Keep(ctx context.Context, o Options) (status int, err error) {
 		}
 		pause := pauses.next(time.Since(born))
 		k.Log.Info("verdict will be started again; its socket is kept", "in", pause)
-		if k.told(ctx, pause) {
+		if k.standsBy() {
+			pause = max(pause, standbyPause)
+		}
+		stop := k.offer(pause)
+		told := k.told(ctx, pause)
+		if evicted := stop(); told || evicted {
 			break
 		}
 	}
 	return 0, nil
 }
+
+// standbyPause is how long who stands by has to take the place of a proxy that crashed.
+const standbyPause = time.Second
 
 type keep struct {
 	Options
@@ -118,6 +150,9 @@ type keep struct {
 
 	mu     sync.Mutex
 	socket *os.File
+	place  *os.File // nil if the child does not have it
+	// waiters is how many stood by when the child told last.
+	waiters int
 }
 
 // passed are the signals that the child gets. Those that stop and continue a job are not among them: they should do that to
@@ -144,10 +179,13 @@ func newKeep(o Options) (*keep, error) {
 	if o.Grace == 0 {
 		o.Grace = 30 * time.Second
 	}
+	if o.Silence == 0 {
+		o.Silence = time.Minute
+	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	k := &keep{Options: o, socket: o.Socket, signals: make(chan os.Signal, 16), children: make(chan os.Signal, 1)}
+	k := &keep{Options: o, socket: o.Socket, place: o.Place, signals: make(chan os.Signal, 16), children: make(chan os.Signal, 1)}
 	signal.Notify(k.signals, passed...)
 	signal.Notify(k.children, unix.SIGCHLD)
 	return k, nil
@@ -157,6 +195,69 @@ func (k *keep) close() {
 	signal.Stop(k.signals)
 	signal.Stop(k.children)
 	k.socket.Close()
+	closeFile(k.place)
+}
+
+// standsBy says whether somebody is there to take the place.
+func (k *keep) standsBy() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.place != nil && k.waiters > 0
+}
+
+// offer has whoever wants the place get it, until stop is called. That says whether the place was taken from all.
+func (k *keep) offer(pause time.Duration) (stop func() (evicted bool)) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.place == nil || pause == 0 {
+		return func() bool { return false }
+	}
+	s := Seat{Log: k.Log, Socket: duplicate(k.socket)}
+	place := duplicate(k.place)
+	if s.Socket == nil || place == nil {
+		closeFile(place)
+		s.close()
+		return func() bool { return false }
+	}
+	l, err := listenerOf(place)
+	if err != nil {
+		k.Log.Error("nobody can take over until verdict is started again", "err", err)
+		s.close()
+		return func() bool { return false }
+	}
+	s.Name = strings.TrimPrefix(l.Addr().String(), "@")
+	s.defaults()
+	ctx, cancel := context.WithCancel(context.Background())
+	result := make(chan error)
+	go func() {
+		defer s.close()
+		p := s.take(l)
+		p.offered = true
+		result <- p.occupy(ctx, func(ctx context.Context, _ *os.File) error {
+			<-ctx.Done()
+			return nil
+		})
+	}()
+	return func() bool {
+		cancel()
+		err := <-result
+		if err != nil { // it is another's
+			k.holdPlace(nil)
+		}
+		return errors.Is(err, ErrEvicted)
+	}
+}
+
+// duplicate gives a descriptor of its own for a socket, nil if there is none left.
+func duplicate(f *os.File) (d *os.File) {
+	_ = withDescriptors(filesOf(f), nil, func(fds []int) error {
+		fd, err := unix.FcntlInt(uintptr(fds[0]), unix.F_DUPFD_CLOEXEC, 0)
+		if err == nil {
+			d = os.NewFile(uintptr(fd), f.Name())
+		}
+		return err
+	})
+	return d
 }
 
 // child is a running one.
@@ -166,9 +267,11 @@ type child struct {
 	link *net.UnixConn
 	// heard is closed when all that the child said has been read.
 	heard chan struct{}
-	// stopping says that it was asked to end, sent what it was sent.
-	stopping bool
-	sent     []syscall.Signal
+	// beats counts what it told of itself.
+	beats atomic.Int64
+	// stopping says that it was asked to end, stuck that it was ended because it was silent, sent what it was sent.
+	stopping, stuck bool
+	sent            []syscall.Signal
 }
 
 // start starts a child. The connection to it is a pair of sockets, not a pipe, so that it can send another socket; that it
@@ -185,10 +288,18 @@ func (k *keep) start(restarts int) (*child, error) {
 	}
 	c := &child{born: time.Now(), link: link, heard: make(chan struct{})}
 	k.mu.Lock()
-	err = withDescriptors([]syscall.Conn{k.socket}, nil, func(fds []int) error {
+	k.waiters = 0
+	kept := filesOf(k.socket)
+	if k.place != nil {
+		kept = append(kept, k.place)
+	}
+	err = withDescriptors(kept, nil, func(fds []int) error {
 		files := []uintptr{0, 1, 2, socketFD: uintptr(fds[0]), keeperFD: uintptr(pair[1])}
+		if k.place != nil {
+			files = append(files, uintptr(fds[1])) // placeFD
+		}
 		c.pid, err = syscall.ForkExec(k.Path, append([]string{os.Args[0]}, k.Args...),
-			&syscall.ProcAttr{Env: childEnv(k.Env, restarts), Files: files, Sys: &syscall.SysProcAttr{Setpgid: true}})
+			&syscall.ProcAttr{Env: childEnv(k.Env, restarts, k.place != nil), Files: files, Sys: &syscall.SysProcAttr{Setpgid: true}})
 		return err
 	})
 	k.mu.Unlock()
@@ -201,13 +312,16 @@ func (k *keep) start(restarts int) (*child, error) {
 }
 
 // childEnv is the environment of a child.
-func childEnv(env []string, restarts int) []string {
+func childEnv(env []string, restarts int, place bool) []string {
 	env = slices.DeleteFunc(slices.Clone(env), func(v string) bool {
 		name, _, _ := strings.Cut(v, "=")
-		return name == envSocket || name == envKeeper || name == envRestarts
+		return name == envSocket || name == envKeeper || name == envPlace || name == envRestarts
 	})
 	if !slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, "GOTRACEBACK=") }) {
 		env = append(env, "GOTRACEBACK=crash")
+	}
+	if place {
+		env = append(env, fmt.Sprintf("%s=%d", envPlace, placeFD))
 	}
 	return append(env, fmt.Sprintf("%s=%d", envSocket, socketFD), fmt.Sprintf("%s=%d", envKeeper, keeperFD),
 		fmt.Sprintf("%s=%d", envRestarts, restarts))
@@ -221,12 +335,38 @@ func (k *keep) listen(c *child) {
 		if err != nil {
 			return
 		}
-		if text == messageKeep && len(files) == 1 {
-			k.hold(files[0])
-		} else {
-			closeFiles(files)
-		}
+		k.learn(c, text, files)
 	}
+}
+
+// learn takes note of what the child says.
+func (k *keep) learn(c *child, text string, files []*os.File) {
+	waiters, standby := strings.CutPrefix(text, messageStandby)
+	switch {
+	case text == messageKeep && len(files) == 1:
+		k.hold(files[0])
+		return
+	case text == messagePlace && len(files) == 1:
+		k.holdPlace(files[0])
+		return
+	case text == messageNoPlace:
+		k.holdPlace(nil)
+	case standby:
+		k.mu.Lock()
+		k.waiters, _ = strconv.Atoi(waiters)
+		k.mu.Unlock()
+	case text == messageBeat:
+		c.beats.Add(1)
+	}
+	closeFiles(files)
+}
+
+// holdPlace keeps another place in place of the one so far, or none.
+func (k *keep) holdPlace(place *os.File) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	closeFile(k.place)
+	k.place = place
 }
 
 // hold keeps another socket in place of the one so far.
@@ -251,8 +391,17 @@ func (k *keep) attend(ctx context.Context, c *child) (status int, crashed bool) 
 			c.signal(s)
 		}
 	}
+	tick := time.NewTicker(max(k.Silence/silenceTicks, time.Millisecond))
+	defer tick.Stop()
+	var heard silence
 	for {
 		select {
+		case <-tick.C:
+			if !c.stopping && !c.stuck && heard.lasts(c.beats.Load()) {
+				k.Log.Error("verdict is silent and is ended", "pid", c.pid, "for", k.Silence)
+				c.stuck, late = true, time.After(abortGrace)
+				_ = unix.Kill(c.pid, unix.SIGABRT)
+			}
 		case <-k.children:
 			if ws, ended := reap(c.pid); ended {
 				k.bury(c)
@@ -268,10 +417,35 @@ func (k *keep) attend(ctx context.Context, c *child) (status int, crashed bool) 
 			told = nil
 			stop(unix.SIGTERM)
 		case <-late:
-			k.Log.Error("verdict did not end and is killed", "pid", c.pid, "after", k.Grace)
-			c.signal(unix.SIGKILL)
+			k.Log.Error("verdict did not end and is killed", "pid", c.pid)
+			if c.stopping {
+				c.signal(unix.SIGKILL)
+			} else {
+				_ = unix.Kill(c.pid, unix.SIGKILL) // which counts as a crash
+			}
 		}
 	}
+}
+
+// silenceTicks is how often a child is looked at in the time it may be silent.
+const silenceTicks = 30
+
+// abortGrace is how long a child may take to end by SIGABRT, and to say what its goroutines were doing.
+const abortGrace = 5 * time.Second
+
+// silence counts how often nothing was heard. It counts looks, not time: who was stopped together with its child, as containers
+// and machines are, has not looked.
+type silence struct {
+	beats int64
+	ticks int
+}
+
+// lasts says that a child which has told of itself does so no more.
+func (s *silence) lasts(beats int64) bool {
+	if s.ticks++; beats != s.beats {
+		s.beats, s.ticks = beats, 0
+	}
+	return beats > 0 && s.ticks >= silenceTicks
 }
 
 // signal sends a signal to the child, which is not reaped yet.

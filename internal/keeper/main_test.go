@@ -2,6 +2,7 @@ package keeper
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,10 +34,12 @@ func TestMain(m *testing.M) {
 }
 
 var roles = map[string]func() int{
-	"keeper": keeperMain,
-	"child":  childMain,
-	"seat":   seatMain,
-	"quick":  func() int { return 0 },
+	"keeper":   keeperMain,
+	"child":    childMain,
+	"seat":     seatMain,
+	"quick":    func() int { return 0 },
+	"stranger": strangerMain,
+	"weak":     seatMain,
 }
 
 // tell writes a line at once, so that those of two processes do not mix.
@@ -97,7 +100,7 @@ func keeperMain() int {
 	}
 	tell("keeper pid=%d socket=%s", os.Getpid(), identity(socket))
 	grace, _ := time.ParseDuration(os.Getenv("KEEPER_TEST_GRACE"))
-	os.Setenv(envRole, "child")
+	os.Setenv(envRole, cmp.Or(os.Getenv("KEEPER_TEST_CHILD"), "child"))
 	status, err := Keep(ctx, Options{
 		Socket: socket, Path: os.Getenv("KEEPER_TEST_PATH"), Grace: grace, Log: tellingLog(),
 	})
@@ -186,14 +189,19 @@ func look() string {
 func seatMain() int {
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
 	defer stop()
-	socket, err := openNetlink()
+	held, err := Inherited()
+	socket := held.Socket
+	if err == nil && socket == nil {
+		socket, err = openNetlink()
+	}
 	if err != nil {
 		tell("error %v", err)
 		return 99
 	}
 	tell("seat pid=%d socket=%s", os.Getpid(), identity(socket))
 	commands := commands()
-	seat := Seat{Name: os.Getenv("KEEPER_TEST_NAME"), Socket: socket, Newcomer: os.Getenv("KEEPER_TEST_NEWCOMER") != "", Log: tellingLog()}
+	seat := Seat{Name: os.Getenv("KEEPER_TEST_NAME"), Socket: socket, Held: held, Log: tellingLog()}
+	seat.Newcomer = os.Getenv("KEEPER_TEST_NEWCOMER") != "" && held.Restarts == 0
 	seat.Patience, _ = time.ParseDuration(os.Getenv("KEEPER_TEST_PATIENCE"))
 	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		tell("working socket=%s", identity(socket))
@@ -211,8 +219,11 @@ func seatMain() int {
 				}
 				return ctx.Err()
 			case c := <-commands:
-				if c == "end" {
+				switch c {
+				case "end":
 					return errors.New("as told")
+				case "die":
+					unix.Kill(os.Getpid(), unix.SIGKILL)
 				}
 			}
 		}

@@ -38,13 +38,8 @@ func rights(fds []int) []byte {
 func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
 	b, oob := make([]byte, maxText), make([]byte, unix.CmsgSpace(4*maxFiles))
 	n, oobn, flags, _, err := conn.ReadMsgUnix(b, oob)
-	if err != nil {
-		return "", nil, err
-	}
-	if n == 0 {
-		return "", nil, io.EOF
-	}
-	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	// A message of no bytes is an end, too, and may carry files nevertheless.
+	messages, parseErr := unix.ParseSocketControlMessage(oob[:max(oobn, 0)])
 	for i := range messages {
 		fds, err := unix.ParseUnixRights(&messages[i])
 		if err != nil {
@@ -54,7 +49,13 @@ func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
 			files = append(files, os.NewFile(uintptr(fd), "received"))
 		}
 	}
-	if err == nil && flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0 {
+	switch {
+	case err != nil:
+	case n == 0:
+		err = io.EOF
+	case parseErr != nil:
+		err = parseErr
+	case flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0:
 		err = fmt.Errorf("keeper: a message from the other side was cut off: %w", unix.EMSGSIZE)
 	}
 	if err != nil {
@@ -71,6 +72,9 @@ func closeFiles(files []*os.File) {
 		}
 	}
 }
+
+// filesOf gives what withDescriptors takes.
+func filesOf(files ...syscall.Conn) []syscall.Conn { return files }
 
 // withDescriptors calls do with the descriptors of files, which cannot be closed meanwhile. os.File.Fd would do more: it
 // makes the socket a blocking one, for all processes that hold it.

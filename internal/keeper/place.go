@@ -6,15 +6,23 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
-// place is the name while this process holds it. Callers are heard in goroutines of their own, and judged in that of occupy.
+// place is the name while this process holds it, or works without it. Callers are heard in goroutines of their own, and judged
+// in that of occupy.
 type place struct {
-	seat     *Seat
+	seat *Seat
+	// listener is nil while somebody else has the name; then it comes by found, or another proxy has it: moved.
 	listener *net.UnixListener
+	found    chan *net.UnixListener
+	moved    chan struct{}
 	// until ends when the place is given up; work counts what ends with it.
 	until context.Context
 	stop  context.CancelFunc
@@ -28,9 +36,11 @@ type place struct {
 	socket *os.File
 	// closed says that this is an eviction: askers wait for its end, and nobody may stand by.
 	closed bool
+	// offered says that nobody works here for now: who would stand by gets the place.
+	offered bool
 }
 
-// caller is a connection to the place, and what it wants.
+// caller is a connection to the place of somebody who has shown that he may have it, and what he wants.
 type caller struct {
 	conn    *net.UnixConn
 	peer    Peer
@@ -38,61 +48,119 @@ type caller struct {
 	socket  *os.File
 }
 
-// mostCallers bounds the connections that are open at a time. Anybody on this host may make some.
-const mostCallers = 64
+const (
+	// mostCallers bounds the connections of callers, and mostWaiters those of them that stand by.
+	mostCallers = 64
+	mostWaiters = 32
+)
 
-// patienceForRequest is how long a connection may stay without a word.
-const patienceForRequest = time.Second
+// patienceForRequest is how long a caller may stay without a word. Whoever is no caller is not waited for at all.
+const patienceForRequest = 5 * time.Second
+
+func (s *Seat) newPlace() *place {
+	p := &place{seat: s, asked: make(chan *caller), left: make(chan *caller), found: make(chan *net.UnixListener), moved: make(chan struct{})}
+	p.until, p.stop = context.WithCancel(context.Background())
+	return p
+}
 
 // take takes the place that a listener stands for.
 func (s *Seat) take(l *net.UnixListener) *place {
-	p := &place{seat: s, listener: l, asked: make(chan *caller), left: make(chan *caller)}
-	p.until, p.stop = context.WithCancel(context.Background())
-	p.work.Go(p.accept)
+	p := s.newPlace()
+	p.open(l)
 	return p
+}
+
+// open begins to listen.
+func (p *place) open(l *net.UnixListener) {
+	p.listener = l
+	p.seat.keepPlace(l)
+	p.work.Go(func() {
+		d, err := openDoor()
+		if err != nil {
+			p.seat.Log.Error("nobody can take over", "err", err)
+			<-p.until.Done()
+			return
+		}
+		defer d.close()
+		p.accept(d)
+	})
 }
 
 // close gives the place up, unless it was handed over, and ends all connections.
 func (p *place) close() {
 	p.stop()
-	p.listener.Close()
-	p.work.Wait()
-	if p.socket != nil {
-		p.socket.Close()
+	if p.listener != nil {
+		p.listener.Close()
 	}
+	p.work.Wait()
+	closeFile(p.socket)
 }
 
-// accept listens to all callers until the place is closed.
-func (p *place) accept() {
+// accept sees who comes until the place is closed. Nothing is read from somebody who has no ticket, and nothing kept of him: he
+// is told where the door is, and his connection is closed.
+func (p *place) accept(d *door) {
 	slots := make(chan struct{}, mostCallers)
+	spare := spareDescriptors(spares)
+	defer spare.release()
+	answer, ours := greeting+strconv.FormatUint(uint64(d.port), 10), "@"+p.seat.Name+"-"
+	strangers := tally{}
 	for {
-		select {
-		case slots <- struct{}{}:
-		case <-p.until.Done():
-			return
-		}
 		conn, err := p.listener.AcceptUnix()
 		if err != nil {
 			if p.until.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
-			p.seat.Log.Warn("nobody can take over for now", "err", err)
-			pause(p.until, time.Second)
-			<-slots
+			if !spare.release() {
+				pause(p.until, 100*time.Millisecond)
+			}
 			continue
 		}
-		p.work.Go(func() {
-			defer func() { <-slots }()
-			p.hear(conn)
-		})
+		spare.refill()
+		if from := remoteName(conn); strings.HasPrefix(from, ours) {
+			if t, ok := d.admit(from[1:]); ok && p.welcome(d, conn, t, slots) {
+				continue
+			}
+		}
+		_ = send(conn, answer)
+		if n := strangers.add(time.Now()); n > 0 {
+			peer, _ := peerOf(conn)
+			p.seat.Log.Warn("turned connections away that showed no right to take over", "connections", n, "last", peer, "uid", peer.UID)
+		}
+		conn.Close()
 	}
 }
 
+// remoteName gives the name that the other end is bound to.
+func remoteName(conn *net.UnixConn) string {
+	if a, ok := conn.RemoteAddr().(*net.UnixAddr); ok && a != nil {
+		return a.Name
+	}
+	return ""
+}
+
+// welcome hears the holder of a ticket, if there is a slot.
+func (p *place) welcome(d *door, conn *net.UnixConn, t ticket, slots chan struct{}) bool {
+	select {
+	case slots <- struct{}{}:
+	default:
+		return false
+	}
+	if err := d.vouch(t); err != nil {
+		<-slots
+		return false
+	}
+	p.work.Go(func() {
+		defer func() { <-slots }()
+		p.hear(conn, t)
+	})
+	return true
+}
+
 // hear reads what a caller wants, passes it on, and stays until the caller leaves or the place is closed.
-func (p *place) hear(conn *net.UnixConn) {
+func (p *place) hear(conn *net.UnixConn, t ticket) {
 	defer conn.Close()
 	defer context.AfterFunc(p.until, func() { conn.Close() })()
-	c, ok := p.request(conn)
+	c, ok := request(conn, t)
 	if !ok {
 		return
 	}
@@ -113,27 +181,23 @@ func (p *place) hear(conn *net.UnixConn) {
 	}
 }
 
-// request reads the one request of a caller, and refuses what is not to be granted. A stranger's message is read, too, since
-// to close a connection with something unread would keep the answer from it; but its descriptors are not taken.
-func (p *place) request(conn *net.UnixConn) (*caller, bool) {
+// request reads the one request of a caller, and refuses what is not to be granted.
+func request(conn *net.UnixConn, t ticket) (*caller, bool) {
 	peer, err := peerOf(conn)
 	if err != nil {
 		return nil, false
 	}
 	_ = conn.SetReadDeadline(time.Now().Add(patienceForRequest))
-	if !peer.trusted() {
-		if _, err := conn.Read(make([]byte, maxText)); err == nil {
-			p.seat.Log.Warn("refused to talk to a process that is neither root's nor of the same user", "peer", peer, "uid", peer.UID)
-			_ = send(conn, answerRefuse+"you are neither root nor the same user")
-		}
-		return nil, false
-	}
 	text, files, err := receive(conn)
 	if err != nil {
 		return nil, false // such as one that only wanted to know who is here
 	}
+	secret, text, _ := strings.Cut(text, " ")
 	c := &caller{conn: conn, peer: peer, request: text}
 	switch {
+	case secret != t.secret: // the name is no longer that of whom the ticket was given to
+		closeFiles(files)
+		return nil, false
 	case text == requestWait && len(files) == 1:
 		c.socket = files[0]
 	case len(files) > 0 || text != requestHandOver && text != requestEvict && text != requestWait:
@@ -154,6 +218,9 @@ func (p *place) occupy(ctx context.Context, proxy func(context.Context, *os.File
 		if told != nil && err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, told) {
 			p.seat.Log.Warn("the proxy ended with an error when it had to make room", "err", err)
 		}
+		if errors.Is(told, errSeated) {
+			return ErrHandedOver
+		}
 		if given := p.handOver(); given != nil {
 			return given
 		}
@@ -170,24 +237,39 @@ func (p *place) occupy(ctx context.Context, proxy func(context.Context, *os.File
 	}
 }
 
-// call calls the proxy once, and says why it was told to end, if it was.
+// call calls the proxy once, and says why it was told to end, if it was. If it does not end then, the seat has it ended.
 func (p *place) call(ctx context.Context, proxy func(context.Context, *os.File) error) (told, err error) {
+	ended := ctx.Done()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	done := make(chan error, 1)
 	go func() { done <- proxy(ctx, p.seat.Socket) }()
+	var late <-chan time.Time
+	tell := func(why error) {
+		if why != nil && told == nil {
+			told, late = why, p.seat.late()
+			cancel(why)
+		}
+	}
 	for {
 		select {
 		case err := <-done:
 			return told, err
+		case <-ended:
+			ended, late = nil, p.seat.late()
+		case <-late:
+			p.seat.Stuck("the proxy was told to end and does not")
+		case l := <-p.found:
+			p.open(l)
+			p.seat.holds(true)
+		case <-p.moved:
+			tell(errSeated)
 		case c := <-p.asked:
-			if why := p.consider(c); why != nil && told == nil {
-				told = why
-				cancel(why)
-			}
+			tell(p.consider(c))
 		case c := <-p.left:
 			is := func(other *caller) bool { return other == c }
 			p.askers, p.waiters = slices.DeleteFunc(p.askers, is), slices.DeleteFunc(p.waiters, is)
+			p.seat.standby(len(p.waiters))
 		}
 	}
 }
@@ -198,8 +280,16 @@ func (p *place) consider(c *caller) (why error) {
 	case c.request == requestWait && p.closed:
 		closeFile(c.socket)
 		_ = send(c.conn, answerEnd)
+	case c.request == requestWait && p.offered:
+		closeFile(c.socket)
+		p.askers = append(p.askers, c)
+		return ErrHandedOver
+	case c.request == requestWait && len(p.waiters) == mostWaiters:
+		closeFile(c.socket)
+		_ = send(c.conn, answerRefuse+"too many stand by")
 	case c.request == requestWait:
 		p.waiters = append(p.waiters, c)
+		p.seat.standby(len(p.waiters))
 		if p.socket == nil && p.seat.owns(c.socket) && !p.seat.owns(p.seat.Socket) {
 			p.socket = c.socket
 			return errReplaced
@@ -223,9 +313,11 @@ func (p *place) consider(c *caller) (why error) {
 // handOver gives the place to the first asker that is still there, and says for what. The others will find it at its new
 // holder.
 func (p *place) handOver() error {
-	if p.closed {
+	if p.closed || len(p.askers) == 0 {
 		return nil
 	}
+	// The keeper lets go first: there must not be two that listen.
+	p.seat.keepPlace(nil)
 	for _, c := range p.askers {
 		files := []syscall.Conn{p.listener}
 		if p.seat.Socket != nil {
@@ -243,7 +335,111 @@ func (p *place) handOver() error {
 		return ErrEvicted
 	}
 	p.askers = nil
+	p.seat.keepPlace(p.listener)
 	return nil
+}
+
+// lookEvery is how often a proxy that works without the place looks whether it can have it.
+const lookEvery = time.Second
+
+// without gives a place whose name somebody else has, who is no proxy: there is no more than that to it until the name is free.
+func (s *Seat) without() *place {
+	p := s.newPlace()
+	p.work.Go(p.seek)
+	return p
+}
+
+// seek waits until the name is free, or another proxy has it.
+func (p *place) seek() {
+	for p.until.Err() == nil {
+		l, err := net.ListenUnix("unixpacket", address(p.seat.Name))
+		if err == nil {
+			select {
+			case p.found <- l:
+				p.seat.Log.Info("the place is free at last: this proxy takes it")
+			case <-p.until.Done():
+				l.Close()
+			}
+			return
+		}
+		if m, _, err := meet(p.until, p.seat.Name, time.Now().Add(lookEvery)); err == nil {
+			m.Close()
+			select {
+			case p.moved <- struct{}{}:
+			case <-p.until.Done():
+			}
+			return
+		}
+		pause(p.until, lookEvery)
+	}
+}
+
+// tally counts what nobody wants to read of one by one.
+type tally struct {
+	count int
+	since time.Time
+	said  bool
+}
+
+const (
+	// tallyEvery is how often a tally is told at most.
+	tallyEvery = time.Minute
+	// tallyLeast is what is no news: newcomers ask at the door, too.
+	tallyLeast = 32
+)
+
+// add counts one, and gives the number to tell if it is time for that, else 0.
+func (t *tally) add(now time.Time) int {
+	if now.Sub(t.since) >= tallyEvery {
+		n := t.count
+		*t = tally{count: 1, since: now}
+		if n >= tallyLeast {
+			t.said = true
+			return n
+		}
+		return 0
+	}
+	if t.count++; t.count == tallyLeast && !t.said {
+		t.said = true
+		return t.count
+	}
+	return 0
+}
+
+// spares is how many descriptors are held back for callers.
+const spares = 8
+
+// reserve are descriptors that are held for the time when there are none left.
+type reserve struct {
+	most int
+	fds  []int
+}
+
+func spareDescriptors(most int) *reserve {
+	r := &reserve{most: most}
+	r.refill()
+	return r
+}
+
+// refill takes what is missing, as far as there is any.
+func (r *reserve) refill() {
+	for len(r.fds) < r.most {
+		fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return
+		}
+		r.fds = append(r.fds, fd)
+	}
+}
+
+// release gives all back, and says whether there were any.
+func (r *reserve) release() bool {
+	for _, fd := range r.fds {
+		unix.Close(fd)
+	}
+	any := len(r.fds) > 0
+	r.fds = r.fds[:0]
+	return any
 }
 
 func closeFile(f *os.File) {

@@ -1,0 +1,269 @@
+package keeper
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+)
+
+// A stranger is a process without the right to change nf_tables: user 0 with no capability, as a hostNetwork pod has it, or
+// another user. It begins anew without capabilities before anything else runs; user 0 would get them back from exec.
+func init() {
+	role := os.Getenv(envRole)
+	if role != "stranger" && role != "weak" || os.Getenv("KEEPER_TEST_DROPPED") != "" {
+		return
+	}
+	runtime.LockOSThread()
+	if os.Getuid() == 0 {
+		const noRoot = 1 // SECBIT_NOROOT
+		if err := unix.Prctl(unix.PR_SET_SECUREBITS, noRoot, 0, 0, 0); err != nil {
+			panic(err)
+		}
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var none [2]unix.CapUserData
+	if err := unix.Capset(&header, &none[0]); err != nil {
+		panic(err)
+	}
+	panic(unix.Exec("/proc/self/exe", os.Args, append(os.Environ(), "KEEPER_TEST_DROPPED=1")))
+}
+
+// strangerMain does to the place KEEPER_TEST_NAME what it is told.
+func strangerMain() int {
+	name := &unix.SockaddrUnix{Name: "@" + os.Getenv("KEEPER_TEST_NAME")}
+	tell("stranger uid=%d", os.Getuid())
+	for c := range commands() {
+		verb, arg, _ := strings.Cut(c, " ")
+		switch verb {
+		case "say":
+			tell("heard %s", strangerSays(name, arg))
+		case "bind":
+			tell("bound %v", strangerBinds(name))
+		case "flood":
+			var n int
+			fmt.Sscan(arg, &n)
+			tell("flooding %d", strangerFloods(name, n))
+		}
+	}
+	return 0
+}
+
+func strangerConnects(name unix.Sockaddr) (int, error) {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return -1, err
+	}
+	wait := unix.NsecToTimeval(int64(2 * time.Second))
+	_ = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &wait)
+	_ = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &wait)
+	if err := unix.Connect(fd, name); err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// strangerSays gives all that it is answered, and how many descriptors it got.
+func strangerSays(name unix.Sockaddr, text string) string {
+	fd, err := strangerConnects(name)
+	if err != nil {
+		return err.Error()
+	}
+	_ = unix.Send(fd, []byte(text), unix.MSG_NOSIGNAL)
+	descriptors, said := 0, ""
+	for {
+		b, oob := make([]byte, 1000), make([]byte, 1000)
+		n, oobn, _, _, err := unix.Recvmsg(fd, b, oob, 0)
+		messages, _ := unix.ParseSocketControlMessage(oob[:max(oobn, 0)])
+		for i := range messages {
+			fds, _ := unix.ParseUnixRights(&messages[i])
+			descriptors += len(fds)
+		}
+		if err != nil || n == 0 {
+			return fmt.Sprintf("%d descriptors, %q", descriptors, said)
+		}
+		said += string(b[:n])
+	}
+}
+
+// strangerBinds tries for a while, and never lets go.
+func strangerBinds(name unix.Sockaddr) error {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	tell("binding")
+	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); {
+		if err = unix.Bind(fd, name); err == nil {
+			return unix.Listen(fd, 100)
+		}
+	}
+	unix.Close(fd)
+	return err
+}
+
+// strangerFloods makes connections and talks on them until it is killed, with up to n open at a time.
+func strangerFloods(name unix.Sockaddr, n int) int {
+	limit := unix.Rlimit{Cur: 10000, Max: 10000}
+	_ = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit)
+	var open []int
+	for made := 0; ; made++ {
+		if made == n {
+			tell("flooding")
+		}
+		fd, err := strangerConnects(name)
+		if err != nil {
+			continue
+		}
+		if made%2 == 0 {
+			_ = unix.Send(fd, []byte("verdict/1 wait"), unix.MSG_NOSIGNAL)
+		}
+		if open = append(open, fd); len(open) > n {
+			unix.Close(open[0])
+			open = open[1:]
+		}
+	}
+}
+
+func newStranger(t *testing.T, name string, uid uint32) *process {
+	t.Helper()
+	cmd := prepare("stranger", "KEEPER_TEST_NAME="+name)
+	if uid != 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	}
+	p := begin(t, cmd, cmd.Start)
+	p.expect("stranger ")
+	return p
+}
+
+// strangers are the users that a stranger can be here.
+func strangers() []uint32 {
+	if hasUser(65534) {
+		return []uint32{0, 65534}
+	}
+	return []uint32{0}
+}
+
+// Nothing that a stranger says gives it a descriptor, ends the proxy, or keeps it waiting.
+func TestStrangerSays(t *testing.T) {
+	for _, uid := range strangers() {
+		for _, text := range []string{"verdict/1 evict", "verdict/1 hand over", "verdict/1 wait", "verdict/2 evict", "verdict/2 hand over", "evict", ""} {
+			name := randomName()
+			a, socket := proxy(t, name, newcomer)
+			a.works(socket)
+			s := newStranger(t, name, uid)
+			s.order("say " + text)
+			if got := s.expect("heard "); !strings.HasPrefix(got, "0 descriptors") {
+				t.Errorf("user %d says %q: %s", uid, text, got)
+			}
+			checkHolder(t, name, a)
+			b, _ := proxy(t, name, newcomer)
+			b.works(socket)
+			a.expect("standing by")
+			if n := len(a.told("told ")); n != 1 {
+				t.Errorf("user %d says %q: the proxy was told to end %d times", uid, text, n)
+			}
+		}
+	}
+}
+
+// told gives what a process has said so far that holds a text.
+func (p *process) told(text string) (lines []string) {
+	for len(p.lines) > 0 {
+		p.said = append(p.said, <-p.lines)
+	}
+	for _, line := range p.said {
+		if strings.Contains(line, text) {
+			lines = append(lines, line)
+		}
+	}
+	return lines
+}
+
+// Thousands of connections of strangers, open and new ones, keep no newcomer out, and are no news each.
+func TestFloodOfStrangers(t *testing.T) {
+	for _, uid := range strangers() {
+		name := randomName()
+		a, socket := proxy(t, name, newcomer)
+		a.works(socket)
+		for range 2 {
+			s := newStranger(t, name, uid)
+			s.order("flood 6000")
+			s.expect("flooding")
+		}
+		b, _ := proxy(t, name, newcomer)
+		b.works(socket)
+		if n := len(a.told("level=WARN")); n > 5 {
+			t.Errorf("user %d: %d lines", uid, n)
+		}
+		seat := Seat{Name: name}
+		labtest.Check(t, seat.Evict(t.Context(), func(_ context.Context, _ *os.File) error { return nil }))
+		b.expect("run ended: " + ErrEvicted.Error())
+	}
+}
+
+// Who takes the name in the moment a killed proxy lets it go must find that there is no such moment.
+func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
+	for _, uid := range strangers() {
+		name := randomName()
+		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+		k.expect("working ")
+		s := newStranger(t, name, uid)
+		s.order("bind")
+		s.expect("binding")
+		for range 3 {
+			labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
+			k.expect("working ")
+		}
+		if got := s.expect("bound "); got != unix.EADDRINUSE.Error() {
+			t.Errorf("user %d has the name: %s", uid, got)
+		}
+	}
+}
+
+// A message of no bytes may carry descriptors, too.
+func TestDescriptorsOfAnEmptyMessage(t *testing.T) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	labtest.Check(t, err)
+	conn, err := connOf(os.NewFile(uintptr(pair[0]), "here"))
+	labtest.Check(t, err)
+	defer conn.Close()
+	defer unix.Close(pair[1])
+	before := openDescriptors(t)
+	for range 20 {
+		labtest.Check(t, sendNothing(pair[1], unix.UnixRights(1, 2)))
+		if _, files, err := receive(conn); err == nil || len(files) > 0 {
+			t.Fatal(files, err)
+		}
+	}
+	if after := openDescriptors(t); after != before {
+		t.Errorf("%d descriptors after, %d before", after, before)
+	}
+}
+
+// sendNothing sends no byte, where unix.Sendmsg would put in one.
+func sendNothing(fd int, oob []byte) error {
+	m := unix.Msghdr{Control: &oob[0]}
+	m.SetControllen(len(oob))
+	if _, _, errno := unix.Syscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&m)), 0); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+func openDescriptors(t *testing.T) int {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	labtest.Check(t, err)
+	return len(list)
+}
