@@ -33,12 +33,13 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			holder, err := keeper.Holder(placeName)
 			switch {
+			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
+				return fmt.Errorf("%w; verdict run may be at work without it: stop it first, then give --stop", err)
 			case err == nil && !stop:
 				return fmt.Errorf("verdict run is at work here (%s): stop it first, or give --stop to have it end", holder)
-			case err != nil && !errors.Is(err, keeper.ErrNoHolder):
-				return err
 			}
-			seat := keeper.Seat{Name: placeName, Owner: kernel.OwnsTables}
+			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
+			seat := keeper.Seat{Name: placeName, Owner: kernel.OwnsTables, Log: log}
 			err = seat.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
 				return errors.Join(removeTables(socket), removeChains(ctx, cmd.ErrOrStderr()))
 			})

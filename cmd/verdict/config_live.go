@@ -44,6 +44,8 @@ type live struct {
 	// noIPVS says that the backend cannot leave anything to IPVS; noScheduler is for saying so once.
 	noIPVS      atomic.Bool
 	noScheduler sync.Once
+	// hasPlace says that another proxy can take over from this one.
+	hasPlace atomic.Bool
 }
 
 // tuning is what may change while a node works.

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"sync/atomic"
@@ -50,7 +51,13 @@ type node struct {
 	routeLocalnet func() error
 	// serving says what the node shows of itself.
 	serving serving
+	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is to end the process.
+	stuck func(what string)
 }
+
+// stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change is late, and six
+// failures of /livez.
+var stuckAfter = 2 * time.Minute
 
 // run works until ctx is done, and leaves in the kernel what is there.
 func (n *node) run(ctx context.Context) (err error) {
@@ -102,7 +109,33 @@ func (n *node) run(ctx context.Context) (err error) {
 		}
 	}
 	group.Go(func() error { return loop.Run(ctx) })
+	group.Go(func() error {
+		n.watch(ctx, &loop)
+		return nil
+	})
 	return group.Wait()
+}
+
+// watch sees to it that the loop gets on, until the context ends. Time does not count in which this process was stopped, too.
+func (n *node) watch(ctx context.Context, loop *reconcile.Loop) {
+	const looks = 20
+	tick := time.NewTicker(stuckAfter / looks)
+	defer tick.Stop()
+	var since time.Time
+	for seen := 0; n.stuck != nil; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		busy := loop.Busy()
+		if seen++; busy.IsZero() || busy != since {
+			since, seen = busy, 0
+		}
+		if seen == looks {
+			n.stuck(fmt.Sprintf("the kernel has not answered since %v", busy.Format(time.RFC3339)))
+		}
+	}
 }
 
 // retune has what changes take effect until the context ends.

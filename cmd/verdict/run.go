@@ -11,6 +11,7 @@ import (
 	"runtime/debug"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -130,7 +131,7 @@ func (o *runOptions) keep(ctx context.Context, settings *config.Settings, proble
 	}
 	if mode == keeper.Process {
 		_ = setOOMScore(sysctl.Host{}, settings.OOMScoreAdj) // the child does the same, and complains
-		status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Log: log.Logger})
+		status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Place: held.Place, Log: log.Logger})
 		if err == nil && status != exitOK {
 			err = exitStatus(status)
 		}
@@ -151,8 +152,12 @@ func (o *runOptions) keep(ctx context.Context, settings *config.Settings, proble
 		}
 	}()
 	heedMemory(os.DirFS("/"), held.Restarts, log)
+	go held.Beat(context.Background()) // for as long as this process lives
 	live := newLive(&o.flags, settings, problems, log)
-	seat := keeper.Seat{Name: placeName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: log.Logger}
+	seat := keeper.Seat{
+		Name: placeName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: log.Logger,
+		Held: held, Holds: live.hasPlace.Store, Stuck: live.abort,
+	}
 	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		if err := held.Keep(socket); err != nil {
 			log.Warn("the tables will be unprotected while this is restarted", "err", err)
@@ -184,6 +189,15 @@ func checkStart(ctx context.Context, s *config.Settings) error {
 
 // errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.
 var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
+
+// abort ends this process because it is stuck: by SIGABRT, so that it says what its goroutines are doing, and otherwise by SIGKILL. To
+// whoever watches over it, that is a crash. What the kernel holds stays in force.
+func (l *live) abort(what string) {
+	l.log.Error("stuck; ending, so that it can be started again", "why", what)
+	pid := os.Getpid()
+	_ = syscall.Kill(pid, syscall.SIGABRT)
+	time.AfterFunc(5*time.Second, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
+}
 
 // carry carries Services until the context ends.
 func carry(ctx context.Context, socket *os.File, live *live) error {
@@ -235,7 +249,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		beside.Go(func() { rules.compat.Run(ctx) })
 	}
 	beside.Go(func() { follower.run(ctx) })
-	n.unscheduled = live.unscheduled
+	n.unscheduled, n.stuck = live.unscheduled, live.abort
 	n.written = func(t reconcile.Transaction) {
 		live.written(ctx, t)
 		follower.written(t)

@@ -45,6 +45,8 @@ type serving struct {
 	maxSeries int
 	// configz gives what is shown as the configuration.
 	configz func() any
+	// place, if not nil, says whether another proxy could take over.
+	place func() bool
 	// emit, if not nil, takes what the cluster's operators should see.
 	emit func(watch.Event)
 }
@@ -55,6 +57,7 @@ func (l *live) serving(s *config.Settings) serving {
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
 		maxSeries: s.MetricsMaxSeries,
 		emit:      func(e watch.Event) { l.events.Emit(e) },
+		place:     l.hasPlace.Load,
 		configz: func() any {
 			d := &l.settings.Load().Document
 			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}
@@ -94,7 +97,7 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	o := metrics.Options{
 		Detail: n.serving.detail, MaxSeries: n.serving.maxSeries, Version: version(),
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: s.health.Healthy, NodePorts: s.ports.Ports, Conntrack: tracked,
-		Report: reporter(n.log),
+		Report: reporter(n.log), Place: n.serving.place,
 	}
 	if b := n.tables; b != nil {
 		o.Fill, o.Owns = func() []metrics.Fill { return fill(b) }, b.Owns

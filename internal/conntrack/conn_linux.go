@@ -195,7 +195,10 @@ func (s *socket) open(netns int) (err error) {
 	if s.raw, err = s.nl.SyscallConn(); err != nil {
 		return err
 	}
-	return s.nl.SetOption(netlink.CapAcknowledge, true)
+	// Connected to the kernel, it gets no message of another process.
+	var cerr error
+	err = s.raw.Control(func(fd uintptr) { cerr = unix.Connect(int(fd), &unix.SockaddrNetlink{Family: unix.AF_NETLINK}) })
+	return errors.Join(err, cerr, s.nl.SetOption(netlink.CapAcknowledge, true))
 }
 
 func (s *socket) close() error {

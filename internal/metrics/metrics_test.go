@@ -88,6 +88,7 @@ func newWorld(o Options) *world {
 		o.IPVS = w.ipvs
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
+	o.Place = func() bool { return true }
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
 		return []Fill{{Set: "services", Elements: 5, Size: 1024}, {IPv6: true, Set: AffinitySet, Size: 9}, {Set: "source-ranges"}}

@@ -68,6 +68,8 @@ type Options struct {
 	AffinityShares func() []AffinityShare
 	// Owns says whether nobody else can change the tables.
 	Owns func() bool
+	// Place says whether this proxy has the place of the one proxy, so that another can take over.
+	Place func() bool
 	// Conntrack tells how many connections the kernel tracks, and how many it can.
 	Conntrack func() (entries, most int, err error)
 	// Counters reads what the kernel counts.

@@ -65,6 +65,10 @@ func (w *own) registerFuncs(m maker, o *Options) {
 		m.gaugeFunc("verdict_owns_tables", "1 if nobody else can change our tables (Linux 6.9).", nil,
 			func() float64 { return one(o.Owns()) })
 	}
+	if o.Place != nil {
+		m.gaugeFunc("verdict_place_held", "1 if another proxy can take over; 0 while a process that is no proxy has the name for that.", nil,
+			func() float64 { return one(o.Place()) })
+	}
 	if o.NodePorts != nil {
 		for state, value := range map[string]func() int{
 			"open":    func() int { open, _ := o.NodePorts(); return open },

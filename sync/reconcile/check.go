@@ -18,7 +18,9 @@ const maxFindings = 8
 
 // check looks once for what others changed. What it finds, the next transaction repairs.
 func (l *Loop) check() {
+	l.busy.Store(time.Now().UnixNano())
 	found, again, err := l.Backend.Check()
+	l.busy.Store(0)
 	if again <= 0 {
 		again = CheckEvery
 	}

@@ -101,6 +101,9 @@ type Loop struct {
 	foreign int
 	blind   bool
 
+	// busy is when the transaction or check began that is under way, in nanoseconds of Unix; 0 if there is none.
+	busy atomic.Int64
+
 	// asides is what Quarantined and Unscheduled give; nil if there are none.
 	asides atomic.Pointer[setAsides]
 }
@@ -134,7 +137,9 @@ func (l *Loop) Run(ctx context.Context) error {
 			rest.Reset(0)
 			continue
 		}
+		l.busy.Store(start.UnixNano())
 		err := l.step(ctx, delta)
+		l.busy.Store(0)
 		took := time.Since(start)
 		rested = start.Add(took + l.restAfter(took))
 		rest.Reset(time.Until(rested))
@@ -152,6 +157,14 @@ func (l *Loop) Run(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// Busy gives since when a transaction or check has been under way; zero if there is none. It is safe for concurrent use.
+func (l *Loop) Busy() time.Time {
+	if since := l.busy.Load(); since != 0 {
+		return time.Unix(0, since)
+	}
+	return time.Time{}
 }
 
 // restAfter gives how long to rest after a step that took so long.
