@@ -1,6 +1,7 @@
 package health
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,8 @@ type NodePorts struct {
 	Report func(*ListenError)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
+	// Limits say how many sockets there may be, and connections to them; zeros mean those of DefaultLimits.
+	Limits Limits
 
 	mu sync.Mutex
 	// checks are the Services that have such a port, dirty those of them that Run is to look at, and others that are gone.
@@ -163,8 +166,10 @@ func familyOf(a netip.Addr) int {
 func (n *NodePorts) Run(ctx context.Context) error {
 	n.mu.Lock()
 	n.init()
+	n.Limits.Ports = cmp.Or(n.Limits.Ports, DefaultLimits().Ports)
 	n.mu.Unlock()
-	r := &run{NodePorts: n, open: map[*check]struct{}{}, failing: map[*check]struct{}{}}
+	room := newRoom(cmp.Or(n.Limits.PortConnections, DefaultLimits().PortConnections))
+	r := &run{NodePorts: n, room: room, open: map[*check]struct{}{}, failing: map[*check]struct{}{}}
 	defer r.close()
 	wait := retryFirst
 	retry := time.NewTimer(0)
@@ -191,13 +196,16 @@ func (n *NodePorts) Run(ctx context.Context) error {
 type run struct {
 	*NodePorts
 	open, failing map[*check]struct{}
+	// sockets counts those that are open, and room has their connections.
+	sockets int
+	room    *room
 }
 
 // sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed first.
 func (r *run) sync() {
 	want := r.take()
 	for c, at := range want {
-		c.closeBut(at)
+		r.sockets -= c.closeBut(at)
 	}
 	for c, at := range want {
 		for _, a := range at {
@@ -224,6 +232,7 @@ func (r *run) take() map[*check][]netip.AddrPort {
 	for _, l := range r.lost {
 		if l.check.servers[l.at] == l.server {
 			delete(l.check.servers, l.at)
+			r.sockets--
 		}
 	}
 	r.lost = nil
@@ -247,15 +256,21 @@ func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
 	return out
 }
 
-func (c *check) closeBut(want []netip.AddrPort) {
+// closeBut closes what is not wanted, and gives how many sockets that were.
+func (c *check) closeBut(want []netip.AddrPort) (closed int) {
 	for at, srv := range c.servers {
 		if !slices.Contains(want, at) {
 			srv.Close()
 			delete(c.servers, at)
+			closed++
 		}
 	}
 	maps.DeleteFunc(c.failed, func(at netip.AddrPort, _ string) bool { return !slices.Contains(want, at) })
+	return closed
 }
+
+// errTooMany keeps the ports of many Services from taking what the rest of the proxy needs.
+var errTooMany = errors.New("there are too many such ports for this process (RLIMIT_NOFILE)")
 
 // listen opens one port, unless it is open.
 func (r *run) listen(c *check, at netip.AddrPort) {
@@ -269,7 +284,11 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 	if listen == nil {
 		listen = net.Listen
 	}
-	l, err := listen(network, at.String())
+	var l net.Listener
+	err := errTooMany
+	if r.sockets < r.Limits.Ports {
+		l, err = listen(network, at.String())
+	}
 	if err != nil {
 		if c.failed[at] != err.Error() {
 			r.report(c, at, err)
@@ -281,8 +300,9 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 	family := familyOf(at.Addr())
 	srv := newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { r.answer(w, c, family) }))
 	c.servers[at] = srv
+	r.sockets++
 	go func() {
-		if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		if err := srv.Serve(r.room.listen(l)); !errors.Is(err, http.ErrServerClosed) {
 			r.report(c, at, err)
 			r.mu.Lock()
 			defer r.mu.Unlock()

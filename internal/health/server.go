@@ -1,6 +1,7 @@
 package health
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -25,6 +26,8 @@ type Server struct {
 	Failed func(error)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
+	// Connections is how many there may be at a time; 0 means that of DefaultLimits. More close older ones.
+	Connections int
 
 	// bound is what Bind listens with, until Run serves there.
 	bound net.Listener
@@ -36,18 +39,10 @@ const (
 	listenMost  = 5 * time.Second
 )
 
-// Limits for whoever asks, in case he is slow or wants to do harm.
-const (
-	headerPatience = 10 * time.Second
-	idlePatience   = 2 * time.Minute
-	maxHeader      = 16 << 10
-	// goodbye is how long requests have that are under way when the proxy ends.
-	goodbye = 500 * time.Millisecond
-)
-
 func newHTTPServer(h http.Handler) *http.Server {
 	return &http.Server{
-		Handler: h, ReadHeaderTimeout: headerPatience, IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader,
+		Handler: h, ReadHeaderTimeout: headerPatience, ReadTimeout: readPatience, WriteTimeout: writePatience,
+		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
 	}
 }
@@ -139,7 +134,7 @@ func (s *Server) serve(ctx context.Context, late bool) error {
 			srv.Close()
 		}
 	})
-	err = srv.Serve(l)
+	err = srv.Serve(newRoom(cmp.Or(s.Connections, DefaultLimits().Connections)).listen(l))
 	if stop() {
 		close(ended)
 		srv.Close()

@@ -1,0 +1,137 @@
+package health
+
+import (
+	"errors"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Limits bound what clients may take of the descriptors of this process (RLIMIT_NOFILE), so that what asks the health server takes
+// nothing from the metrics, from the API server's connection, or from a proxy that wants to take over.
+type Limits struct {
+	// Connections is how many connections one server has at most.
+	Connections int
+	// Ports is how many sockets of health check node ports there are at most, and PortConnections how many connections they have,
+	// all together.
+	Ports, PortConnections int
+}
+
+// mostConnections is what is enough for all that have reason to ask.
+const mostConnections = 64
+
+// DefaultLimits go by the limit of descriptors of this process: with 128, two servers may have 16 connections each, and health check
+// node ports 32 sockets and 16 connections.
+func DefaultLimits() Limits {
+	var l syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err != nil {
+		l.Cur = 1024
+	}
+	n := int(min(l.Cur, 1<<20))
+	most := max(4, min(mostConnections, n/8))
+	return Limits{Connections: most, Ports: max(4, n/4), PortConnections: most}
+}
+
+// room is what some listeners share: so many connections may be open. It is safe for concurrent use.
+type room struct {
+	most int
+
+	mu    sync.Mutex
+	open  []*guest // the oldest first
+	hosts map[string]int
+}
+
+// guest is an open connection.
+type guest struct {
+	net.Conn
+	room *room
+	host string
+	once sync.Once
+}
+
+func newRoom(most int) *room { return &room{most: most, hosts: map[string]int{}} }
+
+// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place of the oldest of
+// those of the address that has most of them: who asks and takes his answer needs moments, and whoever opens many connections
+// and says nothing loses his own.
+func (r *room) listen(l net.Listener) net.Listener { return &lobby{l, r} }
+
+type lobby struct {
+	net.Listener
+	room *room
+}
+
+func (l *lobby) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+		l.room.makeRoom() // if it is ours that are too many
+	}
+	if err != nil {
+		return nil, err
+	}
+	return l.room.enter(c), nil
+}
+
+func (r *room) enter(c net.Conn) *guest {
+	host, _, err := net.SplitHostPort(c.RemoteAddr().String())
+	if err != nil {
+		host = c.RemoteAddr().String()
+	}
+	g := &guest{Conn: c, room: r, host: host}
+	r.mu.Lock()
+	r.open = append(r.open, g)
+	r.hosts[host]++
+	full := len(r.open) > r.most
+	r.mu.Unlock()
+	if full {
+		r.makeRoom()
+	}
+	return g
+}
+
+// makeRoom closes one connection, if there is one.
+func (r *room) makeRoom() {
+	r.mu.Lock()
+	var victim *guest
+	for _, g := range r.open {
+		if victim == nil || r.hosts[g.host] > r.hosts[victim.host] {
+			victim = g
+		}
+	}
+	r.mu.Unlock()
+	if victim != nil {
+		victim.Close()
+	}
+}
+
+// Close leaves the room.
+func (g *guest) Close() error {
+	g.once.Do(func() {
+		r := g.room
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		for i, o := range r.open {
+			if o == g {
+				r.open = append(r.open[:i], r.open[i+1:]...)
+				break
+			}
+		}
+		if r.hosts[g.host]--; r.hosts[g.host] == 0 {
+			delete(r.hosts, g.host)
+		}
+	})
+	return g.Conn.Close()
+}
+
+// Timeouts for whoever asks, in case he is slow or wants to do harm.
+const (
+	headerPatience = 5 * time.Second
+	readPatience   = 10 * time.Second
+	// writePatience is longer than a profile takes, for which net/http/pprof has 30 seconds by default.
+	writePatience = time.Minute
+	idlePatience  = 2 * time.Minute
+	maxHeader     = 16 << 10
+	// goodbye is how long requests have that are under way when the proxy ends.
+	goodbye = 500 * time.Millisecond
+)
