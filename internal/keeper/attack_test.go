@@ -2,7 +2,9 @@ package keeper
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
 	"os"
 	"runtime"
 	"strings"
@@ -229,6 +231,217 @@ func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
 			t.Errorf("user %d has the name: %s", uid, got)
 		}
 	}
+}
+
+// The proxy that took over crashes: who stands by goes on, with the same socket, and the next child of its keeper stands by.
+func TestCrashGivesThePlaceToWhoStandsBy(t *testing.T) {
+	name := randomName()
+	a, socket := proxy(t, name, newcomer)
+	a.works(socket)
+	k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+	k.works(socket)
+	k.expect("another proxy stands by")
+	labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
+	k.expect("crashed")
+	a.works(socket)
+	checkHolder(t, name, a)
+	k.expect("standing by")
+	a.signal(unix.SIGKILL)
+	k.works(socket)
+}
+
+// holdsUp kills a keeper's child until there is a pause of some length before the next one.
+func holdsUp(t *testing.T, k *process) {
+	t.Helper()
+	for {
+		labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
+		if k.expect("socket is kept\" in=") == "3.2s" {
+			return
+		}
+		k.expect("working ")
+	}
+}
+
+// Between two children the keeper has the place: who wants it gets it from there, with the socket, and can end it all.
+func TestPlaceBetweenTwoChildren(t *testing.T) {
+	t.Run("newcomer", func(t *testing.T) {
+		t.Parallel()
+		name := randomName()
+		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+		socket := k.expect("working ")
+		holdsUp(t, k)
+		b, _ := proxy(t, name, newcomer)
+		b.expect(fmt.Sprintf("taking over\" holder=\"pid %d\"", k.cmd.Process.Pid))
+		b.works(socket)
+		k.expect("standing by")
+		checkHolder(t, name, b)
+	})
+	t.Run("eviction", func(t *testing.T) {
+		t.Parallel()
+		name := randomName()
+		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+		socket := k.expect("working ")
+		holdsUp(t, k)
+		seat := Seat{Name: name}
+		labtest.Check(t, seat.Evict(t.Context(), func(_ context.Context, got *os.File) error {
+			if "socket="+identity(got) != socket {
+				t.Errorf("got %s, should be %s", identity(got), socket)
+			}
+			return nil
+		}))
+		if got := k.status(); got != 0 {
+			t.Errorf("status %d", got)
+		}
+	})
+}
+
+// A proxy that is asked for the place, or told to end, and does not hear is ended: then who asked gets it.
+func TestProxyThatDoesNotHear(t *testing.T) {
+	name := randomName()
+	k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
+	socket := k.expect("working ")
+	b, _ := proxy(t, name, newcomer)
+	k.expect("stuck: the proxy was told to end and does not")
+	k.expect("crashed")
+	b.works(socket)
+	k.signal(unix.SIGTERM) // it stands by, and hears
+	if got := k.status(); got != 0 {
+		t.Errorf("status %d", got)
+	}
+
+	c := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+randomName(), newcomer, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
+	c.expect("working ")
+	c.signal(unix.SIGTERM)
+	c.expect("stuck: ")
+	if got := c.status(); got != 128+int(unix.SIGABRT) {
+		t.Errorf("status %d", got)
+	}
+}
+
+// A child that runs no more is ended and started again; one that was stopped together with its keeper is not.
+func TestSilentChildIsStartedAgain(t *testing.T) {
+	p, first := keeperWithChild(t, "KEEPER_TEST_SILENCE=300ms")
+	p.order("beat")
+	p.expect("beating")
+	for _, s := range []syscall.Signal{unix.SIGSTOP, unix.SIGCONT} {
+		p.signal(s)
+		labtest.Check(t, unix.Kill(first.pid, s))
+		if s == unix.SIGSTOP {
+			time.Sleep(time.Second)
+		}
+	}
+	time.Sleep(600 * time.Millisecond)
+	if lines := p.told("silent"); len(lines) > 0 {
+		t.Fatal(lines)
+	}
+	labtest.Check(t, unix.Kill(first.pid, unix.SIGSTOP))
+	p.expect("verdict is silent and is ended")
+	if next := p.child(); next.socket != first.socket || next.restarts != 1 {
+		t.Errorf("%+v after %+v", next, first)
+	}
+}
+
+// A proxy that has no descriptors left can be taken over from.
+func TestHolderWithoutDescriptors(t *testing.T) {
+	name := randomName()
+	a, socket := proxy(t, name, newcomer)
+	a.works(socket)
+	a.order("exhaust")
+	if got := a.expect("exhausted "); got != unix.EMFILE.Error() {
+		t.Fatal(got)
+	}
+	for range 3 {
+		checkHolder(t, name, a)
+	}
+	b, _ := proxy(t, name, newcomer)
+	b.works(socket)
+}
+
+// announce gets a ticket for a name from the holder of a place.
+func announce(t *testing.T, place, name, secret string) {
+	t.Helper()
+	port, _, err := findDoor(t.Context(), place, time.Now().Add(deadline))
+	labtest.Check(t, err)
+	n, err := openNetlinkPort()
+	labtest.Check(t, err)
+	t.Cleanup(n.close)
+	labtest.Check(t, n.send(port, wordCome+name+" "+secret))
+}
+
+// A newcomer announces itself and dies. Who connects from its name then has no secret, and one who knows a secret has no name.
+func TestTicketsOfOthers(t *testing.T) {
+	name := randomName()
+	a, socket := proxy(t, name, newcomer)
+	a.works(socket)
+	for i, c := range []struct{ from, says string }{
+		{"-1", "wrong " + requestHandOver}, {"-2", requestHandOver}, {"-3", ""}, {"-other", "secret " + requestHandOver}, {"", "secret " + requestHandOver},
+	} {
+		announce(t, name, fmt.Sprint(name, "-", i+1), "secret")
+		own := ""
+		if c.from != "" {
+			own = "@" + name + c.from
+		}
+		fd, err := newUnixSocket(own)
+		labtest.Check(t, err)
+		conn, _, err := connect(t.Context(), fd, name, time.Now().Add(deadline))
+		labtest.Check(t, err)
+		_ = send(conn, c.says)
+		for err == nil {
+			var files []*os.File
+			var text string
+			if text, files, err = receive(conn); len(files) > 0 || err == nil && !strings.HasPrefix(text, greeting) {
+				t.Errorf("%+v: %q with %d files", c, text, len(files))
+			}
+		}
+		conn.Close()
+	}
+	checkHolder(t, name, a)
+	if n := len(a.told("told ")); n > 0 {
+		t.Errorf("the proxy was told to end %d times", n)
+	}
+}
+
+// Somebody who has a name tells newcomers where the door of another proxy is, and passes on what they say. He hears nothing.
+func TestManInTheMiddle(t *testing.T) {
+	name, theirs := randomName(), randomName()
+	a, socket := proxy(t, name, newcomer)
+	a.works(socket)
+	port, _, err := findDoor(t.Context(), name, time.Now().Add(deadline))
+	labtest.Check(t, err)
+	l, err := net.ListenUnix("unixpacket", address(theirs))
+	labtest.Check(t, err)
+	defer l.Close()
+	heard := make(chan string, 100)
+	go func() {
+		for {
+			conn, err := l.AcceptUnix()
+			if err != nil {
+				return
+			}
+			_ = send(conn, fmt.Sprint(greeting, port))
+			go func() {
+				defer conn.Close()
+				if text, files, err := receive(conn); err == nil {
+					closeFiles(files)
+					heard <- text
+				}
+			}()
+		}
+	}()
+	m, _, err := meet(t.Context(), theirs, time.Now().Add(500*time.Millisecond))
+	if err == nil || !errors.Is(err, errUnproven) {
+		t.Error(m, err)
+	}
+	seat := Seat{Name: theirs, Newcomer: true, Socket: socketHere(t), Patience: 200 * time.Millisecond}
+	// That is this process, which has the rights: it could be a proxy that does not answer.
+	err = seat.Run(t.Context(), func(context.Context, *os.File) error { return nil })
+	if err == nil || !strings.Contains(err.Error(), "did not hand over") {
+		t.Error(err)
+	}
+	if len(heard) > 0 {
+		t.Errorf("he heard %q", <-heard)
+	}
+	checkHolder(t, name, a)
 }
 
 // A message of no bytes may carry descriptors, too.

@@ -17,7 +17,7 @@ import (
 
 // clearEnv has a test begin without what this process may have been started with.
 func clearEnv(t *testing.T) {
-	for _, name := range []string{envSocket, envKeeper, envRestarts, "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE"} {
+	for _, name := range []string{envSocket, envKeeper, envRestarts, envPlace, "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE"} {
 		t.Setenv(name, "")
 	}
 }

@@ -100,9 +100,10 @@ func keeperMain() int {
 	}
 	tell("keeper pid=%d socket=%s", os.Getpid(), identity(socket))
 	grace, _ := time.ParseDuration(os.Getenv("KEEPER_TEST_GRACE"))
+	silent, _ := time.ParseDuration(os.Getenv("KEEPER_TEST_SILENCE"))
 	os.Setenv(envRole, cmp.Or(os.Getenv("KEEPER_TEST_CHILD"), "child"))
 	status, err := Keep(ctx, Options{
-		Socket: socket, Path: os.Getenv("KEEPER_TEST_PATH"), Grace: grace, Log: tellingLog(),
+		Socket: socket, Path: os.Getenv("KEEPER_TEST_PATH"), Grace: grace, Silence: silent, Log: tellingLog(),
 	})
 	if err != nil {
 		tell("error %v", err)
@@ -172,6 +173,13 @@ func obey(h *Held, command string) (status int, ends bool) {
 	case "orphan":
 		out, err := exec.Command("sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!").Output() // the shell ends at once
 		tell("orphan %s %v", strings.TrimSpace(string(out)), err)
+	case "beat":
+		go func() {
+			for ; ; time.Sleep(5 * time.Millisecond) {
+				_ = h.tell(messageBeat)
+			}
+		}()
+		tell("beating")
 	case "table":
 		tell("table %v", writeTable(h.Socket))
 	}
@@ -202,8 +210,18 @@ func seatMain() int {
 	commands := commands()
 	seat := Seat{Name: os.Getenv("KEEPER_TEST_NAME"), Socket: socket, Held: held, Log: tellingLog()}
 	seat.Newcomer = os.Getenv("KEEPER_TEST_NEWCOMER") != "" && held.Restarts == 0
+	if grace, err := time.ParseDuration(os.Getenv("KEEPER_TEST_SEAT_GRACE")); err == nil {
+		seat.Grace = grace
+		seat.Stuck = func(what string) {
+			tell("stuck: %s", what)
+			unix.Kill(os.Getpid(), unix.SIGABRT)
+		}
+	}
 	seat.Patience, _ = time.ParseDuration(os.Getenv("KEEPER_TEST_PATIENCE"))
 	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
+		if err := held.Keep(socket); err != nil {
+			return err
+		}
 		tell("working socket=%s", identity(socket))
 		defer tell("resting")
 		for {
@@ -222,14 +240,27 @@ func seatMain() int {
 				switch c {
 				case "end":
 					return errors.New("as told")
-				case "die":
-					unix.Kill(os.Getpid(), unix.SIGKILL)
+				case "exhaust":
+					tell("exhausted %v", exhaust())
 				}
 			}
 		}
 	})
 	tell("run ended: %v", err)
 	return 0
+}
+
+// exhaust takes all descriptors that this process may have, and gives the error of the next one.
+func exhaust() error {
+	limit := unix.Rlimit{Cur: 64, Max: 64}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return err
+	}
+	for {
+		if _, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0); err != nil {
+			return err
+		}
+	}
 }
 
 func commands() <-chan string {

@@ -290,6 +290,7 @@ func (p *place) consider(c *caller) (why error) {
 	case c.request == requestWait:
 		p.waiters = append(p.waiters, c)
 		p.seat.standby(len(p.waiters))
+		p.seat.Log.Info("another proxy stands by", "peer", c.peer)
 		if p.socket == nil && p.seat.owns(c.socket) && !p.seat.owns(p.seat.Socket) {
 			p.socket = c.socket
 			return errReplaced
