@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"runtime"
 	"strings"
 	"syscall"
@@ -19,7 +20,7 @@ import (
 )
 
 // A stranger is a process without the right to change nf_tables: user 0 with no capability, as a hostNetwork pod has it, or
-// another user. It begins anew without capabilities before anything else runs; user 0 would get them back from exec.
+// another user, or one with all capabilities in a user namespace of its own. It begins anew without capabilities before anything else runs; user 0 would get them back from exec.
 func init() {
 	role := os.Getenv(envRole)
 	if role != "stranger" && role != "weak" || os.Getenv("KEEPER_TEST_DROPPED") != "" {
@@ -140,20 +141,34 @@ func strangerFloods(name unix.Sockaddr, n int) int {
 func newStranger(t *testing.T, name string, uid uint32) *process {
 	t.Helper()
 	cmd := prepare("stranger", "KEEPER_TEST_NAME="+name)
-	if uid != 0 {
-		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
-	}
+	disguise(cmd, uid)
 	p := begin(t, cmd, cmd.Start)
 	p.expect("stranger ")
 	return p
 }
 
+// ownNamespace stands for user 0 of a user namespace of its own.
+const ownNamespace = 1 << 31
+
 // strangers are the users that a stranger can be here.
 func strangers() []uint32 {
 	if hasUser(65534) {
-		return []uint32{0, 65534}
+		return []uint32{0, ownNamespace, 65534}
 	}
-	return []uint32{0}
+	return []uint32{0, ownNamespace}
+}
+
+// disguise has a stranger be a user.
+func disguise(cmd *exec.Cmd, uid uint32) {
+	switch uid {
+	case 0:
+	case ownNamespace:
+		self := []syscall.SysProcIDMap{{Size: 1}}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: self, GidMappings: self}
+		cmd.Env = append(cmd.Env, "KEEPER_TEST_DROPPED=1")
+	default:
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	}
 }
 
 // Nothing that a stranger says gives it a descriptor, ends the proxy, or keeps it waiting.

@@ -141,9 +141,9 @@ func (s *Seat) Evict(ctx context.Context, f func(ctx context.Context, socket *os
 }
 
 // Holder says who holds a place; ErrNoHolder if nobody does. The holder notices nothing of it. It is an error that whoever has
-// the name does not show within a second that it may change nf_tables.
+// the name does not show within some seconds that it may change nf_tables.
 func Holder(name string) (Peer, error) {
-	deadline := time.Now().Add(time.Second)
+	deadline := time.Now().Add(5 * time.Second)
 	for {
 		m, peer, err := meet(context.Background(), name, deadline)
 		switch {
@@ -349,8 +349,7 @@ func (s *Seat) takeOver(files []*os.File) (*place, error) {
 	return s.take(l), nil
 }
 
-// listenerOf makes a listener of a file, which is closed, and of this process the one that listens: who connects is told of the
-// process that called listen last.
+// listenerOf makes a listener of a file, which is closed.
 func listenerOf(f *os.File) (*net.UnixListener, error) {
 	defer f.Close()
 	l, err := net.FileListener(f)
@@ -361,15 +360,8 @@ func listenerOf(f *os.File) (*net.UnixListener, error) {
 	if !ok {
 		return nil, errors.Join(errors.New("it is no unix socket"), l.Close())
 	}
-	err = withDescriptors(filesOf(u), nil, func(fds []int) error { return unix.Listen(fds[0], backlog) })
-	if err != nil {
-		return nil, errors.Join(err, u.Close())
-	}
 	return u, nil
 }
-
-// backlog is how many may wait to be accepted; the kernel makes less of it (net.core.somaxconn).
-const backlog = 1 << 15
 
 // Peer is a process at the other end of a connection.
 type Peer struct {
@@ -456,6 +448,9 @@ func peerOf(conn *net.UnixConn) (peer Peer, err error) {
 }
 
 func pause(ctx context.Context, d time.Duration) {
+	if d <= 0 {
+		return
+	}
 	select {
 	case <-ctx.Done():
 	case <-time.After(d):

@@ -1,6 +1,7 @@
 package keeper
 
 import (
+	"context"
 	"net"
 	"os"
 	"path/filepath"
@@ -125,6 +126,23 @@ func TestSocketOfSystemd(t *testing.T) {
 			t.Errorf("descriptors and number of variables: %s, without systemd %s", got, want)
 		}
 	}
+	t.Run("with the place", func(t *testing.T) {
+		name := randomName()
+		l, err := net.ListenUnix("unixpacket", address(name))
+		labtest.Check(t, err)
+		place, err := l.File()
+		labtest.Check(t, err)
+		labtest.Check(t, l.Close())
+		cmd := prepare("seat", "LISTEN_FDS=2", "LISTEN_FDNAMES=verdict-place:verdict", "KEEPER_TEST_NAME="+name, newcomer)
+		cmd.Path, cmd.Args = "/bin/sh", []string{"sh", "-c", `LISTEN_PID=$$ exec "$0"`, executable(t)}
+		cmd.ExtraFiles = []*os.File{place, files[0]}
+		p := begin(t, cmd, cmd.Start)
+		p.works("socket=" + identity(files[0]))
+		checkHolder(t, name, p)
+		labtest.Check(t, place.Close())
+		next, _ := proxy(t, name, newcomer)
+		next.works("socket=" + identity(files[0]))
+	})
 	t.Run("meant for another process", func(t *testing.T) {
 		cmd := prepare("child", "LISTEN_PID=1", "LISTEN_FDS=1", "LISTEN_FDNAMES=verdict")
 		if got := begin(t, cmd, cmd.Start).child(); got.socket != "none" {
@@ -184,6 +202,33 @@ func TestStoreOfSystemd(t *testing.T) {
 			labtest.Check(t, h.Keep(other))
 			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict", "nothing")
 			hears(t, systemd, "FDSTORE=1\nFDNAME=verdict\nFDPOLL=0", identity(other))
+
+			// So is the place, until it is another's, if there is room for it.
+			l, err := net.ListenUnix("unixpacket", address(randomName()))
+			labtest.Check(t, err)
+			defer l.Close()
+			file, err := l.File()
+			labtest.Check(t, err)
+			defer file.Close()
+			t.Setenv("FDSTORE", "2")
+			labtest.Check(t, h.keepPlace(l))
+			labtest.Check(t, h.keepPlace(nil))
+			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict-place", "nothing")
+			hears(t, systemd, "FDSTORE=1\nFDNAME=verdict-place\nFDPOLL=0", identity(file))
+			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict-place", "nothing")
+			t.Setenv("FDSTORE", "1")
+			if err := h.keepPlace(l); err == nil {
+				t.Error("there is no room for it")
+			}
+
+			// A watchdog hears that it runs.
+			t.Setenv("WATCHDOG_USEC", "30000")
+			ctx, stop := context.WithCancel(t.Context())
+			defer stop()
+			go h.Beat(ctx)
+			for range 3 {
+				hears(t, systemd, "WATCHDOG=1", "nothing")
+			}
 		})
 	}
 	clearEnv(t)

@@ -73,18 +73,29 @@ func (s *Seat) take(l *net.UnixListener) *place {
 // open begins to listen.
 func (p *place) open(l *net.UnixListener) {
 	p.listener = l
+	// Who connects is told of the process that called listen last. A short queue is a short time to wait for.
+	_ = withDescriptors(filesOf(l), nil, func(fds []int) error { return unix.Listen(fds[0], unix.SOMAXCONN) })
 	p.seat.keepPlace(l)
+	d, err := openDoor()
+	spare := spareDescriptors(spares)
 	p.work.Go(func() {
-		d, err := openDoor()
+		defer spare.release()
 		if err != nil {
-			p.seat.Log.Error("nobody can take over", "err", err)
-			<-p.until.Done()
-			return
+			p.seat.Log.Error("nobody can take over for now; it will be tried again", "err", err)
 		}
-		defer d.close()
-		p.accept(d)
+		for err != nil && p.until.Err() == nil {
+			pause(p.until, doorAgain)
+			d, err = openDoor()
+		}
+		if err == nil {
+			defer d.close()
+			p.accept(d, spare)
+		}
 	})
 }
+
+// doorAgain is how long to wait when there is no netlink socket to be had.
+const doorAgain = time.Second
 
 // close gives the place up, unless it was handed over, and ends all connections.
 func (p *place) close() {
@@ -98,12 +109,10 @@ func (p *place) close() {
 
 // accept sees who comes until the place is closed. Nothing is read from somebody who has no ticket, and nothing kept of him: he
 // is told where the door is, and his connection is closed.
-func (p *place) accept(d *door) {
+func (p *place) accept(d *door, spare *reserve) {
 	slots := make(chan struct{}, mostCallers)
-	spare := spareDescriptors(spares)
-	defer spare.release()
 	answer, ours := greeting+strconv.FormatUint(uint64(d.port), 10), "@"+p.seat.Name+"-"
-	strangers := tally{}
+	strangers, turned := tally{}, pace{}
 	for {
 		conn, err := p.listener.AcceptUnix()
 		if err != nil {
@@ -127,6 +136,7 @@ func (p *place) accept(d *door) {
 			p.seat.Log.Warn("turned connections away that showed no right to take over", "connections", n, "last", peer, "uid", peer.UID)
 		}
 		conn.Close()
+		pause(p.until, turned.rest(time.Now()))
 	}
 }
 
@@ -405,6 +415,28 @@ func (t *tally) add(now time.Time) int {
 		return t.count
 	}
 	return 0
+}
+
+// pace bounds what it costs to turn many away: so many in paceEvery, which is about a tenth of a processor.
+type pace struct {
+	since time.Time
+	count int
+}
+
+const (
+	paceMost  = 100
+	paceEvery = 10 * time.Millisecond
+)
+
+// rest counts one, and gives how long to rest after it.
+func (p *pace) rest(now time.Time) time.Duration {
+	if now.Sub(p.since) >= paceEvery {
+		*p = pace{since: now}
+	}
+	if p.count++; p.count < paceMost {
+		return 0
+	}
+	return paceEvery - now.Sub(p.since)
 }
 
 // spares is how many descriptors are held back for callers.
