@@ -57,7 +57,7 @@ What writes the rules is nftables where the kernel can, else iptables (--backend
 the other one go once the new ones carry every Service.
 
 On Linux 6.9 and later the tables belong to one netlink socket, and nobody else can change them as long as it is open. It is
-kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=1 and Type=notify, else by a small
+kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=2 and Type=notify, else by a small
 parent process, which also starts run again if it crashes (--keeper). A second run in the same network namespace takes
 over from the first, which then stands by.
 
@@ -195,8 +195,8 @@ var errOrphaned = errors.New("the keeper is gone; ending, so that another one ca
 func (l *live) abort(what string) {
 	l.log.Error("stuck; ending, so that it can be started again", "why", what)
 	pid := os.Getpid()
-	_ = syscall.Kill(pid, syscall.SIGABRT)
 	time.AfterFunc(5*time.Second, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
+	_ = syscall.Kill(pid, syscall.SIGABRT)
 }
 
 // carry carries Services until the context ends.

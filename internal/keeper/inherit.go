@@ -205,7 +205,7 @@ func (h *Held) Choose(m Mode) (Mode, error) {
 	h.store = m == Systemd
 	if h.store && notifySocket() == "" {
 		return "", errors.New("keeper: systemd offers no store: there is no $NOTIFY_SOCKET; " +
-			"the unit needs Type=notify, or NotifyAccess=main, and FileDescriptorStoreMax=1")
+			"the unit needs Type=notify, or NotifyAccess=main, and FileDescriptorStoreMax=2")
 	}
 	return m, nil
 }

@@ -156,6 +156,9 @@ func findDoor(ctx context.Context, name string, deadline time.Time) (port uint32
 		return 0, peer, err
 	}
 	defer conn.Close()
+	if peer.lacksRights() {
+		return 0, peer, errUnproven
+	}
 	defer context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })()
 	_ = conn.SetReadDeadline(deadline)
 	if ctx.Err() != nil {
