@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -39,7 +40,8 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 				return fmt.Errorf("verdict run is at work here (%s): stop it first, or give --stop to have it end", holder)
 			}
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
-			seat := keeper.Seat{Name: placeName, Owner: kernel.OwnsTables, Log: log}
+			// So long that a proxy which does not hear has been ended meanwhile.
+			seat := keeper.Seat{Name: placeName, Owner: kernel.OwnsTables, Log: log, Patience: 30 * time.Second}
 			err = seat.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
 				return errors.Join(removeTables(socket), removeChains(ctx, cmd.ErrOrStderr()))
 			})

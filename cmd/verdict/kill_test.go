@@ -39,7 +39,9 @@ type victim struct {
 	env     []string
 	group   *labtest.Memory // if not nil, it runs in it
 	keeper  *lab.Cmd
-	log     *os.File
+	// descriptors, if not 0, is how many the proxy may have.
+	descriptors int
+	log         *os.File
 
 	// dials, pings and edits count what was done; failures say what clients did not get.
 	dials, pings, edits atomic.Int64
@@ -201,6 +203,11 @@ func (v *victim) startWith(flags ...string) {
 		self, err := os.Executable()
 		labtest.Check(v.t, err)
 		line = v.group.Command(self, flags...)
+	}
+	if v.descriptors > 0 {
+		self, err := os.Executable()
+		labtest.Check(v.t, err)
+		line = append([]string{"sh", "-c", fmt.Sprintf(`ulimit -n %d; exec "$0" "$@"`, v.descriptors), self}, flags...)
 	}
 	v.keeper = v.cluster.Node.Command(line[0], line[1:]...)
 	v.keeper.Env = append(append(os.Environ(), beVerdict+"=1"), v.env...)

@@ -208,6 +208,8 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		return err
 	}
 	live.policyName(name)
+	starting := time.AfterFunc(stuckAfter, func() { live.abort("the kernel does not answer at the start") })
+	defer starting.Stop()
 	rules, err := openRules(ctx, live, s, socket)
 	if err != nil {
 		return err
@@ -254,6 +256,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		live.written(ctx, t)
 		follower.written(t)
 	}
+	starting.Stop()
 	live.events.Emit(watch.Event{Reason: "Starting", Action: "StartKubeProxy"})
 	return n.run(ctx)
 }

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -159,9 +160,36 @@ func TestPlaceIsTaken(t *testing.T) {
 	s.start()
 	s.wait("standing by", 1)
 	s.wait("nothing was written", 1)
-	for _, p := range []interface{ Signal(os.Signal) error }{first.Process, s.keeper.Process} {
-		labtest.Check(t, p.Signal(syscall.SIGTERM))
+	for _, p := range []*lab.Cmd{first, s.keeper} {
+		labtest.Check(t, p.Process.Signal(syscall.SIGTERM))
+		labtest.Check(t, p.Wait())
 	}
-	labtest.Check(t, first.Wait())
-	labtest.Check(t, s.keeper.Wait())
+}
+
+// TestFewDescriptors has a proxy that may have 128 descriptors, and 400 slow connections to each of its ports. It goes on to tell of its
+// health and its metrics, follows the files, and another proxy can take over.
+func TestFewDescriptors(t *testing.T) {
+	s := &shown{victim: newVictim(t)}
+	s.descriptors = 128
+	s.start()
+	s.wait("the kernel carries the Services", 1)
+	for _, addr := range []string{"127.0.0.1:10256", "127.0.0.1:10249"} {
+		for range 400 {
+			var c net.Conn
+			labtest.Check(t, s.cluster.Node.Do(func() (err error) { c, err = net.Dial("tcp", addr); return err }))
+			defer c.Close()
+			_, _ = c.Write([]byte("GET /livez HTTP/1.1\r\nHost: node\r\n"))
+		}
+	}
+	s.await("health", s.cluster.Node, "http://127.0.0.1:10256/livez", 200, "healthy")
+	if n := s.metric("process_open_fds"); n < 1 || n > 100 {
+		t.Errorf("%v descriptors are open", n)
+	}
+	first := s.keeper
+	s.start()
+	s.wait("nothing was written", 1)
+	for _, p := range []*lab.Cmd{first, s.keeper} {
+		labtest.Check(t, p.Process.Signal(syscall.SIGTERM))
+		labtest.Check(t, p.Wait())
+	}
 }
