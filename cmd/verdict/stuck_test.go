@@ -71,6 +71,7 @@ func TestLoopThatIsStuck(t *testing.T) {
 					queue.Put(snapshot.Delta{Node: &snapshot.Node{Name: addr}})
 					time.Sleep(stuckAfter / 10)
 				}
+				synctest.Wait()
 				if (len(why) == 1) != c.stuck || c.stuck && (at < stuckAfter || at > stuckAfter+stuckAfter/5) {
 					t.Errorf("after %v: %q", at, why)
 				}

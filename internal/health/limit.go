@@ -3,7 +3,9 @@ package health
 import (
 	"errors"
 	"net"
+	"net/http"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -18,8 +20,11 @@ type Limits struct {
 	Ports, PortConnections int
 }
 
-// mostConnections is what is enough for all that have reason to ask.
-const mostConnections = 64
+// These are enough for all that have reason to ask. Load balancers may keep connections to each of their Services' ports.
+const (
+	mostConnections     = 128
+	mostPortConnections = 1024
+)
 
 // DefaultLimits go by the limit of descriptors of this process: with 128, two servers may have 16 connections each, and health check
 // node ports 32 sockets and 16 connections.
@@ -29,8 +34,8 @@ func DefaultLimits() Limits {
 		l.Cur = 1024
 	}
 	n := int(min(l.Cur, 1<<20))
-	most := max(4, min(mostConnections, n/8))
-	return Limits{Connections: most, Ports: max(4, n/4), PortConnections: most}
+	part := max(4, n/8)
+	return Limits{Connections: min(part, mostConnections), Ports: 2 * part, PortConnections: min(part, mostPortConnections)}
 }
 
 // room is what some listeners share: so many connections may be open. It is safe for concurrent use.
@@ -48,13 +53,22 @@ type guest struct {
 	room *room
 	host string
 	once sync.Once
+	// idle says that it had its answer, and is kept for the next request.
+	idle atomic.Bool
+}
+
+// note takes note of what a server says of a connection.
+func note(c net.Conn, state http.ConnState) {
+	if g, ok := c.(*guest); ok {
+		g.idle.Store(state == http.StateIdle)
+	}
 }
 
 func newRoom(most int) *room { return &room{most: most, hosts: map[string]int{}} }
 
-// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place of the oldest of
-// those of the address that has most of them: who asks and takes his answer needs moments, and whoever opens many connections
-// and says nothing loses his own.
+// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place of one of the
+// address that has most of them: the oldest that had its answer, else the oldest. Who asks and takes his answer needs moments, and
+// whoever opens many connections and says nothing, or little, loses his own.
 func (r *room) listen(l net.Listener) net.Listener { return &lobby{l, r} }
 
 type lobby struct {
@@ -95,7 +109,10 @@ func (r *room) makeRoom() {
 	r.mu.Lock()
 	var victim *guest
 	for _, g := range r.open {
-		if victim == nil || r.hosts[g.host] > r.hosts[victim.host] {
+		switch {
+		case victim == nil, r.hosts[g.host] > r.hosts[victim.host]:
+			victim = g
+		case g.host == victim.host && g.idle.Load() && !victim.idle.Load():
 			victim = g
 		}
 	}

@@ -133,6 +133,13 @@ func TestRoom(t *testing.T) {
 	if n := closed.Load(); n != 100 || len(r.open) != 3 || r.open[0] != patient {
 		t.Errorf("%d are closed, %d are open", n, len(r.open))
 	}
+	// Who has his answer goes before who has not.
+	waits, answered := r.open[1], r.open[2]
+	note(answered, http.StateIdle)
+	enter("10.0.0.2:200")
+	if r.open[1] != waits || r.open[2] == answered {
+		t.Error("a request is cut off")
+	}
 	first.Close() // again
 	patient.Close()
 	for _, g := range append([]*guest{}, r.open...) {

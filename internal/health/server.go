@@ -42,7 +42,7 @@ const (
 func newHTTPServer(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler: h, ReadHeaderTimeout: headerPatience, ReadTimeout: readPatience, WriteTimeout: writePatience,
-		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader,
+		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader, ConnState: note,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
 	}
 }
