@@ -51,12 +51,13 @@ type node struct {
 	routeLocalnet func() error
 	// serving says what the node shows of itself.
 	serving serving
-	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is to end the process.
+	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is
+	// to end the process.
 	stuck func(what string)
 }
 
-// stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change is late, and six
-// failures of /livez.
+// stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change
+// is late, and six failures of /livez.
 var stuckAfter = 2 * time.Minute
 
 // run works until ctx is done, and leaves in the kernel what is there.
@@ -116,7 +117,8 @@ func (n *node) run(ctx context.Context) (err error) {
 	return group.Wait()
 }
 
-// watch sees to it that the loop gets on, until the context ends. Time does not count in which this process was stopped, too.
+// watch sees to it that the loop gets on, until the context ends. Time does not count in which this process was
+// stopped, too.
 func (n *node) watch(ctx context.Context, loop *reconcile.Loop) {
 	const looks = 20
 	tick := time.NewTicker(stuckAfter / looks)

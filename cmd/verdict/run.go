@@ -190,8 +190,8 @@ func checkStart(ctx context.Context, s *config.Settings) error {
 // errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.
 var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
 
-// abort ends this process because it is stuck: by SIGABRT, so that it says what its goroutines are doing, and otherwise by SIGKILL. To
-// whoever watches over it, that is a crash. What the kernel holds stays in force.
+// abort ends this process because it is stuck: by SIGABRT, so that it says what its goroutines are doing, and
+// otherwise by SIGKILL. To whoever watches over it, that is a crash. What the kernel holds stays in force.
 func (l *live) abort(what string) {
 	l.log.Error("stuck; ending, so that it can be started again", "why", what)
 	pid := os.Getpid()

@@ -41,7 +41,8 @@ func (b *slowBackend) Check() ([]string, time.Duration, error) {
 
 func (b *slowBackend) Remove() error { return nil }
 
-// TestLoopThatIsStuck: one transaction that does not end, and one look at the kernel, end the process; many slow ones do not.
+// TestLoopThatIsStuck: one transaction that does not end, and one look at the kernel, end the process; many slow ones
+// do not.
 func TestLoopThatIsStuck(t *testing.T) {
 	for _, c := range []struct {
 		what         string
@@ -58,7 +59,8 @@ func TestLoopThatIsStuck(t *testing.T) {
 				b.apply.Store(int64(c.apply))
 				b.check.Store(int64(c.check))
 				queue := snapshot.NewQueue(1)
-				loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(dataplane.Config{}), Backend: &b, Log: slog.New(slog.DiscardHandler)}
+				loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(dataplane.Config{}), Backend: &b,
+					Log: slog.New(slog.DiscardHandler)}
 				var why []string
 				began, at := time.Now(), time.Duration(0)
 				n := node{stuck: func(what string) { why, at = append(why, what), time.Since(began) }}
@@ -128,8 +130,8 @@ func init() {
 	os.Exit(0)
 }
 
-// TestPlaceIsTaken: somebody without rights has the name of the place before the proxy comes. Services are carried, the metrics say what
-// is wrong, and when he is gone, another proxy can take over.
+// TestPlaceIsTaken: somebody without rights has the name of the place before the proxy comes. Services are carried,
+// the metrics say what is wrong, and when he is gone, another proxy can take over.
 func TestPlaceIsTaken(t *testing.T) {
 	s := &shown{victim: newVictim(t)}
 	cmd := s.cluster.Node.Command("/proc/self/exe")
@@ -147,7 +149,8 @@ func TestPlaceIsTaken(t *testing.T) {
 	s.wait("the kernel carries the Services", 1)
 	held := func(want float64) {
 		t.Helper()
-		for deadline := time.Now().Add(20 * time.Second); s.metric("verdict_place_held") != want; time.Sleep(10 * time.Millisecond) {
+		deadline := time.Now().Add(20 * time.Second)
+		for ; s.metric("verdict_place_held") != want; time.Sleep(10 * time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Fatalf("verdict_place_held is not %v:\n%s", want, s.said())
 			}
@@ -167,8 +170,8 @@ func TestPlaceIsTaken(t *testing.T) {
 	}
 }
 
-// TestFewDescriptors has a proxy that may have 128 descriptors, and 400 slow connections to each of its ports. It goes on to tell of its
-// health and its metrics, follows the files, and another proxy can take over.
+// TestFewDescriptors has a proxy that may have 128 descriptors, and 400 slow connections to each of its ports. It
+// goes on to tell of its health and its metrics, follows the files, and another proxy can take over.
 func TestFewDescriptors(t *testing.T) {
 	s := &shown{victim: newVictim(t)}
 	s.descriptors = 128

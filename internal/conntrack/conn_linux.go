@@ -197,7 +197,8 @@ func (s *socket) open(netns int) (err error) {
 	}
 	// Connected to the kernel, it gets no message of another process.
 	var cerr error
-	err = s.raw.Control(func(fd uintptr) { cerr = unix.Connect(int(fd), &unix.SockaddrNetlink{Family: unix.AF_NETLINK}) })
+	kernel := &unix.SockaddrNetlink{Family: unix.AF_NETLINK}
+	err = s.raw.Control(func(fd uintptr) { cerr = unix.Connect(int(fd), kernel) })
 	return errors.Join(err, cerr, s.nl.SetOption(netlink.CapAcknowledge, true))
 }
 

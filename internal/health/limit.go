@@ -10,24 +10,25 @@ import (
 	"time"
 )
 
-// Limits bound what clients may take of the descriptors of this process (RLIMIT_NOFILE), so that what asks the health server takes
-// nothing from the metrics, from the API server's connection, or from a proxy that wants to take over.
+// Limits bound what clients may take of the descriptors of this process (RLIMIT_NOFILE), so that what asks the health
+// server takes nothing from the metrics, from the API server's connection, or from a proxy that wants to take over.
 type Limits struct {
 	// Connections is how many connections one server has at most.
 	Connections int
-	// Ports is how many sockets of health check node ports there are at most, and PortConnections how many connections they have,
-	// all together.
+	// Ports is how many sockets of health check node ports there are at most, and PortConnections how many
+	// connections they have, all together.
 	Ports, PortConnections int
 }
 
-// These are enough for all that have reason to ask. Load balancers may keep connections to each of their Services' ports.
+// These are enough for all that have reason to ask. Load balancers may keep connections to each of their Services'
+// ports.
 const (
 	mostConnections     = 128
 	mostPortConnections = 1024
 )
 
-// DefaultLimits go by the limit of descriptors of this process: with 128, two servers may have 16 connections each, and health check
-// node ports 32 sockets and 16 connections.
+// DefaultLimits go by the limit of descriptors of this process: with 128, two servers may have 16 connections each,
+// and health check node ports 32 sockets and 16 connections.
 func DefaultLimits() Limits {
 	var l syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err != nil {
@@ -35,7 +36,9 @@ func DefaultLimits() Limits {
 	}
 	n := int(min(l.Cur, 1<<20))
 	part := max(4, n/8)
-	return Limits{Connections: min(part, mostConnections), Ports: 2 * part, PortConnections: min(part, mostPortConnections)}
+	return Limits{
+		Connections: min(part, mostConnections), Ports: 2 * part, PortConnections: min(part, mostPortConnections),
+	}
 }
 
 // room is what some listeners share: so many connections may be open. It is safe for concurrent use.
@@ -66,9 +69,9 @@ func note(c net.Conn, state http.ConnState) {
 
 func newRoom(most int) *room { return &room{most: most, hosts: map[string]int{}} }
 
-// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place of one of the
-// address that has most of them: the oldest that had its answer, else the oldest. Who asks and takes his answer needs moments, and
-// whoever opens many connections and says nothing, or little, loses his own.
+// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place
+// of one of the address that has most of them: the oldest that had its answer, else the oldest. Who asks and takes
+// his answer needs moments, and whoever opens many connections and says nothing, or little, loses his own.
 func (r *room) listen(l net.Listener) net.Listener { return &lobby{l, r} }
 
 type lobby struct {

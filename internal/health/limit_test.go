@@ -25,8 +25,8 @@ import (
 // envLimited has this test program run as a process with few descriptors.
 const envLimited = "HEALTH_TEST_LIMITED"
 
-// TestFewDescriptors is about a process that may have 128 descriptors, and 400 slow connections to each of its servers: each of them
-// answers whoever asks properly, and there are descriptors left for the rest.
+// TestFewDescriptors is about a process that may have 128 descriptors, and 400 slow connections to each of its
+// servers: each of them answers whoever asks properly, and there are descriptors left for the rest.
 func TestFewDescriptors(t *testing.T) {
 	if os.Getenv(envLimited) != "" {
 		serveFew(t)
@@ -64,7 +64,7 @@ func TestFewDescriptors(t *testing.T) {
 			}
 			body, _ := io.ReadAll(resp.Body)
 			resp.Body.Close()
-			if left, err := fmt.Sscanf(string(body), "left %d", new(int)); left != 1 || strings.HasPrefix(string(body), "left 0") {
+			if n, err := fmt.Sscanf(string(body), "left %d", new(int)); n != 1 || string(body) == "left 0" {
 				t.Errorf("%s: %q, %v", addr, body, err)
 			}
 		}
@@ -171,7 +171,7 @@ func tooManyNodePorts(t *testing.T) {
 	var failed []error
 	sockets := &fakeSockets{open: map[string]*fakeListener{}, taken: map[string]bool{}}
 	n := &NodePorts{Healthy: func() bool { return true }, Listen: sockets.listen,
-		Config: dataplane.Config{NodeName: "node", NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}},
+		Config: dataplane.Config{NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}},
 		Limits: Limits{Ports: 2, PortConnections: 4}, Report: func(e *ListenError) { failed = append(failed, e) }}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error)

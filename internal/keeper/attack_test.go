@@ -19,8 +19,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// A stranger is a process without the right to change nf_tables: user 0 with no capability, as a hostNetwork pod has it, or
-// another user, or one with all capabilities in a user namespace of its own. It begins anew without capabilities before anything else runs; user 0 would get them back from exec.
+// A stranger is a process without the right to change nf_tables: user 0 with no capability, as a hostNetwork pod has
+// it, or another user, or one with all capabilities in a user namespace of its own. It begins anew without
+// capabilities before anything else runs; user 0 would get them back from exec.
 func init() {
 	role := os.Getenv(envRole)
 	if role != "stranger" && role != "weak" || os.Getenv("KEEPER_TEST_DROPPED") != "" {
@@ -174,7 +175,10 @@ func disguise(cmd *exec.Cmd, uid uint32) {
 // Nothing that a stranger says gives it a descriptor, ends the proxy, or keeps it waiting.
 func TestStrangerSays(t *testing.T) {
 	for _, uid := range strangers() {
-		for _, text := range []string{"verdict/1 evict", "verdict/1 hand over", "verdict/1 wait", "verdict/2 evict", "verdict/2 hand over", "evict", ""} {
+		for _, text := range []string{
+			"verdict/1 evict", "verdict/1 hand over", "verdict/1 wait",
+			"verdict/2 evict", "verdict/2 hand over", "evict", "",
+		} {
 			name := randomName()
 			a, socket := proxy(t, name, newcomer)
 			a.works(socket)
@@ -215,7 +219,7 @@ func TestFloodOfStrangers(t *testing.T) {
 		a.works(socket)
 		for range 2 {
 			s := newStranger(t, name, uid)
-			s.order("flood 6000")
+			s.order("flood 3000")
 			s.expect("flooding")
 		}
 		b, _ := proxy(t, name, newcomer)
@@ -229,31 +233,41 @@ func TestFloodOfStrangers(t *testing.T) {
 	}
 }
 
+// kept starts a keeper whose child wants the place.
+func kept(t *testing.T, name string, env ...string) *process {
+	t.Helper()
+	return launch(t, "keeper", append(env, "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)...)
+}
+
 // Who takes the name in the moment a killed proxy lets it go must find that there is no such moment.
 func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
 	for _, uid := range strangers() {
-		name := randomName()
-		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
-		k.expect("working ")
-		s := newStranger(t, name, uid)
-		s.order("bind")
-		s.expect("binding")
-		for range 3 {
-			labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
+		t.Run(fmt.Sprint("user ", uid), func(t *testing.T) {
+			t.Parallel()
+			name := randomName()
+			k := kept(t, name)
 			k.expect("working ")
-		}
-		if got := s.expect("bound "); got != unix.EADDRINUSE.Error() {
-			t.Errorf("user %d has the name: %s", uid, got)
-		}
+			s := newStranger(t, name, uid)
+			s.order("bind")
+			s.expect("binding")
+			for range 3 {
+				labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
+				k.expect("working ")
+			}
+			if got := s.expect("bound "); got != unix.EADDRINUSE.Error() {
+				t.Errorf("the stranger has the name: %s", got)
+			}
+		})
 	}
 }
 
-// The proxy that took over crashes: who stands by goes on, with the same socket, and the next child of its keeper stands by.
+// The proxy that took over crashes: who stands by goes on, with the same socket, and the next child of its keeper
+// stands by.
 func TestCrashGivesThePlaceToWhoStandsBy(t *testing.T) {
 	name := randomName()
 	a, socket := proxy(t, name, newcomer)
 	a.works(socket)
-	k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+	k := kept(t, name)
 	k.works(socket)
 	k.expect("another proxy stands by")
 	labtest.Check(t, unix.Kill(childrenOf(t, k.cmd.Process.Pid)[0], unix.SIGKILL))
@@ -282,7 +296,7 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 	t.Run("newcomer", func(t *testing.T) {
 		t.Parallel()
 		name := randomName()
-		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+		k := kept(t, name)
 		socket := k.expect("working ")
 		holdsUp(t, k)
 		b, _ := proxy(t, name, newcomer)
@@ -294,7 +308,7 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 	t.Run("eviction", func(t *testing.T) {
 		t.Parallel()
 		name := randomName()
-		k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)
+		k := kept(t, name)
 		socket := k.expect("working ")
 		holdsUp(t, k)
 		seat := Seat{Name: name}
@@ -313,7 +327,7 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 // A proxy that is asked for the place, or told to end, and does not hear is ended: then who asked gets it.
 func TestProxyThatDoesNotHear(t *testing.T) {
 	name := randomName()
-	k := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
+	k := kept(t, name, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
 	socket := k.expect("working ")
 	b, _ := proxy(t, name, newcomer)
 	k.expect("stuck: the proxy was told to end and does not")
@@ -324,7 +338,7 @@ func TestProxyThatDoesNotHear(t *testing.T) {
 		t.Errorf("status %d", got)
 	}
 
-	c := launch(t, "keeper", "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+randomName(), newcomer, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
+	c := kept(t, randomName(), "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
 	c.expect("working ")
 	c.signal(unix.SIGTERM)
 	c.expect("stuck: ")
@@ -335,6 +349,7 @@ func TestProxyThatDoesNotHear(t *testing.T) {
 
 // A child that runs no more is ended and started again; one that was stopped together with its keeper is not.
 func TestSilentChildIsStartedAgain(t *testing.T) {
+	t.Parallel()
 	p, first := keeperWithChild(t, "KEEPER_TEST_SILENCE=300ms")
 	p.order("beat")
 	p.expect("beating")
@@ -383,13 +398,15 @@ func announce(t *testing.T, place, name, secret string) {
 	labtest.Check(t, n.send(port, wordCome+name+" "+secret))
 }
 
-// A newcomer announces itself and dies. Who connects from its name then has no secret, and one who knows a secret has no name.
+// A newcomer announces itself and dies. Who connects from its name then has no secret, and one who knows a secret has
+// no name.
 func TestTicketsOfOthers(t *testing.T) {
 	name := randomName()
 	a, socket := proxy(t, name, newcomer)
 	a.works(socket)
 	for i, c := range []struct{ from, says string }{
-		{"-1", "wrong " + requestHandOver}, {"-2", requestHandOver}, {"-3", ""}, {"-other", "secret " + requestHandOver}, {"", "secret " + requestHandOver},
+		{"-1", "wrong " + requestHandOver}, {"-2", requestHandOver}, {"-3", ""},
+		{"-other", "secret " + requestHandOver}, {"", "secret " + requestHandOver},
 	} {
 		announce(t, name, fmt.Sprint(name, "-", i+1), "secret")
 		own := ""
@@ -416,7 +433,8 @@ func TestTicketsOfOthers(t *testing.T) {
 	}
 }
 
-// Somebody who has a name tells newcomers where the door of another proxy is, and passes on what they say. He hears nothing.
+// Somebody who has a name tells newcomers where the door of another proxy is, and passes on what they say. He hears
+// nothing.
 func TestManInTheMiddle(t *testing.T) {
 	name, theirs := randomName(), randomName()
 	a, socket := proxy(t, name, newcomer)

@@ -53,10 +53,11 @@ var (
 //   - Somebody evicts the holder (Evict): its proxy is told to end by ErrEvicted, it hands over, and Run returns ErrEvicted. The
 //     same happens to all that stand by. Who does that wants nobody to write any more.
 //   - The holder's process ends in an orderly way while somebody asks: it hands over before.
-//   - The holder's process crashes: the place is with its keeper (Held), for the next child or, if somebody stands by, for him.
-//   - The name is held by a process that does not show that it may change nf_tables: Run calls the proxy without the place, and
-//     takes it as soon as it is free. Nothing is sent to such a process, and nothing accepted from it. If another proxy is found
-//     there later, this one stands by.
+//   - The holder's process crashes: the place is with its keeper (Held), for the next child or, if somebody stands
+//     by, for him.
+//   - The name is held by a process that does not show that it may change nf_tables: Run calls the proxy without the
+//     place, and takes it as soon as it is free. Nothing is sent to such a process, and nothing accepted from it. If
+//     another proxy is found there later, this one stands by.
 //
 // The holder and who asks check each other, by what the kernel lets them do: see meet.
 type Seat struct {
@@ -73,13 +74,14 @@ type Seat struct {
 	Owner func(*os.File) bool
 	// Patience is how long a holder may take to hand over, by default 10 seconds.
 	Patience time.Duration
-	// Held, if not nil, is what this process was given at its start, perhaps with the place; its keeper holds the place, too.
+	// Held, if not nil, is what this process was given at its start, perhaps with the place; its keeper holds the
+	// place, too.
 	Held *Held
-	// Holds, if not nil, is told whether this process has the place, each time it is about to call the proxy with or without it
-	// and when it gets it later.
+	// Holds, if not nil, is told whether this process has the place, each time it is about to call the proxy with or
+	// without it and when it gets it later.
 	Holds func(bool)
-	// Stuck, if not nil, is called when the proxy has been told to end and has not done so for Grace, by default 20 seconds.
-	// It says what is wrong. It is to end the process: there is no other way to get at what the proxy holds.
+	// Stuck, if not nil, is called when the proxy has been told to end and has not done so for Grace, by default 20
+	// seconds. It says what is wrong. It is to end the process: there is no other way to get at what the proxy holds.
 	Stuck func(what string)
 	Grace time.Duration
 	// Log is told who takes over from whom.
@@ -122,9 +124,10 @@ func (s *Seat) Run(ctx context.Context, proxy func(ctx context.Context, socket *
 	}
 }
 
-// Evict has the holder and all that stand by end, and holds the place while f runs, with the holder's socket, or that of the
-// seat, or none. Newcomers wait for it, and take the place afterwards. That there is no holder is no error. If the name is held
-// by somebody else, f is called without the place: then a proxy may be at work that has no place, either.
+// Evict has the holder and all that stand by end, and holds the place while f runs, with the holder's socket, or that
+// of the seat, or none. Newcomers wait for it, and take the place afterwards. That there is no holder is no error. If
+// the name is held by somebody else, f is called without the place: then a proxy may be at work that has no place,
+// either.
 func (s *Seat) Evict(ctx context.Context, f func(ctx context.Context, socket *os.File) error) error {
 	s.defaults()
 	defer s.close()
@@ -140,8 +143,8 @@ func (s *Seat) Evict(ctx context.Context, f func(ctx context.Context, socket *os
 	return p.occupy(ctx, f)
 }
 
-// Holder says who holds a place; ErrNoHolder if nobody does. The holder notices nothing of it. It is an error that whoever has
-// the name does not show within some seconds that it may change nf_tables.
+// Holder says who holds a place; ErrNoHolder if nobody does. The holder notices nothing of it. It is an error that
+// whoever has the name does not show within some seconds that it may change nf_tables.
 func Holder(name string) (Peer, error) {
 	deadline := time.Now().Add(5 * time.Second)
 	for {
@@ -241,13 +244,13 @@ func (s *Seat) adopt(socket *os.File) {
 	s.Socket = socket
 }
 
-// What is said on a connection to the place, after the proof. Two versions of this program may talk to each other here: there is one
-// request and one answer, and who does not know a request refuses it.
+// What is said on a connection to the place, after the proof. Two versions of this program may talk to each other
+// here: there is one request and one answer, and who does not know a request refuses it.
 const (
 	requestHandOver = "hand over"
 	requestEvict    = "evict"
-	// requestWait is mostly answered by answerEnd alone: the end of the connection is what is waited for. It comes with the
-	// socket of who stands by.
+	// requestWait is mostly answered by answerEnd alone: the end of the connection is what is waited for. It comes
+	// with the socket of who stands by.
 	requestWait = "wait"
 
 	// answerTake comes with the listening socket, and the netlink socket if there is one.
@@ -259,8 +262,8 @@ const (
 // lookAgain keeps a loop from spinning while a name is bound and not listened at yet.
 const lookAgain = 10 * time.Millisecond
 
-// claim gets the place, or says why not. It waits as long as the request says, but no longer than Patience for whoever has the name to
-// show that he is a proxy.
+// claim gets the place, or says why not. It waits as long as the request says, but no longer than Patience for
+// whoever has the name to show that he is a proxy.
 func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
 	deadline := time.Now().Add(s.Patience)
 	for ctx.Err() == nil {
@@ -396,7 +399,8 @@ func (p Peer) capabilities() (bits uint64, known bool) {
 	return bits, err == nil
 }
 
-// lacksRights says that a process cannot be a proxy. This saves time, and nothing is granted by it: the pid may be another's by now.
+// lacksRights says that a process cannot be a proxy. This saves time, and nothing is granted by it: the pid may be
+// another's by now.
 func (p Peer) lacksRights() bool {
 	bits, known := p.capabilities()
 	return known && bits&capNetAdmin == 0

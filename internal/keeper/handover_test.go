@@ -388,7 +388,8 @@ func TestWithoutSockets(t *testing.T) {
 	labtest.Check(t, group.Wait())
 }
 
-// A proxy without rights neither takes over nor stands by; and where one has the name, those with rights work without it.
+// A proxy without rights neither takes over nor stands by; and where one has the name, those with rights work without
+// it.
 func TestProxiesWithoutRights(t *testing.T) {
 	for _, uid := range strangers() {
 		t.Run(fmt.Sprint("asks as user ", uid), func(t *testing.T) {
@@ -404,15 +405,20 @@ func TestProxiesWithoutRights(t *testing.T) {
 			b.works(socket)
 		})
 		t.Run(fmt.Sprint("holds as user ", uid), func(t *testing.T) {
+			t.Parallel()
 			name := randomName()
 			thief := weak(t, name, uid, "")
 			thief.expect("working ")
-			if _, err := Holder(name); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("of user %d, which is no proxy of ours", uid&^ownNamespace)) {
+			want := fmt.Sprintf("of user %d, which is no proxy of ours", uid&^ownNamespace)
+			if _, err := Holder(name); err == nil || !strings.Contains(err.Error(), want) {
 				t.Error(err)
 			}
 			seat := Seat{Name: name, Patience: 100 * time.Millisecond}
 			called := false
-			labtest.Check(t, seat.Evict(t.Context(), func(context.Context, *os.File) error { called = true; return nil }))
+			labtest.Check(t, seat.Evict(t.Context(), func(context.Context, *os.File) error {
+				called = true
+				return nil
+			}))
 			if !called {
 				t.Error("nobody can be evicted")
 			}
@@ -421,7 +427,10 @@ func TestProxiesWithoutRights(t *testing.T) {
 			a.works(socket)
 			thief.signal(unix.SIGKILL)
 			a.expect("the place is free at last")
-			until(t, "it has the place", func() bool { h, err := Holder(name); return err == nil && h.PID == a.cmd.Process.Pid })
+			until(t, "it has the place", func() bool {
+				h, err := Holder(name)
+				return err == nil && h.PID == a.cmd.Process.Pid
+			})
 			b, _ := proxy(t, name, newcomer)
 			b.works(socket) // with that of a
 			if n := len(a.told("resting")); n > 1 {

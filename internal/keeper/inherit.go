@@ -101,7 +101,8 @@ func fromKeeper() (*Held, error) {
 		}
 		n, err := strconv.Atoi(values[i])
 		if err != nil || n < 0 {
-			return nil, fmt.Errorf("%s=%q is no number; a keeper sets all of %s", name, values[i], strings.Join(names[:3], ", "))
+			all := strings.Join(names[:3], ", ")
+			return nil, fmt.Errorf("%s=%q is no number; a keeper sets all of %s", name, values[i], all)
 		}
 		if name != envRestarts {
 			if err := checkSocket(n); err != nil {
@@ -262,8 +263,9 @@ func (h *Held) standby(n int) {
 // BeatEvery is how often Beat tells that this process runs.
 const BeatEvery = 5 * time.Second
 
-// Beat tells the keeper, and systemd's watchdog if the unit has one (WatchdogSec=), that this process runs, until ctx ends: who
-// does not run any more is ended and started again. That its proxy does what it should is another question, see Seat.Stuck.
+// Beat tells the keeper, and systemd's watchdog if the unit has one (WatchdogSec=), that this process runs, until ctx
+// ends: who does not run any more is ended and started again. That its proxy does what it should is another question,
+// see Seat.Stuck.
 func (h *Held) Beat(ctx context.Context) {
 	every := BeatEvery
 	usec, err := strconv.Atoi(os.Getenv("WATCHDOG_USEC"))

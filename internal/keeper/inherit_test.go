@@ -18,7 +18,10 @@ import (
 
 // clearEnv has a test begin without what this process may have been started with.
 func clearEnv(t *testing.T) {
-	for _, name := range []string{envSocket, envKeeper, envRestarts, envPlace, "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE"} {
+	for _, name := range []string{
+		envSocket, envKeeper, envRestarts, envPlace, "WATCHDOG_USEC",
+		"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE",
+	} {
 		t.Setenv(name, "")
 	}
 }
@@ -133,7 +136,8 @@ func TestSocketOfSystemd(t *testing.T) {
 		place, err := l.File()
 		labtest.Check(t, err)
 		labtest.Check(t, l.Close())
-		cmd := prepare("seat", "LISTEN_FDS=2", "LISTEN_FDNAMES=verdict-place:verdict", "KEEPER_TEST_NAME="+name, newcomer)
+		names := "LISTEN_FDNAMES=verdict-place:verdict"
+		cmd := prepare("seat", "LISTEN_FDS=2", names, "KEEPER_TEST_NAME="+name, newcomer)
 		cmd.Path, cmd.Args = "/bin/sh", []string{"sh", "-c", `LISTEN_PID=$$ exec "$0"`, executable(t)}
 		cmd.ExtraFiles = []*os.File{place, files[0]}
 		p := begin(t, cmd, cmd.Start)

@@ -73,8 +73,8 @@ type Options struct {
 	Env  []string
 	// Grace is how long the child may take to end, by default 30 seconds.
 	Grace time.Duration
-	// Silence is how long a child that has told of itself once (Held.Beat) may be silent, by default a minute. Then it is ended
-	// by SIGABRT, and by SIGKILL if that does not help, and started again.
+	// Silence is how long a child that has told of itself once (Held.Beat) may be silent, by default a minute. Then
+	// it is ended by SIGABRT, and by SIGKILL if that does not help, and started again.
 	Silence time.Duration
 	// Log is told of crashes.
 	Log *slog.Logger
@@ -94,9 +94,9 @@ type Options struct {
 //     the number of the signal if one ended it, as shells do. SIGQUIT is for a dump of the child's stacks.
 //   - If the keeper itself is killed, the child is told by the end of their connection (Held.Orphaned).
 //   - A child that runs no more, such as one that was stopped, is ended like that after Silence.
-//   - Between two children the keeper itself has the place of the one proxy, if its child had it: nobody else can take the name
-//     meanwhile, and whoever wants the place gets it at once. If somebody stood by when the child crashed, the keeper waits a
-//     moment for him.
+//   - Between two children the keeper itself has the place of the one proxy, if its child had it: nobody else can
+//     take the name meanwhile, and whoever wants the place gets it at once. If somebody stood by when the child
+//     crashed, the keeper waits a moment for him.
 //   - The child may send another socket to be kept in place of the first one (Held.Keep): it has taken over from a former
 //     proxy. A restart gets that one.
 //
@@ -185,7 +185,8 @@ func newKeep(o Options) (*keep, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	k := &keep{Options: o, socket: o.Socket, place: o.Place, signals: make(chan os.Signal, 16), children: make(chan os.Signal, 1)}
+	k := &keep{Options: o, socket: o.Socket, place: o.Place}
+	k.signals, k.children = make(chan os.Signal, 16), make(chan os.Signal, 1)
 	signal.Notify(k.signals, passed...)
 	signal.Notify(k.children, unix.SIGCHLD)
 	return k, nil
@@ -298,8 +299,9 @@ func (k *keep) start(restarts int) (*child, error) {
 		if k.place != nil {
 			files = append(files, uintptr(fds[1])) // placeFD
 		}
+		env := childEnv(k.Env, restarts, k.place != nil)
 		c.pid, err = syscall.ForkExec(k.Path, append([]string{os.Args[0]}, k.Args...),
-			&syscall.ProcAttr{Env: childEnv(k.Env, restarts, k.place != nil), Files: files, Sys: &syscall.SysProcAttr{Setpgid: true}})
+			&syscall.ProcAttr{Env: env, Files: files, Sys: &syscall.SysProcAttr{Setpgid: true}})
 		return err
 	})
 	k.mu.Unlock()
@@ -433,8 +435,8 @@ const silenceTicks = 30
 // abortGrace is how long a child may take to end by SIGABRT, and to say what its goroutines were doing.
 const abortGrace = 5 * time.Second
 
-// silence counts how often nothing was heard. It counts looks, not time: who was stopped together with its child, as containers
-// and machines are, has not looked.
+// silence counts how often nothing was heard. It counts looks, not time: who was stopped together with its child, as
+// containers and machines are, has not looked.
 type silence struct {
 	beats int64
 	ticks int

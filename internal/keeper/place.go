@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// place is the name while this process holds it, or works without it. Callers are heard in goroutines of their own, and judged
-// in that of occupy.
+// place is the name while this process holds it, or works without it. Callers are heard in goroutines of their own,
+// and judged in that of occupy.
 type place struct {
 	seat *Seat
 	// listener is nil while somebody else has the name; then it comes by found, or another proxy has it: moved.
@@ -58,7 +58,8 @@ const (
 const patienceForRequest = 5 * time.Second
 
 func (s *Seat) newPlace() *place {
-	p := &place{seat: s, asked: make(chan *caller), left: make(chan *caller), found: make(chan *net.UnixListener), moved: make(chan struct{})}
+	p := &place{seat: s, asked: make(chan *caller), left: make(chan *caller)}
+	p.found, p.moved = make(chan *net.UnixListener), make(chan struct{})
 	p.until, p.stop = context.WithCancel(context.Background())
 	return p
 }
@@ -107,8 +108,8 @@ func (p *place) close() {
 	closeFile(p.socket)
 }
 
-// accept sees who comes until the place is closed. Nothing is read from somebody who has no ticket, and nothing kept of him: he
-// is told where the door is, and his connection is closed.
+// accept sees who comes until the place is closed. Nothing is read from somebody who has no ticket, and nothing kept
+// of him: he is told where the door is, and his connection is closed.
 func (p *place) accept(d *door, spare *reserve) {
 	slots := make(chan struct{}, mostCallers)
 	answer, ours := greeting+strconv.FormatUint(uint64(d.port), 10), "@"+p.seat.Name+"-"
@@ -133,7 +134,8 @@ func (p *place) accept(d *door, spare *reserve) {
 		_ = send(conn, answer)
 		if n := strangers.add(time.Now()); n > 0 {
 			peer, _ := peerOf(conn)
-			p.seat.Log.Warn("turned connections away that showed no right to take over", "connections", n, "last", peer, "uid", peer.UID)
+			p.seat.Log.Warn("turned connections away that showed no right to take over",
+				"connections", n, "last", peer, "uid", peer.UID)
 		}
 		conn.Close()
 		pause(p.until, turned.rest(time.Now()))
@@ -247,7 +249,8 @@ func (p *place) occupy(ctx context.Context, proxy func(context.Context, *os.File
 	}
 }
 
-// call calls the proxy once, and says why it was told to end, if it was. If it does not end then, the seat has it ended.
+// call calls the proxy once, and says why it was told to end, if it was. If it does not end then, the seat has it
+// ended.
 func (p *place) call(ctx context.Context, proxy func(context.Context, *os.File) error) (told, err error) {
 	ended := ctx.Done()
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -353,7 +356,8 @@ func (p *place) handOver() error {
 // lookEvery is how often a proxy that works without the place looks whether it can have it.
 const lookEvery = time.Second
 
-// without gives a place whose name somebody else has, who is no proxy: there is no more than that to it until the name is free.
+// without gives a place whose name somebody else has, who is no proxy: there is no more than that to it until the
+// name is free.
 func (s *Seat) without() *place {
 	p := s.newPlace()
 	p.work.Go(p.seek)

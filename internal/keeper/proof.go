@@ -15,10 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Both sides of a connection to the place have to show that they may change nf_tables in this network namespace. The kernel is
-// the judge: it lets a process send a netlink message to another process (not to the kernel) only if the sender, at that
-// moment, has CAP_NET_ADMIN in the user namespace that the socket's network namespace belongs to. That is what nf_tables asks
-// of a writer. Such a message reaches sockets of the same network namespace only, and it tells the sender's port id.
+// Both sides of a connection to the place have to show that they may change nf_tables in this network namespace. The
+// kernel is the judge: it lets a process send a netlink message to another process (not to the kernel) only if the
+// sender, at that moment, has CAP_NET_ADMIN in the user namespace that the socket's network namespace belongs to.
+// That is what nf_tables asks of a writer. Such a message reaches sockets of the same network namespace only, and it
+// tells the sender's port id.
 //
 //	newcomer                                  holder
 //	connects, with no name        ──────────▶ answers "door PORT" and closes: no state is kept for anybody
@@ -27,9 +28,10 @@ import (
 //	                              ◀══════════ netlink to the newcomer: NAME SECRET. The holder is privileged, too
 //	SECRET and its request        ──────────▶ deals with it
 //
-// NAME is a random abstract name that the newcomer's socket is bound to, so nobody else can connect from it meanwhile, and
-// nobody can sit in the middle: the holder vouches for a connection that comes from NAME. SECRET is only sent by netlink to who
-// keeps the door, and to who has shown to have it. So neither a name, nor a port id that becomes free is of use to others.
+// NAME is a random abstract name that the newcomer's socket is bound to, so nobody else can connect from it
+// meanwhile, and nobody can sit in the middle: the holder vouches for a connection that comes from NAME. SECRET is
+// only sent by netlink to who keeps the door, and to who has shown to have it. So neither a name, nor a port id that
+// becomes free is of use to others.
 
 var (
 	// errRights says that this process cannot show that it may change nf_tables.
@@ -73,7 +75,8 @@ func openDoor() (*door, error) {
 	return &door{netlink: n}, nil
 }
 
-// admit gives the ticket of a name and takes it away. What was sent before the call is known to it: netlink delivers at once.
+// admit gives the ticket of a name and takes it away. What was sent before the call is known to it: netlink delivers
+// at once.
 func (d *door) admit(name string) (ticket, bool) {
 	for {
 		from, text, err := d.receive()
@@ -108,8 +111,8 @@ type meeting struct {
 	secret string
 }
 
-// meet connects to whoever has the name. The peer is who that is, as far as it is known, even if there is an error: errRights,
-// one that wraps errUnproven, or that of a connection which is refused or ends.
+// meet connects to whoever has the name. The peer is who that is, as far as it is known, even if there is an error:
+// errRights, one that wraps errUnproven, or that of a connection which is refused or ends.
 func meet(ctx context.Context, name string, deadline time.Time) (m *meeting, peer Peer, err error) {
 	port, peer, err := findDoor(ctx, name, deadline)
 	if err != nil {
@@ -240,8 +243,9 @@ func newUnixSocket(name string) (int, error) {
 // connectSlice is how long a connect may block until the context is looked at.
 const connectSlice = 200 * time.Millisecond
 
-// connect connects a socket, which it takes over, to a name. While the queue there is full it waits in the kernel's order, so that
-// others who connect again and again do not keep it out. A process that connects is told who called listen.
+// connect connects a socket, which it takes over, to a name. While the queue there is full it waits in the kernel's
+// order, so that others who connect again and again do not keep it out. A process that connects is told who called
+// listen.
 func connect(ctx context.Context, fd int, name string, deadline time.Time) (*net.UnixConn, Peer, error) {
 	slice := unix.NsecToTimeval(int64(connectSlice))
 	_ = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &slice)
@@ -298,7 +302,8 @@ func openNetlinkPort() (*netlink, error) {
 
 func (n *netlink) close() { unix.Close(n.fd) }
 
-// send sends a text to another process. Should the port be somebody else's, he passes the message over: such is NLMSG_NOOP.
+// send sends a text to another process. Should the port be somebody else's, he passes the message over: such is
+// NLMSG_NOOP.
 func (n *netlink) send(to uint32, text string) error {
 	b := binary.NativeEndian.AppendUint32(nil, uint32(unix.NLMSG_HDRLEN+len(text)))
 	b = binary.NativeEndian.AppendUint16(b, unix.NLMSG_NOOP)
@@ -306,8 +311,8 @@ func (n *netlink) send(to uint32, text string) error {
 	return unix.Sendto(n.fd, append(b, text...), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Pid: to})
 }
 
-// receive gives the next message without waiting (EAGAIN), and the port id of its sender as the kernel tells it. The text is
-// empty if it is no such message.
+// receive gives the next message without waiting (EAGAIN), and the port id of its sender as the kernel tells it. The
+// text is empty if it is no such message.
 func (n *netlink) receive() (from uint32, text string, err error) {
 	b := make([]byte, maxText)
 	got, sender, err := unix.Recvfrom(n.fd, b, 0)

@@ -66,7 +66,8 @@ func (w *own) registerFuncs(m maker, o *Options) {
 			func() float64 { return one(o.Owns()) })
 	}
 	if o.Place != nil {
-		m.gaugeFunc("verdict_place_held", "1 if another proxy can take over; 0 while a process that is no proxy has the name for that.", nil,
+		m.gaugeFunc("verdict_place_held",
+			"1 if another proxy can take over; 0 while a process that is no proxy has the name for that.", nil,
 			func() float64 { return one(o.Place()) })
 	}
 	if o.NodePorts != nil {

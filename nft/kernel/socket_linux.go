@@ -100,8 +100,8 @@ func wrapSocket(c *socket.Conn) (*netlinkSocket, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("nft: netlink socket: %w", err), c.Close())
 	}
-	// A socket that is connected to the kernel gets no message of another process, such as one for the place of the proxy that
-	// somebody had sent to this port.
+	// A socket that is connected to the kernel gets no message of another process, such as one for the place of the
+	// proxy that somebody had sent to this port.
 	var cerr error
 	err = raw.Control(func(fd uintptr) { cerr = unix.Connect(int(fd), &unix.SockaddrNetlink{Family: unix.AF_NETLINK}) })
 	if err := errors.Join(err, cerr); err != nil {

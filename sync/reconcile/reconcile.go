@@ -159,7 +159,8 @@ func (l *Loop) Run(ctx context.Context) error {
 	return nil
 }
 
-// Busy gives since when a transaction or check has been under way; zero if there is none. It is safe for concurrent use.
+// Busy gives since when a transaction or check has been under way; zero if there is none. It is safe for concurrent
+// use.
 func (l *Loop) Busy() time.Time {
 	if since := l.busy.Load(); since != 0 {
 		return time.Unix(0, since)
