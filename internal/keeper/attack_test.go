@@ -239,6 +239,32 @@ func kept(t *testing.T, name string, env ...string) *process {
 	return launch(t, "keeper", append(env, "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)...)
 }
 
+// setuidMain binds the name, listens, and becomes a program with rights that knows nothing of that: as one that is
+// installed with the set-user-ID bit does for whoever starts it.
+func setuidMain() int {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET, 0)
+	err = errors.Join(err, unix.Bind(fd, &unix.SockaddrUnix{Name: "@" + os.Getenv("KEEPER_TEST_NAME")}), unix.Listen(fd, 1))
+	tell("bound %v", err)
+	tell("error %v", unix.Exec("/bin/sleep", []string{"verdict", "1000"}, nil))
+	return 99
+}
+
+// The process that has the name has the rights, as far as can be seen, but is no proxy: it stops no service.
+func TestNameOfAnotherProgram(t *testing.T) {
+	name := randomName()
+	thief := launch(t, "setuid", "KEEPER_TEST_NAME="+name)
+	thief.expect("bound <nil>")
+	until(t, "it is another program", func() bool {
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", thief.cmd.Process.Pid))
+		return err == nil && !strings.Contains(exe, "keeper.test")
+	})
+	a, socket := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
+	a.expect("working without the place")
+	a.works(socket)
+	thief.signal(unix.SIGKILL)
+	a.expect("the place is free at last")
+}
+
 // Who takes the name in the moment a killed proxy lets it go must find that there is no such moment.
 func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
 	for _, uid := range strangers() {

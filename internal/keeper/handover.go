@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"path/filepath"
 	"runtime/debug"
 	"strings"
 	"syscall"
@@ -259,15 +260,18 @@ const (
 	answerRefuse = "refused: "
 )
 
-// lookAgain keeps a loop from spinning while a name is bound and not listened at yet.
-const lookAgain = 10 * time.Millisecond
+// Who has no success with whoever has the name looks again after lookAgain, then after twice as long each time up to
+// lookAgainMost.
+const (
+	lookAgain     = 10 * time.Millisecond
+	lookAgainMost = 200 * time.Millisecond
+)
 
 // claim gets the place, or says why not. It waits as long as the request says, but no longer than Patience for
 // whoever has the name to show that he is a proxy.
 func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
-	deadline := time.Now().Add(s.Patience)
+	deadline, again := time.Now().Add(s.Patience), lookAgain
 	for ctx.Err() == nil {
-		began := time.Now()
 		l, err := net.ListenUnix("unixpacket", address(s.Name))
 		if err == nil {
 			return s.take(l), nil
@@ -282,7 +286,7 @@ func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
 			if !errors.Is(err, errMoved) {
 				return p, err
 			}
-			deadline = time.Now().Add(s.Patience)
+			deadline, again = time.Now().Add(s.Patience), lookAgain
 		case ctx.Err() != nil:
 			return nil, ctx.Err()
 		case errors.Is(err, errRights):
@@ -292,7 +296,8 @@ func (s *Seat) claim(ctx context.Context, request string) (*place, error) {
 		case peer.lacksRights() || time.Now().After(deadline):
 			return nil, &squatted{s.Name, peer, err}
 		}
-		pause(ctx, lookAgain-time.Since(began))
+		pause(ctx, again)
+		again = min(2*again, lookAgainMost)
 	}
 	return nil, ctx.Err()
 }
@@ -406,9 +411,16 @@ func (p Peer) lacksRights() bool {
 	return known && bits&capNetAdmin == 0
 }
 
-// looksRight says that a process may well be a proxy that has no time for us. Nothing is granted by that, either.
+// looksRight says that a process may well be a proxy that has no time for us. Nothing is granted by that, either. A
+// program with the set-user-ID bit may have the rights and a socket of whoever started it: so it has to be ours.
 func (p Peer) looksRight() bool {
 	bits, known := p.capabilities()
+	if known {
+		own, err := os.Executable()
+		theirs, e := os.Readlink(fmt.Sprintf("/proc/%d/exe", p.PID))
+		theirs = strings.TrimSuffix(theirs, " (deleted)") // it may have been replaced
+		known = err == nil && e == nil && filepath.Base(own) == filepath.Base(theirs)
+	}
 	for _, ns := range []string{"net", "user"} {
 		own, err := os.Readlink("/proc/self/ns/" + ns)
 		theirs, e := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", p.PID, ns))

@@ -40,6 +40,7 @@ var roles = map[string]func() int{
 	"quick":    func() int { return 0 },
 	"stranger": strangerMain,
 	"weak":     seatMain,
+	"setuid":   setuidMain,
 }
 
 // tell writes a line at once, so that those of two processes do not mix.
