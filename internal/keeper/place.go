@@ -421,7 +421,7 @@ func (t *tally) add(now time.Time) int {
 	return 0
 }
 
-// pace bounds what it costs to turn many away: so many in paceEvery, which is about a tenth of a processor.
+// pace bounds what it costs to turn many away: so many in paceEvery, which is about a seventh of a processor.
 type pace struct {
 	since time.Time
 	count int
