@@ -190,6 +190,7 @@ func TestFewDescriptors(t *testing.T) {
 		t.Errorf("%v descriptors are open", n)
 	}
 	first := s.keeper
+	s.descriptors = 0
 	s.start()
 	s.wait("nothing was written", 1)
 	for _, p := range []*lab.Cmd{first, s.keeper} {
