@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -11,12 +12,24 @@ import (
 type Claim struct {
 	Port PortName
 	Kind Kind
+	// Age is the Service's.
+	Age snapshot.Age
 }
 
-// Compare orders the claims on one Key, the one that gets it first: by Kind, then by name, so that every node and every
-// restart decides alike. Among Services of one Kind no claim is better than another.
+// Compare orders the claims on one Key, the one that gets it first. Who may say that an address is his decides before
+// all else. Among equals the oldest Service keeps what it has, and names only tell Services apart whose age nobody
+// knows. All of that is in the objects, so that every node and every restart decides alike.
 func (c Claim) Compare(o Claim) int {
-	return cmp.Or(cmp.Compare(c.Kind, o.Kind), c.Port.Compare(o.Port))
+	return cmp.Or(cmp.Compare(c.Kind.trust(), o.Kind.trust()), c.Age.Compare(o.Age), cmp.Compare(c.Kind, o.Kind),
+		c.Port.Compare(o.Port))
+}
+
+// trust gives a rank of how an address of a Kind came to a Service, the best first. The API server hands out a cluster
+// IP to one Service alone. Controllers assign load balancer addresses, and the API server node ports; where both meet
+// at an address of the node, neither outranks the other. External IPs are whatever a Service's author wrote: they must
+// not take what others have been given, nor what others will be given later.
+func (k Kind) trust() int {
+	return [...]int{ClusterIP: 0, LoadBalancerIP: 1, NodePort: 1, ExternalIP: 2}[k]
 }
 
 // String gives "default/web:http (NodePort)".
@@ -36,6 +49,38 @@ func (c Conflict) Compare(o Conflict) int {
 // String gives a line for the log.
 func (c Conflict) String() string {
 	return c.Key.String() + " is claimed twice: " + c.Winner.String() + " keeps it, " + c.Loser.String() + " is left out there"
+}
+
+// Contest sums up the conflicts that one Service loses to another.
+type Contest struct {
+	// Conflict is the first of them.
+	Conflict
+	// Keys is how many there are.
+	Keys int
+}
+
+// String gives a line for the log, however many keys there are.
+func (c Contest) String() string {
+	if c.Keys == 1 {
+		return c.Conflict.String()
+	}
+	return fmt.Sprintf("%v and %d more are claimed twice: %v keeps them, %v is left out there", c.Key, c.Keys-1, c.Winner, c.Loser)
+}
+
+// Contests sums up sorted conflicts, in the order of the first of each.
+func Contests(conflicts []Conflict) []Contest {
+	var out []Contest
+	place := map[[2]snapshot.Name]int{}
+	for _, c := range conflicts {
+		who := [2]snapshot.Name{c.Winner.Port.Service, c.Loser.Port.Service}
+		i, known := place[who]
+		if !known {
+			i = len(out)
+			place[who], out = i, append(out, Contest{Conflict: c})
+		}
+		out[i].Keys++
+	}
+	return out
 }
 
 // claims remembers who claims which Key. A Key is in at most one of the first two maps.
@@ -114,12 +159,22 @@ func (cl *claims) winner(k Key) snapshot.Name {
 }
 
 // conflicts gives those a Key's sorted claims make.
-func conflicts(k Key, list []Claim) []Conflict {
-	var out []Conflict
-	for i := 1; i < len(list); i++ {
-		out = append(out, Conflict{Key: k, Winner: list[0], Loser: list[i]})
+func conflicts(k Key, list []Claim) []Conflict { return newConflicts(k, nil, list) }
+
+// newConflicts gives those that a Key's sorted claims make now, and did not make before.
+func newConflicts(k Key, before, now []Claim) (found []Conflict) {
+	if len(now) < 2 {
+		return nil
 	}
-	return out
+	for _, c := range now[1:] {
+		if len(before) > 0 && before[0] == now[0] {
+			if i, known := slices.BinarySearchFunc(before, c, Claim.Compare); known && i > 0 {
+				continue
+			}
+		}
+		found = append(found, Conflict{Key: k, Winner: now[0], Loser: c})
+	}
+	return found
 }
 
 // keepWon takes the frontends out that do not get their Key, then ports without frontends. It changes the Service, which
@@ -130,7 +185,7 @@ func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key
 	}
 	for _, sp := range s.Ports {
 		sp.Frontends = slices.DeleteFunc(sp.Frontends, func(f Frontend) bool {
-			if wins(f.Key, Claim{sp.Name, f.Kind}) {
+			if wins(f.Key, Claim{sp.Name, f.Kind, s.Age}) {
 				return false
 			}
 			lost = append(lost, f.Key)
@@ -147,12 +202,13 @@ func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key
 	return s, lost
 }
 
-// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same kinds.
+// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same kinds, at
+// the same age.
 func (s *Service) sameClaims(o *Service) bool {
 	if s == nil || o == nil {
 		return s == o
 	}
-	return slices.EqualFunc(s.Ports, o.Ports, func(p, op *ServicePort) bool {
+	return s.Age == o.Age && slices.EqualFunc(s.Ports, o.Ports, func(p, op *ServicePort) bool {
 		return p.Name == op.Name && slices.EqualFunc(p.Frontends, op.Frontends, func(f, of Frontend) bool {
 			return f.Key == of.Key && f.Kind == of.Kind
 		})
@@ -166,7 +222,7 @@ func (s *Service) eachClaim(f func(Key, Claim)) {
 	}
 	for _, sp := range s.Ports {
 		for i := range sp.Frontends {
-			f(sp.Frontends[i].Key, Claim{sp.Name, sp.Frontends[i].Kind})
+			f(sp.Frontends[i].Key, Claim{sp.Name, sp.Frontends[i].Kind, s.Age})
 		}
 	}
 }

@@ -236,7 +236,7 @@ func (e *explainer) claimants() {
 		for _, sp := range e.service(e.s, n).ports() {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
-				c := Claim{sp.Name, fe.Kind}
+				c := Claim{sp.Name, fe.Kind, svc.Age}
 				here = here || fe.Key.Addr == q.Key.Addr
 				e.allocated = e.allocated || fe.Key.Addr == q.Key.Addr && fe.Kind == ClusterIP
 				sameNodePort := fe.Kind == NodePort && fe.Key.Port == q.Key.Port && fe.Key.Protocol == q.Key.Protocol &&

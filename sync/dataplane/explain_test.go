@@ -14,7 +14,7 @@ import (
 func TestExplainAgreesWithCompute(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	causes, reasons, sees := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}
-	for range 400 {
+	for range 800 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())
@@ -98,7 +98,7 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 			losers = append(losers, c.Loser)
 		}
 	}
-	if !slices.Equal(losers, x.Claims[1:]) || x.Claims[0] != (Claim{sp.Name, fe.Kind}) {
+	if !slices.Equal(losers, x.Claims[1:]) || x.Claims[0] != (Claim{sp.Name, fe.Kind, s.Services[sp.Name.Service].Age}) {
 		t.Fatalf("%v: claims %v; lost %v", q, x.Claims, losers)
 	}
 	route := fe.Routes[x.Row]
@@ -191,7 +191,7 @@ func TestExplainNear(t *testing.T) {
 	ask := func(k string) *Explanation {
 		return Explain(cfg, s, Question{Source: sources(key(k).Addr)[0], Key: key(k)})
 	}
-	claim := func(kind Kind) Claim { return Claim{PortName{name("web"), "", snapshot.TCP}, kind} }
+	claim := func(kind Kind) Claim { return Claim{Port: PortName{name("web"), "", snapshot.TCP}, Kind: kind} }
 	for _, test := range []struct {
 		key  string
 		near []Claimed

@@ -93,6 +93,7 @@ func (d *dice) otherConfig(c Config) Config {
 func (d *dice) service(n snapshot.Name) *snapshot.Service {
 	svc := &snapshot.Service{
 		Name: n,
+		Age:  snapshot.Age{Created: int64(d.n(3)), UID: pick(d, "", "u1", "u2")},
 		ClusterIPs: pick(d, addrs("10.96.0.1"), addrs("10.96.0.2"), addrs("10.96.0.1 fd00:96::1"), addrs("fd00:96::2 10.96.0.2"),
 			addrs("fd00:96::1"), nil),
 		LoadBalancerIPs: some(d, walkVIPs...),
@@ -318,7 +319,7 @@ func dump(st *State) string {
 // TestWalkMeetsConflicts: the fuzz test is worth its name only if its universe is crowded enough.
 func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
-	conflicts, droppedPools, sources, noted := 0, 0, 0, map[From]int{}
+	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
 	for range 200 {
 		data := make([]byte, 400)
 		for j := range data {
@@ -331,6 +332,11 @@ func TestWalkMeetsConflicts(t *testing.T) {
 		}
 		st, found := Compute(cfg, s)
 		conflicts += len(found)
+		for _, c := range found {
+			if c.Winner.Kind == c.Loser.Kind && c.Winner.Age != c.Loser.Age {
+				older++
+			}
+		}
 		for _, svc := range st.Services {
 			for _, sp := range svc.Ports {
 				if sp.Local.Empty == Drop {
@@ -347,7 +353,7 @@ func TestWalkMeetsConflicts(t *testing.T) {
 			}
 		}
 	}
-	if conflicts < 100 || droppedPools < 20 || sources < 100 || len(noted) != 3 {
-		t.Errorf("conflicts %d, drops %d, sources %d, routes %v", conflicts, droppedPools, sources, noted)
+	if conflicts < 100 || older < 50 || droppedPools < 20 || sources < 100 || len(noted) != 3 {
+		t.Errorf("conflicts %d, by age %d, drops %d, sources %d, routes %v", conflicts, older, droppedPools, sources, noted)
 	}
 }

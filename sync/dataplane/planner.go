@@ -31,6 +31,8 @@ type Planner struct {
 	state   State
 	// before holds the Services that the last Change names as they were, in its order.
 	before []*Service
+	// unlisted is how many new conflicts the last Apply found beyond those that it gave.
+	unlisted int
 }
 
 // NewPlanner gives a Planner that has seen nothing yet. Its State is empty.
@@ -63,6 +65,10 @@ func (p *Planner) Conflicts() []Conflict {
 	return all
 }
 
+// Unlisted counts the new conflicts that the last Apply found beyond those that it gave, which are never more than a few
+// thousand.
+func (p *Planner) Unlisted() int { return p.unlisted }
+
 // SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be called at any
 // time, also while Apply is running.
 func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
@@ -71,7 +77,7 @@ func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 func (p *Planner) Config() Config { return p.cfg }
 
 // Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
-// what of the State that changed, and which conflicts are new, sorted. The first call looks at the whole snapshot whatever c
+// what of the State that changed, and which conflicts are new, sorted; see Unlisted. The first call looks at the whole snapshot whatever c
 // says, and always names Globals.
 func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conflict) {
 	var change Change
@@ -219,10 +225,11 @@ func (u *update) note(k Key, before []Claim) {
 
 // claimOf finds the claim of a Service that has the only one on a key.
 func (u *update) claimOf(n snapshot.Name, k Key) Claim {
-	for _, sp := range u.state.Services[n].Ports {
+	owner := u.state.Services[n]
+	for _, sp := range owner.Ports {
 		i, found := slices.BinarySearchFunc(sp.Frontends, k, func(f Frontend, k Key) int { return f.Key.Compare(k) })
 		if found {
-			return Claim{sp.Name, sp.Frontends[i].Kind}
+			return Claim{sp.Name, sp.Frontends[i].Kind, owner.Age}
 		}
 	}
 	panic("dataplane: " + n.String() + " does not claim " + k.String())
@@ -277,16 +284,19 @@ func (u *update) set(n snapshot.Name, svc *Service) {
 	}
 }
 
-// newConflicts gives those there were none of before.
+// maxConflicts bounds how many new conflicts one Apply gives. A Service may have many thousand addresses, and each may be
+// claimed by many.
+const maxConflicts = 4096
+
+// newConflicts gives those there were none of before, or as many of them as there may be.
 func (u *update) newConflicts() []Conflict {
 	var found []Conflict
+	u.unlisted = 0
 	for k, before := range u.before {
-		known := conflicts(k, before)
-		for _, c := range conflicts(k, u.claims.contested[k]) {
-			if !slices.Contains(known, c) {
-				found = append(found, c)
-			}
-		}
+		fresh := newConflicts(k, before, u.claims.contested[k])
+		room := min(len(fresh), maxConflicts-len(found))
+		found = append(found, fresh[:room]...)
+		u.unlisted += len(fresh) - room
 	}
 	slices.SortFunc(found, Conflict.Compare)
 	return found

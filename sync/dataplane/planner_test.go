@@ -274,6 +274,89 @@ func TestConflicts(t *testing.T) {
 	})
 }
 
+// TestTheOldestKeepsItsAddress: who comes later takes no address in use, whatever his Service is called.
+func TestTheOldestKeepsItsAddress(t *testing.T) {
+	service := func(namespace, n, clusterIP string, a snapshot.Age, change func(*snapshot.Service)) *snapshot.Service {
+		s := &snapshot.Service{Name: snapshot.Name{Namespace: namespace, Name: n}, Age: a, ClusterIPs: addrs(clusterIP), Ports: tcp80(0)}
+		if change != nil {
+			change(s)
+		}
+		return s
+	}
+	external := func(s *snapshot.Service) { s.ExternalIPs = addrs("198.51.100.7") }
+	balanced := func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.7") }
+	nodePort := func(s *snapshot.Service) { s.Ports = tcp80(30080) }
+	atNodePort := func(s *snapshot.Service) {
+		s.ExternalIPs, s.Ports = addrs("192.168.0.1"), []snapshot.Port{{Protocol: snapshot.TCP, Port: 30080}}
+	}
+	balancedAtNodePort := func(s *snapshot.Service) { atNodePort(s); s.ExternalIPs, s.LoadBalancerIPs = nil, s.ExternalIPs }
+	atClusterIP := func(s *snapshot.Service) { s.ExternalIPs = addrs("10.96.0.1") }
+	old, late := snapshot.Age{Created: 100, UID: "9"}, snapshot.Age{Created: 200, UID: "1"}
+	for _, c := range []struct {
+		what, key    string
+		victim, evil *snapshot.Service
+	}{
+		{"an external IP", "198.51.100.7:80",
+			service("shop", "web", "10.96.0.1", old, external), service("aaa", "evil", "10.96.0.2", late, external)},
+		{"a load balancer address", "198.51.100.7:80",
+			service("shop", "web", "10.96.0.1", old, balanced), service("aaa", "evil", "10.96.0.2", late, balanced)},
+		{"a node port", "192.168.0.1:30080",
+			service("shop", "web", "10.96.0.1", old, nodePort), service("aaa", "evil", "10.96.0.2", late, nodePort)},
+		{"a node port, by a load balancer at the node's address", "192.168.0.1:30080",
+			service("shop", "web", "10.96.0.1", old, nodePort), service("aaa", "evil", "10.96.0.2", late, balancedAtNodePort)},
+		{"a load balancer at the node's address, by a node port", "192.168.0.1:30080",
+			service("shop", "web", "10.96.0.1", old, balancedAtNodePort), service("aaa", "evil", "10.96.0.2", late, nodePort)},
+		{"a cluster IP", "10.96.0.1:80",
+			service("shop", "web", "10.96.0.1", old, nil), service("aaa", "evil", "10.96.0.1", late, nil)},
+		{"the UID decides in the same second", "198.51.100.7:80",
+			service("shop", "web", "10.96.0.1", snapshot.Age{Created: 100, UID: "1"}, external),
+			service("aaa", "evil", "10.96.0.2", snapshot.Age{Created: 100, UID: "9"}, external)},
+		{"an age that is not known is the youngest", "198.51.100.7:80",
+			service("shop", "web", "10.96.0.1", late, external), service("aaa", "evil", "10.96.0.2", snapshot.Age{}, external)},
+		// What somebody only wrote down takes nothing that was handed out, not even if he wrote it down before.
+		{"a cluster IP that was expected", "10.96.0.1:80",
+			service("shop", "web", "10.96.0.1", late, nil), service("aaa", "evil", "10.96.0.2", old, atClusterIP)},
+		{"a node port that was expected", "192.168.0.1:30080",
+			service("shop", "web", "10.96.0.1", late, nodePort), service("aaa", "evil", "10.96.0.2", old, atNodePort)},
+		{"a load balancer address that was expected", "198.51.100.7:80",
+			service("shop", "web", "10.96.0.1", late, balanced), service("aaa", "evil", "10.96.0.2", old, external)},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
+			owner := func(s *shop) snapshot.Name {
+				sp, _ := s.p.State().frontend(key(c.key))
+				if x := Explain(Config{}, s.s, Question{Key: key(c.key)}); x.Port.Name != sp.Name {
+					t.Errorf("explain says %v, the State %v", x.Port.Name, sp.Name)
+				}
+				return sp.Name.Service
+			}
+			s := openShop(t, Config{}, node, c.victim)
+			s.p.Apply(s.s, put(s.s, c.evil))
+			if got := owner(s); got != c.victim.Name || len(s.p.Conflicts()) != 1 {
+				t.Errorf("%v has it; conflicts %v", got, s.p.Conflicts())
+			}
+			if again := openShop(t, Config{}, node, c.evil, c.victim); owner(again) != c.victim.Name {
+				t.Errorf("after a restart %v has it", owner(again))
+			}
+			s.p.Apply(s.s, s.s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{c.victim.Name: nil}}))
+			if got := owner(s); got != c.evil.Name || len(s.p.Conflicts()) != 0 {
+				t.Errorf("when the owner is gone %v has it; conflicts %v", got, s.p.Conflicts())
+			}
+			// A Service of the same name that is made anew is young.
+			anew := *c.victim
+			anew.Age = snapshot.Age{Created: 300}
+			s.p.Apply(s.s, put(s.s, &anew))
+			want := c.evil.Name
+			if c.evil.Age == (snapshot.Age{}) || c.what[len(c.what)-8:] == "expected" {
+				want = c.victim.Name
+			}
+			if got := owner(s); got != want {
+				t.Errorf("made anew: %v has it; want %v", got, want)
+			}
+		})
+	}
+}
+
 // TestUnchangedServicesKeepTheirPointer also when everything was looked at.
 func TestUnchangedServicesKeepTheirPointer(t *testing.T) {
 	open := webService("open", "10.96.0.2")

@@ -26,7 +26,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	}
 	b.loadSlices(s.Slices[n])
 	b.schedule(svc)
-	out := &Service{Name: n, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
+	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
 	for _, f := range families {
 		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.has)

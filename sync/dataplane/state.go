@@ -32,6 +32,8 @@ type State struct {
 // Service is what one Kubernetes Service asks of the data plane.
 type Service struct {
 	Name snapshot.Name
+	// Age decides who answers at an address that several Services claim; see Claim.
+	Age snapshot.Age
 	// ClusterIPs are the addresses that belong to the Service alone: ports of theirs that are no frontend are rejected.
 	ClusterIPs []netip.Addr
 	// HealthCheckNodePort is where load balancers ask by TCP whether this node has endpoints; 0 means nowhere.
@@ -104,7 +106,8 @@ func (k Key) String() string {
 	return netip.AddrPortFrom(k.Addr, k.Port).String() + "/" + k.Protocol.String()
 }
 
-// Kind says what a frontend is. Lower kinds win when two Services claim the same key.
+// Kind says what a frontend is. Of two frontends of one service port at the same key, the lower kind counts; for those of
+// different ports see Claim.Compare.
 type Kind uint8
 
 // The kinds of frontend.

@@ -56,6 +56,8 @@ func (p Protocol) String() string {
 // Service is a v1 Service that has at least one cluster IP; headless and ExternalName Services never become one.
 type Service struct {
 	Name Name
+	// Age is the object's.
+	Age Age
 	// ClusterIPs has one or two addresses, at most one of each family. A family without one is not served at all.
 	ClusterIPs []netip.Addr
 	// ExternalIPs are spec.externalIPs.
@@ -76,6 +78,28 @@ type Service struct {
 	// Scheduling is what the Service's annotations ask of IPVS; nil means that they say nothing.
 	Scheduling *Scheduling
 	Ports      []Port
+}
+
+// Age tells which of two objects was there first. Both are the API server's words, which no author of an object can
+// choose. The zero Age is unknown, as in manifests that a person wrote.
+type Age struct {
+	// Created is the creation time in seconds since 1970; 0 is unknown.
+	Created int64
+	// UID orders objects of the same second; empty is unknown.
+	UID string
+}
+
+// Compare orders the older object first, and those of unknown age last.
+func (a Age) Compare(o Age) int {
+	return cmp.Or(cmp.Compare(rank(a.Created == 0), rank(o.Created == 0)), cmp.Compare(a.Created, o.Created),
+		cmp.Compare(rank(a.UID == ""), rank(o.UID == "")), strings.Compare(a.UID, o.UID))
+}
+
+func rank(unknown bool) int {
+	if unknown {
+		return 1
+	}
+	return 0
 }
 
 // Port is one port of a Service.

@@ -43,6 +43,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	spec := &o.Spec
 	s := &snapshot.Service{
 		Name:          snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
+		Age:           age(o),
 		ClusterIPs:    clusterIPs(f, spec),
 		ExternalIPs:   addrs(f, "spec.externalIPs[%d]", spec.ExternalIPs, unicast),
 		Affinity:      affinity(f, spec),
@@ -64,6 +65,18 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 		s.HealthCheckNodePort = port(f, field, "healthCheckNodePort", spec.HealthCheckNodePort)
 	}
 	return s, f.list
+}
+
+// maxUID is longer than any UID that an API server makes.
+const maxUID = 64
+
+// age reads when an object was made. It keeps no part of the message that the object came in.
+func age(o metav1.Object) snapshot.Age {
+	a := snapshot.Age{UID: string([]byte(cut(string(o.GetUID()), maxUID)))}
+	if t := o.GetCreationTimestamp(); !t.IsZero() {
+		a.Created = t.Unix()
+	}
+	return a
 }
 
 // ours says whether a Service is for a proxy, and for this one.

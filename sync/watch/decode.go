@@ -9,6 +9,9 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // decoder fills an API object from a tree. The libraries for this lose either the lines or the time: they go through
@@ -35,12 +38,18 @@ func (d *decoder) fail(line int, format string, args ...any) {
 	d.at(line, "", format, args...)
 }
 
-// unmarshaler are types that read themselves: times, quantities, ports by number or name. None of them matters to a proxy,
-// so they keep their zero values.
+// unmarshaler are types that read themselves: times, quantities, ports by number or name. Only the time at which an object
+// was created matters to a proxy; all others keep their zero values.
 var unmarshaler = reflect.TypeFor[json.Unmarshaler]()
 
 func (d *decoder) decode(t *tree, v reflect.Value) {
-	if t.null() || reflect.PointerTo(v.Type()).Implements(unmarshaler) {
+	if t.null() {
+		return
+	}
+	if reflect.PointerTo(v.Type()).Implements(unmarshaler) {
+		if created, ok := v.Addr().Interface().(*metav1.Time); ok && d.path[len(d.path)-1] == ".creationTimestamp" {
+			d.decodeTime(t, created)
+		}
 		return
 	}
 	switch v.Kind() {
@@ -139,6 +148,15 @@ func (d *decoder) decodeScalar(t *tree, v reflect.Value) {
 			v.SetInt(n)
 		}
 	}
+}
+
+func (d *decoder) decodeTime(t *tree, to *metav1.Time) {
+	at, err := time.Parse(time.RFC3339, t.text)
+	if err != nil {
+		d.at(t.line, "", "%s is no time such as 2006-01-02T15:04:05Z: the object counts as younger than all others", quote(t.text))
+		return
+	}
+	*to = metav1.NewTime(at)
 }
 
 // boolean are the words of the YAML 1.2 core schema, those of JSON among them.

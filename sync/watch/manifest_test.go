@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -168,7 +169,7 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	s := apiService()
 	s.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Service"}
 	s.Name, s.Namespace, s.UID, s.ResourceVersion, s.CreationTimestamp = fmt.Sprintf("svc-%05d", i), fmt.Sprintf("ns-%d",
-		i%50), uid, "12345", metav1.Now()
+		i%50), uid, "12345", metav1.Date(2026, 1, 1, 0, 0, i, 0, time.UTC)
 	s.Labels = map[string]string{"app": "x", "app.kubernetes.io/name": "y", "version": "1.20"}
 	s.Annotations = map[string]string{corev1.LastAppliedConfigAnnotation: `{"apiVersion":"v1","kind":"Service",` +
 		`"metadata":{"annotations":{},"labels":{"app":"x"},"name":"svc","namespace":"ns"},"spec":{"ports":[{"port":80}]}}` + "\n"}
@@ -179,7 +180,7 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	e := apiSlice()
 	e.TypeMeta = metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"}
 	e.Name, e.Namespace, e.UID, e.ResourceVersion, e.CreationTimestamp = s.Name+"-abcde", s.Namespace, uid, "12345",
-		metav1.Now()
+		metav1.Date(2026, 1, 1, 0, 0, i, 0, time.UTC)
 	e.Labels = map[string]string{"kubernetes.io/service-name": s.Name,
 		"endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"}
 	e.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"}
@@ -232,7 +233,7 @@ func TestListsAreTakenApart(t *testing.T) {
 			service, _ := r.service(s)
 			slice, _ := r.slice(e)
 			if got := []any{m.objects[2*i].value, m.objects[2*i+1].value}; !reflect.DeepEqual(got, []any{service, slice}) {
-				t.Errorf("%s: got %+v, want %+v %+v", format, got, service, slice)
+				t.Errorf("%s: got %+v %+v, want %+v %+v", format, got[0], got[1], service, slice)
 			}
 		}
 		again, _, _ := r.manifest("f", text, m)
