@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -111,6 +112,22 @@ func (l *live) written(ctx context.Context, t reconcile.Transaction) {
 	l.countServices(ctx, t)
 	if !l.wrote.Swap(true) {
 		setSysctls(l.host, l.settings.Load(), l.log)
+	}
+}
+
+// maxContested bounds how many Services get an event after one change that they do not answer at an address they claim.
+const maxContested = 20
+
+// contested tells the cluster of Services that do not answer at an address they claim. Events are read by whoever may read
+// the loser's namespace, so they do not say whose the address is.
+func (l *live) contested(contests []dataplane.Contest) {
+	for _, c := range contests[:min(maxContested, len(contests))] {
+		what := c.Key.String()
+		if c.Keys > 1 {
+			what += fmt.Sprintf(" and %d more", c.Keys-1)
+		}
+		l.events.Emit(watch.Event{Warning: true, Reason: "AddressConflict", Action: "Serve", Service: c.Loser.Port.Service,
+			Note: "another Service has " + what + " and keeps it; this one does not answer there"})
 	}
 }
 

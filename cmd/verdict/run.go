@@ -251,7 +251,7 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		beside.Go(func() { rules.compat.Run(ctx) })
 	}
 	beside.Go(func() { follower.run(ctx) })
-	n.unscheduled, n.stuck = live.unscheduled, live.abort
+	n.unscheduled, n.contested, n.stuck = live.unscheduled, live.contested, live.abort
 	n.written = func(t reconcile.Transaction) {
 		live.written(ctx, t)
 		follower.written(t)

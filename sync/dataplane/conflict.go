@@ -67,19 +67,44 @@ func (c Contest) String() string {
 	return fmt.Sprintf("%v and %d more are claimed twice: %v keeps them, %v is left out there", c.Key, c.Keys-1, c.Winner, c.Loser)
 }
 
-// Contests sums up sorted conflicts, in the order of the first of each.
+// Contests sums up conflicts; sorted by the first of each.
 func Contests(conflicts []Conflict) []Contest {
-	var out []Contest
-	place := map[[2]snapshot.Name]int{}
+	found := contests{}
 	for _, c := range conflicts {
-		who := [2]snapshot.Name{c.Winner.Port.Service, c.Loser.Port.Service}
-		i, known := place[who]
-		if !known {
-			i = len(out)
-			place[who], out = i, append(out, Contest{Conflict: c})
-		}
-		out[i].Keys++
+		found.add(c, len(conflicts))
 	}
+	return found.sorted()
+}
+
+// contests gathers Contests by winner and loser.
+type contests map[[2]snapshot.Name]*Contest
+
+// add counts a conflict in, and says whether it did: there may be only so many Contests.
+func (cs contests) add(c Conflict, most int) bool {
+	who := [2]snapshot.Name{c.Winner.Port.Service, c.Loser.Port.Service}
+	at := cs[who]
+	switch {
+	case at == nil && len(cs) >= most:
+		return false
+	case at == nil:
+		at = &Contest{Conflict: c}
+		cs[who] = at
+	case c.Compare(at.Conflict) < 0:
+		at.Conflict = c
+	}
+	at.Keys++
+	return true
+}
+
+func (cs contests) sorted() []Contest {
+	if len(cs) == 0 {
+		return nil
+	}
+	out := make([]Contest, 0, len(cs))
+	for _, c := range cs {
+		out = append(out, *c)
+	}
+	slices.SortFunc(out, func(a, b Contest) int { return a.Compare(b.Conflict) })
 	return out
 }
 

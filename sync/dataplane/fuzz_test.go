@@ -256,7 +256,7 @@ func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
 }
 
 // checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it updates.
-func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all, found []Conflict) {
+func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Conflict, found []Contest) {
 	t.Helper()
 	if !slices.Equal(p.Conflicts(), all) {
 		t.Fatalf("the Planner has conflicts %v, Compute has %v", p.Conflicts(), all)
@@ -267,7 +267,7 @@ func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all, foun
 			fresh = append(fresh, c)
 		}
 	}
-	if !slices.Equal(found, fresh) {
+	if fresh := Contests(fresh); !slices.Equal(found, fresh) {
 		t.Fatalf("reported %v, new are %v", found, fresh)
 	}
 	clear(known)

@@ -31,7 +31,7 @@ type Planner struct {
 	state   State
 	// before holds the Services that the last Change names as they were, in its order.
 	before []*Service
-	// unlisted is how many new conflicts the last Apply found beyond those that it gave.
+	// unlisted is how many new conflicts the last Apply left out of its answer.
 	unlisted int
 }
 
@@ -65,8 +65,7 @@ func (p *Planner) Conflicts() []Conflict {
 	return all
 }
 
-// Unlisted counts the new conflicts that the last Apply found beyond those that it gave, which are never more than a few
-// thousand.
+// Unlisted counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
 func (p *Planner) Unlisted() int { return p.unlisted }
 
 // SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be called at any
@@ -77,9 +76,9 @@ func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 func (p *Planner) Config() Config { return p.cfg }
 
 // Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
-// what of the State that changed, and which conflicts are new, sorted; see Unlisted. The first call looks at the whole snapshot whatever c
+// what of the State that changed, and sums up which conflicts are new, sorted; see Unlisted. The first call looks at the whole snapshot whatever c
 // says, and always names Globals.
-func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conflict) {
+func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Contest) {
 	var change Change
 	all := !p.started
 	next := p.next.Swap(nil)
@@ -101,7 +100,7 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	u.moveClaims()
 	u.settle()
 	change.Services, p.before = u.replacements()
-	return change, u.newConflicts()
+	return change, u.newContests()
 }
 
 // update is one Apply on its way.
@@ -284,22 +283,21 @@ func (u *update) set(n snapshot.Name, svc *Service) {
 	}
 }
 
-// maxConflicts bounds how many new conflicts one Apply gives. A Service may have many thousand addresses, and each may be
-// claimed by many.
-const maxConflicts = 4096
+// maxContests bounds how many Contests one Apply gives: an address may be claimed by very many Services.
+const maxContests = 1024
 
-// newConflicts gives those there were none of before, or as many of them as there may be.
-func (u *update) newConflicts() []Conflict {
-	var found []Conflict
+// newContests sums up the conflicts there were none of before, or as many of them as there may be.
+func (u *update) newContests() []Contest {
+	found := contests{}
 	u.unlisted = 0
 	for k, before := range u.before {
-		fresh := newConflicts(k, before, u.claims.contested[k])
-		room := min(len(fresh), maxConflicts-len(found))
-		found = append(found, fresh[:room]...)
-		u.unlisted += len(fresh) - room
+		for _, c := range newConflicts(k, before, u.claims.contested[k]) {
+			if !found.add(c, maxContests) {
+				u.unlisted++
+			}
+		}
 	}
-	slices.SortFunc(found, Conflict.Compare)
-	return found
+	return found.sorted()
 }
 
 // With gives a change that names what either names.

@@ -74,6 +74,8 @@ type Loop struct {
 	Failed  func(error)
 	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without.
 	Unschedules func(*dataplane.Refused)
+	// Contested, if not nil, is called with new conflicts, summed up; there may be many.
+	Contested func([]dataplane.Contest)
 	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
 	LeastRest func() time.Duration
 
@@ -253,12 +255,10 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
 	concerned := l.snapshot.Apply(delta)
 	l.unsettled = l.unsettled.With(concerned)
-	change, conflicts := l.Planner.Apply(l.snapshot, concerned)
+	change, contests := l.Planner.Apply(l.snapshot, concerned)
 	l.want.follow(change, l.Planner.Before())
 	policy := time.Since(start)
-	for _, c := range conflicts {
-		l.Log.Warn(c.String())
-	}
+	l.contested(contests)
 	if !l.behind {
 		l.want.try(start)
 	}
@@ -289,6 +289,30 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	l.foreign = 0
 	l.report(&t)
 	return nil
+}
+
+// maxContests bounds the lines in the log about new conflicts after one change.
+const maxContests = 4
+
+// contested tells of new conflicts.
+func (l *Loop) contested(contests []dataplane.Contest) {
+	if len(contests) == 0 {
+		return
+	}
+	more := l.Planner.Unlisted()
+	for i, c := range contests {
+		if i < maxContests {
+			l.Log.Warn(c.String())
+		} else {
+			more += c.Keys
+		}
+	}
+	if more > 0 {
+		l.Log.Warn("more addresses are claimed twice", "addresses", more)
+	}
+	if l.Contested != nil {
+		l.Contested(contests)
+	}
 }
 
 // write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state without them.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"sync"
 	"time"
 
 	eventsv1 "k8s.io/api/events/v1"
@@ -35,6 +36,11 @@ type Events struct {
 	Report func(error)
 
 	queue chan Event
+
+	// mu guards emitted, which counts the events of each namespace since the time since.
+	mu      sync.Mutex
+	emitted map[string]int
+	since   time.Time
 }
 
 // NewEvents gives an Events that keeps what is emitted until Run is called.
@@ -48,6 +54,8 @@ const reporter = "kube-proxy"
 const (
 	// eventEvery is how soon the same event is sent again.
 	eventEvery = 10 * time.Minute
+	// eventsEach is how many events a namespace gets within eventEvery, so that what happens in one keeps no others back.
+	eventsEach = 20
 	// eventTries and eventWait are how often an event is tried and how long is waited at first, and twice as long each time.
 	eventTries = 6
 	eventWait  = 2 * time.Second
@@ -57,13 +65,27 @@ const (
 
 // Emit has an event sent. It never waits; safe for concurrent use, also on nil, which has nobody to send to.
 func (e *Events) Emit(event Event) {
-	if e == nil {
+	if e == nil || !e.admit(event.Service.Namespace, time.Now()) {
 		return
 	}
 	select {
 	case e.queue <- event:
 	default: // there are too many to be read
 	}
+}
+
+// admit says whether a namespace may have one more event now. What is about the Node itself always goes.
+func (e *Events) admit(namespace string, now time.Time) bool {
+	if namespace == "" {
+		return true
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.emitted == nil || now.Sub(e.since) >= eventEvery {
+		e.emitted, e.since = map[string]int{}, now
+	}
+	e.emitted[namespace]++
+	return e.emitted[namespace] <= eventsEach
 }
 
 // Run sends events until ctx is done. It fails if Config makes no sense.

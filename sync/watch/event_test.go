@@ -88,3 +88,23 @@ func TestEvents(t *testing.T) {
 	}
 	(*Events)(nil).Emit(start)
 }
+
+// TestEventsOfOneNamespaceKeepNoOthersBack: whoever has an event for each of his edits still leaves room for others.
+func TestEventsOfOneNamespaceKeepNoOthersBack(t *testing.T) {
+	e := NewEvents(&rest.Config{}, "node-1", nil)
+	for i := range 1000 {
+		e.Emit(Event{Reason: "AddressConflict", Note: strings.Repeat("x", i), Service: snapshot.Name{Namespace: "evil", Name: "web"}})
+	}
+	e.Emit(Event{Reason: "AddressConflict", Service: snapshot.Name{Namespace: "shop", Name: "web"}})
+	e.Emit(Event{Reason: "Starting"})
+	of := map[string]int{}
+	for len(e.queue) > 0 {
+		of[(<-e.queue).Service.Namespace]++
+	}
+	if of["evil"] != eventsEach || of["shop"] != 1 || of[""] != 1 {
+		t.Errorf("events by namespace: %v", of)
+	}
+	if e.admit("evil", time.Now()) || !e.admit("evil", time.Now().Add(eventEvery)) {
+		t.Error("a namespace gets events again after some time, and not before")
+	}
+}
