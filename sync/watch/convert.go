@@ -28,6 +28,28 @@ const (
 	maxAffinity     = 86400 * time.Second
 )
 
+// How much of one object is taken. All of it is in the kernel of every node, whoever wrote it and whatever for; the API
+// server only bounds the size of an object, to some 1.5 MB.
+const (
+	// maxAddresses is for spec.externalIPs and the addresses of a load balancer, each.
+	maxAddresses = 1024
+	maxRanges    = 1024
+	// maxPorts is for the ports of a Service, and those of a slice.
+	maxPorts = 1024
+	// maxFrontends is for addresses times ports, node ports not counted.
+	maxFrontends = 32768
+)
+
+// atMost cuts a list and says so. What is cut off comes last in the object, so what was served stays served when more is
+// added.
+func atMost[T any](f *findings, field string, list []T, most int) []T {
+	if len(list) <= most {
+		return list
+	}
+	f.add(field, "%d entries are too many: the first %d count", len(list), most)
+	return list[:most]
+}
+
 // converter turns API objects into snapshot values, as kube-proxy reads them. A field that makes no sense is reported and
 // left out alone. What is missing has the API's default, so that it takes both what a server sent and what a person wrote.
 type converter struct {
@@ -38,7 +60,7 @@ type converter struct {
 func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	f := &findings{object: objectName("Service", nameOf(o))}
 	if !ours(o) || !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.list
+		return nil, f.all()
 	}
 	spec := &o.Spec
 	s := &snapshot.Service{
@@ -51,9 +73,10 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 		Ports:         c.servicePorts(f, spec.Ports),
 	}
 	if len(s.ClusterIPs) == 0 {
-		return nil, f.list
+		return nil, f.all()
 	}
 	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
+	limitFrontends(f, s)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
 	s.Scheduling = scheduling(f, o.Annotations)
 	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in k8s.io/kubernetes).
@@ -64,7 +87,19 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 		field := func(name string) string { return "spec." + name }
 		s.HealthCheckNodePort = port(f, field, "healthCheckNodePort", spec.HealthCheckNodePort)
 	}
-	return s, f.list
+	return s, f.all()
+}
+
+// limitFrontends leaves out addresses that would make too many frontends with all ports: external IPs first, and the last
+// ones of each list first.
+func limitFrontends(f *findings, s *snapshot.Service) {
+	room := maxFrontends/max(len(s.Ports), 1) - len(s.ClusterIPs)
+	if n := len(s.LoadBalancerIPs) + len(s.ExternalIPs); n > room {
+		f.add("spec.ports", "%d ports at %d addresses are too many: only the first %d addresses are served", len(s.Ports),
+			n, room)
+	}
+	s.LoadBalancerIPs = s.LoadBalancerIPs[:min(len(s.LoadBalancerIPs), room)]
+	s.ExternalIPs = s.ExternalIPs[:min(len(s.ExternalIPs), room-len(s.LoadBalancerIPs))]
 }
 
 // maxUID is longer than any UID that an API server makes.
@@ -126,7 +161,7 @@ func loadBalancerIPs(f *findings, ingress []corev1.LoadBalancerIngress) []netip.
 		ips   []netip.Addr
 		known seen[netip.Addr]
 	)
-	for i, in := range ingress {
+	for i, in := range atMost(f, "status.loadBalancer.ingress", ingress, maxAddresses) {
 		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
 			continue
 		}
@@ -146,7 +181,7 @@ var nobody = [2]netip.Prefix{netip.MustParsePrefix("0.0.0.0/32"), netip.MustPars
 
 // sourceRanges reads loadBalancerSourceRanges. A range that can't be read may be of either family, and a family without
 // ranges is open to everybody: so that a typing error never opens a Service, it closes each family that has no readable
-// range of its own.
+// range of its own. So does a list that is too long.
 func sourceRanges(f *findings, texts []string) []netip.Prefix {
 	var (
 		ranges   []netip.Prefix
@@ -154,7 +189,8 @@ func sourceRanges(f *findings, texts []string) []netip.Prefix {
 		bad      bool
 		known    seen[netip.Prefix]
 	)
-	for i, text := range texts {
+	bad = len(texts) > maxRanges
+	for i, text := range atMost(f, "spec.loadBalancerSourceRanges", texts, maxRanges) {
 		p, err := parsePrefix(strings.TrimSpace(text))
 		if err != nil {
 			f.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%w; a family with no good range is closed", err)
@@ -229,10 +265,11 @@ type (
 
 func (c *converter) servicePorts(f *findings, ports []corev1.ServicePort) []snapshot.Port {
 	var (
-		out     = make([]snapshot.Port, 0, len(ports))
+		out     = make([]snapshot.Port, 0, min(len(ports), maxPorts))
 		names   seen[portName]
 		numbers seen[portNumber]
 	)
+	ports = atMost(f, "spec.ports", ports, maxPorts)
 	for i := range ports {
 		p := &ports[i]
 		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
@@ -289,16 +326,16 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 		return nil, nil
 	}
 	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.list
+		return nil, f.all()
 	}
 	owner := o.Labels[discoveryv1.LabelServiceName]
 	if owner == "" {
 		f.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing: it says which Service the slice belongs to")
-		return nil, f.list
+		return nil, f.all()
 	}
 	if o.AddressType != discoveryv1.AddressTypeIPv4 && o.AddressType != discoveryv1.AddressTypeIPv6 {
 		f.add("addressType", "%s is unknown: write IPv4 or IPv6", quote(string(o.AddressType)))
-		return nil, f.list
+		return nil, f.all()
 	}
 	s := &snapshot.Slice{
 		Name:      snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
@@ -308,7 +345,7 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 		Triggered: triggered(f, o.Annotations),
 	}
 	weigh(f, o.Annotations, s.Endpoints)
-	return s, f.list
+	return s, f.all()
 }
 
 // triggered reads when the controller saw what it last changed a slice for.
@@ -326,6 +363,7 @@ func triggered(f *findings, annotations map[string]string) time.Time {
 }
 
 func (c *converter) slicePorts(f *findings, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
+	ports = atMost(f, "ports", ports, maxPorts)
 	out := make([]snapshot.SlicePort, 0, len(ports))
 	var names seen[portName]
 	for i := range ports {
@@ -459,7 +497,7 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 		return nil, nil
 	}
 	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.list
+		return nil, f.all()
 	}
 	var out []*snapshot.Slice
 	ns, owner := c.text(o.Namespace), string([]byte(o.Name))
@@ -482,7 +520,7 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses, false)
 		out = append(out, s)
 	}
-	return out, f.list
+	return out, f.all()
 }
 
 func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, at places,
@@ -525,7 +563,7 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 	}
 	n.PodCIDRs = prefixes(f, field, cidrs)
 	n.Leaving = leaving(o)
-	return n, f.list
+	return n, f.all()
 }
 
 // taintToBeDeleted is what the cluster autoscaler puts on a node before it drains and deletes it.
@@ -548,7 +586,7 @@ func leaving(o *corev1.Node) string {
 func (c *converter) serviceCIDR(o *networkingv1.ServiceCIDR) (*[]netip.Prefix, []*Problem) {
 	f := &findings{object: objectName("ServiceCIDR", snapshot.Name{Name: o.Name})}
 	p := prefixes(f, "spec.cidrs[%d]", o.Spec.CIDRs)
-	return &p, f.list
+	return &p, f.all()
 }
 
 // union gives all ranges, sorted and unique; nil if there are none.
@@ -579,7 +617,7 @@ func addrs(f *findings, field string, texts []string, need need) []netip.Addr {
 		out   []netip.Addr
 		known seen[netip.Addr]
 	)
-	for i, text := range texts {
+	for i, text := range atMost(f, strings.TrimSuffix(field, "[%d]"), texts, maxAddresses) {
 		if a, err := parseAddr(text, need); err != nil {
 			f.add(indexed(field, i), "%w", err)
 		} else if !known.before(a) {

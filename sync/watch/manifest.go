@@ -346,7 +346,7 @@ func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
 		}
 	}
 	s, problems := r.service(o)
-	return s, append(f.list, problems...)
+	return s, append(f.all(), problems...)
 }
 
 func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
@@ -363,7 +363,7 @@ func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
 	if o.AddressType == "" {
 		f := &findings{object: d.object}
 		f.add("addressType", "missing: write IPv4 or IPv6")
-		return (*snapshot.Slice)(nil), f.list
+		return (*snapshot.Slice)(nil), f.all()
 	}
 	return pair(r.slice(o))
 }

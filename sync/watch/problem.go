@@ -3,6 +3,7 @@ package watch
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -53,7 +54,13 @@ func (p *Problem) Unwrap() error { return p.Err }
 type findings struct {
 	object string
 	list   []*Problem
+	// more is how many there are beyond those in the list.
+	more int
 }
+
+// maxFindings is how many problems of one object are reported. Whoever writes objects may write as many wrong entries as
+// the API server takes, which is a hundred thousand and more.
+const maxFindings = 8
 
 func objectName(kind string, n snapshot.Name) string {
 	kind = short(kind)
@@ -68,8 +75,21 @@ func objectName(kind string, n snapshot.Name) string {
 	return kind + " " + short(n.Namespace) + "/" + short(n.Name)
 }
 
+// add notes a problem. The arguments must be bounded in length: see quote.
 func (f *findings) add(field, format string, args ...any) {
+	if len(f.list) == maxFindings {
+		f.more++
+		return
+	}
 	f.list = append(f.list, &Problem{Object: f.object, Field: field, Err: fmt.Errorf(format, args...)})
+}
+
+// all gives the problems, the last of which says how many more there are.
+func (f *findings) all() []*Problem {
+	if f.more == 0 {
+		return f.list
+	}
+	return append(slices.Clip(f.list), &Problem{Object: f.object, Err: fmt.Errorf("... and %d more problems", f.more)})
 }
 
 // texts is the problems as one error, for comparing with what was said before; nil if there are none.

@@ -19,7 +19,9 @@ func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling
 	var s snapshot.Scheduling
 	if text, ok := annotations[annotationScheduler]; ok {
 		field := "metadata.annotations[" + annotationScheduler + "]"
-		if parsed, err := snapshot.ParseScheduling(text); err != nil {
+		if len(text) > maxScheduler {
+			f.add(field, "%d bytes are too many: %d at most", len(text), maxScheduler)
+		} else if parsed, err := snapshot.ParseScheduling(text); err != nil {
 			f.add(field, "%w", err)
 		} else {
 			s = parsed
@@ -34,14 +36,27 @@ func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling
 	return &s
 }
 
-// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out.
+// How much of annotations is read. Whoever may write a Service may write 256 KiB of them, as often as he likes.
+const (
+	maxScheduler  = 128
+	maxWeight     = 16
+	maxWeights    = 64 << 10
+	maxWeightList = 4096
+)
+
+// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out, and so is all of a list that is too long.
 func weights(f *findings, text string) map[string]uint16 {
-	out := map[string]uint16{}
+	out, field := map[string]uint16{}, "metadata.annotations["+annotationWeights+"]"
+	if n := 1 + strings.Count(text, ","); len(text) > maxWeights || n > maxWeightList {
+		f.add(field, "%d bytes with %d entries are too many: the weights are left out; %d bytes with %d entries at most",
+			len(text), n, maxWeights, maxWeightList)
+		return nil
+	}
 	for entry := range strings.SplitSeq(text, ",") {
 		node, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
 		n, good := weightOf(number)
 		if !ok || !good || node == "" {
-			f.add("metadata.annotations["+annotationWeights+"]", "%s is no weight of a node such as node-1=3; weights are 1 to 65535", quote(entry))
+			f.add(field, "%s is no weight of a node such as node-1=3; weights are 1 to 65535", quote(entry))
 			continue
 		}
 		out[strings.TrimSpace(node)] = n
@@ -60,8 +75,8 @@ func weigh(f *findings, annotations map[string]string, endpoints []snapshot.Endp
 	if !ok {
 		return
 	}
-	n, good := weightOf(text)
-	if !good {
+	n, good := weightOf(text[:min(len(text), maxWeight)])
+	if !good || len(text) > maxWeight {
 		f.add("metadata.annotations["+annotationWeight+"]", "%s is not a number from 1 to 65535", quote(text))
 		return
 	}
