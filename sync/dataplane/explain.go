@@ -333,7 +333,7 @@ func (e *explainer) endpoints() {
 	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
-	e.loadSlices(e.s.Slices[name.Service])
+	e.loadSlices(svc, e.s.Slices[name.Service])
 	e.schedule(svc)
 	e.gather(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {

@@ -16,7 +16,7 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 		return 0, 0
 	}
 	b := builder{host: host{nodeName: nodeName}}
-	b.loadSlices(s.Slices[n])
+	b.loadSlices(svc, s.Slices[n])
 	var counts [len(families)]int
 	for _, f := range families {
 		var addrs []netip.Addr

@@ -57,30 +57,44 @@ func (b *builder) gather(p *snapshot.Port, f family) {
 
 func sameAddr(x, y candidate) bool { return x.addr == y.addr }
 
-// mentions fills b.candidates with every mention of the port's endpoints of one family. Of those with the same AddrPort, which
-// follow each other, the first one counts.
+// mentions fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may have.
+// Of those with the same AddrPort, which follow each other, the first one counts.
 func (b *builder) mentions(p *snapshot.Port, f family) {
 	b.candidates = b.candidates[:0]
-	for _, sl := range b.slices {
-		for _, sp := range sl.Ports {
-			if sp.Name != p.Name || sp.Protocol != p.Protocol {
-				continue
-			}
-			for i := range sl.Endpoints {
-				ep := &sl.Endpoints[i]
-				if !f.has(ep.Addr) {
-					continue
+	if b.index != nil {
+		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
+			b.mention(at.slice, at.port, f)
+		}
+	} else {
+		for _, sl := range b.slices {
+			for _, sp := range sl.Ports {
+				if sp.Name == p.Name && sp.Protocol == p.Protocol {
+					b.mention(sl, sp.Port, f)
 				}
-				b.candidates = append(b.candidates, candidate{
-					addr:     netip.AddrPortFrom(ep.Addr, sp.Port),
-					Endpoint: ep,
-					local:    ep.Node != "" && ep.Node == b.host.nodeName,
-					order:    int32(len(b.candidates)),
-				})
 			}
 		}
 	}
 	slices.SortFunc(b.candidates, compareCandidates)
+}
+
+// mention adds the endpoints of a slice, as far as there is room.
+func (b *builder) mention(sl *snapshot.Slice, port uint16, f family) {
+	for i := range sl.Endpoints {
+		ep := &sl.Endpoints[i]
+		if !f.has(ep.Addr) {
+			continue
+		}
+		if len(b.candidates) == b.most {
+			b.crowded = true
+			return
+		}
+		b.candidates = append(b.candidates, candidate{
+			addr:     netip.AddrPortFrom(ep.Addr, port),
+			Endpoint: ep,
+			local:    ep.Node != "" && ep.Node == b.host.nodeName,
+			order:    int32(len(b.candidates)),
+		})
+	}
 }
 
 // pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints. The two
@@ -152,14 +166,58 @@ func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
 	return &Pool{Endpoints: endpoints}
 }
 
+// How much of a Service's slices is looked at. A few slices whose every endpoint has every port of a Service of a thousand
+// ports would otherwise be a million elements in the kernel of every node.
+const (
+	// maxEndpoints is for all ports of a Service in one family; each port may have its share.
+	maxEndpoints = 1 << 17
+	// maxSlicePorts is for the ports of all slices; slices beyond that are left out.
+	maxSlicePorts = 1 << 16
+	// fewSlicePorts is how many can be looked through for each port in the time an index takes.
+	fewSlicePorts = 64
+)
+
+type (
+	portKey struct {
+		name     string
+		protocol snapshot.Protocol
+	}
+	slicePort struct {
+		slice *snapshot.Slice
+		port  uint16
+	}
+)
+
 // loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on the
 // order of a Go map.
-func (b *builder) loadSlices(of map[string]*snapshot.Slice) {
-	b.slices = b.slices[:0]
+func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
+	b.slices, b.index, b.crowded = b.slices[:0], nil, false
+	b.most = max(maxEndpoints/max(len(svc.Ports), 1), 1)
 	for _, sl := range of {
 		b.slices = append(b.slices, sl)
 	}
 	if len(b.slices) > 1 {
 		slices.SortFunc(b.slices, func(x, y *snapshot.Slice) int { return strings.Compare(x.Name.Name, y.Name.Name) })
+	}
+	ports := 0
+	for i, sl := range b.slices {
+		if ports += len(sl.Ports); ports > maxSlicePorts {
+			b.slices, b.crowded = b.slices[:i], true
+			break
+		}
+	}
+	if ports > fewSlicePorts && len(svc.Ports) > 1 {
+		b.indexPorts()
+	}
+}
+
+// indexPorts fills b.index.
+func (b *builder) indexPorts() {
+	b.index = map[portKey][]slicePort{}
+	for _, sl := range b.slices {
+		for _, sp := range sl.Ports {
+			k := portKey{sp.Name, sp.Protocol}
+			b.index[k] = append(b.index[k], slicePort{sl, sp.Port})
+		}
 	}
 }

@@ -13,6 +13,11 @@ type builder struct {
 	host       host
 	slices     []*snapshot.Slice
 	candidates []candidate
+	// index, if not nil, finds the slices that have a port.
+	index map[portKey][]slicePort
+	// most is how many endpoints a port may have; crowded says that the Service mentions more.
+	most    int
+	crowded bool
 	// scheduling is the Service's, and weights are what it says of nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
@@ -24,7 +29,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	if svc == nil {
 		return nil
 	}
-	b.loadSlices(s.Slices[n])
+	b.loadSlices(svc, s.Slices[n])
 	b.schedule(svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
@@ -44,6 +49,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	if len(out.Ports) == 0 {
 		return nil
 	}
+	out.Crowded = b.crowded
 	return out
 }
 

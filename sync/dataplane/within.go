@@ -18,7 +18,8 @@ func (s *Service) Within(now *Service) *Service {
 	taken := func(f Frontend) bool { return !allowed[f.Key] }
 	foreign := func(a netip.Addr) bool { return !slices.Contains(now.ClusterIPs, a) }
 
-	left, all := &Service{Name: s.Name, Age: s.Age, ClusterIPs: s.ClusterIPs, HealthCheckNodePort: s.HealthCheckNodePort}, true
+	left, all := &Service{Name: s.Name, Age: s.Age, ClusterIPs: s.ClusterIPs, HealthCheckNodePort: s.HealthCheckNodePort,
+		Crowded: s.Crowded}, true
 	if slices.ContainsFunc(s.ClusterIPs, foreign) {
 		left.ClusterIPs, all = slices.DeleteFunc(slices.Clone(s.ClusterIPs), foreign), false
 	}

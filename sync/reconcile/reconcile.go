@@ -256,7 +256,9 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	concerned := l.snapshot.Apply(delta)
 	l.unsettled = l.unsettled.With(concerned)
 	change, contests := l.Planner.Apply(l.snapshot, concerned)
-	l.want.follow(change, l.Planner.Before())
+	before := l.Planner.Before()
+	l.crowded(change, before)
+	l.want.follow(change, before)
 	policy := time.Since(start)
 	l.contested(contests)
 	if !l.behind {
@@ -312,6 +314,15 @@ func (l *Loop) contested(contests []dataplane.Contest) {
 	}
 	if l.Contested != nil {
 		l.Contested(contests)
+	}
+}
+
+// crowded tells of Services that have become too large.
+func (l *Loop) crowded(change dataplane.Change, before []*dataplane.Service) {
+	for i, n := range change.Services {
+		if svc := l.Planner.State().Services[n]; svc != nil && svc.Crowded && (before[i] == nil || !before[i].Crowded) {
+			l.Log.Warn("this Service has more endpoints than are served", "service", n.String())
+		}
 	}
 }
 
