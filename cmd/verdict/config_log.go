@@ -5,22 +5,26 @@ import (
 	"log/slog"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/logging"
 )
 
-// logger is a log whose level may change.
+// logger is a log whose level may change, and which is bounded.
 type logger struct {
 	*slog.Logger
 	level *slog.LevelVar
+	limit *logging.Limit
 }
 
 func newLogger(w io.Writer, c config.Log) *logger {
 	level := &slog.LevelVar{}
 	level.Set(c.Level)
 	o := &slog.HandlerOptions{Level: level}
+	var handler slog.Handler = slog.NewTextHandler(w, o)
 	if c.JSON {
-		return &logger{slog.New(slog.NewJSONHandler(w, o)), level}
+		handler = slog.NewJSONHandler(w, o)
 	}
-	return &logger{slog.New(slog.NewTextHandler(w, o)), level}
+	limit := logging.NewLimit(handler)
+	return &logger{slog.New(limit), level, limit}
 }
 
 // problem logs one thing there is to say about the configuration.

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -324,5 +325,20 @@ func TestNodeIsTold(t *testing.T) {
 	}
 	if d, ready := queue.Take(); !ready || !reflect.DeepEqual(*d.Node, other) {
 		t.Errorf("passed on: %+v, %v", d, ready)
+	}
+}
+
+// TestTheLogIsBounded: in both formats, and what is left out is counted.
+func TestTheLogIsBounded(t *testing.T) {
+	for _, json := range []bool{false, true} {
+		var b logBuffer
+		log := newLogger(&b, config.Log{JSON: json})
+		report := reporter(log.Logger)
+		for i := range 10_000 {
+			report(fmt.Errorf("Service evil/web: metadata.annotations[x]: %d", i))
+		}
+		if lines := strings.Count(b.String(), "\n"); lines > 200 || uint64(lines)+log.limit.LeftOut() != 10_000 {
+			t.Errorf("JSON %v: %d lines, %d left out", json, lines, log.limit.LeftOut())
+		}
 	}
 }

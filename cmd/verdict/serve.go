@@ -47,6 +47,8 @@ type serving struct {
 	configz func() any
 	// place, if not nil, says whether another proxy could take over.
 	place func() bool
+	// logLeftOut, if not nil, counts the lines that the log left out.
+	logLeftOut func() uint64
 	// emit, if not nil, takes what the cluster's operators should see.
 	emit func(watch.Event)
 }
@@ -55,7 +57,7 @@ type serving struct {
 func (l *live) serving(s *config.Settings) serving {
 	v := serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
-		maxSeries: s.MetricsMaxSeries,
+		maxSeries: s.MetricsMaxSeries, logLeftOut: l.log.limit.LeftOut,
 		emit:      func(e watch.Event) { l.events.Emit(e) },
 		place:     l.hasPlace.Load,
 		configz: func() any {
@@ -97,7 +99,7 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 	o := metrics.Options{
 		Detail: n.serving.detail, MaxSeries: n.serving.maxSeries, Version: version(),
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: s.health.Healthy, NodePorts: s.ports.Ports, Conntrack: tracked,
-		Report: reporter(n.log), Place: n.serving.place,
+		Report: reporter(n.log), Place: n.serving.place, LogLeftOut: n.serving.logLeftOut,
 	}
 	if b := n.tables; b != nil {
 		o.Fill, o.Owns = func() []metrics.Fill { return fill(b) }, b.Owns
@@ -163,7 +165,7 @@ func (s *surface) failed(reason, action string) func(error) {
 }
 
 func (s *surface) portFailed(e *health.ListenError) {
-	s.node.log.Error(e.Error())
+	s.node.log.Error("failed to listen at a health check node port", "service", e.Service.String(), "err", e)
 	s.emit(watch.Event{Warning: true, Reason: "FailedToStartServiceHealthcheck", Action: "Listen", Service: e.Service,
 		Note: fmt.Sprintf("node %s: %v", s.node.config.NodeName, e)})
 }

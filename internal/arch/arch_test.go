@@ -32,6 +32,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
 	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
+	"internal/logging":     {},
 	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
 	"internal/metrics":     {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/prometheus/client_golang"}},
 	"internal/sysctl":      {},

@@ -36,6 +36,8 @@ type NodePorts struct {
 	// checks are the Services that have such a port, dirty those of them that Run is to look at, and others that are gone.
 	checks map[snapshot.Name]*check
 	dirty  map[*check]struct{}
+	// byPort are the checks of a port, the oldest Service first, which has it.
+	byPort map[uint16][]*check
 	// addrs are where to listen; known says that they are what Config asks for.
 	addrs []netip.Addr
 	known bool
@@ -63,6 +65,7 @@ func (e *ListenError) Unwrap() error { return e.Err }
 // check is one Service's. What it says is under NodePorts.mu.
 type check struct {
 	name snapshot.Name
+	age  snapshot.Age
 	port uint16 // 0 if it is gone
 	// serves says which families the Service has a cluster IP of, ready how many endpoints there are here: IPv4, IPv6.
 	serves [2]bool
@@ -80,6 +83,9 @@ type socket struct {
 	at     netip.AddrPort
 	server *http.Server
 }
+
+// errContested is why a Service does not get its port although it may be free.
+var errContested = errors.New("another Service, which was there first, has the same port")
 
 // A port that cannot be listened at is tried again after retryFirst, then after twice as long each time up to retryMost.
 const (
@@ -117,6 +123,7 @@ func (n *NodePorts) SetConfig(c dataplane.Config) {
 func (n *NodePorts) init() {
 	if n.checks == nil {
 		n.checks, n.dirty, n.wake = map[snapshot.Name]*check{}, map[*check]struct{}{}, make(chan struct{}, 1)
+		n.byPort = map[uint16][]*check{}
 	}
 }
 
@@ -134,6 +141,7 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 	c, svc := n.checks[name], s.Services[name]
 	if svc == nil || svc.HealthCheckNodePort == 0 {
 		if c != nil {
+			n.unfile(c)
 			c.port = 0
 			delete(n.checks, name)
 			n.look(c)
@@ -148,11 +156,40 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 	for _, a := range svc.ClusterIPs {
 		serves[familyOf(a)] = true
 	}
-	if c.port != svc.HealthCheckNodePort || c.serves != serves {
-		c.port, c.serves = svc.HealthCheckNodePort, serves
+	if c.port != svc.HealthCheckNodePort || c.serves != serves || c.age != svc.Age {
+		n.unfile(c)
+		c.port, c.serves, c.age = svc.HealthCheckNodePort, serves, svc.Age
+		n.file(c)
 		n.look(c)
 	}
 	c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, s, name)
+}
+
+// file enters a check among those of its port, and unfile takes it out. Run looks at the others, too.
+func (n *NodePorts) file(c *check) {
+	list := n.byPort[c.port]
+	i, _ := slices.BinarySearchFunc(list, c, func(a, b *check) int {
+		return cmp.Or(a.age.Compare(b.age), a.name.Compare(b.name))
+	})
+	n.byPort[c.port] = slices.Insert(list, i, c)
+	n.lookAt(c.port)
+}
+
+func (n *NodePorts) unfile(c *check) {
+	if c.port == 0 {
+		return
+	}
+	n.byPort[c.port] = slices.DeleteFunc(n.byPort[c.port], func(o *check) bool { return o == c })
+	if len(n.byPort[c.port]) == 0 {
+		delete(n.byPort, c.port)
+	}
+	n.lookAt(c.port)
+}
+
+func (n *NodePorts) lookAt(port uint16) {
+	for _, c := range n.byPort[port] {
+		n.look(c)
+	}
 }
 
 func familyOf(a netip.Addr) int {
@@ -204,12 +241,16 @@ type run struct {
 // sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed first.
 func (r *run) sync() {
 	want := r.take()
-	for c, at := range want {
-		r.sockets -= c.closeBut(at)
+	for c, t := range want {
+		r.sockets -= c.closeBut(t)
 	}
-	for c, at := range want {
-		for _, a := range at {
-			r.listen(c, a)
+	for c, t := range want {
+		for _, a := range t.at {
+			if t.contested {
+				r.fail(c, a, errContested)
+			} else {
+				r.listen(c, a)
+			}
 		}
 		keep(r.open, c, len(c.servers) > 0)
 		keep(r.failing, c, len(c.failed) > 0)
@@ -225,8 +266,14 @@ func keep(set map[*check]struct{}, c *check, in bool) {
 	}
 }
 
+// target is where a check is to be answered. Contested says that another Service has the port.
+type target struct {
+	at        []netip.AddrPort
+	contested bool
+}
+
 // take gives the checks to look at, and where each is to be answered.
-func (r *run) take() map[*check][]netip.AddrPort {
+func (r *run) take() map[*check]target {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, l := range r.lost {
@@ -236,10 +283,10 @@ func (r *run) take() map[*check][]netip.AddrPort {
 		}
 	}
 	r.lost = nil
-	want := map[*check][]netip.AddrPort{}
+	want := map[*check]target{}
 	for _, checks := range []map[*check]struct{}{r.dirty, r.failing} {
 		for c := range checks {
-			want[c] = r.wanted(c)
+			want[c] = target{r.wanted(c), c.port != 0 && r.byPort[c.port][0] != c}
 		}
 	}
 	clear(r.dirty)
@@ -257,15 +304,15 @@ func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
 }
 
 // closeBut closes what is not wanted, and gives how many sockets that were.
-func (c *check) closeBut(want []netip.AddrPort) (closed int) {
+func (c *check) closeBut(t target) (closed int) {
 	for at, srv := range c.servers {
-		if !slices.Contains(want, at) {
+		if t.contested || !slices.Contains(t.at, at) {
 			srv.Close()
 			delete(c.servers, at)
 			closed++
 		}
 	}
-	maps.DeleteFunc(c.failed, func(at netip.AddrPort, _ string) bool { return !slices.Contains(want, at) })
+	maps.DeleteFunc(c.failed, func(at netip.AddrPort, _ string) bool { return !slices.Contains(t.at, at) })
 	return closed
 }
 
@@ -290,10 +337,7 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 		l, err = listen(network, at.String())
 	}
 	if err != nil {
-		if c.failed[at] != err.Error() {
-			r.report(c, at, err)
-		}
-		c.failed[at] = err.Error()
+		r.fail(c, at, err)
 		return
 	}
 	delete(c.failed, at)
@@ -310,6 +354,14 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 			r.look(c)
 		}
 	}()
+}
+
+// fail takes note that a port cannot be had, and reports a new cause.
+func (r *run) fail(c *check, at netip.AddrPort, err error) {
+	if c.failed[at] != err.Error() {
+		r.report(c, at, err)
+	}
+	c.failed[at] = err.Error()
 }
 
 func (r *run) report(c *check, at netip.AddrPort, err error) {
@@ -330,7 +382,7 @@ func (r *run) count(c *check) {
 
 func (r *run) close() {
 	for c := range r.open {
-		c.closeBut(nil)
+		c.closeBut(target{})
 	}
 }
 

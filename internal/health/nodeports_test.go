@@ -208,7 +208,15 @@ func TestPortsOpenAndClose(t *testing.T) {
 	})
 }
 
-// TestOnePortOfTwoServices: manifests may say so. The one that comes second gets it when the first goes.
+// aged gives the Services of a delta a time of creation.
+func aged(d snapshot.Delta, created int64) snapshot.Delta {
+	for _, svc := range d.Services {
+		svc.Age.Created = created
+	}
+	return d
+}
+
+// TestOnePortOfTwoServices: manifests may say so. The oldest has it, and the one that comes second gets it when the first goes.
 func TestOnePortOfTwoServices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host := &fakeSockets{open: map[string]*fakeListener{}}
@@ -227,6 +235,36 @@ func TestOnePortOfTwoServices(t *testing.T) {
 		time.Sleep(time.Minute)
 		if open, failing := ports.Ports(); open != 1 || failing != 1 || reports != 1 {
 			t.Errorf("%d open, %d failing, %d reports", open, failing, reports)
+		}
+		of := func() string {
+			ports.mu.Lock()
+			defer ports.mu.Unlock()
+			for n, c := range ports.checks {
+				if len(c.servers) == 1 && len(c.failed) == 0 {
+					return n.Name
+				}
+			}
+			return ""
+		}
+		apply(aged(service("0", 30100, "10.96.0.3"), 100)) // the others' age is not known
+		synctest.Wait()
+		if got := of(); got != "0" {
+			t.Errorf("the one that was made is not the first, but %q", got)
+		}
+		apply(aged(service("-", 30100, "10.96.0.4"), 200))
+		synctest.Wait()
+		if open, failing := ports.Ports(); of() != "0" || open != 1 || failing != 3 {
+			t.Errorf("a later one has taken the port: %q; %d open, %d failing", of(), open, failing)
+		}
+		apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("0"): nil}})
+		synctest.Wait()
+		if got := of(); got != "-" {
+			t.Errorf("once the first is gone, %q has the port", got)
+		}
+		apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("-"): nil}})
+		synctest.Wait()
+		if got := of(); got != "a" {
+			t.Errorf("of two that nobody knows the age of, %q has the port", got)
 		}
 		apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("a"): nil}})
 		synctest.Wait()

@@ -79,7 +79,7 @@ type world struct {
 func newWorld(o Options) *world {
 	w := &world{kernel: newFakeKernel(), cluster: newRandomCluster(1)}
 	w.fake = &fakeBackend{kernel: w.kernel}
-	o.Version = "v1"
+	o.Version, o.LogLeftOut = "v1", func() uint64 { return 7 }
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Services: 1, Slices: 2} }
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }

@@ -72,6 +72,8 @@ type Options struct {
 	Place func() bool
 	// Conntrack tells how many connections the kernel tracks, and how many it can.
 	Conntrack func() (entries, most int, err error)
+	// LogLeftOut counts the lines that the log left out because there were too many.
+	LogLeftOut func() uint64
 	// Counters reads what the kernel counts.
 	Counters Counters
 	// IPVS reads what IPVS counts of the Services that it schedules.

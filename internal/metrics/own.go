@@ -86,6 +86,10 @@ func (w *own) registerFuncs(m maker, o *Options) {
 		m.gaugeFunc("verdict_unscheduled_services", "Services that nftables carries because IPVS does not take them.", nil,
 			func() float64 { return float64(len(o.Unscheduled())) })
 	}
+	if o.LogLeftOut != nil {
+		m.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "verdict_log_lines_left_out_total",
+			Help: "Lines that the log left out because there were too many."}, func() float64 { return float64(o.LogLeftOut()) }))
+	}
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
 	}

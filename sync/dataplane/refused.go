@@ -18,12 +18,18 @@ type Refused struct {
 	Scheduling bool
 }
 
-// Error names every Service with what was refused of it.
+// maxRefused is how many Services an error names: what the kernel refuses of one, it often refuses of all.
+const maxRefused = 8
+
+// Error names the first Services with what was refused of them, and says how many more there are.
 func (r *Refused) Error() string {
 	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
-	parts := make([]string, len(names))
-	for i, n := range names {
-		parts[i] = fmt.Sprintf("Service %s: %v", n, r.Services[n])
+	var parts []string
+	for _, n := range names[:min(len(names), maxRefused)] {
+		parts = append(parts, fmt.Sprintf("Service %s: %v", n, r.Services[n]))
+	}
+	if more := len(names) - len(parts); more > 0 {
+		parts = append(parts, fmt.Sprintf("... and %d more Services", more))
 	}
 	return strings.Join(parts, "; ")
 }

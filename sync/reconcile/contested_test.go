@@ -42,8 +42,8 @@ func TestConflictsAreSummedUp(t *testing.T) {
 		claims("a", 0, 1000, 2)
 		synctest.Wait()
 		lines := strings.Count(log.String(), "\n")
-		if lines != maxContests+1 || !strings.Contains(log.String(), "198.18.0.0:1000/tcp and 999 more") ||
-			!strings.Contains(log.String(), `"more addresses are claimed twice" addresses=6000`) {
+		if lines != maxContests+1 || !strings.Contains(log.String(), "first=198.18.0.0:1000/tcp addresses=1000") ||
+			!strings.Contains(log.String(), `"more Services claim the same addresses" addresses=6000`) {
 			t.Errorf("%d lines:\n%s", lines, log.String())
 		}
 		if len(told) != 10 {

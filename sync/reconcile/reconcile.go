@@ -304,13 +304,14 @@ func (l *Loop) contested(contests []dataplane.Contest) {
 	more := l.Planner.Unlisted()
 	for i, c := range contests {
 		if i < maxContests {
-			l.Log.Warn(c.String())
+			l.Log.Warn("Services claim the same addresses; the one that was there first keeps them", "first", c.Key.String(),
+				"addresses", c.Keys, "kept by", c.Winner.String(), "left out", c.Loser.String())
 		} else {
 			more += c.Keys
 		}
 	}
 	if more > 0 {
-		l.Log.Warn("more addresses are claimed twice", "addresses", more)
+		l.Log.Warn("more Services claim the same addresses", "addresses", more)
 	}
 	if l.Contested != nil {
 		l.Contested(contests)
