@@ -18,9 +18,10 @@ const maxFindings = 8
 
 // check looks once for what others changed. What it finds, the next transaction repairs.
 func (l *Loop) check() {
-	l.busy.Store(time.Now().UnixNano())
+	begin := time.Now()
+	l.busy.Store(&begin)
 	found, again, err := l.Backend.Check()
-	l.busy.Store(0)
+	l.busy.Store(nil)
 	if again <= 0 {
 		again = CheckEvery
 	}

@@ -93,6 +93,9 @@ type Loop struct {
 	began time.Time
 	// counted is what had counters after the last transaction, one of dataplane.Counted...; empty before the first.
 	counted string
+	// turns says whose changes are next, once the first state was written: then filled is set.
+	turns  turns
+	filled bool
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
 	retryAt   time.Time
 	retryWait time.Duration
@@ -103,8 +106,8 @@ type Loop struct {
 	foreign int
 	blind   bool
 
-	// busy is when the transaction or check began that is under way, in nanoseconds of Unix; 0 if there is none.
-	busy atomic.Int64
+	// busy is when the transaction or check began that is under way; nil if there is none.
+	busy atomic.Pointer[time.Time]
 
 	// asides is what Quarantined and Unscheduled give; nil if there are none.
 	asides atomic.Pointer[setAsides]
@@ -127,7 +130,7 @@ const (
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.behind, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
-	l.unsettled = snapshot.Change{}
+	l.unsettled, l.turns, l.filled = snapshot.Change{}, turns{}, false
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
@@ -139,11 +142,12 @@ func (l *Loop) Run(ctx context.Context) error {
 			rest.Reset(0)
 			continue
 		}
-		l.busy.Store(start.UnixNano())
-		err := l.step(ctx, delta)
-		l.busy.Store(0)
+		l.busy.Store(&start)
+		err := l.step(ctx, l.takeTurns(delta, start))
+		l.busy.Store(nil)
 		took := time.Since(start)
-		rested = start.Add(took + l.restAfter(took))
+		heavy := l.turns.charge(start.Add(took), took, l.parts.Left)
+		rested = start.Add(took + l.restAfter(took, heavy))
 		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
@@ -162,17 +166,29 @@ func (l *Loop) Run(ctx context.Context) error {
 }
 
 // Busy gives since when a transaction or check has been under way; zero if there is none. It is safe for concurrent
-// use.
+// use, and setting the clock does not change how long ago it is.
 func (l *Loop) Busy() time.Time {
-	if since := l.busy.Load(); since != 0 {
-		return time.Unix(0, since)
+	if since := l.busy.Load(); since != nil {
+		return *since
 	}
 	return time.Time{}
 }
 
-// restAfter gives how long to rest after a step that took so long.
-func (l *Loop) restAfter(took time.Duration) time.Duration {
-	rest := min(restFactor*took, restMost)
+// takeTurns gives the changes whose turn it is, of those that came and those that wait. At first everything is.
+func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
+	if !l.filled {
+		return d
+	}
+	l.turns.put(d)
+	turn := l.turns.take(now, l.weigh)
+	turn.Node, turn.ServiceCIDRs, turn.HostAddrs = d.Node, d.ServiceCIDRs, d.HostAddrs
+	return turn
+}
+
+// restAfter gives how long to rest after a step that took so long. Whoever made it long waits for his next turn in any case;
+// others do not have to wait for that part.
+func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
+	rest := min(restFactor*(took-heavy), restMost) + heavy/restFactor
 	if l.left {
 		return took / restFactor // others may want to write to the kernel, too
 	}
@@ -185,7 +201,7 @@ func (l *Loop) restAfter(took time.Duration) time.Duration {
 
 // settle tells that the kernel carries all that was taken.
 func (l *Loop) settle() {
-	s := Settled{l.snapshot, l.unsettled, l.Queue.Settle()}
+	s := Settled{l.snapshot, l.unsettled, l.Queue.Settle(l.turns.held())}
 	l.unsettled = snapshot.Change{}
 	if l.Settled != nil {
 		l.Settled(s)
@@ -231,10 +247,14 @@ func (l *Loop) turn() (due time.Time, check bool) {
 	if l.left {
 		return time.Now(), false
 	}
-	if due, any := l.want.nextTrial(); any && due.Before(l.checkAt) {
-		return due, false
+	due, check = l.checkAt, true
+	if trial, any := l.want.nextTrial(); any && trial.Before(due) {
+		due, check = trial, false
 	}
-	return l.checkAt, true
+	if turn, any := l.turns.next(); any && turn.Before(due) {
+		due, check = turn, false
+	}
+	return due, check
 }
 
 // pause waits until the rest after the last transaction is over, at the time given. It returns false when the context ends.
@@ -365,7 +385,7 @@ func (l *Loop) report(t *Transaction) {
 	if now := time.Now(); l.behind || l.checkAt.After(now) {
 		l.checkAt = now
 	}
-	l.behind = false
+	l.behind, l.filled = false, true
 	l.Log.Debug("transaction", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 		"messages", t.Messages, "bytes", t.Bytes, "policy", t.Policy, "plan", t.Plan, "encode", t.Encode, "commit", t.Commit)
 	if l.Written != nil {

@@ -120,11 +120,12 @@ func (q *Queue) Take() (d Delta, ready bool) {
 	return d, true
 }
 
-// Settle says that whatever was taken so far is in force, and gives the triggers of that.
-func (q *Queue) Settle() []Trigger {
+// Settle says that whatever was taken so far is in force, but for what the reader holds for later, and gives the triggers of
+// that. What is held for later is not late: it only counts as not settled.
+func (q *Queue) Settle(held Waiting) []Trigger {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.taken = Waiting{}
+	q.taken = Waiting{Services: held.Services, Slices: held.Slices}
 	triggers := q.triggers.taken
 	q.triggers.taken = nil
 	return triggers
