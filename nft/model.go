@@ -129,12 +129,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	}
 	n := 0
 	for i, name := range names {
-		n += m.held(name).size()
-		if svc := s.Services[name]; svc != nil {
-			for _, sp := range svc.Ports {
-				n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
-			}
-		}
+		n += m.held(name).size() + sizeOf(s.Services[name])
 		if n > limit {
 			return i
 		}

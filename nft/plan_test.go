@@ -112,7 +112,7 @@ func (w world) step() snapshot.Delta {
 
 // FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel with
 // what one transaction for the last state alone would leave; that each is one the kernel takes; and that none, however
-// small it has to be, leaves anything that leads nowhere. Few counters make for elements that change places.
+// small it has to be, and what goes ahead in it, leaves anything that leads nowhere. Few counters make for elements that change places.
 func FuzzPlanEqualsFull(f *testing.F) {
 	for seed := range uint64(60) {
 		f.Add(seed, uint8(30), uint8(seed%3*7), uint8(seed%4*20))
@@ -126,7 +126,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		for step := range int(steps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
 			for n, left := 0, true; left; n++ {
-				txn := model.Plan(planner.State(), change, int(limit))
+				txn := planSome(&w, &model, planner.State(), change, int(limit))
 				if err := kernel.apply(txn); err != nil {
 					t.Fatalf("step %d, part %d: %v", step, n, err)
 				}
@@ -161,6 +161,82 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			delta = w.step()
 		}
 	})
+}
+
+// planSome plans a part of a change, now and then only what goes ahead of the rest, and now and then once more.
+func planSome(w *world, m *Model, s *dataplane.State, change dataplane.Change, limit int) *Txn {
+	if change.Globals || w.r.IntN(3) == 0 {
+		return m.Plan(s, change, limit)
+	}
+	txn := m.PlanAhead(s, change.Services, w.r.IntN(40))
+	switch {
+	case txn == nil:
+		return m.Plan(s, change, limit)
+	case w.r.IntN(4) == 0: // the kernel did not take it
+		m.Rollback(txn)
+		return m.Plan(s, change, limit)
+	}
+	return txn
+}
+
+// TestPlanAhead: a small change does not wait for a large one, unless it is to get an address that the large one still has.
+func TestPlanAhead(t *testing.T) {
+	snap := snapshot.New()
+	service := func(name, clusterIP string, first, externalIPs int) *snapshot.Service {
+		s := webService()
+		s.Name.Name, s.ClusterIPs = name, []netip.Addr{addr(clusterIP)}
+		for i := range externalIPs {
+			s.ExternalIPs = append(s.ExternalIPs, netip.AddrFrom4([4]byte{198, 51, byte((first + i) >> 8), byte(first + i)}))
+		}
+		return s
+	}
+	put := func(of ...*snapshot.Service) *dataplane.State {
+		d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}}
+		for _, s := range of {
+			d.Services[s.Name] = s
+		}
+		snap.Apply(d)
+		st, _ := dataplane.Compute(testConfig, snap)
+		return st
+	}
+	names := func(of ...string) (out []snapshot.Name) {
+		for _, n := range of {
+			out = append(out, snapshot.Name{Namespace: "default", Name: n})
+		}
+		return out
+	}
+	var m Model
+	kernel := newFakeKernel()
+	plan := func(what string, txn *Txn, left ...string) {
+		t.Helper()
+		if txn == nil {
+			t.Fatalf("%s: nothing goes ahead", what)
+		}
+		if err := kernel.apply(txn); err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if !slices.Equal(txn.Left.Services, names(left...)) {
+			t.Errorf("%s: left is %v; want %v", what, txn.Left.Services, left)
+		}
+	}
+	plan("all", m.Plan(put(service("large", "10.96.0.1", 0, 1000), service("small", "10.96.0.2", 0, 0), service("taker", "10.96.0.3", 0, 0)),
+		dataplane.Change{}, 0))
+	st := put(service("large", "10.96.0.1", 1000, 1000), service("small", "10.96.0.2", 3000, 2), service("taker", "10.96.0.3", 5, 1))
+	plan("ahead", m.PlanAhead(st, names("large", "small", "taker"), 100), "large", "taker")
+	if txn := m.PlanAhead(st, names("large", "taker"), 100); txn != nil {
+		t.Errorf("%v has gone ahead", txn)
+	}
+	if txn := m.PlanAhead(st, names("taker"), 100); txn != nil {
+		t.Errorf("there is nothing to go ahead of: %v", txn)
+	}
+	plan("the rest", m.Plan(st, dataplane.Change{Services: names("large", "taker")}, 0))
+	want := newFakeKernel()
+	if err := want.apply(new(Model).Plan(st, dataplane.Change{}, 0)); err != nil {
+		t.Fatal(err)
+	}
+	if d := kernel.diff(want); d != nil {
+		t.Error(strings.Join(d, "\n"))
+	}
 }
 
 // stateOf gives the state of one Service with endpoints on the given last bytes of 10.244.1.0.

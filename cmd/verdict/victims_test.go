@@ -201,7 +201,32 @@ func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []vi
 	}
 	cancel()
 	group.Wait()
+	if lines := strings.Count(log.String(), "\n"); lines > 300 || log.Len() > lines*1000 {
+		t.Errorf("%d lines in the log, %d bytes", lines, log.Len())
+	}
 	return v.done
+}
+
+// TestVictims: whatever a tenant does with the objects of his namespace, a change of somebody else's Service waits for one
+// bounded part of it at most, and the log stays short. It counts what was written in between, so that it does not depend on
+// the machine.
+func TestVictims(t *testing.T) {
+	// One transaction may be under way, one for those that wait may come between, and one carries the change. The first two
+	// may hold a large part; Services are not cut in the middle of an endpoint.
+	const transactions, elements = 3, 2*16384 + 4096
+	for name, attack := range attacks {
+		t.Run(strings.ReplaceAll(name, " ", "-"), func(t *testing.T) {
+			changes := runVictims(t, attack, 100)
+			if len(changes) < 80 { // a few are left out, of Services that still wait for the one before
+				t.Errorf("only %d changes were made", len(changes))
+			}
+			for _, c := range changes {
+				if c.transactions > transactions || c.elements > elements {
+					t.Errorf("a change waited %v, for %d transactions with %d elements", c.took, c.transactions, c.elements)
+				}
+			}
+		})
+	}
 }
 
 // BenchmarkVictims prints how long changes of others take beside each attack.

@@ -61,7 +61,9 @@ type Backend struct {
 	strays bool
 	// missed is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last comes first.
 	missed dataplane.Change
-	batch  batch
+	// ahead says that the last transaction had only what goes ahead of large Services, so that these get on now.
+	ahead bool
+	batch batch
 	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
 	generation uint32
 	tables     [len(nft.Families)]tableInfo
@@ -152,6 +154,8 @@ const (
 	writeAtOnce = 16384
 	// fillAtOnce is for new tables, as long as they do not have everything.
 	fillAtOnce = 65536
+	// aheadSize is that of the largest Service that goes ahead of those which take several transactions.
+	aheadSize = 512
 )
 
 // Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it corrects what was
@@ -260,11 +264,27 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 			if b.filling {
 				most = fillAtOnce
 			}
+			if txn := b.planAhead(want); txn != nil {
+				return txn, nil
+			}
 			return b.model.Plan(want, b.missed, b.limit(most)), nil
 		}
 		b.trust = doubtful
 	}
 	return b.planFrom(want)
+}
+
+// planAhead gives a transaction for what need not wait until a part of a large Service is written. Nil means that there is no such
+// thing, or that all are to get on: every other time.
+func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
+	all := b.missed.Services
+	if b.ahead || b.filling || b.room > 0 || b.missed.Globals || len(all) < 2 || b.model.Fits(want, all, writeAtOnce) {
+		b.ahead = false
+		return nil
+	}
+	txn := b.model.PlanAhead(want, all, aheadSize)
+	b.ahead = txn != nil
+	return txn
 }
 
 // number has the next transaction bear the kernel's own number of it.

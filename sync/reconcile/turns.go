@@ -24,6 +24,8 @@ const (
 	// about their elements. A Service that is larger is alone.
 	stepWeight = 1 << 14
 	stepMost   = 1 << 16
+	// lightWeight is that of changes which need not wait until others, that take much longer, are written with them.
+	lightWeight = 1 << 10
 )
 
 // turns says whose changes are next. The zero value has none waiting.
@@ -33,6 +35,8 @@ type turns struct {
 	paid map[string]time.Time
 	// running are the weights of what is being written.
 	running map[string]int
+	// ahead says that the last step was for changes of little weight only; the next one is for all.
+	ahead bool
 }
 
 // namespace is what waits of one. Objects are in the order in which they came first.
@@ -87,6 +91,11 @@ func (t *turns) take(now time.Time, weight func(object, *snapshot.Delta) int) sn
 		}
 	}
 	slices.SortFunc(ready, func(a, b string) int { return cmp.Or(t.paid[a].Compare(t.paid[b]), cmp.Compare(a, b)) })
+	if light := t.light(ready, weight); len(light) > 0 && len(light) < len(ready) && !t.ahead {
+		ready, t.ahead = light, true
+	} else {
+		t.ahead = false
+	}
 	out, room := snapshot.Delta{}, stepMost
 	for _, name := range ready {
 		if room <= 0 {
@@ -95,6 +104,22 @@ func (t *turns) take(now time.Time, weight func(object, *snapshot.Delta) int) sn
 		room -= t.takeFrom(name, min(room, stepWeight), &out, weight)
 	}
 	return out
+}
+
+// light gives the namespaces of some of which little waits.
+func (t *turns) light(names []string, weight func(object, *snapshot.Delta) int) (light []string) {
+	for _, name := range names {
+		ns, sum := t.waiting[name], 0
+		for _, o := range ns.order {
+			if sum += weight(o, &ns.delta); sum > lightWeight {
+				break
+			}
+		}
+		if sum <= lightWeight {
+			light = append(light, name)
+		}
+	}
+	return light
 }
 
 // takeFrom moves the first changes of a namespace into a delta, up to about some weight, and gives theirs.

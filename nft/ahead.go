@@ -1,0 +1,102 @@
+package nft
+
+import (
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// aheadMost is how many of the Services that are first in line may go ahead of large ones, and aheadAll how large they are together,
+// by the largest that may.
+const (
+	aheadMost = 256
+	aheadAll  = 4
+)
+
+// PlanAhead is Plan for the small Services among those that wait for large ones, of which a part is written at a time: they
+// need not be written together with such a part. The others are left, and so are those that only get an address once one of
+// the others has given it up. Small is how many elements a small one has at most, before and after. It is nil if there are
+// not both kinds.
+func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) *Txn {
+	if !m.filled {
+		return nil
+	}
+	free, others := m.small(s, names, small)
+	for again := len(others) > 0; again; {
+		var left []snapshot.Name
+		taking := m.taking(s, free, others)
+		for _, name := range free {
+			if taking[name] {
+				others = append(others, name)
+			} else {
+				left = append(left, name)
+			}
+		}
+		again, free = len(left) < len(free), left
+	}
+	if len(free) == 0 || len(others) == 0 {
+		return nil
+	}
+	p := m.planner()
+	p.recount(m.growth(s, free), false)
+	for _, name := range free {
+		p.service(name, compileService(s.Services[name], m.quota()))
+	}
+	p.txn.Left.Services = others
+	p.structures()
+	p.revise()
+	return p.txn
+}
+
+// small gives the small Services among the first of some, as many as may go ahead, and all others in their order.
+func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (small, others []snapshot.Name) {
+	room := aheadAll * most
+	first := names[:min(len(names), aheadMost)]
+	for _, name := range first {
+		n := m.held(name).size() + sizeOf(s.Services[name])
+		if n > min(most, room) {
+			others = append(others, name)
+			continue
+		}
+		small, room = append(small, name), room-n
+	}
+	if len(small) == 0 {
+		return nil, names
+	}
+	return small, append(others, names[len(first):]...)
+}
+
+// sizeOf is about how many elements a Service will have.
+func sizeOf(svc *dataplane.Service) (n int) {
+	if svc == nil {
+		return 0
+	}
+	for _, sp := range svc.Ports {
+		n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+	}
+	return n
+}
+
+// taking gives those of some Services that are to get an address that others still have.
+func (m *Model) taking(s *dataplane.State, names, others []snapshot.Name) map[snapshot.Name]bool {
+	who := map[dataplane.Key]snapshot.Name{}
+	for _, name := range names {
+		if svc := s.Services[name]; svc != nil {
+			for _, sp := range svc.Ports {
+				for i := range sp.Frontends {
+					who[sp.Frontends[i].Key] = name
+				}
+			}
+		}
+	}
+	out := map[snapshot.Name]bool{}
+	for _, name := range others {
+		for _, p := range m.held(name).ports {
+			for i := range p.frontends {
+				if n, wanted := who[p.frontends[i].key]; wanted {
+					out[n] = true
+				}
+			}
+		}
+	}
+	return out
+}
