@@ -210,19 +210,21 @@ func (t *turns) charge(now time.Time, took time.Duration, left []snapshot.Name) 
 	return heavy
 }
 
-// weigh says about how many elements a change of an object is looked at for: those of the Service as it is in force, and those
-// of the object.
+// weigh says about how many elements a change of an object is looked at for: those of the Service as it is in force, the
+// addresses that it asks for, and what the object has.
 func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	w, owner := 1, o.name
 	if o.slice {
-		sl := d.Slices[o.name]
-		if sl == nil {
-			return w
+		owner = l.snapshot.Owner(o.name)
+		if sl := d.Slices[o.name]; sl != nil {
+			w += len(sl.Endpoints) * max(len(sl.Ports), 1)
+			owner = snapshot.Name{Namespace: o.name.Namespace, Name: sl.Service}
 		}
-		w += len(sl.Endpoints) * max(len(sl.Ports), 1)
-		owner.Name = sl.Service
-	} else if svc := d.Services[o.name]; svc != nil {
-		w += len(svc.Ports) * (1 + len(svc.ExternalIPs) + len(svc.LoadBalancerIPs))
+	}
+	for _, svc := range []*snapshot.Service{l.snapshot.Services[owner], d.Services[owner]} {
+		if svc != nil {
+			w += len(svc.Ports) * (1 + len(svc.ExternalIPs) + len(svc.LoadBalancerIPs))
+		}
 	}
 	return w + weightOf(l.Planner.State().Services[owner])
 }

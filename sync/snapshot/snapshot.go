@@ -284,6 +284,9 @@ func (s *Snapshot) Apply(d Delta) Change {
 	return c
 }
 
+// Owner gives the Service that a slice belongs to, the zero Name if the slice is not known.
+func (s *Snapshot) Owner(slice Name) Name { return s.sliceService[slice] }
+
 // reserve makes room for a first delta: maps that grow are copied again and again.
 func (s *Snapshot) reserve(d *Delta) {
 	if len(s.Services) == 0 && len(d.Services) > 0 {

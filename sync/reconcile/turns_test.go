@@ -1,0 +1,223 @@
+package reconcile
+
+import (
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// in moves the objects of a delta to another namespace.
+func in(namespace string, d snapshot.Delta) snapshot.Delta {
+	out := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}}
+	for n, svc := range d.Services {
+		moved := *svc
+		moved.Name.Namespace = namespace
+		out.Services[snapshot.Name{Namespace: namespace, Name: n.Name}] = &moved
+	}
+	return out
+}
+
+// costly is a backend that takes long for Services of one namespace.
+type costly struct {
+	*fakeBackend
+	namespace string
+	each      time.Duration
+	// spent is what they took; served is when each Service was written last.
+	spent  time.Duration
+	served map[snapshot.Name]time.Time
+	calls  int
+}
+
+func (c *costly) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	c.calls++
+	for _, n := range change.Services {
+		if n.Namespace == c.namespace {
+			time.Sleep(c.each)
+			c.spent += c.each
+		}
+	}
+	r, err := c.fakeBackend.Apply(want, change)
+	for _, n := range change.Services {
+		c.served[n] = time.Now()
+	}
+	return r, err
+}
+
+// version is a Service that differs by n.
+func version(name string, n int) snapshot.Delta {
+	d := service(name)
+	d.Services[nameOf(name)].Ports[0].Port = uint16(1000 + n)
+	return d
+}
+
+// startCostly runs a loop over a backend that takes long for one namespace.
+func startCostly(t *testing.T, each time.Duration) (*costly, *snapshot.Queue) {
+	b := &fakeBackend{}
+	q, _ := start(t, b)
+	c := &costly{fakeBackend: b, namespace: "aaa", each: each, served: map[snapshot.Name]time.Time{}}
+	b.loop.Backend = c
+	q.Synced()
+	synctest.Wait()
+	return c, q
+}
+
+// TestOneTenantTakesItsShare: who changes something costly all the time gets a share of the time, and his last word; others
+// wait for one transaction of his at most.
+func TestOneTenantTakesItsShare(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const each = 60 * time.Millisecond
+		c, q := startCostly(t, each)
+		begin, worst := time.Now(), time.Duration(0)
+		const updates = 3000
+		for n := range updates {
+			q.Put(in("aaa", version("a", n)))
+			time.Sleep(10 * time.Millisecond)
+			victim := snapshot.Name{Namespace: "shop", Name: "b"}
+			put := time.Now()
+			q.Put(in("shop", version("b", n)))
+			time.Sleep(10 * time.Millisecond)
+			if at := c.served[victim]; at.After(put) {
+				worst = max(worst, at.Sub(put))
+			}
+		}
+		took := time.Since(begin)
+		// Here the other one pays for his part of the transactions that they share, for Services of one size.
+		if most := took/share*5/4 + credit; c.spent > most || c.spent < took/share/2 {
+			t.Errorf("of %v one namespace got %v; want about %v", took, c.spent, took/share)
+		}
+		if worst > 2*each+restMost {
+			t.Errorf("another waited %v for transactions of %v", worst, each)
+		}
+		time.Sleep(pauseMost + time.Second)
+		if got := c.kernel.Services[snapshot.Name{Namespace: "aaa", Name: "a"}].Ports[0].Frontends[0].Key.Port; got != 1000+updates-1 {
+			t.Errorf("the last change is not in force, but that of port %d", got)
+		}
+		if w := q.Waiting(); w != (snapshot.Waiting{}) {
+			t.Errorf("waiting: %+v", w)
+		}
+	})
+}
+
+// TestQuietTenantsAreNotHeldUp: after some quiet, several costly changes go at once, and what a whole cluster is in one
+// namespace is not slower for that while its changes are cheap.
+func TestQuietTenantsAreNotHeldUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, q := startCostly(t, 60*time.Millisecond)
+		for n := range 4 {
+			q.Put(in("aaa", version("a", n)))
+			synctest.Wait()
+			put := time.Now()
+			time.Sleep(200 * time.Millisecond)
+			if at := c.served[snapshot.Name{Namespace: "aaa", Name: "a"}]; at.Sub(put) > 60*time.Millisecond+restMost {
+				t.Errorf("change %d waited %v", n, at.Sub(put))
+			}
+		}
+		for n := range 500 {
+			q.Put(in("cheap", version("a", n)))
+			put := time.Now()
+			time.Sleep(time.Millisecond)
+			synctest.Wait()
+			if at := c.served[snapshot.Name{Namespace: "cheap", Name: "a"}]; at.Before(put) {
+				t.Fatalf("change %d waits", n)
+			}
+		}
+	})
+}
+
+// TestHeldChangesKeepTheirOrder: what waits is not lost, the oldest goes first, and the node's own changes never wait. Nothing
+// that waits for its turn makes the proxy late.
+func TestHeldChangesKeepTheirOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, q := startCostly(t, 400*time.Millisecond)
+		q.Put(in("aaa", version("a", 0)))
+		time.Sleep(time.Second)
+		for i := range 20 {
+			q.Put(in("aaa", version(string(rune('z'-i)), i)))
+			time.Sleep(time.Millisecond)
+		}
+		synctest.Wait()
+		if w := q.Waiting(); w.Services == 0 || !w.Since.IsZero() {
+			t.Errorf("waiting: %+v", w)
+		}
+		if c.served[snapshot.Name{Namespace: "aaa", Name: "z"}] != (time.Time{}) {
+			t.Error("nobody waits")
+		}
+		calls := c.calls
+		q.Put(snapshot.Delta{Node: &snapshot.Node{Name: "here", Zone: "a"}})
+		time.Sleep(time.Millisecond)
+		synctest.Wait()
+		if c.calls != calls && c.served[snapshot.Name{Namespace: "aaa", Name: "z"}] != (time.Time{}) {
+			t.Error("a change of the node has let the others go")
+		}
+		if b := c.loop.snapshot.Node.Zone; b != "a" {
+			t.Errorf("the node's zone is %q", b)
+		}
+		time.Sleep(time.Minute)
+		for i := range 20 {
+			if c.served[snapshot.Name{Namespace: "aaa", Name: string(rune('z' - i))}].IsZero() {
+				t.Errorf("%c was lost", 'z'-i)
+			}
+		}
+	})
+}
+
+// TestTurnsAreBounded: one namespace has only so much in a step, the first of it first; what is light goes ahead every other
+// time; and nobody who has paid is remembered.
+func TestTurnsAreBounded(t *testing.T) {
+	var turns turns
+	weights := map[string]int{"aaa": 1000, "shop": 3}
+	weight := func(o object, _ *snapshot.Delta) int { return weights[o.name.Namespace] }
+	now := time.Unix(1000, 0)
+	for i := range 100 {
+		turns.put(in("aaa", service(fmt.Sprintf("a%02d", i))))
+	}
+	turns.put(in("shop", service("web")))
+	turns.put(in("shop", service("web")))
+	names := func(d snapshot.Delta) map[string]int {
+		of := map[string]int{}
+		for n := range d.Services {
+			of[n.Namespace]++
+		}
+		return of
+	}
+	if got := names(turns.take(now, weight)); len(got) != 1 || got["shop"] != 1 {
+		t.Errorf("first come %v; want what is light", got)
+	}
+	turns.put(in("shop", service("web")))
+	d := turns.take(now, weight)
+	if got := names(d); got["aaa"] != stepWeight/1000 || got["shop"] != 1 {
+		t.Errorf("then come %v", got)
+	}
+	for i := range stepWeight / 1000 {
+		if _, there := d.Services[snapshot.Name{Namespace: "aaa", Name: fmt.Sprintf("a%02d", i)}]; !there {
+			t.Errorf("the one that came as number %d is not among the first", i)
+		}
+	}
+	if heavy := turns.charge(now, 2*time.Second, nil); heavy < time.Second {
+		t.Errorf("heavy is %v", heavy)
+	}
+	turns.put(in("shop", service("web")))
+	if got := names(turns.take(now, weight)); len(got) != 1 || got["shop"] != 1 {
+		t.Errorf("who owes something goes on: %v", got)
+	}
+	due, any := turns.next()
+	if wait := due.Sub(now); !any || wait < 5*time.Second || wait > pauseMost {
+		t.Errorf("the next turn is in %v", wait)
+	}
+	weights["aaa"] = 1 << 20
+	if got := names(turns.take(due, weight)); got["aaa"] != 1 {
+		t.Errorf("what is too large for a step is not alone: %v", got)
+	}
+	turns.charge(due.Add(time.Hour), time.Hour, nil)
+	if at := turns.due("aaa"); at.Sub(due.Add(time.Hour)) > pauseMost {
+		t.Errorf("after a very long step the next turn is at %v", at)
+	}
+	turns.charge(due.Add(100*time.Hour), 0, nil)
+	if len(turns.paid) != 0 || len(turns.running) != 0 {
+		t.Errorf("accounts are left: %v %v", turns.paid, turns.running)
+	}
+}
