@@ -9,7 +9,7 @@ import (
 // Compute decides everything anew from a snapshot. It gives the State and all conflicts, sorted. It is what a Planner's
 // increments must add up to, and the way for whoever needs only one answer; its cost follows the size of the cluster.
 func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
-	b := builder{host: newHost(cfg, s)}
+	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
 	st := &State{Services: make(map[snapshot.Name]*Service, len(s.Services))}
 	st.setGlobals(&b.host, s.ServiceCIDRs)
 

@@ -14,7 +14,7 @@ import (
 func TestExplainAgreesWithCompute(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	causes, reasons, sees := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}
-	for range 800 {
+	for range 1600 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())

@@ -96,12 +96,13 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		Age:  snapshot.Age{Created: int64(d.n(3)), UID: pick(d, "", "u1", "u2")},
 		ClusterIPs: pick(d, addrs("10.96.0.1"), addrs("10.96.0.2"), addrs("10.96.0.1 fd00:96::1"), addrs("fd00:96::2 10.96.0.2"),
 			addrs("fd00:96::1"), nil),
-		LoadBalancerIPs: some(d, walkVIPs...),
-		ExternalIPs:     some(d, walkVIPs...),
-		SourceRanges:    some(d, walkSources...),
-		InternalLocal:   d.yes(),
-		ExternalLocal:   d.yes(),
-		Affinity:        time.Duration(d.n(2)) * time.Hour,
+		LoadBalancerIPs:     some(d, walkVIPs...),
+		ExternalIPs:         some(d, walkVIPs...),
+		HealthCheckNodePort: pick[uint16](d, 0, 0, 80, 81),
+		SourceRanges:        some(d, walkSources...),
+		InternalLocal:       d.yes(),
+		ExternalLocal:       d.yes(),
+		Affinity:            time.Duration(d.n(2)) * time.Hour,
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh", Port: true},
 			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}),
 	}
@@ -320,7 +321,7 @@ func dump(st *State) string {
 func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
-	for range 200 {
+	for range 400 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())

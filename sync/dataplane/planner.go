@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"maps"
 	"slices"
 	"sync/atomic"
 
@@ -27,8 +28,10 @@ type Planner struct {
 	next    atomic.Pointer[Config]
 	started bool
 	build   builder
-	claims  claims
-	state   State
+	// reservations keeps what the builder must know of other Services.
+	reservations reservations
+	claims       claims
+	state        State
 	// before holds the Services that the last Change names as they were, in its order.
 	before []*Service
 	// unlisted is how many new conflicts the last Apply left out of its answer.
@@ -91,11 +94,16 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Cont
 		all = all || !h.equal(&p.build.host)
 		p.build.host, p.started = h, true
 	}
+	names := c.Services
+	if !p.reservations.started() {
+		names = slices.Collect(maps.Keys(s.Services))
+	}
+	names = p.build.update(&p.reservations, s, names)
 	u := update{Planner: p, snapshot: s}
 	if all {
 		u.reconsiderAll()
 	} else {
-		u.reconsider(c.Services)
+		u.reconsider(names)
 	}
 	u.moveClaims()
 	u.settle()

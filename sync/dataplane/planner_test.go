@@ -357,6 +357,45 @@ func TestTheOldestKeepsItsAddress(t *testing.T) {
 	}
 }
 
+// TestReservedAddresses: a cluster IP is its Service's with all ports, and a health check node port is no address of others; what
+// somebody named first is not served any more once it is somebody's.
+func TestReservedAddresses(t *testing.T) {
+	evil := func(address string, port uint16) *snapshot.Service {
+		return &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "evil"}, Age: snapshot.Age{Created: 1}, ClusterIPs: addrs("10.96.0.2"),
+			ExternalIPs: addrs(address), Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: port}}}
+	}
+	dns := &snapshot.Service{Name: name("dns"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.10"), Ports: tcp80(0)}
+	balanced := &snapshot.Service{Name: name("balanced"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.11"), Ports: tcp80(0),
+		HealthCheckNodePort: 30900, ExternalLocal: true}
+	node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
+	for _, c := range []struct {
+		key    string
+		evil   *snapshot.Service
+		victim *snapshot.Service
+	}{
+		{"10.96.0.10:853", evil("10.96.0.10", 853), dns},
+		{"192.168.0.1:30900", evil("192.168.0.1", 30900), balanced},
+	} {
+		s := openShop(t, Config{}, node, c.evil)
+		expect := func(what string, want bool) {
+			t.Helper()
+			_, fe := s.p.State().frontend(key(c.key))
+			if x := Explain(Config{}, s.s, Question{Key: key(c.key)}); (fe != nil) != want || (x.Frontend != nil) != want {
+				t.Errorf("%s: %s: served %v, explained %v; want %v", c.key, what, fe != nil, x.Frontend != nil, want)
+			}
+		}
+		expect("nobody's", true)
+		s.p.Apply(s.s, put(s.s, c.victim))
+		expect("somebody's", false)
+		s.p.Apply(s.s, s.s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{c.victim.Name: nil}}))
+		expect("nobody's again", true)
+	}
+	own := evil("10.96.0.2", 853)
+	if s := openShop(t, Config{}, own); s.owner("10.96.0.2:853") != "evil ClusterIP" {
+		t.Error("a Service may name its own cluster IP")
+	}
+}
+
 // TestUnchangedServicesKeepTheirPointer also when everything was looked at.
 func TestUnchangedServicesKeepTheirPointer(t *testing.T) {
 	open := webService("open", "10.96.0.2")

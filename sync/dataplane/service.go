@@ -11,6 +11,7 @@ import (
 // builder works out what one Service asks for, as if it were the only one. It keeps its buffers between Services.
 type builder struct {
 	host       host
+	reserved   reserved
 	slices     []*snapshot.Slice
 	candidates []candidate
 	// index, if not nil, finds the slices that have a port.
@@ -126,8 +127,10 @@ func (b *builder) frontends(
 	}
 	fs := make([]Frontend, 0, n)
 	add := func(kind Kind, a netip.Addr, port uint16, sources []netip.Prefix) {
-		if f.has(a) {
-			fs = append(fs, Frontend{Key: Key{Addr: a, Protocol: p.Protocol, Port: port}, Kind: kind, Sources: sources})
+		k := Key{Addr: a, Protocol: p.Protocol, Port: port}
+		said := kind == LoadBalancerIP || kind == ExternalIP
+		if f.has(a) && !(said && b.forbids(svc, f, k)) {
+			fs = append(fs, Frontend{Key: k, Kind: kind, Sources: sources})
 		}
 	}
 	add(ClusterIP, clusterIP, p.Port, nil)

@@ -1,0 +1,173 @@
+package dataplane
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// reserved is what belongs to one Service alone, whatever addresses others write down as theirs: a cluster IP with all its ports,
+// those that the Service does not have included, and a health check node port at the addresses of node ports. A client that
+// tries another port of a cluster IP, or a load balancer that asks for health, must not end up with somebody else.
+type reserved struct {
+	// clusterIPs holds the Services that have each, which is one but in manifests with mistakes; healthPorts counts them.
+	clusterIPs  map[netip.Addr][]*snapshot.Service
+	healthPorts map[uint16]int
+}
+
+func newReserved(services int) reserved {
+	return reserved{clusterIPs: make(map[netip.Addr][]*snapshot.Service, services), healthPorts: map[uint16]int{}}
+}
+
+// reservedIn gives what is reserved in a snapshot.
+func reservedIn(s *snapshot.Snapshot) reserved {
+	r := newReserved(len(s.Services))
+	for _, svc := range s.Services {
+		r.add(svc)
+	}
+	return r
+}
+
+// add and remove count a Service, which may be nil.
+func (r *reserved) add(svc *snapshot.Service) {
+	if svc == nil {
+		return
+	}
+	for _, a := range svc.ClusterIPs {
+		r.clusterIPs[a] = append(r.clusterIPs[a], svc)
+	}
+	if p := svc.HealthCheckNodePort; p != 0 {
+		r.healthPorts[p]++
+	}
+}
+
+func (r *reserved) remove(svc *snapshot.Service) {
+	if svc == nil {
+		return
+	}
+	for _, a := range svc.ClusterIPs {
+		r.clusterIPs[a] = slices.DeleteFunc(r.clusterIPs[a], func(o *snapshot.Service) bool { return o == svc })
+		if len(r.clusterIPs[a]) == 0 {
+			delete(r.clusterIPs, a)
+		}
+	}
+	if p := svc.HealthCheckNodePort; p != 0 {
+		if r.healthPorts[p]--; r.healthPorts[p] == 0 {
+			delete(r.healthPorts, p)
+		}
+	}
+}
+
+// forbids says whether a Service may not answer at an external IP or a load balancer address of its own, since another has it.
+// Where the other answers itself, there is a conflict, which it wins.
+func (b *builder) forbids(svc *snapshot.Service, f family, k Key) bool {
+	others := false
+	for _, o := range b.reserved.clusterIPs[k.Addr] {
+		if o.Name == svc.Name {
+			continue
+		}
+		if slices.ContainsFunc(o.Ports, func(p snapshot.Port) bool { return p.Port == k.Port && p.Protocol == k.Protocol }) {
+			return false
+		}
+		others = true
+	}
+	if others {
+		return true
+	}
+	health := b.reserved.healthPorts[k.Port]
+	return health > 0 && svc.HealthCheckNodePort != k.Port && k.Protocol == snapshot.TCP &&
+		slices.Contains(b.host.nodePortAddrs[f], k.Addr)
+}
+
+// reservations keep what is reserved up to date.
+type reservations struct {
+	// seen are the Services as they were counted.
+	seen map[snapshot.Name]*snapshot.Service
+	// external are the Services that name each external IP or load balancer address.
+	external map[netip.Addr]map[snapshot.Name]struct{}
+}
+
+// started says whether update was ever called.
+func (r *reservations) started() bool { return r.seen != nil }
+
+// update takes over some Services of a snapshot, and gives those names with others whose answer may be another by that.
+func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot.Name) []snapshot.Name {
+	if !r.started() {
+		r.seen, r.external = make(map[snapshot.Name]*snapshot.Service, len(s.Services)), map[netip.Addr]map[snapshot.Name]struct{}{}
+		b.reserved = newReserved(len(s.Services))
+	}
+	more := map[snapshot.Name]struct{}{}
+	for _, n := range names {
+		was, is := r.seen[n], s.Services[n]
+		if was == is {
+			continue
+		}
+		r.name(n, was, is)
+		b.reserved.add(is)
+		b.reserved.remove(was)
+		r.concerned(was, is, more)
+		if is == nil {
+			delete(r.seen, n)
+		} else {
+			r.seen[n] = is
+		}
+	}
+	if len(more) == 0 {
+		return names
+	}
+	names = slices.Clone(names)
+	for n := range more {
+		names = append(names, n)
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return slices.Compact(names)
+}
+
+// name keeps external up to date.
+func (r *reservations) name(n snapshot.Name, was, is *snapshot.Service) {
+	each := func(svc *snapshot.Service, do func(netip.Addr)) {
+		if svc != nil {
+			for _, list := range [][]netip.Addr{svc.LoadBalancerIPs, svc.ExternalIPs} {
+				for _, a := range list {
+					do(a)
+				}
+			}
+		}
+	}
+	each(was, func(a netip.Addr) {
+		if delete(r.external[a], n); len(r.external[a]) == 0 {
+			delete(r.external, a)
+		}
+	})
+	each(is, func(a netip.Addr) {
+		if r.external[a] == nil {
+			r.external[a] = map[snapshot.Name]struct{}{}
+		}
+		r.external[a][n] = struct{}{}
+	})
+}
+
+// concerned adds the Services that name what a Service reserves in only one of two versions.
+func (r *reservations) concerned(was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
+	if was == nil {
+		was = &snapshot.Service{}
+	}
+	if is == nil {
+		is = &snapshot.Service{}
+	}
+	if !slices.Equal(was.ClusterIPs, is.ClusterIPs) || !slices.Equal(was.Ports, is.Ports) {
+		for _, a := range slices.Concat(was.ClusterIPs, is.ClusterIPs) {
+			for n := range r.external[a] {
+				more[n] = struct{}{}
+			}
+		}
+	}
+	if was.HealthCheckNodePort != is.HealthCheckNodePort {
+		for _, names := range r.external {
+			for n := range names {
+				more[n] = struct{}{}
+			}
+		}
+	}
+}
