@@ -5,17 +5,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// aheadMost is how many of the Services that are first in line may go ahead of large ones, and aheadAll how large they are together,
-// by the largest that may.
+// aheadMost is how many of the Services that are first in line may go ahead of large ones, and aheadAll how large they
+// are together, by the largest that may.
 const (
 	aheadMost = 256
 	aheadAll  = 4
 )
 
-// PlanAhead is Plan for the small Services among those that wait for large ones, of which a part is written at a time: they
-// need not be written together with such a part. The others are left, and so are those that only get an address once one of
-// the others has given it up. Small is how many elements a small one has at most, before and after. It is nil if there are
-// not both kinds.
+// PlanAhead is Plan for the small Services among those that wait for large ones, of which a part is written at a time:
+// they need not be written together with such a part. The others are left, and so are those that only get an address
+// once one of the others has given it up. Small is how many elements a small one has at most, before and after. It is
+// nil if there are not both kinds.
 func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) *Txn {
 	if !m.filled {
 		return nil
@@ -52,7 +52,7 @@ func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (smal
 	room := aheadAll * most
 	first := names[:min(len(names), aheadMost)]
 	for _, name := range first {
-		n := m.held(name).size() + sizeOf(s.Services[name])
+		n := m.held(name).size() + sizeOf(s.Services[name]) + rangesOf(s.Services[name])
 		if n > min(most, room) {
 			others = append(others, name)
 			continue
@@ -72,6 +72,19 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	}
 	for _, sp := range svc.Ports {
 		n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+	}
+	return n
+}
+
+// rangesOf is how many source ranges a Service will have. They take the kernel long.
+func rangesOf(svc *dataplane.Service) (n int) {
+	if svc == nil {
+		return 0
+	}
+	for _, sp := range svc.Ports {
+		for i := range sp.Frontends {
+			n = max(n, len(sp.Frontends[i].Sources))
+		}
 	}
 	return n
 }

@@ -110,9 +110,10 @@ func (w world) step() snapshot.Delta {
 	return d
 }
 
-// FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel with
-// what one transaction for the last state alone would leave; that each is one the kernel takes; and that none, however
-// small it has to be, and what goes ahead in it, leaves anything that leads nowhere. Few counters make for elements that change places.
+// FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel
+// with what one transaction for the last state alone would leave; that each is one the kernel takes; and that none,
+// however small it has to be, and what goes ahead in it, leaves anything that leads nowhere. Few counters make for
+// elements that change places.
 func FuzzPlanEqualsFull(f *testing.F) {
 	for seed := range uint64(60) {
 		f.Add(seed, uint8(30), uint8(seed%3*7), uint8(seed%4*20))
@@ -179,7 +180,8 @@ func planSome(w *world, m *Model, s *dataplane.State, change dataplane.Change, l
 	return txn
 }
 
-// TestPlanAhead: a small change does not wait for a large one, unless it is to get an address that the large one still has.
+// TestPlanAhead: a small change does not wait for a large one, unless it is to get an address that the large one still
+// has.
 func TestPlanAhead(t *testing.T) {
 	snap := snapshot.New()
 	service := func(name, clusterIP string, first, externalIPs int) *snapshot.Service {

@@ -118,8 +118,8 @@ func (l *live) written(ctx context.Context, t reconcile.Transaction) {
 // maxContested bounds how many Services get an event after one change that they do not answer at an address they claim.
 const maxContested = 20
 
-// contested tells the cluster of Services that do not answer at an address they claim. Events are read by whoever may read
-// the loser's namespace, so they do not say whose the address is.
+// contested tells the cluster of Services that do not answer at an address they claim. Events are read by whoever may
+// read the loser's namespace, so they do not say whose the address is.
 func (l *live) contested(contests []dataplane.Contest) {
 	for _, c := range contests[:min(maxContested, len(contests))] {
 		what := c.Key.String()

@@ -58,8 +58,8 @@ func (l *live) serving(s *config.Settings) serving {
 	v := serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
 		maxSeries: s.MetricsMaxSeries, logLeftOut: l.log.limit.LeftOut,
-		emit:      func(e watch.Event) { l.events.Emit(e) },
-		place:     l.hasPlace.Load,
+		emit:  func(e watch.Event) { l.events.Emit(e) },
+		place: l.hasPlace.Load,
 		configz: func() any {
 			d := &l.settings.Load().Document
 			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}

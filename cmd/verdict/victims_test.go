@@ -39,6 +39,18 @@ var attacks = map[string]func(n int) snapshot.Delta{
 		}
 		return d
 	},
+	// Who may use load balancer addresses changes all the time: ranges are in one set of the kernel.
+	"ranges": func(n int) snapshot.Delta {
+		d := giant(fmt.Sprint("ranged-", n%10), n, 1, 10, 3)
+		for _, svc := range d.Services {
+			svc.LoadBalancerIPs, svc.ExternalIPs = svc.ExternalIPs, nil
+			for i := range 1024 {
+				svc.SourceRanges = append(svc.SourceRanges,
+					netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(n / 10 % 2), byte(i / 250), byte(i % 250)}), 32))
+			}
+		}
+		return d
+	},
 	// Each address of the victims is claimed, and let go.
 	"conflicts": func(n int) snapshot.Delta {
 		d := giant("claims", n, 1, 10, 3)
@@ -79,8 +91,8 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 // victimAddr is the external IP of a victim.
 func victimAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}) }
 
-// victims are the Services of others, of which now and then one has another endpoint, and a tenant at work beside them. The line
-// is the proxy's own, from the queue to a kernel.
+// victims are the Services of others, of which now and then one has another endpoint, and a tenant at work beside them.
+// The line is the proxy's own, from the queue to a kernel.
 type victims struct {
 	reconcile.Backend
 	queue   *snapshot.Queue
@@ -90,17 +102,15 @@ type victims struct {
 	mu sync.Mutex
 	// waiting are the changes that are not in force, by Service.
 	waiting map[snapshot.Name]*victimChange
-	// behind are the Services that the last transactions did not get to.
-	behind map[snapshot.Name]bool
-	done   []victimChange
+	done    []victimChange
 	// transactions and elements count what was written.
 	transactions, elements int
 	filled                 chan struct{}
 	once                   sync.Once
 }
 
-// victimChange is one change, with how many transactions and elements were written until it was in force, those included that
-// carried it.
+// victimChange is one change, with how many transactions and elements were written until it was in force, those
+// included that carried it.
 type victimChange struct {
 	slice                  *snapshot.Slice
 	put                    time.Time
@@ -207,12 +217,12 @@ func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []vi
 	return v.done
 }
 
-// TestVictims: whatever a tenant does with the objects of his namespace, a change of somebody else's Service waits for one
-// bounded part of it at most, and the log stays short. It counts what was written in between, so that it does not depend on
-// the machine.
+// TestVictims: whatever a tenant does with the objects of his namespace, a change of somebody else's Service waits for
+// one bounded part of it at most, and the log stays short. It counts what was written in between, so that it does not
+// depend on the machine.
 func TestVictims(t *testing.T) {
-	// One transaction may be under way, one for those that wait may come between, and one carries the change. The first two
-	// may hold a large part; Services are not cut in the middle of an endpoint.
+	// One transaction may be under way, one for those that wait may come between, and one carries the change. The first
+	// two may hold a large part; Services are not cut in the middle of an endpoint.
 	const transactions, elements = 3, 2*16384 + 4096
 	for name, attack := range attacks {
 		t.Run(strings.ReplaceAll(name, " ", "-"), func(t *testing.T) {
@@ -231,7 +241,7 @@ func TestVictims(t *testing.T) {
 
 // BenchmarkVictims prints how long changes of others take beside each attack.
 func BenchmarkVictims(b *testing.B) {
-	for _, name := range []string{"none", "large", "many large", "endpoints", "many small", "conflicts"} {
+	for _, name := range []string{"none", "large", "many large", "endpoints", "many small", "ranges", "conflicts"} {
 		b.Run(strings.ReplaceAll(name, " ", "-"), func(b *testing.B) {
 			var took []time.Duration
 			var elements []int

@@ -216,7 +216,8 @@ func aged(d snapshot.Delta, created int64) snapshot.Delta {
 	return d
 }
 
-// TestOnePortOfTwoServices: manifests may say so. The oldest has it, and the one that comes second gets it when the first goes.
+// TestOnePortOfTwoServices: manifests may say so. The oldest has it, and the one that comes second gets it when the
+// first goes.
 func TestOnePortOfTwoServices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host := &fakeSockets{open: map[string]*fakeListener{}}

@@ -14,9 +14,9 @@ import (
 	"time"
 )
 
-// A bucket holds burst lines and gets one more each interval, up to burst. Each line takes one from the bucket of lines like
-// it, and one from that of all lines of its severity: errors have their own, so that warnings, of which the authors of
-// objects can provoke any number, leave room for them.
+// A bucket holds burst lines and gets one more each interval, up to burst. Each line takes one from the bucket of lines
+// like it, and one from that of all lines of its severity: errors have their own, so that warnings, of which the
+// authors of objects can provoke any number, leave room for them.
 const (
 	burst    = 100
 	interval = time.Second
@@ -37,9 +37,9 @@ const (
 	maxMessage = 4096
 )
 
-// Limit is a slog.Handler before another one. It writes all lines below Info, which only the operator asks for, and of the
-// others so many that one who provokes many crowds out neither others nor errors. Every ten seconds in which lines were left
-// out it writes one that says how many, and of what kinds. Make one with NewLimit.
+// Limit is a slog.Handler before another one. It writes all lines below Info, which only the operator asks for, and of
+// the others so many that one who provokes many crowds out neither others nor errors. Every ten seconds in which lines
+// were left out it writes one that says how many, and of what kinds. Make one with NewLimit.
 //
 // Lines are alike if they have the same level and message, up to the first '/' or ':' of it: so all that is said of the
 // objects of one namespace is alike.

@@ -87,8 +87,8 @@ func TestOneWhoFloods(t *testing.T) {
 	})
 }
 
-// TestManyWhoFlood: from many namespaces, or with a message that is never the same, there is a bound for all of a severity,
-// and errors have one of their own.
+// TestManyWhoFlood: from many namespaces, or with a message that is never the same, there is a bound for all of a
+// severity, and errors have one of their own.
 func TestManyWhoFlood(t *testing.T) {
 	limited(t, func(t *testing.T, l *Limit, log *slog.Logger, out *output) {
 		for i := range 100_000 {

@@ -87,8 +87,9 @@ func (w *own) registerFuncs(m maker, o *Options) {
 			func() float64 { return float64(len(o.Unscheduled())) })
 	}
 	if o.LogLeftOut != nil {
-		m.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "verdict_log_lines_left_out_total",
-			Help: "Lines that the log left out because there were too many."}, func() float64 { return float64(o.LogLeftOut()) }))
+		m.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Name: "verdict_log_lines_left_out_total", Help: "Lines that the log left out because there were too many.",
+		}, func() float64 { return float64(o.LogLeftOut()) }))
 	}
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})

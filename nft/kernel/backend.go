@@ -274,8 +274,8 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	return b.planFrom(want)
 }
 
-// planAhead gives a transaction for what need not wait until a part of a large Service is written. Nil means that there is no such
-// thing, or that all are to get on: every other time.
+// planAhead gives a transaction for what need not wait until a part of a large Service is written. Nil means that there
+// is no such thing, or that all are to get on: every other time.
 func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
 	all := b.missed.Services
 	if b.ahead || b.filling || b.room > 0 || b.missed.Globals || len(all) < 2 || b.model.Fits(want, all, writeAtOnce) {

@@ -64,7 +64,8 @@ func (c Contest) String() string {
 	if c.Keys == 1 {
 		return c.Conflict.String()
 	}
-	return fmt.Sprintf("%v and %d more are claimed twice: %v keeps them, %v is left out there", c.Key, c.Keys-1, c.Winner, c.Loser)
+	return fmt.Sprintf("%v and %d more are claimed twice: %v keeps them, %v is left out there", c.Key, c.Keys-1,
+		c.Winner, c.Loser)
 }
 
 // Contests sums up conflicts; sorted by the first of each.
@@ -227,8 +228,8 @@ func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key
 	return s, lost
 }
 
-// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same kinds, at
-// the same age.
+// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same
+// kinds, at the same age.
 func (s *Service) sameClaims(o *Service) bool {
 	if s == nil || o == nil {
 		return s == o

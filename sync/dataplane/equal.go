@@ -7,7 +7,8 @@ func (s *Service) equal(o *Service) bool {
 	if s == nil || o == nil {
 		return s == o
 	}
-	return s.Name == o.Name && s.Age == o.Age && slices.Equal(s.ClusterIPs, o.ClusterIPs) && s.HealthCheckNodePort == o.HealthCheckNodePort && s.Crowded == o.Crowded &&
+	return s.Name == o.Name && s.Age == o.Age && slices.Equal(s.ClusterIPs, o.ClusterIPs) &&
+		s.HealthCheckNodePort == o.HealthCheckNodePort && s.Crowded == o.Crowded &&
 		slices.EqualFunc(s.Ports, o.Ports, (*ServicePort).equal)
 }
 

@@ -166,7 +166,8 @@ type Absent struct {
 
 // Explain says what happens to a packet, and why. It agrees with Compute's State, and costs a small part of it.
 func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
-	e := explainer{builder: builder{host: newHost(cfg, s), reserved: reservedIn(s)}, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
+	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
+	e := explainer{builder: b, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
 	e.x.Origin = e.origin()
 	e.claimants()
 	if e.x.Frontend != nil {

@@ -78,9 +78,9 @@ func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 // Config gives the one that the State was made by.
 func (p *Planner) Config() Config { return p.cfg }
 
-// Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It says
-// what of the State that changed, and sums up which conflicts are new, sorted; see Unlisted. The first call looks at the whole snapshot whatever c
-// says, and always names Globals.
+// Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It
+// says what of the State that changed, and sums up which conflicts are new, sorted; see Unlisted. The first call looks
+// at the whole snapshot whatever c says, and always names Globals.
 func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Contest) {
 	var change Change
 	all := !p.started

@@ -357,8 +357,8 @@ func TestTheOldestKeepsItsAddress(t *testing.T) {
 	}
 }
 
-// TestReservedAddresses: a cluster IP is its Service's with all ports, and a health check node port is no address of others; what
-// somebody named first is not served any more once it is somebody's.
+// TestReservedAddresses: a cluster IP is its Service's with all ports, and a health check node port is no address of
+// others; what somebody named first is not served any more once it is somebody's.
 func TestReservedAddresses(t *testing.T) {
 	evil := func(address string, port uint16) *snapshot.Service {
 		return &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "evil"}, Age: snapshot.Age{Created: 1}, ClusterIPs: addrs("10.96.0.2"),

@@ -57,8 +57,8 @@ func (b *builder) gather(p *snapshot.Port, f family) {
 
 func sameAddr(x, y candidate) bool { return x.addr == y.addr }
 
-// mentions fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may have.
-// Of those with the same AddrPort, which follow each other, the first one counts.
+// mentions fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may
+// have. Of those with the same AddrPort, which follow each other, the first one counts.
 func (b *builder) mentions(p *snapshot.Port, f family) {
 	b.candidates = b.candidates[:0]
 	if b.index != nil {
@@ -166,8 +166,8 @@ func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
 	return &Pool{Endpoints: endpoints}
 }
 
-// How much of a Service's slices is looked at. A few slices whose every endpoint has every port of a Service of a thousand
-// ports would otherwise be a million elements in the kernel of every node.
+// How much of a Service's slices is looked at. A few slices whose every endpoint has every port of a Service of a
+// thousand ports would otherwise be a million elements in the kernel of every node.
 const (
 	// maxEndpoints is for all ports of a Service in one family; each port may have its share.
 	maxEndpoints = 1 << 17

@@ -7,9 +7,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// reserved is what belongs to one Service alone, whatever addresses others write down as theirs: a cluster IP with all its ports,
-// those that the Service does not have included, and a health check node port at the addresses of node ports. A client that
-// tries another port of a cluster IP, or a load balancer that asks for health, must not end up with somebody else.
+// reserved is what belongs to one Service alone, whatever addresses others write down as theirs: a cluster IP with all
+// its ports, those that the Service does not have included, and a health check node port at the addresses of node
+// ports. A client that tries another port of a cluster IP, or a load balancer that asks for health, must not end up
+// with somebody else.
 type reserved struct {
 	// clusterIPs holds the Services that have each, which is one but in manifests with mistakes; healthPorts counts them.
 	clusterIPs  map[netip.Addr][]*snapshot.Service
@@ -59,8 +60,8 @@ func (r *reserved) remove(svc *snapshot.Service) {
 	}
 }
 
-// forbids says whether a Service may not answer at an external IP or a load balancer address of its own, since another has it.
-// Where the other answers itself, there is a conflict, which it wins.
+// forbids says whether a Service may not answer at an external IP or a load balancer address of its own, since another
+// has it. Where the other answers itself, there is a conflict, which it wins.
 func (b *builder) forbids(svc *snapshot.Service, f family, k Key) bool {
 	others := false
 	for _, o := range b.reserved.clusterIPs[k.Addr] {
@@ -94,7 +95,8 @@ func (r *reservations) started() bool { return r.seen != nil }
 // update takes over some Services of a snapshot, and gives those names with others whose answer may be another by that.
 func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot.Name) []snapshot.Name {
 	if !r.started() {
-		r.seen, r.external = make(map[snapshot.Name]*snapshot.Service, len(s.Services)), map[netip.Addr]map[snapshot.Name]struct{}{}
+		r.seen = make(map[snapshot.Name]*snapshot.Service, len(s.Services))
+		r.external = map[netip.Addr]map[snapshot.Name]struct{}{}
 		b.reserved = newReserved(len(s.Services))
 	}
 	more := map[snapshot.Name]struct{}{}

@@ -109,8 +109,8 @@ func (k Key) String() string {
 	return netip.AddrPortFrom(k.Addr, k.Port).String() + "/" + k.Protocol.String()
 }
 
-// Kind says what a frontend is. Of two frontends of one service port at the same key, the lower kind counts; for those of
-// different ports see Claim.Compare.
+// Kind says what a frontend is. Of two frontends of one service port at the same key, the lower kind counts; for those
+// of different ports see Claim.Compare.
 type Kind uint8
 
 // The kinds of frontend.

@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestConflictsAreSummedUp: a Service that claims thousands of addresses in use is a line in the log for each Service that
-// keeps them, up to a few, and not one for each address.
+// TestConflictsAreSummedUp: a Service that claims thousands of addresses in use is a line in the log for each Service
+// that keeps them, up to a few, and not one for each address.
 func TestConflictsAreSummedUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log strings.Builder

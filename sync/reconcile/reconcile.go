@@ -185,8 +185,8 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	return turn
 }
 
-// restAfter gives how long to rest after a step that took so long. Whoever made it long waits for his next turn in any case;
-// others do not have to wait for that part.
+// restAfter gives how long to rest after a step that took so long. Whoever made it long waits for his next turn in any
+// case; others do not have to wait for that part.
 func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 	rest := min(restFactor*(took-heavy), restMost) + heavy/restFactor
 	if l.left {

@@ -10,9 +10,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Whoever may write objects in a namespace can change them as often and make them as large as the API server lets him, and
-// all of it goes through one loop. So time is accounted by namespace. What a namespace's changes took is charged to it; once
-// it owes something, its next changes wait until that is paid, and meanwhile the later replace the earlier. Others go ahead.
+// Whoever may write objects in a namespace can change them as often and make them as large as the API server lets him,
+// and all of it goes through one loop. So time is accounted by namespace. What a namespace's changes took is charged to
+// it; once it owes something, its next changes wait until that is paid, and meanwhile the later replace the earlier.
+// Others go ahead.
 const (
 	// share is the part of the time that a namespace may take in the long run: one in so many.
 	share = 5
@@ -20,12 +21,18 @@ const (
 	credit = 250 * time.Millisecond
 	// pauseMost bounds how long changes wait, whatever the ones before them took.
 	pauseMost = 10 * time.Second
-	// stepWeight bounds the changes that one namespace has in one step, and stepMost those of all, by the weight of Services:
-	// about their elements. A Service that is larger is alone.
+	// stepWeight bounds the changes that one namespace has in one step, and stepMost those of all, by the weight of
+	// Services: about their elements. A Service that is larger is alone.
 	stepWeight = 1 << 14
 	stepMost   = 1 << 16
 	// lightWeight is that of changes which need not wait until others, that take much longer, are written with them.
 	lightWeight = 1 << 10
+	// rangeWeight is that of a source range: the kernel takes about a hundred times as long for one as for another
+	// element, once there are ten thousand.
+	rangeWeight = 100
+	// weightMost bounds what is charged for each unit of weight, so that nobody pays for what somebody else's
+	// transaction took.
+	weightMost = 100 * time.Microsecond
 )
 
 // turns says whose changes are next. The zero value has none waiting.
@@ -72,7 +79,9 @@ func (t *turns) put(d snapshot.Delta) {
 func (t *turns) namespace(name string) *namespace {
 	ns := t.waiting[name]
 	if ns == nil {
-		ns = &namespace{delta: snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}}
+		ns = &namespace{}
+		ns.delta.Services = map[snapshot.Name]*snapshot.Service{}
+		ns.delta.Slices = map[snapshot.Name]*snapshot.Slice{}
 		if t.waiting == nil {
 			t.waiting = map[string]*namespace{}
 		}
@@ -81,8 +90,8 @@ func (t *turns) namespace(name string) *namespace {
 	return ns
 }
 
-// take gives the changes whose turn it is: of the namespaces that owe nothing, and of each only so much. The weight is that of
-// an object.
+// take gives the changes whose turn it is: of the namespaces that owe nothing, and of each only so much. The weight is
+// that of an object.
 func (t *turns) take(now time.Time, weight func(object, *snapshot.Delta) int) snapshot.Delta {
 	var ready []string
 	for name := range t.waiting {
@@ -123,7 +132,8 @@ func (t *turns) light(names []string, weight func(object, *snapshot.Delta) int) 
 }
 
 // takeFrom moves the first changes of a namespace into a delta, up to about some weight, and gives theirs.
-func (t *turns) takeFrom(name string, most int, out *snapshot.Delta, weight func(object, *snapshot.Delta) int) (sum int) {
+func (t *turns) takeFrom(name string, most int, out *snapshot.Delta, weight func(object, *snapshot.Delta) int,
+) (sum int) {
 	ns, n := t.waiting[name], 0
 	for ; n < len(ns.order) && (n == 0 || sum < most); n++ {
 		o := ns.order[n]
@@ -177,15 +187,15 @@ func (t *turns) held() (w snapshot.Waiting) {
 	return w
 }
 
-// charge has those whose changes were written pay for the time that took, each by the weight of them; left are the Services
-// that are not all written. It gives the part of the time that was taken by who has to wait now.
+// charge has those whose changes were written pay for the time that took, each by the weight of them; left are the
+// Services that are not all written. It gives the part of the time that was taken by who has to wait now.
 func (t *turns) charge(now time.Time, took time.Duration, left []snapshot.Name) (heavy time.Duration) {
 	sum := 0
 	for _, w := range t.running {
 		sum += w
 	}
 	for name, w := range t.running {
-		part := time.Duration(float64(took) * float64(w) / float64(max(sum, 1)))
+		part := min(time.Duration(float64(took)*float64(w)/float64(max(sum, 1))), time.Duration(w)*weightMost)
 		paid := t.paid[name]
 		if paid.Before(now) {
 			paid = now
@@ -210,8 +220,8 @@ func (t *turns) charge(now time.Time, took time.Duration, left []snapshot.Name) 
 	return heavy
 }
 
-// weigh says about how many elements a change of an object is looked at for: those of the Service as it is in force, the
-// addresses that it asks for, and what the object has.
+// weigh says about how many elements a change of an object is looked at for: those of the Service as it is in force,
+// the addresses that it asks for, and what the object has.
 func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	w, owner := 1, o.name
 	if o.slice {
@@ -223,7 +233,7 @@ func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	}
 	for _, svc := range []*snapshot.Service{l.snapshot.Services[owner], d.Services[owner]} {
 		if svc != nil {
-			w += len(svc.Ports) * (1 + len(svc.ExternalIPs) + len(svc.LoadBalancerIPs))
+			w += len(svc.Ports)*(1+len(svc.ExternalIPs)+len(svc.LoadBalancerIPs)) + rangeWeight*len(svc.SourceRanges)
 		}
 	}
 	return w + weightOf(l.Planner.State().Services[owner])

@@ -120,8 +120,8 @@ func (q *Queue) Take() (d Delta, ready bool) {
 	return d, true
 }
 
-// Settle says that whatever was taken so far is in force, but for what the reader holds for later, and gives the triggers of
-// that. What is held for later is not late: it only counts as not settled.
+// Settle says that whatever was taken so far is in force, but for what the reader holds for later, and gives the
+// triggers of that. What is held for later is not late: it only counts as not settled.
 func (q *Queue) Settle(held Waiting) []Trigger {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -40,8 +40,8 @@ const (
 	maxFrontends = 32768
 )
 
-// atMost cuts a list and says so. What is cut off comes last in the object, so what was served stays served when more is
-// added.
+// atMost cuts a list and says so. What is cut off comes last in the object, so what was served stays served when more
+// is added.
 func atMost[T any](f *findings, field string, list []T, most int) []T {
 	if len(list) <= most {
 		return list
@@ -90,8 +90,8 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	return s, f.all()
 }
 
-// limitFrontends leaves out addresses that would make too many frontends with all ports: external IPs first, and the last
-// ones of each list first.
+// limitFrontends leaves out addresses that would make too many frontends with all ports: external IPs first, and the
+// last ones of each list first.
 func limitFrontends(f *findings, s *snapshot.Service) {
 	room := maxFrontends/max(len(s.Ports), 1) - len(s.ClusterIPs)
 	if n := len(s.LoadBalancerIPs) + len(s.ExternalIPs); n > room {

@@ -38,8 +38,8 @@ func (d *decoder) fail(line int, format string, args ...any) {
 	d.at(line, "", format, args...)
 }
 
-// unmarshaler are types that read themselves: times, quantities, ports by number or name. Only the time at which an object
-// was created matters to a proxy; all others keep their zero values.
+// unmarshaler are types that read themselves: times, quantities, ports by number or name. Only the time at which an
+// object was created matters to a proxy; all others keep their zero values.
 var unmarshaler = reflect.TypeFor[json.Unmarshaler]()
 
 func (d *decoder) decode(t *tree, v reflect.Value) {
@@ -153,7 +153,8 @@ func (d *decoder) decodeScalar(t *tree, v reflect.Value) {
 func (d *decoder) decodeTime(t *tree, to *metav1.Time) {
 	at, err := time.Parse(time.RFC3339, t.text)
 	if err != nil {
-		d.at(t.line, "", "%s is no time such as 2006-01-02T15:04:05Z: the object counts as younger than all others", quote(t.text))
+		d.at(t.line, "", "%s is no time such as 2006-01-02T15:04:05Z: the object counts as younger than all others",
+			quote(t.text))
 		return
 	}
 	*to = metav1.NewTime(at)

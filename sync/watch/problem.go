@@ -58,8 +58,8 @@ type findings struct {
 	more int
 }
 
-// maxFindings is how many problems of one object are reported. Whoever writes objects may write as many wrong entries as
-// the API server takes, which is a hundred thousand and more.
+// maxFindings is how many problems of one object are reported. Whoever writes objects may write as many wrong entries
+// as the API server takes, which is a hundred thousand and more.
 const maxFindings = 8
 
 func objectName(kind string, n snapshot.Name) string {

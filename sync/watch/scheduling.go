@@ -44,7 +44,8 @@ const (
 	maxWeightList = 4096
 )
 
-// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out, and so is all of a list that is too long.
+// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out, and so is all of a list that is too
+// long.
 func weights(f *findings, text string) map[string]uint16 {
 	out, field := map[string]uint16{}, "metadata.annotations["+annotationWeights+"]"
 	if n := 1 + strings.Count(text, ","); len(text) > maxWeights || n > maxWeightList {
