@@ -12,7 +12,8 @@ import (
 
 func sameService(a, b *snapshot.Service) bool {
 	return a == b || a.Name == b.Name && a.Age == b.Age &&
-		a.InternalLocal == b.InternalLocal && a.ExternalLocal == b.ExternalLocal && a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
+		a.InternalLocal == b.InternalLocal && a.ExternalLocal == b.ExternalLocal &&
+		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && sameScheduling(a.Scheduling, b.Scheduling)
