@@ -52,7 +52,7 @@ func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (smal
 	room := aheadAll * most
 	first := names[:min(len(names), aheadMost)]
 	for _, name := range first {
-		n := m.held(name).size() + sizeOf(s.Services[name]) + rangesOf(s.Services[name])
+		n := m.held(name).size() + sizeOf(s.Services[name]) + m.held(name).rangesChange(s.Services[name])
 		if n > min(most, room) {
 			others = append(others, name)
 			continue
@@ -72,19 +72,6 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	}
 	for _, sp := range svc.Ports {
 		n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
-	}
-	return n
-}
-
-// rangesOf is how many source ranges a Service will have. They take the kernel long.
-func rangesOf(svc *dataplane.Service) (n int) {
-	if svc == nil {
-		return 0
-	}
-	for _, sp := range svc.Ports {
-		for i := range sp.Frontends {
-			n = max(n, len(sp.Frontends[i].Sources))
-		}
 	}
 	return n
 }

@@ -172,7 +172,7 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 			p.port(nil, n)
 		}
 	}
-	if len(now.ports)+len(now.clusterIPs) == 0 {
+	if len(now.ports)+len(now.clusterIPs) == 0 && now.sources[0].ranges == nil && now.sources[1].ranges == nil {
 		delete(p.m.services, name)
 	} else {
 		p.m.services[name] = now
@@ -187,6 +187,8 @@ func (p *planner) need(s *service, by int) {
 
 // sources takes who may use a Service's load balancer addresses from what it was to what it should be.
 func (p *planner) sources(f Family, name snapshot.Name, before, now sources) {
+	planned := p.planned
+	defer func() { p.planned += (rangeCost - 1) * (p.planned - planned) }()
 	element := func(id uint32, c netip.Prefix) Element { return sourcesElement(name, id, c) }
 	if before.id != now.id { // one of them is none
 		for _, c := range before.ranges {

@@ -129,7 +129,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	}
 	n := 0
 	for i, name := range names {
-		n += m.held(name).size() + sizeOf(s.Services[name])
+		n += m.held(name).size() + sizeOf(s.Services[name]) + m.held(name).rangesChange(s.Services[name])
 		if n > limit {
 			return i
 		}
@@ -157,7 +157,7 @@ func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
 	defer func() { *left = append(*left, parts...) }()
 	for i, name := range names {
 		before, next, done := p.m.held(name), target(name), true
-		if room := limit - p.planned; next.size()+before.size() > room {
+		if room := limit - p.planned; next.size()+before.size()+before.rangesChange(s.Services[name]) > room {
 			next, done = before.toward(next, room, true)
 		}
 		p.service(name, next)

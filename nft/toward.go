@@ -13,6 +13,16 @@ import (
 func (s *service) toward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
 	next = &service{clusterIPs: s.clusterIPs, sources: s.sources}
+	if grow { // ranges come before what they restrict
+		for i := range next.sources {
+			if r := want.sources[i].ranges; r != nil {
+				next.sources[i].ranges = t.ranges(s.sources[i].ranges, r)
+			}
+		}
+		if !t.done {
+			t.room = 0
+		}
+	}
 	for _, old := range s.ports {
 		if p := t.port(old, want.port(old.id)); p != nil {
 			next.ports = append(next.ports, p)
@@ -26,17 +36,18 @@ func (s *service) toward(want *service, room int, grow bool) (next *service, don
 			next.ports = append(next.ports, p)
 		}
 	}
-	switch {
-	case t.done && grow:
-		return want, true
-	case grow: // ranges come before what they restrict, and go after it
-		for i := range next.sources {
-			if want.sources[i].ranges != nil {
-				next.sources[i].ranges = want.sources[i].ranges
-			}
+	if !grow || !t.done {
+		return next, t.done
+	}
+	for i := range next.sources { // and go after it
+		if r := s.sources[i].ranges; want.sources[i].ranges == nil && r != nil {
+			next.sources[i].ranges = t.ranges(r, nil)
 		}
 	}
-	return next, t.done
+	if t.done {
+		return want, true
+	}
+	return next, false
 }
 
 // transition is on its way through the ports of a Service.

@@ -1,0 +1,74 @@
+package nft
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// rangeCost is how many other elements a source range stands for where a transaction is bounded. The kernel keeps ranges in
+// a set of its own kind, for which one that comes or goes takes time that grows with all there are: about a millisecond
+// where there are some thousands.
+const rangeCost = 128
+
+// rangesChange is what the change of the source ranges of a Service counts for where a transaction is bounded.
+func (s *service) rangesChange(want *dataplane.Service) (n int) {
+	var now [len(Families)][]netip.Prefix
+	if want != nil {
+		for _, sp := range want.Ports {
+			for i := range sp.Frontends {
+				if r := sp.Frontends[i].Sources; r != nil {
+					now[familyOf(sp.Frontends[i].Key.Addr).index()] = r
+				}
+			}
+		}
+	}
+	for i := range s.sources {
+		if old := s.sources[i].ranges; !slices.Equal(old, now[i]) {
+			n += rangeCost * (len(old) + len(now[i]))
+		}
+	}
+	return n
+}
+
+// ranges gives source ranges on their way from some to others, as far as there is room. Both are sorted and hold no range inside
+// another, and so is what is on the way: a range goes together with those that come inside it or around it.
+func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
+	if slices.Equal(old, want) {
+		return want
+	}
+	for len(old) > 0 || len(want) > 0 {
+		o, w := overlapping(old, want)
+		switch {
+		case slices.Equal(old[:o], want[:w]), !t.take(rangeCost * (o + w)):
+			next = append(next, old[:o]...)
+		default:
+			next = append(next, want[:w]...)
+		}
+		old, want = old[o:], want[w:]
+	}
+	return next
+}
+
+// overlapping gives how many of the first ranges of two sorted lists, of which not both are empty, overlap with the very first.
+func overlapping(a, b []netip.Prefix) (fromA, fromB int) {
+	switch {
+	case len(a) == 0:
+		return 0, 1
+	case len(b) == 0:
+		return 1, 0
+	case a[0] == b[0]:
+		return 1, 1
+	}
+	inside := func(list []netip.Prefix, r netip.Prefix) (n int) {
+		for n < len(list) && r.Overlaps(list[n]) {
+			n++
+		}
+		return n
+	}
+	if a[0].Compare(b[0]) < 0 { // a range comes right before those it contains
+		return 1, inside(b, a[0])
+	}
+	return inside(a, b[0]), 1
+}
