@@ -20,7 +20,7 @@ const (
 	// credit is what it may take at once, as for a rollout after some quiet.
 	credit = 250 * time.Millisecond
 	// pauseMost bounds how long changes wait, whatever the ones before them took.
-	pauseMost = 10 * time.Second
+	pauseMost = 30 * time.Second
 	// stepWeight bounds the changes that one namespace has in one step, and stepMost those of all, by the weight of
 	// Services: about their elements. A Service that is larger is alone.
 	stepWeight = 1 << 14
