@@ -30,8 +30,9 @@ type Backend struct {
 	net   rtnetlink
 	guard guard
 
-	// want is what the last State asked for.
-	want table
+	// want is what the last State asked for, and services are the ranges of addresses that are Services' alone; nil if they are not known.
+	want     table
+	services []netip.Prefix
 	// behind says that the kernel may not hold want, so that all of it has to be looked at.
 	behind bool
 	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what the kernel
@@ -183,6 +184,10 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 // what the kernel holds.
 func (b *Backend) follow(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
+	b.services = nil
+	if len(want.ServiceCIDRs) > 0 {
+		b.services = slices.Concat(want.ServiceCIDRs, want.IPVSAddresses)
+	}
 	if b.behind || b.doubtful {
 		touched = b.want.replace(want)
 	} else {
@@ -289,6 +294,7 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 // finish lets drain or removes what is not wanted.
 func (b *Backend) finish(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	p := b.planner()
+	p.idle = func(k dataplane.Key, _ netip.AddrPort) bool { return b.foreign(k.Addr) }
 	var ops []op
 	for _, k := range sorted(touched) {
 		ops = append(ops, p.end(k, b.have.services[k], b.want.services[k])...)

@@ -107,7 +107,7 @@ func count(m map[netip.Addr]int, a netip.Addr, by int) {
 type planner struct {
 	// until is when what begins to drain now is given up.
 	until uint32
-	// idle says of destinations that they have no connection; nil says that none is known to.
+	// idle says of destinations that nobody waits for their connections to end; nil says it of none.
 	idle func(dataplane.Key, netip.AddrPort) bool
 }
 

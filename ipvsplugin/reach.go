@@ -1,6 +1,7 @@
 package ipvsplugin
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -18,6 +19,14 @@ func (b *Backend) needs(a netip.Addr) bool {
 	}
 	_, routed := b.routes[a]
 	return routed && b.have.addrs[a] > 0
+}
+
+// foreign says whether the host takes in an address that is not Services' alone any more: then it has to be given back at once, whoever
+// is still connected.
+func (b *Backend) foreign(a netip.Addr) bool {
+	_, routed := b.routes[a]
+	return routed && b.want.addrs[a] == 0 && b.services != nil &&
+		!slices.ContainsFunc(b.services, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
 // look reads the addresses of this host.
@@ -73,15 +82,20 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 	for i := range missing {
 		missing[i].source = b.source(missing[i].to)
 	}
+	missing, failed, err := b.spare(missing)
+	if err != nil {
+		return err
+	}
 	if err := b.protect(missing, r); err != nil {
 		return err
 	}
 	slices.SortFunc(missing, func(a, b route) int { return a.to.Compare(b.to) })
-	failed, err := b.net.add(missing)
+	refused, err := b.net.add(missing)
 	if err != nil {
 		b.doubtful = true
 		return err
 	}
+	maps.Copy(failed, refused)
 	for _, m := range missing {
 		if failed[m.to] == nil {
 			b.routes[m.to] = m.source
@@ -92,6 +106,29 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 		return b.refuseAt(failed)
 	}
 	return nil
+}
+
+// errGateway is why there is no route of ours to an address.
+var errGateway = errors.New("this node has routes by way of that address")
+
+// spare leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of other nodes.
+func (b *Backend) spare(routes []route) (left []route, spared map[netip.Addr]error, err error) {
+	spared = map[netip.Addr]error{}
+	if len(routes) == 0 {
+		return nil, spared, nil
+	}
+	gateways, err := b.net.gateways()
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, r := range routes {
+		if gateways[r.to] {
+			spared[r.to] = errGateway
+		} else {
+			left = append(left, r)
+		}
+	}
+	return left, spared, nil
 }
 
 // refuseAt is the error of addresses that no route can be had to, such as one that is for multicast.

@@ -22,15 +22,19 @@ const (
 
 // Attributes of rtnetlink.
 const (
-	rtaDst      = 1
-	rtaOIF      = 4
-	rtaPriority = 6
-	rtaPrefSrc  = 7
-	ifaAddress  = 1
-	ifaLocal    = 2
+	rtaDst       = 1
+	rtaOIF       = 4
+	rtaGateway   = 5
+	rtaPriority  = 6
+	rtaPrefSrc   = 7
+	rtaMultipath = 9
+	rtaVia       = 18
+	ifaAddress   = 1
+	ifaLocal     = 2
 
-	rtmLen = 12 // of struct rtmsg
-	ifaLen = 8  // of struct ifaddrmsg
+	rtmLen  = 12 // of struct rtmsg
+	rtnhLen = 8  // of struct rtnexthop
+	ifaLen  = 8  // of struct ifaddrmsg
 )
 
 // rtnetlink reads and writes routes. It is for one goroutine at a time.
@@ -115,6 +119,47 @@ func (n rtnetlink) list() (map[netip.Addr]netip.Addr, error) {
 		}
 	}
 	return routes, nil
+}
+
+// gateways gives the addresses by way of which this host has routes, in all of its tables.
+func (n rtnetlink) gateways() (map[netip.Addr]bool, error) {
+	found := map[netip.Addr]bool{}
+	for _, family := range []uint16{unix.AF_INET, unix.AF_INET6} {
+		h := make([]byte, rtmLen) // no filter
+		h[0] = byte(family)
+		err := n.dump(unix.RTM_GETROUTE, h, nil, func() {}, func(body []byte) {
+			if len(body) >= rtmLen && body[7] == unix.RTN_UNICAST {
+				addGateways(found, body[rtmLen:], family)
+			}
+		})
+		if err != nil && !(family == unix.AF_INET6 && noIPv6(err)) {
+			return nil, fmt.Errorf("route: list routes: %w", err)
+		}
+	}
+	return found, nil
+}
+
+// addGateways reads the next hops of a route, which may have several, and of IPv4 also one of IPv6.
+func addGateways(found map[netip.Addr]bool, attrs []byte, family uint16) {
+	for typ, v := range attributes(attrs) {
+		switch typ {
+		case rtaGateway:
+			found[v.addr(family)] = true
+		case rtaVia:
+			if len(v) > 2 {
+				found[v[2:].addr(v.native16())] = true
+			}
+		case rtaMultipath:
+			for hops := v; len(hops) >= rtnhLen; {
+				size := int(hops.native16())
+				if size < rtnhLen || size > len(hops) {
+					break
+				}
+				addGateways(found, hops[rtnhLen:size], family)
+				hops = hops[min((size+3)&^3, len(hops)):]
+			}
+		}
+	}
 }
 
 // noIPv6 says whether an error is that of a kernel that was started without IPv6.

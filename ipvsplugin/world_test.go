@@ -79,7 +79,7 @@ func newWorldOf(t testing.TB, conf lab.Config, mode dataplane.IPVSMode) *world {
 	}
 	w.planner = dataplane.NewPlanner(dataplane.Config{
 		NodeName: "node", DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange},
-		IPVS: dataplane.IPVS{Mode: mode, Default: dataplane.Scheduling{Scheduler: "rr"}},
+		IPVS: dataplane.IPVS{Mode: mode, Default: dataplane.Scheduling{Scheduler: "rr"}, Addresses: lab.ExternalRange},
 	})
 	addrs := append(w.nodeAddrs(), netip.MustParseAddr("127.0.0.1"))
 	slices.SortFunc(addrs, netip.Addr.Compare)

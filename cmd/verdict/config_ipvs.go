@@ -71,7 +71,7 @@ func (l *live) leftToChance(d snapshot.Delta) {
 		return
 	}
 	for name, svc := range d.Services {
-		if svc != nil && svc.Scheduling != nil && svc.Scheduling.Scheduler != "" && svc.Scheduling.Scheduler != snapshot.NFTables {
+		if svc != nil && svc.AsksForIPVS() {
 			l.noScheduler.Do(func() {
 				l.log.Warn("iptables chooses the endpoints of Services at random, also of those that ask for a scheduler of IPVS",
 					"service", name.String(), "scheduler", svc.Scheduling.Scheduler)

@@ -194,6 +194,9 @@ func (a *answer) explain(x *dataplane.Explanation, o *objects, policy *policyFla
 			n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
+	if x.Cause == dataplane.FrontendFound && x.Frontend.NotScheduled != dataplane.Schedulable {
+		a.Notes = append(a.Notes, "the Service asks for IPVS, and nftables chooses the endpoint: "+x.Frontend.NotScheduled.String())
+	}
 }
 
 // saysPods says whether the flags or the configuration file tell pods from others.

@@ -276,6 +276,8 @@ func (r *reading) leaveOut(name string, entries []int) {
 		}
 	case "ipvs.excludeCIDRs":
 		c.IPVS.ExcludeCIDRs = keep(c.IPVS.ExcludeCIDRs)
+	case verdictKind + ".ipvsAddresses":
+		r.doc.Verdict.IPVSAddresses = keep(r.doc.Verdict.IPVSAddresses)
 	case "clusterCIDR":
 		c.ClusterCIDR = strings.Join(keep(clusterCIDRs(c.ClusterCIDR)), ",")
 	}

@@ -183,6 +183,24 @@ nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
 	}
 }
 
+// TestIPVSAddresses: what is no range, or every address, is left out and said; the rest is taken.
+func TestIPVSAddresses(t *testing.T) {
+	const file = head + "mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvsAddresses: [203.0.113.0/24, 0.0.0.0/0, web, \"2001:db8::/64\"]\n"
+	s, said := loadText(t, file)
+	if want := prefixes("203.0.113.0/24", "2001:db8::/64"); !slices.Equal(s.Policy.IPVS.Addresses, want) {
+		t.Errorf("%v", s.Policy.IPVS.Addresses)
+	}
+	for _, want := range []string{`ipvsAddresses[1]: "0.0.0.0/0" holds every address, also those of nodes and gateways; it is left out`,
+		`ipvsAddresses[2]: "web" is no range of addresses such as 10.244.0.0/16; it is left out`} {
+		if !slices.ContainsFunc(said, func(text string) bool { return strings.HasSuffix(text, want) }) {
+			t.Errorf("%q lacks %q", said, want)
+		}
+	}
+	if s, _ := loadText(t, head+"mode: nftables\n"); s.Policy.IPVS.Addresses != nil {
+		t.Errorf("by default %v", s.Policy.IPVS.Addresses)
+	}
+}
+
 // TestModeIPVS: in mode ipvs all Services are scheduled, unless the operator says otherwise.
 func TestModeIPVS(t *testing.T) {
 	const ours = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: "

@@ -48,6 +48,8 @@ type VerdictConfiguration struct {
 	IPVS string `json:"ipvs"`
 	// IPVSServices is the number of Services from which on, with auto, IPVS schedules all of them; 0 means never.
 	IPVSServices *int32 `json:"ipvsServices"`
+	// IPVSAddresses are the ranges of load balancer addresses at which IPVS may schedule.
+	IPVSAddresses []string `json:"ipvsAddresses"`
 	// MetricsConnections says how finely new connections are counted in the metrics: off, service or endpoint.
 	MetricsConnections string `json:"metricsConnections"`
 	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own there.

@@ -122,6 +122,8 @@ var fields = []field{
 	{verdictKind + ".ipvs", Live, "which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
 		oneOf("auto", "always", "never")},
 	{verdictKind + ".ipvsServices", Live, "with `auto`, the number of Services from which on IPVS schedules all of them until the next start; 0: never", atLeast(0)},
+	{verdictKind + ".ipvsAddresses", Live, "ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node takes in all of such an address. " +
+		"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)", aSmallRange},
 	{verdictKind + ".metricsConnections", Restart, "how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
 		oneOf("off", "service", "endpoint")},
 	{verdictKind + ".metricsMaxSeries", Restart, "how many Service ports, and how many endpoints, have a series of their own in the metrics", atLeast(1)},
@@ -281,6 +283,14 @@ func aRange(v any) string {
 		return quote(v.(string)) + " is no range of addresses such as 10.244.0.0/16"
 	}
 	return ""
+}
+
+// aSmallRange is one that does not hold every address.
+func aSmallRange(v any) string {
+	if r, ok := parsePrefix(v.(string)); ok && r.Bits() == 0 {
+		return quote(v.(string)) + " holds every address, also those of nodes and gateways"
+	}
+	return aRange(v)
 }
 
 var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)

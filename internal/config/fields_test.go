@@ -135,6 +135,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is none of auto, never` + isDefault + "auto"},
 	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is none of auto, always, never` + isDefault + "auto"},
 	{"VerdictConfiguration.ipvsServices", `50000`, `0`, `-1`, `-1 is less than 0` + isDefault + "50000"},
+	{"VerdictConfiguration.ipvsAddresses", `null`, `[203.0.113.0/24, "2001:db8::/64"]`, `203.0.113.0/24`, `"203.0.113.0/24" is no list; it counts as not set`},
 	{"VerdictConfiguration.metricsConnections", `service`, `endpoint`, `all`, `"all" is none of off, service, endpoint` + isDefault + "service"},
 	{"VerdictConfiguration.metricsMaxSeries", `5000`, `10`, `0`, `0 is less than 1` + isDefault + "5000"},
 	{"VerdictConfiguration.counterMemoryMiB", `16`, `0`, `-1`, `-1 is less than 0` + isDefault + "16"},

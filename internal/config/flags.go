@@ -104,6 +104,8 @@ var policyFlags = []option{
 		func(d *Document) *string { return &d.Verdict.IPTablesDispatch }, verdictKind+".iptablesDispatch"),
 	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
+	list("ipvs-addresses", "ranges of load balancer addresses that nobody but Services has, at which IPVS may schedule (default none)", ofPolicy,
+		func(d *Document) *[]string { return &d.Verdict.IPVSAddresses }, verdictKind+".ipvsAddresses"),
 	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,
 		func(d *Document) *string { return &d.Verdict.IPVS }, verdictKind+".ipvs"),
 }

@@ -27,7 +27,7 @@ func TestFlagNames(t *testing.T) {
 	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	new(Flags).Add(fs)
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-dispatch", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "counter-memory-mib", "ipvs-services", "metrics-connections", "metrics-max-series")
+	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-dispatch", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "ipvs-addresses", "counter-memory-mib", "ipvs-services", "metrics-connections", "metrics-max-series")
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
 		t.Errorf("got %v\nwant %v", got, want)
@@ -178,7 +178,7 @@ func TestPolicyFlags(t *testing.T) {
 	var got []string
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
 	want := []string{"backend", "bind-address", "cluster-cidr", "config", "detect-local-mode", "feature-gates", "hostname-override",
-		"iptables-dispatch", "iptables-localhost-nodeports", "iptables-masquerade-bit", "ipvs", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
+		"iptables-dispatch", "iptables-localhost-nodeports", "iptables-masquerade-bit", "ipvs", "ipvs-addresses", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}

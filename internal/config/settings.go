@@ -207,7 +207,13 @@ func (d *Document) ipvs() dataplane.IPVS {
 		name = "rr"
 	}
 	modes := map[string]dataplane.IPVSMode{"never": dataplane.IPVSNever, "auto": dataplane.IPVSAuto, "always": dataplane.IPVSAlways}
-	return dataplane.IPVS{Mode: modes[d.Verdict.IPVS], Default: dataplane.Scheduling{Scheduler: name, Port: name == "mh"}}
+	ipvs := dataplane.IPVS{Mode: modes[d.Verdict.IPVS], Default: dataplane.Scheduling{Scheduler: name, Port: name == "mh"}}
+	for _, text := range d.Verdict.IPVSAddresses {
+		if r, ok := parsePrefix(text); ok {
+			ipvs.Addresses = append(ipvs.Addresses, r)
+		}
+	}
+	return ipvs
 }
 
 func disabled(gates map[string]bool, name string) bool {

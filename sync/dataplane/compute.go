@@ -20,6 +20,11 @@ func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
 			continue
 		}
 		st.Services[n] = svc
+	}
+	for _, n := range b.budget.balance(&b.host.ipvs) {
+		st.Services[n] = b.service(s, n)
+	}
+	for _, svc := range st.Services {
 		svc.eachClaim(func(k Key, c Claim) {
 			if w, claimed := winner[k]; !claimed || c.Compare(w) < 0 {
 				winner[k] = c

@@ -19,7 +19,8 @@ func (sp *ServicePort) equal(o *ServicePort) bool {
 	}
 	for i := range sp.Frontends {
 		f, of := &sp.Frontends[i], &o.Frontends[i]
-		if f.Key != of.Key || f.Kind != of.Kind || !slices.Equal(f.Sources, of.Sources) || len(f.Routes) != len(of.Routes) {
+		if f.Key != of.Key || f.Kind != of.Kind || f.NotScheduled != of.NotScheduled ||
+			!slices.Equal(f.Sources, of.Sources) || len(f.Routes) != len(of.Routes) {
 			return false
 		}
 		for j, r := range f.Routes {

@@ -169,6 +169,7 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
 	e := explainer{builder: b, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
 	e.x.Origin = e.origin()
+	e.book()
 	e.claimants()
 	if e.x.Frontend != nil {
 		e.x.Row = e.x.Frontend.row(e.x.Origin)
@@ -218,6 +219,28 @@ func (e *explainer) origin() Origin {
 		}
 	}
 	return o
+}
+
+// book fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node port.
+func (e *explainer) book() {
+	if e.host.ipvs.Mode != IPVSAuto {
+		return
+	}
+	asking := map[string]bool{}
+	for n, svc := range e.s.Services {
+		if names, nodePort := named(svc, e.x.Question.Key); (names || nodePort) && svc.AsksForIPVS() {
+			asking[n.Namespace] = true
+		}
+	}
+	if len(asking) == 0 {
+		return
+	}
+	for n, svc := range e.s.Services {
+		if asking[n.Namespace] && svc.AsksForIPVS() {
+			e.service(e.s, n)
+		}
+	}
+	e.budget.balance(&e.host.ipvs)
 }
 
 // claimants looks for the Services that name the address or the node port, and for the frontend among theirs.

@@ -89,7 +89,8 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		return
 	}
 	if x.Port.Name != sp.Name || x.Port.Affinity != sp.Affinity || !x.Port.Cluster.equal(sp.Cluster) || !x.Port.Local.equal(sp.Local) ||
-		fe.Key != x.Frontend.Key || fe.Kind != x.Frontend.Kind {
+		fe.Key != x.Frontend.Key || fe.Kind != x.Frontend.Kind || fe.NotScheduled != x.Frontend.NotScheduled ||
+		!equalScheduling(sp.Scheduling, x.Port.Scheduling) {
 		t.Fatalf("%v: the State has %+v, the explanation %+v", q, sp, x.Port)
 	}
 	var losers []Claim
@@ -109,11 +110,25 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 	if (x.Cause == SourceRefused) == allowed || (fe.Sources != nil && allowed) != x.Source.Contains(q.Source) {
 		t.Fatalf("%v: cause %v, range %v of %v", q, x.Cause, x.Source, fe.Sources)
 	}
-	checkTaken(t, x, route)
+	checkTaken(t, st, x, route)
+}
+
+// servicesAlone says whether a frontend's address is one that nobody but Services can have, or this host's own.
+func servicesAlone(st *State, f *Frontend) bool {
+	a := f.Key.Addr
+	switch f.Kind {
+	case NodePort:
+		return true
+	case ClusterIP:
+		return st.ServiceCIDRs == nil || contain(st.ServiceCIDRs, a) || contain(st.IPVSAddresses, a)
+	case LoadBalancerIP:
+		return contain(st.IPVSAddresses, a)
+	}
+	return false
 }
 
 // checkTaken compares the endpoints that Explain says are in the pool with those that are.
-func checkTaken(t *testing.T, x *Explanation, route Route) {
+func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	t.Helper()
 	var taken []Endpoint
 	for _, c := range x.Endpoints {
@@ -135,7 +150,7 @@ func checkTaken(t *testing.T, x *Explanation, route Route) {
 	if x.Cause == SourceRefused {
 		return
 	}
-	scheduled := x.Port.Scheduling != nil && len(taken) > 0 && !x.Question.Key.Addr.IsLoopback() &&
+	scheduled := x.Port.Scheduling != nil && len(taken) > 0 && !x.Question.Key.Addr.IsLoopback() && servicesAlone(st, x.Frontend) &&
 		x.Frontend.Routes[x.Row].Pool == x.Frontend.Routes[len(x.Frontend.Routes)-1].Pool
 	switch want := x.Cause.Outcome(); {
 	case (want == Scheduled) != scheduled, len(taken) > 0 && !scheduled && want != Sent,

@@ -61,7 +61,10 @@ func (d *dice) config() Config {
 		MasqueradeAll:      d.yes(),
 		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
 		LocalhostNodePorts: d.yes(),
-		IPVS:               IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")}},
+		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
+			// Below 8 nothing stays out that would get in now, so that increments add up to what is computed anew.
+			Addresses:     some(d, prefixes("198.51.100.0/31 192.168.0.0/16 2001:db8::/32")...),
+			MostOfService: pick(d, 0, 0, 3, 7), MostOfNamespace: pick(d, 0, 4, 7)},
 	}
 }
 

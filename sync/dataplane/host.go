@@ -47,8 +47,9 @@ type host struct {
 	// pods, per family, tell pods from others.
 	pods     [2]Pods
 	loopback bool
-	// ipvs says which Services IPVS schedules.
-	ipvs IPVS
+	// ipvs says which Services IPVS schedules. serviceCIDRs are known only if it schedules any.
+	ipvs         IPVS
+	serviceCIDRs []netip.Prefix
 }
 
 func newHost(cfg Config, s *snapshot.Snapshot) host {
@@ -60,6 +61,9 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		addresses:     nodeAddrs(cfg.NodeIP, s.Node.Addresses),
 		loopback:      localhostNodePorts(cfg),
 		ipvs:          cfg.IPVS,
+	}
+	if h.ipvs.Mode != IPVSNever {
+		h.serviceCIDRs = s.ServiceCIDRs
 	}
 	for _, f := range families {
 		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
@@ -75,7 +79,8 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 // as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
-		h.noExternalIPs == o.noExternalIPs && h.ipvs == o.ipvs && slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
+		h.noExternalIPs == o.noExternalIPs && h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
+		slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipv4], o.nodePortAddrs[ipv4]) &&
 		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
 }
@@ -85,9 +90,10 @@ func (h *host) equal(o *host) bool {
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	changed = st.Pods4 != h.pods[ipv4] || st.Pods6 != h.pods[ipv6] || st.MasqueradeAll != h.masqueradeAll ||
-		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs)
+		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
+		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipv4], h.pods[ipv6], h.masqueradeAll
-	st.LocalhostNodePorts, st.ServiceCIDRs = h.loopback, serviceCIDRs
+	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
 	return changed
 }
 

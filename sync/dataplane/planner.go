@@ -13,7 +13,7 @@ type Change struct {
 	// Services are those whose value was replaced, added or removed; sorted and unique. A Service not named is the same
 	// pointer as before.
 	Services []snapshot.Name
-	// Globals says that Pods4, Pods6, ServiceCIDRs or LocalhostNodePorts changed.
+	// Globals says that Pods4, Pods6, ServiceCIDRs, IPVSAddresses or LocalhostNodePorts changed.
 	Globals bool
 }
 
@@ -101,12 +101,14 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Cont
 	names = p.build.update(&p.reservations, s, names)
 	u := update{Planner: p, snapshot: s}
 	if all {
+		u.build.budget.reopen()
 		u.reconsiderAll()
 	} else {
 		u.reconsider(names)
 	}
 	u.moveClaims()
 	u.settle()
+	u.rebalance()
 	change.Services, p.before = u.replacements()
 	return change, u.newContests()
 }
@@ -260,6 +262,13 @@ func (u *update) settle() {
 	}
 	for k := range u.before {
 		u.claims.calm(k)
+	}
+}
+
+// rebalance writes Services that IPVS schedules from now on, or not any more, because of what others ask of it.
+func (u *update) rebalance() {
+	for _, n := range u.build.budget.balance(&u.build.host.ipvs) {
+		u.settleOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}
 }
 

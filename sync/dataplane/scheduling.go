@@ -2,6 +2,7 @@ package dataplane
 
 import (
 	"cmp"
+	"net/netip"
 	"slices"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -13,6 +14,15 @@ type IPVS struct {
 	Mode IPVSMode
 	// Default is how a Service is scheduled that says nothing itself.
 	Default Scheduling
+	// Addresses are ranges of load balancer addresses of which IPVS may take each as a whole. The zero value is none.
+	Addresses []netip.Prefix
+	// MostOfService and MostOfNamespace bound what IPVS is asked for; 0 stands for the constants of these names.
+	MostOfService, MostOfNamespace int
+}
+
+func (i *IPVS) equal(o *IPVS) bool {
+	return i.Mode == o.Mode && i.Default == o.Default && slices.Equal(i.Addresses, o.Addresses) &&
+		i.MostOfService == o.MostOfService && i.MostOfNamespace == o.MostOfNamespace
 }
 
 // IPVSMode says which Services are scheduled by IPVS.
@@ -45,6 +55,64 @@ func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 	return &Scheduling{Scheduler: asked.Scheduler, Port: asked.Port, Fallback: asked.Fallback}
 }
 
+// NotScheduled says why IPVS does not choose the endpoint at a frontend though its Service asks for that.
+type NotScheduled uint8
+
+// IPVS gets only packets that the host takes in, and a host takes in an address as a whole: whoever had it, a gateway, another node, the
+// API server, cannot be reached any more. So that is done only with addresses that are Services' alone.
+const (
+	// Schedulable: nothing speaks against it.
+	Schedulable NotScheduled = iota
+	// AtExternalIP: whoever writes a Service says any address.
+	AtExternalIP
+	// AtLoadBalancerIP: the operator's IPVS.Addresses do not have it.
+	AtLoadBalancerIP
+	// OutsideServiceCIDRs: a cluster IP that is in none of them, though they are known.
+	OutsideServiceCIDRs
+	// ServiceTooLarge: it asks for more than MostOfService. All its frontends have this reason.
+	ServiceTooLarge
+	// NamespaceFull: with it, the Services of its namespace ask for more than MostOfNamespace. All its frontends have this reason.
+	NamespaceFull
+)
+
+var notScheduledTexts = [...]string{
+	"",
+	"at an external IP, IPVS would take the whole address from whoever else has it",
+	"at a load balancer address outside of ipvsAddresses, IPVS would take the whole address from whoever else has it",
+	"at a cluster IP outside of the ServiceCIDRs, IPVS would take the whole address from whoever else has it",
+	"it asks IPVS for too many virtual services and destinations",
+	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
+}
+
+// Wholly says whether the reason is one for all of a Service.
+func (n NotScheduled) Wholly() bool { return n >= ServiceTooLarge }
+
+// String says it in a sentence, for messages; empty for Schedulable.
+func (n NotScheduled) String() string { return notScheduledTexts[n] }
+
+// whole says whether the address of a frontend may be taken in as a whole. That of a node port is the host's own.
+func (h *host) whole(k Kind, a netip.Addr) NotScheduled {
+	switch {
+	case k == NodePort || k != ExternalIP && contain(h.ipvs.Addresses, a):
+		return Schedulable
+	case k == ExternalIP:
+		return AtExternalIP
+	case k == LoadBalancerIP:
+		return AtLoadBalancerIP
+	case len(h.serviceCIDRs) > 0 && !contain(h.serviceCIDRs, a):
+		return OutsideServiceCIDRs
+	}
+	return Schedulable
+}
+
+// notScheduled says why IPVS does not choose at an address of the Service that is being built; Schedulable if it does not ask for IPVS.
+func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
+	if b.scheduling == nil {
+		return Schedulable
+	}
+	return b.host.whole(k, a)
+}
+
 // schedule takes note of how the endpoints of a Service are to be weighed.
 func (b *builder) schedule(svc *snapshot.Service) {
 	b.scheduling, b.weights = b.host.scheduling(svc), nil
@@ -64,9 +132,10 @@ func (b *builder) endpoint(c *candidate) Endpoint {
 
 // Scheduled gives the pool of a frontend from which IPVS chooses; nil means that it does not. A virtual service has one list of
 // endpoints, so it is the pool of clients from outside: where pods and this node get another one, which is so with
-// externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot answer.
+// externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot answer, and what is
+// NotScheduled.
 func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
-	if sp.Scheduling == nil || f.Key.Addr.IsLoopback() {
+	if sp.Scheduling == nil || f.NotScheduled != Schedulable || f.Key.Addr.IsLoopback() {
 		return nil
 	}
 	if pool := f.Route(Anyone).Pool; len(pool.Endpoints) > 0 {

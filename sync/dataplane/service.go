@@ -22,12 +22,15 @@ type builder struct {
 	// scheduling is the Service's, and weights are what it says of nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
+	// budget is what all Services ask of IPVS.
+	budget budget
 }
 
 // service gives what a Service of the snapshot asks for, or nil for one that is gone or has no port.
 func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	svc := s.Services[n]
 	if svc == nil {
+		b.budget.forget(n)
 		return nil
 	}
 	b.loadSlices(svc, s.Slices[n])
@@ -48,9 +51,11 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		}
 	}
 	if len(out.Ports) == 0 {
+		b.budget.forget(n)
 		return nil
 	}
 	out.Crowded = b.crowded
+	b.bound(out, svc)
 	return out
 }
 
@@ -130,7 +135,7 @@ func (b *builder) frontends(
 		k := Key{Addr: a, Protocol: p.Protocol, Port: port}
 		said := kind == LoadBalancerIP || kind == ExternalIP
 		if f.has(a) && !(said && b.forbids(svc, f, k)) {
-			fs = append(fs, Frontend{Key: k, Kind: kind, Sources: sources})
+			fs = append(fs, Frontend{Key: k, Kind: kind, NotScheduled: b.notScheduled(kind, a), Sources: sources})
 		}
 	}
 	add(ClusterIP, clusterIP, p.Port, nil)

@@ -24,6 +24,8 @@ type State struct {
 	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, no range inside another, nil means
 	// none is known.
 	ServiceCIDRs []netip.Prefix
+	// IPVSAddresses are the operator's IPVS.Addresses.
+	IPVSAddresses []netip.Prefix
 	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback
 	// range.
 	LocalhostNodePorts bool
@@ -129,6 +131,8 @@ func (k Kind) String() string { return kindNames[k] }
 type Frontend struct {
 	Key  Key
 	Kind Kind
+	// NotScheduled says why IPVS does not choose here though the Service asks for it; Schedulable if it does not ask.
+	NotScheduled NotScheduled
 	// Routes decide in order: the first whose From holds the packet's origin. The last one is always From Anyone.
 	Routes []Route
 	// Sources restrict who is served at all, before any route: sorted, no range inside another. Nil means everybody.

@@ -33,8 +33,8 @@ func (l *Loop) Quarantined() []Quarantined {
 	return nil
 }
 
-// Unscheduled gives the Services whose Scheduling the kernel refuses, sorted by name: it carries them without. It is safe for
-// concurrent use; nobody may change the list.
+// Unscheduled gives the Services that are carried without the Scheduling they ask for, sorted by name: the kernel refuses it, or it would
+// be too much. It is safe for concurrent use; nobody may change the list.
 func (l *Loop) Unscheduled() []Quarantined {
 	if asides := l.asides.Load(); asides != nil {
 		return asides.unscheduled
@@ -45,12 +45,16 @@ func (l *Loop) Unscheduled() []Quarantined {
 // publish makes what is aside known to Quarantined and Unscheduled.
 func (l *Loop) publish() {
 	if len(l.want.aside) == 0 {
-		if l.asides.Load() != nil {
-			l.asides.Store(nil)
+		var asides *setAsides
+		if l.excluded != nil {
+			asides = &setAsides{unscheduled: l.excluded}
+		}
+		if asides != nil || l.asides.Load() != nil {
+			l.asides.Store(asides)
 		}
 		return
 	}
-	var asides setAsides
+	asides := setAsides{unscheduled: slices.Clone(l.excluded)}
 	for n, a := range l.want.aside {
 		list := &asides.quarantined
 		if a.plain {
@@ -188,13 +192,16 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	}
 	if news != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
-			"services", len(news), "such as", strings.Join(news[:min(3, len(news))], " "), "err", why)
+			"services", len(news), "such as", suchAs(news), "err", why)
 		if l.Unschedules != nil {
 			l.Unschedules(refused)
 		}
 	}
 	return progress
 }
+
+// suchAs names a few of many.
+func suchAs(names []string) string { return strings.Join(names[:min(3, len(names))], " ") }
 
 // giveUp takes a Service out of the state of which the kernel refuses even what it took before.
 func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {

@@ -43,7 +43,7 @@ type Transaction struct {
 	// Quarantined is how many Services are set aside because the kernel refuses them. The state has what the kernel took of
 	// them before.
 	Quarantined int
-	// Unscheduled is how many Services are carried without the Scheduling they ask for, because the kernel refuses that.
+	// Unscheduled is how many Services are carried without the Scheduling they ask for: see Loop.Unscheduled.
 	Unscheduled int
 	// Foreign is how many findings of Check were repaired.
 	Foreign int
@@ -72,7 +72,8 @@ type Loop struct {
 	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
 	Settled func(Settled)
 	Failed  func(error)
-	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without.
+	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without; and with those that
+	// the planner has left without, at all their addresses or at some.
 	Unschedules func(*dataplane.Refused)
 	// Contested, if not nil, is called with new conflicts, summed up; there may be many.
 	Contested func([]dataplane.Contest)
@@ -109,6 +110,8 @@ type Loop struct {
 	// busy is when the transaction or check began that is under way; nil if there is none.
 	busy atomic.Pointer[time.Time]
 
+	// excluded are the Services that ask for too much of IPVS, sorted by name. The list is replaced, never changed.
+	excluded []Quarantined
 	// asides is what Quarantined and Unscheduled give; nil if there are none.
 	asides atomic.Pointer[setAsides]
 }
@@ -131,6 +134,7 @@ const (
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.behind, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
 	l.unsettled, l.turns, l.filled = snapshot.Change{}, turns{}, false
+	l.excluded = nil
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
@@ -278,6 +282,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	change, contests := l.Planner.Apply(l.snapshot, concerned)
 	before := l.Planner.Before()
 	l.crowded(change, before)
+	l.unscheduled(change, before)
 	l.want.follow(change, before)
 	policy := time.Since(start)
 	l.contested(contests)

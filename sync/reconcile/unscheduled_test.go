@@ -1,6 +1,8 @@
 package reconcile
 
 import (
+	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -108,5 +110,60 @@ func TestUnscheduledAndRefused(t *testing.T) {
 		if x := b.kernel.Services[nameOf("x")]; !byLC(x) || !poisoned(x) || b.loop.Quarantined() != nil {
 			t.Errorf("%+v", x)
 		}
+	})
+}
+
+// TestTooMuchForIPVS: Services that ask for too much of IPVS are told of and counted like those that the kernel refuses, once, and no longer
+// than they do. Where IPVS leaves only some addresses alone, the Service is told, and does not count.
+func TestTooMuchForIPVS(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &fakeBackend{}
+		log := noted(b)
+		var told []string
+		b.loop.Unschedules = func(r *dataplane.Refused) {
+			for n, why := range r.Services {
+				told = append(told, n.Name+": "+why.Error())
+			}
+		}
+		q, _ := start(t, b)
+		b.loop.Planner.SetConfig(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MostOfService: 3, MostOfNamespace: 5}})
+		expect := func(what, unscheduled, warned string, news ...string) {
+			t.Helper()
+			synctest.Wait()
+			var names []string
+			for _, u := range b.loop.Unscheduled() {
+				names = append(names, u.Name.Name)
+				if u.Err == nil || u.Since.IsZero() {
+					t.Errorf("%s: %+v", what, u)
+				}
+			}
+			lines := strings.Join(log.take("WARN"), " ")
+			if got := strings.Join(names, " "); got != unscheduled || warned == "" != (lines == "") || !strings.Contains(lines, warned) {
+				t.Errorf("%s: without a scheduler %q, want %q; log: %q", what, got, unscheduled, lines)
+			}
+			slices.Sort(told)
+			if !slices.EqualFunc(told, news, strings.HasPrefix) {
+				t.Errorf("%s: told %q", what, told)
+			}
+			told = nil
+		}
+		q.Put(merged(by("lc", with("a", 80)), endpoint("a", "10.1.0.1"), by("lc", with("b", 80, 81)), endpoint("b", "10.1.0.1"),
+			by("lc", with("c", 80)), endpoint("c", "10.1.0.1"), by("lc", with("d", 80)), endpoint("d", "10.1.0.1")))
+		q.Synced()
+		expect("at the start", "b d", "services=2", "b: it asks IPVS for too many", "d: with the older Services of its namespace, it asks")
+		q.Put(endpoint("b", "10.1.0.2"))
+		time.Sleep(time.Second)
+		expect("nothing new", "b d", "")
+		q.Put(gone("c"))
+		time.Sleep(time.Second)
+		expect("there is room", "b", "")
+		external := by("lc", with("a", 80))
+		external.Services[nameOf("a")].ExternalIPs = []netip.Addr{netip.MustParseAddr("198.51.100.1")}
+		q.Put(external)
+		time.Sleep(time.Second)
+		expect("an external IP", "b", "", "a: at an external IP, IPVS would take")
+		q.Put(with("b", 80, 81))
+		time.Sleep(time.Second)
+		expect("it asks no more", "", "")
 	})
 }

@@ -17,6 +17,11 @@ type Scheduling struct {
 	Weights map[string]uint16
 }
 
+// AsksForIPVS says whether a Service names a scheduler of IPVS.
+func (s *Service) AsksForIPVS() bool {
+	return s.Scheduling != nil && s.Scheduling.Scheduler != "" && s.Scheduling.Scheduler != NFTables
+}
+
 // NFTables is the Scheduler of a Service that is not to be scheduled by IPVS, whatever the others are.
 const NFTables = "nftables"
 

@@ -1,0 +1,69 @@
+package reconcile
+
+import (
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// unscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of ours is against it
+// rather than the kernel.
+func (l *Loop) unscheduled(change dataplane.Change, before []*dataplane.Service) {
+	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
+	var wholly []string
+	var why error
+	for i, n := range change.Services {
+		was, is := before[i].NotScheduled(), l.Planner.State().Services[n].NotScheduled()
+		if was == is {
+			continue
+		}
+		if was.Wholly() || is.Wholly() {
+			moved[n] = is
+		}
+		switch svc := l.snapshot.Services[n]; {
+		case is.Wholly():
+			news[n] = errors.New(is.String())
+			wholly, why = append(wholly, n.String()), news[n]
+		case is != dataplane.Schedulable && svc != nil && svc.AsksForIPVS():
+			news[n] = errors.New(is.String())
+		}
+	}
+	if len(moved) > 0 {
+		l.exclude(moved)
+	}
+	if wholly != nil {
+		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
+			"services", len(wholly), "such as", suchAs(wholly), "err", why)
+	}
+	if len(news) > 0 && l.Unschedules != nil {
+		l.Unschedules(&dataplane.Refused{Services: news, Scheduling: true})
+	}
+}
+
+// exclude keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that changed.
+func (l *Loop) exclude(why map[snapshot.Name]dataplane.NotScheduled) {
+	var list []Quarantined
+	since := map[snapshot.Name]time.Time{}
+	for _, q := range l.excluded {
+		if _, changed := why[q.Name]; changed {
+			since[q.Name] = q.Since
+		} else {
+			list = append(list, q)
+		}
+	}
+	for n, why := range why {
+		if !why.Wholly() {
+			continue
+		}
+		q := Quarantined{Name: n, Err: errors.New(why.String()), Since: since[n]}
+		if q.Since.IsZero() {
+			q.Since = time.Now()
+		}
+		list = append(list, q)
+	}
+	slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
+	l.excluded = list
+}
