@@ -251,8 +251,10 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 		switch {
 		case len(rest.Endpoints) > 0:
 		case f.Sources != nil && !served:
-			for _, s := range f.Sources {
-				c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
+			if len(f.Sources)*len(frontends) <= maxRefusals {
+				for _, s := range f.Sources {
+					c.row(filterExternal, f.Key, " -s "+prefixText(s), text, target)
+				}
 			}
 			c.row(filterExternal, f.Key, "", c.name+notOpen, " -j DROP")
 		default:
@@ -407,6 +409,10 @@ func (c *portCompiler) endpoint(ep netip.AddrPort) {
 		c.rule(" -p "+protocol, c.name, recent+" -m "+protocol+" -j DNAT --to-destination "+ep.String()),
 	})
 }
+
+// maxRefusals is up to how many rules, which are source ranges times addresses, a port without endpoints tells those who may use it that it has
+// none. Beyond that they get no answer, as all others.
+const maxRefusals = 256
 
 // notOpen is said of load balancer addresses with source ranges and without endpoints.
 const notOpen = " is not open to everybody"

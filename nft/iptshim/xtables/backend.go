@@ -94,6 +94,9 @@ func (b *Backend) Close() error {
 // back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	b.missed = b.missed.With(change)
+	if err := b.tooLarge(want); err != nil {
+		return r, err
+	}
 	if err := b.suspect(); err != nil {
 		return r, err
 	}
@@ -129,6 +132,29 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 			return r, b.blame(want, txn, refused)
 		}
 	}
+}
+
+// tooLarge refuses Services that would have too many rules, before anything is made of them.
+func (b *Backend) tooLarge(want *dataplane.State) error {
+	refused := map[snapshot.Name]error{}
+	check := func(n snapshot.Name, svc *dataplane.Service) {
+		if err := iptshim.Check(svc); err != nil {
+			refused[n] = err
+		}
+	}
+	if b.trust != certain || b.missed.Globals {
+		for n, svc := range want.Services {
+			check(n, svc)
+		}
+	} else {
+		for _, n := range b.missed.Services {
+			check(n, want.Services[n])
+		}
+	}
+	if len(refused) == 0 {
+		return nil
+	}
+	return fmt.Errorf("iptables: %w", &dataplane.Refused{Services: refused})
 }
 
 // suspect looks whether others have written since the last look. Changes right after one another may leave no time to inspect what

@@ -382,6 +382,37 @@ func TestRefused(t *testing.T) {
 	}
 }
 
+// TestTooLarge: a Service that would have too many rules is refused by name before anything is made of it, and is written once it is smaller.
+func TestTooLarge(t *testing.T) {
+	w := newWorld(t, Legacy)
+	large := web(2, 0)
+	for _, s := range large.Slices {
+		for i := range iptshim.MaxRules / 3 {
+			a := netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})
+			if s.Name.Name == "web-2-1" {
+				a = netip.AddrFrom16([16]byte{0: 0xfd, 14: byte(i >> 8), 15: byte(i)})
+			}
+			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: a, Ready: true, Serving: true})
+		}
+	}
+	name := snapshot.Name{Namespace: "default", Name: "web-2"}
+	for _, first := range []bool{true, false} {
+		_, err := w.apply(merged(web(1, 1), large))
+		var refused *dataplane.Refused
+		var why *iptshim.TooManyRules
+		if !errors.As(err, &refused) || len(refused.Services) != 1 || !errors.As(refused.Services[name], &why) || len(err.Error()) > 200 {
+			t.Fatalf("it says %.300v", err)
+		}
+		if first != !strings.Contains(w.saved(), "10.96.0.1/32") || strings.Contains(w.saved(), "10.200.") {
+			t.Error("something of it was written")
+		}
+		w.write(web(2, 1))
+		if saved := w.saved(); !strings.Contains(saved, "10.96.0.1/32") || !strings.Contains(saved, "10.96.0.2/32") {
+			t.Errorf("left are\n%s", saved)
+		}
+	}
+}
+
 // TestRefusedByNobody: what is no Service's fault is an error that blames none, and what was there stays.
 func TestRefusedByNobody(t *testing.T) {
 	w := newWorld(t, Legacy)
