@@ -3,11 +3,13 @@ package main
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -35,5 +37,16 @@ func TestMissingForAll(t *testing.T) {
 	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: said}})
 	if got := l.policy().IPVS.Mode; got != dataplane.IPVSAlways {
 		t.Errorf("mode %d", got)
+	}
+}
+
+// TestRefusedNote: a namespace's events say what its own objects ask for too much of, and nothing in the words of a program.
+func TestRefusedNote(t *testing.T) {
+	large := fmt.Errorf("iptables: %w", &iptshim.TooManyRules{Family: iptshim.IPv6, Rules: 40000})
+	if note := refusedNote(large); note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
+		t.Error(note)
+	}
+	if note := refusedNote(errors.New("line 7: other/secret")); strings.Contains(note, "secret") || note == "" {
+		t.Error(note)
 	}
 }

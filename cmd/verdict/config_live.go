@@ -2,7 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -10,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -113,6 +117,25 @@ func (l *live) written(ctx context.Context, t reconcile.Transaction) {
 	if !l.wrote.Swap(true) {
 		setSysctls(l.host, l.settings.Load(), l.log)
 	}
+}
+
+// maxRefused bounds how many Services get an event after one transaction that they are set aside.
+const maxRefused = 20
+
+// refused tells the cluster of Services that are not carried as they are.
+func (l *live) refused(r *dataplane.Refused) {
+	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
+	for _, n := range names[:min(maxRefused, len(names))] {
+		l.events.Emit(watch.Event{Warning: true, Reason: "FailedToProgram", Action: "Program", Service: n, Note: refusedNote(r.Services[n])})
+	}
+}
+
+// refusedNote says why. The words of a program may name other Services, which whoever reads the event may not know of: only the log has them.
+func refusedNote(err error) string {
+	if large := (*iptshim.TooManyRules)(nil); errors.As(err, &large) {
+		return large.Error()
+	}
+	return "this node cannot carry the Service as it is; the log of its proxy says why"
 }
 
 // maxContested bounds how many Services get an event after one change that they do not answer at an address they claim.

@@ -43,6 +43,8 @@ type node struct {
 	written func(reconcile.Transaction)
 	// unscheduled, if not nil, is told of Services that are carried without their scheduler.
 	unscheduled func(*dataplane.Refused)
+	// refused, if not nil, is told of Services that are not carried as they are.
+	refused func(*dataplane.Refused)
 	// contested, if not nil, is told of Services that claim an address which another one keeps.
 	contested func([]dataplane.Contest)
 	// tunings, if not nil, gives what is in force from then on in place of config and leastRest.
@@ -65,7 +67,7 @@ var stuckAfter = 2 * time.Minute
 // run works until ctx is done, and leaves in the kernel what is there.
 func (n *node) run(ctx context.Context) (err error) {
 	queue, planner := snapshot.NewQueue(len(n.sources)), dataplane.NewPlanner(n.config)
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log, Unschedules: n.unscheduled, Contested: n.contested}
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log, Unschedules: n.unscheduled, Refuses: n.refused, Contested: n.contested}
 	shown, err := n.surface(queue, &loop)
 	if err != nil {
 		return err

@@ -251,7 +251,8 @@ func carry(ctx context.Context, socket *os.File, live *live) error {
 		beside.Go(func() { rules.compat.Run(ctx) })
 	}
 	beside.Go(func() { follower.run(ctx) })
-	n.unscheduled, n.contested, n.stuck = live.unscheduled, live.contested, live.abort
+	n.unscheduled, n.refused, n.contested = live.unscheduled, live.refused, live.contested
+	n.stuck = live.abort
 	n.written = func(t reconcile.Transaction) {
 		live.written(ctx, t)
 		follower.written(t)

@@ -135,35 +135,42 @@ func (l *Loop) setAside(refused *dataplane.Refused) (progress bool) {
 	if refused.Scheduling {
 		return l.unschedule(refused)
 	}
+	news := map[snapshot.Name]error{}
 	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
-		if l.setOneAside(n, refused.Services[n]) {
-			progress = true
+		moved, counts := l.setOneAside(n, refused.Services[n])
+		progress = progress || moved
+		if counts {
+			news[n] = refused.Services[n]
 		}
+	}
+	if len(news) > 0 && l.Refuses != nil {
+		l.Refuses(&dataplane.Refused{Services: news})
 	}
 	return progress
 }
 
-// setOneAside goes back from what a Service should be to what the kernel took of it before, and from that to nothing.
-func (l *Loop) setOneAside(n snapshot.Name, err error) (progress bool) {
+// setOneAside goes back from what a Service should be to what the kernel took of it before, and from that to nothing. News says that
+// this was not known.
+func (l *Loop) setOneAside(n snapshot.Name, err error) (progress, news bool) {
 	w := &l.want
 	if w.planner.State().Services[n] == nil { // it is its end that is refused
-		return false
+		return false, false
 	}
 	a := w.aside[n]
 	if _, differs := w.held[n]; a != nil && !a.trial && (!a.plain || !differs) {
 		a.plain = false
-		return l.giveUp(n, err)
+		return l.giveUp(n, err), false
 	}
 	a = w.setAside(n)
 	a.plain = false
-	if a.refused(err, time.Now()) {
+	if news = a.refused(err, time.Now()); news {
 		l.Log.Error("the kernel refuses this Service; what it held of it before stays in force",
 			"service", n.String(), "err", err, "retry", a.wait)
 	} else {
 		l.Log.Debug("the kernel refuses this Service as it is now, too", "service", n.String(), "err", err)
 	}
 	w.keepLast(n)
-	return true
+	return true, news
 }
 
 // unschedule has the state hold Services without the Scheduling that is refused.

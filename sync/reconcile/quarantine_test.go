@@ -149,6 +149,8 @@ func TestSetAside(t *testing.T) {
 				t.Errorf("%d quarantined, and the list is %v", tr.Quarantined, list)
 			}
 		}
+		var hooked []*dataplane.Refused
+		b.loop.Refuses = func(r *dataplane.Refused) { hooked = append(hooked, r) }
 		q, _ := start(t, b)
 		q.Put(merged(with("a", 80), with("x", poison), with("c", 80), with("w", poison)))
 		q.Synced()
@@ -160,6 +162,9 @@ func TestSetAside(t *testing.T) {
 		}
 		if x := list[1]; x.Err != errPoison || !x.Since.Equal(begin) || !x.Next.Equal(begin.Add(trialFirst)) {
 			t.Errorf("%+v", x)
+		}
+		if len(hooked) != 1 || len(hooked[0].Services) != 2 || hooked[0].Services[nameOf("x")] != errPoison {
+			t.Errorf("the hook was told of %v", hooked)
 		}
 		if len(told) != 1 || told[0].Quarantined != 2 || told[0].Services != 2 {
 			t.Errorf("told of %+v", told)

@@ -75,6 +75,8 @@ type Loop struct {
 	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without; and with those that
 	// the planner has left without, at all their addresses or at some.
 	Unschedules func(*dataplane.Refused)
+	// Refuses, if not nil, is called with Services that are set aside, in the backend's words.
+	Refuses func(*dataplane.Refused)
 	// Contested, if not nil, is called with new conflicts, summed up; there may be many.
 	Contested func([]dataplane.Contest)
 	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
