@@ -1,6 +1,7 @@
 package ipvsplugin
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -186,6 +187,8 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 			ops = append(ops, op{verb: setDest, key: k, dest: Destination{AddrPort: a, Until: p.until}})
 		}
 	}
+	ops, more := p.crowd(k, have, want, ops)
+	gone += more
 	slices.SortFunc(ops, func(a, b op) int { return a.dest.Compare(b.dest.AddrPort) })
 	switch left := len(have.dests) - gone; {
 	case want == nil && left == 0:
@@ -194,6 +197,40 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 		ops = append(ops, op{verb: setService, key: k, config: want.Config})
 	}
 	return ops
+}
+
+// maxDraining bounds the destinations of one virtual service that drain. All of them are looked at every two seconds.
+const maxDraining = 1024
+
+// crowd has the destinations go at once that have been draining longest, if there are too many. It gives the ops with that, and how many go.
+func (p *planner) crowd(k dataplane.Key, have *found, want *VirtualService, ops []op) (all []op, gone int) {
+	if len(have.dests) <= maxDraining {
+		return ops, 0
+	}
+	deleted := map[netip.AddrPort]bool{}
+	for _, o := range ops {
+		deleted[o.dest.AddrPort] = o.verb == delDest
+	}
+	var left []Destination
+	for a, d := range have.dests {
+		if !wants(want, a) && !deleted[a] {
+			d.Until = cmp.Or(d.Until, p.until)
+			left = append(left, d)
+		}
+	}
+	if len(left) <= maxDraining {
+		return ops, 0
+	}
+	slices.SortFunc(left, func(a, b Destination) int { return cmp.Or(cmp.Compare(a.Until, b.Until), a.Compare(b.AddrPort)) })
+	left = left[:len(left)-maxDraining]
+	for _, d := range left {
+		deleted[d.AddrPort] = true
+	}
+	ops = slices.DeleteFunc(ops, func(o op) bool { return o.verb != delDest && deleted[o.dest.AddrPort] })
+	for _, d := range left {
+		ops = append(ops, op{verb: delDest, key: k, dest: d})
+	}
+	return ops, len(left)
 }
 
 // draining says whether anything of a virtual service waits for its connections to end.
