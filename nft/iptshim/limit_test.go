@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -87,5 +88,29 @@ func TestEstimate(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestOneEndpointOfMany: to follow one endpoint of a Service with 10,000 addresses and ports takes less than to write all of it.
+func TestOneEndpointOfMany(t *testing.T) {
+	states := []*dataplane.State{huge(200, 50, 70, 0), huge(200, 50, 71, 0)}
+	all, one := time.Hour, time.Hour
+	changed := dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "huge"}}}
+	for range 3 {
+		m := New(Options{})
+		start := time.Now()
+		m.Plan(states[0], dataplane.Change{})
+		all = min(all, time.Since(start))
+		for _, i := range []int{1, 0} {
+			start = time.Now()
+			txn := m.Plan(states[i], changed)
+			one = min(one, time.Since(start))
+			if _, _, rules := txn.Counts(); rules > 4000 {
+				t.Errorf("%d rules are written", rules)
+			}
+		}
+	}
+	if t.Logf("all %v, one endpoint %v", all, one); one > all {
+		t.Errorf("one endpoint takes %v, everything %v", one, all)
 	}
 }

@@ -215,10 +215,8 @@ func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.N
 		if was == nil {
 			was = &service{}
 		}
-		for _, name := range was.chains {
-			if !slices.Contains(made.chains, name) {
-				p.drop(NAT, name)
-			}
+		for _, name := range without(was.chains, made.chains) {
+			p.drop(NAT, name)
 		}
 		out, in := differing(was.rows, made.rows)
 		for _, r := range out {
@@ -287,17 +285,24 @@ func (fm *familyModel) count(s *dataplane.State, names []snapshot.Name, undo *[]
 
 // differing gives the rows that only one of two sides has.
 func differing(was, now []row) (gone, come []row) {
-	for _, r := range was {
-		if !slices.Contains(now, r) {
-			gone = append(gone, r)
+	if slices.Equal(was, now) {
+		return nil, nil
+	}
+	return without(was, now), without(now, was)
+}
+
+// without gives what is in a list and not in another, in its order. Both may be long.
+func without[T comparable](list, other []T) (left []T) {
+	there := make(map[T]bool, len(other))
+	for _, x := range other {
+		there[x] = true
+	}
+	for _, x := range list {
+		if !there[x] {
+			left = append(left, x)
 		}
 	}
-	for _, r := range now {
-		if !slices.Contains(was, r) {
-			come = append(come, r)
-		}
-	}
-	return gone, come
+	return left
 }
 
 // planner gathers what one family's text has to say.
