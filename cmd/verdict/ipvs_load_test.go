@@ -224,7 +224,8 @@ func newMover(t *testing.T) mover {
 	t.Helper()
 	needIPVS(t)
 	m := mover{events: new([]string), victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
-		random: rand.New(rand.NewPCG(1, 1)), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}}
+		random: rand.New(rand.NewPCG(1, 1)), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1]),
+			"--ipvs-addresses", fmt.Sprintf("%s,%s", lab.ExternalRange[0], lab.ExternalRange[1])}}}
 	for _, p := range append(append([]*lab.Host{}, m.cluster.Pods...), m.cluster.RemotePods...) {
 		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 			_, err := p.Serve(protocol, 8080)
