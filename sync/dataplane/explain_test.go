@@ -13,7 +13,7 @@ import (
 // TestExplainAgreesWithCompute asks at random in random clusters. Whatever Explain says, Compute's State must do.
 func TestExplainAgreesWithCompute(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
-	causes, reasons, sees := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}
+	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}, map[NotScheduled]int{}
 	for range 1600 {
 		data := make([]byte, 400)
 		for j := range data {
@@ -34,6 +34,9 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 			x := Explain(cfg, s, q)
 			checkExplanation(t, st, conflicts, s, x)
 			causes[x.Cause]++
+			if x.Frontend != nil {
+				left[x.Frontend.NotScheduled]++
+			}
 			for _, c := range x.Endpoints {
 				reasons[c.Reason]++
 				if c.Reason.Taken() {
@@ -42,8 +45,9 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 			}
 		}
 	}
-	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(seesNames) {
-		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v", causes, reasons, sees)
+	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(seesNames) ||
+		len(left) != len(notScheduledTexts) {
+		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v, left by IPVS %v", causes, reasons, sees, left)
 	}
 }
 
