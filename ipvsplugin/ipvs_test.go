@@ -159,7 +159,7 @@ func (w *world) count(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, n 
 
 // TestIPVSSchedulers has schedulers do what no random choice does.
 func TestIPVSSchedulers(t *testing.T) {
-	w := newWorld(t, 4, 0, dataplane.IPVSAuto)
+	w := newWorld(t, 4, 0, dataplane.IPVSAlways)
 	all := ready(0, 1, 2)
 	weighted := ready(0, 1, 2)
 	weighted[0].weight = 5
@@ -654,7 +654,7 @@ func TestIPVSProbe(t *testing.T) {
 
 // TestIPVSLeaves has a client leave an endpoint that drains; and a UDP client leave one that is gone, within its flow.
 func TestIPVSLeaves(t *testing.T) {
-	w := newWorld(t, 3, 0, dataplane.IPVSAuto)
+	w := newWorld(t, 3, 0, dataplane.IPVSAlways)
 	a := app{number: 1, scheduling: scheduler("rr"), affinity: time.Hour, here: ready(0, 1)}
 	w.apply(w.delta(a))
 	for _, f := range lab.Families() {

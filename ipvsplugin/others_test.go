@@ -2,9 +2,11 @@ package ipvsplugin
 
 import (
 	"errors"
+	"net"
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -159,6 +161,39 @@ func TestIPVSTooLarge(t *testing.T) {
 			if got := w.count(w.Pods[2], p, vip(1, f), 20); got["pod-1"] == 0 || got["pod-2"] == 0 || len(got) != 2 {
 				t.Errorf("%v/%v: %v", vip(1, f), p, got)
 			}
+		}
+	}
+}
+
+// TestIPVSClients: a Service with session affinity that asks for IPVS has its clients remembered by nftables, by bucket: however many senders
+// there seem to be, IPVS remembers none.
+func TestIPVSClients(t *testing.T) {
+	w := newWorld(t, 3, 0, dataplane.IPVSAuto)
+	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), affinity: 24 * time.Hour, here: ready(0, 1)}),
+		w.delta(app{number: 2, scheduling: scheduler("rr"), here: ready(0, 1)}))
+	labtest.Run(t, w.Outside, "", "ip", "route", "add", "local", "198.18.0.0/15", "dev", "lo")
+	to := net.UDPAddrFromAddrPort(vip(1, lab.IPv4))
+	labtest.Check(t, w.Outside.Do(func() error {
+		for i := range 500 {
+			c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.IPv4(198, 18, byte(i>>8), byte(i))}, to)
+			if err != nil {
+				return err
+			}
+			if _, err = c.Write([]byte("x")); err != nil {
+				return err
+			}
+			labtest.Check(t, c.Close())
+		}
+		return nil
+	}))
+	if out := labtest.Run(t, w.Node, "", "cat", "/proc/net/ip_vs_conn"); strings.Count(out, "\n") > 1 {
+		t.Errorf("IPVS remembers\n%.500s", out)
+	}
+	w.lacks("10.96.0.1:80")
+	w.has("-A -t 10.96.0.2:80 -s rr")
+	for _, p := range protocols[:2] {
+		if got := w.count(w.Pods[2], p, vip(1, lab.IPv4), 10); len(got) != 1 {
+			t.Errorf("with affinity %v answer", got)
 		}
 	}
 }

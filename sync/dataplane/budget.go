@@ -199,11 +199,16 @@ func (s *Service) cost() (n int) {
 
 // bound leaves a Service that asks for too much to nftables. Nobody else may hold it yet.
 func (b *builder) bound(s *Service, svc *snapshot.Service) {
-	if b.scheduling == nil {
+	why := Schedulable
+	switch {
+	case b.scheduling == nil:
 		b.budget.forget(s.Name)
-		return
+	case svc.Affinity > 0 && b.host.ipvs.Mode == IPVSAuto:
+		b.budget.forget(s.Name)
+		why = WithAffinity
+	default:
+		why = b.budget.judge(&b.host.ipvs, ask{s.Name, svc.Age, s.cost()}, svc.AsksForIPVS())
 	}
-	why := b.budget.judge(&b.host.ipvs, ask{s.Name, svc.Age, s.cost()}, svc.AsksForIPVS())
 	if why == Schedulable {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -132,6 +133,24 @@ func TestBudgetWeighs(t *testing.T) {
 			b.want([]string{"a", ""}[more])
 		}
 	}
+}
+
+// TestAffinityIsBounded: of a Service with session affinity IPVS would remember every client. It gets IPVS only if the operator wants that.
+func TestAffinityIsBounded(t *testing.T) {
+	b := newBooks(t, IPVS{Mode: IPVSAuto})
+	d := asking("a", 1, 3)
+	d.Services[name("a")].Affinity = time.Hour
+	b.apply(d, asking("b", 1, 3))
+	b.want("b")
+	if why := b.State().Services[name("a")].NotScheduled(); why != WithAffinity || !why.Wholly() {
+		t.Error(why)
+	}
+	b.fresh()
+	cfg := b.Config()
+	cfg.IPVS.Mode = IPVSAlways
+	b.SetConfig(cfg)
+	b.apply()
+	b.want("a b")
 }
 
 // TestBudgetOfNamespace: the oldest Services of a namespace are served, newcomers take nothing from them, and other namespaces have their own.

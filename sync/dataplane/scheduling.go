@@ -73,6 +73,9 @@ const (
 	ServiceTooLarge
 	// NamespaceFull: with it, the Services of its namespace ask for more than MostOfNamespace. All its frontends have this reason.
 	NamespaceFull
+	// WithAffinity: IPVS remembers every client of a Service with session affinity by its address, without a bound. So that is for
+	// the operator to ask for, by IPVSAlways. All its frontends have this reason.
+	WithAffinity
 )
 
 var notScheduledTexts = [...]string{
@@ -82,6 +85,7 @@ var notScheduledTexts = [...]string{
 	"at a cluster IP outside of the ServiceCIDRs, IPVS would take the whole address from whoever else has it",
 	"it asks IPVS for too many virtual services and destinations",
 	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
+	"it has session affinity, for which IPVS would remember every client, without a bound",
 }
 
 // Wholly says whether the reason is one for all of a Service.
