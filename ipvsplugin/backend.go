@@ -30,7 +30,8 @@ type Backend struct {
 	net   rtnetlink
 	guard guard
 
-	// want is what the last State asked for, and services are the ranges of addresses that are Services' alone; nil if they are not known.
+	// want is what the last State asked for, and services are the ranges of addresses that are Services' alone; nil if
+	// they are not known.
 	want     table
 	services []netip.Prefix
 	// behind says that the kernel may not hold want, so that all of it has to be looked at.

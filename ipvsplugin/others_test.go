@@ -14,8 +14,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestIPVSAddressesOfOthers: whoever may write a Service writes the addresses of the node's gateway and of another node into it. The
-// Service gets its port there, as it does without IPVS, and all else at these addresses is as it was, for the node and for its pods.
+// TestIPVSAddressesOfOthers: whoever may write a Service writes the addresses of the node's gateway and of another node
+// into it. The Service gets its port there, as it does without IPVS, and all else at these addresses is as it was, for
+// the node and for its pods.
 func TestIPVSAddressesOfOthers(t *testing.T) {
 	w := newWorld(t, 2, 0, dataplane.IPVSAuto)
 	const port = 6443
@@ -63,7 +64,8 @@ func (w *world) stillReaches(from, to *lab.Host, f lab.Family, port uint16) {
 	}
 }
 
-// TestIPVSGateways: of an address by way of which the node has routes nothing is taken, also where the operator lists it by mistake.
+// TestIPVSGateways: of an address by way of which the node has routes nothing is taken, also where the operator lists
+// it by mistake.
 func TestIPVSGateways(t *testing.T) {
 	w := newWorld(t, 1, 0, dataplane.IPVSAuto)
 	ip := func(args string) { labtest.Run(t, w.Node, "", "ip", strings.Fields(args)...) }
@@ -93,7 +95,8 @@ func TestIPVSGateways(t *testing.T) {
 	w.wants()
 }
 
-// TestIPVSGivesBack: an address that the operator does not list any more is given back at once, also while somebody is connected.
+// TestIPVSGivesBack: an address that the operator does not list any more is given back at once, also while somebody is
+// connected.
 func TestIPVSGivesBack(t *testing.T) {
 	w := newWorld(t, 1, 0, dataplane.IPVSAuto)
 	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0), external: true}
@@ -130,8 +133,8 @@ func TestIPVSGivesBack(t *testing.T) {
 	}
 }
 
-// TestIPVSTooLarge: a Service that would have too many virtual services and destinations is carried by nftables, one beside it by IPVS, and
-// connections last while it goes from the one to the other.
+// TestIPVSTooLarge: a Service that would have too many virtual services and destinations is carried by nftables, one
+// beside it by IPVS, and connections last while it goes from the one to the other.
 func TestIPVSTooLarge(t *testing.T) {
 	w := newWorld(t, 3, 0, dataplane.IPVSAlways)
 	c := w.planner.Config()
@@ -165,8 +168,8 @@ func TestIPVSTooLarge(t *testing.T) {
 	}
 }
 
-// TestIPVSClients: a Service with session affinity that asks for IPVS has its clients remembered by nftables, by bucket: however many senders
-// there seem to be, IPVS remembers none.
+// TestIPVSClients: a Service with session affinity that asks for IPVS has its clients remembered by nftables, by
+// bucket: however many senders there seem to be, IPVS remembers none.
 func TestIPVSClients(t *testing.T) {
 	w := newWorld(t, 3, 0, dataplane.IPVSAuto)
 	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), affinity: 24 * time.Hour, here: ready(0, 1)}),

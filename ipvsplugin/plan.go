@@ -202,7 +202,8 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 // maxDraining bounds the destinations of one virtual service that drain. All of them are looked at every two seconds.
 const maxDraining = 1024
 
-// crowd has the destinations go at once that have been draining longest, if there are too many. It gives the ops with that, and how many go.
+// crowd has the destinations go at once that have been draining longest, if there are too many. It gives the ops with
+// that, and how many go.
 func (p *planner) crowd(k dataplane.Key, have *found, want *VirtualService, ops []op) (all []op, gone int) {
 	if len(have.dests) <= maxDraining {
 		return ops, 0
@@ -221,7 +222,9 @@ func (p *planner) crowd(k dataplane.Key, have *found, want *VirtualService, ops 
 	if len(left) <= maxDraining {
 		return ops, 0
 	}
-	slices.SortFunc(left, func(a, b Destination) int { return cmp.Or(cmp.Compare(a.Until, b.Until), a.Compare(b.AddrPort)) })
+	slices.SortFunc(left, func(a, b Destination) int {
+		return cmp.Or(cmp.Compare(a.Until, b.Until), a.Compare(b.AddrPort))
+	})
 	left = left[:len(left)-maxDraining]
 	for _, d := range left {
 		deleted[d.AddrPort] = true

@@ -8,7 +8,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestCrowdOfDraining: whoever has endpoints come and go all the time, each with a connection, has only so many drain; the oldest go.
+// TestCrowdOfDraining: whoever has endpoints come and go all the time, each with a connection, has only so many drain;
+// the oldest go.
 func TestCrowdOfDraining(t *testing.T) {
 	k := dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80}
 	have, at := newContents(), uint32(1000)

@@ -21,8 +21,8 @@ func (b *Backend) needs(a netip.Addr) bool {
 	return routed && b.have.addrs[a] > 0
 }
 
-// foreign says whether the host takes in an address that is not Services' alone any more: then it has to be given back at once, whoever
-// is still connected.
+// foreign says whether the host takes in an address that is not Services' alone any more: then it has to be given back
+// at once, whoever is still connected.
 func (b *Backend) foreign(a netip.Addr) bool {
 	_, routed := b.routes[a]
 	return routed && b.want.addrs[a] == 0 && b.services != nil &&
@@ -111,7 +111,8 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 // errGateway is why there is no route of ours to an address.
 var errGateway = errors.New("this node has routes by way of that address")
 
-// spare leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of other nodes.
+// spare leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of
+// other nodes.
 func (b *Backend) spare(routes []route) (left []route, spared map[netip.Addr]error, err error) {
 	spared = map[netip.Addr]error{}
 	if len(routes) == 0 {

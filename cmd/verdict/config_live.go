@@ -126,11 +126,13 @@ const maxRefused = 20
 func (l *live) refused(r *dataplane.Refused) {
 	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
 	for _, n := range names[:min(maxRefused, len(names))] {
-		l.events.Emit(watch.Event{Warning: true, Reason: "FailedToProgram", Action: "Program", Service: n, Note: refusedNote(r.Services[n])})
+		l.events.Emit(watch.Event{Warning: true, Reason: "FailedToProgram", Action: "Program", Service: n,
+			Note: refusedNote(r.Services[n])})
 	}
 }
 
-// refusedNote says why. The words of a program may name other Services, which whoever reads the event may not know of: only the log has them.
+// refusedNote says why. The words of a program may name other Services, which whoever reads the event may not know of:
+// only the log has them.
 func refusedNote(err error) string {
 	if large := (*iptshim.TooManyRules)(nil); errors.As(err, &large) {
 		return large.Error()

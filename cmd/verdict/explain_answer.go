@@ -195,7 +195,8 @@ func (a *answer) explain(x *dataplane.Explanation, o *objects, policy *policyFla
 	}
 	v.Why = a.why(v)
 	if x.Cause == dataplane.FrontendFound && x.Frontend.NotScheduled != dataplane.Schedulable {
-		a.Notes = append(a.Notes, "the Service asks for IPVS, and nftables chooses the endpoint: "+x.Frontend.NotScheduled.String())
+		a.Notes = append(a.Notes,
+			"the Service asks for IPVS, and nftables chooses the endpoint: "+x.Frontend.NotScheduled.String())
 	}
 }
 

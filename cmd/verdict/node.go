@@ -67,7 +67,8 @@ var stuckAfter = 2 * time.Minute
 // run works until ctx is done, and leaves in the kernel what is there.
 func (n *node) run(ctx context.Context) (err error) {
 	queue, planner := snapshot.NewQueue(len(n.sources)), dataplane.NewPlanner(n.config)
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log, Unschedules: n.unscheduled, Refuses: n.refused, Contested: n.contested}
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log,
+		Unschedules: n.unscheduled, Refuses: n.refused, Contested: n.contested}
 	shown, err := n.surface(queue, &loop)
 	if err != nil {
 		return err

@@ -410,8 +410,8 @@ func (c *portCompiler) endpoint(ep netip.AddrPort) {
 	})
 }
 
-// maxRefusals is up to how many rules, which are source ranges times addresses, a port without endpoints tells those who may use it that it has
-// none. Beyond that they get no answer, as all others.
+// maxRefusals is up to how many rules, which are source ranges times addresses, a port without endpoints tells those
+// who may use it that it has none. Beyond that they get no answer, as all others.
 const maxRefusals = 256
 
 // notOpen is said of load balancer addresses with source ranges and without endpoints.

@@ -6,8 +6,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// MaxRules is how many rules one Service may have in a family. Each change of any Service goes through all rules, with the legacy variant,
-// and the nft variant's time for the chains of one Service grows by the square: docs/decisions/iptables.md has figures.
+// MaxRules is how many rules one Service may have in a family. Each change of any Service goes through all rules, with
+// the legacy variant, and the nft variant's time for the chains of one Service grows by the square:
+// docs/decisions/iptables.md has figures.
 const MaxRules = 1 << 15
 
 // TooManyRules is why a Service is not written.
@@ -43,8 +44,8 @@ func Check(s *dataplane.Service) error {
 // policyRules is how many rules of a port follow from its policies alone, at most.
 const policyRules = 8
 
-// estimate gives about how many rules a port has, and fewer only by maxRefusals: two for each frontend, and three or with affinity four for
-// each endpoint of a pool. Source ranges stand in one chain for all frontends.
+// estimate gives about how many rules a port has, and fewer only by maxRefusals: two for each frontend, and three or
+// with affinity four for each endpoint of a pool. Source ranges stand in one chain for all frontends.
 func estimate(sp *dataplane.ServicePort) (rules int) {
 	each, sources := 3, 0
 	if sp.Affinity > 0 {

@@ -37,7 +37,8 @@ func huge(addresses, ports, endpoints, sources int) *dataplane.State {
 	return st
 }
 
-// TestNothingMultiplies: addresses, endpoints and source ranges of a port add up. A Service of which that is too much is not written.
+// TestNothingMultiplies: addresses, endpoints and source ranges of a port add up. A Service of which that is too much
+// is not written.
 func TestNothingMultiplies(t *testing.T) {
 	for _, c := range []struct {
 		addresses, ports, endpoints, sources, most int
@@ -91,7 +92,8 @@ func TestEstimate(t *testing.T) {
 	}
 }
 
-// TestOneEndpointOfMany: to follow one endpoint of a Service with 10,000 addresses and ports takes less than to write all of it.
+// TestOneEndpointOfMany: to follow one endpoint of a Service with 10,000 addresses and ports takes less than to write
+// all of it.
 func TestOneEndpointOfMany(t *testing.T) {
 	states := []*dataplane.State{huge(200, 50, 70, 0), huge(200, 50, 71, 0)}
 	all, one := time.Hour, time.Hour

@@ -7,16 +7,19 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// IPVS has a virtual service for each frontend and in each its own list of endpoints, where nftables shares them: what a Service asks of it
-// multiplies. Above these numbers of virtual services and destinations nftables chooses. docs/decisions/ipvs.md says what they cost.
+// IPVS has a virtual service for each frontend and in each its own list of endpoints, where nftables shares them: what
+// a Service asks of it multiplies. Above these numbers of virtual services and destinations nftables chooses.
+// docs/decisions/ipvs.md says what they cost.
 const (
 	// MostOfService is for one Service, whoever wants it scheduled.
 	MostOfService = 4096
-	// MostOfNamespace is for all Services of a namespace together that ask by their annotations. The oldest are served first.
+	// MostOfNamespace is for all Services of a namespace together that ask by their annotations. The oldest are served
+	// first.
 	MostOfNamespace = 65536
 )
 
-// weigh gives as how many a virtual service and a destination count, by the memory and the time that they take from the kernel.
+// weigh gives as how many a virtual service and a destination count, by the memory and the time that they take from the
+// kernel.
 func (s *Scheduling) weigh() (service, destination int) {
 	switch s.Scheduler {
 	case "mh": // a table of 34 KiB, which each change of a destination fills anew
@@ -29,8 +32,8 @@ func (s *Scheduling) weigh() (service, destination int) {
 	return 1, 1
 }
 
-// comeback is the part of a bound that has to be free before what was above it is scheduled again, so that a Service at the bound does not go
-// to and fro with each endpoint.
+// comeback is the part of a bound that has to be free before what was above it is scheduled again, so that a Service at
+// the bound does not go to and fro with each endpoint.
 const comeback = 8
 
 func lower(most int) int { return most - most/comeback }
@@ -136,7 +139,8 @@ func (b *budget) reopen() {
 	}
 }
 
-// balance gives the Services that get what they ask for and did not before, or the other way round: judge says something else of them now.
+// balance gives the Services that get what they ask for and did not before, or the other way round: judge says
+// something else of them now.
 func (b *budget) balance(i *IPVS) (flipped []snapshot.Name) {
 	for namespace := range b.moved {
 		if s := b.spaces[namespace]; s != nil {
@@ -220,7 +224,8 @@ func (b *builder) bound(s *Service, svc *snapshot.Service) {
 	}
 }
 
-// NotScheduled says why nothing of a Service is scheduled, or not all of it, though it asks for that. The Service may be nil.
+// NotScheduled says why nothing of a Service is scheduled, or not all of it, though it asks for that. The Service may
+// be nil.
 func (s *Service) NotScheduled() (why NotScheduled) {
 	for _, sp := range s.ports() {
 		for i := range sp.Frontends {

@@ -79,7 +79,8 @@ func (b *books) fresh() {
 	}
 }
 
-// TestBudgetOfService: a Service that is too large stays with nftables, however it is meant to be scheduled, and does not go to and fro.
+// TestBudgetOfService: a Service that is too large stays with nftables, however it is meant to be scheduled, and does
+// not go to and fro.
 func TestBudgetOfService(t *testing.T) {
 	for _, mode := range []IPVSMode{IPVSAuto, IPVSAlways} {
 		b := newBooks(t, IPVS{Mode: mode, MostOfService: 80})
@@ -99,7 +100,8 @@ func TestBudgetOfService(t *testing.T) {
 	}
 }
 
-// TestBudgetDefault: three hundred addresses with fifty ports of a hundred endpoints are 1.5 million destinations, which nobody gets.
+// TestBudgetDefault: three hundred addresses with fifty ports of a hundred endpoints are 1.5 million destinations,
+// which nobody gets.
 func TestBudgetDefault(t *testing.T) {
 	var ips []netip.Addr
 	for i := range 300 {
@@ -135,7 +137,8 @@ func TestBudgetWeighs(t *testing.T) {
 	}
 }
 
-// TestAffinityIsBounded: of a Service with session affinity IPVS would remember every client. It gets IPVS only if the operator wants that.
+// TestAffinityIsBounded: of a Service with session affinity IPVS would remember every client. It gets IPVS only if the
+// operator wants that.
 func TestAffinityIsBounded(t *testing.T) {
 	b := newBooks(t, IPVS{Mode: IPVSAuto})
 	d := asking("a", 1, 3)
@@ -153,7 +156,8 @@ func TestAffinityIsBounded(t *testing.T) {
 	b.want("a b")
 }
 
-// TestBudgetOfNamespace: the oldest Services of a namespace are served, newcomers take nothing from them, and other namespaces have their own.
+// TestBudgetOfNamespace: the oldest Services of a namespace are served, newcomers take nothing from them, and other
+// namespaces have their own.
 func TestBudgetOfNamespace(t *testing.T) {
 	b := newBooks(t, IPVS{Mode: IPVSAuto, MostOfNamespace: 80})
 	b.apply(asking("b", 20, 40), asking("c", 30, 40))

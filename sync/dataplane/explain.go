@@ -221,7 +221,8 @@ func (e *explainer) origin() Origin {
 	return o
 }
 
-// book fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node port.
+// book fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node
+// port.
 func (e *explainer) book() {
 	if e.host.ipvs.Mode != IPVSAuto {
 		return

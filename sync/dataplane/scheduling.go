@@ -58,8 +58,9 @@ func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 // NotScheduled says why IPVS does not choose the endpoint at a frontend though its Service asks for that.
 type NotScheduled uint8
 
-// IPVS gets only packets that the host takes in, and a host takes in an address as a whole: whoever had it, a gateway, another node, the
-// API server, cannot be reached any more. So that is done only with addresses that are Services' alone.
+// IPVS gets only packets that the host takes in, and a host takes in an address as a whole: whoever had it, a gateway,
+// another node, the API server, cannot be reached any more. So that is done only with addresses that are Services'
+// alone.
 const (
 	// Schedulable: nothing speaks against it.
 	Schedulable NotScheduled = iota
@@ -71,10 +72,11 @@ const (
 	OutsideServiceCIDRs
 	// ServiceTooLarge: it asks for more than MostOfService. All its frontends have this reason.
 	ServiceTooLarge
-	// NamespaceFull: with it, the Services of its namespace ask for more than MostOfNamespace. All its frontends have this reason.
+	// NamespaceFull: with it, the Services of its namespace ask for more than MostOfNamespace. All its frontends have
+	// this reason.
 	NamespaceFull
-	// WithAffinity: IPVS remembers every client of a Service with session affinity by its address, without a bound. So that is for
-	// the operator to ask for, by IPVSAlways. All its frontends have this reason.
+	// WithAffinity: IPVS remembers every client of a Service with session affinity by its address, without a bound. So
+	// that is for the operator to ask for, by IPVSAlways. All its frontends have this reason.
 	WithAffinity
 )
 
@@ -109,7 +111,8 @@ func (h *host) whole(k Kind, a netip.Addr) NotScheduled {
 	return Schedulable
 }
 
-// notScheduled says why IPVS does not choose at an address of the Service that is being built; Schedulable if it does not ask for IPVS.
+// notScheduled says why IPVS does not choose at an address of the Service that is being built; Schedulable if it does
+// not ask for IPVS.
 func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 	if b.scheduling == nil {
 		return Schedulable
@@ -134,10 +137,10 @@ func (b *builder) endpoint(c *candidate) Endpoint {
 	return ep
 }
 
-// Scheduled gives the pool of a frontend from which IPVS chooses; nil means that it does not. A virtual service has one list of
-// endpoints, so it is the pool of clients from outside: where pods and this node get another one, which is so with
-// externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot answer, and what is
-// NotScheduled.
+// Scheduled gives the pool of a frontend from which IPVS chooses; nil means that it does not. A virtual service has one
+// list of endpoints, so it is the pool of clients from outside: where pods and this node get another one, which is so
+// with externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot
+// answer, and what is NotScheduled.
 func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 	if sp.Scheduling == nil || f.NotScheduled != Schedulable || f.Key.Addr.IsLoopback() {
 		return nil

@@ -33,8 +33,8 @@ func (l *Loop) Quarantined() []Quarantined {
 	return nil
 }
 
-// Unscheduled gives the Services that are carried without the Scheduling they ask for, sorted by name: the kernel refuses it, or it would
-// be too much. It is safe for concurrent use; nobody may change the list.
+// Unscheduled gives the Services that are carried without the Scheduling they ask for, sorted by name: the kernel
+// refuses it, or it would be too much. It is safe for concurrent use; nobody may change the list.
 func (l *Loop) Unscheduled() []Quarantined {
 	if asides := l.asides.Load(); asides != nil {
 		return asides.unscheduled
@@ -149,8 +149,8 @@ func (l *Loop) setAside(refused *dataplane.Refused) (progress bool) {
 	return progress
 }
 
-// setOneAside goes back from what a Service should be to what the kernel took of it before, and from that to nothing. News says that
-// this was not known.
+// setOneAside goes back from what a Service should be to what the kernel took of it before, and from that to nothing.
+// News says that this was not known.
 func (l *Loop) setOneAside(n snapshot.Name, err error) (progress, news bool) {
 	w := &l.want
 	if w.planner.State().Services[n] == nil { // it is its end that is refused

@@ -72,8 +72,8 @@ type Loop struct {
 	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
 	Settled func(Settled)
 	Failed  func(error)
-	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without; and with those that
-	// the planner has left without, at all their addresses or at some.
+	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without;
+	// and with those that the planner has left without, at all their addresses or at some.
 	Unschedules func(*dataplane.Refused)
 	// Refuses, if not nil, is called with Services that are set aside, in the backend's words.
 	Refuses func(*dataplane.Refused)

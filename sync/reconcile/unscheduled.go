@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// unscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of ours is against it
-// rather than the kernel.
+// unscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of
+// ours is against it rather than the kernel.
 func (l *Loop) unscheduled(change dataplane.Change, before []*dataplane.Service) {
 	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
 	var wholly []string
@@ -43,7 +43,8 @@ func (l *Loop) unscheduled(change dataplane.Change, before []*dataplane.Service)
 	}
 }
 
-// exclude keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that changed.
+// exclude keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that
+// changed.
 func (l *Loop) exclude(why map[snapshot.Name]dataplane.NotScheduled) {
 	var list []Quarantined
 	since := map[snapshot.Name]time.Time{}

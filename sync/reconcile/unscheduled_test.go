@@ -113,8 +113,9 @@ func TestUnscheduledAndRefused(t *testing.T) {
 	})
 }
 
-// TestTooMuchForIPVS: Services that ask for too much of IPVS are told of and counted like those that the kernel refuses, once, and no longer
-// than they do. Where IPVS leaves only some addresses alone, the Service is told, and does not count.
+// TestTooMuchForIPVS: Services that ask for too much of IPVS are told of and counted like those that the kernel
+// refuses, once, and no longer than they do. Where IPVS leaves only some addresses alone, the Service is told, and does
+// not count.
 func TestTooMuchForIPVS(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}

@@ -382,7 +382,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// TestTooLarge: a Service that would have too many rules is refused by name before anything is made of it, and is written once it is smaller.
+// TestTooLarge: a Service that would have too many rules is refused by name before anything is made of it, and is
+// written once it is smaller.
 func TestTooLarge(t *testing.T) {
 	w := newWorld(t, Legacy)
 	large := web(2, 0)
