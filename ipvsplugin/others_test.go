@@ -200,3 +200,26 @@ func TestIPVSClients(t *testing.T) {
 		}
 	}
 }
+
+// TestIPVSSourceRanges: source ranges hold at a load balancer address where IPVS chooses, and at one where nftables does.
+func TestIPVSSourceRanges(t *testing.T) {
+	w := newWorld(t, 2, 0, dataplane.IPVSAuto)
+	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0), external: true}
+	d := w.delta(a)
+	unlisted := netip.MustParseAddr("198.18.0.1")
+	svc := d.Services[a.name()]
+	svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, unlisted)
+	svc.SourceRanges = []netip.Prefix{netip.PrefixFrom(w.Outside.IP4, 32)}
+	w.apply(d)
+	listed := lab.Nth(lab.ExternalRange[0], 1)
+	w.has("-A -t " + listed.String() + ":80 -s rr")
+	w.lacks(unlisted.String())
+	for _, to := range []netip.Addr{listed, unlisted} {
+		for from, want := range map[*lab.Host]lab.Outcome{w.Outside: lab.Answered, w.Node2: lab.TimedOut, w.Pods[1]: lab.TimedOut} {
+			r := from.Dial(snapshot.TCP, netip.AddrPortFrom(to, 80), lab.Options{Timeout: patience})
+			if r.Outcome != want {
+				t.Errorf("%s to %v: %v, want %v", from.Name, to, r, want)
+			}
+		}
+	}
+}
