@@ -108,7 +108,7 @@ func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot
 		r.name(n, was, is)
 		b.reserved.add(is)
 		b.reserved.remove(was)
-		r.concerned(was, is, more)
+		b.concerned(r, was, is, more)
 		if is == nil {
 			delete(r.seen, n)
 		} else {
@@ -151,7 +151,7 @@ func (r *reservations) name(n snapshot.Name, was, is *snapshot.Service) {
 }
 
 // concerned adds the Services that name what a Service reserves in only one of two versions.
-func (r *reservations) concerned(was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
+func (b *builder) concerned(r *reservations, was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
 	if was == nil {
 		was = &snapshot.Service{}
 	}
@@ -166,8 +166,8 @@ func (r *reservations) concerned(was, is *snapshot.Service, more map[snapshot.Na
 		}
 	}
 	if was.HealthCheckNodePort != is.HealthCheckNodePort {
-		for _, names := range r.external {
-			for n := range names {
+		for _, a := range slices.Concat(b.host.nodePortAddrs[:]...) {
+			for n := range r.external[a] {
 				more[n] = struct{}{}
 			}
 		}
