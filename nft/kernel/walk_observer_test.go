@@ -124,7 +124,7 @@ func frontendsOf(st *dataplane.State) map[string]string {
 		slots := map[uint32][]string{}
 		for _, set := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
 			for _, e := range list[i].Elements[set] {
-				slots[e.ID()] = append(slots[e.ID()], string(e.Data()))
+				slots[e.ID()] = append(slots[e.ID()], e.Target().String())
 			}
 		}
 		for _, side := range sides {
@@ -149,7 +149,7 @@ func portKey(f nft.Family, e *nft.Element) string { return f.String() + " " + e.
 
 func endpointsText(data []string) string {
 	slices.Sort(data)
-	return fmt.Sprintf("%x", data)
+	return fmt.Sprintf("%q", data)
 }
 
 // run looks at a few frontends again and again.
@@ -203,7 +203,7 @@ func (o *observer) look(f nft.Family, side [2]nft.SetID, r *rand.Rand) error {
 	var endpoints []string
 	err = o.conn.get(f, nft.Pools, []nft.Element{nft.PoolKey(one.PoolID())}, func(e nft.Element) { pool = e })
 	if keys := pool.SlotKeys(one.FrontendKey().Protocol); err == nil && len(keys) > 0 {
-		err = o.conn.get(f, keys[0].Set, keys, func(e nft.Element) { endpoints = append(endpoints, string(e.Data())) })
+		err = o.conn.get(f, keys[0].Set, keys, func(e nft.Element) { endpoints = append(endpoints, e.Target().String()) })
 	}
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return err
@@ -235,7 +235,7 @@ func (o *observer) judge(f nft.Family, set nft.SetID, e, pool *nft.Element, endp
 	}
 	may = slices.Concat(may, o.may[portKey(f, e)])
 	for _, ep := range endpoints {
-		if !o.partly || !slices.ContainsFunc(may, func(m string) bool { return strings.Contains(m, fmt.Sprintf("%x", ep)) }) {
+		if !o.partly || !slices.ContainsFunc(may, func(m string) bool { return strings.Contains(m, fmt.Sprintf("%q", ep)) }) {
 			return fmt.Errorf("%s has the endpoints %s; before and after it has %s", elementText(f, e), endpointsText(endpoints), may)
 		}
 	}

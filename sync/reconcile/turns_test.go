@@ -3,6 +3,7 @@ package reconcile
 import (
 	"fmt"
 	"net/netip"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -31,17 +32,41 @@ type costly struct {
 	spent  time.Duration
 	served map[snapshot.Name]time.Time
 	calls  int
+	mu     sync.Mutex
+}
+
+// servedAt says when a Service was written last; callsSoFar and spentSoFar how often something was, and how long it took.
+func (c *costly) servedAt(namespace, name string) time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.served[snapshot.Name{Namespace: namespace, Name: name}]
+}
+
+func (c *costly) callsSoFar() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.calls
+}
+
+func (c *costly) spentSoFar() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.spent
 }
 
 func (c *costly) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	c.calls++
+	took := time.Duration(0)
 	for _, n := range change.Services {
 		if n.Namespace == c.namespace {
 			time.Sleep(c.each)
-			c.spent += c.each
+			took += c.each
 		}
 	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	r, err := c.fakeBackend.Apply(want, change)
+	c.calls++
+	c.spent += took
 	for _, n := range change.Services {
 		c.served[n] = time.Now()
 	}
@@ -87,22 +112,25 @@ func TestOneTenantTakesItsShare(t *testing.T) {
 		for n := range updates {
 			q.Put(in("aaa", weighty("a", n)))
 			time.Sleep(10 * time.Millisecond)
-			victim := snapshot.Name{Namespace: "shop", Name: "b"}
 			put := time.Now()
 			q.Put(in("shop", version("b", n)))
 			time.Sleep(10 * time.Millisecond)
-			if at := c.served[victim]; at.After(put) {
+			if at := c.servedAt("shop", "b"); at.After(put) {
 				worst = max(worst, at.Sub(put))
 			}
 		}
 		took := time.Since(begin)
-		if most := took/share + credit + 2*each; c.spent > most || c.spent < took/share/2 {
-			t.Errorf("of %v one namespace got %v; want about %v", took, c.spent, took/share)
+		if most := took/share + credit + 2*each; c.spentSoFar() > most || c.spentSoFar() < took/share/2 {
+			t.Errorf("of %v one namespace got %v; want about %v", took, c.spentSoFar(), took/share)
 		}
 		if worst > 2*each+restMost {
 			t.Errorf("another waited %v for transactions of %v", worst, each)
 		}
 		time.Sleep(pauseMost + time.Second)
+		synctest.Wait()
+		if c.callsSoFar() == 0 { // also a moment after which the race detector knows that all was written
+			t.Fatal("nothing was written")
+		}
 		if got := c.kernel.Services[snapshot.Name{Namespace: "aaa", Name: "a"}].Ports[0].Frontends[0].Key.Port; got != 1000+updates-1 {
 			t.Errorf("the last change is not in force, but that of port %d", got)
 		}
@@ -122,7 +150,7 @@ func TestQuietTenantsAreNotHeldUp(t *testing.T) {
 			synctest.Wait()
 			put := time.Now()
 			time.Sleep(200 * time.Millisecond)
-			if at := c.served[snapshot.Name{Namespace: "aaa", Name: "a"}]; at.Sub(put) > 60*time.Millisecond+restMost {
+			if at := c.servedAt("aaa", "a"); at.Sub(put) > 60*time.Millisecond+restMost {
 				t.Errorf("change %d waited %v", n, at.Sub(put))
 			}
 		}
@@ -131,7 +159,7 @@ func TestQuietTenantsAreNotHeldUp(t *testing.T) {
 			put := time.Now()
 			time.Sleep(time.Millisecond)
 			synctest.Wait()
-			if at := c.served[snapshot.Name{Namespace: "cheap", Name: "a"}]; at.Before(put) {
+			if at := c.servedAt("cheap", "a"); at.Before(put) {
 				t.Fatalf("change %d waits", n)
 			}
 		}
@@ -153,14 +181,14 @@ func TestHeldChangesKeepTheirOrder(t *testing.T) {
 		if w := q.Waiting(); w.Services == 0 || !w.Since.IsZero() {
 			t.Errorf("waiting: %+v", w)
 		}
-		if c.served[snapshot.Name{Namespace: "aaa", Name: "z"}] != (time.Time{}) {
+		if c.servedAt("aaa", "z") != (time.Time{}) {
 			t.Error("nobody waits")
 		}
-		calls := c.calls
+		calls := c.callsSoFar()
 		q.Put(snapshot.Delta{Node: &snapshot.Node{Name: "here", Zone: "a"}})
 		time.Sleep(time.Millisecond)
 		synctest.Wait()
-		if c.calls != calls && c.served[snapshot.Name{Namespace: "aaa", Name: "z"}] != (time.Time{}) {
+		if c.callsSoFar() != calls && c.servedAt("aaa", "z") != (time.Time{}) {
 			t.Error("a change of the node has let the others go")
 		}
 		if b := c.loop.snapshot.Node.Zone; b != "a" {
@@ -168,7 +196,7 @@ func TestHeldChangesKeepTheirOrder(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		for i := range 20 {
-			if c.served[snapshot.Name{Namespace: "aaa", Name: string(rune('z' - i))}].IsZero() {
+			if c.servedAt("aaa", string(rune('z'-i))).IsZero() {
 				t.Errorf("%c was lost", 'z'-i)
 			}
 		}
