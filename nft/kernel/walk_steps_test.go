@@ -85,7 +85,7 @@ func walkMustSee() (names []string) {
 		}
 	}
 	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "refused in steps", "clients", "tables made anew",
-		"failed: all as before", "failed: all in", "failed: half in", "large sets seen", "made anew for larger sets", "killed", "owned by a held socket",
+		"failed: all as before", "failed: all in", "failed: half in", "large sets seen", "killed", "owned by a held socket",
 		"owned by a socket of its own", "orphaned", "owned, and others tried", "adopted")
 }
 
