@@ -105,8 +105,10 @@ func (b *Backend) unclear(txn *nft.Txn, err error) error {
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
-	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true.
-	b.trust = doubtful
+	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true, and to write what it
+	// had no room for.
+	b.trust, b.missed = doubtful, first(txn.Left, b.missed)
+	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 	return nil
 }
 
