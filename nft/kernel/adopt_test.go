@@ -521,3 +521,17 @@ func TestAdoptedUnseen(t *testing.T) {
 		quiet(t, s.backend)
 	}
 }
+
+// TestLostAnswerOfAPart loses the kernel's answer to the first part of a fill that takes several: it is in, and what it had no room
+// for has to follow.
+func TestLostAnswerOfAPart(t *testing.T) {
+	s := newSite(t, 30, Options{})
+	labtest.Check(t, s.backend.Remove())
+	s.backend.room, s.backend.trust = 16, broken
+	s.backend.conn.wire = &faulty{wire: s.backend.conn.wire, recvErr: []error{unix.ENOBUFS}}
+	_, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{})
+	labtest.Check(t, err)
+	if got, want := held(t, s.backend), wanted(s.planner.State()); got != want {
+		t.Fatal(labtest.FirstDifference(got, want))
+	}
+}
