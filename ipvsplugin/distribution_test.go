@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -40,7 +41,7 @@ func (s spread) String() string {
 
 // uneven opens connections of which every fourth stays, and the others end at once: whoever deals in turn gives all that stay to
 // the same endpoint.
-func (w *world) uneven(number int, f lab.Family) spread {
+func (w *world) uneven(number int, f ipfamily.Family) spread {
 	w.t.Helper()
 	s := spread{map[string]int{}, map[string]int{}}
 	client, to := w.Pods[spreadEndpoints], vip(number, f)

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -27,8 +28,8 @@ type flow struct {
 }
 
 // flows works out from the contract who is served how: every kind of frontend, from everywhere.
-func (w *world) flows(a app, f lab.Family) (list []flow) {
-	i := map[lab.Family]int{lab.IPv4: 0, lab.IPv6: 1}[f]
+func (w *world) flows(a app, f ipfamily.Family) (list []flow) {
+	i := map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]
 	cluster := vip(a.number, f)
 	external := []netip.AddrPort{netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], a.number), 80),
 		netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], 100+a.number), 80), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
@@ -186,7 +187,7 @@ func TestIPVSSchedulers(t *testing.T) {
 }
 
 // leastConnections holds connections to one endpoint: new ones go to the others until they have as many.
-func (w *world) leastConnections(f lab.Family) {
+func (w *world) leastConnections(f ipfamily.Family) {
 	w.t.Helper()
 	held := map[string]int{}
 	for range 12 {
@@ -216,7 +217,7 @@ func TestIPVSHashes(t *testing.T) {
 		w.apply(w.delta(a))
 		ask := func() (who []string) {
 			for i := range 120 {
-				r := client.Dial(snapshot.TCP, vip(a.number, lab.IPv4), lab.Options{Timeout: patience,
+				r := client.Dial(snapshot.TCP, vip(a.number, ipfamily.IPv4), lab.Options{Timeout: patience,
 					From: netip.AddrPortFrom(client.IP4, uint16(20000+i))})
 				if r.Outcome != lab.Answered {
 					t.Errorf("%s: %v", name, r)
@@ -229,10 +230,10 @@ func TestIPVSHashes(t *testing.T) {
 		if again := ask(); !slices.Equal(before, again) {
 			t.Errorf("%s does not choose the same again", name)
 		}
-		held, r := client.Open(snapshot.TCP, vip(a.number, lab.IPv4), lab.Options{Timeout: patience})
+		held, r := client.Open(snapshot.TCP, vip(a.number, ipfamily.IPv4), lab.Options{Timeout: patience})
 		for r.Endpoint != "pod-1" {
 			labtest.Check(t, held.Close())
-			held, r = client.Open(snapshot.TCP, vip(a.number, lab.IPv4), lab.Options{Timeout: patience})
+			held, r = client.Open(snapshot.TCP, vip(a.number, ipfamily.IPv4), lab.Options{Timeout: patience})
 		}
 		a.here = a.here[1:]
 		w.apply(w.delta(a))
@@ -259,7 +260,7 @@ func TestIPVSRemoves(t *testing.T) {
 		w.apply(w.delta(a))
 		ask := func() (who []string) {
 			for i := range 120 {
-				r := client.Dial(snapshot.UDP, vip(a.number, lab.IPv4), lab.Options{Timeout: patience,
+				r := client.Dial(snapshot.UDP, vip(a.number, ipfamily.IPv4), lab.Options{Timeout: patience,
 					From: netip.AddrPortFrom(client.IP4, uint16(20000+i))})
 				if r.Outcome != lab.Answered {
 					t.Errorf("%s: %v", name, r)
@@ -319,7 +320,7 @@ func TestIPVSDrains(t *testing.T) {
 	w.apply(w.delta(a))
 	conns := map[string]*lab.Conn{}
 	for range 2 {
-		c, r := w.Outside.Open(snapshot.TCP, vip(1, lab.IPv4), lab.Options{Timeout: patience})
+		c, r := w.Outside.Open(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
 		if c == nil {
 			t.Fatal(r)
 		}
@@ -338,7 +339,7 @@ func TestIPVSDrains(t *testing.T) {
 	w.has("-a -t 10.96.0.1:80 -r 10.244.1.11:8080 -m -w 0")
 	w.lacks("-u 10.96.0.1:80 -r 10.244.1.11:8080", "[fd00:10:244:1::b]:8080 -m -w 1")
 	alive()
-	if got := w.count(w.Pods[2], snapshot.TCP, vip(1, lab.IPv4), 6); got["pod-1"] != 6 {
+	if got := w.count(w.Pods[2], snapshot.TCP, vip(1, ipfamily.IPv4), 6); got["pod-1"] != 6 {
 		t.Errorf("new connections: %v", got)
 	}
 
@@ -369,7 +370,7 @@ func TestIPVSDrains(t *testing.T) {
 	w.apply(w.delta(a))
 	w.has("-a -t 10.96.0.1:80 -r 10.244.1.10:8080 -m -w 0")
 	alive()
-	if got := w.count(w.Pods[2], snapshot.UDP, vip(1, lab.IPv4), 12); got["pod-2"] == 0 {
+	if got := w.count(w.Pods[2], snapshot.UDP, vip(1, ipfamily.IPv4), 12); got["pod-2"] == 0 {
 		t.Errorf("new connections: %v", got)
 	}
 	// And away.
@@ -384,7 +385,7 @@ func TestIPVSLimit(t *testing.T) {
 	w := newWorld(t, 3, 0, dataplane.IPVSAuto)
 	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0)}
 	w.apply(w.delta(a))
-	c, r := w.Pods[2].Open(snapshot.TCP, vip(1, lab.IPv4), lab.Options{Timeout: patience})
+	c, r := w.Pods[2].Open(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
 	if c == nil {
 		t.Fatal(r)
 	}
@@ -609,7 +610,7 @@ func TestIPVSStatistics(t *testing.T) {
 		t.Errorf("before: %v, %v", s, err)
 	}
 	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), here: ready(0, 1)}))
-	w.count(w.Pods[2], snapshot.TCP, vip(1, lab.IPv4), 10)
+	w.count(w.Pods[2], snapshot.TCP, vip(1, ipfamily.IPv4), 10)
 	var of ServiceStatistics
 	w.until("ten connections are counted", func() bool {
 		all, err := w.backend.Statistics()
@@ -695,7 +696,7 @@ func TestIPVSSource(t *testing.T) {
 	w.planner = dataplane.NewPlanner(dataplane.Config{NodeName: "node", IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}})
 	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), there: ready(0)}))
 	from := func() netip.Addr {
-		r := w.Node.Dial(snapshot.TCP, vip(1, lab.IPv4), lab.Options{Timeout: patience})
+		r := w.Node.Dial(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
 		return r.Source.Addr()
 	}
 	if a := from(); a != w.Node.IP4 {
@@ -756,7 +757,7 @@ func TestIPVSAdopts(t *testing.T) {
 	labtest.Run(t, w.Node, "", "ip", "link", "add", "kube-ipvs0", "type", "dummy")
 	labtest.Check(t, w.Node.AddAddr("kube-ipvs0", netip.MustParsePrefix("10.96.0.1/32")))
 	labtest.Check(t, w.Node.Sysctl("net/ipv4/vs/conntrack", "1"))
-	c, r := w.Pods[2].Open(snapshot.TCP, vip(1, lab.IPv4), lab.Options{Timeout: patience})
+	c, r := w.Pods[2].Open(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
 	if c == nil {
 		t.Fatal(r)
 	}
@@ -917,7 +918,7 @@ func TestIPVSBreaksLater(t *testing.T) {
 		}
 		w.has("-a -t 10.96.0.1:80 -r 10.244.1.10:8080 -m -w 1", "-a -t 10.96.0.1:80 -r 10.244.1.11:8080 -m -w 1",
 			"-a -t 10.96.0.2:80 -r 10.244.1.10:8080 -m -w 1", "-a -u 10.96.0.1:80 -r 10.244.1.10:8080 -m -w 1")
-		if got := w.count(w.Pods[2], snapshot.TCP, vip(2, lab.IPv4), 2); got["pod-1"] != 2 {
+		if got := w.count(w.Pods[2], snapshot.TCP, vip(2, ipfamily.IPv4), 2); got["pod-1"] != 2 {
 			t.Errorf("%v", got)
 		}
 		d = snapshot.Delta{}
@@ -943,7 +944,7 @@ func TestIPVSRefuses(t *testing.T) {
 	w.apply(w.delta(bad))
 	w.wants()
 	for _, number := range []int{1, 2} {
-		if got := w.count(w.Outside, snapshot.TCP, vip(number, lab.IPv4), 2); got["pod-1"] != 2 {
+		if got := w.count(w.Outside, snapshot.TCP, vip(number, ipfamily.IPv4), 2); got["pod-1"] != 2 {
 			t.Errorf("%v", got)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -34,13 +35,13 @@ func TestIPVSLargeDatagrams(t *testing.T) {
 			}
 		}
 	}
-	if err := w.echo(w.Node, lab.IPv4, 20000); err != nil {
+	if err := w.echo(w.Node, ipfamily.IPv4, 20000); err != nil {
 		t.Errorf("the node by IPv4, once it was told: %v", err)
 	}
 }
 
 // echo sends a datagram, which comes back behind a line.
-func (w *world) echo(from *lab.Host, f lab.Family, size int) error {
+func (w *world) echo(from *lab.Host, f ipfamily.Family, size int) error {
 	c, err := from.DialContext(context.Background(), "udp", vip(1, f).String())
 	if err != nil {
 		return err

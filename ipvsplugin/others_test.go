@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -54,7 +55,7 @@ func TestIPVSAddressesOfOthers(t *testing.T) {
 }
 
 // stillReaches checks that a host has what another one serves at an address of its own, and its ping.
-func (w *world) stillReaches(from, to *lab.Host, f lab.Family, port uint16) {
+func (w *world) stillReaches(from, to *lab.Host, f ipfamily.Family, port uint16) {
 	w.t.Helper()
 	if r := from.Dial(snapshot.TCP, netip.AddrPortFrom(to.IP(f), port), lab.Options{Timeout: patience}); r.Endpoint != to.Name {
 		w.t.Errorf("%s to port %d of %s at %v: %v", from.Name, port, to.Name, to.IP(f), r)
@@ -144,7 +145,7 @@ func TestIPVSTooLarge(t *testing.T) {
 	w.apply(w.both(a, b))
 	var conns []*lab.Conn
 	for range 2 {
-		conn, r := w.Pods[2].Open(snapshot.TCP, vip(1, lab.IPv4), lab.Options{Timeout: patience})
+		conn, r := w.Pods[2].Open(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
 		if conn == nil {
 			t.Fatal(r)
 		}
@@ -175,7 +176,7 @@ func TestIPVSClients(t *testing.T) {
 	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), affinity: 24 * time.Hour, here: ready(0, 1)}),
 		w.delta(app{number: 2, scheduling: scheduler("rr"), here: ready(0, 1)}))
 	labtest.Run(t, w.Outside, "", "ip", "route", "add", "local", "198.18.0.0/15", "dev", "lo")
-	to := net.UDPAddrFromAddrPort(vip(1, lab.IPv4))
+	to := net.UDPAddrFromAddrPort(vip(1, ipfamily.IPv4))
 	labtest.Check(t, w.Outside.Do(func() error {
 		for i := range 500 {
 			c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.IPv4(198, 18, byte(i>>8), byte(i))}, to)
@@ -195,7 +196,7 @@ func TestIPVSClients(t *testing.T) {
 	w.lacks("10.96.0.1:80")
 	w.has("-A -t 10.96.0.2:80 -s rr")
 	for _, p := range protocols[:2] {
-		if got := w.count(w.Pods[2], p, vip(1, lab.IPv4), 10); len(got) != 1 {
+		if got := w.count(w.Pods[2], p, vip(1, ipfamily.IPv4), 10); len(got) != 1 {
 			t.Errorf("with affinity %v answer", got)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -58,7 +59,7 @@ func TestIPVSTaken(t *testing.T) {
 // reaches says whether a Service leads to this pod alone, over IPv4 and TCP.
 func (w *world) reaches(from *lab.Host, number int, pod *lab.Host) bool {
 	for range 3 {
-		if r := from.Dial(snapshot.TCP, vip(number, lab.IPv4), lab.Options{Timeout: patience}); r.Endpoint != pod.Name {
+		if r := from.Dial(snapshot.TCP, vip(number, ipfamily.IPv4), lab.Options{Timeout: patience}); r.Endpoint != pod.Name {
 			return false
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -241,7 +242,7 @@ func (w *world) delta(a app) snapshot.Delta {
 	svc := &snapshot.Service{Name: a.name(), Scheduling: a.scheduling, Affinity: a.affinity,
 		InternalLocal: a.internalLocal, ExternalLocal: a.externalLocal}
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], a.number))
 		if a.external {
 			svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, lab.Nth(lab.ExternalRange[i], a.number))
@@ -270,6 +271,6 @@ func (w *world) delta(a app) snapshot.Delta {
 }
 
 // vip is the cluster IP of a Service, with its port.
-func vip(number int, f lab.Family) netip.AddrPort {
-	return netip.AddrPortFrom(lab.Nth(lab.ServiceRange[map[lab.Family]int{lab.IPv4: 0, lab.IPv6: 1}[f]], number), 80)
+func vip(number int, f ipfamily.Family) netip.AddrPort {
+	return netip.AddrPortFrom(lab.Nth(lab.ServiceRange[map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]], number), 80)
 }

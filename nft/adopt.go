@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -47,7 +48,7 @@ func (s *Stale) Shared() bool { return s[sharedBucket] }
 func (s *Stale) Service(name string) bool { return s[bucketFor(name)] }
 
 // Stale compares what was found with what a model holds after Load.
-func (m *Model) Stale(found *[len(Families)]Found) *Stale {
+func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 	var s Stale
 	for i := range found {
 		f, tm := &found[i], &m.tables[i]
@@ -58,14 +59,14 @@ func (m *Model) Stale(found *[len(Families)]Found) *Stale {
 			s[b] = s[b] || f.Digests[b] != tm.digests[b]
 		}
 		s[sharedBucket] = s[sharedBucket] || f.Revision.Digest != tm.digests[sharedBucket] || len(f.Foreign) > 0 ||
-			!f.sound(m.Structure(Families[i]).Chains)
+			!f.sound(m.Structure(ipfamily.All[i]).Chains)
 	}
 	return &s
 }
 
 // Adopt takes over what was found where it is not stale: nothing of that needs to be written. Then it is not known which endpoint
 // has which slot there, but that only matters to Services that change: see Unread.
-func (m *Model) Adopt(found *[len(Families)]Found, stale *Stale) {
+func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 	for i := range found {
 		m.tables[i].revision = found[i].Revision.Number
 	}
@@ -85,7 +86,7 @@ func (m *Model) Adopt(found *[len(Families)]Found, stale *Stale) {
 
 // CountAs has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is changed
 // later, a little at a time.
-func (m *Model) CountAs(found *[len(Families)]Found) {
+func (m *Model) CountAs(found *ipfamily.Per[Found]) {
 	level := slices.Index(countingNames[:], found[0].Revision.Counted)
 	if level < 0 || found[1].Revision.Counted != found[0].Revision.Counted || Counting(level) == m.counting {
 		return
@@ -107,10 +108,10 @@ func (f *Found) sound(chains []Chain) bool {
 
 // Correct plans the smallest transaction that takes what was found, the stale elements included, to what the model holds. Slots stay
 // as they were found.
-func (m *Model) Correct(found *[len(Families)]Found, stale *Stale) *Txn {
+func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	p := m.planner()
 	wanted := m.wanted(found, stale)
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tm, tt := &m.tables[i], &p.txn.Tables[i]
 		tt.Add = wanted[i]
 		p.correct(f, &found[i], stale)
@@ -131,7 +132,7 @@ func (m *Model) Correct(found *[len(Families)]Found, stale *Stale) *Txn {
 }
 
 // wanted gives the elements that the model holds in stale buckets, each endpoint in the slot it was found in.
-func (m *Model) wanted(found *[len(Families)]Found, stale *Stale) (out [len(Families)][NumSets][]Element) {
+func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.Per[[NumSets][]Element]) {
 	slots := slotsOf(found)
 	for name, s := range m.services {
 		if !stale.Service(name.String()) {
@@ -176,8 +177,8 @@ var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin}
 func (s SetID) IsShared() bool { return slices.Contains(shared[:], s) }
 
 // correct turns what was planned as additions to an empty table into the difference to what was found.
-func (p *planner) correct(f Family, found *Found, stale *Stale) {
-	tt := &p.txn.Tables[f.index()]
+func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
+	tt := &p.txn.Tables[f]
 	for set := range NumSets {
 		if set.IsContent() {
 			tt.compare(set, found.Elements[set])
@@ -241,9 +242,9 @@ func (tt *TableTxn) compare(set SetID, found []Element) {
 }
 
 // slotsOf gathers the slots of all pools that were found.
-func slotsOf(found *[len(Families)]Found) map[slotsKey][]netip.AddrPort {
+func slotsOf(found *ipfamily.Per[Found]) map[slotsKey][]netip.AddrPort {
 	out := map[slotsKey][]netip.AddrPort{}
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		for _, set := range slotSets {
 			elements := found[i].Elements[set]
 			for j := range elements {
@@ -267,7 +268,7 @@ var slotSets = [...]SetID{Endpoints, UncountedEndpoints}
 
 // Slots are those of one pool, as the kernel has them.
 type Slots struct {
-	Family Family
+	Family ipfamily.Family
 	// Keys are the elements to read, only their keys set. The reader leaves in them what the kernel holds under these keys.
 	Keys []Element
 
@@ -328,7 +329,7 @@ func (m *Model) Learn(read []Slots) (ok bool) {
 }
 
 // Holds gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be known.
-func (m *Model) Holds(names []snapshot.Name) [len(Families)][NumSets][]Element {
+func (m *Model) Holds(names []snapshot.Name) ipfamily.Per[[NumSets][]Element] {
 	of := make(map[snapshot.Name]bool, len(names))
 	for _, name := range names {
 		of[name] = true
@@ -339,12 +340,12 @@ func (m *Model) Holds(names []snapshot.Name) [len(Families)][NumSets][]Element {
 	return m.elements(names)
 }
 
-func (m *Model) holds(which func(snapshot.Name) bool) [len(Families)][NumSets][]Element {
+func (m *Model) holds(which func(snapshot.Name) bool) ipfamily.Per[[NumSets][]Element] {
 	return m.elements(slices.DeleteFunc(m.Names(), func(name snapshot.Name) bool { return !which(name) }))
 }
 
 // elements plans some Services for empty tables.
-func (m *Model) elements(names []snapshot.Name) (out [len(Families)][NumSets][]Element) {
+func (m *Model) elements(names []snapshot.Name) (out ipfamily.Per[[NumSets][]Element]) {
 	scratch := &Model{pools: m.pools, services: map[snapshot.Name]*service{}}
 	for i := range scratch.tables {
 		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{}, hairpin: map[netip.Addr]int{}}
@@ -365,10 +366,10 @@ func (m *Model) elements(names []snapshot.Name) (out [len(Families)][NumSets][]E
 func (m *Model) Names() []snapshot.Name { return sortedNames(m.services) }
 
 // Count gives how many elements a set should hold.
-func (m *Model) Count(f Family, set SetID) int { return m.tables[f.index()].count[set] }
+func (m *Model) Count(f ipfamily.Family, set SetID) int { return m.tables[f].count[set] }
 
 // Askers gives, of each of some elements, the Services for whose sake a transaction, the last one planned, adds it.
-func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Families)][][]snapshot.Name) {
+func (m *Model) Askers(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily.Per[[][]snapshot.Name]) {
 	names := make([]snapshot.Name, 0, len(t.undo.services))
 	for _, was := range t.undo.services {
 		names = append(names, was.name)
@@ -380,7 +381,7 @@ func (m *Model) Askers(t *Txn, refused *[len(Families)][]Element) (out [len(Fami
 		set SetID
 		key elementKey
 	}
-	var places [len(Families)]map[place][]int
+	var places ipfamily.Per[map[place][]int]
 	for f, elements := range refused {
 		places[f], out[f] = map[place][]int{}, make([][]snapshot.Name, len(elements))
 		for i := range elements {
@@ -473,10 +474,10 @@ func (e *Element) slots() (set SetID, n uint32) {
 }
 
 // Ranges gives all elements that a set of ranges should hold, in the order of Families.
-func (m *Model) Ranges(set SetID) (out [len(Families)][]Element) {
+func (m *Model) Ranges(set SetID) (out ipfamily.Per[[]Element]) {
 	if set == ServiceCIDRs {
 		for _, c := range m.cidrs {
-			i := familyOf(c.Addr()).index()
+			i := ipfamily.Of(c.Addr())
 			out[i] = append(out[i], prefixElement(set, c))
 		}
 		return out

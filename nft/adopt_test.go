@@ -52,7 +52,7 @@ func (w *walk) learn(names []snapshot.Name) {
 	for _, x := range unread {
 		for i := range x.Keys {
 			e := &x.Keys[i]
-			*e = w.kernel[x.Family.index()].sets[e.Set][string(e.Key())]
+			*e = w.kernel[x.Family].sets[e.Set][string(e.Key())]
 		}
 	}
 	if !w.model.Learn(unread) {

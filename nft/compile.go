@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -27,7 +28,7 @@ type service struct {
 	clusterIPs []netip.Addr
 	ports      []*port
 	// sources are who may use the load balancer addresses of each family.
-	sources [len(Families)]sources
+	sources ipfamily.Per[sources]
 	// unread says that nobody knows yet which endpoint has which slot in the kernel.
 	unread bool
 }
@@ -41,7 +42,7 @@ type sources struct {
 // portID identifies a service port in one family.
 type portID struct {
 	name   dataplane.PortName
-	family Family
+	family ipfamily.Family
 }
 
 // port is what one service port means for one table.
@@ -101,7 +102,7 @@ func compileService(s *dataplane.Service, q quota) *service {
 		out.ports = append(out.ports, p)
 		for i := range sp.Frontends {
 			if ranges := sp.Frontends[i].Sources; ranges != nil { // the same for all of a family
-				out.sources[p.id.family.index()].ranges = ranges
+				out.sources[p.id.family].ranges = ranges
 			}
 		}
 	}
@@ -114,7 +115,7 @@ func compileService(s *dataplane.Service, q quota) *service {
 
 func compilePort(sp *dataplane.ServicePort) *port {
 	p := &port{
-		id:        portID{sp.Name, familyOf(sp.Frontends[0].Key.Addr)},
+		id:        portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
 		comment:   commentOf(sp.Name.String()),
 		timeout:   uint32(sp.Affinity / time.Second),
 		frontends: make([]frontend, len(sp.Frontends)),
@@ -177,13 +178,6 @@ func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
 		i += scheduledCluster
 	}
 	return i
-}
-
-func familyOf(a netip.Addr) Family {
-	if a.Is4() {
-		return IPv4
-	}
-	return IPv6
 }
 
 // markUsed says of each pool whether a frontend leads to it.

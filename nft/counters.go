@@ -3,6 +3,7 @@ package nft
 import (
 	"net/netip"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -73,7 +74,7 @@ type Fill [NumSets]struct{ Elements, Size int }
 
 // Fill gives how many elements the sets should hold, and how many they take; 0 is no limit. What Affinity holds, nobody
 // planned: it counts as empty.
-func (m *Model) Fill() (out [len(Families)]Fill) {
+func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 	for i := range m.tables {
 		for set := range out[i] {
 			out[i][set].Elements, out[i][set].Size = m.tables[i].count[set], int(SetByID(SetID(set)).Size)
@@ -96,7 +97,7 @@ func Refuses(set string) (dataplane.Refusal, bool) {
 }
 
 // PoolIDs gives the pools of one family that remember their clients, by the frontends that lead there.
-func (m *Model) PoolIDs(f Family) map[dataplane.Counted]uint32 {
+func (m *Model) PoolIDs(f ipfamily.Family) map[dataplane.Counted]uint32 {
 	out := map[dataplane.Counted]uint32{}
 	for _, s := range m.services {
 		for _, p := range s.ports {
@@ -121,7 +122,7 @@ func AffinityElement(pool uint32, client netip.Addr) Element {
 }
 
 // SetData takes an endpoint as the kernel has it. It is not ok if the length is none that a family's endpoints have.
-func (e *Element) SetData(f Family, data []byte) bool {
+func (e *Element) SetData(f ipfamily.Family, data []byte) bool {
 	if len(data) != PaddedLen(f, target) {
 		return false
 	}

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -33,7 +34,7 @@ func TestCountsOfElements(t *testing.T) {
 			for _, sp := range svc.Ports {
 				for i := range sp.Frontends {
 					fe := &sp.Frontends[i]
-					l := &listings[familyOf(fe.Key.Addr).index()]
+					l := &listings[ipfamily.Of(fe.Key.Addr)]
 					inside, outside := fe.Route(dataplane.Node).Pool, fe.Route(dataplane.Anyone).Pool
 					c := checkCount(t, l, dataplane.Counted{Key: fe.Key}, inside, sp)
 					frontends++
@@ -146,7 +147,7 @@ func TestFill(t *testing.T) {
 				continue
 			}
 			if f.Elements != want || f.Size != 0 && f.Size < want {
-				t.Errorf("%s %s: %+v; want %d elements", Families[i], SetID(set), f, want)
+				t.Errorf("%s %s: %+v; want %d elements", ipfamily.All[i].NFT(), SetID(set), f, want)
 			}
 		}
 	}
@@ -155,7 +156,7 @@ func TestFill(t *testing.T) {
 // TestRefuses: every rule that counts looks at a set that says why.
 func TestRefuses(t *testing.T) {
 	counting := 0
-	for _, c := range Everything(IPv4, Structure{}).Chains {
+	for _, c := range Everything(ipfamily.IPv4, Structure{}).Chains {
 		for _, r := range c.Rules {
 			if !slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Counter); return ok }) {
 				continue
@@ -171,7 +172,7 @@ func TestRefuses(t *testing.T) {
 			refusal, known := Refuses(set)
 			_, drops := r[len(r)-1].(DropPacket)
 			if !known || drops != (refusal.Verdict() == dataplane.Drop) {
-				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(IPv4), refusal, known)
+				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(ipfamily.IPv4), refusal, known)
 			}
 		}
 	}

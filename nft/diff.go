@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -19,20 +20,20 @@ type planner struct {
 	// bucket is where what is planned counts for the digests.
 	bucket int
 	// chainsBefore holds the count of each numbered chain that this transaction touches, as it was.
-	chainsBefore [len(Families)]map[ChainID]int
+	chainsBefore ipfamily.Per[map[ChainID]int]
 	// slotsFound, if not nil, are the slots of the pools in the kernel, whatever the model says of them.
 	slotsFound map[slotsKey][]netip.AddrPort
 }
 
 // slotsKey names a pool of a family.
 type slotsKey struct {
-	family Family
+	family ipfamily.Family
 	id     uint32
 }
 
 // globals takes over what all Services share, but for the ServiceCIDRs.
 func (p *planner) globals(s *dataplane.State) {
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tm, wanted := &p.m.tables[i], StructureOf(s, f)
 		wanted.Uses = tm.structure.Uses
 		tm.restructure(f, wanted)
@@ -40,7 +41,7 @@ func (p *planner) globals(s *dataplane.State) {
 }
 
 // restructure has a table be made for something else.
-func (tm *tableModel) restructure(f Family, wanted Structure) {
+func (tm *tableModel) restructure(f ipfamily.Family, wanted Structure) {
 	if tm.structure == wanted {
 		return
 	}
@@ -51,7 +52,7 @@ func (tm *tableModel) restructure(f Family, wanted Structure) {
 
 // followElements brings the structures in line with the elements that were planned.
 func (m *Model) followElements() {
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tm := &m.tables[i]
 		wanted := tm.structure
 		wanted.Uses = 0
@@ -68,7 +69,7 @@ func (m *Model) followElements() {
 func (p *planner) structures() {
 	p.chains()
 	p.m.followElements()
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		was, is := p.txn.undo.tables[i].structure, p.m.tables[i].structure
 		if was == is {
 			continue
@@ -85,8 +86,8 @@ func (p *planner) structures() {
 }
 
 // rewrite replaces the chains that are not the same in two layouts.
-func (p *planner) rewrite(f Family, before, now []Chain) {
-	tt := &p.txn.Tables[f.index()]
+func (p *planner) rewrite(f ipfamily.Family, before, now []Chain) {
+	tt := &p.txn.Tables[f]
 	find := func(in []Chain, id ChainID) *Chain {
 		if n := slices.IndexFunc(in, func(c Chain) bool { return c.ID == id }); n >= 0 {
 			return &in[n]
@@ -109,16 +110,16 @@ func (p *planner) rewrite(f Family, before, now []Chain) {
 	tt.sortChains()
 }
 
-func sameRules(f Family, a, b []Rule) bool {
+func sameRules(f ipfamily.Family, a, b []Rule) bool {
 	return slices.EqualFunc(a, b, func(x, y Rule) bool { return x.Text(f) == y.Text(f) })
 }
 
 func (p *planner) cidrs(now []netip.Prefix) {
 	p.bucket = sharedBucket
 	prefixes(p.m.cidrs, now, func(c netip.Prefix) {
-		p.del(familyOf(c.Addr()), prefixElement(ServiceCIDRs, c))
+		p.del(ipfamily.Of(c.Addr()), prefixElement(ServiceCIDRs, c))
 	}, func(c netip.Prefix) {
-		p.add(familyOf(c.Addr()), prefixElement(ServiceCIDRs, c))
+		p.add(ipfamily.Of(c.Addr()), prefixElement(ServiceCIDRs, c))
 	})
 	p.m.cidrs = now
 }
@@ -161,7 +162,7 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	for _, a := range before.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, -1, addrElement(ClusterIPs, a, 1))
 	}
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		p.sources(f, name, before.sources[i], now.sources[i])
 	}
 	for _, old := range before.ports {
@@ -186,7 +187,7 @@ func (p *planner) need(s *service, by int) {
 }
 
 // sources takes who may use a Service's load balancer addresses from what it was to what it should be.
-func (p *planner) sources(f Family, name snapshot.Name, before, now sources) {
+func (p *planner) sources(f ipfamily.Family, name snapshot.Name, before, now sources) {
 	planned := p.planned
 	defer func() { p.planned += (rangeCost - 1) * (p.planned - planned) }()
 	element := func(id uint32, c netip.Prefix) Element { return sourcesElement(name, id, c) }
@@ -206,7 +207,7 @@ func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
 	return e
 }
 
-func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[familyOf(a).index()] }
+func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[ipfamily.Of(a)] }
 
 // count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers let come
 // before they let go: so what stays is never planned. Such elements belong to no Service alone.
@@ -219,15 +220,15 @@ func (p *planner) count(m map[netip.Addr]int, a netip.Addr, by int, e Element) {
 	p.bucket = sharedBucket
 	switch {
 	case before == 0:
-		p.add(familyOf(a), e)
+		p.add(ipfamily.Of(a), e)
 	case before+by == 0:
-		p.del(familyOf(a), e)
+		p.del(ipfamily.Of(a), e)
 	}
 	p.bucket = own
 }
 
-func (p *planner) add(f Family, e Element) {
-	tt, tm := &p.txn.Tables[f.index()], &p.m.tables[f.index()]
+func (p *planner) add(f ipfamily.Family, e Element) {
+	tt, tm := &p.txn.Tables[f], &p.m.tables[f]
 	if !p.silent {
 		tt.Add[e.Set] = append(tt.Add[e.Set], e)
 	}
@@ -237,8 +238,8 @@ func (p *planner) add(f Family, e Element) {
 	p.refer(f, e.Chain, +1)
 }
 
-func (p *planner) del(f Family, e Element) {
-	tt, tm := &p.txn.Tables[f.index()], &p.m.tables[f.index()]
+func (p *planner) del(f ipfamily.Family, e Element) {
+	tt, tm := &p.txn.Tables[f], &p.m.tables[f]
 	if !p.silent {
 		tt.Del[e.Set] = append(tt.Del[e.Set], e)
 	}
@@ -248,15 +249,15 @@ func (p *planner) del(f Family, e Element) {
 	p.refer(f, e.Chain, -1)
 }
 
-func (p *planner) replace(f Family, before, now Element) {
+func (p *planner) replace(f ipfamily.Family, before, now Element) {
 	p.del(f, before)
 	p.add(f, now)
-	p.txn.Tables[f.index()].Replaced++
+	p.txn.Tables[f].Replaced++
 }
 
 // refer counts what leads to a numbered chain, and to the chain that one leads to.
-func (p *planner) refer(f Family, c ChainID, by int) {
-	chains, before := p.m.tables[f.index()].chains, p.chainsBefore[f.index()]
+func (p *planner) refer(f ipfamily.Family, c ChainID, by int) {
+	chains, before := p.m.tables[f].chains, p.chainsBefore[f]
 	for ; c.Kind > numFixedChains; c = c.next() {
 		if _, ok := before[c]; !ok {
 			before[c] = chains[c]
@@ -267,7 +268,7 @@ func (p *planner) refer(f Family, c ChainID, by int) {
 
 // chains plans the numbered chains that something leads to for the first time, and removes those nothing leads to any more.
 func (p *planner) chains() {
-	for i := range Families {
+	for i := range ipfamily.All {
 		tt, tm := &p.txn.Tables[i], &p.m.tables[i]
 		var come []ChainID
 		for c, before := range p.chainsBefore[i] {

@@ -6,11 +6,13 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Difference is something that a table holds and should not, or should hold and does not.
 type Difference struct {
-	Family Family
+	Family ipfamily.Family
 	// Wanted says that it should be there; otherwise it is there.
 	Wanted bool
 	// Set is where the Element belongs; else it is about the structure, and NumSets.
@@ -28,7 +30,7 @@ func (d Difference) String() string {
 	if d.Wanted {
 		sign = "+"
 	}
-	return sign + " " + d.Family.String() + " " + d.Text
+	return sign + " " + d.Family.NFT() + " " + d.Text
 }
 
 // Service gives "namespace/name" of the Service it belongs to; empty if it is nobody's.
@@ -42,13 +44,13 @@ func serviceOf(comment string) string {
 // Differences says in what the tables that were found differ from what the model holds after its first Plan. Which endpoint of a
 // pool has which slot makes no difference, nor do the sets' sizes, the revision, and what clients are remembered. Have are the
 // tables with the rules that were found. The model is of no use afterwards.
-func (m *Model) Differences(found *[len(Families)]Found, have *[len(Families)]Table) []Difference {
+func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table]) []Difference {
 	own := newOwners(found)
 	own.model(m)
 	m.CountAs(found)
 	txn := m.Correct(found, AllStale())
 	var out []Difference
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tt := &txn.Tables[i]
 		out = append(out, structureDifferences(f, tt, &have[i])...)
 		for set := range NumSets {
@@ -60,7 +62,7 @@ func (m *Model) Differences(found *[len(Families)]Found, have *[len(Families)]Ta
 	return out
 }
 
-func elementDifferences(f Family, set SetID, tt *TableTxn, own owners) (out []Difference) {
+func elementDifferences(f ipfamily.Family, set SetID, tt *TableTxn, own owners) (out []Difference) {
 	s := SetByID(set)
 	gather := func(elements []Element, wanted bool) {
 		for _, e := range elements {
@@ -75,7 +77,7 @@ func elementDifferences(f Family, set SetID, tt *TableTxn, own owners) (out []Di
 }
 
 // structureDifferences compares chains and rules.
-func structureDifferences(f Family, tt *TableTxn, have *Table) (out []Difference) {
+func structureDifferences(f ipfamily.Family, tt *TableTxn, have *Table) (out []Difference) {
 	chain := func(wanted bool, c Chain, rules []Rule) {
 		for _, r := range rules {
 			out = append(out, Difference{Family: f, Wanted: wanted, Set: NumSets, Text: "chain " + c.ID.Name() + " { " + r.Text(f) + " }"})
@@ -107,7 +109,7 @@ func structureDifferences(f Family, tt *TableTxn, have *Table) (out []Difference
 }
 
 // changedRules leaves out what two chains have in common at their beginnings and ends.
-func changedRules(f Family, a, b []Rule) (x, y []Rule) {
+func changedRules(f ipfamily.Family, a, b []Rule) (x, y []Rule) {
 	same := func(r, s Rule) bool { return r.Text(f) == s.Text(f) }
 	for len(a) > 0 && len(b) > 0 && same(a[0], b[0]) {
 		a, b = a[1:], b[1:]
@@ -122,7 +124,7 @@ func changedRules(f Family, a, b []Rule) (x, y []Rule) {
 type owners map[netip.Addr]string
 
 // newOwners reads the comments of what was found.
-func newOwners(found *[len(Families)]Found) owners {
+func newOwners(found *ipfamily.Per[Found]) owners {
 	own := owners{}
 	for i := range found {
 		for _, set := range [...]SetID{Services, UncountedServices} {
@@ -180,7 +182,7 @@ func NumberedChain(name string) (id ChainID, ok bool) {
 }
 
 // DigestsOfElements gives the digests that a table with such elements should have.
-func DigestsOfElements(f Family, s Structure, found *Found) Digests {
+func DigestsOfElements(f ipfamily.Family, s Structure, found *Found) Digests {
 	var d Digests
 	d[sharedBucket] = s.digest(f)
 	for set := range NumSets {
@@ -200,9 +202,9 @@ func DigestsOfElements(f Family, s Structure, found *Found) Digests {
 // Inconsistencies says in what a table's elements contradict each other: frontends that lead to pools that are not there, pools that
 // lead to slots that are not there, slots that no pool leads to, and pools whose members are others than their slots. It knows
 // nothing of what the objects ask for.
-func Inconsistencies(found *[len(Families)]Found) (out []Difference) {
+func Inconsistencies(found *ipfamily.Per[Found]) (out []Difference) {
 	own := newOwners(found)
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		c := consistency{family: f, elements: &found[i].Elements, own: own}
 		c.pools()
 		c.frontends()
@@ -214,7 +216,7 @@ func Inconsistencies(found *[len(Families)]Found) (out []Difference) {
 
 // consistency looks at one table.
 type consistency struct {
-	family   Family
+	family   ipfamily.Family
 	elements *[NumSets][]Element
 	own      owners
 	out      []Difference

@@ -8,12 +8,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // foundOf is what would be found where a state was written, with other slots than it would have now.
-func foundOf(st *dataplane.State, r *rand.Rand) (found [2]Found, tables [2]Table) {
+func foundOf(st *dataplane.State, r *rand.Rand) (found ipfamily.Per[Found], tables ipfamily.Per[Table]) {
 	for i, l := range List(st) {
 		found[i].Chains = map[ChainID]bool{}
 		for _, c := range l.Table.Chains {
@@ -72,7 +73,7 @@ func TestDifferences(t *testing.T) {
 		found, tables := foundOf(st, r)
 		var m, same Model
 		m.Load(st)
-		for i, f := range Families {
+		for i, f := range ipfamily.All {
 			if d := DigestsOfElements(f, m.Layout(f), &found[i]); d != m.tables[i].digests {
 				t.Fatalf("seed %d: the digest is %s, not %s", seed, d.Total(), m.tables[i].digests.Total())
 			}
@@ -96,18 +97,18 @@ func TestDifferences(t *testing.T) {
 }
 
 // checkDifferences says that minus is there, plus is wanted, and that there is nothing more: texts apart from slots tell.
-func checkDifferences(t *testing.T, list []Difference, found *[2]Found, wanted *[2]Listing) {
+func checkDifferences(t *testing.T, list []Difference, found *ipfamily.Per[Found], wanted *ipfamily.Per[Listing]) {
 	t.Helper()
 	count := map[string]int{}
-	add := func(f Family, e *Element, n int) {
+	add := func(f ipfamily.Family, e *Element, n int) {
 		s := SetByID(e.Set)
 		text := e.Text(f, &s)
 		if e.Set == Endpoints || e.Set == UncountedEndpoints {
 			text = fmt.Sprint(e.ID(), e.Target())
 		}
-		count[fmt.Sprint(f, e.Set, text)] += n
+		count[fmt.Sprint(f.NFT(), e.Set, text)] += n
 	}
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		for set := range NumSets {
 			if !set.IsContent() {
 				continue
@@ -163,7 +164,7 @@ func TestInconsistencies(t *testing.T) {
 	if len(noticed) != 4 {
 		t.Errorf("noticed %v", noticed)
 	}
-	var found [2]Found
+	var found ipfamily.Per[Found]
 	e := frontendElement(Services, dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
 	e.setID(7)
 	found[0].Elements[Services], found[0].Elements[Pools] = []Element{e}, []Element{idElement(Pools, 7)}

@@ -8,6 +8,8 @@ import (
 	"hash/fnv"
 	"math/bits"
 	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Digest stands for what a table is to hold. It is the sum of its elements' hashes and of its structure's, so that a change
@@ -145,7 +147,7 @@ const formatVersion = 2
 
 // digest hashes a structure: the text of everything that could be in its table besides elements, whatever sets it
 // uses now: that follows from the elements.
-func (s Structure) digest(f Family) Digest {
+func (s Structure) digest(f ipfamily.Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)
 	l := Listing{Table: Everything(f, s)}

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -45,7 +46,7 @@ func (e *Element) Key() []byte { return e.key[:e.KeyLen] }
 func (e *Element) Data() []byte { return e.data[:e.DataLen] }
 
 // KeyEnd gives the last key of an Interval set's element.
-func (e *Element) KeyEnd(f Family) []byte {
+func (e *Element) KeyEnd(f ipfamily.Family) []byte {
 	end := e.key
 	last := end[int(e.KeyLen)-f.AddrLen() : e.KeyLen]
 	for bit := int(e.Bits); bit < 8*len(last); bit++ {
@@ -160,7 +161,7 @@ func sourceElement(id uint32, p netip.Prefix) Element {
 // ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only in
 // maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length the set's
 // fields have.
-func ElementFrom(f Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
+func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
 	s := SetByID(set)
 	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) {
 		return e, false
@@ -181,7 +182,7 @@ func ElementFrom(f Family, set SetID, key, keyEnd, data []byte, chain, comment s
 }
 
 // PaddedLen is the length of fields one after the other, each padded to four bytes.
-func PaddedLen(f Family, fields []Field) int {
+func PaddedLen(f ipfamily.Family, fields []Field) int {
 	n := 0
 	for _, field := range fields {
 		n += (field.Len(f) + 3) &^ 3
@@ -244,10 +245,10 @@ func commentOf(name string) string {
 }
 
 // Text gives the element as nft writes it.
-func (e *Element) Text(f Family, s *Set) string { return e.text(f, s, "") }
+func (e *Element) Text(f ipfamily.Family, s *Set) string { return e.text(f, s, "") }
 
 // text puts what the kernel adds to an element in its place, between the key and the comment.
-func (e *Element) text(f Family, s *Set, extra string) string {
+func (e *Element) text(f ipfamily.Family, s *Set, extra string) string {
 	var b strings.Builder
 	b.WriteString(fieldValues(f, s.Key, e.Key(), s.order()))
 	if s.Interval && int(e.Bits) < 8*f.AddrLen() {
@@ -275,7 +276,7 @@ func (s *Set) order() binary.ByteOrder {
 }
 
 // fieldValues prints concatenated values.
-func fieldValues(f Family, fields []Field, b []byte, order binary.ByteOrder) string {
+func fieldValues(f ipfamily.Family, fields []Field, b []byte, order binary.ByteOrder) string {
 	parts := make([]string, len(fields))
 	for i, field := range fields {
 		n := field.Len(f)

@@ -5,12 +5,14 @@ import (
 	"maps"
 	"slices"
 	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // fakeTable takes transactions as strictly as the kernel does: what is added must not be there, what is deleted must, and a
 // chain must exist while something leads to it.
 type fakeTable struct {
-	family Family
+	family ipfamily.Family
 	chains map[ChainID]string
 	sets   [NumSets]map[string]Element
 }
@@ -100,8 +102,8 @@ func (t *fakeTable) incomplete() string {
 	for set := range t.sets {
 		found.Elements[set] = slices.Collect(maps.Values(t.sets[set]))
 	}
-	both := [len(Families)]Found{}
-	both[t.family.index()] = found
+	both := ipfamily.Per[Found]{}
+	both[t.family] = found
 	for _, d := range Inconsistencies(&both) {
 		return d.Text
 	}
@@ -113,12 +115,12 @@ func (t *fakeTable) incomplete() string {
 	return ""
 }
 
-func (e *Element) describe(f Family) string {
+func (e *Element) describe(f ipfamily.Family) string {
 	s := SetByID(e.Set)
-	return fmt.Sprintf("%s %s { %s }", f, e.Set, e.Text(f, &s))
+	return fmt.Sprintf("%s %s { %s }", f.NFT(), e.Set, e.Text(f, &s))
 }
 
-func rulesText(f Family, rules []Rule) string {
+func rulesText(f ipfamily.Family, rules []Rule) string {
 	var lines []string
 	for _, r := range rules {
 		lines = append(lines, r.Text(f))
@@ -192,11 +194,11 @@ func (t *fakeTable) copy() fakeTable {
 }
 
 // fakeKernel is both tables.
-type fakeKernel [len(Families)]fakeTable
+type fakeKernel ipfamily.Per[fakeTable]
 
 func newFakeKernel() *fakeKernel {
 	var k fakeKernel
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		k[i].family = f
 	}
 	return &k
@@ -214,8 +216,8 @@ func (k *fakeKernel) apply(txn *Txn) error {
 	return nil
 }
 
-func (k *fakeKernel) found(m *Model) *[len(Families)]Found {
-	return &[len(Families)]Found{k[0].found(m), k[1].found(m)}
+func (k *fakeKernel) found(m *Model) *ipfamily.Per[Found] {
+	return &ipfamily.Per[Found]{k[0].found(m), k[1].found(m)}
 }
 
 // diff gives the lines that only one of two kernels holds.

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -185,9 +186,9 @@ var optional = [...]SetID{
 }
 
 // StructureOf gives what a state asks of a family's table, but for what follows from its elements.
-func StructureOf(s *dataplane.State, f Family) Structure {
+func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
-	if f == IPv6 {
+	if f == ipfamily.IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
 	out.Pods.CIDR = out.Pods.CIDR.Masked() // as the rules have it
@@ -240,7 +241,7 @@ const (
 )
 
 // layout gives the structure of a family's table: every chain that exists once, and every set.
-func layout(f Family, s Structure) Table {
+func layout(f ipfamily.Family, s Structure) Table {
 	t := Table{Family: f, Comment: "Kubernetes Services, written by verdict", Sets: sets()}
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
@@ -478,13 +479,13 @@ func (c ChainID) next() ChainID {
 }
 
 // Everything gives a table with a chain of every kind: what a kernel must take to be of use.
-func Everything(f Family, s Structure) Table {
+func Everything(f ipfamily.Family, s Structure) Table {
 	s.Uses = s.Uses.With(optional[:]...)
 	return TableOf(f, s, []ChainID{{Pick, 1}, {UncountedPick, 1}, {StickyPick, 1}, {RememberFor, 1}})
 }
 
 // TableOf gives the structure of a table with some numbered chains.
-func TableOf(f Family, s Structure, chains []ChainID) Table {
+func TableOf(f ipfamily.Family, s Structure, chains []ChainID) Table {
 	t := layout(f, s)
 	for _, id := range chains {
 		t.Chains = append(t.Chains, numbered(id, s))

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -22,7 +23,7 @@ type Model struct {
 	filled   bool
 	services map[snapshot.Name]*service
 	cidrs    []netip.Prefix
-	tables   [len(Families)]tableModel
+	tables   ipfamily.Per[tableModel]
 	// counting is what new elements are counted by. recount are the Services that are still counted by another.
 	counting Counting
 	recount  []snapshot.Name
@@ -59,7 +60,7 @@ type undo struct {
 	// The rest is what single changes did before that.
 	services []wasService
 	cidrs    []netip.Prefix
-	tables   [len(Families)]tableModel
+	tables   ipfamily.Per[tableModel]
 	counting Counting
 	recount  []snapshot.Name
 }
@@ -310,11 +311,11 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 
 // reserve makes room for the elements of the large sets, which would otherwise be copied each time they outgrow it.
 func (p *planner) reserve(s *dataplane.State, limit int) {
-	var frontends, endpoints [len(Families)]int
+	var frontends, endpoints ipfamily.Per[int]
 	all := 0
 	for _, svc := range s.Services {
 		for _, sp := range svc.Ports {
-			f, n := familyOf(sp.Frontends[0].Key.Addr).index(), len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints)
+			f, n := ipfamily.Of(sp.Frontends[0].Key.Addr), len(sp.Cluster.Endpoints)+len(sp.Local.Endpoints)
 			frontends[f], endpoints[f] = frontends[f]+len(sp.Frontends), endpoints[f]+n
 			all += 3*len(sp.Frontends) + n
 		}
@@ -322,7 +323,7 @@ func (p *planner) reserve(s *dataplane.State, limit int) {
 	if limit <= 0 {
 		limit = all
 	}
-	for i := range Families {
+	for i := range ipfamily.All {
 		room := func(n int) []Element { return make([]Element, 0, n*min(limit, all)/max(all, 1)+n/64) }
 		add := &p.txn.Tables[i].Add
 		add[Services], add[Pools], add[ClusterIPs] = room(frontends[i]), room(frontends[i]), room(frontends[i])
@@ -339,7 +340,7 @@ func (m *Model) clear(s *dataplane.State) {
 	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)),
 		pools: map[uint32]poolID{}, tables: m.tables}
 	m.counting = m.expected(s)
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		m.tables[i].structure = StructureOf(s, f)
 	}
 	m.emptyTables()
@@ -366,7 +367,7 @@ func (m *Model) Load(s *dataplane.State) {
 
 // Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the entries
 // that clients keep; those that Remembers denies are left out.
-func (m *Model) Recreate(affinity *[len(Families)][]Listed) *Txn {
+func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
 	m.services, m.cidrs, m.needs = make(map[snapshot.Name]*service, len(whole.services)), nil, needs{}
 	m.emptyTables()
@@ -377,7 +378,7 @@ func (m *Model) Recreate(affinity *[len(Families)][]Listed) *Txn {
 		p.move(name, &service{}, s)
 	}
 	p.cidrs(whole.cidrs)
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		for _, e := range affinity[i] {
 			if m.Remembers(f, &e.Element) {
 				p.txn.Tables[i].Affinity = append(p.txn.Tables[i].Affinity, e)
@@ -414,7 +415,7 @@ func (s *service) forgotten() *service {
 
 // emptyTables leaves of the tables their structure, without what follows from elements, and revision.
 func (m *Model) emptyTables() {
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		was := &m.tables[i]
 		was.structure.Uses = 0
 		m.tables[i] = tableModel{structure: was.structure, chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{},
@@ -427,7 +428,7 @@ func (m *Model) emptyTables() {
 func (p *planner) create() {
 	m := p.m
 	p.chains()
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
 		t := layout(f, tm.structure)
 		tt.Create = &t
@@ -443,7 +444,7 @@ func (p *planner) create() {
 // revise replaces the revision of the tables that the transaction writes to.
 func (p *planner) revise() {
 	m := p.m
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
 		if tt.empty() && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
 			continue
@@ -465,13 +466,13 @@ func (m *Model) number(last uint32) uint32 {
 }
 
 // Revision gives that of a table after the last transaction that was planned.
-func (m *Model) Revision(f Family) Revision {
-	tm := &m.tables[f.index()]
+func (m *Model) Revision(f ipfamily.Family) Revision {
+	tm := &m.tables[f]
 	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount)}
 }
 
 // Digests gives those of a table after the last transaction that was planned.
-func (m *Model) Digests(f Family) Digests { return m.tables[f.index()].digests }
+func (m *Model) Digests(f ipfamily.Family) Digests { return m.tables[f].digests }
 
 func (u *undo) noted() string { return noted(u.counting, u.recount) }
 
@@ -488,7 +489,7 @@ func (m *Model) newPoolID(p poolID) uint32 {
 	const none, root = 0, 0xffffffff
 	h := fnv.New64a()
 	h.Write([]byte(p.port.name.String()))
-	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family), byte(p.pool)})
+	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family.NFProto()), byte(p.pool)})
 	sum := h.Sum64()
 	for id := uint32(sum ^ sum>>32); ; id++ {
 		if _, taken := m.pools[id]; !taken && id != none && id != root {
@@ -511,7 +512,7 @@ func (s *service) eachID(name snapshot.Name, do func(id uint32, p poolID)) {
 	if s == nil {
 		return
 	}
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		if id := s.sources[i].id; id != 0 {
 			do(id, sourcesID(name, f))
 		}
@@ -526,18 +527,18 @@ func (s *service) eachID(name snapshot.Name, do func(id uint32, p poolID)) {
 }
 
 // sourcesID names the source ranges of a Service.
-func sourcesID(name snapshot.Name, f Family) poolID {
+func sourcesID(name snapshot.Name, f ipfamily.Family) poolID {
 	return poolID{portID{dataplane.PortName{Service: name}, f}, sourcesOf}
 }
 
 // Remembers says whether an element of Affinity names an endpoint that its pool has.
-func (m *Model) Remembers(f Family, e *Element) bool {
+func (m *Model) Remembers(f ipfamily.Family, e *Element) bool {
 	port, pool, ok := m.pool(f, e.ID())
 	return ok && slices.Contains(port.members(pool), e.Target())
 }
 
 // Sticky says whether any Service of a family has session affinity.
-func (m *Model) Sticky(f Family) bool { return m.tables[f.index()].count[Remember] > 0 }
+func (m *Model) Sticky(f ipfamily.Family) bool { return m.tables[f].count[Remember] > 0 }
 
 // ServiceOf gives the Service whose pool has an id.
 func (m *Model) ServiceOf(id uint32) (snapshot.Name, bool) {
@@ -546,7 +547,7 @@ func (m *Model) ServiceOf(id uint32) (snapshot.Name, bool) {
 }
 
 // pool gives the pool of an id, and its port.
-func (m *Model) pool(f Family, id uint32) (*port, poolIndex, bool) {
+func (m *Model) pool(f ipfamily.Family, id uint32) (*port, poolIndex, bool) {
 	name, ok := m.pools[id]
 	if !ok || name.port.family != f || name.pool == sourcesOf {
 		return nil, 0, false

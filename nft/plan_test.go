@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -156,7 +157,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			}
 			for i := range model.tables {
 				if model.tables[i].digests != fresh.tables[i].digests {
-					t.Fatalf("step %d: the digests of %s differ", step, Families[i])
+					t.Fatalf("step %d: the digests of %s differ", step, ipfamily.All[i].NFT())
 				}
 			}
 			delta = w.step()
@@ -324,11 +325,11 @@ func TestForgetOnlyTheGone(t *testing.T) {
 			t.Errorf("sweep %v and %v; want %v and false", txn.Tables[0].Sweep, txn.Tables[1].Sweep, sweep)
 		}
 		for _, ep := range []string{"10.244.1.1:8080", "10.244.1.2:8080", "10.244.1.3:8080", "10.244.1.3:8081"} {
-			if got, want := m.Remembers(IPv4, affinityElement(id, ep)), slices.Contains(remembered, ep); got != want {
+			if got, want := m.Remembers(ipfamily.IPv4, affinityElement(id, ep)), slices.Contains(remembered, ep); got != want {
 				t.Errorf("%s is remembered: %v; want %v", ep, got, want)
 			}
 		}
-		if m.Remembers(IPv4, affinityElement(id+1, "10.244.1.1:8080")) {
+		if m.Remembers(ipfamily.IPv4, affinityElement(id+1, "10.244.1.1:8080")) {
 			t.Error("an endpoint is remembered for a pool that is not there")
 		}
 	}
@@ -362,7 +363,7 @@ func TestPoolsPart(t *testing.T) {
 	for _, nodes := range [][]string{{"node-1", "node-1", "node-2"}, {"node-1", "node-1"}} {
 		m.Plan(state(nodes...), change, 0)
 		for id := range m.pools {
-			if !m.Remembers(IPv4, affinityElement(id, "10.244.1.2:8080")) {
+			if !m.Remembers(ipfamily.IPv4, affinityElement(id, "10.244.1.2:8080")) {
 				t.Errorf("%v: pool %x forgets an endpoint that stays", nodes, id)
 			}
 		}

@@ -4,13 +4,14 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // settle decides what of a Service's new answer depends on the one before: slots and ids.
 func (p *planner) settle(name snapshot.Name, before, now *service) {
-	for i, f := range Families {
+	for i, f := range ipfamily.All {
 		is := &now.sources[i]
 		is.id = p.m.renamed(before.sources[i].id, is.ranges != nil, sourcesID(name, f))
 	}
@@ -19,7 +20,7 @@ func (p *planner) settle(name snapshot.Name, before, now *service) {
 		if old == nil {
 			old = &port{id: want.id}
 		}
-		want.sourceID = now.sources[want.id.family.index()].id
+		want.sourceID = now.sources[want.id.family].id
 		p.ids(old, want)
 		for i := range want.pools {
 			pl, slots := &want.pools[i], old.pools[i].slots
@@ -42,7 +43,7 @@ func (p *planner) ids(old, want *port) {
 		at := poolIndex(i)
 		want.pools[i].id = p.m.renamed(old.pools[i].id, want.pools[i].used, poolID{want.id, at})
 		if old.sticky(at) && !want.sticky(at) {
-			p.txn.Tables[want.id.family.index()].Sweep = true
+			p.txn.Tables[want.id.family].Sweep = true
 		}
 	}
 }
@@ -72,7 +73,7 @@ func (p *planner) port(before, now *port) {
 	for i := range numPools {
 		p.pool(f, old, want, i)
 	}
-	addrs := p.m.tables[f.index()].hairpin
+	addrs := p.m.tables[f].hairpin
 	for _, a := range want.local {
 		p.count(addrs, a, +1, addrElement(Hairpin, a, 2))
 	}
@@ -83,7 +84,7 @@ func (p *planner) port(before, now *port) {
 }
 
 // pool takes a pool from what it was to what it should be.
-func (p *planner) pool(f Family, old, want *port, i poolIndex) {
+func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	op, wp := &old.pools[i], &want.pools[i]
 	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) }, func() Element { return want.poolElement(i) })
 	p.element(f, op.used && old.timeout > 0, wp.used && want.timeout > 0,
@@ -109,7 +110,7 @@ func (p *planner) pool(f Family, old, want *port, i poolIndex) {
 }
 
 // element takes an element from what it was, if it was there, to what it should be.
-func (p *planner) element(f Family, was, is bool, before, now func() Element) {
+func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() Element) {
 	switch {
 	case was && is:
 		if x, y := before(), now(); !x.same(&y) {
@@ -158,7 +159,7 @@ func assign(before, want []netip.AddrPort) []netip.AddrPort {
 }
 
 // members takes the endpoints of a pool whose clients are remembered from what they were to what they should be.
-func (p *planner) members(f Family, old, want *port, i poolIndex) {
+func (p *planner) members(f ipfamily.Family, old, want *port, i poolIndex) {
 	before, now := old.members(i), want.members(i)
 	same := old.memberSet() == want.memberSet()
 	if same && slices.Equal(before, now) {
@@ -180,7 +181,7 @@ func (p *planner) members(f Family, old, want *port, i poolIndex) {
 	for _, ep := range before {
 		if have[ep] {
 			p.del(f, old.memberElement(i, ep))
-			p.txn.Tables[f.index()].Sweep = true
+			p.txn.Tables[f].Sweep = true
 		}
 	}
 }
@@ -194,7 +195,7 @@ func (p *port) members(i poolIndex) []netip.AddrPort {
 }
 
 // frontends walks both sorted lists of frontends side by side.
-func (p *planner) frontends(f Family, old, want *port) {
+func (p *planner) frontends(f ipfamily.Family, old, want *port) {
 	o, w, alike := old.frontends, want.frontends, old.alike(want)
 	for len(o) > 0 || len(w) > 0 {
 		switch {
@@ -214,7 +215,7 @@ func (p *planner) frontends(f Family, old, want *port) {
 }
 
 // frontend takes one frontend from what it was in the old port to what it should be in the new; of or wf may be nil.
-func (p *planner) frontend(f Family, old *port, of *frontend, want *port, wf *frontend) {
+func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *port, wf *frontend) {
 	var before, now []Element
 	var room [2][perFrontend]Element
 	if of != nil {

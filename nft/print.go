@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -28,9 +29,9 @@ type Listed struct {
 }
 
 // List gives the tables for a state, as they are in the kernel after the first transaction.
-func List(s *dataplane.State) [len(Families)]Listing {
+func List(s *dataplane.State) ipfamily.Per[Listing] {
 	var m Model
-	var out [len(Families)]Listing
+	var out ipfamily.Per[Listing]
 	txn := m.Plan(s, dataplane.Change{}, 0)
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
@@ -46,8 +47,8 @@ func List(s *dataplane.State) [len(Families)]Listing {
 }
 
 // Structure gives the table of a family as the model has it, every chain included.
-func (m *Model) Structure(f Family) Table {
-	tm := &m.tables[f.index()]
+func (m *Model) Structure(f ipfamily.Family) Table {
+	tm := &m.tables[f]
 	ids := make([]ChainID, 0, len(tm.chains))
 	for id := range tm.chains {
 		ids = append(ids, id)
@@ -57,14 +58,14 @@ func (m *Model) Structure(f Family) Table {
 }
 
 // Layout gives what the table of a family is made for.
-func (m *Model) Layout(f Family) Structure { return m.tables[f.index()].structure }
+func (m *Model) Layout(f ipfamily.Family) Structure { return m.tables[f].structure }
 
 // Print writes a table as nft text, elements sorted by key. The text can be loaded with `nft -f`, and then lists the same as
 // what the proxy itself writes.
 func (l *Listing) Print(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	t := &l.Table
-	fmt.Fprintf(b, "table %s %s {\n\tcomment %q\n", t.Family, TableName, t.Comment)
+	fmt.Fprintf(b, "table %s %s {\n\tcomment %q\n", t.Family.NFT(), TableName, t.Comment)
 	for i := range t.Sets {
 		printSet(b, t.Family, &t.Sets[i], l.Elements[t.Sets[i].ID])
 	}
@@ -75,7 +76,7 @@ func (l *Listing) Print(w io.Writer) error {
 	return b.Flush()
 }
 
-func printSet(w *bufio.Writer, f Family, s *Set, elements []Listed) {
+func printSet(w *bufio.Writer, f ipfamily.Family, s *Set, elements []Listed) {
 	kind, data := "set", ""
 	switch {
 	case s.Verdicts:
@@ -113,7 +114,7 @@ func printSet(w *bufio.Writer, f Family, s *Set, elements []Listed) {
 }
 
 // Text gives the element as nft lists it.
-func (l *Listed) Text(f Family, s *Set) string {
+func (l *Listed) Text(f ipfamily.Family, s *Set) string {
 	extra := ""
 	if l.Counted {
 		extra = fmt.Sprintf(" counter packets %d bytes %d", l.Packets, l.Bytes)
@@ -125,7 +126,7 @@ func (l *Listed) Text(f Family, s *Set) string {
 }
 
 // compareElements orders by key; slots and pool ids, which the kernel keeps in the host's byte order, by their value.
-func compareElements(f Family, s *Set, a, b *Element) int {
+func compareElements(f ipfamily.Family, s *Set, a, b *Element) int {
 	off := 0
 	for _, field := range s.Key {
 		n := field.Len(f)
@@ -144,7 +145,7 @@ func compareElements(f Family, s *Set, a, b *Element) int {
 // noteIPv6Affinity stands above the one statement that an older nft lists but cannot load.
 const noteIPv6Affinity = "# nft 1.0.6 aborts when it loads the next line (it lists it well): load it with nft 1.1 or later"
 
-func printChain(w *bufio.Writer, f Family, c *Chain) {
+func printChain(w *bufio.Writer, f ipfamily.Family, c *Chain) {
 	fmt.Fprintf(w, "\n\tchain %s {\n", c.ID.Name())
 	if c.Comment != "" {
 		fmt.Fprintf(w, "\t\tcomment %q\n", c.Comment)
@@ -153,7 +154,7 @@ func printChain(w *bufio.Writer, f Family, c *Chain) {
 		fmt.Fprintf(w, "\t\ttype %s hook %s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, c.Hook.Priority)
 	}
 	for _, r := range c.Rules {
-		if f == IPv6 && slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Update); return ok }) {
+		if f == ipfamily.IPv6 && slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Update); return ok }) {
 			fmt.Fprintf(w, "\t\t%s\n", noteIPv6Affinity)
 		}
 		fmt.Fprintf(w, "\t\t%s\n", r.Text(f))

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -14,12 +15,12 @@ const rangeCost = 128
 
 // rangesChange is what the change of the source ranges of a Service counts for where a transaction is bounded.
 func (s *service) rangesChange(want *dataplane.Service) (n int) {
-	var now [len(Families)][]netip.Prefix
+	var now ipfamily.Per[[]netip.Prefix]
 	if want != nil {
 		for _, sp := range want.Ports {
 			for i := range sp.Frontends {
 				if r := sp.Frontends[i].Sources; r != nil {
-					now[familyOf(sp.Frontends[i].Key.Addr).index()] = r
+					now[ipfamily.Of(sp.Frontends[i].Key.Addr)] = r
 				}
 			}
 		}

@@ -9,51 +9,16 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // TableName is the name of our table, the same in both families.
 const TableName = "verdict"
 
-// Family is a netfilter protocol family; its value is the kernel's NFPROTO number.
-type Family uint8
-
-// The families we have a table in.
-const (
-	IPv4 Family = 2
-	IPv6 Family = 10
-)
-
-// Families lists both families in the order everything is written.
-var Families = [...]Family{IPv4, IPv6}
-
-// String gives the family as nft writes it: "ip" or "ip6".
-func (f Family) String() string {
-	if f == IPv6 {
-		return "ip6"
-	}
-	return "ip"
-}
-
-// AddrLen is the length of an address in bytes.
-func (f Family) AddrLen() int {
-	if f == IPv6 {
-		return 16
-	}
-	return 4
-}
-
-// index numbers the families from 0.
-func (f Family) index() int {
-	if f == IPv6 {
-		return 1
-	}
-	return 0
-}
-
 // Table is the structure of one family's table, without elements. Its size does not depend on the number of Services.
 type Table struct {
-	Family  Family
+	Family  ipfamily.Family
 	Comment string
 	Sets    []Set
 	Chains  []Chain
@@ -113,7 +78,7 @@ type Rule []Statement
 
 // Statement is one of the types below.
 type Statement interface {
-	text(f Family) string
+	text(f ipfamily.Family) string
 }
 
 // Field is something a packet or its connection carries that fits into a key.
@@ -147,12 +112,12 @@ type Concat struct {
 	Mod    uint32
 }
 
-func fieldText(f Family, field Field, mod uint32) string {
+func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 	switch field {
 	case SourceAddr:
-		return f.String() + " saddr"
+		return f.NFT() + " saddr"
 	case DestAddr:
-		return f.String() + " daddr"
+		return f.NFT() + " daddr"
 	case L4Proto:
 		return "meta l4proto"
 	case DestPort:
@@ -162,18 +127,18 @@ func fieldText(f Family, field Field, mod uint32) string {
 	case Priority:
 		return "meta priority"
 	case OriginalDestAddr:
-		return "ct original " + f.String() + " daddr"
+		return "ct original " + f.NFT() + " daddr"
 	case OriginalDestPort:
 		return "ct original proto-dst"
 	case Mark:
 		return "meta mark"
 	case SourceBucket:
-		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f, mod, BucketSeed)
+		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f.NFT(), mod, BucketSeed)
 	}
 	panic("nft: unknown field")
 }
 
-func (c Concat) text(f Family) string {
+func (c Concat) text(f ipfamily.Family) string {
 	parts := make([]string, len(c.Fields))
 	for i, field := range c.Fields {
 		parts[i] = fieldText(f, field, c.Mod)
@@ -182,12 +147,12 @@ func (c Concat) text(f Family) string {
 }
 
 // fieldsText is Concat.text for the fields of a set.
-func fieldsText(f Family, fields []Field) string {
+func fieldsText(f ipfamily.Family, fields []Field) string {
 	return Concat{Fields: fields, Mod: MaxSlots}.text(f)
 }
 
 // Len is the length of the field's value in bytes, without padding.
-func (field Field) Len(f Family) int {
+func (field Field) Len(f ipfamily.Family) int {
 	switch field {
 	case SourceAddr, DestAddr, OriginalDestAddr:
 		return f.AddrLen()
@@ -206,7 +171,7 @@ type InSet struct {
 	Set SetID
 }
 
-func (s InSet) text(f Family) string {
+func (s InSet) text(f ipfamily.Family) string {
 	not := ""
 	if s.Not {
 		not = "!= "
@@ -220,7 +185,9 @@ type LookupVerdict struct {
 	Map SetID
 }
 
-func (s LookupVerdict) text(f Family) string { return s.Key.text(f) + " vmap @" + s.Map.String() }
+func (s LookupVerdict) text(f ipfamily.Family) string {
+	return s.Key.text(f) + " vmap @" + s.Map.String()
+}
 
 // DNAT sends the connection to the address and port a map gives; it does nothing for a key the map does not hold.
 type DNAT struct {
@@ -228,8 +195,8 @@ type DNAT struct {
 	Map SetID
 }
 
-func (s DNAT) text(f Family) string {
-	return "dnat " + f.String() + " to " + s.Key.text(f) + " map @" + s.Map.String()
+func (s DNAT) text(f ipfamily.Family) string {
+	return "dnat " + f.NFT() + " to " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
 // SetPriority writes the value a map gives into the scratch field; the rule ends if the map does not hold the key.
@@ -238,26 +205,26 @@ type SetPriority struct {
 	Map SetID
 }
 
-func (s SetPriority) text(f Family) string {
+func (s SetPriority) text(f ipfamily.Family) string {
 	return "meta priority set " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
 // PriorityIs matches packets with a value in the scratch field.
 type PriorityIs struct{ Value uint32 }
 
-func (s PriorityIs) text(Family) string {
+func (s PriorityIs) text(ipfamily.Family) string {
 	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
 }
 
 // LeavePacket has nothing more done to a packet by the base chain.
 type LeavePacket struct{}
 
-func (LeavePacket) text(Family) string { return "accept" }
+func (LeavePacket) text(ipfamily.Family) string { return "accept" }
 
 // ClearPriority empties the scratch field.
 type ClearPriority struct{}
 
-func (ClearPriority) text(Family) string { return "meta priority set none" }
+func (ClearPriority) text(ipfamily.Family) string { return "meta priority set none" }
 
 // Update adds an element to a dynamic map, or refreshes its timeout if the key is there.
 type Update struct {
@@ -267,7 +234,7 @@ type Update struct {
 	Data    Concat
 }
 
-func (s Update) text(f Family) string {
+func (s Update) text(f ipfamily.Family) string {
 	return "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout) + " : " + s.Data.text(f) + " }"
 }
 
@@ -290,7 +257,7 @@ func secondsText(d time.Duration) string {
 // ProtocolIs matches packets of one transport protocol; nft also needs it before it accepts a port of a connection's tuple.
 type ProtocolIs struct{ Protocol Protocol }
 
-func (s ProtocolIs) text(Family) string { return "meta l4proto " + s.Protocol.String() }
+func (s ProtocolIs) text(ipfamily.Family) string { return "meta l4proto " + s.Protocol.String() }
 
 // FromPods matches packets that come from a pod; if Not, all others.
 type FromPods struct {
@@ -298,7 +265,7 @@ type FromPods struct {
 	Not  bool
 }
 
-func (s FromPods) text(f Family) string {
+func (s FromPods) text(f ipfamily.Family) string {
 	op := ""
 	if s.Not {
 		op = "!= "
@@ -309,14 +276,14 @@ func (s FromPods) text(f Family) string {
 	case s.Pods.InterfacePrefix != "":
 		return `iifname ` + op + `"` + s.Pods.InterfacePrefix + `*"`
 	}
-	return f.String() + " saddr " + op + s.Pods.CIDR.String()
+	return f.NFT() + " saddr " + op + s.Pods.CIDR.String()
 }
 
 // NoInput matches packets that came in by no interface, as far as the kernel tells; if Not, all others. In
 // postrouting, where it tells since 5.7, these are what this node itself sent and what is Bridged.
 type NoInput struct{ Not bool }
 
-func (s NoInput) text(Family) string {
+func (s NoInput) text(ipfamily.Family) string {
 	if s.Not {
 		return "iif != 0"
 	}
@@ -333,7 +300,7 @@ type Bridged struct {
 	Pods dataplane.Pods
 }
 
-func (s Bridged) text(Family) string {
+func (s Bridged) text(ipfamily.Family) string {
 	const bridged = "iif 0 @ll,48,48 != 0x0"
 	switch {
 	case s.Pods.Interface != "":
@@ -351,14 +318,14 @@ type OffLoopback struct {
 	Field Field
 }
 
-func (s OffLoopback) text(f Family) string {
+func (s OffLoopback) text(f ipfamily.Family) string {
 	return `iifname != "lo" ` + fieldText(f, s.Field, 0) + ` 127.0.0.0/8`
 }
 
 // Translated matches connections whose destination was translated.
 type Translated struct{}
 
-func (Translated) text(Family) string { return "ct status dnat" }
+func (Translated) text(ipfamily.Family) string { return "ct status dnat" }
 
 // Counter counts the packets that get so far in the rule. Packets and Bytes are set if Counted is.
 type Counter struct {
@@ -366,7 +333,7 @@ type Counter struct {
 	Packets, Bytes uint64
 }
 
-func (c Counter) text(Family) string {
+func (c Counter) text(ipfamily.Family) string {
 	if c.Counted {
 		return fmt.Sprintf("counter packets %d bytes %d", c.Packets, c.Bytes)
 	}
@@ -376,30 +343,30 @@ func (c Counter) text(Family) string {
 // Masquerade gives the connection the outgoing interface's address as its source, with a random port.
 type Masquerade struct{}
 
-func (Masquerade) text(Family) string { return "masquerade fully-random" }
+func (Masquerade) text(ipfamily.Family) string { return "masquerade fully-random" }
 
 // RejectPacket answers with ICMP or ICMPv6 port unreachable, for every protocol.
 type RejectPacket struct{}
 
-func (RejectPacket) text(Family) string { return "reject" }
+func (RejectPacket) text(ipfamily.Family) string { return "reject" }
 
 // DropPacket drops in silence.
 type DropPacket struct{}
 
-func (DropPacket) text(Family) string { return "drop" }
+func (DropPacket) text(ipfamily.Family) string { return "drop" }
 
 // Jump goes on in another chain and comes back at its end.
 type Jump struct{ Chain ChainID }
 
-func (s Jump) text(Family) string { return "jump " + s.Chain.Name() }
+func (s Jump) text(ipfamily.Family) string { return "jump " + s.Chain.Name() }
 
 // Goto goes on in another chain for good.
 type Goto struct{ Chain ChainID }
 
-func (s Goto) text(Family) string { return "goto " + s.Chain.Name() }
+func (s Goto) text(ipfamily.Family) string { return "goto " + s.Chain.Name() }
 
 // Text gives the rule as nft writes it.
-func (r Rule) Text(f Family) string {
+func (r Rule) Text(f ipfamily.Family) string {
 	parts := make([]string, len(r))
 	for i, s := range r {
 		parts[i] = s.text(f)

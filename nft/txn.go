@@ -1,11 +1,14 @@
 package nft
 
-import "github.com/verdict-proxy/verdict/sync/dataplane"
+import (
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
 
 // Txn is one transaction: what has to be written to take the kernel from what it holds to what it should hold.
 type Txn struct {
 	// Tables are in the order of Families.
-	Tables [len(Families)]TableTxn
+	Tables ipfamily.Per[TableTxn]
 	// Left is what of the change is still to be planned.
 	Left dataplane.Change
 	undo undo

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -25,7 +26,7 @@ type Packet struct {
 type Elements interface {
 	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a set of
 	// ranges it gives the range that holds the key.
-	Get(f Family, set SetID, keys []Element) ([]Listed, error)
+	Get(f ipfamily.Family, set SetID, keys []Element) ([]Listed, error)
 }
 
 // Walk is the way of a packet through a table.
@@ -72,7 +73,7 @@ type Ending struct {
 // Foreign stands for a rule that Verdict did not write.
 type Foreign struct{ What string }
 
-func (s Foreign) text(Family) string { return s.What }
+func (s Foreign) text(ipfamily.Family) string { return s.What }
 
 // Host is what a walk has to know of the node. A function that is nil says no to everything.
 type Host struct {
@@ -326,7 +327,7 @@ func (w *walker) lookup(st Statement, s *traveller, at int) (course, error) {
 		}
 		if found[0].Chain.Kind == NoChain {
 			set := SetByID(st.Map)
-			w.unclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(familyOf(s.Destination), &set))
+			w.unclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(ipfamily.Of(s.Destination), &set))
 			return course{what: brk}, nil
 		}
 		return course{goes, found[0].Chain}, nil
@@ -421,7 +422,7 @@ func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, err
 		}
 	}
 	if SetByID(set).Interval {
-		e.Bits = uint8(8 * familyOf(s.Destination).AddrLen())
+		e.Bits = uint8(8 * ipfamily.Of(s.Destination).AddrLen())
 	}
 	keys := []Element{e}
 	if slots > 0 {
@@ -522,7 +523,7 @@ func (w *Walk) Frontend() (e, pool Listed, ok bool) {
 }
 
 // Get looks elements up in a listing.
-func (l *Listing) Get(f Family, set SetID, keys []Element) ([]Listed, error) {
+func (l *Listing) Get(f ipfamily.Family, set SetID, keys []Element) ([]Listed, error) {
 	var out []Listed
 	if SetByID(set).Interval {
 		for i := range l.Elements[set] {
@@ -545,7 +546,7 @@ func (l *Listing) Get(f Family, set SetID, keys []Element) ([]Listed, error) {
 }
 
 // holds says whether an element of a set of ranges holds a key.
-func (e *Element) holds(key *Element, f Family) bool {
+func (e *Element) holds(key *Element, f ipfamily.Family) bool {
 	n := int(e.KeyLen) - f.AddrLen()
 	if key.KeyLen != e.KeyLen || string(e.key[:n]) != string(key.key[:n]) {
 		return false
@@ -556,7 +557,7 @@ func (e *Element) holds(key *Element, f Family) bool {
 }
 
 // Holding gives the range of some that holds a key.
-func Holding(f Family, ranges []Listed, key *Element) (Listed, bool) {
+func Holding(f ipfamily.Family, ranges []Listed, key *Element) (Listed, bool) {
 	i := slices.IndexFunc(ranges, func(l Listed) bool { return l.holds(key, f) })
 	if i < 0 {
 		return Listed{}, false
@@ -565,7 +566,7 @@ func Holding(f Family, ranges []Listed, key *Element) (Listed, bool) {
 }
 
 // Line gives a step as a line: the chain, the rule, and the elements it found.
-func (s *Step) Line(f Family) string {
+func (s *Step) Line(f ipfamily.Family) string {
 	parts := make([]string, 0, 3)
 	for i := range s.Found {
 		if i == 3 && len(s.Found) > 4 {

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -41,7 +42,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 		for _, k := range keysOf(st, r) {
 			q := question(r, snap, k)
 			x := dataplane.Explain(cfg, snap, q)
-			table := &list[familyOf(k.Addr).index()]
+			table := &list[ipfamily.Of(k.Addr)]
 			p := Packet{q.Source, k.Addr, k.Protocol, k.Port, q.Interface}
 			walk, err := WalkTable(&table.Table, table, p, walkHost(snap))
 			if err != nil {
@@ -51,7 +52,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 				continue // another Service says that it runs here: then it may be known as a hairpin, and may not
 			}
 			if d := Disagreements(x, walk); d != nil || walk.Unclear != nil {
-				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, walk.Unclear, lines(walk, familyOf(k.Addr)))
+				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, walk.Unclear, lines(walk, ipfamily.Of(k.Addr)))
 			}
 			n++
 			outcomes[x.Cause.Outcome()]++
@@ -97,7 +98,7 @@ func keysOf(st *dataplane.State, r *rand.Rand) (keys []dataplane.Key) {
 	return keys
 }
 
-func lines(w *Walk, f Family) string {
+func lines(w *Walk, f ipfamily.Family) string {
 	var out []string
 	for i := range w.Steps {
 		out = append(out, fmt.Sprintf("%-20s %v %s", w.Steps[i].Chain.Name(), w.Steps[i].Matched, w.Steps[i].Line(f)))
@@ -150,9 +151,9 @@ func TestDisagreements(t *testing.T) {
 			e := frontendElement(ExternalServices, k)
 			e.setID(externalAll)
 			l.Elements[ExternalServices] = []Listed{{Element: e}}
-			s := StructureOf(st, IPv4)
+			s := StructureOf(st, ipfamily.IPv4)
 			s.Uses = s.Uses.With(Remember, ExternalServices)
-			l.Table = TableOf(IPv4, s, []ChainID{{UncountedPick, 2}, {StickyPick, 2}, {RememberFor, 3600}})
+			l.Table = TableOf(ipfamily.IPv4, s, []ChainID{{UncountedPick, 2}, {StickyPick, 2}, {RememberFor, 3600}})
 		}, "10.244.1.1:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node; " +
 			"10.244.1.2:8080: the objects say it sees the sender's own address, the kernel it sees an address of this node"},
 	} {
@@ -167,7 +168,7 @@ func TestDisagreements(t *testing.T) {
 			got = append(got, d.String())
 		}
 		if strings.Join(got, "; ") != test.want {
-			t.Errorf("%s:\n got %s\nwant %s\n%s", test.name, strings.Join(got, "; "), test.want, lines(walk, IPv4))
+			t.Errorf("%s:\n got %s\nwant %s\n%s", test.name, strings.Join(got, "; "), test.want, lines(walk, ipfamily.IPv4))
 		}
 		if _, stuck := walk.Stuck(); stuck != (test.name == "remembered") {
 			t.Errorf("%s: stuck %v", test.name, stuck)
@@ -177,7 +178,7 @@ func TestDisagreements(t *testing.T) {
 
 // TestWalkForeign meets rules and verdicts that Verdict did not write, and chains that lead round in a circle.
 func TestWalkForeign(t *testing.T) {
-	table := Table{Family: IPv4, Chains: []Chain{
+	table := Table{Family: ipfamily.IPv4, Chains: []Chain{
 		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}}, {Goto{Frontends.id()}}}},
 		{ID: Frontends.id(), Rules: []Rule{dispatch(Services)}},
 	}}
@@ -221,7 +222,7 @@ func TestWalkBridged(t *testing.T) {
 					t.Fatal(err)
 				}
 				if end := walk.Endings[0]; end.Outcome != dataplane.Sent || end.Masquerade != (bridged && !kept) {
-					t.Errorf("%v to %s, bridged %v, with the rule %v:\n%s", test.detect, test.to, bridged, kept, lines(walk, IPv4))
+					t.Errorf("%v to %s, bridged %v, with the rule %v:\n%s", test.detect, test.to, bridged, kept, lines(walk, ipfamily.IPv4))
 				}
 			}
 		}

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -81,7 +82,7 @@ func benchDiff(r *kernel.Reader, snap *snapshot.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	have := [len(nft.Families)]nft.Table{c.Tables[0].Table, c.Tables[1].Table}
+	have := ipfamily.Per[nft.Table]{c.Tables[0].Table, c.Tables[1].Table}
 	if d := m.Differences(&c.Found, &have); d != nil || c.Wrong != nil {
 		return exitStatus(exitDiffers)
 	}

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
@@ -64,7 +65,7 @@ func openRules(ctx context.Context, live *live, s *config.Settings, socket *os.F
 	}
 	p := r.chains.Programs()
 	live.log.Info("iptables writes the rules", "why", why, "programs", p.String(), "variant", p.Why)
-	if err := p.Missing(iptshim.IPv6); err != nil {
+	if err := p.Missing(ipfamily.IPv6); err != nil {
 		live.log.Warn("there are no rules for IPv6", "why", err)
 	}
 	live.withoutIPVS(s)

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
@@ -36,7 +37,7 @@ func findChains(ctx context.Context, said config.Backend) (*xtables.Programs, er
 		if !ok {
 			continue
 		}
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if wrote, err := of.Wrote(ctx, f); err == nil && wrote {
 				return of, nil
 			}
@@ -66,16 +67,16 @@ func ownRules(ctx context.Context) (takeover.Own, error) {
 type chainsFound struct {
 	programs *xtables.Programs
 	// saved and rules, how many there are of ours, are of each family; a family that is not served has none.
-	saved [len(iptshim.Families)]*iptshim.Saved
-	rules [len(iptshim.Families)]int
+	saved ipfamily.Per[*iptshim.Saved]
+	rules ipfamily.Per[int]
 	// structure is what the rules tell of what proxies are told by flags.
-	structure [len(nft.Families)]nft.Structure
+	structure ipfamily.Per[nft.Structure]
 }
 
 // readChains reads the rules of both families.
 func readChains(ctx context.Context, p *xtables.Programs) (*chainsFound, error) {
 	c := &chainsFound{programs: p}
-	for i, f := range iptshim.Families {
+	for i, f := range ipfamily.All {
 		if !p.Serves(f) {
 			continue
 		}
@@ -151,7 +152,7 @@ func (o *objectFlags) compareChains(ctx context.Context, p *xtables.Programs, co
 	}
 	model := iptshim.New(chainOptions(o.policy.settings, liberal()))
 	model.Plan(state, dataplane.Change{})
-	for i, f := range iptshim.Families {
+	for i, f := range ipfamily.All {
 		c.Tables = append(c.Tables, tableJSON{Family: f.String(), There: found.rules[i] > 0, Elements: found.rules[i]})
 		if found.saved[i] == nil {
 			c.Notes = append(c.Notes, fmt.Sprintf("%s is left out: %v", f, p.Missing(f)))

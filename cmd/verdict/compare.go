@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -171,8 +172,8 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 	c := &comparison{}
 	var wanted *nft.Model
 	if o.given() {
-		var structure [len(nft.Families)]nft.Structure
-		for i, f := range nft.Families {
+		var structure ipfamily.Per[nft.Structure]
+		for i, f := range ipfamily.All {
 			t, err := r.Table(f)
 			if err != nil {
 				return nil, err
@@ -214,7 +215,7 @@ func (o *objectFlags) compareOnce(ctx context.Context, r *kernel.Reader, complai
 		return nil, err
 	}
 	if wanted != nil {
-		have := [len(nft.Families)]nft.Table{contents.Tables[0].Table, contents.Tables[1].Table}
+		have := ipfamily.Per[nft.Table]{contents.Tables[0].Table, contents.Tables[1].Table}
 		c.Differences = differencesOf(wanted.Differences(&contents.Found, &have))
 	}
 	c.finish()
@@ -229,9 +230,9 @@ func (c *comparison) itself(contents *kernel.Contents) {
 		c.Notes = append(c.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
 			contents.Unchecked))
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		t, found := contents.Tables[i], &contents.Found[i]
-		j := tableJSON{Family: f.String(), There: t.There, Owner: t.Owner, Revision: found.Revision.Number}
+		j := tableJSON{Family: f.NFT(), There: t.There, Owner: t.Owner, Revision: found.Revision.Number}
 		for set, elements := range found.Elements {
 			if nft.SetID(set).IsContent() {
 				j.Elements += len(elements)
@@ -242,15 +243,15 @@ func (c *comparison) itself(contents *kernel.Contents) {
 		case !t.There:
 		case found.Revision == nft.Revision{}:
 			c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it has no revision: whoever wrote it was not done, or was not Verdict",
-				f, nft.TableName))
+				f.NFT(), nft.TableName))
 		case !contents.Quiet:
 			j.Digest = written.Total().String()
-			c.Notes = append(c.Notes, fmt.Sprintf("%s %s: it is written to all the time; its digest could not be checked", f, nft.TableName))
+			c.Notes = append(c.Notes, fmt.Sprintf("%s %s: it is written to all the time; its digest could not be checked", f.NFT(), nft.TableName))
 		default:
 			j.Digest, j.Found = written.Total().String(), held.Total().String()
 			if held != written {
 				c.Wrong = append(c.Wrong, fmt.Sprintf("%s %s: it does not hold what was last written: its digest should be %s and is %s",
-					f, nft.TableName, j.Digest, j.Found))
+					f.NFT(), nft.TableName, j.Digest, j.Found))
 			}
 		}
 		c.Tables = append(c.Tables, j)
@@ -261,7 +262,7 @@ func (c *comparison) itself(contents *kernel.Contents) {
 func (c *comparison) scheduled(contents *kernel.Contents) error {
 	there := map[dataplane.Key]bool{}
 	read := false
-	for i := range nft.Families {
+	for i := range ipfamily.All {
 		for _, e := range contents.Found[i].Elements[nft.Scheduled] {
 			if !read {
 				services, err := ipvsplugin.ReadStatistics()
@@ -284,7 +285,7 @@ func (c *comparison) scheduled(contents *kernel.Contents) error {
 func differencesOf(list []nft.Difference) (out []differenceJSON) {
 	for i := range list {
 		d := &list[i]
-		j := differenceJSON{Side: "kernel", Family: d.Family.String(), Object: d.Text, Port: d.Port, text: d.String(), service: d.Service()}
+		j := differenceJSON{Side: "kernel", Family: d.Family.NFT(), Object: d.Text, Port: d.Port, text: d.String(), service: d.Service()}
 		if d.Wanted {
 			j.Side = "wanted"
 		}

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -43,7 +44,7 @@ func TestMissingForAll(t *testing.T) {
 // TestRefusedNote: a namespace's events say what its own objects ask for too much of, and nothing in the words of a
 // program.
 func TestRefusedNote(t *testing.T) {
-	large := fmt.Errorf("iptables: %w", &iptshim.TooManyRules{Family: iptshim.IPv6, Rules: 40000})
+	large := fmt.Errorf("iptables: %w", &iptshim.TooManyRules{Family: ipfamily.IPv6, Rules: 40000})
 	if note := refusedNote(large); note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
 		t.Error(note)
 	}

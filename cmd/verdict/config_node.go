@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -57,7 +58,7 @@ func (l *live) saw(n *snapshot.Node) {
 			return
 		}
 	}
-	l.log.Info(text, "addresses", list(n.Addresses), "primary", familyName(primaryIPv6(l.policy().NodeIP, n.Addresses)),
+	l.log.Info(text, "addresses", list(n.Addresses), "primary", primaryFamily(l.policy().NodeIP, n.Addresses).String(),
 		"pods", list(n.PodCIDRs), "zone", n.Zone)
 	l.compareNode()
 }
@@ -87,34 +88,29 @@ func list[T fmt.Stringer](values []T) string {
 	return strings.Join(texts, ",")
 }
 
-// primaryIPv6 gives the family that the node belongs to first: that of its own address if the operator says one, else that of the
-// Node's first address, else IPv4.
-func primaryIPv6(said netip.Addr, addrs []netip.Addr) bool {
+// primaryFamily returns the family that the node belongs to first: that of its own address if the operator gives one, else that
+// of the Node's first address, else IPv4.
+func primaryFamily(said netip.Addr, addrs []netip.Addr) ipfamily.Family {
 	if !said.IsValid() && len(addrs) > 0 {
 		said = addrs[0]
 	}
-	return said.Is6()
-}
-
-func familyName(ipv6 bool) string {
-	if ipv6 {
-		return "IPv6"
+	if !said.IsValid() {
+		return ipfamily.IPv4
 	}
-	return "IPv4"
+	return ipfamily.Of(said)
 }
 
 // misfits says what in the settings does not fit to a Node: something is there for one family of addresses, and not for its first.
 func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
-	six := primaryIPv6(c.NodeIP, n.Addresses)
+	family := primaryFamily(c.NodeIP, n.Addresses)
 	add := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
 	lacks := func(ranges []netip.Prefix) bool {
-		return !slices.ContainsFunc(ranges, func(p netip.Prefix) bool { return p.Addr().Is6() == six })
+		return !slices.ContainsFunc(ranges, func(p netip.Prefix) bool { return family.Has(p.Addr()) })
 	}
-	family := familyName(six)
 	switch {
 	case len(n.Addresses) == 0 && !c.NodeIP.IsValid():
 		add("the Node has no address: node ports answer at none of its own; --bind-address can say what it is")
-	case six && noIPv6:
+	case family == ipfamily.IPv6 && noIPv6:
 		add("the Node's first address is an IPv6 one, and this host has IPv6 disabled")
 	}
 	switch d := c.DetectLocal; {

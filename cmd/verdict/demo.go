@@ -20,6 +20,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -209,22 +210,22 @@ func (s *demoService) Port() uint16 {
 }
 
 // addr gives the Service's address in a range, lab.ServiceRange or lab.ExternalRange.
-func (s *demoService) addr(ranges []netip.Prefix, f lab.Family) netip.Addr {
-	if f == lab.IPv6 {
+func (s *demoService) addr(ranges []netip.Prefix, f ipfamily.Family) netip.Addr {
+	if f == ipfamily.IPv6 {
 		return lab.Nth(ranges[1], s.number)
 	}
 	return lab.Nth(ranges[0], s.number)
 }
 
-func (s *demoService) clusterIP(f lab.Family) netip.AddrPort {
+func (s *demoService) clusterIP(f ipfamily.Family) netip.AddrPort {
 	return netip.AddrPortFrom(s.addr(lab.ServiceRange, f), s.Port())
 }
 
-func (s *demoService) loadBalancer(f lab.Family) netip.AddrPort {
+func (s *demoService) loadBalancer(f ipfamily.Family) netip.AddrPort {
 	return netip.AddrPortFrom(s.addr(lab.ExternalRange, f), s.Port())
 }
 
-func (s *demoService) nodePort(d *demo, f lab.Family) netip.AddrPort {
+func (s *demoService) nodePort(d *demo, f ipfamily.Family) netip.AddrPort {
 	return netip.AddrPortFrom(d.cluster.Node.IP(f), s.NodePort)
 }
 
@@ -258,7 +259,7 @@ func (s *demoService) Ingress() (ips []netip.Addr) {
 // demoSlice and demoEndpoint are an EndpointSlice of a demoService and its endpoints.
 type (
 	demoSlice struct {
-		Family    lab.Family
+		Family    ipfamily.Family
 		Endpoints []demoEndpoint
 	}
 	demoEndpoint struct {

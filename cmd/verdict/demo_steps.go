@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -43,7 +44,7 @@ func (d *demo) showServices(ctx context.Context) error {
 			port = fmt.Sprint(s.NodePort)
 		}
 		if s.LoadBalancer {
-			balancer = s.loadBalancer(lab.IPv4).Addr().String()
+			balancer = s.loadBalancer(ipfamily.IPv4).Addr().String()
 		}
 		if len(s.pods) > 0 {
 			pods = s.names()
@@ -56,7 +57,7 @@ func (d *demo) showServices(ctx context.Context) error {
 		case d.dns:
 			note = "UDP"
 		}
-		d.line("     %s", c.row(s.Name, s.clusterIP(lab.IPv4).Addr().String(), port, balancer, pods, d.paint(dim, note)))
+		d.line("     %s", c.row(s.Name, s.clusterIP(ipfamily.IPv4).Addr().String(), port, balancer, pods, d.paint(dim, note)))
 	}
 	d.line("")
 	return d.await(ctx)
@@ -75,7 +76,7 @@ func byFamily(from, to, last string) []string {
 type visit struct {
 	from  *lab.Host
 	place string
-	to    func(lab.Family) netip.AddrPort // invalid where the family has no such way
+	to    func(ipfamily.Family) netip.AddrPort // invalid where the family has no such way
 	saw   string
 	// answer is the pod that must answer; nil means any.
 	answer *lab.Host
@@ -85,9 +86,9 @@ type visit struct {
 func (d *demo) showReach(ctx context.Context) error {
 	d.heading("web answers whoever asks, at each of its addresses")
 	node, outside := d.cluster.Node, d.cluster.Outside
-	nodePort := func(f lab.Family) netip.AddrPort { return d.web.nodePort(d, f) }
-	loopback := func(f lab.Family) netip.AddrPort {
-		if f == lab.IPv6 {
+	nodePort := func(f ipfamily.Family) netip.AddrPort { return d.web.nodePort(d, f) }
+	loopback := func(f ipfamily.Family) netip.AddrPort {
+		if f == ipfamily.IPv6 {
 			return netip.AddrPort{}
 		}
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), d.web.NodePort)
@@ -259,10 +260,10 @@ func (d *demo) showBalance(ctx context.Context) error {
 }
 
 // counters gives how often each pod was chosen, at all of web's frontends of a family, as the elements count it.
-func (d *demo) counters(f lab.Family) (map[string]int, error) {
-	family := nft.IPv4
-	if f == lab.IPv6 {
-		family = nft.IPv6
+func (d *demo) counters(f ipfamily.Family) (map[string]int, error) {
+	family := ipfamily.IPv4
+	if f == ipfamily.IPv6 {
+		family = ipfamily.IPv6
 	}
 	elements, err := d.proxy.reader.Elements(family, nft.Endpoints)
 	if err != nil {
@@ -291,7 +292,7 @@ func (d *demo) showAffinity(ctx context.Context) error {
 		"A client is an address: its IPv4 and its IPv6 address are two.")
 	c := columns{9, 17, 27, 32}
 	d.header(c, byFamily("from", "to", "")...)
-	nodePort := func(f lab.Family) netip.AddrPort { return d.sticky.nodePort(d, f) }
+	nodePort := func(f ipfamily.Family) netip.AddrPort { return d.sticky.nodePort(d, f) }
 	for _, v := range []visit{
 		{from: d.client, place: "cluster IP", to: d.sticky.clusterIP},
 		{from: d.cluster.Node2, place: "node port", to: nodePort},
@@ -368,14 +369,14 @@ func (d *demo) showDatagrams(ctx context.Context) error {
 func (d *demo) showNoAnswer(ctx context.Context) error {
 	d.heading("Where nobody can answer, clients are told at once",
 		"Only addresses that no Service has are silent.")
-	unused := func(f lab.Family) netip.AddrPort { return netip.AddrPortFrom(d.web.clusterIP(f).Addr(), 81) }
+	unused := func(f ipfamily.Family) netip.AddrPort { return netip.AddrPortFrom(d.web.clusterIP(f).Addr(), 81) }
 	nobody := (&demoService{number: 200}).clusterIP
 	c := columns{9, 33, 23, 23}
 	d.header(c, byFamily("from", "to", "")...)
 	for _, v := range []struct {
 		from  *lab.Host
 		place string
-		to    func(lab.Family) netip.AddrPort
+		to    func(ipfamily.Family) netip.AddrPort
 		want  lab.Outcome
 	}{
 		{d.client, "empty, without an endpoint", d.empty.clusterIP, lab.Refused},
@@ -556,7 +557,7 @@ func (d *demo) showScaling(ctx context.Context) error {
 // hold opens a connection from outside to a pod.
 func (d *demo) hold(ctx context.Context, pod *lab.Host) (held *lab.Conn, r lab.Result) {
 	for range 100 {
-		held, r = d.cluster.Outside.Open(snapshot.TCP, d.web.loadBalancer(lab.IPv4), lab.Options{Timeout: demoPatience})
+		held, r = d.cluster.Outside.Open(snapshot.TCP, d.web.loadBalancer(ipfamily.IPv4), lab.Options{Timeout: demoPatience})
 		if held == nil || r.Endpoint == pod.Name || ctx.Err() != nil {
 			return held, r
 		}

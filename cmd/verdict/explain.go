@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -139,14 +140,14 @@ type explaining struct {
 	// chains are the rules of iptables, if those carry the Services; then reader is nil.
 	chains  *chainsFound
 	routes  *routes
-	tables  [len(nft.Families)]*kernel.TableFound
+	tables  ipfamily.Per[*kernel.TableFound]
 	objects *objects
 	here    []netip.Addr
 }
 
 // gather reads what the answer needs.
 func (e *explaining) gather(ctx context.Context) (err error) {
-	var structure *[len(nft.Families)]nft.Structure
+	var structure *ipfamily.Per[nft.Structure]
 	if e.o.live {
 		if structure, err = e.structure(); err != nil {
 			return err
@@ -166,12 +167,12 @@ func (e *explaining) gather(ctx context.Context) (err error) {
 }
 
 // structure reads what the kernel's rules tell of what proxies are told by flags.
-func (e *explaining) structure() (*[len(nft.Families)]nft.Structure, error) {
+func (e *explaining) structure() (*ipfamily.Per[nft.Structure], error) {
 	if e.chains != nil {
 		return &e.chains.structure, nil
 	}
-	out := &[len(nft.Families)]nft.Structure{}
-	for i, f := range nft.Families {
+	out := &ipfamily.Per[nft.Structure]{}
+	for i, f := range ipfamily.All {
 		var err error
 		if e.tables[i], err = e.reader.Table(f); err != nil {
 			return nil, err
@@ -211,7 +212,7 @@ func (e *explaining) answer() (*answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &answer{family: nft.Families[e.index()], here: e.here, routes: e.routes, sender: s}
+	a := &answer{family: ipfamily.All[e.index()], here: e.here, routes: e.routes, sender: s}
 	a.Packet = packetJSON{Source: s.addr.String(), StandsFor: s.standsFor, Destination: e.q.key.Addr.String(), Port: e.q.key.Port,
 		Protocol: e.q.key.Protocol.String(), Interface: s.iface}
 	if e.objects != nil {
@@ -247,7 +248,7 @@ func (e *explaining) ask(a *answer, s sender) error {
 			return err
 		}
 		if try > 0 { // its rules may be others now
-			if e.tables[e.index()], err = e.reader.Table(nft.Families[e.index()]); err != nil {
+			if e.tables[e.index()], err = e.reader.Table(ipfamily.All[e.index()]); err != nil {
 				return err
 			}
 		}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -25,7 +26,7 @@ type answer struct {
 	Disagreements []string `json:"disagreements,omitempty"`
 	Notes         []string `json:"notes,omitempty"`
 
-	family      nft.Family
+	family      ipfamily.Family
 	sender      sender
 	here        []netip.Addr
 	routes      *routes
@@ -332,9 +333,9 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 	v.Unclear = slices.Concat(table.Wrong, w.Unclear)
 	if !table.There {
 		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node",
-			a.family, nft.TableName))
+			a.family.NFT(), nft.TableName))
 	} else if table.Dormant {
-		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", a.family, nft.TableName))
+		a.Notes = append(a.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", a.family.NFT(), nft.TableName))
 	}
 	if el, _, ok := w.Frontend(); ok {
 		service, port, _ := strings.Cut(el.Comment, ":")
@@ -432,7 +433,7 @@ func way(w *nft.Walk) (chains []string) {
 }
 
 // trace gives every rule that looked at the packet; after the translation those for the first endpoint.
-func trace(f nft.Family, w *nft.Walk) (out []traceJSON) {
+func trace(f ipfamily.Family, w *nft.Walk) (out []traceJSON) {
 	steps := slices.Clone(w.Steps)
 	if len(w.Endings) > 0 {
 		steps = append(steps, w.Endings[0].Steps...)

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -19,7 +20,7 @@ import (
 
 // askChains follows the packet through the rules of iptables.
 func (e *explaining) askChains(a *answer, s sender) error {
-	f := iptshim.Families[e.index()]
+	f := ipfamily.All[e.index()]
 	saved := e.chains.saved[f]
 	if saved == nil {
 		return fmt.Errorf("the rules of iptables for %s cannot be read: %w", f, e.chains.programs.Missing(f))

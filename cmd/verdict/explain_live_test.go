@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -56,14 +57,14 @@ func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplan
 		}
 	}
 	labtest.Check(t, c.Node.Sysctl("net/ipv4/conf/all/route_localnet", "1"))
-	addrs := []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}
+	addrs := []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}
 	for _, r := range lab.NodePodRange {
 		addrs = append(addrs, lab.Nth(r, 1))
 	}
 	slices.SortFunc(addrs, netip.Addr.Compare)
 	cidrs := slices.Clone(lab.ServiceRange)
 	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node",
-		Addresses: []netip.Addr{c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}, PodCIDRs: lab.NodePodRange},
+		Addresses: []netip.Addr{c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}, PodCIDRs: lab.NodePodRange},
 		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range 24 {
 		c.service(i+1, &d)
@@ -141,7 +142,7 @@ func (c *askedCluster) service(n int, d *snapshot.Delta) {
 	for _, p := range protocolNames {
 		svc.Ports = append(svc.Ports, snapshot.Port{Name: p.String(), Protocol: p, Port: 80, NodePort: 30000 + uint16(n)})
 	}
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: name.Namespace, Name: fmt.Sprintf("%s-%d", name.Name, i)}, Service: name.Name}
 		for _, p := range protocolNames {
 			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: askedPort})
@@ -197,7 +198,7 @@ func (c *askedCluster) packet() (q asked, from *lab.Host) {
 	hosts := []*lab.Host{c.Pods[0], c.Pods[1], c.RemotePods[2], c.Node, c.Node2, c.Outside}
 	from = hosts[c.r.IntN(len(hosts))]
 	i, n := c.r.IntN(2), 1+c.r.IntN(24)
-	f := []lab.Family{lab.IPv4, lab.IPv6}[i]
+	f := []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6}[i]
 	q.key = dataplane.Key{Protocol: protocolNames[c.r.IntN(3)], Port: 80}
 	switch c.r.IntN(10) {
 	case 0, 1, 2:
@@ -211,7 +212,7 @@ func (c *askedCluster) packet() (q asked, from *lab.Host) {
 	case 8: // a cluster IP's other port, or nobody's address
 		q.key.Addr, q.key.Port = lab.Nth(lab.ServiceRange[i], n+c.r.IntN(2)*100), 81
 	default: // the node's loopback
-		from, f = c.Node, lab.IPv4
+		from, f = c.Node, ipfamily.IPv4
 		q.key.Addr, q.key.Port = netip.AddrFrom4([4]byte{127, 0, 0, 1}), 30000+uint16(n)
 	}
 	switch q.source = from.IP(f); {
@@ -328,7 +329,7 @@ func TestExplainDisagrees(t *testing.T) {
 	newer.Apply(d)
 	agree, differ := 0, 0
 	for n := range 24 {
-		q := asked{source: c.Pods[2].IP(lab.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
+		q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
 		a := c.ask(q, newer)
 		same := len(a.Objects.Taken) == len(a.Kernel.Taken)
 		if same != *a.Agree {
@@ -359,7 +360,7 @@ func TestExplainNotCounted(t *testing.T) {
 	for _, table := range c.backend.(*kernel.Backend).Fill() {
 		frontends += table[nft.Services].Elements + table[nft.OutsideServices].Elements
 	}
-	q := asked{source: c.Pods[2].IP(lab.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
 	for _, test := range []struct {
 		counters int
 		note     []string

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -82,7 +82,7 @@ func (a *answer) why(v *viewJSON) string {
 		return fmt.Sprintf("dropped: %s is in none of the Service's loadBalancerSourceRanges", a.sender.addr)
 	case dataplane.NotService:
 		if len(x.Unserved) > 0 {
-			family := map[nft.Family]string{nft.IPv4: "IPv4", nft.IPv6: "IPv6"}[a.family]
+			family := map[ipfamily.Family]string{ipfamily.IPv4: "IPv4", ipfamily.IPv6: "IPv6"}[a.family]
 			return fmt.Sprintf("untouched: %s names that address, but has no %s cluster IP, or no port", x.Unserved[0], family)
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -37,7 +38,7 @@ func newHub(t *testing.T, host *lab.Host, endpoint netip.Addr) *hub {
 	h.Server = httptest.NewUnstartedServer(h)
 	h.Listener.Close()
 	var err error
-	h.Listener, err = host.Listen("tcp", netip.AddrPortFrom(host.IP(lab.IPv4), 6443).String())
+	h.Listener, err = host.Listen("tcp", netip.AddrPortFrom(host.IP(ipfamily.IPv4), 6443).String())
 	labtest.Check(t, err)
 	h.EnableHTTP2 = true
 	h.StartTLS()
@@ -158,14 +159,14 @@ func TestBlackHole(t *testing.T) {
 	_, err := s.cluster.Pods[1].Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	first, second := s.cluster.Pods[0], s.cluster.Pods[1]
-	api := newHub(t, s.cluster.Outside, first.IP(lab.IPv4))
+	api := newHub(t, s.cluster.Outside, first.IP(ipfamily.IPv4))
 	s.env = []string{"HTTP2_READ_IDLE_TIMEOUT_SECONDS=1", "HTTP2_PING_TIMEOUT_SECONDS=1"}
 	s.startWith("--kubeconfig", api.kubeconfig())
 	s.wait("the kernel carries the Services", 1)
 	s.sends(first)
 
 	labtest.Run(t, s.cluster.Node, hole, "nft", "-f", "-")
-	api.move(second.IP(lab.IPv4))
+	api.move(second.IP(ipfamily.IPv4))
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		attempts := labtest.Run(t, s.cluster.Node, "", "nft", "list", "counter", "inet", "hole", "attempts")
 		if !strings.Contains(attempts, "packets 0 ") {

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
@@ -112,7 +113,7 @@ func (m mover) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 		default:
 		}
 		i, f := random.IntN(loadServices), lab.Families()[random.IntN(2)]
-		n := map[lab.Family]int{lab.IPv4: 0, lab.IPv6: 1}[f]
+		n := map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]
 		p, to := snapshot.TCP, netip.AddrPortFrom(lab.Nth(lab.ServiceRange[n], i+1), 80)
 		switch random.IntN(4) {
 		case 0:
@@ -233,7 +234,7 @@ func newMover(t *testing.T) mover {
 		}
 	}
 	m.write("node.yaml", fmt.Sprintf("apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
-		"{type: InternalIP, address: \"%s\"}]}\n", m.cluster.Node.IP(lab.IPv4), m.cluster.Node.IP(lab.IPv6)))
+		"{type: InternalIP, address: \"%s\"}]}\n", m.cluster.Node.IP(ipfamily.IPv4), m.cluster.Node.IP(ipfamily.IPv6)))
 	for i := range loadServices {
 		m.write(fmt.Sprintf("slice-%d.yaml", i), m.slice(i))
 	}

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -118,7 +119,7 @@ endpoints:
 				node = "node2"
 			}
 			fmt.Fprintf(&out, "- {addresses: [\"%s\"], nodeName: %s, conditions: {ready: true}}\n",
-				p.IP([]lab.Family{lab.IPv4, lab.IPv6}[f]), node)
+				p.IP([]ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6}[f]), node)
 		}
 		out.WriteString("---\n")
 	}
@@ -151,9 +152,9 @@ func (v *victim) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 80),
 			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[1], i+1), 80),
 			netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80),
-			netip.AddrPortFrom(v.cluster.Node.IP(lab.IPv4), uint16(30000+i)),
+			netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv4), uint16(30000+i)),
 			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], i+1), 53),
-			netip.AddrPortFrom(v.cluster.Node.IP(lab.IPv6), uint16(31000+i)),
+			netip.AddrPortFrom(v.cluster.Node.IP(ipfamily.IPv6), uint16(31000+i)),
 		}
 		n := random.IntN(len(targets))
 		p := snapshot.TCP
@@ -316,7 +317,7 @@ func newVictim(t *testing.T) *victim {
 	}
 	var services strings.Builder
 	fmt.Fprintf(&services, "apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
-		"{type: InternalIP, address: \"%s\"}]}\n---", v.cluster.Node.IP(lab.IPv4), v.cluster.Node.IP(lab.IPv6))
+		"{type: InternalIP, address: \"%s\"}]}\n---", v.cluster.Node.IP(ipfamily.IPv4), v.cluster.Node.IP(ipfamily.IPv6))
 	for i := range killServices {
 		services.WriteString(v.service(i))
 		v.write(fmt.Sprintf("slice-%d.yaml", i), v.slice(i))

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -54,8 +55,8 @@ func newLog(t *testing.T) *os.File {
 // worksOn says that the proxy starts, follows changes, and is started again after a crash.
 func (s *shown) worksOn() {
 	s.t.Helper()
-	healthz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(lab.IPv4))
-	check := fmt.Sprintf("http://%s:30900", s.cluster.Node.IP(lab.IPv4))
+	healthz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(ipfamily.IPv4))
+	check := fmt.Sprintf("http://%s:30900", s.cluster.Node.IP(ipfamily.IPv4))
 	s.await("at first", s.cluster.Outside, healthz, 200, `"healthy":true`)
 	child := s.child()
 	for range 5 {
@@ -142,7 +143,7 @@ func TestLogUnreadAtTheEnd(t *testing.T) {
 	_, w := fullPipe(t)
 	s := newShown(t, w)
 	s.start()
-	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(lab.IPv4))
+	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(ipfamily.IPv4))
 	s.await("at first", s.cluster.Outside, readyz, 200, `"healthy":true`)
 	s.ends()
 }

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -33,8 +34,8 @@ func TestClockJumps(t *testing.T) {
 	s := newShown(t, newLog(t))
 	s.start()
 	s.wait("the kernel carries the Services", 1)
-	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(lab.IPv4))
-	check := fmt.Sprintf("http://%s:30900", s.cluster.Node.IP(lab.IPv4))
+	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(ipfamily.IPv4))
+	check := fmt.Sprintf("http://%s:30900", s.cluster.Node.IP(ipfamily.IPv4))
 	s.await("at first", s.cluster.Outside, readyz, 200, `"healthy":true`)
 	child := s.child()
 	sum := 0.0

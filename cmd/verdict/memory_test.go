@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
@@ -97,7 +98,7 @@ func (c crowd) serve(t *testing.T, host *lab.Host) string {
 	server := httptest.NewUnstartedServer(c)
 	server.Listener.Close()
 	var err error
-	server.Listener, err = host.Listen("tcp", netip.AddrPortFrom(host.IP(lab.IPv4), 6443).String())
+	server.Listener, err = host.Listen("tcp", netip.AddrPortFrom(host.IP(ipfamily.IPv4), 6443).String())
 	labtest.Check(t, err)
 	server.Start()
 	t.Cleanup(func() {
@@ -122,7 +123,7 @@ func TestMemoryLimit(t *testing.T) {
 	s.wait("the kernel carries the Services", 1)
 	least := s.group.Used(t) // as good as nothing is needed for one Service
 	s.ends()
-	url := newCrowd(t, services, endpoints, pod.IP(lab.IPv4)).serve(t, s.cluster.Outside)
+	url := newCrowd(t, services, endpoints, pod.IP(ipfamily.IPv4)).serve(t, s.cluster.Outside)
 	flags := []string{"--kubeconfig", kubeconfigOf(t, url)}
 	s.startWith(flags...)
 	s.wait("the kernel carries the Services", 2)

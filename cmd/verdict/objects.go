@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -65,7 +66,7 @@ type objects struct {
 
 // load reads the objects once. Structure, if not nil, is what the kernel's rules tell of each family, which stands in for the
 // flags that are not given. Here says that this is the node itself, whatever the Node object says.
-func (o *objectFlags) load(ctx context.Context, structure *[len(nft.Families)]nft.Structure, here bool) (*objects, error) {
+func (o *objectFlags) load(ctx context.Context, structure *ipfamily.Per[nft.Structure], here bool) (*objects, error) {
 	out := &objects{}
 	var err error
 	if out.config, err = o.policy.config(); err != nil {
@@ -97,7 +98,7 @@ func (o *objectFlags) load(ctx context.Context, structure *[len(nft.Families)]nf
 }
 
 // adopt takes from the kernel's rules what flags that are not given would say, and names those flags.
-func (o *objectFlags) adopt(c *dataplane.Config, structure *[len(nft.Families)]nft.Structure) (adopted []string) {
+func (o *objectFlags) adopt(c *dataplane.Config, structure *ipfamily.Per[nft.Structure]) (adopted []string) {
 	four, six := structure[0], structure[1]
 	said := func(names ...string) bool {
 		return o.policy.flags.Config != "" || slices.ContainsFunc(names, o.flags.Changed)

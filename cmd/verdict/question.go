@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/vishvananda/netlink"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -25,7 +27,7 @@ const (
 )
 
 // Addresses that no host has: they stand for one that is neither a pod nor this node (RFC 7600, RFC 6666).
-var somebody = [2]netip.Addr{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
+var somebody = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
 
 // asked is what the command line asks.
 type asked struct {

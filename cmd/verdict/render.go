@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
@@ -73,7 +74,7 @@ type rendering struct {
 // renderChains says how rules of iptables are to be printed.
 type renderChains struct {
 	options iptshim.Options
-	family  iptshim.Family
+	family  ipfamily.Family
 }
 
 // chainsToRender reads the flags about iptables; nil if nftables is to be printed.
@@ -89,7 +90,7 @@ func chainsToRender(policy *policyFlags, family string, said bool) (*renderChain
 	switch family {
 	case "ipv4":
 	case "ipv6":
-		c.family = iptshim.IPv6
+		c.family = ipfamily.IPv6
 	default:
 		return nil, fmt.Errorf("--family: %q is neither ipv4 nor ipv6", family)
 	}

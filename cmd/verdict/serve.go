@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/health"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -191,7 +192,7 @@ func (s *surface) retune(policy dataplane.Config) { s.ports.SetConfig(policy) }
 // looked is told of a look at the flows.
 func (s *surface) looked(l conntrack.Look) {
 	s.metrics.Looked(metrics.Flows{Took: l.Took, Failed: l.Err != nil,
-		Judged: [2]int{l.IPv4.Judged, l.IPv6.Judged}, Removed: [2]int{l.IPv4.Removed, l.IPv6.Removed}})
+		Judged: ipfamily.Per[int]{l.IPv4.Judged, l.IPv6.Judged}, Removed: ipfamily.Per[int]{l.IPv4.Removed, l.IPv6.Removed}})
 }
 
 // sink gives where a source is to put what it sees, and has its requests counted.
@@ -271,10 +272,10 @@ func fill(b *kernel.Backend) (out []metrics.Fill) {
 	if tables == nil {
 		return nil
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for set, size := range tables[i] {
 			if id := nft.SetID(set); id.IsContent() || id == nft.Affinity {
-				out = append(out, metrics.Fill{IPv6: f == nft.IPv6, Set: id.String(), Elements: size.Elements, Size: size.Size})
+				out = append(out, metrics.Fill{IPv6: f == ipfamily.IPv6, Set: id.String(), Elements: size.Elements, Size: size.Size})
 			}
 		}
 	}

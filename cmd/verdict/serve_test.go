@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -63,8 +64,8 @@ metadata:
 addressType: IPv4
 ports: [{name: http, port: 8080, protocol: TCP}]
 endpoints: [{addresses: ["%s"], nodeName: node, conditions: %s}]
-`, s.taint, node.IP(lab.IPv4), node.IP(lab.IPv6), s.clusterIP(), s.clusterIP(), lab.Nth(lab.ExternalRange[0], 1), triggered,
-		s.cluster.Pods[0].IP(lab.IPv4), conditions))
+`, s.taint, node.IP(ipfamily.IPv4), node.IP(ipfamily.IPv6), s.clusterIP(), s.clusterIP(), lab.Nth(lab.ExternalRange[0], 1), triggered,
+		s.cluster.Pods[0].IP(ipfamily.IPv4), conditions))
 }
 
 func (s *shown) clusterIP() netip.Addr { return lab.Nth(lab.ServiceRange[0], 1) }
@@ -134,8 +135,8 @@ func TestServing(t *testing.T) {
 		_ = s.keeper.Wait()
 	}()
 	node, balancer := s.cluster.Node, s.cluster.Outside
-	healthz := "http://" + netip.AddrPortFrom(node.IP(lab.IPv4), 10256).String()
-	check := "http://" + netip.AddrPortFrom(node.IP(lab.IPv4), 30900).String() + "/"
+	healthz := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 10256).String()
+	check := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 30900).String() + "/"
 
 	s.await("started", balancer, healthz+"/healthz", 200, `"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`)
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
@@ -188,7 +189,7 @@ func (s *shown) pages() {
 	if code, _, _ := s.get(s.cluster.Node, "http://127.0.0.1:10249/debug/pprof/"); code != 404 {
 		s.t.Errorf("profiles were not asked for: %d", code)
 	}
-	if code, _, _ := s.get(s.cluster.Outside, "http://"+netip.AddrPortFrom(s.cluster.Node.IP(lab.IPv4), 10249).String()+"/metrics"); code != 0 {
+	if code, _, _ := s.get(s.cluster.Outside, "http://"+netip.AddrPortFrom(s.cluster.Node.IP(ipfamily.IPv4), 10249).String()+"/metrics"); code != 0 {
 		s.t.Errorf("metrics are shown to everybody: %d", code)
 	}
 }
@@ -233,7 +234,7 @@ func (s *shown) counts() {
 func (s *shown) portTaken() {
 	s.t.Helper()
 	var taken net.Listener
-	at := netip.AddrPortFrom(s.cluster.Node.IP(lab.IPv4), 30901)
+	at := netip.AddrPortFrom(s.cluster.Node.IP(ipfamily.IPv4), 30901)
 	labtest.Check(s.t, s.cluster.Node.Do(func() (err error) {
 		taken, err = net.Listen("tcp4", at.String())
 		return err

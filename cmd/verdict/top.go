@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
@@ -96,7 +97,7 @@ func (o *topOptions) printOnce(cmd *cobra.Command, s *sampler) error {
 		return err
 	}
 	var expanded []string
-	if (s.revisions == [len(nft.Families)]nft.Revision{}) && len(s.ports) == 0 {
+	if (s.revisions == ipfamily.Per[nft.Revision]{}) && len(s.ports) == 0 {
 		return errors.New("there are no tables of Verdict on this node: nobody carries Services")
 	}
 	if o.service != "" {

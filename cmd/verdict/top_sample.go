@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -17,9 +18,9 @@ import (
 
 // counters is where top reads; a *kernel.Reader.
 type counters interface {
-	Get(f nft.Family, set nft.SetID, keys []nft.Element) ([]nft.Listed, error)
-	List(f nft.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error)
-	Revisions() ([len(nft.Families)]nft.Revision, error)
+	Get(f ipfamily.Family, set nft.SetID, keys []nft.Element) ([]nft.Listed, error)
+	List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error)
+	Revisions() (ipfamily.Per[nft.Revision], error)
 }
 
 const (
@@ -60,7 +61,7 @@ type frontendMeter struct {
 	// pool is the element of the pool that it leads to.
 	pool   nft.Element
 	count  dataplane.FrontendCount
-	family nft.Family
+	family ipfamily.Family
 	port   *portMeter
 	seen   int
 }
@@ -125,7 +126,7 @@ type sampler struct {
 	ports     map[string]*portMeter
 	// listed is when all frontends were listed, with the revisions of then; round counts listings, next is whose turn it is.
 	listed    time.Time
-	revisions [len(nft.Families)]nft.Revision
+	revisions ipfamily.Per[nft.Revision]
 	round     int
 	next      int
 	order     []*frontendMeter
@@ -134,7 +135,7 @@ type sampler struct {
 }
 
 type poolOfFamily struct {
-	family nft.Family
+	family ipfamily.Family
 	id     uint32
 }
 
@@ -178,7 +179,7 @@ func (s *sampler) sample(visible, expanded []string, interval time.Duration, all
 // list reads all frontends; those that are gone are forgotten.
 func (s *sampler) list() error {
 	s.round++
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		pools, whole, err := s.from.List(f, nft.Pools)
 		if err != nil {
 			return err
@@ -233,12 +234,12 @@ func portName(e *nft.Element) string {
 	return e.FrontendKey().String()
 }
 
-func meterKey(f nft.Family, e *nft.Element) string {
-	return f.String() + string(rune(e.Set)) + string(e.Key())
+func meterKey(f ipfamily.Family, e *nft.Element) string {
+	return f.NFT() + string(rune(e.Set)) + string(e.Key())
 }
 
 // take takes a reading of a frontend.
-func (s *sampler) take(f nft.Family, l *nft.Listed, at time.Time) {
+func (s *sampler) take(f ipfamily.Family, l *nft.Listed, at time.Time) {
 	if name := portName(&l.Element); s.only != "" && name != s.only && !strings.HasPrefix(name, s.only+":") {
 		return
 	}
@@ -271,7 +272,7 @@ func (s *sampler) slice(visible []string, most int) error {
 		s.next++
 	}
 	type set struct {
-		family nft.Family
+		family ipfamily.Family
 		id     nft.SetID
 	}
 	keys := map[set][]nft.Element{}
@@ -299,14 +300,14 @@ func (s *sampler) slice(visible []string, most int) error {
 	return nil
 }
 
-func (s *sampler) takePools(f nft.Family, pools []nft.Listed) {
+func (s *sampler) takePools(f ipfamily.Family, pools []nft.Listed) {
 	for i := range pools {
 		s.pools[poolOfFamily{f, pools[i].ID()}] = pools[i].Element
 	}
 }
 
 // getPools reads the pools that some frontends lead to.
-func (s *sampler) getPools(f nft.Family, frontends []nft.Listed) error {
+func (s *sampler) getPools(f ipfamily.Family, frontends []nft.Listed) error {
 	var keys []nft.Element
 	asked := map[uint32]bool{}
 	for i := range frontends {
@@ -339,7 +340,7 @@ func (s *sampler) endpoints(p *portMeter) error {
 		}
 		return found[ep]
 	}
-	count := func(f nft.Family, ep netip.AddrPort, l *nft.Listed) {
+	count := func(f ipfamily.Family, ep netip.AddrPort, l *nft.Listed) {
 		key := meterKey(f, &l.Element)
 		m := &meter{}
 		if before := p.endpoints[ep]; before != nil && before.elements[key] != nil {

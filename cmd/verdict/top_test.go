@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -23,7 +24,7 @@ import (
 
 // fakeCounters are tables in memory whose counters a test sets, and which count what is read.
 type fakeCounters struct {
-	tables   [2]nft.Listing
+	tables   ipfamily.Per[nft.Listing]
 	revision uint32
 	// read counts elements, lists how often a set was listed.
 	read, lists int
@@ -32,14 +33,14 @@ type fakeCounters struct {
 	scheduled int
 }
 
-func (f *fakeCounters) index(family nft.Family) int {
-	if family == nft.IPv6 {
+func (f *fakeCounters) index(family ipfamily.Family) int {
+	if family == ipfamily.IPv6 {
 		return 1
 	}
 	return 0
 }
 
-func (f *fakeCounters) Get(family nft.Family, set nft.SetID, keys []nft.Element) ([]nft.Listed, error) {
+func (f *fakeCounters) Get(family ipfamily.Family, set nft.SetID, keys []nft.Element) ([]nft.Listed, error) {
 	f.read += len(keys)
 	wanted := map[string]bool{}
 	for i := range keys {
@@ -54,20 +55,20 @@ func (f *fakeCounters) Get(family nft.Family, set nft.SetID, keys []nft.Element)
 	return out, f.failure
 }
 
-func (f *fakeCounters) List(family nft.Family, set nft.SetID) ([]nft.Listed, bool, error) {
+func (f *fakeCounters) List(family ipfamily.Family, set nft.SetID) ([]nft.Listed, bool, error) {
 	elements := f.tables[f.index(family)].Elements[set]
 	f.read += len(elements)
 	f.lists++
 	return slices.Clone(elements), true, f.failure
 }
 
-func (f *fakeCounters) Revisions() (out [2]nft.Revision, err error) {
-	return [2]nft.Revision{{Number: f.revision}, {Number: f.revision}}, f.failure
+func (f *fakeCounters) Revisions() (out ipfamily.Per[nft.Revision], err error) {
+	return ipfamily.Per[nft.Revision]{{Number: f.revision}, {Number: f.revision}}, f.failure
 }
 
 // count adds to the counters of the elements whose texts hold a text.
 func (f *fakeCounters) count(set nft.SetID, text string, n uint64) {
-	for i, family := range nft.Families {
+	for i, family := range ipfamily.All {
 		s := nft.SetByID(set)
 		for k := range f.tables[i].Elements[set] {
 			if l := &f.tables[i].Elements[set][k]; strings.Contains(l.Element.Text(family, &s), text) {
@@ -79,7 +80,7 @@ func (f *fakeCounters) count(set nft.SetID, text string, n uint64) {
 
 // countSlot adds to the counter of a slot of the pool that the frontend of a text leads to.
 func (f *fakeCounters) countSlot(set nft.SetID, text string, slot uint32, n uint64) {
-	for i, family := range nft.Families {
+	for i, family := range ipfamily.All {
 		s, pools := nft.SetByID(set), map[uint32]bool{}
 		for k := range f.tables[i].Elements[set] {
 			if l := &f.tables[i].Elements[set][k]; strings.Contains(l.Element.Text(family, &s), text) {

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -97,8 +98,8 @@ func (c *canary) slicePorts() []discovery.EndpointPort {
 	return []discovery.EndpointPort{{Name: new("canary"), Port: new(c.target()), Protocol: new(v1.ProtocolTCP)}}
 }
 
-func addressType(f lab.Family) discovery.AddressType {
-	if f == lab.IPv4 {
+func addressType(f ipfamily.Family) discovery.AddressType {
+	if f == ipfamily.IPv4 {
 		return discovery.AddressTypeIPv4
 	}
 	return discovery.AddressTypeIPv6

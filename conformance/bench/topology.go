@@ -13,6 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -379,14 +380,14 @@ func NodeOf(name string) string {
 }
 
 // SecondAddr gives the other address of a node.
-func (t *Topology) SecondAddr(node string, f lab.Family) netip.Addr {
+func (t *Topology) SecondAddr(node string, f ipfamily.Family) netip.Addr {
 	i := int(node[len(node)-1] - 'a')
 	return lab.Nth(NodeRange[index(f)], secondNodeNumber+10*i)
 }
 
 // index gives a family's place in the ranges.
-func index(f lab.Family) int {
-	if f == lab.IPv4 {
+func index(f ipfamily.Family) int {
+	if f == ipfamily.IPv4 {
 		return 0
 	}
 	return 1

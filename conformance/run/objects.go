@@ -15,6 +15,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
@@ -26,11 +27,11 @@ const (
 )
 
 // labFamily gives a family in the words of the lab.
-func labFamily(f cases.Family) lab.Family {
+func labFamily(f cases.Family) ipfamily.Family {
 	if f == cases.IPv4 {
-		return lab.IPv4
+		return ipfamily.IPv4
 	}
-	return lab.IPv6
+	return ipfamily.IPv6
 }
 
 // matrixService gives the Service of a case of a matrix. n tells its external addresses from those of other Services.

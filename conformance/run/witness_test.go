@@ -10,7 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
-	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -204,7 +204,7 @@ func TestEntry(t *testing.T) {
 		{"client-a", "198.18.0.1", "node-a", "eth0"},
 		{"client-b", "fd00:10:96::1", "node-b", "eth0"},
 		{"client-b", "192.0.2.10", "node-a", "eth0"},
-		{"client-a", topology.SecondAddr("node-b", lab.IPv6).String(), "node-b", "eth0"},
+		{"client-a", topology.SecondAddr("node-b", ipfamily.IPv6).String(), "node-b", "eth0"},
 		{"client-a", "10.244.2.10", "node-b", "eth0"},
 		{"client-a", "2001:db8:cb::fa", "", "eth0"},
 	} {

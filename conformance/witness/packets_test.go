@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/witness"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -58,7 +59,7 @@ func anyRules(random *rand.Rand, c *lab.Cluster) string {
 
 // anyStatements makes up rules for a base chain, or for a chain that is jumped to from anywhere.
 func anyStatements(random *rand.Rand, b *strings.Builder, c *lab.Cluster, place string, n int) {
-	pod := func() netip.Addr { return c.Pods[random.IntN(len(c.Pods))].IP(lab.IPv4) }
+	pod := func() netip.Addr { return c.Pods[random.IntN(len(c.Pods))].IP(ipfamily.IPv4) }
 	for range n {
 		match := fmt.Sprintf("udp dport %d", ports[random.IntN(len(ports))])
 		match += []string{
@@ -73,7 +74,7 @@ func anyStatements(random *rand.Rand, b *strings.Builder, c *lab.Cluster, place 
 		switch place {
 		case "nat prerouting", "nat output":
 			to := fmt.Sprintf("dnat ip to %s:%d", pod(), ports[random.IntN(len(ports))])
-			verdicts = append(verdicts, to, to, fmt.Sprintf("dnat ip to %s", c.Node.IP(lab.IPv4)), "jump x", "goto y")
+			verdicts = append(verdicts, to, to, fmt.Sprintf("dnat ip to %s", c.Node.IP(ipfamily.IPv4)), "jump x", "goto y")
 		case "nat postrouting":
 			verdicts = append(verdicts, "masquerade", "masquerade", "snat ip to 192.0.2.10", "jump x")
 		case "prerouting":
@@ -97,7 +98,7 @@ func sendings(c *lab.Cluster, podLink string) (list []sending) {
 	for _, s := range from {
 		for _, to := range []*lab.Host{c.Node, c.Pods[0], c.Pods[1]} {
 			for _, port := range ports {
-				s.to = netip.AddrPortFrom(to.IP(lab.IPv4), port)
+				s.to = netip.AddrPortFrom(to.IP(ipfamily.IPv4), port)
 				if s.from != to || s.iif == "" { // what a pod sends to itself is not seen by the node
 					list = append(list, s)
 				}
@@ -127,7 +128,7 @@ func agreesWithPackets(t *testing.T, conf lab.Config, podLink string, bridged []
 		_, err := h.Serve(snapshot.UDP, ports...)
 		labtest.Check(t, err)
 	}
-	local := []netip.Addr{c.Node.IP(lab.IPv4), netip.MustParseAddr("10.244.1.1")}
+	local := []netip.Addr{c.Node.IP(ipfamily.IPv4), netip.MustParseAddr("10.244.1.1")}
 	nft := labtest.Nfts(t)[0]
 	seen := map[witness.Verdict]int{}
 	for seed := range *rounds {
@@ -136,7 +137,7 @@ func agreesWithPackets(t *testing.T, conf lab.Config, podLink string, bridged []
 		labtest.Run(t, c.Node, "flush ruleset\n"+text, nft.Path, "-f", "-")
 		r := parse(t, list(t, c.Node, nft))
 		for i, s := range sendings(c, podLink) {
-			client := netip.AddrPortFrom(s.from.IP(lab.IPv4), uint16(20000+seed*40+i))
+			client := netip.AddrPortFrom(s.from.IP(ipfamily.IPv4), uint16(20000+seed*40+i))
 			q := witness.Question{Iif: s.iif, Src: client, Dst: s.to, Protocol: "udp", Local: local}
 			if s.iif == podLink {
 				q.Bridged = bridged

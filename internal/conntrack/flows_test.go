@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -104,7 +105,7 @@ func ready(hosts ...*lab.Host) (out []end) {
 func (p *proxied) service(change func(*snapshot.Service), target uint16, ends ...end) snapshot.Delta {
 	svc := &snapshot.Service{Name: name("dns")}
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], 1))
 		svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 1))
 		sl := &snapshot.Slice{Name: name(fmt.Sprintf("dns-%d", i)), Service: "dns"}
@@ -139,7 +140,7 @@ type client struct {
 
 // clients gives every kind of client to every kind of frontend.
 func (p *proxied) clients() (out []client) {
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		cluster := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i], 1), port)
 		external := netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], 1), port)
 		node := netip.AddrPortFrom(p.Node.IP(f), nodePort)
@@ -248,7 +249,7 @@ func TestServiceGone(t *testing.T) {
 func TestBeforeTheFirst(t *testing.T) {
 	p := newProxied(t)
 	for i, cl := range p.clients() {
-		if cl.from == p.Node && cl.to.Addr() == p.Node.IP(lab.FamilyOf(cl.to.Addr())) || cl.to.Addr().IsLoopback() {
+		if cl.from == p.Node && cl.to.Addr() == p.Node.IP(ipfamily.Of(cl.to.Addr())) || cl.to.Addr().IsLoopback() {
 			continue // refused by the node itself, at a port that nobody listens at
 		}
 		from := netip.AddrPortFrom(netip.IPv4Unspecified(), uint16(20000+i))
@@ -366,7 +367,7 @@ func TestExternalLocal(t *testing.T) {
 // TestSCTP: an association cannot be taken over, but a client that begins anew from its port must not meet the old flow.
 func TestSCTP(t *testing.T) {
 	p := newProxied(t)
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
 		p.look()
 		to := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[i], 1), port)

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -68,14 +69,14 @@ type check struct {
 	age  snapshot.Age
 	port uint16 // 0 if it is gone
 	// serves says which families the Service has a cluster IP of, ready how many endpoints there are here: IPv4, IPv6.
-	serves [2]bool
-	ready  [2]int
+	serves ipfamily.Per[bool]
+	ready  ipfamily.Per[int]
 
 	// Only Run's goroutine uses the rest: what is open, and what was said of that which cannot be opened.
 	servers map[netip.AddrPort]*http.Server
 	failed  map[netip.AddrPort]string
 	// counted is how many of both are in the sums.
-	counted [2]int
+	counted ipfamily.Per[int]
 }
 
 type socket struct {
@@ -152,9 +153,9 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 		c = &check{name: name, servers: map[netip.AddrPort]*http.Server{}, failed: map[netip.AddrPort]string{}}
 		n.checks[name] = c
 	}
-	var serves [2]bool
+	var serves ipfamily.Per[bool]
 	for _, a := range svc.ClusterIPs {
-		serves[familyOf(a)] = true
+		serves[ipfamily.Of(a)] = true
 	}
 	if c.port != svc.HealthCheckNodePort || c.serves != serves || c.age != svc.Age {
 		n.unfile(c)
@@ -190,13 +191,6 @@ func (n *NodePorts) lookAt(port uint16) {
 	for _, c := range n.byPort[port] {
 		n.look(c)
 	}
-}
-
-func familyOf(a netip.Addr) int {
-	if a.Is4() {
-		return 0
-	}
-	return 1
 }
 
 // Run opens and closes ports until ctx is done, and then closes all.
@@ -296,7 +290,7 @@ func (r *run) take() map[*check]target {
 // wanted gives where a check is to be answered.
 func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
 	for _, a := range n.addrs {
-		if c.port != 0 && c.serves[familyOf(a)] {
+		if c.port != 0 && c.serves[ipfamily.Of(a)] {
 			out = append(out, netip.AddrPortFrom(a, c.port))
 		}
 	}
@@ -341,7 +335,7 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 		return
 	}
 	delete(c.failed, at)
-	family := familyOf(at.Addr())
+	family := ipfamily.Of(at.Addr())
 	srv := newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { r.answer(w, c, family) }))
 	c.servers[at] = srv
 	r.sockets++
@@ -395,7 +389,7 @@ func (n *NodePorts) Ports() (open, failing int) {
 
 // answer tells how many endpoints there are, in kube-proxy's words. The Service's policies make no difference to that, nor does what
 // becomes of the node.
-func (n *NodePorts) answer(w http.ResponseWriter, c *check, family int) {
+func (n *NodePorts) answer(w http.ResponseWriter, c *check, family ipfamily.Family) {
 	healthy := n.Healthy()
 	n.mu.Lock()
 	count := c.ready[family]

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -88,7 +89,7 @@ func TestClusterNAT(t *testing.T) {
 	}
 }
 
-func testNAT(t *testing.T, c *lab.Cluster, f lab.Family, vips map[*lab.Host]netip.AddrPort, masquerade bool) {
+func testNAT(t *testing.T, c *lab.Cluster, f ipfamily.Family, vips map[*lab.Host]netip.AddrPort, masquerade bool) {
 	for _, p := range protocols {
 		for _, from := range everybody(c) {
 			for _, to := range everybody(c) {
@@ -108,9 +109,9 @@ func testNAT(t *testing.T, c *lab.Cluster, f lab.Family, vips map[*lab.Host]neti
 }
 
 // natRules sends each VIP to a host's port 8080, for packets from elsewhere and from the node itself.
-func natRules(f lab.Family, vips map[*lab.Host]netip.AddrPort, masquerade bool) string {
+func natRules(f ipfamily.Family, vips map[*lab.Host]netip.AddrPort, masquerade bool) string {
 	family, word := "ip", "ip"
-	if f == lab.IPv6 {
+	if f == ipfamily.IPv6 {
 		family, word = "ip6", "ip6"
 	}
 	var dnat strings.Builder

@@ -15,6 +15,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -29,7 +30,7 @@ func needNft(t testing.TB) {
 }
 
 // eachFlow runs a test for each protocol and family.
-func eachFlow(t *testing.T, f func(t *testing.T, p snapshot.Protocol, family lab.Family)) {
+func eachFlow(t *testing.T, f func(t *testing.T, p snapshot.Protocol, family ipfamily.Family)) {
 	for _, family := range lab.Families() {
 		for _, p := range protocols {
 			t.Run(fmt.Sprintf("%s %s", family, p), func(t *testing.T) { f(t, p, family) })
@@ -52,7 +53,7 @@ func TestDialClosedPort(t *testing.T) {
 	c := labtest.NewCluster(t, lab.Config{LocalPods: 2})
 	_, err := c.Pods[0].Serve(snapshot.SCTP, 8080)
 	labtest.Check(t, err)
-	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f lab.Family) {
+	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f ipfamily.Family) {
 		for _, from := range []*lab.Host{c.Outside, c.Node, c.Node2} {
 			for _, to := range []*lab.Host{c.Pods[0], c.Pods[1], c.Node} {
 				r := from.Dial(p, netip.AddrPortFrom(to.IP(f), 9), lab.Options{})
@@ -85,9 +86,9 @@ func TestDialFiltered(t *testing.T) {
 				chain out { type filter hook output priority 0; ip daddr 10.96.0.1 %[1]s; ip6 daddr fd00:10:96::1 %[2]s; }
 			}`, v.v4, v.v6), "nft", "-f", "-")
 		t.Run(v.v6, func(t *testing.T) {
-			eachFlow(t, func(t *testing.T, p snapshot.Protocol, f lab.Family) {
+			eachFlow(t, func(t *testing.T, p snapshot.Protocol, f ipfamily.Family) {
 				for _, from := range []*lab.Host{c.Outside, c.Pods[0], c.RemotePods[0], c.Node} {
-					vip := map[lab.Family]string{lab.IPv4: "10.96.0.1:80", lab.IPv6: "[fd00:10:96::1]:80"}[f]
+					vip := map[ipfamily.Family]string{ipfamily.IPv4: "10.96.0.1:80", ipfamily.IPv6: "[fd00:10:96::1]:80"}[f]
 					timeout := time.Second
 					if v.want == lab.TimedOut {
 						timeout = 50 * time.Millisecond
@@ -103,11 +104,11 @@ func TestDialFiltered(t *testing.T) {
 // An address that nobody has is silence.
 func TestDialNobody(t *testing.T) {
 	c := labtest.NewCluster(t, lab.Config{LocalPods: 1, RemotePods: 1})
-	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f lab.Family) {
+	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f ipfamily.Family) {
 		var wg sync.WaitGroup
 		for _, from := range []*lab.Host{c.Outside, c.Node, c.Node2, c.Pods[0], c.RemotePods[0]} {
 			for _, rs := range [][]netip.Prefix{lab.ServiceRange, lab.ExternalRange} {
-				to := netip.AddrPortFrom(lab.Nth(rs[int(f)/6], 77), 80)
+				to := netip.AddrPortFrom(lab.Nth(rs[f], 77), 80)
 				wg.Go(func() {
 					r := from.Dial(p, to, lab.Options{Timeout: 50 * time.Millisecond})
 					wantOutcome(t, from.Name+" to "+to.String(), r, lab.TimedOut, 50*time.Millisecond)
@@ -126,9 +127,9 @@ func TestDialFrom(t *testing.T) {
 	for _, a := range second {
 		labtest.Check(t, c.Outside.AddAddr("eth0", a))
 	}
-	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f lab.Family) {
+	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f ipfamily.Family) {
 		for range 3 {
-			from := netip.AddrPortFrom(second[int(f)/6].Addr(), 4444)
+			from := netip.AddrPortFrom(second[f].Addr(), 4444)
 			// The RST of the connection before may still wait in the server's socket, and take the next SYN with it.
 			o := lab.Options{From: from, Timeout: 5 * time.Second}
 			r := c.Outside.Dial(p, netip.AddrPortFrom(c.Pods[0].IP(f), 8080), o)
@@ -136,7 +137,7 @@ func TestDialFrom(t *testing.T) {
 				t.Errorf("%s, want source %s", r, from)
 			}
 		}
-		nobody := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[int(f)/6], 1), 0)
+		nobody := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], 1), 0)
 		r := c.Outside.Dial(p, netip.AddrPortFrom(c.Pods[0].IP(f), 8080), lab.Options{From: nobody})
 		if r.Outcome == lab.Answered {
 			t.Errorf("from an address that is not the host's own: %s", r)
@@ -220,7 +221,7 @@ func TestOpenMoves(t *testing.T) {
 	serve(t, c.Pods, 8080)
 	vip := netip.MustParseAddrPort("10.96.0.1:80")
 	point := func(to *lab.Host) {
-		labtest.Run(t, c.Node, natRules(lab.IPv4, map[*lab.Host]netip.AddrPort{to: vip}, false), "nft", "-f", "-")
+		labtest.Run(t, c.Node, natRules(ipfamily.IPv4, map[*lab.Host]netip.AddrPort{to: vip}, false), "nft", "-f", "-")
 	}
 	point(c.Pods[0])
 	udp, r := c.Outside.Open(snapshot.UDP, vip, lab.Options{})

@@ -12,6 +12,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Host is a network namespace with a name. It is held by a descriptor and lives until its Net is closed.
@@ -129,8 +131,8 @@ func (h *Host) close() error {
 }
 
 // IP gives the host's main address of a family; invalid if it has none.
-func (h *Host) IP(f Family) netip.Addr {
-	if f == IPv4 {
+func (h *Host) IP(f ipfamily.Family) netip.Addr {
+	if f == ipfamily.IPv4 {
 		return h.IP4
 	}
 	return h.IP6

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -146,7 +147,7 @@ func TestLink(t *testing.T) {
 		}
 	}
 	serve(t, []*lab.Host{b}, 80)
-	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f lab.Family) {
+	eachFlow(t, func(t *testing.T, p snapshot.Protocol, f ipfamily.Family) {
 		if r := a.Dial(p, netip.AddrPortFrom(b.IP(f), 80), lab.Options{}); r.Endpoint != "b" {
 			t.Error(r)
 		}

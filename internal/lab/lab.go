@@ -20,44 +20,24 @@ package lab
 
 import (
 	"errors"
-	"fmt"
 	"io"
-	"net/netip"
 	"os"
 	"slices"
 	"sync"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // ErrClosed is what a closed Net or Host answers with.
 var ErrClosed = errors.New("lab: closed")
 
-// Family is an address family, by its version number.
-type Family uint8
-
-// The address families.
-const (
-	IPv4 Family = 4
-	IPv6 Family = 6
-)
-
-// String gives "IPv4" or "IPv6".
-func (f Family) String() string { return fmt.Sprintf("IPv%d", uint8(f)) }
-
-// FamilyOf gives the family of an address.
-func FamilyOf(a netip.Addr) Family {
-	if a.Is4() {
-		return IPv4
-	}
-	return IPv6
-}
-
 // Families gives the families this kernel speaks: IPv4, and IPv6 unless the machine was started without it. A Host has no
 // IPv6 address where the kernel has none; adding one is then silently left out.
-func Families() []Family {
+func Families() []ipfamily.Family {
 	if hasIPv6() {
-		return []Family{IPv4, IPv6}
+		return []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6}
 	}
-	return []Family{IPv4}
+	return []ipfamily.Family{ipfamily.IPv4}
 }
 
 var hasIPv6 = sync.OnceValue(func() bool {

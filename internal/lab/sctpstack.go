@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -30,8 +31,8 @@ func (h *Host) kernelSCTP() bool {
 
 // listenKernelSCTP serves a port with the kernel's sockets, one an address: one for all addresses would offer each client all
 // of them to talk to, and answer from whichever the kernel likes best.
-func (s *Server) listenKernelSCTP(f Family, port uint16) error {
-	family := map[Family]int{IPv4: netlink.FAMILY_V4, IPv6: netlink.FAMILY_V6}[f]
+func (s *Server) listenKernelSCTP(f ipfamily.Family, port uint16) error {
+	family := map[ipfamily.Family]int{ipfamily.IPv4: netlink.FAMILY_V4, ipfamily.IPv6: netlink.FAMILY_V6}[f]
 	addrs, err := s.host.nl.AddrList(nil, family)
 	if err != nil {
 		return err
@@ -53,7 +54,7 @@ func (s *Server) listenKernelSCTP(f Family, port uint16) error {
 
 // listenKernelSCTP announces like net.Listen, which does not know SCTP.
 func (h *Host) listenKernelSCTP(at netip.AddrPort) (net.Listener, error) {
-	fd, err := h.socket(snapshot.SCTP, FamilyOf(at.Addr()))
+	fd, err := h.socket(snapshot.SCTP, ipfamily.Of(at.Addr()))
 	if err != nil {
 		return nil, err
 	}
@@ -72,7 +73,7 @@ func (h *Host) listenKernelSCTP(at netip.AddrPort) (net.Listener, error) {
 // socket sees all packets and all ICMP errors of its host, so a socket a client would cost the square of the clients.
 type sctpStack struct {
 	name  string
-	conns map[Family]*net.IPConn
+	conns map[ipfamily.Family]*net.IPConn
 	wg    sync.WaitGroup
 
 	mu     sync.Mutex
@@ -92,7 +93,7 @@ func (h *Host) sctpStack() (*sctpStack, error) {
 	h.sctpOnce.Do(func() {
 		s := &sctpStack{
 			name:   h.Name,
-			conns:  make(map[Family]*net.IPConn),
+			conns:  make(map[ipfamily.Family]*net.IPConn),
 			served: make(map[uint16]struct{}),
 			dials:  make(map[uint16]*sctpDial),
 		}
@@ -141,7 +142,7 @@ func (s *sctpStack) Close() error {
 
 // read takes packets and ICMP errors until the socket is closed. Any wake-up may mean either: a send in another goroutine
 // may have taken the sign of a new error, but never the error itself.
-func (s *sctpStack) read(f Family, c *net.IPConn) {
+func (s *sctpStack) read(f ipfamily.Family, c *net.IPConn) {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return
@@ -168,7 +169,7 @@ func (s *sctpStack) read(f Family, c *net.IPConn) {
 }
 
 // receive takes one packet. IPv4 raw sockets give it with its header.
-func (s *sctpStack) receive(f Family, b []byte, to netip.Addr, sender unix.Sockaddr) {
+func (s *sctpStack) receive(f ipfamily.Family, b []byte, to netip.Addr, sender unix.Sockaddr) {
 	var from netip.Addr
 	switch a := sender.(type) {
 	case *unix.SockaddrInet4:
@@ -176,7 +177,7 @@ func (s *sctpStack) receive(f Family, b []byte, to netip.Addr, sender unix.Socka
 	case *unix.SockaddrInet6:
 		from = netip.AddrFrom16(a.Addr)
 	}
-	if f == IPv4 {
+	if f == ipfamily.IPv4 {
 		if len(b) == 0 || len(b) < int(b[0]&15)*4 {
 			return
 		}
@@ -253,7 +254,7 @@ func (s *sctpStack) finish(port uint16, verdict func(*sctpDial) (Result, bool)) 
 // send sends a packet; an invalid source leaves the choice to the kernel. The socket is shared, so an ICMP error that is
 // meant for somebody else may come back from here first: the kernel then has not sent, and has forgotten the error.
 func (s *sctpStack) send(p sctpPacket, from, to netip.Addr) error {
-	c := s.conns[FamilyOf(to)]
+	c := s.conns[ipfamily.Of(to)]
 	if c == nil {
 		return unix.EAFNOSUPPORT
 	}

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -127,7 +128,7 @@ func (r resetter) Close() error {
 	return nil
 }
 
-func (s *Server) listenUDP(f Family, network, address string) error {
+func (s *Server) listenUDP(f ipfamily.Family, network, address string) error {
 	pc, err := s.host.ListenPacket(network, address)
 	if err != nil {
 		return err

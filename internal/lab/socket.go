@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -59,7 +60,7 @@ func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err erro
 // so that any number of connections can wait for their answer. An invalid from leaves the choice to the kernel.
 func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.AddrPort) (net.Conn, error) {
 	to = unmap(to)
-	fd, err := h.socket(p, FamilyOf(to.Addr()))
+	fd, err := h.socket(p, ipfamily.Of(to.Addr()))
 	if err != nil {
 		return nil, err
 	}
@@ -80,9 +81,9 @@ func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.
 }
 
 // socket makes a socket without blocking reads inside the host.
-func (h *Host) socket(p snapshot.Protocol, f Family) (fd int, err error) {
+func (h *Host) socket(p snapshot.Protocol, f ipfamily.Family) (fd int, err error) {
 	domain, kind := unix.AF_INET, unix.SOCK_STREAM
-	if f == IPv6 {
+	if f == ipfamily.IPv6 {
 		domain = unix.AF_INET6
 	}
 	if p == snapshot.UDP {
@@ -99,7 +100,7 @@ func (h *Host) socket(p snapshot.Protocol, f Family) (fd int, err error) {
 // nobody can mend.
 func (h *Host) prepare(fd int, p snapshot.Protocol, from, to netip.AddrPort) error {
 	if p != snapshot.TCP {
-		level, option := recvErr(FamilyOf(to.Addr()))
+		level, option := recvErr(ipfamily.Of(to.Addr()))
 		if err := unix.SetsockoptInt(fd, level, option, 1); err != nil {
 			return os.NewSyscallError("setsockopt RECVERR", err)
 		}
@@ -121,8 +122,8 @@ func (h *Host) prepare(fd int, p snapshot.Protocol, from, to netip.AddrPort) err
 }
 
 // recvErr is the option that makes a socket hear of ICMP errors, with the packets that caused them.
-func recvErr(f Family) (level, option int) {
-	if f == IPv4 {
+func recvErr(f ipfamily.Family) (level, option int) {
+	if f == ipfamily.IPv4 {
 		return unix.SOL_IP, unix.IP_RECVERR
 	}
 	return unix.SOL_IPV6, unix.IPV6_RECVERR
@@ -224,9 +225,9 @@ func destination(oob []byte) netip.Addr {
 }
 
 // receiveDestinations asks for what destination reads.
-func receiveDestinations(c syscall.Conn, f Family) error {
+func receiveDestinations(c syscall.Conn, f ipfamily.Family) error {
 	level, option := unix.SOL_IP, unix.IP_PKTINFO
-	if f == IPv6 {
+	if f == ipfamily.IPv6 {
 		level, option = unix.SOL_IPV6, unix.IPV6_RECVPKTINFO
 	}
 	return setOption(c, level, option, 1)

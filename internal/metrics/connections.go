@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -63,10 +65,10 @@ type picture struct {
 	ports   []sample
 	ipvs    []ipvsSample
 	others  totals
-	refused [2][dataplane.NumRefusals]uint64
+	refused ipfamily.Per[[dataplane.NumRefusals]uint64]
 	// leftOut counts Service ports and endpoints.
-	leftOut         [2]int
-	affinity        [2]int
+	leftOut         ipfamily.Per[int]
+	affinity        ipfamily.Per[int]
 	seconds, failed float64
 }
 

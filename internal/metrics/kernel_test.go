@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -60,7 +61,7 @@ func newNode(t testing.TB, c *lab.Cluster, o Options) *node {
 		counters.Close()
 		n.kernel.Close()
 	})
-	addrs := []netip.Addr{c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}
+	addrs := []netip.Addr{c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}
 	cidrs := append([]netip.Prefix{}, lab.ServiceRange...)
 	n.snap.Apply(snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node", Addresses: addrs}})
 	return n
@@ -106,7 +107,7 @@ func service(c *lab.Cluster, number, here, there int, affinity time.Duration) sn
 	name := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", number)}
 	svc := &snapshot.Service{Name: name, Affinity: affinity, Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: atPort}}}
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], number))
 		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: fmt.Sprint(name.Name, i)}, Service: name.Name,
 			Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: atTarget}}}
@@ -192,7 +193,7 @@ func TestKernelCounts(t *testing.T) {
 	n.apply(service(c, empty, 1, 0, 0))
 	step("an endpoint where there was none")
 	n.apply(service(c, empty, 0, 0, 0))
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} { // its series ends with it
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} { // its series ends with it
 		gone := fmt.Sprintf("s%d %s", empty, c.Pods[0].IP(f))
 		delete(seen, gone)
 		delete(before, gone)
@@ -228,7 +229,7 @@ func TestKernelCounts(t *testing.T) {
 	seen, before = tally{}, map[string]uint64{}
 	step("after a restart")
 	n.apply(service(c, plain, 1, 2, 0))
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} { // its series ends with it
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} { // its series ends with it
 		gone := fmt.Sprintf("s%d %s", plain, c.Pods[1].IP(f))
 		delete(seen, gone)
 		delete(before, gone)

@@ -4,6 +4,8 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/prometheus/client_golang/prometheus"
 )
 
@@ -175,7 +177,7 @@ var noLocalDesc = prometheus.NewDesc("kubeproxy_sync_proxy_rules_no_local_endpoi
 func (noLocal) Describe(ch chan<- *prometheus.Desc) { ch <- noLocalDesc }
 
 func (n noLocal) Collect(ch chan<- prometheus.Metric) {
-	var counts [2]localCount
+	var counts ipfamily.Per[localCount]
 	n.r.locked(func() { counts = n.r.noLocal })
 	for i, f := range families {
 		ch <- prometheus.MustNewConstMetric(noLocalDesc, prometheus.GaugeValue, float64(counts[i].internal), "internal", f)

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -42,8 +43,8 @@ type ledger struct {
 	// have none.
 	shown, shownAt int
 	others         totals
-	rules          [2][dataplane.NumRefusals]last
-	refused        [2][dataplane.NumRefusals]uint64
+	rules          ipfamily.Per[[dataplane.NumRefusals]last]
+	refused        ipfamily.Per[[dataplane.NumRefusals]uint64]
 }
 
 // totals are what was counted, as it is shown.
@@ -70,7 +71,7 @@ type port struct {
 	// frontends counts them: the port goes with the last.
 	frontends int
 	// now is what the kernel carries, IPv4 and IPv6, and changed when it last changed.
-	now     [2]*dataplane.ServicePort
+	now     ipfamily.Per[*dataplane.ServicePort]
 	changed uint64
 	// shown says that it has a series, hidden that it would need one.
 	shown, hidden bool
@@ -172,13 +173,6 @@ func newLedger(detail Detail, room int) *ledger {
 	return &ledger{detail: detail, room: room, ports: map[dataplane.PortName]*port{}, frontends: map[dataplane.Key]*frontend{}}
 }
 
-func familyOf(a netip.Addr) int {
-	if a.Is4() {
-		return 0
-	}
-	return 1
-}
-
 // follow takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there is none. Full
 // says that everything began at 0.
 func (g *ledger) follow(before, after []*dataplane.Service, full bool, moment uint64) {
@@ -209,7 +203,7 @@ func (g *ledger) withdraw(svc, after *dataplane.Service) {
 		return
 	}
 	for _, sp := range svc.Ports {
-		family := familyOf(sp.Frontends[0].Key.Addr)
+		family := ipfamily.Of(sp.Frontends[0].Key.Addr)
 		kept := portOf(after, sp.Name, family)
 		for i := range sp.Frontends {
 			if fe := g.frontends[sp.Frontends[i].Key]; fe != nil && fe.port.name == sp.Name && !kept.answers(fe.key) {
@@ -250,10 +244,10 @@ func (g *ledger) close(svc *dataplane.Service) {
 // servicePort is a port of a Service in one family, or none.
 type servicePort struct{ *dataplane.ServicePort }
 
-func portOf(svc *dataplane.Service, name dataplane.PortName, family int) servicePort {
+func portOf(svc *dataplane.Service, name dataplane.PortName, family ipfamily.Family) servicePort {
 	if svc != nil {
 		for _, sp := range svc.Ports {
-			if sp.Name == name && familyOf(sp.Frontends[0].Key.Addr) == family {
+			if sp.Name == name && ipfamily.Of(sp.Frontends[0].Key.Addr) == family {
 				return servicePort{sp}
 			}
 		}
@@ -293,7 +287,7 @@ func holds(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
 }
 
 // change takes over what a port is in one family. Endpoints that it no longer has lose their series.
-func (g *ledger) change(p *port, family int, sp *dataplane.ServicePort, moment uint64) {
+func (g *ledger) change(p *port, family ipfamily.Family, sp *dataplane.ServicePort, moment uint64) {
 	was, now := servicePort{p.now[family]}, servicePort{sp}
 	p.now[family], p.changed = sp, moment
 	if g.detail != PerEndpoint {
@@ -311,7 +305,7 @@ func (g *ledger) change(p *port, family int, sp *dataplane.ServicePort, moment u
 	}
 	renewed := was.sticky() != now.sticky() // the endpoints are counted elsewhere now
 	maps.DeleteFunc(p.members, func(m member, _ *last) bool {
-		return familyOf(m.endpoint.Addr()) == family && (renewed || !holds(now.pool(m.local), m.endpoint))
+		return ipfamily.Of(m.endpoint.Addr()) == family && (renewed || !holds(now.pool(m.local), m.endpoint))
 	})
 }
 
@@ -325,7 +319,7 @@ func (g *ledger) put(svc *dataplane.Service, moment uint64) {
 		for i := range sp.Frontends {
 			p = g.putFrontend(sp, &sp.Frontends[i], moment)
 		}
-		g.change(p, familyOf(sp.Frontends[0].Key.Addr), sp, moment)
+		g.change(p, ipfamily.Of(sp.Frontends[0].Key.Addr), sp, moment)
 	}
 }
 
@@ -429,7 +423,7 @@ func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 	if c.Pool != was.Pool || c.Uncounted != was.Uncounted || c.Scheduled != was.Scheduled {
 		return false
 	}
-	now := s.of.port.now[familyOf(c.Key.Addr)]
+	now := s.of.port.now[ipfamily.Of(c.Key.Addr)]
 	return now != nil && len(now.Frontends) > dataplane.MostCountedAnew ||
 		(c.Endpoints == 0) == (was.Endpoints == 0) && c.Empty == was.Empty
 }
@@ -445,7 +439,7 @@ func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
 	if c.Empty == dataplane.Drop {
 		refusal = dataplane.RefusedNoLocalEndpoints
 	}
-	g.refused[familyOf(c.Key.Addr)][refusal] += more
+	g.refused[ipfamily.Of(c.Key.Addr)][refusal] += more
 }
 
 // show gives series to ports that have counted something for the first time, by their names and as long as there is room. What was
@@ -484,7 +478,7 @@ func (g *ledger) wanted(n int) (of []dataplane.FrontendCount, members map[datapl
 		}
 		of = append(of, s.read)
 		if s.read.Sticky {
-			for _, ep := range (servicePort{s.of.port.now[familyOf(s.of.key.Addr)]}).pool(s.leads.local) {
+			for _, ep := range (servicePort{s.of.port.now[ipfamily.Of(s.of.key.Addr)]}).pool(s.leads.local) {
 				members[s.read.Counted] = append(members[s.read.Counted], ep.AddrPort)
 			}
 		}
@@ -519,7 +513,7 @@ func (g *ledger) enterEndpoints(counts []dataplane.EndpointCount, began uint64) 
 			}
 		}
 		more := g.advance(p.member(member{c.Place, s.leads.local, c.Endpoint}), c.Packets, true, began)
-		if more > 0 && (servicePort{p.now[familyOf(c.Endpoint.Addr())]}).has(c.Endpoint) {
+		if more > 0 && (servicePort{p.now[ipfamily.Of(c.Endpoint.Addr())]}).has(c.Endpoint) {
 			g.countEndpoint(p, c.Endpoint, more)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -23,7 +24,7 @@ type fakeKernel struct {
 	frontends map[dataplane.Counted]*fakeElement
 	// slots are those of each pool, which frontends share.
 	slots map[fakePlace]*fakeElement
-	rules [2][dataplane.NumRefusals]uint64
+	rules ipfamily.Per[[dataplane.NumRefusals]uint64]
 	// counting says what there are counters for: 0 is everything, 1 frontends, 2 nothing.
 	counting int
 	// truth counts everything that happened, by Service port, and by Service port and endpoint, since it was there.
@@ -60,7 +61,7 @@ func (k *fakeKernel) write(services map[snapshot.Name]*dataplane.Service, full b
 	if full {
 		clear(k.frontends)
 		clear(k.slots)
-		k.rules = [2][dataplane.NumRefusals]uint64{}
+		k.rules = ipfamily.Per[[dataplane.NumRefusals]uint64]{}
 	}
 	for n, svc := range services {
 		k.services[n] = svc
@@ -165,7 +166,7 @@ func (k *fakeKernel) assign(id uint32, pool []dataplane.Endpoint) []dataplane.En
 
 // poolOf gives some number that is a port's own pool's, in its family.
 func poolOf(sp *dataplane.ServicePort, pool *dataplane.Pool) uint32 {
-	n := uint32(7 + familyOf(sp.Frontends[0].Key.Addr))
+	n := uint32(7 + ipfamily.Of(sp.Frontends[0].Key.Addr))
 	for _, c := range sp.Name.String() + sp.Name.Protocol.String() {
 		n = n*31 + uint32(c)
 	}
@@ -304,7 +305,9 @@ func (k *fakeKernel) Refused() (out []dataplane.RefusedCount, err error) {
 	return out, k.broken
 }
 
-func (k *fakeKernel) Affinity(time.Duration) ([2]int, error) { return [2]int{3, 4}, k.broken }
+func (k *fakeKernel) Affinity(time.Duration) (ipfamily.Per[int], error) {
+	return ipfamily.Per[int]{3, 4}, k.broken
+}
 
 // randomCluster changes Services of which there are few, so that keys and endpoints move between them.
 type randomCluster struct {

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
@@ -215,7 +217,7 @@ func (m *Metrics) Settled(s reconcile.Settled) {
 type Flows struct {
 	Took time.Duration
 	// Judged are the flows looked at, Removed those that were wrong: IPv4, IPv6.
-	Judged, Removed [2]int
+	Judged, Removed ipfamily.Per[int]
 	Failed          bool
 }
 

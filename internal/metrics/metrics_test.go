@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 
@@ -137,7 +139,7 @@ func everything(t testing.TB, detail Detail) *world {
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	w.Before(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
-	w.Looked(Flows{Took: time.Second, Judged: [2]int{9, 8}, Removed: [2]int{2, 3}, Failed: true})
+	w.Looked(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3}, Failed: true})
 	for _, probe := range []string{"healthz", "livez", "readyz"} {
 		w.Answered(probe, 503)
 	}

@@ -5,6 +5,8 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -112,5 +114,5 @@ type Counters interface {
 	// Refused reads how many packets were turned away by no frontend.
 	Refused() ([]dataplane.RefusedCount, error)
 	// Affinity counts remembered clients, IPv4 and IPv6; -1 if that takes longer than the patience given.
-	Affinity(patience time.Duration) ([2]int, error)
+	Affinity(patience time.Duration) (ipfamily.Per[int], error)
 }

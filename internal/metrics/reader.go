@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -59,7 +60,7 @@ type reader struct {
 	scheduled *ipvsLedger
 	carried   map[snapshot.Name]*dataplane.Service
 	// noLocal counts, by family, Service ports with policy Local, endpoints, and none of them here.
-	noLocal [2]localCount
+	noLocal ipfamily.Per[localCount]
 
 	// running is closed when the reading under way ends; nil if there is none.
 	running  chan struct{}
@@ -69,7 +70,7 @@ type reader struct {
 	failures int
 	told     string
 	// affinity counts the remembered clients; -1 if that is not known.
-	affinity [2]int
+	affinity ipfamily.Per[int]
 }
 
 // written is what a transaction wrote: Services as they are now.
@@ -84,7 +85,7 @@ type written struct {
 func newReader(o *Options) *reader {
 	r := &reader{
 		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries), scheduled: newIPVSLedger(),
-		carried: map[snapshot.Name]*dataplane.Service{}, affinity: [2]int{-1, -1},
+		carried: map[snapshot.Name]*dataplane.Service{}, affinity: ipfamily.Per[int]{-1, -1},
 	}
 	if o.Detail != Off {
 		r.ipvs = o.IPVS
@@ -163,7 +164,7 @@ func (r *reader) countLocal(svc *dataplane.Service, by int) {
 			internal = internal || fe.Kind == dataplane.ClusterIP
 			external = external || fe.Kind != dataplane.ClusterIP
 		}
-		n := &r.noLocal[familyOf(sp.Frontends[0].Key.Addr)]
+		n := &r.noLocal[ipfamily.Of(sp.Frontends[0].Key.Addr)]
 		if internal {
 			n.internal += by
 		}
@@ -226,7 +227,7 @@ func (r *reader) read(done chan struct{}) {
 		r.readIPVS(start.Add(budget)))
 	affinity, aerr := r.counters.Affinity(affinityPatience)
 	if err = errors.Join(err, aerr); err != nil {
-		affinity = [2]int{-1, -1}
+		affinity = ipfamily.Per[int]{-1, -1}
 	}
 	news := false
 	r.locked(func() {

@@ -9,6 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -183,13 +185,13 @@ func TestFailedReadings(t *testing.T) {
 	for range 3 {
 		r.read(make(chan struct{}))
 	}
-	if p := r.picture(); p.failed != 3 || len(told) != 1 || p.affinity != [2]int{-1, -1} {
+	if p := r.picture(); p.failed != 3 || len(told) != 1 || p.affinity != (ipfamily.Per[int]{-1, -1}) {
 		t.Errorf("%v failures, told %q, affinity %v", p.failed, told, p.affinity)
 	}
 	k.broken = nil
 	r.read(make(chan struct{}))
 	p := r.picture()
-	if ports, endpoints := p.connections(); ports != 3 || endpoints != 3 || p.affinity != [2]int{3, 4} {
+	if ports, endpoints := p.connections(); ports != 3 || endpoints != 3 || p.affinity != (ipfamily.Per[int]{3, 4}) {
 		t.Errorf("%d and %d connections, affinity %v", ports, endpoints, p.affinity)
 	}
 }

@@ -6,26 +6,8 @@ import (
 	"slices"
 	"strings"
 
-	"golang.org/x/sys/unix"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
-
-// family is an address family, as netfilter numbers it.
-type family uint8
-
-const (
-	ipv4 family = unix.NFPROTO_IPV4
-	ipv6 family = unix.NFPROTO_IPV6
-)
-
-var families = []family{ipv4, ipv6}
-
-// String gives "IPv4" or "IPv6".
-func (f family) String() string {
-	if f == ipv4 {
-		return "IPv4"
-	}
-	return "IPv6"
-}
 
 // variant is one of the two iptables that a kernel can have at the same time.
 type variant uint8
@@ -42,7 +24,7 @@ func (v variant) String() string { return [...]string{"nft variant", "legacy var
 // table is a table of iptables.
 type table struct {
 	variant variant
-	family  family
+	family  ipfamily.Family
 	// name is nat, filter or mangle.
 	name   string
 	chains []chain
@@ -74,7 +56,7 @@ type rule struct {
 // plan is what is to be removed of a table, and what has to stay.
 type plan struct {
 	variant variant
-	family  family
+	family  ipfamily.Family
 	table   string
 	// jumps are rules in built-in chains.
 	jumps []jump
@@ -224,7 +206,7 @@ func (p *plan) keepWhatTheyLeadTo(t *table, keep func(name, why string)) error {
 // summary gives a line for each variant and family, such as "iptables rules (nft variant, IPv4): 214 chains in 3 tables".
 func summary(plans []*plan) (lines []string) {
 	for _, v := range []variant{nft, legacy} {
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			chains, rules := 0, 0
 			var tables []string
 			for _, p := range plans {

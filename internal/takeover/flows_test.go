@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	verdictnft "github.com/verdict-proxy/verdict/nft"
@@ -70,9 +71,9 @@ func (w *world) endpoints() []*lab.Host {
 }
 
 // vips gives the addresses of a Service other than the node's.
-func vips(i int, f lab.Family) []netip.Addr {
+func vips(i int, f ipfamily.Family) []netip.Addr {
 	of := 0
-	if f == lab.IPv6 {
+	if f == ipfamily.IPv6 {
 		of = 1
 	}
 	return []netip.Addr{lab.Nth(lab.ServiceRange[of], i+10), lab.Nth(lab.ExternalRange[of], i+10)}
@@ -128,7 +129,7 @@ func (w *world) cleanup(b *kernel.Backend) {
 		}
 		defer n.close()
 		var list []deletion
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			for _, c := range []string{"prerouting", "output"} {
 				list = append(list, deletion{"rules of verdict " + c, unix.NFT_MSG_DELRULE, f, func(w *buffer) {
 					w.text(unix.NFTA_RULE_TABLE, "verdict")
@@ -143,10 +144,10 @@ func (w *world) cleanup(b *kernel.Backend) {
 }
 
 // iptablesMode gives what kube-proxy's iptables mode would write for the world's Services.
-func (w *world) iptablesMode(f family) string {
-	of, pods := lab.IPv4, lab.PodRange[0]
-	if f == ipv6 {
-		of, pods = lab.IPv6, lab.PodRange[1]
+func (w *world) iptablesMode(f ipfamily.Family) string {
+	of, pods := ipfamily.IPv4, lab.PodRange[0]
+	if f == ipfamily.IPv6 {
+		of, pods = ipfamily.IPv6, lab.PodRange[1]
 	}
 	var chains, rules strings.Builder
 	chain := func(format string, args ...any) string {
@@ -264,12 +265,12 @@ func (w *world) nftablesMode() string {
 // modes are the ways in which a kube-proxy can have programmed the node, and how to do that.
 var modes = map[string]func(*world){
 	"iptables, nft variant": func(w *world) {
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			restore(w.t, w.Node, nft, f, w.iptablesMode(f))
 		}
 	},
 	"iptables, legacy variant": func(w *world) {
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			restore(w.t, w.Node, legacy, f, w.iptablesMode(f))
 		}
 	},

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 const ipsetSubsystem = unix.NFNL_SUBSYS_IPSET << 8
@@ -50,7 +52,7 @@ type set struct {
 	name string
 	// base is what it is called for IPv4.
 	base   string
-	family family
+	family ipfamily.Family
 	// rules is how many rules look into it.
 	rules int
 }
@@ -71,7 +73,7 @@ func openIPSets() (s ipsets, ok bool, err error) {
 
 // proxySets gives the sets of kube-proxy's.
 func (s ipsets) proxySets() ([]set, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipv4), func(w *buffer) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.attr(ipsetAttrFlags|unix.NLA_F_NET_BYTEORDER, big32(ipsetHeaderOnly)...)
 	})
@@ -89,9 +91,9 @@ func (s ipsets) proxySets() ([]set, error) {
 		if !ok {
 			continue
 		}
-		f := ipv4
+		f := ipfamily.IPv4
 		if name != base {
-			f = ipv6
+			f = ipfamily.IPv6
 		}
 		rules := a.nested(ipsetAttrData).big(ipsetAttrReferences)
 		found = append(found, set{name, base, f, int(rules)})
@@ -108,7 +110,7 @@ type member struct {
 
 // members gives the elements of a set.
 func (s ipsets) members(name string) ([]member, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipv4), func(w *buffer) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.text(ipsetAttrSetName, name)
 	})
@@ -142,7 +144,7 @@ func (s ipsets) destroy(sets []set) error {
 	deadline := time.Now().Add(busyPatience)
 	for _, set := range sets {
 		for {
-			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(ipv4), func(w *buffer) {
+			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
 				w.attr(ipsetAttrProtocol, ipsetProtocol)
 				w.text(ipsetAttrSetName, set.name)
 			})

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
@@ -70,14 +71,14 @@ func TestSets(t *testing.T) {
 		t.Run(v.String(), func(t *testing.T) {
 			h := labtest.NewHost(t, labtest.NewNet(t), "node")
 			labtest.Run(t, h, ipvsSets, "ipset", "restore")
-			restore(t, h, v, ipv4, "*filter\n-A INPUT -m set --match-set KUBE-LOOP-BACK dst,dst,src -j ACCEPT\nCOMMIT\n")
-			before := save(t, h, v, ipv4)
-			restore(t, h, v, ipv4, ipvsChains)
+			restore(t, h, v, ipfamily.IPv4, "*filter\n-A INPUT -m set --match-set KUBE-LOOP-BACK dst,dst,src -j ACCEPT\nCOMMIT\n")
+			before := save(t, h, v, ipfamily.IPv4)
+			restore(t, h, v, ipfamily.IPv4, ipvsChains)
 			found := remove(t, h)
 			if s := found.Summary(); !found.Carries() || len(s) != 2 || s[1] != "7 ipsets" || found.Kept() != nil {
 				t.Errorf("found %q, kept %q", s, found.Kept())
 			}
-			after := save(t, h, v, ipv4)
+			after := save(t, h, v, ipfamily.IPv4)
 			after = strings.Replace(after, "*nat\n:PREROUTING ACCEPT [0:0]\n:INPUT ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\nCOMMIT\n", "", 1)
 			if after != before {
 				t.Errorf("before:\n%s\nafter:\n%s", before, after)
@@ -99,7 +100,7 @@ func TestSets(t *testing.T) {
 func TestMembers(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
 	labtest.Run(t, h, ipvsSets, "ipset", "restore")
-	own := frontends{ports: map[family]map[member]bool{ipv4: {}, ipv6: {}}, addressed: map[member]bool{}}
+	own := frontends{ports: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}}, addressed: map[member]bool{}}
 	inside(t, h, func() error { return (&Found{}).findSets(&own) })
 	var got []string
 	for m := range own.addressed {
@@ -108,7 +109,7 @@ func TestMembers(t *testing.T) {
 	}
 	slices.Sort(got)
 	want := []string{"10.96.0.10:53 udp", "10.96.0.10:80 tcp", "[fd00:10:96::a]:80 tcp"}
-	if !slices.Equal(got, want) || len(own.ports[ipv4]) != 1 || !own.ports[ipv4][member{port: 30080, protocol: 6}] || len(own.ports[ipv6]) != 0 {
+	if !slices.Equal(got, want) || len(own.ports[ipfamily.IPv4]) != 1 || !own.ports[ipfamily.IPv4][member{port: 30080, protocol: 6}] || len(own.ports[ipfamily.IPv6]) != 0 {
 		t.Errorf("got %q and ports %v, want %q and 30080", got, own.ports, want)
 	}
 }

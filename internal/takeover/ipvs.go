@@ -5,6 +5,8 @@ import (
 	"net/netip"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // service is a virtual service of IPVS.
@@ -34,7 +36,7 @@ type frontends struct {
 	// bound are the addresses on kube-ipvs0; local are the others of this host.
 	bound, local map[netip.Addr]bool
 	// ports are node ports by family and protocol; addressed are members of its sets of addresses and ports.
-	ports     map[family]map[member]bool
+	ports     map[ipfamily.Family]map[member]bool
 	addressed map[member]bool
 }
 
@@ -66,9 +68,9 @@ func (f *frontends) made(s *service) bool {
 	if s.fwmark != 0 || s.flags&^proxyFlags != 0 || s.odd {
 		return false
 	}
-	of := ipv4
+	of := ipfamily.IPv4
 	if s.addr.Is6() {
-		of = ipv6
+		of = ipfamily.IPv6
 	}
 	return f.bound[s.addr] || f.addressed[member{s.addr, s.port, s.protocol}] ||
 		f.local[s.addr] && f.ports[of][member{port: s.port, protocol: s.protocol}]

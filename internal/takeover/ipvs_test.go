@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -99,7 +100,7 @@ func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error
 func (s ipsets) addPorts(name string, ports ...uint16) error {
 	const create, add, revision, portTo = 2, 9, 4, 5
 	port := func(w *buffer, typ uint16, p uint16) { w.attr(typ|unix.NLA_F_NET_BYTEORDER, big16(p)...) }
-	_, err := s.do(ipsetSubsystem|create, nfgenmsg(ipv4), func(w *buffer) {
+	_, err := s.do(ipsetSubsystem|create, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.text(ipsetAttrSetName, name)
 		w.text(ipsetAttrTypeName, "bitmap:port")
@@ -114,7 +115,7 @@ func (s ipsets) addPorts(name string, ports ...uint16) error {
 		return fmt.Errorf("create set %s: %w", name, err)
 	}
 	for _, p := range ports {
-		_, err := s.do(ipsetSubsystem|add, nfgenmsg(ipv4), func(w *buffer) {
+		_, err := s.do(ipsetSubsystem|add, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
 			w.attr(ipsetAttrProtocol, ipsetProtocol)
 			w.text(ipsetAttrSetName, name)
 			m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)
@@ -346,8 +347,8 @@ func TestIPVSNoConnectionIsLost(t *testing.T) {
 		if s := left.Summary(); left.Carries() || left.Empty() || s[len(s)-1] != want {
 			t.Errorf("left are %q", s)
 		}
-		for _, f := range families {
-			if text := labtest.Run(t, w.Node, "", "nft", "list", "table", map[family]string{ipv4: "ip", ipv6: "ip6"}[f], "filter"); !strings.Contains(text, "jump KUBE-IPVS-FILTER") {
+		for _, f := range ipfamily.All {
+			if text := labtest.Run(t, w.Node, "", "nft", "list", "table", map[ipfamily.Family]string{ipfamily.IPv4: "ip", ipfamily.IPv6: "ip6"}[f], "filter"); !strings.Contains(text, "jump KUBE-IPVS-FILTER") {
 				t.Errorf("nothing guards %s any more", proxyDevice)
 			}
 		}
@@ -376,7 +377,7 @@ func (w *world) beginsAtOwnAddress() {
 			w.t.Errorf("node to %s: %v", to, r)
 			continue
 		}
-		if from := c.Local().Addr(); from != w.Node.IP(lab.FamilyOf(to.Addr())) {
+		if from := c.Local().Addr(); from != w.Node.IP(ipfamily.Of(to.Addr())) {
 			w.t.Errorf("a connection of the node to %s begins at %s", to, from)
 		}
 		c.Close()

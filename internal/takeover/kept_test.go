@@ -12,14 +12,15 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
 // eachVariant runs a test for both iptables and both families, each on a host of its own.
-func eachVariant(t *testing.T, test func(t *testing.T, h *lab.Host, v variant, f family)) {
+func eachVariant(t *testing.T, test func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family)) {
 	for _, v := range []variant{nft, legacy} {
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
 				h := labtest.NewHost(t, labtest.NewNet(t), "node")
 				accounts(t, h)
@@ -111,9 +112,9 @@ COMMIT
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f family) {
+			eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family) {
 				rules := c.rules
-				if f == ipv4 {
+				if f == ipfamily.IPv4 {
 					rules = strings.ReplaceAll(rules, "fe80::1", "192.0.2.1")
 				}
 				capture := regexp.MustCompile(`(?m)^.*KUBE-FIREWALL.*\n`).ReplaceAllString(testdata(t, "iptables.txt"), "")
@@ -168,7 +169,7 @@ func TestOldKubelet(t *testing.T) {
 -A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000
 COMMIT
 `
-	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f family) {
+	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family) {
 		restore(t, h, v, f, rules)
 		before := save(t, h, v, f)
 		if found := remove(t, h); !found.Empty() || found.Kept() != nil {
@@ -187,8 +188,8 @@ func TestRandomRules(t *testing.T) {
 	if testing.Short() {
 		n = 4
 	}
-	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f family) {
-		random := rand.New(rand.NewPCG(uint64(v), uint64(f)))
+	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family) {
+		random := rand.New(rand.NewPCG(uint64(v), uint64(f.NFProto())))
 		for range n {
 			rules := randomRules(random)
 			labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--counters", "-w") // flushes what was there
@@ -353,7 +354,7 @@ func TestLookingMakesNothing(t *testing.T) {
 	}
 	for _, rules := range []string{"", "*filter\nCOMMIT\n"} {
 		if rules != "" {
-			restore(t, h, legacy, ipv4, rules)
+			restore(t, h, legacy, ipfamily.IPv4, rules)
 		}
 		before := seen()
 		if found := remove(t, h); !found.Empty() || len(found.Summary()) != 0 || found.Carries() {

@@ -8,6 +8,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // hooks is how many hooks the kernel has for a family, and so how many built-in chains a table may have.
@@ -21,7 +23,7 @@ var hookNames = [hooks]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTR
 // that has the target ERROR and the chain's name, and ends with a return. The last entry of all is an ERROR, too. Rules lead to
 // chains by the offset of their first rule.
 type blob struct {
-	family family
+	family ipfamily.Family
 	// valid has a bit for each hook that has a chain.
 	valid      uint32
 	hook       [hooks]uint32
@@ -42,9 +44,9 @@ type layout struct {
 	targetOffset, nextOffset int
 }
 
-var layouts = map[family]layout{
-	ipv4: {flags: 82, gotoFlag: 2, size: 112, targetOffset: 88, nextOffset: 90},
-	ipv6: {flags: 131, gotoFlag: 4, size: 168, targetOffset: 140, nextOffset: 142},
+var layouts = map[ipfamily.Family]layout{
+	ipfamily.IPv4: {flags: 82, gotoFlag: 2, size: 112, targetOffset: 88, nextOffset: 90},
+	ipfamily.IPv6: {flags: 131, gotoFlag: 4, size: 168, targetOffset: 140, nextOffset: 142},
 }
 
 const (

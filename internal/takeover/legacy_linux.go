@@ -14,6 +14,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // The options of legacy iptables at an IPv4 or IPv6 socket: IPT_SO_GET_INFO and so on.
@@ -41,9 +43,9 @@ const (
 // legacyTables gives the tables of legacy iptables that there are in this network namespace. To ask the kernel for a table makes
 // it, so only those are looked at that are there already.
 func legacyTables() (list []*table, err error) {
-	for _, f := range families {
+	for _, f := range ipfamily.All {
 		path := "/proc/thread-self/net/ip_tables_names"
-		if f == ipv6 {
+		if f == ipfamily.IPv6 {
 			path = "/proc/thread-self/net/ip6_tables_names"
 		}
 		names, err := os.ReadFile(path)
@@ -77,9 +79,9 @@ func legacyTables() (list []*table, err error) {
 }
 
 // inetSocket opens a socket by which legacy iptables can be asked: any one does, it need not be a raw one.
-func inetSocket(f family) (fd, level int, err error) {
+func inetSocket(f ipfamily.Family) (fd, level int, err error) {
 	domain, level := unix.AF_INET, unix.SOL_IP
-	if f == ipv6 {
+	if f == ipfamily.IPv6 {
 		domain, level = unix.AF_INET6, unix.SOL_IPV6
 	}
 	fd, err = unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -87,7 +89,7 @@ func inetSocket(f family) (fd, level int, err error) {
 }
 
 // readBlob reads a table.
-func readBlob(f family, name string) (*blob, error) {
+func readBlob(f ipfamily.Family, name string) (*blob, error) {
 	if unsafe.Sizeof(uintptr(0)) != 8 {
 		return nil, errors.New("legacy iptables can be read on 64-bit machines only")
 	}
@@ -127,7 +129,7 @@ func readBlob(f family, name string) (*blob, error) {
 }
 
 // removeLegacy removes what a plan names, by replacing the table as iptables-restore does: all at once.
-func removeLegacy(f family, name string, plan func(*table) (*plan, error)) error {
+func removeLegacy(f ipfamily.Family, name string, plan func(*table) (*plan, error)) error {
 	for range maxLists {
 		was, err := readBlob(f, name)
 		if err != nil {

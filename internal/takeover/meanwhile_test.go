@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
@@ -20,7 +21,7 @@ import (
 // be missing in the end.
 func TestOthersWriteMeanwhile(t *testing.T) {
 	const rules = 40
-	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f family) {
+	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family) {
 		capture := rulesOf(f, testdata(t, "iptables.txt"))
 		var theirs sync.WaitGroup
 		var failed error
@@ -57,7 +58,7 @@ func TestOthersWriteMeanwhile(t *testing.T) {
 
 // TestVerify has a chain removed to which a rule that stays leads: nothing is to be written then.
 func TestVerify(t *testing.T) {
-	for _, f := range families {
+	for _, f := range ipfamily.All {
 		h := labtest.NewHost(t, labtest.NewNet(t), "node")
 		restore(t, h, legacy, f, "*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n")
 		inside(t, h, func() error {

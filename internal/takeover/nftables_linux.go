@@ -7,6 +7,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // proxyTable is kube-proxy's own table in nftables mode, one of each family.
@@ -15,7 +17,7 @@ const proxyTable = "kube-proxy"
 const nftSubsystem = unix.NFNL_SUBSYS_NFTABLES << 8
 
 // nfgenmsg is the header of nf_tables' and ipset's messages.
-func nfgenmsg(f family) []byte { return []byte{byte(f), unix.NFNETLINK_V0, 0, 0} }
+func nfgenmsg(f ipfamily.Family) []byte { return []byte{byte(f.NFProto()), unix.NFNETLINK_V0, 0, 0} }
 
 // nfgenLen is its length.
 const nfgenLen = 4
@@ -32,14 +34,14 @@ func openNFTables() (nftables, error) {
 }
 
 // proxyTables gives the families in which there is a table of kube-proxy's.
-func (n nftables) proxyTables() ([]family, error) {
+func (n nftables) proxyTables() ([]ipfamily.Family, error) {
 	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETTABLE, nfgenmsg(unix.NFPROTO_UNSPEC), nil)
 	if err != nil {
 		return nil, fmt.Errorf("nftables: list tables: %w", err)
 	}
-	var found []family
+	var found []ipfamily.Family
 	for _, o := range objects {
-		if f := family(o[0]); slices.Contains(families, f) && parseAttributes(o[nfgenLen:]).text(unix.NFTA_TABLE_NAME) == proxyTable {
+		if f, ok := ipfamily.OfNFProto(o[0]); ok && parseAttributes(o[nfgenLen:]).text(unix.NFTA_TABLE_NAME) == proxyTable {
 			found = append(found, f)
 		}
 	}
@@ -57,7 +59,7 @@ func (n nftables) tables() ([]*table, error) {
 	for _, o := range objects {
 		a := parseAttributes(o[nfgenLen:])
 		name := a.text(unix.NFTA_CHAIN_TABLE)
-		if f := family(o[0]); slices.Contains(families, f) && slices.Contains(tableNames, name) {
+		if f, ok := ipfamily.OfNFProto(o[0]); ok && slices.Contains(tableNames, name) {
 			t := n.tableIn(&all, f, name)
 			c := parseChain(a)
 			t.chains = append(t.chains, c)
@@ -68,7 +70,7 @@ func (n nftables) tables() ([]*table, error) {
 }
 
 // tableIn gives a table of a list, which it is added to if it is not there.
-func (n nftables) tableIn(all *[]*table, f family, name string) *table {
+func (n nftables) tableIn(all *[]*table, f ipfamily.Family, name string) *table {
 	for _, t := range *all {
 		if t.family == f && t.name == name {
 			return t
@@ -89,7 +91,7 @@ func parseChain(a attributes) chain {
 }
 
 // rules gives the rules of a chain. That it is not there any more is no error.
-func (n nftables) rules(f family, table, chain string) ([]rule, error) {
+func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) {
 	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETRULE, nfgenmsg(f), func(w *buffer) {
 		w.text(unix.NFTA_RULE_TABLE, table)
 		w.text(unix.NFTA_RULE_CHAIN, chain)
@@ -150,12 +152,12 @@ func ruleComment(b []byte) string {
 type deletion struct {
 	what  string
 	typ   uint16
-	f     family
+	f     ipfamily.Family
 	attrs func(*buffer)
 }
 
 // deleteTables deletes kube-proxy's own tables in one transaction.
-func (n nftables) deleteTables(fs []family) error {
+func (n nftables) deleteTables(fs []ipfamily.Family) error {
 	var list []deletion
 	for _, f := range fs {
 		list = append(list, deletion{fmt.Sprintf("table %s (%s)", proxyTable, f), unix.NFT_MSG_DELTABLE, f, func(w *buffer) {

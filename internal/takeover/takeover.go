@@ -16,13 +16,15 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Found is what there is of a kube-proxy in a network namespace.
 type Found struct {
 	own       Own
 	processes []int
-	tables    []family
+	tables    []ipfamily.Family
 	plans     []*plan
 	services  []service
 	device    *device
@@ -96,7 +98,7 @@ func (f *Found) stay(t *table) map[string]string {
 }
 
 func (f *Found) findIPVS() error {
-	own := frontends{bound: map[netip.Addr]bool{}, ports: map[family]map[member]bool{ipv4: {}, ipv6: {}}, addressed: map[member]bool{}}
+	own := frontends{bound: map[netip.Addr]bool{}, ports: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}}, addressed: map[member]bool{}}
 	var err error
 	if f.device, err = findDevice(); err != nil {
 		return err
@@ -318,7 +320,7 @@ func (f *Found) removeNFT(context.Context) error {
 	}
 	defer n.close()
 	var errs []error
-	for _, family := range families {
+	for _, family := range ipfamily.All {
 		for range attempts {
 			if err = f.removeNFTOf(n, family); err == nil {
 				break
@@ -329,7 +331,7 @@ func (f *Found) removeNFT(context.Context) error {
 	return errors.Join(errs...)
 }
 
-func (f *Found) removeNFTOf(n nftables, of family) error {
+func (f *Found) removeNFTOf(n nftables, of ipfamily.Family) error {
 	tables, err := n.tables()
 	if err != nil {
 		return err

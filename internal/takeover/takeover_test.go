@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
@@ -26,9 +27,9 @@ func TestMain(m *testing.M) {
 }
 
 // programs of iptables that a test needs, by variant and family.
-func program(t testing.TB, v variant, f family, what string) string {
+func program(t testing.TB, v variant, f ipfamily.Family, what string) string {
 	t.Helper()
-	name := map[family]string{ipv4: "iptables", ipv6: "ip6tables"}[f] + map[variant]string{nft: "-nft", legacy: "-legacy"}[v] + what
+	name := map[ipfamily.Family]string{ipfamily.IPv4: "iptables", ipfamily.IPv6: "ip6tables"}[f] + map[variant]string{nft: "-nft", legacy: "-legacy"}[v] + what
 	if _, err := exec.LookPath(name); err != nil {
 		t.Fatalf("the tests of takeover need %s: install the package iptables, or run make test, which does", name)
 	}
@@ -36,13 +37,13 @@ func program(t testing.TB, v variant, f family, what string) string {
 }
 
 // restore adds rules to those that are there.
-func restore(t testing.TB, h *lab.Host, v variant, f family, rules string) {
+func restore(t testing.TB, h *lab.Host, v variant, f ipfamily.Family, rules string) {
 	t.Helper()
 	labtest.Run(t, h, rules, program(t, v, f, "-restore"), "--noflush", "--counters", "-w")
 }
 
 // save gives all rules with their counters. Only tables that are there are looked at: iptables makes the others.
-func save(t testing.TB, h *lab.Host, v variant, f family) string {
+func save(t testing.TB, h *lab.Host, v variant, f ipfamily.Family) string {
 	t.Helper()
 	var kept []string
 	for line := range strings.Lines(labtest.Run(t, h, "", program(t, v, f, "-save"), "--counters")) {
@@ -143,8 +144,8 @@ COMMIT
 `
 
 // rulesOf gives the iptables capture for a family: it holds nothing that IPv6 does not have but addresses.
-func rulesOf(f family, rules string) string {
-	if f == ipv4 {
+func rulesOf(f ipfamily.Family, rules string) string {
+	if f == ipfamily.IPv4 {
 		return rules
 	}
 	v4 := regexp.MustCompile(`\b(\d+)\.(\d+)\.(\d+)\.(\d+)\b(/\d+)?`)
@@ -165,7 +166,7 @@ func rulesOf(f family, rules string) string {
 // before, with all counters.
 func TestCaptures(t *testing.T) {
 	for _, v := range []variant{nft, legacy} {
-		for _, f := range families {
+		for _, f := range ipfamily.All {
 			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
 				h := labtest.NewHost(t, labtest.NewNet(t), "node")
 				accounts(t, h)

@@ -4,13 +4,14 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Adopt has the model believe that a family's tables hold what iptables-save printed of them. It comes before the first Plan, or
 // before one that names Globals after others have written: that writes what differs, and what is ours and not asked for goes. A
 // chain with the name of one of ours is ours, whoever wrote it, so that kube-proxy's are taken over.
-func (m *Model) Adopt(f Family, saved *Saved) {
+func (m *Model) Adopt(f ipfamily.Family, saved *Saved) {
 	fm := newFamily(f)
 	if was := m.families[f]; was.services != nil {
 		*fm = *was

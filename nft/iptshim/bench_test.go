@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -66,7 +67,7 @@ func BenchmarkPlan(b *testing.B) {
 			snap := large(n, 10)
 			st, _ := dataplane.Compute(configs[0], snap)
 			for b.Loop() {
-				_ = New(Options{}).Plan(st, dataplane.Change{}).Text(IPv4)
+				_ = New(Options{}).Plan(st, dataplane.Change{}).Text(ipfamily.IPv4)
 			}
 		})
 		b.Run(fmt.Sprintf("one/%d", n), func(b *testing.B) {
@@ -74,7 +75,7 @@ func BenchmarkPlan(b *testing.B) {
 			round := 0
 			for b.Loop() {
 				round++
-				if text := change(round).Text(IPv4); len(text) == 0 {
+				if text := change(round).Text(ipfamily.IPv4); len(text) == 0 {
 					b.Fatal("nothing changes")
 				}
 			}
@@ -98,13 +99,13 @@ func BenchmarkRestore(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
 				_, full, change := planned(b, n, 10, Options{Step: steps(variant)})
 				start, cpu := time.Now(), childrenCPU()
-				restore(b, h, IPv4, variant, full.Text(IPv4))
+				restore(b, h, ipfamily.IPv4, variant, full.Text(ipfamily.IPv4))
 				cold, coldCPU := time.Since(start), childrenCPU()-cpu
 				round := 0
 				cpu = childrenCPU()
 				for b.Loop() {
 					round++
-					restore(b, h, IPv4, variant, change(round).Text(IPv4))
+					restore(b, h, ipfamily.IPv4, variant, change(round).Text(ipfamily.IPv4))
 				}
 				b.ReportMetric(cold.Seconds(), "s-cold")
 				b.ReportMetric(coldCPU.Seconds(), "cpu-s-cold")
@@ -130,12 +131,12 @@ func BenchmarkFirstPacket(b *testing.B) {
 			b.Run(variant+"/"+name, func(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
 				model, full, _ := planned(b, 10000, 1, Options{Dispatch: d, Step: steps(variant)})
-				restore(b, h, IPv4, variant, full.Text(IPv4))
+				restore(b, h, ipfamily.IPv4, variant, full.Text(ipfamily.IPv4))
 				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo", "route add default dev lo src 192.0.2.1"} {
 					_, err := h.Run("ip", strings.Fields(args)...)
 					labtest.Check(b, err)
 				}
-				rows := model.families[IPv4].lists[natServices].rows
+				rows := model.families[ipfamily.IPv4].lists[natServices].rows
 				last := netip.AddrFrom4([4]byte([]byte(rows[len(rows)-1].key[:4])))
 				for b.Loop() {
 					begin(b, h, netip.AddrPortFrom(last, 80))

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -72,7 +73,7 @@ type compiled struct {
 
 // compiler turns Services of one family into chains and rows.
 type compiler struct {
-	family Family
+	family ipfamily.Family
 	pods   dataplane.Pods
 	// nodePorts are the addresses that node ports answer at.
 	nodePorts map[netip.Addr]int
@@ -85,14 +86,14 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	}
 	first := ""
 	for _, sp := range s.Ports {
-		if len(sp.Frontends) > 0 && c.family.has(sp.Frontends[0].Key.Addr) {
+		if len(sp.Frontends) > 0 && c.family.Has(sp.Frontends[0].Key.Addr) {
 			pc := portCompiler{compiler: c, sp: sp, name: sp.Name.String(), hash: portHash(sp.Name), out: &out}
 			pc.compile()
 			first = cmp.Or(first, pc.name)
 		}
 	}
 	for _, a := range s.ClusterIPs {
-		if c.family.has(a) {
+		if c.family.Has(a) {
 			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), false, rule{
 				before: " -d " + addrText(a), comment: comment(s.Name.String() + " has no such port"), after: c.reject(), owner: s.Name}})
 		}
@@ -106,13 +107,13 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 }
 
 // nodePortAddrs gives the addresses that a Service's node ports answer at, one mention for each port.
-func (f Family) nodePortAddrs(s *dataplane.Service) (addrs []netip.Addr) {
+func nodePortAddrs(f ipfamily.Family, s *dataplane.Service) (addrs []netip.Addr) {
 	if s == nil {
 		return nil
 	}
 	for _, sp := range s.Ports {
 		for i := range sp.Frontends {
-			if fe := &sp.Frontends[i]; fe.Kind == dataplane.NodePort && f.has(fe.Key.Addr) {
+			if fe := &sp.Frontends[i]; fe.Kind == dataplane.NodePort && f.Has(fe.Key.Addr) {
 				addrs = append(addrs, fe.Key.Addr)
 			}
 		}
@@ -122,7 +123,7 @@ func (f Family) nodePortAddrs(s *dataplane.Service) (addrs []netip.Addr) {
 
 // reject tells the sender that nobody is there.
 func (c *compiler) reject() string {
-	if c.family == IPv4 {
+	if c.family == ipfamily.IPv4 {
 		return " -j REJECT --reject-with icmp-port-unreachable"
 	}
 	return " -j REJECT --reject-with icmp6-port-unreachable"
@@ -358,7 +359,7 @@ func (c *portCompiler) firewall(frontends []*dataplane.Frontend) {
 
 // recentMask is all of an address, as every rule of xt_recent has it.
 func (c *compiler) recentMask() string {
-	if c.family == IPv4 {
+	if c.family == ipfamily.IPv4 {
 		return " --mask 255.255.255.255 --rsource"
 	}
 	return " --mask ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff --rsource"

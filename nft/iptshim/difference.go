@@ -5,13 +5,14 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Difference is a rule or a chain that is there and should not be, or should be there and is not.
 type Difference struct {
-	Family Family
+	Family ipfamily.Family
 	Table  Table
 	// Chain is the chain it is about.
 	Chain string
@@ -38,7 +39,7 @@ func (d Difference) String() string {
 
 // Differences says in what the tables of a family, as iptables-save printed them, differ from what was planned. Comments in the chains
 // of service ports make none, since large clusters have no such, nor does the order of rules in KUBE-SERVICES and other lists.
-func (m *Model) Differences(f Family, saved *Saved) []Difference {
+func (m *Model) Differences(f ipfamily.Family, saved *Saved) []Difference {
 	fresh := New(m.options)
 	txn := fresh.Plan(&m.state, dataplane.Change{})
 	c := comparison{family: f, saved: saved}
@@ -69,7 +70,7 @@ func (m *Model) Differences(f Family, saved *Saved) []Difference {
 
 // comparison gathers differences of one family.
 type comparison struct {
-	family Family
+	family ipfamily.Family
 	saved  *Saved
 	out    []Difference
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -31,7 +32,7 @@ func TestGoldens(t *testing.T) {
 	for name, o := range map[string]Options{"tree": {}, "list": {Dispatch: List, MasqueradeMark: 1 << 15, KeepInvalid: true}} {
 		model := New(o)
 		model.Plan(st, dataplane.Change{})
-		for _, f := range Families {
+		for _, f := range ipfamily.All {
 			got, file := model.Full(f), "testdata/cluster-"+name+"."+strings.ToLower(f.String())
 			if *update {
 				labtest.Check(t, os.WriteFile(file, got, 0o644))

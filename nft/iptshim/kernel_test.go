@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -13,7 +14,7 @@ import (
 // model believes, and a restart writes nothing. In the end all of it is removed.
 func TestSavedEqualsModel(t *testing.T) {
 	for _, variant := range variants {
-		for _, f := range Families {
+		for _, f := range ipfamily.All {
 			for _, dispatch := range []Dispatch{Tree, List} {
 				t.Run(fmt.Sprintf("%s/%s/%d", variant, f, dispatch), func(t *testing.T) {
 					for seed := range uint64(2) {
@@ -25,7 +26,7 @@ func TestSavedEqualsModel(t *testing.T) {
 	}
 }
 
-func savedEqualsModel(t *testing.T, seed uint64, variant string, f Family, o Options) {
+func savedEqualsModel(t *testing.T, seed uint64, variant string, f ipfamily.Family, o Options) {
 	host, w := labtest.NewHost(t, labtest.NewNet(t), "node"), newWorld(seed, 15)
 	snap, planner, model := snapshot.New(), dataplane.NewPlanner(configs[seed%uint64(len(configs))]), New(o)
 	delta := w.all()

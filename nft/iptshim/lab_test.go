@@ -3,6 +3,7 @@ package iptshim
 import (
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
@@ -13,12 +14,12 @@ func TestMain(m *testing.M) { labtest.Main(m) }
 var variants = []string{"legacy", "nft"}
 
 // program gives the name of one of iptables' programs.
-func program(f Family, variant, what string) string {
+func program(f ipfamily.Family, variant, what string) string {
 	return [...]string{"iptables-", "ip6tables-"}[f] + variant + "-" + what
 }
 
 // restore writes a text.
-func restore(t testing.TB, h *lab.Host, f Family, variant string, text []byte, args ...string) {
+func restore(t testing.TB, h *lab.Host, f ipfamily.Family, variant string, text []byte, args ...string) {
 	t.Helper()
 	if len(text) > 0 {
 		labtest.Run(t, h, string(text), program(f, variant, "restore"), append([]string{"--noflush", "-w", "5"}, args...)...)
@@ -26,7 +27,7 @@ func restore(t testing.TB, h *lab.Host, f Family, variant string, text []byte, a
 }
 
 // save reads all tables of ours.
-func save(t testing.TB, h *lab.Host, f Family, variant string) *Saved {
+func save(t testing.TB, h *lab.Host, f ipfamily.Family, variant string) *Saved {
 	t.Helper()
 	var all string
 	for _, table := range Tables {

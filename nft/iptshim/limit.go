@@ -3,6 +3,7 @@ package iptshim
 import (
 	"fmt"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -13,7 +14,7 @@ const MaxRules = 1 << 15
 
 // TooManyRules is why a Service is not written.
 type TooManyRules struct {
-	Family Family
+	Family ipfamily.Family
 	// Rules is about how many there would be.
 	Rules int
 }
@@ -27,13 +28,13 @@ func Check(s *dataplane.Service) error {
 	if s == nil {
 		return nil
 	}
-	var rules [len(Families)]int
+	var rules ipfamily.Per[int]
 	for _, sp := range s.Ports {
 		if len(sp.Frontends) > 0 {
-			rules[familyOf(sp.Frontends[0].Key.Addr)] += estimate(sp)
+			rules[ipfamily.Of(sp.Frontends[0].Key.Addr)] += estimate(sp)
 		}
 	}
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		if rules[f] > MaxRules {
 			return &TooManyRules{Family: f, Rules: rules[f]}
 		}

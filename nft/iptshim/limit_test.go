@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -54,7 +55,7 @@ func TestNothingMultiplies(t *testing.T) {
 		}
 		err := Check(st.Services[snapshot.Name{Namespace: "default", Name: "huge"}])
 		var why *TooManyRules
-		if errors.As(err, &why) != c.tooLarge || why != nil && why.Family != IPv4 {
+		if errors.As(err, &why) != c.tooLarge || why != nil && why.Family != ipfamily.IPv4 {
 			t.Errorf("%+v: %d rules: %v", c, rules, err)
 		}
 	}
@@ -67,7 +68,7 @@ func TestEstimate(t *testing.T) {
 		snap := snapshot.New()
 		snap.Apply(w.all())
 		st, _ := dataplane.Compute(configs[seed%uint64(len(configs))], snap)
-		for _, f := range Families {
+		for _, f := range ipfamily.All {
 			fm := newFamily(f)
 			fm.structure = structureOf(st, f)
 			for n, svc := range st.Services {
@@ -77,7 +78,7 @@ func TestEstimate(t *testing.T) {
 					rules += len(ch.rules)
 				}
 				for _, sp := range svc.Ports {
-					if f.has(sp.Frontends[0].Key.Addr) {
+					if f.Has(sp.Frontends[0].Key.Addr) {
 						most += estimate(sp)
 						if slices.ContainsFunc(sp.Frontends, func(f dataplane.Frontend) bool { return f.Sources != nil }) {
 							most += maxRefusals

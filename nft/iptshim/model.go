@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -53,12 +54,12 @@ type Model struct {
 	options  Options
 	filled   bool
 	state    dataplane.State
-	families [len(Families)]*familyModel
+	families ipfamily.Per[*familyModel]
 }
 
 // familyModel is what the programs of one family have been told.
 type familyModel struct {
-	family    Family
+	family    ipfamily.Family
 	structure structure
 	// held are the digests of all chains of ours. Jumps says which are there, by their index, and referred names chains that rules of others lead
 	// to, which cannot be deleted.
@@ -90,13 +91,13 @@ type service struct {
 // New gives a Model for a kernel that holds nothing of ours.
 func New(o Options) *Model {
 	m := &Model{options: o}
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		m.families[f] = newFamily(f)
 	}
 	return m
 }
 
-func newFamily(f Family) *familyModel {
+func newFamily(f ipfamily.Family) *familyModel {
 	fm := &familyModel{family: f, jumps: map[int]bool{}, referred: map[tableChain]bool{}}
 	for i := range fm.held {
 		fm.held[i] = map[string]uint64{}
@@ -122,7 +123,7 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 	if len(change.Services) > 0 {
 		m.keep(s, change.Services, t)
 	}
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		m.families[f].follow(&m.options, s, change.Services, &t.families[f], &t.undo)
 	}
 	return t
@@ -152,7 +153,7 @@ func (m *Model) fill(s *dataplane.State, t *Txn) {
 	if m.state.Services == nil {
 		m.state.Services = map[snapshot.Name]*dataplane.Service{}
 	}
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		was := m.families[f]
 		fm := newFamily(f)
 		fm.structure, fm.jumps, fm.referred = structureOf(s, f), maps.Clone(was.jumps), was.referred
@@ -169,7 +170,7 @@ func (fm *familyModel) fill(o *Options, s *dataplane.State, t *familyTxn) {
 	fm.services, fm.nodePorts = make(map[snapshot.Name]*service, len(s.Services)), map[netip.Addr]int{}
 	var rows [numLists][]row
 	for _, svc := range s.Services {
-		for _, a := range fm.family.nodePortAddrs(svc) {
+		for _, a := range nodePortAddrs(fm.family, svc) {
 			fm.nodePorts[a]++
 		}
 		fm.outside += fm.structure.outside(fm.family, svc)
@@ -264,7 +265,7 @@ func (fm *familyModel) count(s *dataplane.State, names []snapshot.Name, undo *[]
 		}
 	}
 	for _, n := range names {
-		for _, a := range fm.family.nodePortAddrs(s.Services[n]) {
+		for _, a := range nodePortAddrs(fm.family, s.Services[n]) {
 			fm.nodePorts[a]++
 		}
 		fm.outside += fm.structure.outside(fm.family, s.Services[n])
@@ -318,7 +319,7 @@ type planner struct {
 // service compiles a Service and writes its chains.
 func (p *planner) service(c *compiler, s *dataplane.Service) *service {
 	out := c.service(s)
-	made := &service{rows: out.rows, nodePorts: p.family.nodePortAddrs(s), endpoints: out.endpoints, outside: p.structure.outside(p.family, s)}
+	made := &service{rows: out.rows, nodePorts: nodePortAddrs(p.family, s), endpoints: out.endpoints, outside: p.structure.outside(p.family, s)}
 	for _, ch := range out.chains {
 		made.chains = append(made.chains, ch.name)
 		p.write(ch)

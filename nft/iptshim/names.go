@@ -98,31 +98,3 @@ func isServiceChain(chain string) bool {
 func isBranch(t Table, chain string) bool {
 	return t == NAT && isServiceChain(chain) && !bare(t, chain) || t == Filter && strings.HasPrefix(chain, clusterIPsPrefix)
 }
-
-// Family is an address family, each with programs and tables of its own.
-type Family uint8
-
-// The families.
-const (
-	IPv4 Family = iota
-	IPv6
-)
-
-// Families are both of them.
-var Families = [...]Family{IPv4, IPv6}
-
-// String gives "IPv4" or "IPv6".
-func (f Family) String() string { return [...]string{"IPv4", "IPv6"}[f] }
-
-// has says whether an address belongs to the family.
-func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
-
-// bits is the length of an address.
-func (f Family) bits() int { return [...]int{32, 128}[f] }
-
-func familyOf(a netip.Addr) Family {
-	if a.Is4() {
-		return IPv4
-	}
-	return IPv6
-}

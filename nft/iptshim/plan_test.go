@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -138,7 +139,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		w := newWorld(seed, int(services%maxFuzzServices)+1)
 		options := Options{Dispatch: Dispatch(seed % 2), Comments: true, Step: int(seed%3) * 20}
 		snap, planner, model := snapshot.New(), dataplane.NewPlanner(configs[seed%uint64(len(configs))]), New(options)
-		kernel := [len(Families)]*fakeTables{newFakeTables(), newFakeTables()}
+		kernel := ipfamily.Per[*fakeTables]{newFakeTables(), newFakeTables()}
 		delta := w.all()
 		for step := range int(steps % maxFuzzSteps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
@@ -146,13 +147,13 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			if w.IntN(4) == 0 {
 				model.Revert(txn)
 				again := model.Plan(planner.State(), change)
-				for _, f := range Families {
+				for _, f := range ipfamily.All {
 					if a, b := string(txn.Text(f)), string(again.Text(f)); a != b {
 						t.Fatalf("step %d: planned again: %s", step, firstDifference(a, b))
 					}
 				}
 			}
-			for _, f := range Families {
+			for _, f := range ipfamily.All {
 				if err := kernel[f].restore(txn.Text(f)); err != nil {
 					t.Fatalf("step %d: %v\n%s", step, err, txn.Text(f))
 				}
@@ -173,9 +174,9 @@ func FuzzPlanEqualsFull(f *testing.F) {
 }
 
 // restart adopts what is there, which must be all that a state wants.
-func restart(t *testing.T, o Options, kernel [len(Families)]*fakeTables, s *dataplane.State) *Model {
+func restart(t *testing.T, o Options, kernel ipfamily.Per[*fakeTables], s *dataplane.State) *Model {
 	m := New(o)
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		saved, err := Parse([]byte(kernel[f].saved()))
 		if err != nil {
 			t.Fatal(err)
@@ -183,7 +184,7 @@ func restart(t *testing.T, o Options, kernel [len(Families)]*fakeTables, s *data
 		m.Adopt(f, saved)
 	}
 	txn := m.Plan(s, dataplane.Change{Globals: true})
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		if text := txn.Text(f); text != nil {
 			t.Fatalf("a restart writes:\n%s", text)
 		}
@@ -231,7 +232,7 @@ func TestManyEndpoints(t *testing.T) {
 	for _, m := range []*Model{brief, wordy} {
 		m.Plan(st, dataplane.Change{})
 	}
-	short, long := string(brief.Full(IPv4)), string(wordy.Full(IPv4))
+	short, long := string(brief.Full(ipfamily.IPv4)), string(wordy.Full(ipfamily.IPv4))
 	if !strings.Contains(long, `--comment "ns7/svc7:p80 -> `) || strings.Contains(short, `--comment "ns7/svc7:p80 -> `) ||
 		!strings.Contains(short, `--comment "ns7/svc7:p80 cluster IP"`) {
 		t.Errorf("comments: %.2000s", short)
@@ -241,11 +242,11 @@ func TestManyEndpoints(t *testing.T) {
 		t.Fatal(err)
 	}
 	again := New(Options{})
-	again.Adopt(IPv4, saved)
-	if text := again.Plan(st, dataplane.Change{}).Text(IPv4); text != nil {
+	again.Adopt(ipfamily.IPv4, saved)
+	if text := again.Plan(st, dataplane.Change{}).Text(ipfamily.IPv4); text != nil {
 		t.Errorf("comments alone are written again:\n%.2000s", text)
 	}
-	if d := again.Differences(IPv4, saved); d != nil {
+	if d := again.Differences(ipfamily.IPv4, saved); d != nil {
 		t.Errorf("%d differences, the first is %s", len(d), d[0])
 	}
 }
@@ -256,8 +257,8 @@ func TestBlame(t *testing.T) {
 		st, _ := dataplane.Compute(configs[0], large(30, 2))
 		txn := New(Options{Step: step}).Plan(st, dataplane.Change{})
 		blamed := map[snapshot.Name]bool{}
-		for i, line := range strings.Split(string(txn.Text(IPv4)), "\n") {
-			names := txn.Blame(IPv4, i+1)
+		for i, line := range strings.Split(string(txn.Text(ipfamily.IPv4)), "\n") {
+			names := txn.Blame(ipfamily.IPv4, i+1)
 			if _, rest, ok := strings.Cut(line, `--comment "ns`); ok {
 				want := "ns" + rest[:strings.IndexAny(rest, ": ")]
 				if len(names) != 1 || names[0].String() != want {
@@ -276,13 +277,13 @@ func TestBlame(t *testing.T) {
 			first = n
 		}
 		name := svcPrefix + portHash(st.Services[first].Ports[0].Name)
-		if got := txn.BlameChain(IPv4, NAT, name); len(got) != 1 || got[0] != first {
+		if got := txn.BlameChain(ipfamily.IPv4, NAT, name); len(got) != 1 || got[0] != first {
 			t.Errorf("chain %s belongs to %v, not %s", name, got, first)
 		}
-		if got := txn.BlameChain(IPv4, NAT, servicesChain); len(got) == 0 || txn.BlameChain(IPv4, NAT, markChain) != nil {
+		if got := txn.BlameChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 || txn.BlameChain(ipfamily.IPv4, NAT, markChain) != nil {
 			t.Errorf("KUBE-SERVICES belongs to %v", got)
 		}
-		if names := txn.Blame(IPv4, 0); names != nil {
+		if names := txn.Blame(ipfamily.IPv4, 0); names != nil {
 			t.Errorf("line 0 belongs to %v", names)
 		}
 	}
@@ -299,12 +300,12 @@ func TestUnchangedChainsStay(t *testing.T) {
 	}
 	change, _ = planner.Apply(snap, snap.Apply(largeService(2000, 3, 0)))
 	txn := model.Plan(planner.State(), change)
-	if text := txn.Text(IPv4); strings.Count(string(text), "\n") > 80 || !strings.Contains(string(text), "svc2000") {
+	if text := txn.Text(ipfamily.IPv4); strings.Count(string(text), "\n") > 80 || !strings.Contains(string(text), "svc2000") {
 		t.Errorf("one more Service takes\n%s", text)
 	}
 	change, _ = planner.Apply(snap, snap.Apply(snapshot.Delta{}))
-	if txn := model.Plan(planner.State(), change); !txn.Empty() || txn.Text(IPv4) != nil {
-		t.Errorf("nothing takes\n%s", txn.Text(IPv4))
+	if txn := model.Plan(planner.State(), change); !txn.Empty() || txn.Text(ipfamily.IPv4) != nil {
+		t.Errorf("nothing takes\n%s", txn.Text(ipfamily.IPv4))
 	}
 }
 
@@ -315,7 +316,7 @@ func TestTreeIsShallow(t *testing.T) {
 	for dispatch, most := range map[Dispatch]int{Tree: 60, List: services} {
 		model := New(Options{Dispatch: dispatch})
 		model.Plan(st, dataplane.Change{})
-		saved, err := Parse(model.Full(IPv4))
+		saved, err := Parse(model.Full(ipfamily.IPv4))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -47,13 +48,13 @@ type structure struct {
 	cidrs    []netip.Prefix
 }
 
-func structureOf(s *dataplane.State, f Family) structure {
-	out := structure{pods: s.Pods4, loopback: s.LocalhostNodePorts && f == IPv4}
-	if f == IPv6 {
+func structureOf(s *dataplane.State, f ipfamily.Family) structure {
+	out := structure{pods: s.Pods4, loopback: s.LocalhostNodePorts && f == ipfamily.IPv4}
+	if f == ipfamily.IPv6 {
 		out.pods = s.Pods6
 	}
 	for _, p := range s.ServiceCIDRs {
-		if f.has(p.Addr()) {
+		if f.Has(p.Addr()) {
 			out.cidrs = append(out.cidrs, p)
 		}
 	}
@@ -126,12 +127,12 @@ func (s structure) tails(nodePorts map[netip.Addr]int, outside bool) (tails [num
 }
 
 // outside counts the cluster IPs of a Service that are in none of the ServiceCIDRs.
-func (s structure) outside(f Family, svc *dataplane.Service) (n int) {
+func (s structure) outside(f ipfamily.Family, svc *dataplane.Service) (n int) {
 	if svc == nil {
 		return 0
 	}
 	for _, a := range svc.ClusterIPs {
-		if f.has(a) && !slices.ContainsFunc(s.cidrs, func(p netip.Prefix) bool { return p.Contains(a) }) {
+		if f.Has(a) && !slices.ContainsFunc(s.cidrs, func(p netip.Prefix) bool { return p.Contains(a) }) {
 			n++
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -46,7 +47,7 @@ var listSpecs = [numLists]struct {
 // list is a chain of rows with the branches under it.
 type list struct {
 	id     listID
-	family Family
+	family ipfamily.Family
 	tree   bool
 	// rows are sorted; tail are the rules after them.
 	rows []row
@@ -83,7 +84,7 @@ func (l *list) addrBits() int {
 	if !listSpecs[l.id].addressed {
 		return 0
 	}
-	return l.family.bits()
+	return l.family.Bits()
 }
 
 // divide splits rows, all of them in one chain, into those of its branches. Within each the rows have more in common. It gives nil

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -13,7 +14,7 @@ import (
 // Txn is what has to be written to take the kernel from what it holds to what it should hold: a text for each family, which
 // iptables-restore --noflush takes in one call. Each table in it is one transaction of the kernel.
 type Txn struct {
-	families [len(Families)]familyTxn
+	families ipfamily.Per[familyTxn]
 	undo     []func()
 }
 
@@ -32,7 +33,9 @@ type familyTxn struct {
 func (t *familyTxn) empty() bool { return len(t.writes)+len(t.drops)+len(t.jumps) == 0 }
 
 // Empty says whether nothing is written in any family.
-func (t *Txn) Empty() bool { return t.families[IPv4].empty() && t.families[IPv6].empty() }
+func (t *Txn) Empty() bool {
+	return t.families[ipfamily.IPv4].empty() && t.families[ipfamily.IPv6].empty()
+}
 
 // Counts gives the number of chains that are written and deleted, and of the rules in them.
 func (t *Txn) Counts() (chains, deleted, rules int) {
@@ -48,7 +51,7 @@ func (t *Txn) Counts() (chains, deleted, rules int) {
 
 // Text gives what iptables-restore --noflush has to be told for IPv4, or ip6tables-restore for IPv6; nil if there is nothing. If that
 // fails, some of it may be in: then Adopt has to be told what is there.
-func (t *Txn) Text(f Family) []byte {
+func (t *Txn) Text(f ipfamily.Family) []byte {
 	w := textWriter{}
 	w.family(&t.families[f])
 	return w.text
@@ -56,7 +59,7 @@ func (t *Txn) Text(f Family) []byte {
 
 // Blame gives the Services that asked for what stands in a line of Text, counted from 1: none for lines that are nobody's, such as
 // COMMIT, several where a chain belongs to several.
-func (t *Txn) Blame(f Family, line int) []snapshot.Name {
+func (t *Txn) Blame(f ipfamily.Family, line int) []snapshot.Name {
 	w := textWriter{owners: []snapshot.Name{}}
 	w.family(&t.families[f])
 	if line < 1 || line > len(w.owners) || w.owners[line-1] == (snapshot.Name{}) {
@@ -66,7 +69,7 @@ func (t *Txn) Blame(f Family, line int) []snapshot.Name {
 }
 
 // BlameChain gives the Services that asked for what Text writes to a chain, sorted; none if it is nobody's.
-func (t *Txn) BlameChain(f Family, table Table, name string) (names []snapshot.Name) {
+func (t *Txn) BlameChain(f ipfamily.Family, table Table, name string) (names []snapshot.Name) {
 	for _, c := range t.families[f].writes {
 		if c.table != table || c.name != name {
 			continue
@@ -249,7 +252,7 @@ func (t *familyTxn) dropped(table Table) (out []string) {
 }
 
 // Full gives all of the text for a kernel that holds nothing of ours, as render prints it.
-func (m *Model) Full(f Family) []byte {
+func (m *Model) Full(f ipfamily.Family) []byte {
 	fresh := New(m.options)
 	return bytes.Clone(fresh.Plan(&m.state, dataplane.Change{}).Text(f))
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -26,8 +27,8 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 		st, _ := dataplane.Compute(cfg, snap)
 		model := New(Options{Dispatch: Dispatch(seed % 2)})
 		model.Plan(st, dataplane.Change{})
-		var saved [len(Families)]*Saved
-		for _, f := range Families {
+		var saved ipfamily.Per[*Saved]
+		for _, f := range ipfamily.All {
 			var err error
 			if saved[f], err = Parse(model.Full(f)); err != nil {
 				t.Fatal(err)
@@ -36,7 +37,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 		for _, k := range w.keys(st) {
 			q := w.question(snap, k)
 			x := dataplane.Explain(cfg, snap, q)
-			walk := walked(t, saved[familyOf(k.Addr)], snap, q)
+			walk := walked(t, saved[ipfamily.Of(k.Addr)], snap, q)
 			if slices.ContainsFunc(x.Endpoints, func(c dataplane.Considered) bool { return c.Addr() == q.Source && !c.Local }) {
 				continue // one that is said to run elsewhere reaches itself
 			}
@@ -121,7 +122,7 @@ func TestWalkRemembers(t *testing.T) {
 	st, _ := dataplane.Compute(configs[0], snap)
 	model := New(Options{})
 	model.Plan(st, dataplane.Change{})
-	saved, err := Parse(model.Full(IPv4))
+	saved, err := Parse(model.Full(ipfamily.IPv4))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -122,7 +123,7 @@ func TestForeignHands(t *testing.T) {
 	labtest.Check(t, err)
 	element := func(set nft.SetID) string {
 		def := nft.SetByID(set)
-		return l[0].Elements[set][0].Element.Text(nft.IPv4, &def)
+		return l[0].Elements[set][0].Element.Text(ipfamily.IPv4, &def)
 	}
 	key := func(set nft.SetID) string {
 		k, _, _ := strings.Cut(element(set), " : ")

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -14,8 +15,8 @@ import (
 // kernel needs longer for a large one than a change should wait.
 type sweep struct {
 	// turns says how often each family's map is still to be looked at, due when next.
-	turns [len(nft.Families)]int
-	due   [len(nft.Families)]time.Time
+	turns ipfamily.Per[int]
+	due   ipfamily.Per[time.Time]
 	// running says that family's list is under way, in which gone were found.
 	running bool
 	family  int
@@ -60,7 +61,7 @@ func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 
 // begin chooses a map that is to be looked at, if there is one.
 func (s *sweep) begin() bool {
-	for i := range nft.Families {
+	for i := range ipfamily.All {
 		if s.turns[i] > 0 && !time.Now().Before(s.due[i]) {
 			s.turns[i]--
 			s.family, s.gone, s.due[i] = i, nil, time.Now().Add(sweepAgain)
@@ -75,7 +76,7 @@ func (s *sweep) begin() bool {
 // meanwhile does not matter here: entries come and go all the time.
 func (b *Backend) sweepOn() (done bool, err error) {
 	s := &b.sweep
-	f := nft.Families[s.family]
+	f := ipfamily.All[s.family]
 	if !s.running {
 		if err := b.sweeper.fresh(); err != nil {
 			return false, err
@@ -113,7 +114,7 @@ func (b *Backend) sweepOn() (done bool, err error) {
 // delete is looked at again.
 func (b *Backend) endSweep() error {
 	s := &b.sweep
-	f := nft.Families[s.family]
+	f := ipfamily.All[s.family]
 	var gone []nft.Element
 	for i := range s.gone {
 		if !b.model.Remembers(f, &s.gone[i]) {
@@ -131,7 +132,7 @@ func (b *Backend) endSweep() error {
 
 // deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting, which
 // fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
-func (b *Backend) deleteAffinity(f nft.Family, entries []nft.Element) error {
+func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
 		b.batch.reset()
 		b.batch.notes = b.batch.notes[:0]

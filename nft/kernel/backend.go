@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -66,12 +67,12 @@ type Backend struct {
 	batch batch
 	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
 	generation uint32
-	tables     [len(nft.Families)]tableInfo
+	tables     ipfamily.Per[tableInfo]
 	sweep      sweep
 	crowd      crowd
 	inspection inspection
 	// fill is what Fill gives.
-	fill atomic.Pointer[[len(nft.Families)]nft.Fill]
+	fill atomic.Pointer[ipfamily.Per[nft.Fill]]
 }
 
 // trust is how far the model can be believed to be what the kernel holds.
@@ -327,7 +328,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 		planned = b.model.Plan(want, b.missed, 0) // what it would write is worthless, but not what it wants to hold
 		left = dataplane.Change{}
 	}
-	var found *[len(nft.Families)]nft.Found
+	var found *ipfamily.Per[nft.Found]
 	if b.trust != broken {
 		if found, err = b.readBack(); err != nil {
 			return nil, err
@@ -511,7 +512,7 @@ func (b *Backend) committed(txn *nft.Txn) error {
 
 // know remembers which tables ours are, to see later whether they still are the same.
 func (b *Backend) know() error {
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if b.tables[i].there {
 			continue
 		}
@@ -536,11 +537,11 @@ func (b *Backend) Remove() error {
 	b.sweeper.stale = b.sweeper.stale || b.sweep.running
 	b.sweep, b.inspection, b.room = sweep{}, inspection{}, 0
 	b.fill.Store(nil)
-	b.tables = [len(nft.Families)]tableInfo{}
+	b.tables = ipfamily.Per[tableInfo]{}
 	b.batch.reset()
 	b.batch.notes = b.batch.notes[:0]
 	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		b.batch.end(b.batch.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
 		b.batch.deleteTable(f)
 	}
@@ -549,12 +550,12 @@ func (b *Backend) Remove() error {
 }
 
 // List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
-func (b *Backend) List() ([len(nft.Families)]nft.Listing, error) {
-	var out [len(nft.Families)]nft.Listing
+func (b *Backend) List() (ipfamily.Per[nft.Listing], error) {
+	var out ipfamily.Per[nft.Listing]
 	if err := b.heal(); err != nil {
 		return out, err
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		out[i].Table = b.model.Structure(f)
 		if err := b.reader.ruleCounters(f, out[i].Table.Chains); err != nil {
 			return out, err

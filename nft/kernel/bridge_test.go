@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -26,7 +27,7 @@ func TestBridgeDropsNobody(t *testing.T) {
 	snap.Apply(s.delta(c))
 	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
 	apply(t, b, st)
-	to := s.frontendOf(c, dataplane.LoadBalancerIP, lab.IPv4)
+	to := s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4)
 	pod := c.Pods[2]
 	link, err := pod.Netlink().LinkByName("eth0")
 	labtest.Check(t, err)
@@ -34,7 +35,7 @@ func TestBridgeDropsNobody(t *testing.T) {
 	labtest.Check(t, err)
 	send := func(from net.HardwareAddr, port uint16) {
 		t.Helper()
-		frame := datagram(bridge.Attrs().HardwareAddr, from, netip.AddrPortFrom(pod.IP(lab.IPv4), port), to)
+		frame := datagram(bridge.Attrs().HardwareAddr, from, netip.AddrPortFrom(pod.IP(ipfamily.IPv4), port), to)
 		labtest.Check(t, pod.Do(func() error { return sendFrame(link.Attrs().Index, frame) }))
 	}
 	send(make(net.HardwareAddr, 6), 30001)

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -341,16 +342,16 @@ func (c *Conn) generation() (uint32, error) {
 const getChunk = 32
 
 // get reads elements of one set by their keys, and calls do with each that is there.
-func (c *Conn) get(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
+func (c *Conn) get(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func(nft.Element)) error {
 	return c.getListed(f, set, keys, func(l nft.Listed) { do(l.Element) })
 }
 
 // getListed is get with what the kernel adds to the elements. In the set of source ranges a key is found in the range it lies in.
-func (c *Conn) getListed(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
+func (c *Conn) getListed(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		n := min(getChunk, len(keys))
 		if err := c.getOnce(f, set, keys[:n], do); err != nil {
-			return fmt.Errorf("nft: read %s %s %s: %w", f, nft.TableName, set, err)
+			return fmt.Errorf("nft: read %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 		}
 		keys = keys[n:]
 	}
@@ -359,7 +360,7 @@ func (c *Conn) getListed(f nft.Family, set nft.SetID, keys []nft.Element, do fun
 
 // getOnce asks for a few elements. The kernel stops at the first that is not there and does not say which it was: those
 // after the answers that came are asked for again.
-func (c *Conn) getOnce(f nft.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
+func (c *Conn) getOnce(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		var w batch
 		w.reset()

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -61,7 +62,7 @@ func (c *Counters) AllFrontends(do func(dataplane.FrontendCount)) error {
 	if err := c.ready(); err != nil {
 		return err
 	}
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		pools := map[uint32]nft.Element{}
 		err := c.list(f, nft.Pools, func(l nft.Listed) { pools[l.ID()] = l.Element })
 		for _, set := range nft.FrontendSets() {
@@ -85,16 +86,16 @@ func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.Fronte
 
 // list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it will be read
 // again.
-func (c *Counters) list(f nft.Family, set nft.SetID, do func(nft.Listed)) error {
+func (c *Counters) list(f ipfamily.Family, set nft.SetID, do func(nft.Listed)) error {
 	_, err := c.conn.query(listRequest(f, set), true, func(attrs []byte) { eachElement(f, set, attrs, do) })
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, set, err)
+		return fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	return nil
 }
 
 // get looks some elements of a set up.
-func (c *Counters) get(f nft.Family, keys []nft.Element, do func(nft.Listed)) error {
+func (c *Counters) get(f ipfamily.Family, keys []nft.Element, do func(nft.Listed)) error {
 	if len(keys) == 0 {
 		return nil
 	}
@@ -109,7 +110,7 @@ func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendC
 	if err := c.ready(); err != nil {
 		return err
 	}
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		found, err := c.frontends(f, at)
 		if err != nil {
 			return err
@@ -134,10 +135,10 @@ func (c *Counters) Frontends(at []dataplane.Counted, do func(dataplane.FrontendC
 }
 
 // frontends reads the elements of some frontends, of one family. What is not counted is looked for last.
-func (c *Counters) frontends(f nft.Family, at []dataplane.Counted) (found []nft.Listed, err error) {
+func (c *Counters) frontends(f ipfamily.Family, at []dataplane.Counted) (found []nft.Listed, err error) {
 	var keys [2][2][]nft.Element // counted or not, inside or outside
 	for _, a := range at {
-		if a.Key.Addr.Is4() != (f == nft.IPv4) {
+		if a.Key.Addr.Is4() != (f == ipfamily.IPv4) {
 			continue
 		}
 		side := 0
@@ -174,7 +175,7 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 		return err
 	}
 	asked := map[uint32]dataplane.Counted{}
-	var slots, ends [len(nft.Families)][]nft.Element
+	var slots, ends ipfamily.Per[[]nft.Element]
 	for i := range of {
 		fe, family := &of[i], 0
 		if !fe.Key.Addr.Is4() {
@@ -196,7 +197,7 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 		c.Counted = asked[c.Place.Pool]
 		do(c)
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		err := errors.Join(c.get(f, slots[i], func(l nft.Listed) { tell(l.SlotCount()) }),
 			c.get(f, ends[i], func(l nft.Listed) { tell(l.MemberCount()) }))
 		if err != nil {
@@ -214,8 +215,8 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	if err := c.ready(); err != nil {
 		return nil, err
 	}
-	var packets [len(nft.Families)][dataplane.NumRefusals]uint64
-	for i, f := range nft.Families {
+	var packets ipfamily.Per[[dataplane.NumRefusals]uint64]
+	for i, f := range ipfamily.All {
 		for _, kind := range refusing {
 			_, err := c.conn.query(rulesRequest(f, nft.ChainID{Kind: kind}.Name()), true, func(attrs []byte) {
 				if refusal, n, ok := refusedBy(attrs); ok {
@@ -223,21 +224,21 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 				}
 			})
 			if err != nil && !errors.Is(err, unix.ENOENT) {
-				return nil, fmt.Errorf("nft: count packets refused in %s %s: %w", f, nft.TableName, err)
+				return nil, fmt.Errorf("nft: count packets refused in %s %s: %w", f.NFT(), nft.TableName, err)
 			}
 		}
 	}
 	var out []dataplane.RefusedCount
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for _, r := range [...]dataplane.Refusal{dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort, dataplane.RefusedUnallocated} {
-			out = append(out, dataplane.RefusedCount{IPv6: f == nft.IPv6, Refusal: r, Packets: packets[i][r]})
+			out = append(out, dataplane.RefusedCount{IPv6: f == ipfamily.IPv6, Refusal: r, Packets: packets[i][r]})
 		}
 	}
 	return out, nil
 }
 
 // rulesRequest asks for the rules of a chain.
-func rulesRequest(f nft.Family, chain string) []byte {
+func rulesRequest(f ipfamily.Family, chain string) []byte {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
@@ -275,18 +276,18 @@ func refusedBy(attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool
 
 // Affinity counts the clients that are remembered, in each family. Kernels before Linux 6.16 do not know how many there are. There
 // they are listed, which for many takes long: after the time given it is given up, and the family has -1.
-func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]int, err error) {
+func (c *Counters) Affinity(patience time.Duration) (counts ipfamily.Per[int], err error) {
 	if err := c.ready(); err != nil {
 		return counts, err
 	}
 	deadline := time.Now().Add(patience)
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		n, told, err := c.conn.setCount(f, nft.Affinity)
 		if err == nil && !told {
 			n, err = c.countAffinity(f, deadline)
 		}
 		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return counts, fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, nft.Affinity, err)
+			return counts, fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, nft.Affinity, err)
 		}
 		counts[i] = n
 	}
@@ -294,7 +295,7 @@ func (c *Counters) Affinity(patience time.Duration) (counts [len(nft.Families)]i
 }
 
 // countAffinity lists them. A list cannot be ended early but with its socket.
-func (c *Counters) countAffinity(f nft.Family, deadline time.Time) (n int, err error) {
+func (c *Counters) countAffinity(f ipfamily.Family, deadline time.Time) (n int, err error) {
 	if err := c.conn.send(listRequest(f, nft.Affinity)); err != nil {
 		return 0, err
 	}
@@ -336,4 +337,4 @@ func elementsIn(body []byte) (n int) {
 
 // Fill says how full the sets of both tables are, as far as they are planned, after the last transaction; nil before the first. Safe
 // for concurrent use.
-func (b *Backend) Fill() *[len(nft.Families)]nft.Fill { return b.fill.Load() }
+func (b *Backend) Fill() *ipfamily.Per[nft.Fill] { return b.fill.Load() }

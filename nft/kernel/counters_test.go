@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -94,7 +95,7 @@ func TestCountersOfNothing(t *testing.T) {
 		}
 	}
 	affinity, err := c.Affinity(time.Second)
-	if len(got.frontends)+len(got.endpoints) > 0 || affinity != [2]int{} || err != nil {
+	if len(got.frontends)+len(got.endpoints) > 0 || affinity != (ipfamily.Per[int]{}) || err != nil {
 		t.Errorf("%+v, affinity %v, %v", got, affinity, err)
 	}
 }
@@ -135,7 +136,7 @@ func TestCountersOfEverything(t *testing.T) {
 	for i, fill := range b.Fill() {
 		for set, f := range fill {
 			if n := len(listed[i].Elements[set]); nft.SetID(set).IsContent() && f.Elements != n {
-				t.Errorf("%s %s has %d elements; the kernel lists %d", nft.Families[i], nft.SetID(set), f.Elements, n)
+				t.Errorf("%s %s has %d elements; the kernel lists %d", ipfamily.All[i].NFT(), nft.SetID(set), f.Elements, n)
 			}
 		}
 	}
@@ -164,8 +165,8 @@ func TestCountersCount(t *testing.T) {
 				svc.SourceRanges = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), lab.NodePodRange[0]}
 			})
 			counters := openCounters(t, c.Node)
-			clusterIP, external := s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), s.frontendOf(c, dataplane.ExternalIP, lab.IPv4)
-			balancer := s.frontendOf(c, dataplane.LoadBalancerIP, lab.IPv4)
+			clusterIP, external := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), s.frontendOf(c, dataplane.ExternalIP, ipfamily.IPv4)
+			balancer := s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4)
 			connections(t, c.Pods[2], clusterIP, 12, lab.Answered)
 			connections(t, c.Outside, external, 6, lab.Answered)
 			connections(t, c.Node2, balancer, 1, lab.TimedOut)
@@ -191,14 +192,14 @@ func TestCountersCount(t *testing.T) {
 			if affinity > 0 {
 				want = 2 // the pod in one pool, the client from outside in the other
 			}
-			if clients != [2]int{want, 0} {
+			if clients != (ipfamily.Per[int]{want, 0}) {
 				t.Errorf("%v clients are remembered; want %d", clients, want)
 			}
 			// Kernels before 6.16 do not tell.
-			if n, err := counters.countAffinity(nft.IPv4, time.Now().Add(time.Minute)); n != want || err != nil {
+			if n, err := counters.countAffinity(ipfamily.IPv4, time.Now().Add(time.Minute)); n != want || err != nil {
 				t.Errorf("%d clients are listed, %v; want %d", n, err, want)
 			}
-			if n, err := counters.countAffinity(nft.IPv4, time.Now()); n != -1 || err != nil {
+			if n, err := counters.countAffinity(ipfamily.IPv4, time.Now()); n != -1 || err != nil {
 				t.Errorf("without patience: %d clients, %v; want it to be given up", n, err)
 			}
 			if again := countAll(t, counters, st); !maps.Equal(again.frontends, got.frontends) {

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -24,7 +25,7 @@ type AffinityShare struct {
 // crowd watches how full the maps of remembered clients are.
 type crowd struct {
 	due    time.Time
-	shares [len(nft.Families)][]AffinityShare
+	shares ipfamily.Per[[]AffinityShare]
 	// shown is what AffinityShares gives.
 	shown atomic.Pointer[[]AffinityShare]
 }
@@ -44,7 +45,7 @@ func (b *Backend) lookAtAffinity(now time.Time) error {
 		return nil
 	}
 	b.crowd.due = now.Add(crowdAgain)
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if !b.model.Sticky(f) {
 			b.share(i, nil)
 			continue
@@ -72,7 +73,7 @@ func (b *Backend) share(family int, entries map[uint32]int) {
 	var shares []AffinityShare
 	if total >= crowded {
 		for name, n := range services {
-			shares = append(shares, AffinityShare{Service: name, IPv6: nft.Families[family] == nft.IPv6, Entries: n})
+			shares = append(shares, AffinityShare{Service: name, IPv6: ipfamily.All[family] == ipfamily.IPv6, Entries: n})
 		}
 		slices.SortFunc(shares, func(a, b AffinityShare) int {
 			return cmp.Or(cmp.Compare(b.Entries, a.Entries), a.Service.Compare(b.Service))

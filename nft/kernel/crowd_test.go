@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -46,7 +47,7 @@ func TestAffinityShares(t *testing.T) {
 	theirs := netip.MustParseAddrPort("10.128.0.0:8080")
 	var web uint32
 	var ports []uint32
-	for of, id := range b.model.PoolIDs(nft.IPv4) {
+	for of, id := range b.model.PoolIDs(ipfamily.IPv4) {
 		switch {
 		case of.Outside:
 		case of.Key.Addr == netip.MustParseAddr("10.96.0.0"):
@@ -105,14 +106,14 @@ func remember(t *testing.T, b *Backend, pool uint32, endpoint netip.AddrPort, n 
 			continue
 		}
 		there[string(e.Key())] = true
-		if !e.SetData(nft.IPv4, target[:]) {
+		if !e.SetData(ipfamily.IPv4, target[:]) {
 			t.Fatal("an IPv4 endpoint has another length")
 		}
 		entries = append(entries, nft.Listed{Element: e, Timeout: time.Hour, Expires: time.Hour})
 	}
 	b.batch.reset()
 	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	b.batch.affinity(nft.IPv4, entries)
+	b.batch.affinity(ipfamily.IPv4, entries)
 	b.batch.batch(unix.NFNL_MSG_BATCH_END)
 	refused, err := b.conn.transact(b.batch.b)
 	if err != nil || len(refused) > 0 {

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -23,7 +24,7 @@ type heldRules struct {
 	rules map[string][][]byte
 }
 
-func (c *Conn) heldRules(f nft.Family) (*heldRules, error) {
+func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 	h := &heldRules{rules: map[string][][]byte{}}
 	err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
 		h.chains = append(h.chains, unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME]))
@@ -41,7 +42,7 @@ func (c *Conn) heldRules(f nft.Family) (*heldRules, error) {
 
 // structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares them with
 // those that it gives.
-func (h *heldRules) structure(f nft.Family) (s nft.Structure) {
+func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
 	for _, rules := range h.rules {
 		for _, rule := range rules {
@@ -89,7 +90,7 @@ func attrOf(attrs []byte, typ uint16) (value []byte) {
 }
 
 // decodePods is matchPods' inverse: it reads the match that a rule begins with.
-func decodePods(f nft.Family, list [][]byte) (p dataplane.Pods) {
+func decodePods(f ipfamily.Family, list [][]byte) (p dataplane.Pods) {
 	if len(list) < 2 {
 		return p
 	}
@@ -135,7 +136,7 @@ func countOnes(b byte) (n int) {
 }
 
 // table gives the chains of ours that are there, each with the rules that are in it. Wanted has the rules they should have.
-func (h *heldRules) table(f nft.Family, wanted nft.Table) nft.Table {
+func (h *heldRules) table(f ipfamily.Family, wanted nft.Table) nft.Table {
 	t := nft.Table{Family: f, Comment: wanted.Comment, Sets: wanted.Sets}
 	for _, c := range wanted.Chains {
 		name := c.ID.Name()
@@ -153,7 +154,7 @@ func (h *heldRules) table(f nft.Family, wanted nft.Table) nft.Table {
 }
 
 // recognize gives the rule of a chain that expressions stand for: most likely the one that should be in that place.
-func recognize(f nft.Family, rule []byte, place int, wanted []nft.Rule) nft.Rule {
+func recognize(f ipfamily.Family, rule []byte, place int, wanted []nft.Rule) nft.Rule {
 	is := func(r nft.Rule) bool { return sameRules(f, []nft.Rule{r}, [][]byte{rule}) }
 	if place < len(wanted) && is(wanted[place]) {
 		return wanted[place]

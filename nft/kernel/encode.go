@@ -10,6 +10,7 @@ import (
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -52,7 +53,7 @@ type note struct {
 	seq      uint32
 	start    int
 	what     string
-	family   nft.Family
+	family   ipfamily.Family
 	elements []nft.Element
 }
 
@@ -64,7 +65,7 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 		b.reserve(txn)
 	}
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		b.table(f, &txn.Tables[i])
 	}
 	if !b.unfinished {
@@ -106,7 +107,7 @@ func (b *batch) reserve(txn *nft.Txn) {
 }
 
 // table writes a table's part in the order TableTxn gives.
-func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
+func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 	if tt.Create != nil {
 		b.replaceTable(f, tt.Create)
 		for i := range tt.Create.Sets {
@@ -146,7 +147,7 @@ func (b *batch) table(f nft.Family, tt *nft.TableTxn) {
 }
 
 // affinity writes entries of the affinity map with the time that is left to them.
-func (b *batch) affinity(f nft.Family, entries []nft.Listed) {
+func (b *batch) affinity(f ipfamily.Family, entries []nft.Listed) {
 	for len(entries) > 0 {
 		m := b.object(f, unix.NFT_MSG_NEWSETELEM, flagsCreate, "add element "+nft.Affinity.String())
 		b.text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
@@ -169,7 +170,7 @@ func (b *batch) affinity(f nft.Family, entries []nft.Listed) {
 }
 
 // object starts a message about something of our table and notes what it is for.
-func (b *batch) object(f nft.Family, msg uint16, flags uint16, what string) int {
+func (b *batch) object(f ipfamily.Family, msg uint16, flags uint16, what string) int {
 	b.notes = append(b.notes, note{seq: b.seq, start: len(b.b), what: what, family: f})
 	m := b.message(subsystem|msg, flags, f)
 	name := nft.TableName
@@ -181,7 +182,7 @@ func (b *batch) object(f nft.Family, msg uint16, flags uint16, what string) int 
 }
 
 // replaceTable makes the table anew: it is added first, so that deleting it succeeds whether it was there or not.
-func (b *batch) replaceTable(f nft.Family, t *nft.Table) {
+func (b *batch) replaceTable(f ipfamily.Family, t *nft.Table) {
 	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
 	b.deleteTable(f)
 	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table")
@@ -193,17 +194,17 @@ func (b *batch) replaceTable(f nft.Family, t *nft.Table) {
 }
 
 // claimTable makes a table that nobody owns ours.
-func (b *batch) claimTable(f nft.Family, flags uint32) {
+func (b *batch) claimTable(f ipfamily.Family, flags uint32) {
 	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "own table")
 	b.u32(nftaTableFlags, flags)
 	b.end(m)
 }
 
-func (b *batch) deleteTable(f nft.Family) {
+func (b *batch) deleteTable(f ipfamily.Family) {
 	b.end(b.object(f, unix.NFT_MSG_DELTABLE, flagsRequest, "delete table"))
 }
 
-func (b *batch) newSet(f nft.Family, s *nft.Set) {
+func (b *batch) newSet(f ipfamily.Family, s *nft.Set) {
 	m := b.object(f, unix.NFT_MSG_NEWSET, flagsCreate, "add set "+s.Name())
 	b.text(unix.NFTA_SET_NAME, s.Name())
 	b.u32(unix.NFTA_SET_FLAGS, setFlags(s))
@@ -243,7 +244,7 @@ func setFlags(s *nft.Set) uint32 {
 }
 
 // setDescription tells the kernel the size, and the fields of a key that holds a range.
-func (b *batch) setDescription(f nft.Family, s *nft.Set) {
+func (b *batch) setDescription(f ipfamily.Family, s *nft.Set) {
 	concat := s.Interval && len(s.Key) > 1
 	if s.Size == 0 && !concat {
 		return
@@ -264,7 +265,7 @@ func (b *batch) setDescription(f nft.Family, s *nft.Set) {
 	b.close(d)
 }
 
-func (b *batch) newChain(f nft.Family, c *nft.Chain) {
+func (b *batch) newChain(f ipfamily.Family, c *nft.Chain) {
 	m := b.object(f, unix.NFT_MSG_NEWCHAIN, flagsCreate, "add chain "+c.ID.Name())
 	b.text(unix.NFTA_CHAIN_NAME, c.ID.Name())
 	if c.Hook != nil {
@@ -282,7 +283,7 @@ func (b *batch) newChain(f nft.Family, c *nft.Chain) {
 }
 
 // chainNamed writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
-func (b *batch) chainNamed(f nft.Family, msg uint16, name, what string) {
+func (b *batch) chainNamed(f ipfamily.Family, msg uint16, name, what string) {
 	attr := uint16(unix.NFTA_CHAIN_NAME)
 	if msg == unix.NFT_MSG_DELRULE {
 		attr = unix.NFTA_RULE_CHAIN
@@ -292,7 +293,7 @@ func (b *batch) chainNamed(f nft.Family, msg uint16, name, what string) {
 	b.end(m)
 }
 
-func (b *batch) rules(f nft.Family, c *nft.Chain) {
+func (b *batch) rules(f ipfamily.Family, c *nft.Chain) {
 	for _, r := range c.Rules {
 		m := b.object(f, unix.NFT_MSG_NEWRULE, flagsCreate|unix.NLM_F_APPEND, "add rule "+c.ID.Name()+" "+r.Text(f))
 		b.text(unix.NFTA_RULE_CHAIN, c.ID.Name())
@@ -306,8 +307,8 @@ func (b *batch) rules(f nft.Family, c *nft.Chain) {
 }
 
 // marshal never fails for the expressions of this package: the library only refuses kinds it does not know.
-func marshal(f nft.Family, e expr.Any) []byte {
-	data, err := expr.Marshal(byte(f), e)
+func marshal(f ipfamily.Family, e expr.Any) []byte {
+	data, err := expr.Marshal(byte(f.NFProto()), e)
 	if err != nil {
 		panic(fmt.Sprintf("kernel: %T: %v", e, err))
 	}
@@ -315,7 +316,7 @@ func marshal(f nft.Family, e expr.Any) []byte {
 }
 
 // elements writes elements of one set, as many to a message as its list takes: 64 KiB.
-func (b *batch) elements(f nft.Family, msg uint16, set nft.SetID, elements []nft.Element) {
+func (b *batch) elements(f ipfamily.Family, msg uint16, set nft.SetID, elements []nft.Element) {
 	for len(elements) > 0 {
 		what := "add element " + set.String()
 		flags := uint16(flagsCreate)
@@ -338,7 +339,7 @@ func (b *batch) elements(f nft.Family, msg uint16, set nft.SetID, elements []nft
 }
 
 // element writes one element; whole says whether with its data and comment, or only the key.
-func (b *batch) element(f nft.Family, e *nft.Element, whole bool) {
+func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	start := b.nest(unix.NFTA_LIST_ELEM)
 	b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
 	switch e.Set {
@@ -367,7 +368,7 @@ func (b *batch) element(f nft.Family, e *nft.Element, whole bool) {
 }
 
 // rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has none.
-func (b *batch) rangeEnd(f nft.Family, e *nft.Element) {
+func (b *batch) rangeEnd(f ipfamily.Family, e *nft.Element) {
 	last, _ := netip.AddrFromSlice(e.KeyEnd(f))
 	next := last.Next()
 	if !next.IsValid() {
@@ -413,7 +414,7 @@ func (b *batch) describe(seq uint32, offset int) string {
 		return "transaction"
 	}
 	n := &b.notes[i]
-	what := fmt.Sprintf("%s %s: %s", n.family, nft.TableName, n.what)
+	what := fmt.Sprintf("%s %s: %s", n.family.NFT(), nft.TableName, n.what)
 	if len(n.elements) == 0 {
 		return what
 	}
@@ -428,7 +429,7 @@ func (b *batch) describe(seq uint32, offset int) string {
 }
 
 // elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody knows which.
-func (b *batch) elementOf(r refusal) (f nft.Family, e nft.Element, ok bool) {
+func (b *batch) elementOf(r refusal) (f ipfamily.Family, e nft.Element, ok bool) {
 	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.seq })
 	if i == len(b.notes) || b.notes[i].seq != r.seq || len(b.notes[i].elements) == 0 {
 		return 0, e, false

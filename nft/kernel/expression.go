@@ -9,6 +9,7 @@ import (
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -23,10 +24,10 @@ func register(word int) uint32 {
 }
 
 // words is the room a key takes in registers.
-func words(f nft.Family, fields []nft.Field) int { return nft.PaddedLen(f, fields) / 4 }
+func words(f ipfamily.Family, fields []nft.Field) int { return nft.PaddedLen(f, fields) / 4 }
 
 // ruleExprs gives the expressions of a rule, in the form nft itself gives them.
-func ruleExprs(f nft.Family, r nft.Rule) []expr.Any {
+func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
 	var out []expr.Any
 	for _, s := range r {
 		out = append(out, statementExprs(f, s)...)
@@ -34,7 +35,7 @@ func ruleExprs(f nft.Family, r nft.Rule) []expr.Any {
 	return out
 }
 
-func statementExprs(f nft.Family, s nft.Statement) []expr.Any {
+func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.InSet:
 		return append(loadFor(f, s.Key, s.Set), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
@@ -42,7 +43,7 @@ func statementExprs(f nft.Family, s nft.Statement) []expr.Any {
 		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Map.String(),
 			DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})
 	case nft.DNAT:
-		return append(lookup(f, s.Key, s.Map), &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f),
+		return append(lookup(f, s.Key, s.Map), &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()),
 			RegAddrMin: register(0), RegProtoMin: register(f.AddrLen() / 4)})
 	case nft.SetPriority:
 		return append(lookup(f, s.Key, s.Map),
@@ -61,7 +62,7 @@ func statementExprs(f nft.Family, s nft.Statement) []expr.Any {
 }
 
 // plainExprs are the statements that look nothing up.
-func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
+func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.ProtocolIs:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{byte(s.Protocol)})}
@@ -89,7 +90,7 @@ func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Masq{FullyRandom: true}}
 	case nft.RejectPacket:
 		code := uint8(3) // ICMP_PORT_UNREACH
-		if f == nft.IPv6 {
+		if f == ipfamily.IPv6 {
 			code = 4 // ICMPV6_PORT_UNREACH
 		}
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
@@ -106,13 +107,13 @@ func plainExprs(f nft.Family, s nft.Statement) []expr.Any {
 }
 
 // lookup loads a key and replaces it by what a map gives.
-func lookup(f nft.Family, key nft.Concat, m nft.SetID) []expr.Any {
+func lookup(f ipfamily.Family, key nft.Concat, m nft.SetID) []expr.Any {
 	return append(load(f, key, 0), &expr.Lookup{SourceRegister: register(0), SetName: m.String(),
 		DestRegister: register(0), IsDestRegSet: true})
 }
 
 // loadFor loads a key for a set. Where that has ranges, the kernel's own numbers are in network order.
-func loadFor(f nft.Family, key nft.Concat, set nft.SetID) []expr.Any {
+func loadFor(f ipfamily.Family, key nft.Concat, set nft.SetID) []expr.Any {
 	out := load(f, key, 0)
 	if nft.SetByID(set).Interval && key.Fields[0] == nft.Priority {
 		order := &expr.Byteorder{Op: expr.ByteorderHton, SourceRegister: register(0), DestRegister: register(0), Len: 4, Size: 4}
@@ -122,7 +123,7 @@ func loadFor(f nft.Family, key nft.Concat, set nft.SetID) []expr.Any {
 }
 
 // load puts a key into the registers from a word on.
-func load(f nft.Family, key nft.Concat, word int) []expr.Any {
+func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 	out := make([]expr.Any, 0, len(key.Fields)+1)
 	for _, field := range key.Fields {
 		if field == nft.SourceBucket {
@@ -136,7 +137,7 @@ func load(f nft.Family, key nft.Concat, word int) []expr.Any {
 }
 
 // loadBucket hashes the sender's address, which it puts behind the rest of the key, where nft puts it.
-func loadBucket(f nft.Family, mod uint32, word int) []expr.Any {
+func loadBucket(f ipfamily.Family, mod uint32, word int) []expr.Any {
 	source := uint32(unix.NFT_REG_2)
 	return []expr.Any{
 		loadField(f, nft.SourceAddr, 0, source),
@@ -145,7 +146,7 @@ func loadBucket(f nft.Family, mod uint32, word int) []expr.Any {
 	}
 }
 
-func loadField(f nft.Family, field nft.Field, mod uint32, reg uint32) expr.Any {
+func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.Any {
 	switch field {
 	case nft.SourceAddr, nft.DestAddr:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: addrOffset(f, field),
@@ -160,7 +161,7 @@ func loadField(f nft.Family, field nft.Field, mod uint32, reg uint32) expr.Any {
 		return &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg}
 	case nft.OriginalDestAddr:
 		key := expr.CtKeyDSTIP
-		if f == nft.IPv6 {
+		if f == ipfamily.IPv6 {
 			key = expr.CtKeyDSTIP6
 		}
 		return &expr.Ct{Key: key, Register: reg, Direction: expr.CtDirOriginal, OptDirection: true}
@@ -169,9 +170,9 @@ func loadField(f nft.Family, field nft.Field, mod uint32, reg uint32) expr.Any {
 }
 
 // addrOffset is where an address stands in the IPv4 or IPv6 header.
-func addrOffset(f nft.Family, field nft.Field) uint32 {
+func addrOffset(f ipfamily.Family, field nft.Field) uint32 {
 	source := uint32(12)
-	if f == nft.IPv6 {
+	if f == ipfamily.IPv6 {
 		source = 8
 	}
 	if field == nft.SourceAddr {
@@ -180,7 +181,7 @@ func addrOffset(f nft.Family, field nft.Field) uint32 {
 	return source + uint32(f.AddrLen())
 }
 
-func matchPods(f nft.Family, p dataplane.Pods, not bool) []expr.Any {
+func matchPods(f ipfamily.Family, p dataplane.Pods, not bool) []expr.Any {
 	switch {
 	case p.Interface != "":
 		return interfaceIs(p.Interface, false, not)
@@ -222,7 +223,7 @@ func nameIs(which expr.MetaKey, name string, prefix, not bool) []expr.Any {
 }
 
 // inPrefix compares an address with a range: only the bytes that count where the range ends at a byte, else under a mask.
-func inPrefix(f nft.Family, field nft.Field, p netip.Prefix, not bool) []expr.Any {
+func inPrefix(f ipfamily.Family, field nft.Field, p netip.Prefix, not bool) []expr.Any {
 	addr := p.Masked().Addr().AsSlice()
 	n := p.Bits() / 8
 	if p.Bits()%8 == 0 && n > 0 {

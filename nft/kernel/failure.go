@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -14,14 +15,14 @@ import (
 
 // Owned says that a table of ours belongs to the socket of another process.
 type Owned struct {
-	Family nft.Family
+	Family ipfamily.Family
 	// Port is the owner's netlink port: usually the pid of the process that opened the socket.
 	Port uint32
 }
 
 func (e *Owned) Error() string {
 	return fmt.Sprintf("the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first, or wait for it if it is about to be restarted",
-		e.Family, nft.TableName, e.Port)
+		e.Family.NFT(), nft.TableName, e.Port)
 }
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
@@ -93,7 +94,7 @@ func (b *Backend) unclear(txn *nft.Txn, err error) error {
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if len(txn.Tables[i].Add[nft.RevisionSet]) == 0 {
 			continue
 		}
@@ -113,7 +114,7 @@ func (b *Backend) unclear(txn *nft.Txn, err error) error {
 }
 
 // revision reads what a table says of itself.
-func (b *Backend) revision(f nft.Family) (nft.Revision, error) {
+func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 	listed, err := b.reader.Elements(f, nft.RevisionSet)
 	elements := make([]nft.Element, len(listed))
 	for i := range listed {
@@ -149,7 +150,7 @@ func (b *Backend) owned(err error) error {
 	if !errors.Is(err, unix.EPERM) {
 		return err
 	}
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		info, terr := b.reader.table(f)
 		port, perr := b.conn.wire.port()
 		if terr == nil && perr == nil && info.owner != 0 && info.owner != port {
@@ -170,10 +171,10 @@ func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
 	if !ok {
 		return nil
 	}
-	var elements [len(nft.Families)][]nft.Element
-	var why [len(nft.Families)][]error
+	var elements ipfamily.Per[[]nft.Element]
+	var why ipfamily.Per[[]error]
 	for _, o := range objections {
-		i := slices.Index(nft.Families[:], o.family)
+		i := slices.Index(ipfamily.All[:], o.family)
 		elements[i], why[i] = append(elements[i], o.element), append(why[i], o.why)
 	}
 	out := map[snapshot.Name]error{}
@@ -194,7 +195,7 @@ func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
 
 // objection is what the kernel has against an element.
 type objection struct {
-	family  nft.Family
+	family  ipfamily.Family
 	element nft.Element
 	why     error
 }

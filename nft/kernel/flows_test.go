@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -107,7 +108,7 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 	}
 	add := func(pods []*lab.Host, conditions []condition, node string) {
 		for n, cond := range conditions {
-			for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+			for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 				slices[i].Endpoints = append(slices[i].Endpoints, snapshot.Endpoint{
 					Addr: pods[n].IP(f), Node: node, Ready: cond == ready,
 					Serving: cond == ready || cond == terminating, Terminating: cond == terminating || cond == gone,
@@ -242,7 +243,7 @@ func expect(c *lab.Cluster, d detector, s flowService, kind dataplane.Kind, o or
 	return e
 }
 
-func (e expectation) check(c *lab.Cluster, o origin, f lab.Family, r lab.Result) error {
+func (e expectation) check(c *lab.Cluster, o origin, f ipfamily.Family, r lab.Result) error {
 	if r.Outcome != e.outcome {
 		return fmt.Errorf("%v; want %v by %v", r, e.outcome, e.by)
 	}
@@ -264,7 +265,7 @@ func (e expectation) check(c *lab.Cluster, o origin, f lab.Family, r lab.Result)
 
 // nodeAddrs are the addresses a masqueraded packet can have.
 func nodeAddrs(c *lab.Cluster) []netip.Addr {
-	out := []netip.Addr{c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}
+	out := []netip.Addr{c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}
 	for _, r := range lab.NodePodRange {
 		out = append(out, lab.Nth(r, 1))
 	}
@@ -290,13 +291,13 @@ func facts(c *lab.Cluster) snapshot.Delta {
 	slices.SortFunc(addrs, netip.Addr.Compare)
 	cidrs := slices.Clone(lab.ServiceRange)
 	return snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node",
-		Addresses: []netip.Addr{c.Node.IP(lab.IPv4), c.Node.IP(lab.IPv6)}, PodCIDRs: lab.NodePodRange}}
+		Addresses: []netip.Addr{c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}, PodCIDRs: lab.NodePodRange}}
 }
 
 // frontendOf gives where a Service is reached at.
-func (s flowService) frontendOf(c *lab.Cluster, kind dataplane.Kind, f lab.Family) netip.AddrPort {
+func (s flowService) frontendOf(c *lab.Cluster, kind dataplane.Kind, f ipfamily.Family) netip.AddrPort {
 	i := 0
-	if f == lab.IPv6 {
+	if f == ipfamily.IPv6 {
 		i = 1
 	}
 	switch kind {
@@ -344,7 +345,7 @@ func sendFlows(t *testing.T, c *lab.Cluster, d detector, services []flowService)
 		for _, o := range origins(c) {
 			for _, kind := range kinds {
 				e := expect(c, d, s, kind, o)
-				for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+				for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 					for _, p := range flowProtocols {
 						count[e.outcome]++
 						slots <- struct{}{}
@@ -412,7 +413,7 @@ func TestBalance(t *testing.T) {
 	const n = 900
 	got := map[string]int{}
 	for range n {
-		r := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), lab.Options{Timeout: 3 * time.Second})
+		r := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), lab.Options{Timeout: 3 * time.Second})
 		got[r.Endpoint]++
 	}
 	counted := map[string]uint64{}
@@ -442,7 +443,7 @@ func TestBalance(t *testing.T) {
 		if k := got[pod.Name]; k < n/3-100 || k > n/3+100 {
 			t.Errorf("%s answered %d of %d", pod.Name, k, n)
 		}
-		at := netip.AddrPortFrom(pod.IP(lab.IPv4), targetPort).String()
+		at := netip.AddrPortFrom(pod.IP(ipfamily.IPv4), targetPort).String()
 		if counted[at] != uint64(got[pod.Name]) {
 			t.Errorf("%s answered %d times, its element counted %d", pod.Name, got[pod.Name], counted[at])
 		}
@@ -467,7 +468,7 @@ func elementTexts(t *testing.T, b *Backend) []string {
 // TestUnusedPort refuses other ports of a cluster IP, whoever asks.
 func TestUnusedPort(t *testing.T) {
 	c, _, s, _ := one(t, both, asIs)
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		for _, o := range origins(c) {
 			for _, p := range flowProtocols {
 				unused := netip.AddrPortFrom(s.frontendOf(c, dataplane.ClusterIP, f).Addr(), 81)
@@ -532,10 +533,10 @@ func TestSourceRanges(t *testing.T) {
 			cl, _, s, _ := one(t, both, func(svc *snapshot.Service) { svc.SourceRanges = c.sources })
 			var wg sync.WaitGroup
 			for _, o := range origins(cl) {
-				for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+				for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 					for _, kind := range kinds {
 						want := lab.Answered
-						open := c.allowed == nil || c.name == "one family only" && f == lab.IPv6
+						open := c.allowed == nil || c.name == "one family only" && f == ipfamily.IPv6
 						if kind == dataplane.LoadBalancerIP && !open && !slices.Contains(c.allowed, o.name) {
 							want = lab.TimedOut
 						}
@@ -583,13 +584,13 @@ func TestGuardLoopback(t *testing.T) {
 	}
 	for _, args := range []string{
 		"rule del pref 0", "rule add pref 1 lookup local", "rule add pref 0 to 127.0.0.9 lookup 9",
-		"route add 127.0.0.9/32 via " + c.Node.IP(lab.IPv4).String() + " dev eth0 onlink table 9",
+		"route add 127.0.0.9/32 via " + c.Node.IP(ipfamily.IPv4).String() + " dev eth0 onlink table 9",
 	} {
 		labtest.Run(t, c.Outside, "", "ip", strings.Fields(args)...)
 	}
 	attack := func() lab.Outcome {
 		martian := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 9}), 9999)
-		from := netip.AddrPortFrom(c.Outside.IP(lab.IPv4), 0)
+		from := netip.AddrPortFrom(c.Outside.IP(ipfamily.IPv4), 0)
 		return c.Outside.Dial(snapshot.TCP, martian, lab.Options{Timeout: 300 * time.Millisecond, From: from}).Outcome
 	}
 	if got := attack(); got != lab.TimedOut {
@@ -610,7 +611,7 @@ func TestAffinity(t *testing.T) {
 	}
 	c, b, s, _ := one(t, both, sticky(time.Hour))
 	pods := map[string]int{c.Pods[0].Name: 0, c.Pods[1].Name: 1}
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		for _, p := range flowProtocols {
 			for _, o := range origins(c) {
 				first := ""
@@ -630,7 +631,7 @@ func TestAffinity(t *testing.T) {
 	}
 	kernelsBuckets(t, c, b, s)
 	// Outside's first endpoint goes: outside moves once and stays, and whoever was elsewhere stays.
-	stays := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), lab.Options{}).Endpoint
+	stays := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), lab.Options{}).Endpoint
 	victim := 0
 	if pods[stays] == 0 {
 		victim = 1
@@ -643,7 +644,7 @@ func TestAffinity(t *testing.T) {
 	labtest.Check(t, err)
 	quiet(t, b)
 	for _, o := range origins(c) {
-		at := s.frontendOf(c, dataplane.LoadBalancerIP, lab.IPv4)
+		at := s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4)
 		r := dialAsExpected(o.host, snapshot.TCP, at, lab.Answered)
 		if r.Endpoint == c.Pods[victim].Name {
 			t.Errorf("%s: %v, which is gone", o.name, r)
@@ -652,7 +653,7 @@ func TestAffinity(t *testing.T) {
 			t.Errorf("%s: %v, then %v", o.name, r, again)
 		}
 	}
-	if now := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, lab.IPv4), lab.Options{}).Endpoint; now != stays {
+	if now := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), lab.Options{}).Endpoint; now != stays {
 		t.Errorf("the pod's endpoint was %s and stayed, but it moved to %s", stays, now)
 	}
 	// After the timeout a client is balanced anew: of 30 tries not all can hit the same of three.
@@ -660,7 +661,7 @@ func TestAffinity(t *testing.T) {
 	labtest.Check(t, err)
 	seen := map[string]bool{}
 	for try := 0; try < 30 && len(seen) < 2; try++ {
-		seen[c.Node2.Dial(snapshot.UDP, s.frontendOf(c, dataplane.NodePort, lab.IPv6), lab.Options{}).Endpoint] = true
+		seen[c.Node2.Dial(snapshot.UDP, s.frontendOf(c, dataplane.NodePort, ipfamily.IPv6), lab.Options{}).Endpoint] = true
 		time.Sleep(1200 * time.Millisecond)
 	}
 	if len(seen) < 2 {
@@ -681,7 +682,7 @@ func TestAffinityHostNetwork(t *testing.T) {
 	d.Services[s.name()].Affinity = time.Hour
 	for _, sl := range d.Slices {
 		own := sl.Endpoints[0]
-		own.Addr = c.Node.IP(lab.FamilyOf(own.Addr))
+		own.Addr = c.Node.IP(ipfamily.Of(own.Addr))
 		sl.Endpoints[0] = own
 	}
 	snap.Apply(facts(c))
@@ -690,7 +691,7 @@ func TestAffinityHostNetwork(t *testing.T) {
 	_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name()}})
 	labtest.Check(t, err)
 	answered := map[string]int{}
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		for _, p := range flowProtocols {
 			for _, o := range origins(c) {
 				at := s.frontendOf(c, dataplane.LoadBalancerIP, f)
@@ -740,7 +741,7 @@ func TestAffinityLocal(t *testing.T) {
 func bindLocally(t *testing.T, c *lab.Cluster, s flowService, o origin, outside bool) {
 	t.Helper()
 	here := []string{c.Pods[0].Name, c.Pods[1].Name}
-	for _, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for _, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		bound := map[bool]string{}
 		for n := range 40 {
 			kind := kinds[n%len(kinds)]
@@ -763,7 +764,7 @@ func TestConnectionsSurvive(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
 	var held []*lab.Conn
 	for range 20 {
-		conn, r := c.Outside.Open(snapshot.TCP, s.frontendOf(c, dataplane.LoadBalancerIP, lab.IPv4), lab.Options{Timeout: 3 * time.Second})
+		conn, r := c.Outside.Open(snapshot.TCP, s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4), lab.Options{Timeout: 3 * time.Second})
 		if conn == nil {
 			t.Fatal(r)
 		}
@@ -789,7 +790,7 @@ func kernelsBuckets(t *testing.T, c *lab.Cluster, b *Backend, s flowService) {
 	t.Helper()
 	listed, err := b.List()
 	labtest.Check(t, err)
-	for i, f := range []lab.Family{lab.IPv4, lab.IPv6} {
+	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		at := s.frontendOf(c, dataplane.ClusterIP, f)
 		for _, e := range listed[i].Elements[nft.Services] {
 			if e.FrontendKey() != (dataplane.Key{Addr: at.Addr(), Protocol: snapshot.TCP, Port: at.Port()}) {

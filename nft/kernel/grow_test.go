@@ -3,6 +3,7 @@ package kernel
 import (
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -14,7 +15,7 @@ import (
 func TestListedWhileGrowing(t *testing.T) {
 	_, first := host(t)
 	apply(t, first, &dataplane.State{})
-	_, told, err := first.reader.setCount(nft.IPv4, nft.Services)
+	_, told, err := first.reader.setCount(ipfamily.IPv4, nft.Services)
 	labtest.Check(t, err)
 	for range 10 {
 		_, b := host(t)
@@ -24,13 +25,13 @@ func TestListedWhileGrowing(t *testing.T) {
 			_, err := b.ApplyAll(planner.State(), change)
 			labtest.Check(t, err)
 			for _, set := range []nft.SetID{nft.Services, nft.Endpoints, nft.Services} {
-				listed, err := b.reader.Elements(nft.IPv4, set)
+				listed, err := b.reader.Elements(ipfamily.IPv4, set)
 				labtest.Check(t, err)
 				seen := map[string]bool{}
 				for _, l := range listed {
 					seen[string(l.Key())] = true
 				}
-				if want := b.model.Count(nft.IPv4, set); len(seen) != len(listed) || told && len(seen) != want {
+				if want := b.model.Count(ipfamily.IPv4, set); len(seen) != len(listed) || told && len(seen) != want {
 					t.Errorf("%d elements of %s are listed, %d different ones; want %d", len(listed), set, len(seen), want)
 				}
 			}

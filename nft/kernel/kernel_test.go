@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -186,8 +187,8 @@ func TestSetsAreWhatNftMakes(t *testing.T) {
 	}
 	labtest.Run(t, h, text(t, st), nfts[0].Path, "-f", "-")
 	loaded := setAttributes(t, b.conn)
-	if len(written) != len(nft.Families)*int(nft.NumSets) {
-		t.Errorf("%d sets were written; want %d", len(written), len(nft.Families)*int(nft.NumSets))
+	if len(written) != len(ipfamily.All)*int(nft.NumSets) {
+		t.Errorf("%d sets were written; want %d", len(written), len(ipfamily.All)*int(nft.NumSets))
 	}
 	for name, want := range loaded {
 		if got := written[name]; got != want {
@@ -200,7 +201,7 @@ func TestSetsAreWhatNftMakes(t *testing.T) {
 func setAttributes(t *testing.T, c *Conn) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		var w buffer
 		w.reset()
 		w.end(w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f))
@@ -218,7 +219,7 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 				}
 			})
 			slices.Sort(lines)
-			out[f.String()+" "+name] = strings.Join(lines, " ")
+			out[f.NFT()+" "+name] = strings.Join(lines, " ")
 		}))
 	}
 	return out
@@ -300,14 +301,14 @@ func lines(tables []nft.Listing) string {
 	var out []string
 	for _, l := range tables {
 		for _, c := range l.Table.Chains {
-			out = append(out, fmt.Sprintf("%s chain %s", l.Table.Family, c.ID.Name()))
+			out = append(out, fmt.Sprintf("%s chain %s", l.Table.Family.NFT(), c.ID.Name()))
 		}
 		for i := range l.Table.Sets {
 			set := &l.Table.Sets[i]
 			for _, e := range l.Elements[set.ID] {
-				line := fmt.Sprintf("%s %s %s", l.Table.Family, set.Name(), e.Element.Text(l.Table.Family, set))
+				line := fmt.Sprintf("%s %s %s", l.Table.Family.NFT(), set.Name(), e.Element.Text(l.Table.Family, set))
 				if set.ID == nft.RevisionSet { // whatever its number
-					line = fmt.Sprintf("%s %s %s", l.Table.Family, set.Name(), e.Comment)
+					line = fmt.Sprintf("%s %s %s", l.Table.Family.NFT(), set.Name(), e.Comment)
 				}
 				if key, data, ok := strings.Cut(line, " : "); ok && set.Key[len(set.Key)-1] == nft.RandomSlot {
 					i := strings.LastIndex(key, " . ")
@@ -341,9 +342,9 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	txn.Tables[0].Add[nft.Pools] = services[:3]
 	err := b.send(b.batch.encode(txn))
 	set := nft.SetByID(nft.Pools)
-	want := "nft: ip verdict: add element pools { " + services[2].Text(nft.IPv4, &set) + " }: file exists"
+	want := "nft: ip verdict: add element pools { " + services[2].Text(ipfamily.IPv4, &set) + " }: file exists"
 	if linuxBefore(t, 6, 1) { // it says only which message
-		want = "nft: ip verdict: add element pools { " + services[0].Text(nft.IPv4, &set) + " } or one of the 2 after it: file exists"
+		want = "nft: ip verdict: add element pools { " + services[0].Text(ipfamily.IPv4, &set) + " } or one of the 2 after it: file exists"
 	}
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -397,7 +398,7 @@ func TestForgetAffinity(t *testing.T) {
 	l, err := b.List()
 	labtest.Check(t, err)
 	set := nft.SetByID(nft.Services)
-	_, id, _ := strings.Cut(l[0].Elements[nft.Services][0].Element.Text(nft.IPv4, &set), " : ")
+	_, id, _ := strings.Cut(l[0].Elements[nft.Services][0].Element.Text(ipfamily.IPv4, &set), " : ")
 	var entries []string
 	for i := 1; i <= 200; i++ {
 		entries = append(entries, fmt.Sprintf("%s . %d timeout 1h : 10.244.1.%d . 8080", id, i, 1+i%2))
@@ -406,7 +407,7 @@ func TestForgetAffinity(t *testing.T) {
 	_, err = b.ApplyAll(sticky("10.244.1.1"), dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
 	labtest.Check(t, err)
 	quiet(t, b)
-	left, err := b.conn.Elements(nft.IPv4, nft.Affinity)
+	left, err := b.conn.Elements(ipfamily.IPv4, nft.Affinity)
 	labtest.Check(t, err)
 	if len(left) != 100 {
 		t.Errorf("%d entries are left; want 100", len(left))
@@ -438,7 +439,7 @@ func TestProbe(t *testing.T) {
 	} {
 		var p batch
 		p.reset()
-		p.table(nft.IPv4, probeTable(nft.IPv4))
+		p.table(ipfamily.IPv4, probeTable(ipfamily.IPv4))
 		var refused []refusal
 		for _, n := range p.notes {
 			what := p.describe(n.seq, 0)
@@ -457,7 +458,7 @@ func TestProbe(t *testing.T) {
 // TestListIsWhatNftLists compares what List prints of a table that has carried traffic with what nft lists, numbers included.
 func TestListIsWhatNftLists(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
-	at := s.frontendOf(c, dataplane.ClusterIP, lab.IPv4)
+	at := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
 	for range 5 {
 		c.Node.Dial(snapshot.TCP, at, lab.Options{})
 		c.Node.Dial(snapshot.TCP, netip.AddrPortFrom(at.Addr(), 81), lab.Options{})
@@ -473,12 +474,12 @@ func TestListIsWhatNftLists(t *testing.T) {
 	for _, l := range tables {
 		var printed strings.Builder
 		labtest.Check(t, l.Print(&printed))
-		listed := labtest.Run(t, c.Node, "", "nft", "list", "table", l.Table.Family.String(), nft.TableName)
+		listed := labtest.Run(t, c.Node, "", "nft", "list", "table", l.Table.Family.NFT(), nft.TableName)
 		got, want := words(printed.String()), words(listed)
 		if !slices.Equal(got, want) {
-			t.Errorf("%s: printed and listed differ: %v", l.Table.Family, firstWords(got, want))
+			t.Errorf("%s: printed and listed differ: %v", l.Table.Family.NFT(), firstWords(got, want))
 		}
-		if l.Table.Family == nft.IPv4 && !strings.Contains(printed.String(), "@cluster-ips counter packets 5 ") {
+		if l.Table.Family == ipfamily.IPv4 && !strings.Contains(printed.String(), "@cluster-ips counter packets 5 ") {
 			t.Errorf("5 packets to an unused port are not counted:\n%s", printed.String())
 		}
 	}

@@ -7,7 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // buffer builds netlink messages one after the other. Its memory is kept from one transaction to the next.
@@ -32,13 +32,13 @@ func (w *buffer) reset() {
 }
 
 // message starts a message and gives its place, for end.
-func (w *buffer) message(typ uint16, flags uint16, family nft.Family) int {
+func (w *buffer) message(typ uint16, flags uint16, family ipfamily.Family) int {
 	start := len(w.b)
 	w.b = append(w.b, 0, 0, 0, 0)
 	w.b = binary.NativeEndian.AppendUint16(w.b, typ)
 	w.b = binary.NativeEndian.AppendUint16(w.b, flags)
 	w.b = binary.NativeEndian.AppendUint32(w.b, w.seq)
-	w.b = append(w.b, 0, 0, 0, 0, byte(family), unix.NFNETLINK_V0, 0, 0)
+	w.b = append(w.b, 0, 0, 0, 0, byte(family.NFProto()), unix.NFNETLINK_V0, 0, 0)
 	w.seq++
 	return start
 }

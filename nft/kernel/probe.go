@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -30,7 +31,7 @@ func (c *Conn) Probe() error {
 	b := batch{tableName: probeName}
 	b.reset()
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		b.table(f, probeTable(f))
 	}
 	refused, err := c.transact(b.b)
@@ -53,7 +54,7 @@ func (c *Conn) ownership() (bool, error) {
 	b := batch{tableName: probeName}
 	b.reset()
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	b.claimTable(nft.IPv4, tableOwner|tablePersist)
+	b.claimTable(ipfamily.IPv4, tableOwner|tablePersist)
 	refused, err := c.transact(b.b)
 	if err != nil {
 		return false, fmt.Errorf("nft: probe: %w", err)
@@ -62,9 +63,9 @@ func (c *Conn) ownership() (bool, error) {
 }
 
 // probeTable holds one of everything that a state could ask for.
-func probeTable(f nft.Family) *nft.TableTxn {
+func probeTable(f ipfamily.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == nft.IPv4})
+	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4})
 	return &nft.TableTxn{Create: &t}
 }
 

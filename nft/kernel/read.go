@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -18,7 +19,7 @@ import (
 //
 // A set that has just grown gets more buckets a moment after the transaction, and the kernel may then list some elements twice and
 // others not at all. So a list is taken again until each is there once, and as many as the kernel tells (Linux 6.16).
-func (c *Conn) Elements(f nft.Family, set nft.SetID) (out []nft.Listed, err error) {
+func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err error) {
 	if s := nft.SetByID(set); s.Interval {
 		return c.ranges(f, set)
 	}
@@ -32,7 +33,7 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) (out []nft.Listed, err erro
 		}
 		n, told, err := c.setCount(f, set)
 		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return nil, fmt.Errorf("nft: count %s %s %s: %w", f, nft.TableName, set, err)
+			return nil, fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 		}
 		if !twice && (!told || n == len(out)) {
 			return out, nil
@@ -46,7 +47,7 @@ func (c *Conn) Elements(f nft.Family, set nft.SetID) (out []nft.Listed, err erro
 const growPause = time.Millisecond
 
 // list lists a set once, and says whether the kernel listed an element twice.
-func (c *Conn) list(f nft.Family, set nft.SetID) (out []nft.Listed, twice bool, err error) {
+func (c *Conn) list(f ipfamily.Family, set nft.SetID) (out []nft.Listed, twice bool, err error) {
 	var seen map[string]bool
 	err = c.dump(listRequest(f, set), func() { out, twice, seen = nil, false, map[string]bool{} }, func(attrs []byte) {
 		eachElement(f, set, attrs, func(e nft.Listed) {
@@ -59,19 +60,19 @@ func (c *Conn) list(f nft.Family, set nft.SetID) (out []nft.Listed, twice bool, 
 		})
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return nil, false, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
+		return nil, false, fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	return out, twice, nil
 }
 
 // ranges lists a set of ranges.
-func (c *Conn) ranges(f nft.Family, set nft.SetID) (out []nft.Listed, err error) {
+func (c *Conn) ranges(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err error) {
 	var ends [][]byte
 	err = c.dump(listRequest(f, set), func() { out, ends = nil, nil }, func(attrs []byte) {
 		ends = append(ends, eachElement(f, set, attrs, func(e nft.Listed) { out = append(out, e) })...)
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return nil, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
+		return nil, fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	if set == nft.ServiceCIDRs {
 		closeRanges(f, out, ends)
@@ -80,7 +81,7 @@ func (c *Conn) ranges(f nft.Family, set nft.SetID) (out []nft.Listed, err error)
 }
 
 // setCount asks how many elements a set has. Before Linux 6.16 the kernel does not tell.
-func (c *Conn) setCount(f nft.Family, set nft.SetID) (n int, told bool, err error) {
+func (c *Conn) setCount(f ipfamily.Family, set nft.SetID) (n int, told bool, err error) {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST, f)
@@ -98,7 +99,7 @@ func (c *Conn) setCount(f nft.Family, set nft.SetID) (n int, told bool, err erro
 }
 
 // rawElements lists a set that the layout may not have.
-func (c *Conn) rawElements(f nft.Family, set string) (out []parsed, err error) {
+func (c *Conn) rawElements(f ipfamily.Family, set string) (out []parsed, err error) {
 	err = c.dump(listNamed(f, set), func() { out = nil }, func(attrs []byte) {
 		eachAttr(attrs, func(typ uint16, list []byte) {
 			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
@@ -112,15 +113,15 @@ func (c *Conn) rawElements(f nft.Family, set string) (out []parsed, err error) {
 		})
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return nil, fmt.Errorf("nft: list %s %s %s: %w", f, nft.TableName, set, err)
+		return nil, fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	return out, nil
 }
 
 // listRequest asks for all elements of a set.
-func listRequest(f nft.Family, set nft.SetID) []byte { return listNamed(f, set.String()) }
+func listRequest(f ipfamily.Family, set nft.SetID) []byte { return listNamed(f, set.String()) }
 
-func listNamed(f nft.Family, set string) []byte {
+func listNamed(f ipfamily.Family, set string) []byte {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
@@ -131,7 +132,7 @@ func listNamed(f nft.Family, set string) []byte {
 }
 
 // eachElement calls do with the elements of one message, and gives the ends of ranges among them.
-func eachElement(f nft.Family, set nft.SetID, attrs []byte, do func(nft.Listed)) (ends [][]byte) {
+func eachElement(f ipfamily.Family, set nft.SetID, attrs []byte, do func(nft.Listed)) (ends [][]byte) {
 	eachAttr(attrs, func(typ uint16, list []byte) {
 		if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
 			return
@@ -151,7 +152,7 @@ func eachElement(f nft.Family, set nft.SetID, attrs []byte, do func(nft.Listed))
 
 // closeRanges gives the elements of a tree of ranges their ends: each ends before the nearest end after it, or at the last
 // address there is. The kernel lists beginnings and ends as elements of their own, in no order that says which belong together.
-func closeRanges(f nft.Family, starts []nft.Listed, ends [][]byte) {
+func closeRanges(f ipfamily.Family, starts []nft.Listed, ends [][]byte) {
 	slices.SortFunc(ends, bytes.Compare)
 	for i := range starts {
 		key := bytes.Clone(starts[i].Key())
@@ -202,7 +203,7 @@ func parseElement(elem []byte) (p parsed) {
 }
 
 // ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their chain.
-func (c *Conn) ruleCounters(f nft.Family, chains []nft.Chain) error {
+func (c *Conn) ruleCounters(f ipfamily.Family, chains []nft.Chain) error {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
@@ -232,7 +233,7 @@ func (c *Conn) ruleCounters(f nft.Family, chains []nft.Chain) error {
 		}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("nft: list rules of %s %s: %w", f, nft.TableName, err)
+		return fmt.Errorf("nft: list rules of %s %s: %w", f.NFT(), nft.TableName, err)
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -13,7 +14,7 @@ import (
 type Reader struct {
 	conn *Conn
 	// cidrs are the ServiceCIDRs of each family, which are listed once; nil means not yet.
-	cidrs [len(nft.Families)][]nft.Listed
+	cidrs ipfamily.Per[[]nft.Listed]
 }
 
 // OpenReader gives a reader for the network namespace of the calling thread.
@@ -47,8 +48,8 @@ func rights(err error) error {
 }
 
 // Revisions gives the revision of each table; the zero Revision of one that is not there, or has none.
-func (r *Reader) Revisions() (out [len(nft.Families)]nft.Revision, err error) {
-	for i, f := range nft.Families {
+func (r *Reader) Revisions() (out ipfamily.Per[nft.Revision], err error) {
+	for i, f := range ipfamily.All {
 		listed, err := r.conn.Elements(f, nft.RevisionSet)
 		if err != nil {
 			return out, rights(err)
@@ -64,7 +65,7 @@ func (r *Reader) Revisions() (out [len(nft.Families)]nft.Revision, err error) {
 
 // Get gives those of some elements of a set that are there, by their keys. In a set of ranges it takes one key, and gives the range
 // that holds it.
-func (r *Reader) Get(f nft.Family, set nft.SetID, keys []nft.Element) (out []nft.Listed, err error) {
+func (r *Reader) Get(f ipfamily.Family, set nft.SetID, keys []nft.Element) (out []nft.Listed, err error) {
 	if set == nft.ServiceCIDRs {
 		return r.cidr(f, keys)
 	}
@@ -73,9 +74,9 @@ func (r *Reader) Get(f nft.Family, set nft.SetID, keys []nft.Element) (out []nft
 }
 
 // cidr looks in the ServiceCIDRs, which the kernel keeps in a form that is not easily asked for by key.
-func (r *Reader) cidr(f nft.Family, keys []nft.Element) ([]nft.Listed, error) {
+func (r *Reader) cidr(f ipfamily.Family, keys []nft.Element) ([]nft.Listed, error) {
 	i := 0
-	if f == nft.IPv6 {
+	if f == ipfamily.IPv6 {
 		i = 1
 	}
 	if r.cidrs[i] == nil {
@@ -95,7 +96,7 @@ func (r *Reader) cidr(f nft.Family, keys []nft.Element) ([]nft.Listed, error) {
 
 // List gives all elements of a set, in the kernel's order. It walks the set, at a cost that grows faster than the set: beyond
 // ListMost elements use Get. Whole is false if others wrote so often meanwhile that some may be missing.
-func (r *Reader) List(f nft.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error) {
+func (r *Reader) List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error) {
 	r.conn.torn = false
 	elements, err = r.conn.Elements(f, set)
 	return elements, !r.conn.torn, rights(err)
@@ -105,7 +106,7 @@ func (r *Reader) List(f nft.Family, set nft.SetID) (elements []nft.Listed, whole
 const ListMost = dumpMost
 
 // Sizes gives how many elements each set of a table has, where the kernel tells (Linux 6.16); else it is not known.
-func (r *Reader) Sizes(f nft.Family) (n [nft.NumSets]int, known bool, err error) {
+func (r *Reader) Sizes(f ipfamily.Family) (n [nft.NumSets]int, known bool, err error) {
 	err = r.conn.objects(f, unix.NFT_MSG_GETSET, func(attrs map[uint16][]byte) {
 		for set := range nft.NumSets {
 			if v := attrs[nftaSetCount]; len(v) == 4 && unix.ByteSliceToString(attrs[unix.NFTA_SET_NAME]) == set.String() {
@@ -133,7 +134,7 @@ type TableFound struct {
 }
 
 // Table reads the structure of a table, without its elements.
-func (r *Reader) Table(f nft.Family) (*TableFound, error) {
+func (r *Reader) Table(f ipfamily.Family) (*TableFound, error) {
 	t := &TableFound{Table: nft.Table{Family: f}}
 	info, err := r.conn.table(f)
 	if err != nil || !info.there {
@@ -163,8 +164,8 @@ func (r *Reader) Table(f nft.Family) (*TableFound, error) {
 
 // Contents is all that both tables hold.
 type Contents struct {
-	Tables [len(nft.Families)]*TableFound
-	Found  [len(nft.Families)]nft.Found
+	Tables ipfamily.Per[*TableFound]
+	Found  ipfamily.Per[nft.Found]
 	// Wrong says in words what of their structure is not as it should be.
 	Wrong []string
 	// Contradictions are elements that do not fit together.
@@ -220,7 +221,7 @@ const (
 // piecemeal looks for what is wrong by pieces.
 func (r *Reader) piecemeal(c *Contents) error {
 	c.Wrong, c.Contradictions = nil, nil
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for range pieceTries {
 			quiet, err := r.quietly(func() (err error) {
 				c.Tables[i], err = r.Table(f)
@@ -254,8 +255,8 @@ func (r *Reader) piecemeal(c *Contents) error {
 // piece looks whether what belongs to some frontends fits together.
 func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
 	for range pieceTries {
-		var found [len(nft.Families)]nft.Found
-		quiet, err := r.quietly(func() error { return r.readPiece(nft.Families[family], frontends, &found[family]) })
+		var found ipfamily.Per[nft.Found]
+		quiet, err := r.quietly(func() error { return r.readPiece(ipfamily.All[family], frontends, &found[family]) })
 		if err != nil {
 			return err
 		}
@@ -269,7 +270,7 @@ func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
 }
 
 // readPiece reads some frontends, with their pools, slots and members, by their keys.
-func (r *Reader) readPiece(f nft.Family, frontends []nft.Element, found *nft.Found) error {
+func (r *Reader) readPiece(f ipfamily.Family, frontends []nft.Element, found *nft.Found) error {
 	read := func(keys []nft.Element) error {
 		if len(keys) == 0 {
 			return nil
@@ -306,12 +307,12 @@ func (r *Reader) readPiece(f nft.Family, frontends []nft.Element, found *nft.Fou
 }
 
 // asSuch says what is wrong with a table before one looks into it.
-func (t *TableFound) asSuch(f nft.Family) []string {
+func (t *TableFound) asSuch(f ipfamily.Family) []string {
 	switch {
 	case !t.There:
-		return []string{fmt.Sprintf("%s %s: the table is not there", f, nft.TableName)}
+		return []string{fmt.Sprintf("%s %s: the table is not there", f.NFT(), nft.TableName)}
 	case t.Dormant:
-		return []string{fmt.Sprintf("%s %s: the table is dormant: it does nothing", f, nft.TableName)}
+		return []string{fmt.Sprintf("%s %s: the table is dormant: it does nothing", f.NFT(), nft.TableName)}
 	}
 	return nil
 }
@@ -319,7 +320,7 @@ func (t *TableFound) asSuch(f nft.Family) []string {
 func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 	c = &Contents{}
 	r.conn.torn = false
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if c.Tables[i], err = r.Table(f); err != nil {
 			return nil, err
 		}
@@ -327,7 +328,7 @@ func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 	if err := r.conn.readElements(&c.Found, nft.AllStale(), dumpMost); err != nil {
 		return nil, rights(err)
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...); !c.Tables[i].There {
 			continue
 		}
@@ -351,13 +352,13 @@ func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 
 // miscounted says which sets have other elements besides those that were read, where the kernel counts them: slots that no pool
 // leads to are not seen if they are read by their keys.
-func (s *structure) miscounted(f nft.Family, read *[nft.NumSets][]nft.Element) (out []string) {
+func (s *structure) miscounted(f ipfamily.Family, read *[nft.NumSets][]nft.Element) (out []string) {
 	for set := range nft.NumSets {
 		if !s.counted || !set.IsContent() || nft.SetByID(set).Interval {
 			continue
 		}
 		if n := s.counts[set] - len(read[set]); n > 0 {
-			out = append(out, fmt.Sprintf("%s %s: %s holds %d elements more than the pools lead to", f, nft.TableName, set, n))
+			out = append(out, fmt.Sprintf("%s %s: %s holds %d elements more than the pools lead to", f.NFT(), nft.TableName, set, n))
 		}
 	}
 	return out

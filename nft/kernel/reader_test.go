@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -71,21 +72,21 @@ func checkStructure(t *testing.T, name string, st *dataplane.State) {
 	if c.Contradictions != nil || c.Wrong != nil || c.Unchecked != 0 {
 		t.Errorf("%s: %v %v %d", name, c.Contradictions, c.Wrong, c.Unchecked)
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		want := nft.StructureOf(st, f)
 		want.Uses = b.model.Layout(f).Uses
 		if got := c.Tables[i].Structure; got != want {
-			t.Errorf("%s %s: %+v, want %+v", name, f, got, want)
+			t.Errorf("%s %s: %+v, want %+v", name, f.NFT(), got, want)
 		}
 		found := &c.Found[i]
 		held, written := nft.DigestsOfElements(f, c.Tables[i].Structure, found), found.Digests.With(found.Revision.Digest)
 		if held != written {
-			t.Errorf("%s %s: digest %s, the revision says %s", name, f, held.Total(), written.Total())
+			t.Errorf("%s %s: digest %s, the revision says %s", name, f.NFT(), held.Total(), written.Total())
 		}
 	}
 	var m nft.Model
 	m.Load(st)
-	if d := m.Differences(&c.Found, &[2]nft.Table{c.Tables[0].Table, c.Tables[1].Table}); d != nil {
+	if d := m.Differences(&c.Found, &ipfamily.Per[nft.Table]{c.Tables[0].Table, c.Tables[1].Table}); d != nil {
 		t.Errorf("%s: %v", name, d)
 	}
 }
@@ -102,7 +103,7 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		var m nft.Model
 		m.Load(st)
 		sound = true
-		for i, f := range nft.Families {
+		for i, f := range ipfamily.All {
 			at := &found.Found[i]
 			sound = sound && nft.DigestsOfElements(f, found.Tables[i].Structure, at) == at.Digests.With(at.Revision.Digest)
 		}
@@ -122,7 +123,7 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		if pieces.Unchecked > 0 || len(pieces.Contradictions) > len(found.Contradictions) || len(pieces.Wrong) > len(found.Wrong) {
 			t.Errorf("by pieces: %d unchecked, %v, %v", pieces.Unchecked, pieces.Contradictions, pieces.Wrong)
 		}
-		for _, d := range m.Differences(&found.Found, &[2]nft.Table{found.Tables[0].Table, found.Tables[1].Table}) {
+		for _, d := range m.Differences(&found.Found, &ipfamily.Per[nft.Table]{found.Tables[0].Table, found.Tables[1].Table}) {
 			differences = append(differences, d.String()+" "+d.Port)
 		}
 		return append(wrong, found.Wrong...), differences, sound
@@ -131,7 +132,7 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		t.Fatalf("nobody changed anything: %v %v %v", wrong, differences, sound)
 	}
 	name := s.name().String()
-	pool := func(f nft.Family, k dataplane.Key) (id string) {
+	pool := func(f ipfamily.Family, k dataplane.Key) (id string) {
 		for _, l := range nft.List(st) {
 			for _, e := range l.Elements[nft.Services] {
 				if set := nft.SetByID(nft.Services); l.Table.Family == f && e.FrontendKey() == k {
@@ -141,9 +142,9 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		}
 		return id
 	}
-	tcp := pool(nft.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
-	sctp := pool(nft.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.SCTP, Port: 80})
-	udp := pool(nft.IPv6, dataplane.Key{Addr: addr("fd00:10:96::1"), Protocol: snapshot.UDP, Port: 80})
+	tcp := pool(ipfamily.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
+	sctp := pool(ipfamily.IPv4, dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.SCTP, Port: 80})
+	udp := pool(ipfamily.IPv6, dataplane.Key{Addr: addr("fd00:10:96::1"), Protocol: snapshot.UDP, Port: 80})
 	for _, test := range []struct {
 		text, wrong, differences string
 		sound                    bool
@@ -195,7 +196,7 @@ func TestReaderKeys(t *testing.T) {
 	reader := openReader(t, h)
 	list := nft.List(st)
 	asked := [nft.NumSets]int{}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
 			for _, want := range list[i].Elements[set] {
 				if set == nft.RevisionSet {
@@ -209,10 +210,10 @@ func TestReaderKeys(t *testing.T) {
 				labtest.Check(t, err)
 				s := nft.SetByID(set)
 				if len(got) != 1 || got[0].Element.Text(f, &s) != want.Element.Text(f, &s) {
-					t.Fatalf("%s %s: asked for %s, got %v", f, set, want.Element.Text(f, &s), got)
+					t.Fatalf("%s %s: asked for %s, got %v", f.NFT(), set, want.Element.Text(f, &s), got)
 				}
 				if s.Counter && !got[0].Counted {
-					t.Fatalf("%s %s: no counter", f, set)
+					t.Fatalf("%s %s: no counter", f.NFT(), set)
 				}
 				asked[set]++
 			}

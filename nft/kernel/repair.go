@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -17,9 +18,9 @@ import (
 
 // readBack looks at the structure of our tables. It gives nil if they are not there, or not
 // such that elements alone could take them to what the model holds.
-func (b *Backend) readBack() (*[len(nft.Families)]nft.Found, error) {
-	found := &[len(nft.Families)]nft.Found{}
-	for i, f := range nft.Families {
+func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
+	found := &ipfamily.Per[nft.Found]{}
+	for i, f := range ipfamily.All {
 		if t := &b.tables[i]; !t.there || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
 			return nil, nil
 		}
@@ -42,7 +43,7 @@ func (b *Backend) claim() error {
 	if err != nil {
 		return err
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		if b.tables[i], err = b.reader.table(f); err != nil {
 			return err
 		}
@@ -72,7 +73,7 @@ const dumpMost = 32768
 
 // readElements is Conn.readElements, and finds the slots that no pool leads to, too: if others left such and they stayed, each Check
 // would find them and no correction would end that.
-func (b *Backend) readElements(found *[len(nft.Families)]nft.Found, stale *nft.Stale) error {
+func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale) error {
 	most := b.dumpMost
 	for i := range found {
 		if b.strays || found[i].Revision == (nft.Revision{}) { // then nobody knows what there may be
@@ -82,7 +83,7 @@ func (b *Backend) readElements(found *[len(nft.Families)]nft.Found, stale *nft.S
 	if err := b.reader.readElements(found, stale, most); err != nil {
 		return err
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for _, slots := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
 			if !stale.All() || found[i].Counts[slots] <= len(found[i].Elements[slots]) {
 				continue
@@ -98,8 +99,8 @@ func (b *Backend) readElements(found *[len(nft.Families)]nft.Found, stale *nft.S
 
 // readElements reads what the tables hold in stale buckets. More slots than most are read by their keys, as all are of which only
 // some buckets are stale.
-func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, stale *nft.Stale, most int) error {
-	for i, f := range nft.Families {
+func (c *Conn) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale, most int) error {
+	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
 			switch {
 			case !set.IsContent(), set == nft.Endpoints, set == nft.UncountedEndpoints, set.IsShared() && !stale.Shared():
@@ -129,7 +130,7 @@ func (c *Conn) readElements(found *[len(nft.Families)]nft.Found, stale *nft.Stal
 }
 
 // readSet lists the elements of a set in stale buckets.
-func (c *Conn) readSet(f nft.Family, set nft.SetID, stale *nft.Stale, found *nft.Found) error {
+func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found *nft.Found) error {
 	listed, err := c.Elements(f, set)
 	for i := range listed {
 		if e := &listed[i].Element; set.IsShared() || stale.Service(e.Service()) {
@@ -252,7 +253,7 @@ func (b *Backend) lookAround() ([]string, error) {
 	}
 	var found []string
 	tables, mine := b.tables, true
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		info, err := b.reader.table(f)
 		if err != nil {
 			return nil, err
@@ -261,13 +262,13 @@ func (b *Backend) lookAround() ([]string, error) {
 		tables[i] = info
 		switch {
 		case !info.there:
-			found = append(found, fmt.Sprintf("%s %s: the table is gone", f, nft.TableName))
+			found = append(found, fmt.Sprintf("%s %s: the table is gone", f.NFT(), nft.TableName))
 		case info.handle != was.handle:
-			found = append(found, fmt.Sprintf("%s %s: the table is another one", f, nft.TableName))
+			found = append(found, fmt.Sprintf("%s %s: the table is another one", f.NFT(), nft.TableName))
 		case info.owner != was.owner:
-			found = append(found, fmt.Sprintf("%s %s: the table's owner is netlink port %d, no longer %d", f, nft.TableName, info.owner, was.owner))
+			found = append(found, fmt.Sprintf("%s %s: the table's owner is netlink port %d, no longer %d", f.NFT(), nft.TableName, info.owner, was.owner))
 		case info.flags != was.flags:
-			found = append(found, fmt.Sprintf("%s %s: the table's flags are %#x, no longer %#x", f, nft.TableName, info.flags, was.flags))
+			found = append(found, fmt.Sprintf("%s %s: the table's flags are %#x, no longer %#x", f.NFT(), nft.TableName, info.flags, was.flags))
 		}
 		mine = mine && info.owner != 0
 	}
@@ -283,24 +284,24 @@ func (b *Backend) lookAround() ([]string, error) {
 
 // lookAtStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
 func (b *Backend) lookAtStructure() (found []string, err error) {
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
 		if err != nil {
 			return nil, err
 		}
 		found = append(found, s.wrong...)
 		if s.Revision != b.model.Revision(f) {
-			found = append(found, fmt.Sprintf("%s %s: the revision is not the one that was written", f, nft.TableName))
+			found = append(found, fmt.Sprintf("%s %s: the revision is not the one that was written", f.NFT(), nft.TableName))
 		}
 		if s.Digests.With(s.Revision.Digest) != b.model.Digests(f) {
-			found = append(found, fmt.Sprintf("%s %s: the digests are not those that were written", f, nft.TableName))
+			found = append(found, fmt.Sprintf("%s %s: the digests are not those that were written", f.NFT(), nft.TableName))
 		}
 		for set := range nft.NumSets {
 			if !s.counted || !set.IsContent() || nft.SetByID(set).Interval {
 				continue
 			}
 			if got, want := s.counts[set], b.model.Count(f, set); got != want {
-				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f, nft.TableName, set, got, want))
+				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f.NFT(), nft.TableName, set, got, want))
 			}
 		}
 	}
@@ -339,11 +340,11 @@ func (b *Backend) inspect() (found []string, err error) {
 				continue
 			}
 			got := map[string]nft.Element{}
-			err := b.reader.get(nft.Families[i], nft.SetID(set), want, func(e nft.Element) { got[string(e.Key())] = e })
+			err := b.reader.get(ipfamily.All[i], nft.SetID(set), want, func(e nft.Element) { got[string(e.Key())] = e })
 			if err != nil && !errors.Is(err, unix.ENOENT) {
 				return nil, err
 			}
-			found = append(found, differences(nft.Families[i], want, got)...)
+			found = append(found, differences(ipfamily.All[i], want, got)...)
 		}
 	}
 	in.left = in.left[len(names):]
@@ -351,10 +352,10 @@ func (b *Backend) inspect() (found []string, err error) {
 }
 
 // differences says which elements are not as they should be.
-func differences(f nft.Family, want []nft.Element, got map[string]nft.Element) (found []string) {
+func differences(f ipfamily.Family, want []nft.Element, got map[string]nft.Element) (found []string) {
 	for i := range want {
 		set := nft.SetByID(want[i].Set)
-		text := fmt.Sprintf("%s %s: %s { %s }", f, nft.TableName, set.Name(), want[i].Text(f, &set))
+		text := fmt.Sprintf("%s %s: %s { %s }", f.NFT(), nft.TableName, set.Name(), want[i].Text(f, &set))
 		switch e, there := got[string(want[i].Key())]; {
 		case !there:
 			found = append(found, text+" is gone")
@@ -368,7 +369,7 @@ func differences(f nft.Family, want []nft.Element, got map[string]nft.Element) (
 // inspectRanges compares the sets of ranges, which are listed as a whole, and the numbers of elements of others that are small
 // enough for that.
 func (b *Backend) inspectRanges() (found []string, err error) {
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
 			s := nft.SetByID(set)
 			if !set.IsContent() || !s.Interval && b.model.Count(f, set) > b.dumpMost/8 {
@@ -379,7 +380,7 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 				return nil, err
 			}
 			if got, want := len(listed), b.model.Count(f, set); got != want {
-				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f, nft.TableName, set, got, want))
+				found = append(found, fmt.Sprintf("%s %s: %s has %d elements, not %d", f.NFT(), nft.TableName, set, got, want))
 			} else if s.Interval {
 				found = append(found, sameRanges(f, &s, listed, b.model.Ranges(set)[i])...)
 			}
@@ -389,13 +390,13 @@ func (b *Backend) inspectRanges() (found []string, err error) {
 }
 
 // sameRanges compares as many ranges as there should be.
-func sameRanges(f nft.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
+func sameRanges(f ipfamily.Family, s *nft.Set, listed []nft.Listed, want []nft.Element) (found []string) {
 	for i := range want {
 		at := slices.IndexFunc(listed, func(l nft.Listed) bool {
 			return bytes.Equal(l.Key(), want[i].Key()) && l.Bits == want[i].Bits && l.Comment == want[i].Comment
 		})
 		if at < 0 {
-			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f, nft.TableName, s.Name(), want[i].Text(f, s)))
+			found = append(found, fmt.Sprintf("%s %s: %s { %s } is gone", f.NFT(), nft.TableName, s.Name(), want[i].Text(f, s)))
 		}
 	}
 	return found

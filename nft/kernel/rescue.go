@@ -4,14 +4,15 @@ import (
 	"encoding/binary"
 	"net/netip"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints: those
 // of the present layout, or of an older one.
-func (b *Backend) rescue() (out [len(nft.Families)][]nft.Listed, err error) {
-	for i, f := range nft.Families {
+func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
+	for i, f := range ipfamily.All {
 		if !b.tables[i].there {
 			continue
 		}
@@ -22,7 +23,7 @@ func (b *Backend) rescue() (out [len(nft.Families)][]nft.Listed, err error) {
 	return out, nil
 }
 
-func (c *Conn) rescue(f nft.Family, m *nft.Model) (out []nft.Listed, err error) {
+func (c *Conn) rescue(f ipfamily.Family, m *nft.Model) (out []nft.Listed, err error) {
 	sticky, err := c.layout1Pools(f)
 	if err != nil {
 		return nil, err
@@ -59,7 +60,7 @@ func (c *Conn) rescue(f nft.Family, m *nft.Model) (out []nft.Listed, err error) 
 
 // layout1Pools reads what the ids of pools stand for in layout 1, which had them for session affinity alone: its maps sticky and
 // outside-sticky, of the years before tables had pools.
-func (c *Conn) layout1Pools(f nft.Family) (map[uint32]dataplane.Counted, error) {
+func (c *Conn) layout1Pools(f ipfamily.Family) (map[uint32]dataplane.Counted, error) {
 	out := map[uint32]dataplane.Counted{}
 	for _, name := range [...]string{"sticky", "outside-sticky"} {
 		elements, err := c.rawElements(f, name)

@@ -10,7 +10,7 @@ import (
 	"github.com/mdlayher/socket"
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // wire is a netlink socket. Tests put faults in between.
@@ -143,7 +143,7 @@ func OwnsTables(f *os.File) bool {
 		return false
 	}
 	defer reader.Close()
-	for _, family := range nft.Families {
+	for _, family := range ipfamily.All {
 		if info, err := reader.table(family); err == nil && info.owner == port {
 			return true
 		}

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -33,7 +34,7 @@ const (
 )
 
 // table looks for our table of a family.
-func (c *Conn) table(f nft.Family) (info tableInfo, err error) {
+func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|unix.NFT_MSG_GETTABLE, unix.NLM_F_REQUEST, f)
@@ -53,7 +54,7 @@ func (c *Conn) table(f nft.Family) (info tableInfo, err error) {
 		})
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return info, fmt.Errorf("nft: look for table %s %s: %w", f, nft.TableName, err)
+		return info, fmt.Errorf("nft: look for table %s %s: %w", f.NFT(), nft.TableName, err)
 	}
 	return info, nil
 }
@@ -73,7 +74,7 @@ type structure struct {
 
 // structure reads a table back and compares it with what it should be. Chains that should not be there but have a name of ours
 // count as found, and are compared with what their name promises.
-func (c *Conn) structure(f nft.Family, want nft.Table, layout nft.Structure) (*structure, error) {
+func (c *Conn) structure(f ipfamily.Family, want nft.Table, layout nft.Structure) (*structure, error) {
 	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
 	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s))
 	if err != nil {
@@ -97,12 +98,12 @@ func (c *Conn) structure(f nft.Family, want nft.Table, layout nft.Structure) (*s
 	return s, err
 }
 
-func (s *structure) note(f nft.Family, format string, args ...any) {
-	s.wrong = append(s.wrong, fmt.Sprintf("%s %s: ", f, nft.TableName)+fmt.Sprintf(format, args...))
+func (s *structure) note(f ipfamily.Family, format string, args ...any) {
+	s.wrong = append(s.wrong, fmt.Sprintf("%s %s: ", f.NFT(), nft.TableName)+fmt.Sprintf(format, args...))
 }
 
 // objects dumps all of a table's objects of a kind. A table that is not there has none.
-func (c *Conn) objects(f nft.Family, msg uint16, do func(attrs map[uint16][]byte)) error {
+func (c *Conn) objects(f ipfamily.Family, msg uint16, do func(attrs map[uint16][]byte)) error {
 	var w buffer
 	w.reset()
 	m := w.message(subsystem|msg, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
@@ -117,7 +118,7 @@ func (c *Conn) objects(f nft.Family, msg uint16, do func(attrs map[uint16][]byte
 		}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("nft: list table %s %s: %w", f, nft.TableName, err)
+		return fmt.Errorf("nft: list table %s %s: %w", f.NFT(), nft.TableName, err)
 	}
 	for _, attrs := range all {
 		do(attrs)
@@ -129,7 +130,7 @@ func (c *Conn) objects(f nft.Family, msg uint16, do func(attrs map[uint16][]byte
 const nftaSetCount = 20
 
 // compareSets looks at the sets.
-func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
+func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) error {
 	var seen [nft.NumSets]bool
 	s.sets = true
 	err := c.objects(f, unix.NFT_MSG_GETSET, func(attrs map[uint16][]byte) {
@@ -161,7 +162,7 @@ func (c *Conn) compareSets(f nft.Family, want nft.Table, s *structure) error {
 }
 
 // sameSet compares a set with the attributes the kernel lists.
-func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
+func sameSet(f ipfamily.Family, want nft.Set, attrs map[uint16][]byte) bool {
 	var w batch
 	w.reset()
 	w.newSet(f, &want)
@@ -186,7 +187,7 @@ func sameSet(f nft.Family, want nft.Set, attrs map[uint16][]byte) bool {
 }
 
 // compareChains looks at the chains and their rules.
-func (c *Conn) compareChains(f nft.Family, want nft.Table, layout nft.Structure, s *structure) error {
+func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Structure, s *structure) error {
 	chains := map[string]map[uint16][]byte{}
 	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
 		name := unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])
@@ -234,7 +235,7 @@ func (c *Conn) compareChains(f nft.Family, want nft.Table, layout nft.Structure,
 }
 
 // sameChain compares a chain, without its rules, with the attributes the kernel lists.
-func sameChain(f nft.Family, want nft.Chain, attrs map[uint16][]byte) bool {
+func sameChain(f ipfamily.Family, want nft.Chain, attrs map[uint16][]byte) bool {
 	var w batch
 	w.reset()
 	w.newChain(f, &want)
@@ -251,7 +252,7 @@ func sameChain(f nft.Family, want nft.Chain, attrs map[uint16][]byte) bool {
 }
 
 // sameRules compares the rules of a chain with the expressions the kernel lists of each.
-func sameRules(f nft.Family, want []nft.Rule, listed [][]byte) bool {
+func sameRules(f ipfamily.Family, want []nft.Rule, listed [][]byte) bool {
 	if len(want) != len(listed) {
 		return false
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -66,13 +67,13 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 	text, err := os.ReadFile(file)
 	labtest.Check(t, err)
 	labtest.Run(t, h, string(text), n.Path, "-f", "-")
-	clients := map[nft.Family][]string{nft.IPv4: {"10.244.7.7", "10.244.7.8"}, nft.IPv6: {"fd00:10:244:7::7", "fd00:10:244:7::8"}}
-	pools := map[nft.Family]string{nft.IPv4: "5655:8476", nft.IPv6: "5669:57be"}
-	eps := map[nft.Family][]string{nft.IPv4: {"10.244.1.2", "10.244.2.2"}, nft.IPv6: {"fd00:10:244:1::2", "fd00:10:244:2::2"}}
+	clients := map[ipfamily.Family][]string{ipfamily.IPv4: {"10.244.7.7", "10.244.7.8"}, ipfamily.IPv6: {"fd00:10:244:7::7", "fd00:10:244:7::8"}}
+	pools := map[ipfamily.Family]string{ipfamily.IPv4: "5655:8476", ipfamily.IPv6: "5669:57be"}
+	eps := map[ipfamily.Family][]string{ipfamily.IPv4: {"10.244.1.2", "10.244.2.2"}, ipfamily.IPv6: {"fd00:10:244:1::2", "fd00:10:244:2::2"}}
 	for f, list := range clients {
 		for i, c := range list {
 			labtest.Run(t, h, fmt.Sprintf("add element %s verdict affinity { %s . %s timeout 3h expires 2h : %s . 8080 }",
-				f, c, pools[f], eps[f][i]), n.Path, "-f", "-")
+				f.NFT(), c, pools[f], eps[f][i]), n.Path, "-f", "-")
 		}
 	}
 	// One from outside, which has the pool of this node's endpoints; and one whose pool nobody has any more.
@@ -92,9 +93,9 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 	}
 	listed, err := b.List()
 	labtest.Check(t, err)
-	stays := func(f nft.Family, client, service, iface, ep string) {
+	stays := func(f ipfamily.Family, client, service, iface, ep string) {
 		t.Helper()
-		l := &listed[slices.Index(nft.Families[:], f)]
+		l := &listed[slices.Index(ipfamily.All[:], f)]
 		p := nft.Packet{Source: addr(client), Destination: addr(service), Protocol: snapshot.TCP, Port: 80, Interface: iface}
 		walk, err := nft.WalkTable(&l.Table, l, p, nft.Host{})
 		labtest.Check(t, err)
@@ -102,11 +103,11 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 			t.Errorf("%s does not stay with %s: %+v", client, ep, walk.Endings)
 		}
 	}
-	for i, c := range clients[nft.IPv4] {
-		stays(nft.IPv4, c, "10.96.0.1", "cni0", eps[nft.IPv4][i])
-		stays(nft.IPv6, clients[nft.IPv6][i], "fd00:10:96::1", "cni0", eps[nft.IPv6][i])
+	for i, c := range clients[ipfamily.IPv4] {
+		stays(ipfamily.IPv4, c, "10.96.0.1", "cni0", eps[ipfamily.IPv4][i])
+		stays(ipfamily.IPv6, clients[ipfamily.IPv6][i], "fd00:10:96::1", "cni0", eps[ipfamily.IPv6][i])
 	}
-	stays(nft.IPv4, "198.51.100.9", "203.0.113.1", "eth0", "10.244.1.2")
+	stays(ipfamily.IPv4, "198.51.100.9", "203.0.113.1", "eth0", "10.244.1.2")
 	if n := len(listed[0].Elements[nft.Affinity]); n != 3 {
 		t.Errorf("%d clients of IPv4 are remembered", n)
 	}

@@ -3,6 +3,7 @@ package kernel
 import (
 	"encoding/binary"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -54,7 +55,7 @@ func commentUserdata(s string) []byte {
 }
 
 // setUserdata gives the userdata of a set: byte orders, the typeof of key and data, and the comment.
-func setUserdata(f nft.Family, s *nft.Set) []byte {
+func setUserdata(f ipfamily.Family, s *nft.Set) []byte {
 	u := udataWord(udataKeyOrder, byteOrder(s.Key))
 	if s.IsMap() {
 		u = append(u, udataWord(udataDataOrder, byteOrder(s.Data))...)
@@ -90,7 +91,7 @@ func typeofExpression(expr uint32, data []byte) []byte {
 	return append(udataWord(typeofExpr, expr), udata(typeofData, data)...)
 }
 
-func typeofFields(f nft.Family, fields []nft.Field) []byte {
+func typeofFields(f ipfamily.Family, fields []nft.Field) []byte {
 	if len(fields) == 1 {
 		return typeofField(f, fields[0])
 	}
@@ -101,12 +102,12 @@ func typeofFields(f nft.Family, fields []nft.Field) []byte {
 	return typeofExpression(exprConcat, parts)
 }
 
-func typeofField(f nft.Family, field nft.Field) []byte {
+func typeofField(f ipfamily.Family, field nft.Field) []byte {
 	payload := func(desc, field uint32) []byte {
 		return typeofExpression(exprPayload, append(udataWord(0, desc), udataWord(1, field)...))
 	}
 	desc, source, dest := uint32(descIPv4), uint32(fieldIPv4Source), uint32(fieldIPv4Dest)
-	if f == nft.IPv6 {
+	if f == ipfamily.IPv6 {
 		desc, source, dest = descIPv6, fieldIPv6Source, fieldIPv6Dest
 	}
 	switch field {
@@ -141,7 +142,7 @@ const (
 	typeClassID = 23
 )
 
-func dataType(f nft.Family, fields []nft.Field) uint32 {
+func dataType(f ipfamily.Family, fields []nft.Field) uint32 {
 	var t uint32
 	for _, field := range fields {
 		t = t<<6 | fieldType(f, field)
@@ -149,10 +150,10 @@ func dataType(f nft.Family, fields []nft.Field) uint32 {
 	return t
 }
 
-func fieldType(f nft.Family, field nft.Field) uint32 {
+func fieldType(f ipfamily.Family, field nft.Field) uint32 {
 	switch field {
 	case nft.SourceAddr, nft.DestAddr, nft.OriginalDestAddr:
-		if f == nft.IPv6 {
+		if f == ipfamily.IPv6 {
 			return typeIPv6
 		}
 		return typeIPv4

@@ -12,15 +12,16 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // content is all that our tables hold.
-type content [len(nft.Families)]tableContent
+type content ipfamily.Per[tableContent]
 
 type tableContent struct {
-	family nft.Family
+	family ipfamily.Family
 	bySet  [nft.NumSets][]nft.Element
 	// chains are the bytes of each chain with its rules.
 	chains  map[string]string
@@ -30,7 +31,7 @@ type tableContent struct {
 // content reads the kernel, by another connection than the backend's.
 func (w *walker) content() (c content) {
 	w.t.Helper()
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		t := &c[i]
 		w.readElements(t, i)
 		t.chains, t.handles = map[string]string{}, map[string][]byte{}
@@ -47,7 +48,7 @@ func (w *walker) content() (c content) {
 
 func (w *walker) readElements(t *tableContent, i int) {
 	w.t.Helper()
-	t.family = nft.Families[i]
+	t.family = ipfamily.All[i]
 	for set := range nft.NumSets {
 		listed, err := w.eye.Elements(t.family, set)
 		w.must(err)
@@ -86,12 +87,12 @@ func (c *content) difference(now *content) string {
 		}
 		for name, rules := range c[i].chains {
 			if now[i].chains[name] != rules {
-				out = append(out, fmt.Sprintf("%s chain %s is gone or another one", f, name))
+				out = append(out, fmt.Sprintf("%s chain %s is gone or another one", f.NFT(), name))
 			}
 		}
 		for name := range now[i].chains {
 			if _, was := c[i].chains[name]; !was {
-				out = append(out, fmt.Sprintf("%s chain %s is new", f, name))
+				out = append(out, fmt.Sprintf("%s chain %s is new", f.NFT(), name))
 			}
 		}
 	}
@@ -99,14 +100,14 @@ func (c *content) difference(now *content) string {
 	return strings.Join(out[:min(len(out), 20)], "\n")
 }
 
-func elementText(f nft.Family, e *nft.Element) string {
+func elementText(f ipfamily.Family, e *nft.Element) string {
 	set := nft.SetByID(e.Set)
-	return fmt.Sprintf("%s %s { %s }", f, set.Name(), e.Text(f, &set))
+	return fmt.Sprintf("%s %s { %s }", f.NFT(), set.Name(), e.Text(f, &set))
 }
 
 // incomplete names a frontend or a pool that leads to something that is not there.
 func (c *content) incomplete() string {
-	var found [len(nft.Families)]nft.Found
+	var found ipfamily.Per[nft.Found]
 	for i := range c {
 		found[i].Elements = c[i].bySet
 		for _, e := range c[i].bySet[nft.Pools] {
@@ -139,7 +140,7 @@ func factsOf(e nft.Element) []fact {
 }
 
 // lacking compares a content with what it should be.
-func lacking(c *content, list [len(nft.Families)]nft.Listing) string {
+func lacking(c *content, list ipfamily.Per[nft.Listing]) string {
 	for i := range list {
 		count := make(map[fact]int, 1024)
 		for set := range nft.NumSets {
@@ -164,14 +165,14 @@ func lacking(c *content, list [len(nft.Families)]nft.Listing) string {
 		}
 		revisions, written := c[i].bySet[nft.RevisionSet], list[i].Elements[nft.RevisionSet]
 		if len(revisions) != 1 || revisions[0].Comment != written[0].Comment {
-			return fmt.Sprintf("%s: the revisions are %v; want %v", c[i].family, revisions, written)
+			return fmt.Sprintf("%s: the revisions are %v; want %v", c[i].family.NFT(), revisions, written)
 		}
 	}
 	return ""
 }
 
 // differencesOf is lacking for people.
-func differencesOf(c *content, list [len(nft.Families)]nft.Listing) string {
+func differencesOf(c *content, list ipfamily.Per[nft.Listing]) string {
 	count := map[string]int{}
 	got := list
 	for i := range list {
@@ -223,10 +224,10 @@ func (w *walker) verify() {
 }
 
 // verifyStructure compares sets, chains and rules. A process that knows nothing must find all as it wants it.
-func (w *walker) verifyStructure(st *dataplane.State, list [len(nft.Families)]nft.Listing) {
+func (w *walker) verifyStructure(st *dataplane.State, list ipfamily.Per[nft.Listing]) {
 	w.t.Helper()
-	var found [len(nft.Families)]nft.Found
-	for i, f := range nft.Families {
+	var found ipfamily.Per[nft.Found]
+	for i, f := range ipfamily.All {
 		s, err := w.eye.structure(f, list[i].Table, w.backend.model.Layout(f))
 		w.must(err)
 		if !s.sets || len(s.wrong) > 0 {
@@ -235,11 +236,11 @@ func (w *walker) verifyStructure(st *dataplane.State, list [len(nft.Families)]nf
 		}
 		for id := range s.Chains {
 			if !slices.ContainsFunc(list[i].Table.Chains, func(c nft.Chain) bool { return c.ID == id }) {
-				w.fail("%s: chain %s is too much", f, id.Name())
+				w.fail("%s: chain %s is too much", f.NFT(), id.Name())
 			}
 		}
 		if s.Revision != w.backend.model.Revision(f) {
-			w.fail("%s: revision %v; the model has %v", f, s.Revision, w.backend.model.Revision(f))
+			w.fail("%s: revision %v; the model has %v", f.NFT(), s.Revision, w.backend.model.Revision(f))
 		}
 		for set, n := range s.counts {
 			if n > 1024 && nft.SetID(set) != nft.Affinity {
@@ -271,17 +272,17 @@ func (w *walker) verifyQuiet() {
 	if after, err := w.eye.generation(); err != nil || after != before || r.Bytes > 0 {
 		w.fail("there was nothing to write; generation %d became %d: %+v", before, after, r)
 	}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		info, err := w.eye.table(f)
 		w.must(err)
 		if info.flags&tableDormant != 0 {
-			w.fail("%s: the table sleeps", f)
+			w.fail("%s: the table sleeps", f.NFT())
 		}
 		if port, err := w.backend.conn.wire.port(); info.owner != 0 && (err != nil || info.owner != port) {
-			w.fail("%s: the table belongs to %d, not to %d (%v)", f, info.owner, port, err)
+			w.fail("%s: the table belongs to %d, not to %d (%v)", f.NFT(), info.owner, port, err)
 		}
 		if w.backend.owns && info.owner == 0 && info.flags&tablePersist != 0 {
-			w.fail("%s: the table belongs to nobody", f)
+			w.fail("%s: the table belongs to nobody", f.NFT())
 		}
 		w.handle(i, info)
 	}
@@ -292,7 +293,7 @@ func (w *walker) handle(i int, info tableInfo) {
 	w.t.Helper()
 	if was := w.handles[i]; was != info.handle {
 		if was != 0 && !w.renewed {
-			w.fail("%s: the table was made anew", nft.Families[i])
+			w.fail("%s: the table was made anew", ipfamily.All[i].NFT())
 		}
 		w.handles[i] = info.handle
 		clear(w.clients[i])
@@ -308,7 +309,7 @@ type member struct {
 
 // acknowledged notes who need not be remembered any more, after an Apply.
 func (w *walker) acknowledged() {
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		for e := range w.clients[i] {
 			if !w.backend.model.Remembers(f, &e) {
 				delete(w.clients[i], e)
@@ -320,9 +321,9 @@ func (w *walker) acknowledged() {
 func (m member) compare(o member) int { return cmp.Or(cmp.Compare(m.pool, o.pool), m.ep.Compare(o.ep)) }
 
 // verifyAffinity says that no client stays with an endpoint that is gone, and that all others do stay.
-func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing) {
+func (w *walker) verifyAffinity(c *content, list ipfamily.Per[nft.Listing]) {
 	w.t.Helper()
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		info, err := w.eye.table(f)
 		w.must(err)
 		w.handle(i, info)
@@ -334,12 +335,12 @@ func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing)
 		for _, e := range c[i].bySet[nft.Affinity] {
 			there[e] = true
 			if !w.members[i][member{e.ID(), e.Target()}] {
-				w.fail("%s: a client stays with %v, which is gone", f, e.Target())
+				w.fail("%s: a client stays with %v, which is gone", f.NFT(), e.Target())
 			}
 		}
 		for e := range w.clients[i] {
 			if !there[e] {
-				w.fail("%s: a client was forgotten: %s", f, elementText(f, &e))
+				w.fail("%s: a client was forgotten: %s", f.NFT(), elementText(f, &e))
 			}
 		}
 		w.count["clients seen"] += len(there)
@@ -350,7 +351,7 @@ func (w *walker) verifyAffinity(c *content, list [len(nft.Families)]nft.Listing)
 func (w *walker) remember() {
 	w.t.Helper()
 	b := &w.backend.batch
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		var entries []nft.Element
 		for _, m := range slices.SortedFunc(maps.Keys(w.members[i]), member.compare) {
 			if w.r.IntN(3) == 0 && len(w.clients[i]) < 100 {
@@ -378,7 +379,7 @@ func (w *walker) remember() {
 }
 
 // client gives the entry of another client of an endpoint.
-func (w *walker) client(f nft.Family, m member) nft.Element {
+func (w *walker) client(f ipfamily.Family, m member) nft.Element {
 	w.nextIP++
 	key := binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, m.pool), uint32(w.nextIP))
 	data := binary.BigEndian.AppendUint16(m.ep.Addr().AsSlice(), m.ep.Port())

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -19,7 +20,7 @@ type hand struct {
 	i int
 }
 
-func (h *hand) family() nft.Family { return nft.Families[h.i] }
+func (h *hand) family() ipfamily.Family { return ipfamily.All[h.i] }
 
 func (h *hand) table() *tableContent { return &h.c[h.i] }
 
@@ -269,7 +270,7 @@ func (h *hand) set(name string) {
 // meddleOnce does something to our tables, if their owner lets others. It says whether anything changed.
 func (w *walker) meddleOnce() {
 	w.t.Helper()
-	h := &hand{w: w, c: w.content(), i: w.r.IntN(len(nft.Families))}
+	h := &hand{w: w, c: w.content(), i: w.r.IntN(len(ipfamily.All))}
 	h.b.reset()
 	h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
 	var names []string
@@ -287,7 +288,7 @@ func (w *walker) meddleOnce() {
 		w.count["foreign: refused"]++
 		return
 	}
-	w.note("  others do: %s (%s)", strings.Join(names, ", "), h.family())
+	w.note("  others do: %s (%s)", strings.Join(names, ", "), h.family().NFT())
 	for _, n := range names {
 		w.count["foreign: "+n]++
 		if n == "forget affinity" {
@@ -301,11 +302,11 @@ func (w *walker) meddleOnce() {
 func (w *walker) othersTables() {
 	w.t.Helper()
 	b := batch{tableName: oneOf(w.r, "verdict", "kube-proxy", "verdict-probe")}
-	const inet, arp = 1, 3
-	f := oneOf[nft.Family](w.r, inet, arp, nft.IPv4, nft.IPv6)
+	families := []byte{unix.NFPROTO_INET, unix.NFPROTO_ARP, unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	if b.tableName == "verdict" {
-		f = oneOf[nft.Family](w.r, inet, arp)
+		families = families[:2]
 	}
+	const f = ipfamily.IPv4 // replaced below by one that Verdict does not know
 	b.reset()
 	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
 	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, ""))
@@ -314,6 +315,10 @@ func (w *walker) othersTables() {
 	b.end(m)
 	if w.r.IntN(3) == 0 {
 		b.deleteTable(f)
+	}
+	family := oneOf(w.r, families...)
+	for _, n := range b.notes {
+		b.b[n.start+unix.NLMSG_HDRLEN] = family
 	}
 	b.batch(unix.NFNL_MSG_BATCH_END)
 	refused, err := w.other.transact(b.b)
@@ -328,7 +333,7 @@ func (w *walker) mustNotChange() {
 	before := w.content()
 	for range 3 {
 		e := oneOf(w.r, edits...)
-		h := &hand{w: w, c: before, i: w.r.IntN(len(nft.Families))}
+		h := &hand{w: w, c: before, i: w.r.IntN(len(ipfamily.All))}
 		h.b.reset()
 		h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
 		e.do(h)

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -33,14 +34,14 @@ func sick(c *Conn, send, recv []error) { c.wire = &faulty{wire: c.wire, sendErr:
 func TestErrorsLeaveNothingBehind(t *testing.T) {
 	s := newSite(t, 8, Options{})
 	r := s.backend.reader
-	want, err := r.table(nft.IPv4)
+	want, err := r.table(ipfamily.IPv4)
 	labtest.Check(t, err)
 	for _, recv := range [][]error{{unix.ENOBUFS}, {unix.ENOMEM}, {nil, unix.ENOMEM}} {
 		sick(r, nil, recv)
-		if _, err := r.Elements(nft.IPv4, nft.Services); err == nil {
+		if _, err := r.Elements(ipfamily.IPv4, nft.Services); err == nil {
 			t.Errorf("%v: no error", recv)
 		}
-		if got, err := r.table(nft.IPv4); got != want || err != nil {
+		if got, err := r.table(ipfamily.IPv4); got != want || err != nil {
 			t.Errorf("%v: the next answer is %+v, %v; want %+v", recv, got, err, want)
 		}
 	}
@@ -201,13 +202,13 @@ func TestHardToSee(t *testing.T) {
 	labtest.Check(t, err)
 	text := func(set nft.SetID) string {
 		def := nft.SetByID(set)
-		return l[0].Elements[set][0].Element.Text(nft.IPv4, &def)
+		return l[0].Elements[set][0].Element.Text(ipfamily.IPv4, &def)
 	}
 	key, _, _ := strings.Cut(text(nft.Pools), " comment")
 	sources, _, _ := strings.Cut(text(nft.SourceRanges), " comment")
 	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
-	structure, err := s.backend.reader.structure(nft.IPv4, s.backend.model.Structure(nft.IPv4), s.backend.model.Layout(nft.IPv4))
+	structure, err := s.backend.reader.structure(ipfamily.IPv4, s.backend.model.Structure(ipfamily.IPv4), s.backend.model.Layout(ipfamily.IPv4))
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
 		"a jump": {"delete element ip verdict pools { " + key + " }\nadd element ip verdict pools { " +
@@ -235,18 +236,18 @@ func TestNearlyOurs(t *testing.T) {
 	other := open(t, s.host, Options{})
 	set := nft.SetByID(nft.Affinity)
 	set.Size = 10
-	chain, _ := nft.ChainNamed(nft.Everything(nft.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
+	chain, _ := nft.ChainNamed(nft.Everything(ipfamily.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
 	for want, edit := range map[string]func(b *batch){
 		"set affinity is another one": func(b *batch) {
-			b.end(b.object(nft.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
-			m := b.object(nft.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
+			b.end(b.object(ipfamily.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
+			m := b.object(ipfamily.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
 			b.text(unix.NFTA_SET_NAME, set.Name())
 			b.end(m)
-			b.newSet(nft.IPv4, &set)
+			b.newSet(ipfamily.IPv4, &set)
 		},
 		"nothing needs chain pick-77": func(b *batch) {
-			b.newChain(nft.IPv4, &chain)
-			b.rules(nft.IPv4, &chain)
+			b.newChain(ipfamily.IPv4, &chain)
+			b.rules(ipfamily.IPv4, &chain)
 		},
 	} {
 		var b batch
@@ -290,7 +291,7 @@ func TestStraySlots(t *testing.T) {
 func (s *site) poolAt(k dataplane.Key) (id uint32) {
 	s.t.Helper()
 	key := nft.FrontendKeys(dataplane.Counted{Key: k})[0]
-	labtest.Check(s.t, s.backend.reader.get(nft.IPv4, key.Set, []nft.Element{key}, func(e nft.Element) { id = e.PoolID() }))
+	labtest.Check(s.t, s.backend.reader.get(ipfamily.IPv4, key.Set, []nft.Element{key}, func(e nft.Element) { id = e.PoolID() }))
 	return id
 }
 
@@ -401,7 +402,7 @@ func TestLittleRoom(t *testing.T) {
 			for _, s := range []*dataplane.State{state(0), st} {
 				for i, l := range nft.List(s) {
 					for _, e := range l.Elements[nft.Services] {
-						may[elementText(nft.Families[i], &e.Element)] = true
+						may[elementText(ipfamily.All[i], &e.Element)] = true
 					}
 				}
 			}
@@ -414,7 +415,7 @@ func TestLittleRoom(t *testing.T) {
 				labtest.Check(t, err)
 				for i, l := range listed {
 					for _, e := range l.Elements[nft.Services] {
-						if text := elementText(nft.Families[i], &e.Element); !may[text] {
+						if text := elementText(ipfamily.All[i], &e.Element); !may[text] {
 							t.Fatalf("part %d: %s", parts, text)
 						}
 					}
@@ -460,7 +461,7 @@ func TestOthersOvertake(t *testing.T) {
 		}
 		k := dataplane.Key{Addr: small.Services[n].ClusterIPs[0], Protocol: snapshot.TCP, Port: 80}
 		pool := nft.PoolKey(s.poolAt(k))
-		labtest.Check(t, s.backend.reader.get(nft.IPv4, nft.Pools, []nft.Element{pool}, func(e nft.Element) {
+		labtest.Check(t, s.backend.reader.get(ipfamily.IPv4, nft.Pools, []nft.Element{pool}, func(e nft.Element) {
 			if e.Chain.N != 5 {
 				t.Errorf("%s leads to %s", n, e.Chain.Name())
 			}
@@ -482,11 +483,11 @@ func TestChainsOfOneName(t *testing.T) {
 		var b batch
 		b.reset()
 		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-		m := b.object(nft.IPv4, unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
+		m := b.object(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
 		b.attr(unix.NFTA_CHAIN_HANDLE, handles["input"])
 		b.text(unix.NFTA_CHAIN_NAME, name)
 		b.end(m)
-		b.chainNamed(nft.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
+		b.chainNamed(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
 		b.batch(unix.NFNL_MSG_BATCH_END)
 		if refused, err := open(t, s.host, Options{}).conn.transact(b.b); err != nil || len(refused) > 0 {
 			t.Fatal(err, refused)
@@ -511,7 +512,7 @@ func TestChainsOfOneName(t *testing.T) {
 func chainHandles(t *testing.T, c *Conn) map[string][]byte {
 	t.Helper()
 	handles := map[string][]byte{}
-	labtest.Check(t, c.objects(nft.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+	labtest.Check(t, c.objects(ipfamily.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
 		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 	}))
 	return handles

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -130,7 +131,7 @@ func (w *walker) sync() {
 func (w *walker) empty(before usage) (u usage) {
 	w.t.Helper()
 	w.must(w.backend.Remove())
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		for set := range nft.NumSets {
 			if left, err := w.eye.Elements(f, set); err != nil || len(left) > 0 {
 				w.fail("after Remove %s has %d elements (%v)", set, len(left), err)

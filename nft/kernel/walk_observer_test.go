@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -120,7 +121,7 @@ func (o *observer) check(w *walker) {
 func frontendsOf(st *dataplane.State) map[string]string {
 	list := nft.List(st)
 	out := map[string]string{}
-	for i, f := range nft.Families {
+	for i, f := range ipfamily.All {
 		slots := map[uint32][]string{}
 		for _, set := range [...]nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
 			for _, e := range list[i].Elements[set] {
@@ -140,12 +141,12 @@ func frontendsOf(st *dataplane.State) map[string]string {
 // sides are the maps of frontends: counted and not.
 var sides = [][2]nft.SetID{{nft.Services, nft.UncountedServices}, {nft.OutsideServices, nft.UncountedOutsideServices}}
 
-func viewKey(f nft.Family, set nft.SetID, key []byte) string {
-	return fmt.Sprintf("%v %v %x", f, set, key)
+func viewKey(f ipfamily.Family, set nft.SetID, key []byte) string {
+	return fmt.Sprintf("%v %v %x", f.NFT(), set, key)
 }
 
 // portKey stands for all frontends of a port: written in parts, one that is about to go may lead where those lead that came.
-func portKey(f nft.Family, e *nft.Element) string { return f.String() + " " + e.Comment }
+func portKey(f ipfamily.Family, e *nft.Element) string { return f.NFT() + " " + e.Comment }
 
 func endpointsText(data []string) string {
 	slices.Sort(data)
@@ -161,7 +162,7 @@ func (o *observer) run() {
 			return
 		case <-time.After(200 * time.Microsecond):
 		}
-		err := o.look(oneOf(r, nft.Families[:]...), oneOf(r, sides...), r)
+		err := o.look(oneOf(r, ipfamily.All[:]...), oneOf(r, sides...), r)
 		if err != nil && !errors.Is(err, unix.EINTR) { // so much was written meanwhile that it saw nothing
 			o.mu.Lock()
 			o.bad = err.Error()
@@ -172,7 +173,7 @@ func (o *observer) run() {
 }
 
 // look reads all frontends with their chains, and the endpoints of one, and judges them if nothing was written meanwhile.
-func (o *observer) look(f nft.Family, side [2]nft.SetID, r *rand.Rand) error {
+func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) error {
 	o.mu.Lock()
 	epoch, idle := o.epoch, o.may == nil
 	o.mu.Unlock()
@@ -225,7 +226,7 @@ func (o *observer) look(f nft.Family, side [2]nft.SetID, r *rand.Rand) error {
 }
 
 // judge says whether a frontend may have the endpoints that it has.
-func (o *observer) judge(f nft.Family, set nft.SetID, e, pool *nft.Element, endpoints []string) error {
+func (o *observer) judge(f ipfamily.Family, set nft.SetID, e, pool *nft.Element, endpoints []string) error {
 	if n := int(pool.Chain.N); n != len(endpoints) {
 		return fmt.Errorf("%s has %d endpoints", elementText(f, pool), len(endpoints))
 	}

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -190,7 +191,7 @@ func (w *walker) restart() {
 
 // owned says whether one of our tables belongs to somebody.
 func (w *walker) owned() bool {
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		info, err := w.eye.table(f)
 		w.must(err)
 		if info.owner != 0 {

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -124,10 +125,10 @@ type walker struct {
 	refusable bool
 	// renewed says that tables may have been made anew since then.
 	renewed bool
-	handles [len(nft.Families)]uint64
+	handles ipfamily.Per[uint64]
 	// members are the endpoints of sticky pools, clients the affinity entries that must be there.
-	members [len(nft.Families)]map[member]bool
-	clients [len(nft.Families)]map[nft.Element]bool
+	members ipfamily.Per[map[member]bool]
+	clients ipfamily.Per[map[nft.Element]bool]
 	nextIP  int
 	// saved is a ruleset that nft listed.
 	saved      string
@@ -202,7 +203,7 @@ func (w *walker) end() {
 		w.count["fault: "+name] += n
 	}
 	w.must(w.backend.Remove())
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		if info, err := w.eye.table(f); err != nil || info.there {
 			w.fail("after Remove: %+v, %v", info, err)
 		}
@@ -266,7 +267,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 	}))
 	w.backend.dial, w.backend.dumpMost = w.dial, oneOf(w.r, dumpMost, 200)
 	w.wrap()
-	for _, f := range nft.Families {
+	for _, f := range ipfamily.All {
 		info, err := w.eye.table(f)
 		w.must(err)
 		if w.backend.Owns() && info.there && info.flags&tablePersist == 0 {
@@ -470,7 +471,7 @@ func (w *walker) look() []string {
 		case found != nil:
 			w.note("  found %q", found[:min(len(found), 3)])
 			return found
-		case again == 0 && w.backend.sweep.turns == [len(nft.Families)]int{} && w.unseen() == 0:
+		case again == 0 && w.backend.sweep.turns == ipfamily.Per[int]{} && w.unseen() == 0:
 			return nil
 		case again == 0: // as if it were later
 			clear(w.backend.sweep.due[:])

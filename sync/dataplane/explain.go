@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -182,7 +183,7 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 }
 
 // PodsOf says how pods are told from others, in IPv4 and in IPv6.
-func PodsOf(cfg Config, s *snapshot.Snapshot) [2]Pods { return newHost(cfg, s).pods }
+func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s).pods }
 
 // explainer gathers an Explanation.
 type explainer struct {
@@ -193,18 +194,11 @@ type explainer struct {
 	allocated bool
 }
 
-func familyOf(a netip.Addr) family {
-	if a.Is4() {
-		return ipv4
-	}
-	return ipv6
-}
-
 // origin tells where the packet comes from. Of a packet from elsewhere it may not be known by which interface it comes in: then the
 // Node's pod ranges stand in for it.
 func (e *explainer) origin() Origin {
 	q := &e.x.Question
-	o := Origin{Pods: e.host.pods[familyOf(q.Key.Addr)]}
+	o := Origin{Pods: e.host.pods[ipfamily.Of(q.Key.Addr)]}
 	o.Node = q.Source.IsLoopback() || slices.Contains(e.s.HostAddrs, q.Source)
 	byInterface := o.Pods.Interface != "" || o.Pods.InterfacePrefix != ""
 	switch {
@@ -353,7 +347,7 @@ func (f *Frontend) row(o Origin) int {
 // endpoints goes through all that the Service's slices mention, as pools does, and asks of each why it is in the pool or not.
 func (e *explainer) endpoints() {
 	x := e.x
-	name, f := x.Port.Name, familyOf(x.Frontend.Key.Addr)
+	name, f := x.Port.Name, ipfamily.Of(x.Frontend.Key.Addr)
 	svc := e.s.Services[name.Service]
 	p := &svc.Ports[slices.IndexFunc(svc.Ports, func(p snapshot.Port) bool {
 		return p.Name == name.Port && p.Protocol == name.Protocol
@@ -405,13 +399,13 @@ func (e *explainer) sees(ep Endpoint, r Route) Sees {
 }
 
 // absent goes through the slices that mentions found nothing in.
-func (e *explainer) absent(p *snapshot.Port, f family) {
+func (e *explainer) absent(p *snapshot.Port, f ipfamily.Family) {
 	for _, sl := range e.slices {
 		if len(sl.Endpoints) == 0 {
 			continue
 		}
 		a := Absent{Slice: sl.Name.Name, Endpoints: len(sl.Endpoints)}
-		a.OtherFamily = !slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return f.has(ep.Addr) })
+		a.OtherFamily = !slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return f.Has(ep.Addr) })
 		hasPort := slices.ContainsFunc(sl.Ports, func(sp snapshot.SlicePort) bool { return sp.Name == p.Name && sp.Protocol == p.Protocol })
 		if !hasPort && !a.OtherFamily {
 			a.Ports = sl.Ports

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -167,7 +168,7 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 // holds reads State.Pods as a backend must, for packets of which the interface is known.
 func holds(st *State, s *snapshot.Snapshot, f From, q Question) bool {
 	node := slices.Contains(s.HostAddrs, q.Source)
-	pods := [2]Pods{st.Pods4, st.Pods6}[familyOf(q.Key.Addr)]
+	pods := ipfamily.Per[Pods]{st.Pods4, st.Pods6}[ipfamily.Of(q.Key.Addr)]
 	switch f {
 	case Node:
 		return node

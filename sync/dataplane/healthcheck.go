@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -17,8 +18,8 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 	}
 	b := builder{host: host{nodeName: nodeName}}
 	b.loadSlices(svc, s.Slices[n])
-	var counts [len(families)]int
-	for _, f := range families {
+	var counts ipfamily.Per[int]
+	for _, f := range ipfamily.All {
 		var addrs []netip.Addr
 		for i := range svc.Ports {
 			b.gather(&svc.Ports[i], f)
@@ -31,20 +32,20 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 		slices.SortFunc(addrs, netip.Addr.Compare)
 		counts[f] = len(slices.Compact(addrs))
 	}
-	return counts[ipv4], counts[ipv6]
+	return counts[ipfamily.IPv4], counts[ipfamily.IPv6]
 }
 
 // HealthCheckAddrs gives where health check node ports listen: at the addresses that node ports answer at, but never at
 // 127.0.0.1, where no load balancer is. A range of all addresses of a family stands for itself, as its unspecified address.
 func HealthCheckAddrs(cfg Config, s *snapshot.Snapshot) []netip.Addr {
 	var addrs []netip.Addr
-	for _, f := range families {
-		all := slices.ContainsFunc(cfg.NodePortAddresses, func(r netip.Prefix) bool { return r.Bits() == 0 && f.has(r.Addr()) })
+	for _, f := range ipfamily.All {
+		all := slices.ContainsFunc(cfg.NodePortAddresses, func(r netip.Prefix) bool { return r.Bits() == 0 && f.Has(r.Addr()) })
 		switch {
 		case !all:
 			addrs = append(addrs, nodePortAddrs(cfg, s, f)...)
-		case len(s.HostAddrs) > 0 && !slices.ContainsFunc(s.HostAddrs, f.has): // the host does not speak it
-		case f == ipv4:
+		case len(s.HostAddrs) > 0 && !slices.ContainsFunc(s.HostAddrs, f.Has): // the host does not speak it
+		case f == ipfamily.IPv4:
 			addrs = append(addrs, netip.IPv4Unspecified())
 		default:
 			addrs = append(addrs, netip.IPv6Unspecified())

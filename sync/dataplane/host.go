@@ -4,31 +4,14 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// family is an address family. A Service lives in each family it has a cluster IP of, and in each independently.
-type family uint8
-
-const (
-	ipv4 family = iota
-	ipv6
-)
-
-var families = [...]family{ipv4, ipv6}
-
-// has says whether an address belongs to the family; the zero Addr belongs to none.
-func (f family) has(a netip.Addr) bool {
-	if f == ipv4 {
-		return a.Is4()
-	}
-	return a.Is6()
-}
-
-// firstOf gives the first prefix of the family, or the zero Prefix.
-func (f family) firstOf(prefixes []netip.Prefix) netip.Prefix {
+// firstOf returns the first prefix of a family, or the zero Prefix.
+func firstOf(f ipfamily.Family, prefixes []netip.Prefix) netip.Prefix {
 	for _, p := range prefixes {
-		if f.has(p.Addr()) {
+		if f.Has(p.Addr()) {
 			return p
 		}
 	}
@@ -43,9 +26,9 @@ type host struct {
 	// addresses are the Node object's, but for what the operator says.
 	addresses []netip.Addr
 	// nodePortAddrs, per family, are where node ports answer; 127.0.0.1 is among them if loopback is set.
-	nodePortAddrs [2][]netip.Addr
+	nodePortAddrs ipfamily.Per[[]netip.Addr]
 	// pods, per family, tell pods from others.
-	pods     [2]Pods
+	pods     ipfamily.Per[Pods]
 	loopback bool
 	// ipvs says which Services IPVS schedules. serviceCIDRs are known only if it schedules any.
 	ipvs         IPVS
@@ -65,12 +48,12 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 	if h.ipvs.Mode != IPVSNever {
 		h.serviceCIDRs = s.ServiceCIDRs
 	}
-	for _, f := range families {
+	for _, f := range ipfamily.All {
 		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
 		h.pods[f] = detectPods(cfg.DetectLocal, s.Node.PodCIDRs, f)
 	}
 	if h.loopback {
-		h.nodePortAddrs[ipv4] = append(h.nodePortAddrs[ipv4], localhost)
+		h.nodePortAddrs[ipfamily.IPv4] = append(h.nodePortAddrs[ipfamily.IPv4], localhost)
 	}
 	return h
 }
@@ -81,30 +64,30 @@ func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
 		slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
-		slices.Equal(h.nodePortAddrs[ipv4], o.nodePortAddrs[ipv4]) &&
-		slices.Equal(h.nodePortAddrs[ipv6], o.nodePortAddrs[ipv6])
+		slices.Equal(h.nodePortAddrs[ipfamily.IPv4], o.nodePortAddrs[ipfamily.IPv4]) &&
+		slices.Equal(h.nodePortAddrs[ipfamily.IPv6], o.nodePortAddrs[ipfamily.IPv6])
 }
 
 // setGlobals writes everything of a State that is no Service's and says whether that changed anything. Kubernetes lets
 // ServiceCIDRs overlap.
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
-	changed = st.Pods4 != h.pods[ipv4] || st.Pods6 != h.pods[ipv6] || st.MasqueradeAll != h.masqueradeAll ||
+	changed = st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] || st.MasqueradeAll != h.masqueradeAll ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
-	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipv4], h.pods[ipv6], h.masqueradeAll
+	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
 	return changed
 }
 
 // detectPods is kube-proxy's local traffic detector. Like there, only the first range of each family counts; unlike there, a
 // Node whose pod ranges are not known yet, or change, is followed rather than waited for or ended on.
-func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f family) Pods {
+func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods {
 	switch d.Mode {
 	case DetectClusterCIDR:
-		return Pods{CIDR: f.firstOf(d.ClusterCIDRs)}
+		return Pods{CIDR: firstOf(f, d.ClusterCIDRs)}
 	case DetectNodeCIDR:
-		return Pods{CIDR: f.firstOf(podCIDRs)}
+		return Pods{CIDR: firstOf(f, podCIDRs)}
 	case DetectBridgeInterface:
 		return Pods{Interface: d.Interface}
 	case DetectInterfaceNamePrefix:
@@ -137,7 +120,7 @@ func nodeAddrs(said netip.Addr, object []netip.Addr) []netip.Addr {
 }
 
 // nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
-func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f family) []netip.Addr {
+func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
 	if len(cfg.NodePortAddresses) == 0 {
 		return primaryAddr(nodeAddrs(cfg.NodeIP, s.Node.Addresses), s.HostAddrs, f)
 	}
@@ -148,9 +131,9 @@ func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f family) []netip.Addr {
 // two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no packet
 // is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where kube-proxy's
 // list turns empty and so opens them on every address.
-func primaryAddr(node, host []netip.Addr, f family) []netip.Addr {
+func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 	for _, a := range node {
-		if f.has(a) && !a.IsLoopback() && (len(host) == 0 || slices.Contains(host, a)) {
+		if f.Has(a) && !a.IsLoopback() && (len(host) == 0 || slices.Contains(host, a)) {
 			return []netip.Addr{a}
 		}
 	}
@@ -162,7 +145,7 @@ func primaryAddr(node, host []netip.Addr, f family) []netip.Addr {
 //
 // kube-proxy opens node ports on all addresses of a family the list does not mention, so that an IPv4 list leaves IPv6 open.
 // A list is a restriction: here such a family has no node ports. All of a family is 0.0.0.0/0 or ::/0.
-func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f family) []netip.Addr {
+func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
 	candidates := s.HostAddrs
 	if len(candidates) == 0 {
 		for _, r := range ranges {
@@ -173,7 +156,7 @@ func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f family) []netip.
 	}
 	var addrs []netip.Addr
 	for _, a := range candidates {
-		if f.has(a) && answersNodePorts(a, ranges, s.ServiceCIDRs) {
+		if f.Has(a) && answersNodePorts(a, ranges, s.ServiceCIDRs) {
 			addrs = append(addrs, a)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -28,8 +29,8 @@ var clients = []client{
 }
 
 // origin reads State.Pods as a backend must.
-func (c *client) origin(st *State, f family) From {
-	pods := [2]Pods{st.Pods4, st.Pods6}[f]
+func (c *client) origin(st *State, f ipfamily.Family) From {
+	pods := ipfamily.Per[Pods]{st.Pods4, st.Pods6}[f]
 	switch {
 	case pods.CIDR.IsValid() && pods.CIDR.Contains(addr(c.addr[f])),
 		pods.Interface != "" && c.iface == pods.Interface,
@@ -65,7 +66,7 @@ var endpointSets = []endpoints{
 	{all: "l1T r2Z", cluster: "l1", local: "l1", any: true},
 }
 
-func (e endpoints) slice(f family) *snapshot.Slice {
+func (e endpoints) slice(f ipfamily.Family) *snapshot.Slice {
 	sl := sliceOf("web", "web-1")
 	for _, w := range strings.Fields(e.all) {
 		ep := snapshot.Endpoint{Addr: endpointAddr(w, f), Node: map[byte]string{'l': "here", 'r': "there"}[w[0]]}
@@ -82,7 +83,7 @@ func (e endpoints) slice(f family) *snapshot.Slice {
 	return sl
 }
 
-func endpointAddr(word string, f family) netip.Addr {
+func endpointAddr(word string, f ipfamily.Family) netip.Addr {
 	return addr([2]string{"10.244.9." + word[1:2], "fd00:244:9::" + word[1:2]}[f])
 }
 
@@ -92,7 +93,7 @@ type answer struct {
 	snat bool
 }
 
-func (e endpoints) words(p *Pool, f family) string {
+func (e endpoints) words(p *Pool, f ipfamily.Family) string {
 	if len(p.Endpoints) == 0 {
 		return p.Empty.String()
 	}
@@ -188,7 +189,7 @@ func TestTrafficMatrix(t *testing.T) {
 		for option := range 8 {
 			masqAll, internalLocal, externalLocal := option&1 > 0, option&2 > 0, option&4 > 0
 			for _, e := range endpointSets {
-				for _, f := range families {
+				for _, f := range ipfamily.All {
 					s := snapshot.New()
 					put(s, matrixNode, matrixService(internalLocal, externalLocal), e.slice(f))
 					st, _ := Compute(matrixConfig(masqAll, detector), s)
@@ -278,13 +279,13 @@ func TestKubeProxyFlows(t *testing.T) {
 		for o, cfg := range options {
 			s := snapshot.New()
 			p := services[flow.service]
-			put(s, matrixNode, matrixService(p.internalLocal, p.externalLocal), e.slice(ipv4))
+			put(s, matrixNode, matrixService(p.internalLocal, p.externalLocal), e.slice(ipfamily.IPv4))
 			st, _ := Compute(cfg, s)
-			_, fe := st.frontend(key(frontendKeys[flow.kind][ipv4]))
+			_, fe := st.frontend(key(frontendKeys[flow.kind][ipfamily.IPv4]))
 			for i := range clients {
 				if c := &clients[i]; c.name == flow.from {
-					r := fe.Route(c.origin(st, ipv4))
-					got := pools[e.words(r.Pool, ipv4)]
+					r := fe.Route(c.origin(st, ipfamily.IPv4))
+					got := pools[e.words(r.Pool, ipfamily.IPv4)]
 					if r.SNAT {
 						got += "*"
 					}

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -50,7 +51,7 @@ func compareCandidates(a, b candidate) int {
 }
 
 // gather fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
-func (b *builder) gather(p *snapshot.Port, f family) {
+func (b *builder) gather(p *snapshot.Port, f ipfamily.Family) {
 	b.mentions(p, f)
 	b.candidates = slices.CompactFunc(b.candidates, sameAddr)
 }
@@ -59,7 +60,7 @@ func sameAddr(x, y candidate) bool { return x.addr == y.addr }
 
 // mentions fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may
 // have. Of those with the same AddrPort, which follow each other, the first one counts.
-func (b *builder) mentions(p *snapshot.Port, f family) {
+func (b *builder) mentions(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
 	if b.index != nil {
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
@@ -78,10 +79,10 @@ func (b *builder) mentions(p *snapshot.Port, f family) {
 }
 
 // mention adds the endpoints of a slice, as far as there is room.
-func (b *builder) mention(sl *snapshot.Slice, port uint16, f family) {
+func (b *builder) mention(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
 	for i := range sl.Endpoints {
 		ep := &sl.Endpoints[i]
-		if !f.has(ep.Addr) {
+		if !f.Has(ep.Addr) {
 			continue
 		}
 		if len(b.candidates) == b.most {
@@ -99,7 +100,7 @@ func (b *builder) mention(sl *snapshot.Slice, port uint16, f family) {
 
 // pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints. The two
 // are different pools even while they hold the same endpoints: they may part, and what is remembered of each must not.
-func (b *builder) pools(p *snapshot.Port, f family, wantCluster, wantLocal bool) (cluster, local *Pool) {
+func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) (cluster, local *Pool) {
 	b.gather(p, f)
 	cluster, local = noneAnywhere, noneAnywhere
 	if wantCluster {

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -62,7 +63,7 @@ func (r *reserved) remove(svc *snapshot.Service) {
 
 // forbids says whether a Service may not answer at an external IP or a load balancer address of its own, since another
 // has it. Where the other answers itself, there is a conflict, which it wins.
-func (b *builder) forbids(svc *snapshot.Service, f family, k Key) bool {
+func (b *builder) forbids(svc *snapshot.Service, f ipfamily.Family, k Key) bool {
 	others := false
 	for _, o := range b.reserved.clusterIPs[k.Addr] {
 		if o.Name == svc.Name {

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -37,8 +38,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	b.schedule(svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
-	for _, f := range families {
-		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.has)
+	for _, f := range ipfamily.All {
+		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.Has)
 		if clusterIP < 0 {
 			continue
 		}
@@ -69,7 +70,7 @@ func repeated(ports []snapshot.Port, i int) bool {
 
 // port works out one port of a Service in one family.
 func (b *builder) port(
-	svc *snapshot.Service, p *snapshot.Port, f family, clusterIP netip.Addr, sources []netip.Prefix,
+	svc *snapshot.Service, p *snapshot.Port, f ipfamily.Family, clusterIP netip.Addr, sources []netip.Prefix,
 ) *ServicePort {
 	sp := &ServicePort{
 		Name:       PortName{Service: svc.Name, Port: p.Name, Protocol: p.Protocol},
@@ -100,7 +101,7 @@ func (b *builder) port(
 }
 
 // rows gives the policy for a Service's cluster IPs, or for its external addresses and node ports.
-func (b *builder) rows(svc *snapshot.Service, f family, external bool) []row {
+func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) []row {
 	local := svc.InternalLocal
 	if external {
 		local = svc.ExternalLocal
@@ -124,7 +125,7 @@ func (sp *ServicePort) routes(rows []row) []Route {
 // frontends gives the addresses a port answers at in one family, without routes; sorted by Key, and where the port names an
 // address twice, only once, as the lowest Kind.
 func (b *builder) frontends(
-	svc *snapshot.Service, p *snapshot.Port, f family, clusterIP netip.Addr, sources []netip.Prefix,
+	svc *snapshot.Service, p *snapshot.Port, f ipfamily.Family, clusterIP netip.Addr, sources []netip.Prefix,
 ) []Frontend {
 	n := 1 + len(svc.LoadBalancerIPs) + len(svc.ExternalIPs)
 	if p.NodePort != 0 {
@@ -134,7 +135,7 @@ func (b *builder) frontends(
 	add := func(kind Kind, a netip.Addr, port uint16, sources []netip.Prefix) {
 		k := Key{Addr: a, Protocol: p.Protocol, Port: port}
 		said := kind == LoadBalancerIP || kind == ExternalIP
-		if f.has(a) && !(said && b.forbids(svc, f, k)) {
+		if f.Has(a) && !(said && b.forbids(svc, f, k)) {
 			fs = append(fs, Frontend{Key: k, Kind: kind, NotScheduled: b.notScheduled(kind, a), Sources: sources})
 		}
 	}
@@ -165,11 +166,11 @@ func (b *builder) frontends(
 //
 // If this node may, so may the load balancer addresses themselves: where one is bound to this node, the node's own
 // connections to it carry it as their source.
-func (b *builder) sources(svc *snapshot.Service, f family) []netip.Prefix {
+func (b *builder) sources(svc *snapshot.Service, f ipfamily.Family) []netip.Prefix {
 	var ranges []netip.Prefix
 	node := false
 	for _, r := range svc.SourceRanges {
-		if !f.has(r.Addr()) {
+		if !f.Has(r.Addr()) {
 			continue
 		}
 		if r.Bits() == 0 {
@@ -180,7 +181,7 @@ func (b *builder) sources(svc *snapshot.Service, f family) []netip.Prefix {
 	}
 	if node {
 		for _, a := range svc.LoadBalancerIPs {
-			if f.has(a) {
+			if f.Has(a) {
 				ranges = append(ranges, netip.PrefixFrom(a, a.BitLen()))
 			}
 		}

@@ -13,6 +13,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -177,7 +178,7 @@ func loadBalancerIPs(f *findings, ingress []corev1.LoadBalancerIngress) []netip.
 
 // nobody are the source ranges of a load balancer whose own ranges can't be read. No packet that could be answered has
 // the unspecified address as its source.
-var nobody = [2]netip.Prefix{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}
+var nobody = ipfamily.Per[netip.Prefix]{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}
 
 // sourceRanges reads loadBalancerSourceRanges. A range that can't be read may be of either family, and a family without
 // ranges is open to everybody: so that a typing error never opens a Service, it closes each family that has no readable
@@ -185,7 +186,7 @@ var nobody = [2]netip.Prefix{netip.MustParsePrefix("0.0.0.0/32"), netip.MustPars
 func sourceRanges(f *findings, texts []string) []netip.Prefix {
 	var (
 		ranges   []netip.Prefix
-		families [2]bool
+		families ipfamily.Per[bool]
 		bad      bool
 		known    seen[netip.Prefix]
 	)
@@ -197,7 +198,7 @@ func sourceRanges(f *findings, texts []string) []netip.Prefix {
 			bad = true
 			continue
 		}
-		families[family(p.Addr())] = true
+		families[ipfamily.Of(p.Addr())] = true
 		if !known.before(p) {
 			ranges = append(ranges, p)
 		}
@@ -208,13 +209,6 @@ func sourceRanges(f *findings, texts []string) []netip.Prefix {
 		}
 	}
 	return ranges
-}
-
-func family(a netip.Addr) int {
-	if a.Is4() {
-		return 0
-	}
-	return 1
 }
 
 func affinity(f *findings, spec *corev1.ServiceSpec) time.Duration {

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -205,8 +206,8 @@ func giveBack(want *dataplane.State) {
 	}
 }
 
-func (b *Backend) served() (served [len(iptshim.Families)]bool) {
-	for _, f := range iptshim.Families {
+func (b *Backend) served() (served ipfamily.Per[bool]) {
+	for _, f := range ipfamily.All {
 		served[f] = b.programs.Serves(f)
 	}
 	return served
@@ -233,7 +234,7 @@ func (b *Backend) readBack() error {
 	if err != nil {
 		return err
 	}
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		if !b.programs.Serves(f) {
 			continue
 		}
@@ -257,8 +258,8 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 	start := time.Now()
 	chains, deleted, rules := txn.Counts()
 	r.Full, r.Added, r.Replaced, r.Removed = b.trust == stranger, rules, chains, deleted
-	var texts [len(iptshim.Families)][]byte
-	for _, f := range iptshim.Families {
+	var texts ipfamily.Per[[]byte]
+	for _, f := range ipfamily.All {
 		if b.programs.Serves(f) {
 			texts[f] = txn.Text(f)
 			b.remarkAffinity(texts[f])
@@ -268,7 +269,7 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 	b.inspection.overtake()
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		if len(texts[f]) == 0 {
 			continue
 		}

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
@@ -79,14 +80,14 @@ func (w *world) write(d snapshot.Delta) dataplane.Receipt {
 func (w *world) saved() string {
 	w.t.Helper()
 	all := ""
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		all += withoutComments(labtest.Run(w.t, w.host, "", program(f)+"-"+w.variant.String()+"-save"))
 	}
 	return all
 }
 
 // harm runs iptables on the host.
-func (w *world) harm(f iptshim.Family, args ...string) {
+func (w *world) harm(f ipfamily.Family, args ...string) {
 	w.t.Helper()
 	labtest.Run(w.t, w.host, "", program(f)+"-"+w.variant.String(), append([]string{"-w", "5"}, args...)...)
 }
@@ -201,9 +202,9 @@ func TestRestart(t *testing.T) {
 		}
 		w.write(web(2, 2))
 		// Somebody's chains with kube-proxy's names, of Services that are not there any more.
-		w.harm(iptshim.IPv4, "-t", "nat", "-N", "KUBE-SVC-AAAAAAAAAAAAAAAA")
-		w.harm(iptshim.IPv4, "-t", "nat", "-I", "KUBE-SERVICES", "-d", "10.96.0.77", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
-		w.harm(iptshim.IPv6, "-t", "filter", "-F", "KUBE-FORWARD")
+		w.harm(ipfamily.IPv4, "-t", "nat", "-N", "KUBE-SVC-AAAAAAAAAAAAAAAA")
+		w.harm(ipfamily.IPv4, "-t", "nat", "-I", "KUBE-SERVICES", "-d", "10.96.0.77", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
+		w.harm(ipfamily.IPv6, "-t", "filter", "-F", "KUBE-FORWARD")
 		w.restart()
 		if r := w.write(snapshot.Delta{}); r.Adopted || w.saved() != before {
 			t.Errorf("%+v; it differs:\n%s", r, labtest.FirstDifference(w.saved(), before))
@@ -219,15 +220,15 @@ func TestForeignHands(t *testing.T) {
 		w.calm()
 		before := w.saved()
 		for _, harm := range []struct {
-			f    iptshim.Family
+			f    ipfamily.Family
 			args string
 			says string
 		}{
-			{iptshim.IPv4, "-t nat -F", "IPv4 nat: chain KUBE-SERVICES"},
-			{iptshim.IPv4, "-t filter -F FORWARD", `IPv4 filter: the rule "FORWARD`},
-			{iptshim.IPv6, "-t nat -D KUBE-POSTROUTING 1", "IPv6 nat: chain KUBE-POSTROUTING"},
-			{iptshim.IPv6, "-t mangle -X KUBE-PROXY-CANARY", "IPv6 mangle: chain KUBE-PROXY-CANARY"},
-			{iptshim.IPv4, "-t nat -I KUBE-SERVICES -j ACCEPT", "IPv4 nat: chain KUBE-SERVICES"},
+			{ipfamily.IPv4, "-t nat -F", "IPv4 nat: chain KUBE-SERVICES"},
+			{ipfamily.IPv4, "-t filter -F FORWARD", `IPv4 filter: the rule "FORWARD`},
+			{ipfamily.IPv6, "-t nat -D KUBE-POSTROUTING 1", "IPv6 nat: chain KUBE-POSTROUTING"},
+			{ipfamily.IPv6, "-t mangle -X KUBE-PROXY-CANARY", "IPv6 mangle: chain KUBE-PROXY-CANARY"},
+			{ipfamily.IPv4, "-t nat -I KUBE-SERVICES -j ACCEPT", "IPv4 nat: chain KUBE-SERVICES"},
 		} {
 			w.harm(harm.f, strings.Fields(harm.args)...)
 			w.backend.inspection.next = time.Time{}
@@ -241,14 +242,14 @@ func TestForeignHands(t *testing.T) {
 			w.calm()
 		}
 		// A change that comes before anybody has looked does not hide what others did.
-		w.harm(iptshim.IPv4, "-t", "nat", "-F", "KUBE-SERVICES")
+		w.harm(ipfamily.IPv4, "-t", "nat", "-F", "KUBE-SERVICES")
 		w.backend.inspection.next = time.Time{}
 		w.write(web(3, 1))
 		w.write(merged(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default", Name: "web-3"}: nil}}))
 		if after := w.saved(); sortedLines(after) != sortedLines(before) {
 			t.Errorf("a change came first:\n%s", labtest.FirstDifference(sortedLines(after), sortedLines(before)))
 		}
-		w.harm(iptshim.IPv4, "-t", "filter", "-A", "INPUT", "-p", "icmp", "-j", "ACCEPT")
+		w.harm(ipfamily.IPv4, "-t", "filter", "-A", "INPUT", "-p", "icmp", "-j", "ACCEPT")
 		w.calmAgain()
 		if !strings.Contains(w.saved(), "-A INPUT -p icmp -j ACCEPT") {
 			t.Error("a rule of others is gone")
@@ -280,7 +281,7 @@ func TestOvertaken(t *testing.T) {
 		if i.suspect || i.due.After(i.next) {
 			t.Errorf("after our own change it suspects others (%v), or does not look again soon", i.suspect)
 		}
-		w.harm(iptshim.IPv4, "-t", "nat", "-F", "KUBE-POSTROUTING")
+		w.harm(ipfamily.IPv4, "-t", "nat", "-F", "KUBE-POSTROUTING")
 		overtake(2)
 		if !i.suspect {
 			t.Error("what others wrote before a look that came to nothing is forgotten")
@@ -325,7 +326,7 @@ func sortedLines(text string) string {
 // with that of the COMMIT behind it.
 func (w *world) refusing(word string, atCommit bool) {
 	w.t.Helper()
-	real := w.backend.programs.sets[iptshim.IPv4].restore
+	real := w.backend.programs.sets[ipfamily.IPv4].restore
 	dir := w.t.TempDir()
 	script := fmt.Sprintf(`#!/bin/sh
 cat > %[1]s/text
@@ -339,7 +340,7 @@ exec %[4]s "$@" < %[1]s/text
 `, dir, word, atCommit, real)
 	path := filepath.Join(dir, "restore")
 	labtest.Check(w.t, os.WriteFile(path, []byte(script), 0o755))
-	w.backend.programs.sets[iptshim.IPv4].restore = path
+	w.backend.programs.sets[ipfamily.IPv4].restore = path
 }
 
 // TestRefused: a Service of which a rule is refused is named, whether the line is told or only that something is wrong; without it the
@@ -429,7 +430,7 @@ func TestRefusedByNobody(t *testing.T) {
 // TestWithoutIPv6: on a host without IPv6 programs the Services of IPv4 are served.
 func TestWithoutIPv6(t *testing.T) {
 	w := newWorld(t, NFT)
-	w.backend.programs.missing[iptshim.IPv6] = errNoIPv6
+	w.backend.programs.missing[ipfamily.IPv6] = errNoIPv6
 	w.write(web(1, 2))
 	w.calm()
 	saved := w.saved()

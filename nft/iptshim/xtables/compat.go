@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/nft/iptshim"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a packet, and
@@ -21,7 +21,7 @@ type Compat struct {
 	Log *slog.Logger
 
 	// said is what was said last of each family.
-	said [len(iptshim.Families)]string
+	said ipfamily.Per[string]
 }
 
 // The chains.
@@ -38,7 +38,7 @@ func (c *Compat) Run(ctx context.Context) {
 	tick := time.NewTicker(compatEvery)
 	defer tick.Stop()
 	for first := true; ; first = false {
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if c.Programs.Serves(f) {
 				c.note(ctx, f, first)
 			}
@@ -52,7 +52,7 @@ func (c *Compat) Run(ctx context.Context) {
 }
 
 // note keeps the chains of a family once, and logs what is new.
-func (c *Compat) note(ctx context.Context, f iptshim.Family, first bool) {
+func (c *Compat) note(ctx context.Context, f ipfamily.Family, first bool) {
 	changed, err := c.Keep(ctx, f)
 	text := ""
 	switch {
@@ -72,7 +72,7 @@ func (c *Compat) note(ctx context.Context, f iptshim.Family, first bool) {
 }
 
 // Keep makes the chains of a family what they should be, and says whether they were not.
-func (c *Compat) Keep(ctx context.Context, f iptshim.Family) (changed bool, err error) {
+func (c *Compat) Keep(ctx context.Context, f ipfamily.Family) (changed bool, err error) {
 	saved, err := c.Programs.Save(ctx, f, "nat", false)
 	if err != nil {
 		return false, err
@@ -89,7 +89,7 @@ func (c *Compat) Keep(ctx context.Context, f iptshim.Family) (changed bool, err 
 // Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no error.
 func (c *Compat) Remove(ctx context.Context) error {
 	var errs []error
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		if c.Programs.Serves(f) {
 			errs = append(errs, c.remove(ctx, f))
 		}
@@ -97,7 +97,7 @@ func (c *Compat) Remove(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-func (c *Compat) remove(ctx context.Context, f iptshim.Family) error {
+func (c *Compat) remove(ctx context.Context, f ipfamily.Family) error {
 	saved, err := c.Programs.Save(ctx, f, "nat", false)
 	if err != nil {
 		return err

@@ -5,8 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 func testLog(t *testing.T) *slog.Logger { return slog.New(slog.NewTextHandler(t.Output(), nil)) }
@@ -17,7 +17,7 @@ func TestCompat(t *testing.T) {
 		t.Run(v.String(), func(t *testing.T) {
 			h := newHost(t)
 			c := compatOn(t, h, v)
-			for _, f := range iptshim.Families {
+			for _, f := range ipfamily.All {
 				program := program(f) + "-" + v.String()
 				keep := func(want bool) {
 					t.Helper()

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -112,7 +113,7 @@ func (b *Backend) inspect() {
 	go func() {
 		start := time.Now()
 		r := inspected{model: iptshim.New(b.options.Model)}
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if r.err == nil && b.programs.Serves(f) {
 				var saved *iptshim.Saved
 				if saved, r.err = b.programs.SaveAll(ctx, f); r.err == nil && ctx.Err() == nil {
@@ -142,7 +143,7 @@ func (b *Backend) inspected(r *inspected) (found []string, err error) {
 	}
 	i.read(r.took)
 	if txn := r.model.Plan(b.want, dataplane.Change{}); !txn.Empty() {
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if b.programs.Serves(f) {
 				found = append(found, wrong(f, txn.Text(f))...)
 			}
@@ -156,7 +157,7 @@ func (b *Backend) inspected(r *inspected) (found []string, err error) {
 }
 
 // wrong says in words what a text would repair.
-func wrong(f iptshim.Family, text []byte) (found []string) {
+func wrong(f ipfamily.Family, text []byte) (found []string) {
 	table := ""
 	for line := range strings.Lines(string(text)) {
 		line = strings.TrimSpace(line)

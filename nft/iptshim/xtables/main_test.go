@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // TestMain gives the tests a lock of their own: the rules of their hosts are nobody else's.
@@ -46,7 +46,7 @@ func findOn(t *testing.T, h *lab.Host) *Programs {
 // programsOf finds those of one variant: a host on which a kubelet uses it.
 func programsOf(t *testing.T, h *lab.Host, v Variant) *Programs {
 	t.Helper()
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
 	}
 	p := findOn(t, h)

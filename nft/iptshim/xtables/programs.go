@@ -15,11 +15,12 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // program is what the names of a family's programs begin with.
-func program(f iptshim.Family) string { return [...]string{"iptables", "ip6tables"}[f] }
+func program(f ipfamily.Family) string { return [...]string{"iptables", "ip6tables"}[f] }
 
 // Variant is one of the two iptables. A kernel may have the rules of both at the same time, and every packet passes all of them.
 type Variant uint8
@@ -74,9 +75,9 @@ type Programs struct {
 	// Version is that of the IPv4 programs.
 	Version Version
 
-	sets [len(iptshim.Families)]set
+	sets ipfamily.Per[set]
 	// missing says of each family why it is not served; nil if it is.
-	missing [len(iptshim.Families)]error
+	missing ipfamily.Per[error]
 	runner  runner
 }
 
@@ -113,12 +114,12 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 		}
 		p := found.programs(v, r)
 		p.Why = why
-		if err := p.try(ctx, iptshim.IPv4); err != nil {
+		if err := p.try(ctx, ipfamily.IPv4); err != nil {
 			errs = append(errs, err)
 			why = fmt.Sprintf("the %s variant does not work here: %v", v, err)
 			continue
 		}
-		p.missing[iptshim.IPv6] = p.try(ctx, iptshim.IPv6)
+		p.missing[ipfamily.IPv6] = p.try(ctx, ipfamily.IPv6)
 		return p, nil
 	}
 	return nil, errors.Join(errs...)
@@ -128,10 +129,10 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 func (p *Programs) Close() error { return p.runner.close() }
 
 // Serves says whether there is a family here.
-func (p *Programs) Serves(f iptshim.Family) bool { return p.missing[f] == nil }
+func (p *Programs) Serves(f ipfamily.Family) bool { return p.missing[f] == nil }
 
 // Missing says why a family is not served; nil if it is.
-func (p *Programs) Missing(f iptshim.Family) error { return p.missing[f] }
+func (p *Programs) Missing(f ipfamily.Family) error { return p.missing[f] }
 
 // String gives "iptables 1.8.9, nft variant".
 func (p *Programs) String() string {
@@ -151,15 +152,15 @@ func (p *Programs) OfVariant(ctx context.Context, v Variant) (_ *Programs, ok bo
 }
 
 // installation is what a host has of programs.
-type installation [len(variants)][len(iptshim.Families)]set
+type installation [len(variants)]ipfamily.Per[set]
 
 // has says whether a variant is there, for IPv4 at least.
-func (i *installation) has(v Variant) bool { return i[v][iptshim.IPv4].main != "" }
+func (i *installation) has(v Variant) bool { return i[v][ipfamily.IPv4].main != "" }
 
 // programs gives those of a variant. A family without any is missing.
 func (i *installation) programs(v Variant, r runner) *Programs {
-	p := &Programs{Variant: v, Version: i[v][iptshim.IPv4].version, sets: i[v], runner: r}
-	for _, f := range iptshim.Families {
+	p := &Programs{Variant: v, Version: i[v][ipfamily.IPv4].version, sets: i[v], runner: r}
+	for _, f := range ipfamily.All {
 		if p.sets[f].main == "" {
 			p.missing[f] = fmt.Errorf("there is no %s program of the %s variant", program(f), v)
 		}
@@ -186,7 +187,7 @@ func lookPath(name string) string {
 // plain name alone.
 func installed(ctx context.Context, r runner) (found installation, err error) {
 	var errs []error
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		for _, name := range []string{program(f) + "-nft", program(f) + "-legacy", program(f)} {
 			s := set{main: lookPath(name), save: lookPath(name + "-save"), restore: lookPath(name + "-restore")}
 			if s.main == "" || s.save == "" || s.restore == "" {
@@ -262,7 +263,7 @@ func choose(ctx context.Context, r runner, found installation) (Variant, string)
 	}
 	var rules [len(variants)]int
 	for _, v := range variants {
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if text, err := found.programs(v, r).SaveText(ctx, f); err == nil {
 				rules[v] += bytes.Count(text, []byte("\n-A "))
 			}
@@ -279,7 +280,7 @@ func choose(ctx context.Context, r runner, found installation) (Variant, string)
 
 // hasAny says whether a family has a chain. What cannot be read has none.
 func (p *Programs) hasAny(ctx context.Context, table, chain string) bool {
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		if has, err := p.HasChain(ctx, f, table, chain); err == nil && has {
 			return true
 		}
@@ -288,7 +289,7 @@ func (p *Programs) hasAny(ctx context.Context, table, chain string) bool {
 }
 
 // legacyHas says whether the legacy variant has a table in the network namespace of the calling thread.
-func legacyHas(f iptshim.Family, table string) bool {
+func legacyHas(f ipfamily.Family, table string) bool {
 	names, err := os.ReadFile("/proc/thread-self/net/" + [...]string{"ip_tables_names", "ip6_tables_names"}[f])
 	return err == nil && strings.Contains("\n"+string(names), "\n"+table+"\n")
 }
@@ -297,11 +298,11 @@ func legacyHas(f iptshim.Family, table string) bool {
 var errNoIPv6 = errors.New("this host has no IPv6")
 
 // try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore says so.
-func (p *Programs) try(ctx context.Context, f iptshim.Family) error {
+func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
 	if p.missing[f] != nil {
 		return p.missing[f]
 	}
-	if f == iptshim.IPv6 {
+	if f == ipfamily.IPv6 {
 		if _, err := os.Stat("/proc/net/if_inet6"); errors.Is(err, fs.ErrNotExist) {
 			return errNoIPv6
 		}

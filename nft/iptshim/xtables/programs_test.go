@@ -11,9 +11,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // TestChoice says which variant is used on a host, by what is there before.
@@ -42,9 +42,9 @@ func TestChoice(t *testing.T) {
 		t.Run(row.what, func(t *testing.T) {
 			h := newHost(t)
 			load := func(v Variant, texts []string) {
-				f := iptshim.IPv4
+				f := ipfamily.IPv4
 				if row.six {
-					f = iptshim.IPv6
+					f = ipfamily.IPv6
 				}
 				for _, text := range texts {
 					labtest.Run(t, h, text, program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
@@ -56,8 +56,8 @@ func TestChoice(t *testing.T) {
 			if p.Variant != row.want || !strings.Contains(p.Why, row.why) {
 				t.Errorf("it is %s, for %q; want %s, for %q", p, p.Why, row.want, row.why)
 			}
-			if !p.Serves(iptshim.IPv4) || !p.Serves(iptshim.IPv6) || p.Version.before(minVersion) {
-				t.Errorf("%v, %v, version %s", p.Missing(iptshim.IPv4), p.Missing(iptshim.IPv6), p.Version)
+			if !p.Serves(ipfamily.IPv4) || !p.Serves(ipfamily.IPv6) || p.Version.before(minVersion) {
+				t.Errorf("%v, %v, version %s", p.Missing(ipfamily.IPv4), p.Missing(ipfamily.IPv6), p.Version)
 			}
 		})
 	}
@@ -69,7 +69,7 @@ func TestLookingLeavesLegacyAlone(t *testing.T) {
 	p := findOn(t, h)
 	for _, table := range []string{"nat", "filter", "mangle"} {
 		if err := h.Do(func() error {
-			if legacyHas(iptshim.IPv4, table) || legacyHas(iptshim.IPv6, table) {
+			if legacyHas(ipfamily.IPv4, table) || legacyHas(ipfamily.IPv6, table) {
 				return errors.New("there is a legacy table " + table)
 			}
 			return nil
@@ -153,7 +153,7 @@ func TestPrograms(t *testing.T) {
 				if p.String() != row.want || !strings.Contains(p.Why, row.why) {
 					t.Errorf("it is %s, for %q; want %s, for %q", p, p.Why, row.want, row.why)
 				}
-				if err := p.Missing(iptshim.IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(), row.no6) {
+				if err := p.Missing(ipfamily.IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(), row.no6) {
 					t.Errorf("IPv6: %v; want %q", err, row.no6)
 				}
 				return nil
@@ -179,7 +179,7 @@ func TestRestoreErrors(t *testing.T) {
 				{"*nat\n:KUBE-A - [0:0]\n-A KUBE-A -d 10.0.0.0.1 -j ACCEPT\nCOMMIT\n", []int{3}, "10.0.0.0.1"},
 				{"*nat\n-X KUBE-NONE\nCOMMIT\n", []int{2}, "line"},
 			} {
-				err := p.Restore(soon(t), iptshim.IPv4, []byte(row.text))
+				err := p.Restore(soon(t), ipfamily.IPv4, []byte(row.text))
 				var failed *RestoreError
 				if !errors.As(err, &failed) {
 					t.Errorf("%q: %v", row.text, err)
@@ -189,13 +189,13 @@ func TestRestoreErrors(t *testing.T) {
 					t.Errorf("%q: lines %d, it says %q", row.text, failed.Lines, failed.Text)
 				}
 			}
-			labtest.Check(t, p.Restore(soon(t), iptshim.IPv6, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
-			saved, err := p.Save(soon(t), iptshim.IPv6, "nat", false)
+			labtest.Check(t, p.Restore(soon(t), ipfamily.IPv6, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+			saved, err := p.Save(soon(t), ipfamily.IPv6, "nat", false)
 			if labtest.Check(t, err); !strings.Contains(string(saved), "\n:KUBE-A - ") {
 				t.Errorf("saved:\n%s", saved)
 			}
 			for chain, want := range map[string]bool{"KUBE-A": true, "KUBE-B": false} {
-				if there, err := p.HasChain(soon(t), iptshim.IPv6, "nat", chain); err != nil || there != want {
+				if there, err := p.HasChain(soon(t), ipfamily.IPv6, "nat", chain); err != nil || there != want {
 					t.Errorf("%s: %v, %v", chain, there, err)
 				}
 			}
@@ -212,18 +212,18 @@ func TestLock(t *testing.T) {
 	lock, err := os.Create(path)
 	labtest.Check(t, err)
 	labtest.Check(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
-	err = p.Restore(soon(t), iptshim.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	err = p.Restore(soon(t), ipfamily.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
 	var locked *LockedError
 	if !errors.As(err, &locked) || locked.Waited != lockPatience || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
 		t.Errorf("it says %v", err)
 	}
 	for chain, want := range map[string]bool{"KUBE-IPTABLES-HINT": true, "KUBE-IPTABLES": false} {
-		if there, err := p.HasChain(soon(t), iptshim.IPv4, "mangle", chain); err != nil || there != want {
+		if there, err := p.HasChain(soon(t), ipfamily.IPv4, "mangle", chain); err != nil || there != want {
 			t.Errorf("while it is locked, %s: %v, %v", chain, there, err)
 		}
 	}
 	labtest.Check(t, lock.Close())
-	labtest.Check(t, p.Restore(soon(t), iptshim.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+	labtest.Check(t, p.Restore(soon(t), ipfamily.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 }
 
 // TestUnreadable: where nft put rules that iptables has not, the nft variant prints nothing. In a table of ours that is an error, and
@@ -231,20 +231,20 @@ func TestLock(t *testing.T) {
 func TestUnreadable(t *testing.T) {
 	h := newHost(t)
 	p := programsOf(t, h, NFT)
-	labtest.Check(t, p.Restore(soon(t), iptshim.IPv4, []byte("*raw\n:OTHERS - [0:0]\nCOMMIT\n*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+	labtest.Check(t, p.Restore(soon(t), ipfamily.IPv4, []byte("*raw\n:OTHERS - [0:0]\nCOMMIT\n*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 	labtest.Run(t, h, "", "nft", "add rule ip raw OTHERS ct state new accept")
-	text, err := p.SaveText(soon(t), iptshim.IPv4)
+	text, err := p.SaveText(soon(t), ipfamily.IPv4)
 	if labtest.Check(t, err); !strings.Contains(string(text), "\n:KUBE-A ") {
 		t.Errorf("with others' rules in table raw it reads\n%s", text)
 	}
 	labtest.Run(t, h, "", "nft", "add rule ip nat KUBE-A ct state new accept")
 	for _, table := range []string{"nat", "filter", "raw"} {
-		_, err := p.Save(soon(t), iptshim.IPv4, table, false)
+		_, err := p.Save(soon(t), ipfamily.IPv4, table, false)
 		if want := table != "filter"; (err != nil) != want {
 			t.Errorf("table %s: %v", table, err)
 		}
 	}
-	if _, err := p.SaveAll(soon(t), iptshim.IPv4); err == nil || !strings.Contains(err.Error(), "cannot read table nat: ") {
+	if _, err := p.SaveAll(soon(t), ipfamily.IPv4); err == nil || !strings.Contains(err.Error(), "cannot read table nat: ") {
 		t.Errorf("with others' rules in table nat: %v", err)
 	}
 }

@@ -6,13 +6,14 @@ import (
 	"fmt"
 	"log/slog"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // SaveText gives the tables in which we have chains as iptables-save prints them, and others with them: the nft variant reads all chains
 // of all tables for every call, so there is one. Only if that fails, as it does for rules whose extension is not on this host, each
 // table of ours is read alone.
-func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) ([]byte, error) {
+func (p *Programs) SaveText(ctx context.Context, f ipfamily.Family) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
@@ -31,7 +32,7 @@ func (p *Programs) SaveText(ctx context.Context, f iptshim.Family) ([]byte, erro
 }
 
 // SaveAll reads the tables in which we have chains.
-func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Saved, error) {
+func (p *Programs) SaveAll(ctx context.Context, f ipfamily.Family) (*iptshim.Saved, error) {
 	all, err := p.SaveText(ctx, f)
 	if err != nil {
 		return nil, err
@@ -46,7 +47,7 @@ func (p *Programs) SaveAll(ctx context.Context, f iptshim.Family) (*iptshim.Save
 // remove takes everything out that has our names.
 func (p *Programs) remove(ctx context.Context) error {
 	var errs []error
-	for _, f := range iptshim.Families {
+	for _, f := range ipfamily.All {
 		if p.Serves(f) {
 			_, err := p.removeOf(ctx, f)
 			errs = append(errs, err)
@@ -58,7 +59,7 @@ func (p *Programs) remove(ctx context.Context) error {
 // removeTries is how often what is to be removed is read again, since others may write at the same time.
 const removeTries = 3
 
-func (p *Programs) removeOf(ctx context.Context, f iptshim.Family) (removed bool, err error) {
+func (p *Programs) removeOf(ctx context.Context, f ipfamily.Family) (removed bool, err error) {
 	for range removeTries {
 		var saved *iptshim.Saved
 		if saved, err = p.SaveAll(ctx, f); err != nil {
@@ -79,7 +80,7 @@ func (p *Programs) removeOf(ctx context.Context, f iptshim.Family) (removed bool
 const ownChain = "KUBE-CLUSTER-IPS"
 
 // Wrote says whether Verdict has written rules of a family, and not only a kube-proxy.
-func (p *Programs) Wrote(ctx context.Context, f iptshim.Family) (bool, error) {
+func (p *Programs) Wrote(ctx context.Context, f ipfamily.Family) (bool, error) {
 	return p.HasChain(ctx, f, string(iptshim.Filter), ownChain)
 }
 
@@ -99,7 +100,7 @@ func RemoveOwn(ctx context.Context, keepCompat bool, log *slog.Logger) (removed 
 	var errs []error
 	for _, v := range variants {
 		p := found.programs(v, r)
-		for _, f := range iptshim.Families {
+		for _, f := range ipfamily.All {
 			if ours, err := p.Wrote(ctx, f); err != nil || !ours {
 				continue // the kernel has not got this variant, or nothing is ours
 			}

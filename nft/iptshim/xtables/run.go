@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
@@ -52,7 +53,7 @@ func (e *LockedError) Error() string {
 // RestoreError says that iptables-restore did not take a text. Of the table in which that happened nothing is changed; tables
 // before it in the text are in force.
 type RestoreError struct {
-	Family iptshim.Family
+	Family ipfamily.Family
 	// Lines are the numbers of the lines that were refused, from 1 on, as far as it says so. For what only the kernel refuses,
 	// the legacy variant names the line COMMIT.
 	Lines []int
@@ -166,7 +167,7 @@ func (r runner) start(cmd *exec.Cmd) error {
 
 // Restore changes a family's tables by a text for iptables-restore, which keeps what the text does not name. The error is a
 // *RestoreError, a *LockedError, or another one.
-func (p *Programs) Restore(ctx context.Context, f iptshim.Family, text []byte) error {
+func (p *Programs) Restore(ctx context.Context, f ipfamily.Family, text []byte) error {
 	if err := p.missing[f]; err != nil {
 		return err
 	}
@@ -185,7 +186,7 @@ func (p *Programs) Restore(ctx context.Context, f iptshim.Family, text []byte) e
 
 // Save gives a family's table as iptables-save prints it, with counters if they are wished for. A table that is not there has no
 // chains but those built in, or is empty.
-func (p *Programs) Save(ctx context.Context, f iptshim.Family, table string, counters bool) ([]byte, error) {
+func (p *Programs) Save(ctx context.Context, f ipfamily.Family, table string, counters bool) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
@@ -201,7 +202,7 @@ func (p *Programs) Save(ctx context.Context, f iptshim.Family, table string, cou
 
 // save runs a family's iptables-save. The nft variant prints nothing of a table in which somebody put rules that iptables has not,
 // and that is no failure to it: of the tables that are needed it is one.
-func (p *Programs) save(ctx context.Context, f iptshim.Family, needed []iptshim.Table, args ...string) ([]byte, error) {
+func (p *Programs) save(ctx context.Context, f ipfamily.Family, needed []iptshim.Table, args ...string) ([]byte, error) {
 	text, err := p.runner.run(ctx, nil, p.sets[f].save, args...)
 	if err != nil {
 		return nil, err
@@ -222,12 +223,12 @@ func (r runner) here() bool {
 }
 
 // made says whether a table is there: to ask for one of the legacy variant makes it.
-func (p *Programs) made(f iptshim.Family, table string) bool {
+func (p *Programs) made(f ipfamily.Family, table string) bool {
 	return p.Variant != Legacy || !p.runner.here() || legacyHas(f, table)
 }
 
 // HasChain says whether a chain is in a table, without reading the table.
-func (p *Programs) HasChain(ctx context.Context, f iptshim.Family, table, chain string) (bool, error) {
+func (p *Programs) HasChain(ctx context.Context, f ipfamily.Family, table, chain string) (bool, error) {
 	if err := p.missing[f]; err != nil || !p.made(f, table) {
 		return false, err
 	}

@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/nft/iptshim"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // watch tells cheaply, without reading a table, whether somebody may have changed the rules since it was asked before. For the nft
@@ -17,13 +17,13 @@ import (
 type watch struct {
 	variant Variant
 	// fds are a socket of nfnetlink, or one of each family.
-	fds [len(iptshim.Families)]int
+	fds ipfamily.Per[int]
 }
 
 // fingerprint is what a watch saw; it compares.
 type fingerprint struct {
 	generation uint32
-	tables     [len(iptshim.Families)][len(watched)][infoLen]byte
+	tables     ipfamily.Per[[len(watched)][infoLen]byte]
 }
 
 // watched are the tables in which we have chains.
@@ -62,7 +62,7 @@ func (w *watch) close() error {
 }
 
 // look gives what there is now of the families that are served.
-func (w *watch) look(served [len(iptshim.Families)]bool) (f fingerprint, err error) {
+func (w *watch) look(served ipfamily.Per[bool]) (f fingerprint, err error) {
 	if w.variant == NFT {
 		f.generation, err = w.generation()
 		return f, err
@@ -75,7 +75,7 @@ func (w *watch) look(served [len(iptshim.Families)]bool) (f fingerprint, err err
 			info := &f.tables[i][t]
 			copy(info[:], name)
 			if err := getsockopt(w.fds[i], level, getInfo, info[:]); err != nil {
-				return f, fmt.Errorf("%s iptables: look at table %s: %w", iptshim.Families[i], name, err)
+				return f, fmt.Errorf("%s iptables: look at table %s: %w", ipfamily.All[i], name, err)
 			}
 		}
 	}

@@ -3,8 +3,8 @@ package xtables
 import (
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
 // TestWatch: whatever others do with iptables is seen, and nothing if nobody does anything.
@@ -28,7 +28,7 @@ func TestWatch(t *testing.T) {
 			if look() != before {
 				t.Error("to look makes a difference")
 			}
-			for _, f := range iptshim.Families {
+			for _, f := range ipfamily.All {
 				for _, harm := range [][]string{{"-N", "A"}, {"-A", "A", "-j", "ACCEPT"}, {"-I", "OUTPUT", "-j", "A"}, {"-F"}, {"-X"}} {
 					labtest.Run(t, h, "", program(f)+"-"+v.String(), append([]string{"-w", "5", "-t", "nat"}, harm...)...)
 					now := look()
