@@ -110,7 +110,7 @@ func (h *Host) sctpStack() (*sctpStack, error) {
 
 func (s *sctpStack) open(h *Host) error {
 	for _, f := range Families() {
-		pc, err := h.ListenPacket(fmt.Sprintf("ip%d:%d", f, snapshot.SCTP), "")
+		pc, err := h.ListenPacket(fmt.Sprintf("ip%d:%d", f.Version(), snapshot.SCTP), "")
 		if err != nil {
 			return err
 		}

@@ -51,7 +51,7 @@ func (s *Server) listen(p snapshot.Protocol, port uint16) error {
 		return s.listenSCTP(port)
 	}
 	for _, f := range Families() {
-		network := fmt.Sprintf("%s%d", p, f) // tcp4, udp6
+		network := fmt.Sprintf("%s%d", p, f.Version()) // tcp4, udp6
 		address := fmt.Sprintf(":%d", port)
 		var err error
 		switch p {
