@@ -114,6 +114,7 @@ func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	for i, f := range ipfamily.All {
 		tm, tt := &m.tables[i], &p.txn.Tables[i]
 		tt.Add = wanted[i]
+		tt.Sweep = true // whoever wrote what is corrected may have ended before it swept
 		p.correct(f, &found[i], stale)
 		tt.Add[DigestSet] = tm.digests.elements()
 		replaced := tt.Replaced // which does not count them
@@ -187,7 +188,7 @@ func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
 	if !stale.Shared() {
 		return
 	}
-	tt.DelForeign, tt.Sweep = found.Foreign, true
+	tt.DelForeign = found.Foreign
 	wanted := p.m.Structure(f).Chains
 	for _, c := range wanted {
 		switch sound, there := found.Chains[c.ID]; {

@@ -151,6 +151,49 @@ func TestSweepAfterRestart(t *testing.T) {
 	}
 }
 
+// TestSweepAfterCorrection: a process ends, and a sticky Service loses an endpoint that is on another node. The next process corrects
+// what belongs to that Service alone, and sends its clients elsewhere.
+func TestSweepAfterCorrection(t *testing.T) {
+	delta := large(4, 3)
+	h, b := host(t)
+	for _, svc := range delta.Services {
+		svc.Affinity = time.Hour
+	}
+	// So there are the chains for two endpoints, and for three, before and after.
+	two := delta.Slices[snapshot.Name{Namespace: "default", Name: "service-1"}]
+	two.Endpoints = two.Endpoints[:2]
+	snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+	planner.Apply(snap, snap.Apply(delta))
+	_, err := b.ApplyAll(planner.State(), dataplane.Change{})
+	labtest.Check(t, err)
+	clients := 0
+	for of, id := range b.model.PoolIDs(nft.IPv4) {
+		if name, _ := b.model.ServiceOf(id); !of.Outside {
+			remember(t, b, id, netip.AddrPortFrom(delta.Slices[name].Endpoints[0].Addr, 8080), 10)
+			clients += 10
+		}
+	}
+	labtest.Check(t, b.Close())
+
+	gone := snapshot.Name{Namespace: "default", Name: "service-0"}
+	slice := *delta.Slices[gone]
+	slice.Endpoints = slice.Endpoints[1:]
+	planner.Apply(snap, snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{gone: &slice}}))
+	b = open(t, h, Options{})
+	r, err := b.ApplyAll(planner.State(), dataplane.Change{})
+	labtest.Check(t, err)
+	if r.Full || r.Removed == 0 {
+		t.Errorf("that was no correction: %+v", r)
+	}
+	check(t, b)
+	left, err := b.reader.Elements(nft.IPv4, nft.Affinity)
+	labtest.Check(t, err)
+	stay := slices.DeleteFunc(left, func(l nft.Listed) bool { return l.Target().Addr() == delta.Slices[gone].Endpoints[0].Addr })
+	if len(left) != clients-10 || len(stay) != len(left) {
+		t.Errorf("%d clients are remembered, %d of them at endpoints that are there; want %d", len(left), len(stay), clients-10)
+	}
+}
+
 // TestOrphansAreLookedAt: others change a table that nobody owns. A process takes it over and fails; that it owns it from then on
 // does not say that all in it is right.
 func TestOrphansAreLookedAt(t *testing.T) {
