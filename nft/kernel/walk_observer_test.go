@@ -53,8 +53,9 @@ func (o *observer) stop() {
 	}
 }
 
-// expect adds what a state asks for to what may be seen.
-func (o *observer) expect(w *walker, want *dataplane.State) {
+// expect adds what a state asks for to what may be seen. A change that is too large for one transaction is seen in parts: also if a
+// former step left the backend with little room.
+func (o *observer) expect(w *walker, want *dataplane.State, change dataplane.Change) {
 	if o == nil {
 		return
 	}
@@ -74,7 +75,8 @@ func (o *observer) expect(w *walker, want *dataplane.State) {
 			o.may[key] = append(o.may[key], endpoints)
 		}
 	}
-	o.partly = o.partly || w.faults.most > 0 || len(w.faults.armed) > 0
+	parts := !w.backend.model.Fits(want, change.Services, w.backend.limit(writeAtOnce))
+	o.partly = o.partly || parts || w.faults.most > 0 || len(w.faults.armed) > 0
 }
 
 // pause lets anything be seen, until the backend has put it right.

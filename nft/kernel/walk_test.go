@@ -347,11 +347,11 @@ func (w *walker) apply(want *dataplane.State) error {
 	w.t.Helper()
 	var before content
 	risky, meddled, harm := w.faults.risky(), w.meddled, w.faults.harm
-	w.watch.expect(w, want)
+	change := w.change(want)
+	w.watch.expect(w, want, change)
 	if risky || w.refusable {
 		before = w.content()
 	}
-	change := w.change(want)
 	r, err := w.backend.Apply(want, change)
 	for err == nil && len(r.Left) > 0 { // what is in stays in
 		if risky || w.refusable {
