@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// sweep takes affinity entries out that name endpoints their pool no longer has. The maps are listed a datagram at a time: the
-// kernel needs longer for a large one than a change should wait.
+// sweep takes affinity entries out that name endpoints their pool no longer has. The maps are listed a datagram at a
+// time: the kernel needs longer for a large one than a change should wait.
 type sweep struct {
 	// turns says how often each family's map is still to be looked at, due when next.
 	turns ipfamily.Per[int]
@@ -21,12 +21,18 @@ type sweep struct {
 	running bool
 	family  int
 	gone    []nft.Element
-	// entries counts those of each pool in the list under way.
+	// entries counts those of each pool in the list under way, in which seen are the keys. Torn says that it has an
+	// entry twice: the kernel is moving entries to other buckets, and left another one out in its place.
 	entries map[uint32]int
+	seen    map[[affinityKey]byte]struct{}
+	torn    bool
 }
 
-// A map is looked at as soon as the transaction is in, and once more after sweepAgain: for packets that were on their way through
-// the rules while it happened.
+// affinityKey is the length of a key of the maps: pool and bucket.
+const affinityKey = 8
+
+// A map is looked at as soon as the transaction is in, and once more after sweepAgain: for packets that were on their
+// way through the rules while it happened.
 const (
 	sweepTurns = 2
 	sweepAgain = time.Second
@@ -65,15 +71,15 @@ func (s *sweep) begin() bool {
 		if s.turns[i] > 0 && !time.Now().Before(s.due[i]) {
 			s.turns[i]--
 			s.family, s.gone, s.due[i] = i, nil, time.Now().Add(sweepAgain)
-			s.entries = map[uint32]int{}
+			s.seen, s.entries, s.torn = map[[affinityKey]byte]struct{}{}, map[uint32]int{}, false
 			return true
 		}
 	}
 	return false
 }
 
-// sweepOn asks for the list, or reads one datagram of it, and says whether that was the last. That others commit transactions
-// meanwhile does not matter here: entries come and go all the time.
+// sweepOn asks for the list, or reads one datagram of it, and says whether that was the last. That others commit
+// transactions meanwhile does not matter here: entries come and go all the time.
 func (b *Backend) sweepOn() (done bool, err error) {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
@@ -98,10 +104,7 @@ func (b *Backend) sweepOn() (done bool, err error) {
 			}
 		} else if len(body) >= 4 {
 			eachElement(f, nft.Affinity, body[4:], func(e nft.Listed) {
-				s.entries[e.ID()]++
-				if !b.model.Remembers(f, &e.Element) {
-					s.gone = append(s.gone, e.Element)
-				}
+				s.note(&e.Element, b.model.Remembers(f, &e.Element))
 			})
 		}
 		return nil
@@ -110,8 +113,20 @@ func (b *Backend) sweepOn() (done bool, err error) {
 	return done, err
 }
 
-// endSweep deletes what a sweep found, if it is still wrong: an endpoint may have come back. A map in which there was something to
-// delete is looked at again.
+// note takes note of an entry of the list.
+func (s *sweep) note(e *nft.Element, remembered bool) {
+	s.entries[e.ID()]++ // which twice stands for the one that was left out
+	key := [affinityKey]byte(e.Key())
+	_, twice := s.seen[key]
+	s.seen[key] = struct{}{}
+	s.torn = s.torn || twice
+	if !remembered && !twice {
+		s.gone = append(s.gone, *e)
+	}
+}
+
+// endSweep deletes what a sweep found, if it is still wrong: an endpoint may have come back. A map in which there was
+// something to delete, or of which the list was torn, is looked at again.
 func (b *Backend) endSweep() error {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
@@ -121,17 +136,17 @@ func (b *Backend) endSweep() error {
 			gone = append(gone, s.gone[i])
 		}
 	}
-	s.gone = nil
+	s.gone, s.seen = nil, nil
 	b.share(s.family, s.entries)
 	err := b.deleteAffinity(f, gone)
-	if len(gone) > 0 {
+	if len(gone) > 0 || s.torn {
 		s.order(s.family, 1, time.Now().Add(sweepAgain))
 	}
 	return err
 }
 
-// deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting, which
-// fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
+// deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting,
+// which fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
 func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
 		b.batch.reset()

@@ -1,7 +1,11 @@
 package kernel
 
 import (
+	"net/netip"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -10,8 +14,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestListedWhileGrowing lists sets that have just grown, while the kernel moves their elements to new buckets. Each element is listed
-// once, and all are where the kernel tells how many there are.
+// TestListedWhileGrowing lists sets that have just grown, while the kernel moves their elements to new buckets. Each
+// element is listed once, and all are where the kernel tells how many there are.
 func TestListedWhileGrowing(t *testing.T) {
 	_, first := host(t)
 	apply(t, first, &dataplane.State{})
@@ -38,4 +42,78 @@ func TestListedWhileGrowing(t *testing.T) {
 		}
 		labtest.Check(t, b.Remove())
 	}
+}
+
+// TestSweepWhileGrowing looks for a client of an endpoint that is gone, while the kernel moves the map's entries to
+// new buckets: as many lists as were ordered lack that client. The map is listed again until a list is whole.
+func TestSweepWhileGrowing(t *testing.T) {
+	delta := large(2, 1)
+	for _, svc := range delta.Services {
+		svc.Affinity = time.Hour
+	}
+	_, b := host(t)
+	snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+	planner.Apply(snap, snap.Apply(delta))
+	_, err := b.ApplyAll(planner.State(), dataplane.Change{})
+	labtest.Check(t, err)
+	check(t, b)
+	gone := netip.MustParseAddrPort("192.0.2.1:80")
+	for of, id := range b.model.PoolIDs(ipfamily.IPv4) {
+		switch name, _ := b.model.ServiceOf(id); {
+		case of.Outside:
+		case name.Name == "service-0":
+			remember(t, b, id, gone, 1)
+		default:
+			remember(t, b, id, netip.AddrPortFrom(delta.Slices[name].Endpoints[0].Addr, 8080), 10)
+		}
+	}
+	wire := &torn{wire: b.sweeper.wire, without: gone.Addr(), left: sweepTurns}
+	b.sweeper.wire = wire
+	b.sweep.order(0, sweepTurns, time.Now())
+	for b.sweep.turns[0] > 0 {
+		clear(b.sweep.due[:]) // as if it were later
+		check(t, b)
+	}
+	left, err := b.reader.Elements(ipfamily.IPv4, nft.Affinity)
+	labtest.Check(t, err)
+	if len(left) != 10 || wire.left > 0 {
+		t.Errorf("%d clients are remembered, and %d lists were to be torn still; want 10 and 0", len(left), wire.left)
+	}
+}
+
+// torn is a wire to a kernel that moves a map's entries while it lists them: in place of an entry it lists another
+// one twice.
+type torn struct {
+	wire
+	without netip.Addr
+	left    int
+}
+
+func (w *torn) recv(b []byte, wait bool) (int, error) {
+	n, err := w.wire.recv(b, wait)
+	var other, lacking []byte
+	_ = eachMessage(b[:max(n, 0)], func(h header, body []byte) error {
+		if h.typ == unix.NLMSG_DONE || h.typ == unix.NLMSG_ERROR {
+			return nil
+		}
+		eachAttr(body[4:], func(typ uint16, list []byte) {
+			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
+				return
+			}
+			eachAttr(list, func(_ uint16, elem []byte) {
+				p := parseElement(elem)
+				if addr := netip.AddrFrom4([4]byte(p.data)); addr == w.without {
+					lacking = elem
+				} else {
+					other = elem
+				}
+			})
+		})
+		return nil
+	})
+	if lacking != nil && w.left > 0 {
+		w.left--
+		copy(lacking, other)
+	}
+	return n, err
 }

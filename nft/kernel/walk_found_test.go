@@ -55,7 +55,8 @@ func TestErrorsLeaveNothingBehind(t *testing.T) {
 	}
 }
 
-// TestSocketsAreReplaced: whatever sockets are lost, and however many fresh ones cannot be had at first, work goes on in the end.
+// TestSocketsAreReplaced: whatever sockets are lost, and however many fresh ones cannot be had at first, work goes on
+// in the end.
 func TestSocketsAreReplaced(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	for fails := range 5 {
@@ -115,8 +116,8 @@ func TestSweepThatCannotAsk(t *testing.T) {
 	quiet(t, b)
 }
 
-// TestRefusedInDoubt: while tables are in doubt, a Service is refused. Asked for what was acknowledged before, of which no change
-// tells, the backend must not hold on to what was refused.
+// TestRefusedInDoubt: while tables are in doubt, a Service is refused. Asked for what was acknowledged before, of
+// which no change tells, the backend must not hold on to what was refused.
 func TestRefusedInDoubt(t *testing.T) {
 	s := newSite(t, 6, Options{})
 	var bad snapshot.Name
@@ -136,8 +137,8 @@ func TestRefusedInDoubt(t *testing.T) {
 	quiet(t, s.backend)
 }
 
-// TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the tables, and
-// sweeps.
+// TestSweepAfterRestart: a process ends between a change and the sweep that belongs to it. The next one adopts the
+// tables, and sweeps.
 func TestSweepAfterRestart(t *testing.T) {
 	w := newWalker(t, leakSeed)
 	for range 20 { // until somebody loses an endpoint
@@ -151,8 +152,8 @@ func TestSweepAfterRestart(t *testing.T) {
 	}
 }
 
-// TestSweepAfterCorrection: a process ends, and a sticky Service loses an endpoint that is on another node. The next process corrects
-// what belongs to that Service alone, and sends its clients elsewhere.
+// TestSweepAfterCorrection: a process ends, and a sticky Service loses an endpoint that is on another node. The next
+// process corrects what belongs to that Service alone, and sends its clients elsewhere.
 func TestSweepAfterCorrection(t *testing.T) {
 	delta := large(4, 3)
 	h, b := host(t)
@@ -167,7 +168,7 @@ func TestSweepAfterCorrection(t *testing.T) {
 	_, err := b.ApplyAll(planner.State(), dataplane.Change{})
 	labtest.Check(t, err)
 	clients := 0
-	for of, id := range b.model.PoolIDs(nft.IPv4) {
+	for of, id := range b.model.PoolIDs(ipfamily.IPv4) {
 		if name, _ := b.model.ServiceOf(id); !of.Outside {
 			remember(t, b, id, netip.AddrPortFrom(delta.Slices[name].Endpoints[0].Addr, 8080), 10)
 			clients += 10
@@ -186,7 +187,7 @@ func TestSweepAfterCorrection(t *testing.T) {
 		t.Errorf("that was no correction: %+v", r)
 	}
 	check(t, b)
-	left, err := b.reader.Elements(nft.IPv4, nft.Affinity)
+	left, err := b.reader.Elements(ipfamily.IPv4, nft.Affinity)
 	labtest.Check(t, err)
 	stay := slices.DeleteFunc(left, func(l nft.Listed) bool { return l.Target().Addr() == delta.Slices[gone].Endpoints[0].Addr })
 	if len(left) != clients-10 || len(stay) != len(left) {
@@ -194,8 +195,8 @@ func TestSweepAfterCorrection(t *testing.T) {
 	}
 }
 
-// TestOrphansAreLookedAt: others change a table that nobody owns. A process takes it over and fails; that it owns it from then on
-// does not say that all in it is right.
+// TestOrphansAreLookedAt: others change a table that nobody owns. A process takes it over and fails; that it owns it
+// from then on does not say that all in it is right.
 func TestOrphansAreLookedAt(t *testing.T) {
 	s := newSite(t, 4, Options{Own: true})
 	owning(t, s.backend)
@@ -236,8 +237,8 @@ func TestFailedLookIsRepeated(t *testing.T) {
 	}
 }
 
-// TestHardToSee: what others may do that leaves nearly everything as it was. What is too much in a large map is found at once where the
-// kernel counts elements (Linux 6.16), else when one of ours has to go there.
+// TestHardToSee: what others may do that leaves nearly everything as it was. What is too much in a large map is found
+// at once where the kernel counts elements (Linux 6.16), else when one of ours has to go there.
 func TestHardToSee(t *testing.T) {
 	s := newSite(t, 8, Options{})
 	s.backend.dumpMost = 1
@@ -273,7 +274,8 @@ func TestHardToSee(t *testing.T) {
 	}
 }
 
-// TestNearlyOurs: others make a map of clients with room for a few, and a chain that is as ours would be, if we needed it.
+// TestNearlyOurs: others make a map of clients with room for a few, and a chain that is as ours would be, if we
+// needed it.
 func TestNearlyOurs(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	other := open(t, s.host, Options{})
@@ -309,8 +311,8 @@ func TestNearlyOurs(t *testing.T) {
 	}
 }
 
-// TestStraySlots: slots that no pool leads to are in the way when a Service gets more endpoints. That is not the Service's fault,
-// also where the kernel does not count elements and the map is too large to be listed.
+// TestStraySlots: slots that no pool leads to are in the way when a Service gets more endpoints. That is not the
+// Service's fault, also where the kernel does not count elements and the map is too large to be listed.
 func TestStraySlots(t *testing.T) {
 	for _, endpoints := range []int{1, 3} {
 		s := newSite(t, 0, Options{})
@@ -388,8 +390,8 @@ func (w *terse) recv(b []byte, wait bool) (int, error) {
 	return n, err
 }
 
-// TestRefusedInSteps: Services are named whatever this process may send at once: less than the transaction, less than the question
-// whom to blame, or enough; and whatever the kernel says of the elements it refuses.
+// TestRefusedInSteps: Services are named whatever this process may send at once: less than the transaction, less than
+// the question whom to blame, or enough; and whatever the kernel says of the elements it refuses.
 func TestRefusedInSteps(t *testing.T) {
 	s := newSite(t, 6, Options{})
 	var bad snapshot.Name
@@ -416,8 +418,9 @@ func TestRefusedInSteps(t *testing.T) {
 	}
 }
 
-// TestLittleRoom replaces all addresses where a process may send little at once: it takes several transactions, after each of which
-// every frontend is one that was or one that should be. So it does if the tables have to be looked at first, or made anew.
+// TestLittleRoom replaces all addresses where a process may send little at once: it takes several transactions, after
+// each of which every frontend is one that was or one that should be. So it does if the tables have to be looked at
+// first, or made anew.
 func TestLittleRoom(t *testing.T) {
 	state := func(third byte) *dataplane.State {
 		d := large(680, 1)
@@ -517,8 +520,8 @@ func TestOthersOvertake(t *testing.T) {
 	quiet(t, s.backend)
 }
 
-// TestChainsOfOneName: others give a chain the name of one that they add in the same transaction. The kernel has both then, and a name
-// leads to only one of them.
+// TestChainsOfOneName: others give a chain the name of one that they add in the same transaction. The kernel has both
+// then, and a name leads to only one of them.
 func TestChainsOfOneName(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	for _, name := range []string{"mine", "pick-77"} {

@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// observer reads the tables while the backend writes them, as packets do: what it sees between two transactions must be what a
-// frontend had before a step, or what it has after it. A nil observer sees nothing.
+// observer reads the tables while the backend writes them, as packets do: what it sees between two transactions must
+// be what a frontend had before a step, or what it has after it. A nil observer sees nothing.
 type observer struct {
 	conn *Conn
 	end  chan struct{}
@@ -26,7 +26,8 @@ type observer struct {
 	mu sync.Mutex
 	// epoch counts the changes of what may be seen.
 	epoch int
-	// may says, of each frontend, with which endpoints it may be seen; nil means that others wrote, and anything may be there.
+	// may says, of each frontend, with which endpoints it may be seen; nil means that others wrote, and anything may
+	// be there.
 	may map[string][]string
 	// partly says that a step may be seen midway: some endpoints of before and some of after.
 	partly bool
@@ -53,8 +54,8 @@ func (o *observer) stop() {
 	}
 }
 
-// expect adds what a state asks for to what may be seen. A change that is too large for one transaction is seen in parts: also if a
-// former step left the backend with little room.
+// expect adds what a state asks for to what may be seen. A change that is too large for one transaction is seen in
+// parts: also if a former step left the backend with little room.
 func (o *observer) expect(w *walker, want *dataplane.State, change dataplane.Change) {
 	if o == nil {
 		return
@@ -147,8 +148,9 @@ func viewKey(f ipfamily.Family, set nft.SetID, key []byte) string {
 	return fmt.Sprintf("%v %v %x", f.NFT(), set, key)
 }
 
-// portKey stands for all frontends of a port: written in parts, one that is about to go may lead where those lead that came.
-func portKey(f ipfamily.Family, e *nft.Element) string { return f.NFT() + " " + e.Comment }
+// portKey stands for all frontends of a port: written in parts, one that is about to go may lead where those lead
+// that came.
+func portKey(f ipfamily.Family, e *nft.Element) string { return f.String() + " " + e.Comment }
 
 func endpointsText(data []string) string {
 	slices.Sort(data)
@@ -174,7 +176,8 @@ func (o *observer) run() {
 	}
 }
 
-// look reads all frontends with their chains, and the endpoints of one, and judges them if nothing was written meanwhile.
+// look reads all frontends with their chains, and the endpoints of one, and judges them if nothing was written
+// meanwhile.
 func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) error {
 	o.mu.Lock()
 	epoch, idle := o.epoch, o.may == nil

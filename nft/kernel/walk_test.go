@@ -30,17 +30,17 @@ var (
 	walkSteps = flag.Int("walk.steps", 0, "how many steps TestWalk takes in all; 0 means as many as everyday tests should")
 )
 
-// Each walk has walkLength steps at most: another seed gives another kind of process, so many short ones see more than one
-// long one.
+// Each walk has walkLength steps at most: another seed gives another kind of process, so many short ones see more
+// than one long one.
 const (
 	walkLength  = 500
 	walkDefault = 2500
 	walkRace    = 500 // with the race detector
 )
 
-// TestWalk lives through what a backend can meet with: objects come and go, the process is restarted and killed, the wire breaks,
-// the kernel refuses, others write to our tables. After each step the kernel must hold what the objects ask for, and nothing
-// else. A walk that fails is taken once more with -walk.seed.
+// TestWalk lives through what a backend can meet with: objects come and go, the process is restarted and killed, the
+// wire breaks, the kernel refuses, others write to our tables. After each step the kernel must hold what the objects
+// ask for, and nothing else. A walk that fails is taken once more with -walk.seed.
 func TestWalk(t *testing.T) {
 	all := *walkSteps
 	switch {
