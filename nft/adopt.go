@@ -52,7 +52,7 @@ func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 	var s Stale
 	for i := range found {
 		f, tm := &found[i], &m.tables[i]
-		if f.Revision.Counted == "some" || f.Revision == (Revision{}) {
+		if f.Revision.Counted == "some" || f.Revision == (Revision{}) || f.Revision.Asked != tm.asked {
 			return AllStale()
 		}
 		for b := range numBuckets {

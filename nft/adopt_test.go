@@ -259,7 +259,7 @@ func TestDigests(t *testing.T) {
 	if digest([]int{1, 2, 3}) == digest([]int{1, 2, 4}) {
 		t.Error("other endpoints give the same digest")
 	}
-	r := Revision{7, digest([]int{1})[sharedBucket], CountFrontends.String()}
+	r := Revision{7, digest([]int{1})[sharedBucket], CountFrontends.String(), Digest{}}
 	if got := RevisionOf([]Element{r.element()}); got != r {
 		t.Errorf("revision %v is read as %v", r, got)
 	}

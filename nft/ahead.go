@@ -42,6 +42,7 @@ func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) 
 		p.service(name, compileService(s.Services[name], m.quota()))
 	}
 	p.txn.Left.Services = others
+	p.prefer()
 	p.structures()
 	p.revise()
 	return p.txn

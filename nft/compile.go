@@ -25,6 +25,9 @@ const (
 
 // service is what one Service means for our tables.
 type service struct {
+	name snapshot.Name
+	// counters is what it asks of the budget for counters.
+	counters   snapshot.Counters
 	clusterIPs []netip.Addr
 	ports      []*port
 	// sources are who may use the load balancer addresses of each family.
@@ -96,7 +99,7 @@ func compileService(s *dataplane.Service, q quota) *service {
 	if s == nil {
 		return &service{}
 	}
-	out := &service{clusterIPs: s.ClusterIPs, ports: make([]*port, 0, len(s.Ports))}
+	out := &service{name: s.Name, counters: s.Counters, clusterIPs: s.ClusterIPs, ports: make([]*port, 0, len(s.Ports))}
 	for _, sp := range s.Ports {
 		p := compilePort(sp)
 		out.ports = append(out.ports, p)

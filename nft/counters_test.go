@@ -18,7 +18,13 @@ func randomState(seed uint64) *dataplane.State {
 	s := snapshot.New()
 	s.Apply(w.host())
 	for range 60 {
-		s.Apply(w.step())
+		d := w.step()
+		for _, svc := range d.Services {
+			if svc != nil { // all are counted
+				svc.Counters = snapshot.CountersByBudget
+			}
+		}
+		s.Apply(d)
 	}
 	st, _ := dataplane.Compute(testConfig, s)
 	return st

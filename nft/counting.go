@@ -4,6 +4,7 @@ import (
 	"cmp"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is little on
@@ -99,14 +100,22 @@ func (c Counting) within(budget int, n *needs) Counting {
 type quota struct {
 	level Counting
 	share int
+	// prefers says whether a Service that asks for counters gets them, whatever the level.
+	prefers func(*service) bool
 }
 
 func (q quota) of(s *service) Counting {
 	frontends, endpoints := s.elements()
+	switch {
+	case s.counters == snapshot.CountersNever:
+		return CountNothing
+	case s.counters == snapshot.CountersFirst && q.prefers(s):
+		return CountEndpoints
+	}
 	return q.level.of(frontends, endpoints, q.share)
 }
 
-func (m *Model) quota() quota { return quota{m.counting, m.share()} }
+func (m *Model) quota() quota { return quota{m.counting, m.share(), m.prefers} }
 
 // counters is the budget; share is what one Service may have of it while it is not enough for all.
 func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }

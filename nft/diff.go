@@ -15,6 +15,10 @@ type planner struct {
 	txn *Txn
 	// silent only moves the model: nothing is put into the transaction.
 	silent bool
+	// asking are namespaces of which Services ask for counters, or no longer ask.
+	asking []string
+	// half says that all that ask may have what they ask for.
+	half bool
 	// planned counts the elements that were added and deleted.
 	planned int
 	// bucket is where what is planned counts for the digests.
@@ -156,6 +160,8 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	p.bucket = bucketFor(name.String())
 	p.need(before, -1)
 	p.need(now, +1)
+	p.mark(before, (*Digest).sub)
+	p.mark(now, (*Digest).add)
 	for _, a := range now.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
 	}
@@ -182,8 +188,10 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 
 // need takes note of the counters that a Service needs, or no longer needs.
 func (p *planner) need(s *service, by int) {
-	frontends, endpoints := s.elements()
-	p.m.needs.add(needsOf(frontends, endpoints, p.m.share()), by)
+	p.m.needs.add(p.m.needsHeld(s), by)
+	if p.m.ask(s, by) {
+		p.asking = append(p.asking, s.name.Namespace)
+	}
 }
 
 // sources takes who may use a Service's load balancer addresses from what it was to what it should be.

@@ -166,10 +166,18 @@ type Revision struct {
 	Digest Digest
 	// Counted is the Counting's word, or "some" while it is being changed.
 	Counted string
+	// Asked stands for what is counted, or is not, because a Service asks for that; it is zero if there is no such thing.
+	Asked Digest
 }
+
+// asksFor comes before Asked in a revision's text.
+const asksFor = ", asked for "
 
 func (r Revision) element() Element {
 	e := Element{Set: RevisionSet, Comment: r.Digest.String() + " counts " + r.Counted}
+	if r.Asked != (Digest{}) {
+		e.Comment += asksFor + r.Asked.String()
+	}
 	e.addKeyWord(r.Number)
 	return e
 }
@@ -184,5 +192,12 @@ func RevisionOf(elements []Element) Revision {
 	if !ok || !valid {
 		return Revision{}
 	}
-	return Revision{elements[0].ID(), d, counted}
+	r := Revision{Number: elements[0].ID(), Digest: d, Counted: counted}
+	if level, asked, ok := strings.Cut(counted, asksFor); ok {
+		r.Counted = level
+		if r.Asked, ok = parseDigest(asked); !ok {
+			return Revision{}
+		}
+	}
+	return r
 }

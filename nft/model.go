@@ -27,8 +27,11 @@ type Model struct {
 	// counting is what new elements are counted by. recount are the Services that are still counted by another.
 	counting Counting
 	recount  []snapshot.Name
-	// needs is what all Services need of the budget.
-	needs needs
+	// needs is what all Services need of the budget, if none is preferred. Asking are the Services that ask to be, by namespace, and
+	// asked sums up those that do not ask for more than a share.
+	needs  needs
+	asking map[string]*asking
+	asked  asking
 	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
 	pools map[uint32]poolID
 }
@@ -47,6 +50,8 @@ type tableModel struct {
 	clusterIPs, hairpin map[netip.Addr]int
 	count               [NumSets]int
 	digests             Digests
+	// asked stands for what is counted, or is not, because a Service asks for that.
+	asked Digest
 	// revision is the number that the table has; 0 means that it has none we know of.
 	revision uint32
 }
@@ -110,12 +115,14 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	if n < len(names) {
 		p.recount(growth, false)
 		p.some(s, names, limit)
+		p.prefer()
 		return
 	}
 	p.recount(growth, true)
 	for _, name := range names {
 		p.service(name, compileService(s.Services[name], p.m.quota()))
 	}
+	p.prefer()
 }
 
 // Fits says whether some Services have so few elements, before and after, that they may all be written at once.
@@ -209,7 +216,8 @@ func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m
 
 // copied copies a service; its pools' slots are the same.
 func (s *service) copied() *service {
-	out := &service{clusterIPs: s.clusterIPs, sources: s.sources, ports: make([]*port, len(s.ports))}
+	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, sources: s.sources,
+		ports: make([]*port, len(s.ports))}
 	for i, p := range s.ports {
 		q := *p
 		out.ports[i] = &q
@@ -221,8 +229,7 @@ func (s *service) copied() *service {
 func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (more needs) {
 	for _, name := range names {
 		n := m.needsOf(s.Services[name])
-		frontends, endpoints := m.held(name).elements()
-		n.add(needsOf(frontends, endpoints, m.share()), -1)
+		n.add(m.needsHeld(m.held(name)), -1)
 		for level := range n {
 			more[level] += max(n[level], 0)
 		}
@@ -233,7 +240,7 @@ func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (more needs) {
 // needsOf gives what a Service will need at most; nil needs nothing.
 func (m *Model) needsOf(svc *dataplane.Service) needs {
 	frontends, endpoints := 0, 0
-	if svc != nil {
+	if svc != nil && svc.Counters != snapshot.CountersNever {
 		for _, sp := range svc.Ports {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
@@ -251,7 +258,7 @@ func (m *Model) needsOf(svc *dataplane.Service) needs {
 // counted. What is there already is rewritten later, a little at a time.
 func (p *planner) recount(more needs, raise bool) {
 	m := p.m
-	more.add(m.needs, +1)
+	more.add(m.needed(), +1)
 	level := m.counting.within(m.counters(), &more)
 	if level != m.counting && (raise || more[m.counting] > m.counters()) {
 		m.counting, m.recount = level, m.Names()
@@ -286,7 +293,7 @@ func (m *Model) held(name snapshot.Name) *service {
 }
 
 func (m *Model) planner() *planner {
-	p := &planner{m: m, txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
+	p := &planner{m: m, half: m.withinHalf(m.asked.total), txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
 	for i := range p.chainsBefore {
 		p.chainsBefore[i] = map[ChainID]int{}
 	}
@@ -361,15 +368,27 @@ func (m *Model) Load(s *dataplane.State) {
 	p := m.planner()
 	p.silent = true
 	p.plan(s, sortedNames(s.Services), 0)
+	p.recounted()
 	p.cidrs(s.ServiceCIDRs)
 	p.chains()
+}
+
+// recounted has the model hold what Recount would write, as if it were written already.
+func (p *planner) recounted() {
+	for _, name := range p.m.recount {
+		if held := p.m.services[name]; held != nil {
+			p.move(name, held, held.counted(p.m.quota()))
+		}
+	}
+	p.m.recount = nil
 }
 
 // Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the entries
 // that clients keep; those that Remembers denies are left out.
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
-	m.services, m.cidrs, m.needs = make(map[snapshot.Name]*service, len(whole.services)), nil, needs{}
+	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
+	m.needs, m.asking, m.asked = needs{}, nil, asking{}
 	m.emptyTables()
 	p := m.planner()
 	for _, name := range sortedNames(whole.services) {
@@ -446,10 +465,10 @@ func (p *planner) revise() {
 	m := p.m
 	for i, f := range ipfamily.All {
 		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
-		if tt.empty() && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
+		if tt.empty() && was.asked == tm.asked && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
 			continue
 		}
-		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.noted()}
+		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.noted(), was.asked}
 		tt.Del[RevisionSet] = []Element{before.element()}
 		tm.revision = m.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
@@ -466,9 +485,9 @@ func (m *Model) number(last uint32) uint32 {
 }
 
 // Revision gives that of a table after the last transaction that was planned.
-func (m *Model) Revision(f ipfamily.Family) Revision {
-	tm := &m.tables[f]
-	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount)}
+func (m *Model) Revision(f Family) Revision {
+	tm := &m.tables[f.index()]
+	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount), tm.asked}
 }
 
 // Digests gives those of a table after the last transaction that was planned.

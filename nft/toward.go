@@ -12,7 +12,7 @@ import (
 // there is nothing more to do, which for one that only shrinks means that all are gone that should be.
 func (s *service) toward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
-	next = &service{clusterIPs: s.clusterIPs, sources: s.sources}
+	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, sources: s.sources}
 	if grow { // ranges come before what they restrict
 		for i := range next.sources {
 			if r := want.sources[i].ranges; r != nil {

@@ -37,7 +37,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	b.loadSlices(svc, s.Slices[n])
 	b.schedule(svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
-		Ports: make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
+		Counters: svc.Counters,
+		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}
 	for _, f := range ipfamily.All {
 		clusterIP := slices.IndexFunc(svc.ClusterIPs, f.Has)
 		if clusterIP < 0 {

@@ -43,6 +43,8 @@ type Service struct {
 	// Crowded says that its slices mention more endpoints than a Service may have. Those in the last slices by name are
 	// left out.
 	Crowded bool
+	// Counters is what the Service asks of the budget for counters. It changes nothing for a packet.
+	Counters snapshot.Counters
 	// Ports are sorted by family, then in the order of the Service.
 	Ports []*ServicePort
 }

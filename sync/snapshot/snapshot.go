@@ -77,8 +77,22 @@ type Service struct {
 	HealthCheckNodePort uint16
 	// Scheduling is what the Service's annotations ask of IPVS; nil means that they say nothing.
 	Scheduling *Scheduling
-	Ports      []Port
+	// Counters is what its annotation asks of the budget for counters.
+	Counters Counters
+	Ports    []Port
 }
+
+// Counters says whether a Service's connections are counted where the budget is not enough for all.
+type Counters uint8
+
+const (
+	// CountersByBudget counts what the budget is enough for.
+	CountersByBudget Counters = iota
+	// CountersFirst counts addresses and endpoints before those of others, within the Service's share of the budget.
+	CountersFirst
+	// CountersNever counts nothing.
+	CountersNever
+)
 
 // Age tells which of two objects was there first. Both are the API server's words, which no author of an object can
 // choose. The zero Age is unknown, as in manifests that a person wrote.

@@ -80,6 +80,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	limitFrontends(f, s)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
 	s.Scheduling = scheduling(f, o.Annotations)
+	s.Counters = counters(f, o.Annotations)
 	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
 	external := balanced || spec.Type == corev1.ServiceTypeNodePort || len(spec.ExternalIPs) > 0

@@ -106,6 +106,13 @@ func TestService(t *testing.T) {
 		{"flags of a scheduler without", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "lc,port"} },
 			func(*snapshot.Service) {}, []string{
 				"Service default/web: metadata.annotations[verdict/scheduler]: lc has no flags, only sh and mh have"}},
+		{"counted first", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "true"} },
+			func(s *snapshot.Service) { s.Counters = snapshot.CountersFirst }, nil},
+		{"never counted", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "false"} },
+			func(s *snapshot.Service) { s.Counters = snapshot.CountersNever }, nil},
+		{"counted perhaps", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "True"} },
+			func(*snapshot.Service) {}, []string{
+				`Service default/web: metadata.annotations[verdict/counters]: "True" is neither "true" nor "false"`}},
 		{"dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "fd00::1") },
 			func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, nil},
 		{"two cluster IPs of a family", func(s *corev1.Service) {

@@ -38,6 +38,7 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	service("many weights", func(s *corev1.Service) {
 		s.Annotations[annotationWeights] = strings.Join(many(50_000, "n%d=1"), ",")
 	})
+	service("a long wish for counters", func(s *corev1.Service) { s.Annotations[annotationCounters] = long })
 	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = long })
 	service("many flags of a scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = "mh" + strings.Repeat(",port", 50_000) })
 	service("wrong external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, long[:300]+"%d") })
