@@ -1,9 +1,11 @@
 package kernel
 
 import (
+	"net/netip"
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -72,4 +74,70 @@ func TestCountersWithinTheirBudget(t *testing.T) {
 	if counts != dataplane.CountedEndpoints {
 		t.Errorf("with a larger budget %s are counted", counts)
 	}
+}
+
+// TestCountersAsAsked connects to two Services where the budget is not enough for anybody: of the one that asks for counters every
+// connection is counted, at its address and at its endpoints, and of the other none. Then they change places.
+func TestCountersAsAsked(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	const budget = 2000
+	b.options.Counters, b.model.Counters = budget, budget
+	crowd := large(2500, 2)
+	for _, svc := range crowd.Services {
+		a := svc.ClusterIPs[0].As4()
+		a[1] += 3
+		svc.ClusterIPs[0] = netip.AddrFrom4(a)
+	}
+	snap := snapshot.New()
+	planner := dataplane.NewPlanner(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR})
+	planner.Apply(snap, snap.Apply(facts(c)))
+	planner.Apply(snap, snap.Apply(crowd))
+	services := [...]flowService{{number: 1, state: both}, {number: 2, state: both}}
+	counters := openCounters(t, c.Node)
+	for round, wishes := range [][2]snapshot.Counters{
+		{snapshot.CountersFirst, snapshot.CountersByBudget}, {snapshot.CountersNever, snapshot.CountersFirst},
+	} {
+		var names []snapshot.Name
+		for i, s := range services {
+			d := s.delta(c)
+			d.Services[s.name()].Counters = wishes[i]
+			planner.Apply(snap, snap.Apply(d))
+			names = append(names, s.name())
+		}
+		change := dataplane.Change{Services: names}
+		if round == 0 {
+			change = dataplane.Change{}
+		}
+		r, err := b.ApplyAll(planner.State(), change)
+		labtest.Check(t, err)
+		if check(t, b) != nil || r.Counted != dataplane.CountedNothing {
+			t.Errorf("by the budget, %s are counted", r.Counted)
+		}
+		for i, s := range services {
+			at := s.frontendOf(c, dataplane.ClusterIP, lab.IPv4)
+			connections(t, c.Pods[2], at, 6, lab.Answered)
+			want := uint64(0)
+			if wishes[i] == snapshot.CountersFirst {
+				want = 6
+			}
+			key := dataplane.Counted{Key: dataplane.Key{Addr: at.Addr(), Protocol: snapshot.TCP, Port: at.Port()}}
+			frontend, endpoints := countOf(t, counters, key)
+			if frontend != want || endpoints != want {
+				t.Errorf("round %d: %s has %d connections, its endpoints %d; want %d", round, s.name(), frontend, endpoints, want)
+			}
+		}
+		quiet(t, b)
+	}
+}
+
+// countOf gives what was counted at a frontend, and at its endpoints together.
+func countOf(t *testing.T, c *Counters, at dataplane.Counted) (frontend, endpoints uint64) {
+	t.Helper()
+	var of []dataplane.FrontendCount
+	labtest.Check(t, c.Frontends([]dataplane.Counted{at}, func(f dataplane.FrontendCount) { of = append(of, f) }))
+	if len(of) != 1 {
+		t.Fatalf("%v is there %d times", at, len(of))
+	}
+	labtest.Check(t, c.Endpoints(of, nil, func(e dataplane.EndpointCount) { endpoints += e.Packets }))
+	return of[0].Packets, endpoints
 }
