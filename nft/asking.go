@@ -142,7 +142,7 @@ func (p *planner) prefer() {
 // mark takes note of what is counted, or is not, because a Service asks for that. Digests of elements leave it out.
 func (p *planner) mark(s *service, do func(*Digest, Digest)) {
 	for _, port := range s.ports {
-		asked := &p.m.tables[port.id.family.index()].asked
+		asked := &p.m.tables[port.id.family].asked
 		switch {
 		case s.counters == snapshot.CountersNever:
 			do(asked, digestOf([]byte("not counted "+port.id.name.String())))

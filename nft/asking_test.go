@@ -207,9 +207,9 @@ func TestManyNamespacesAsk(t *testing.T) {
 		}
 		again := Model{Counters: budget}
 		again.Load(st)
-		found := ipfamily.Per[Found]{{Revision: k.m.Revision(IPv4)}, {Revision: k.m.Revision(IPv6)}}
+		found := ipfamily.Per[Found]{{Revision: k.m.Revision(ipfamily.IPv4)}, {Revision: k.m.Revision(ipfamily.IPv6)}}
 		again.CountAs(&found)
-		for _, f := range Families {
+		for _, f := range ipfamily.All {
 			if got, want := again.Revision(f), k.m.Revision(f); got.Counted != want.Counted || got.Asked != want.Asked {
 				t.Errorf("%d namespaces: a process that starts holds %v; want %v", n, got, want)
 			}
@@ -229,7 +229,7 @@ func TestAskedMeanwhile(t *testing.T) {
 		was.Load(countedState(append(plain(10, 2), counted{"ops", "web", 3, wishes[0]})...))
 		is.Load(countedState(append(plain(10, 2), counted{"ops", "web", 3, wishes[1]})...))
 		var found ipfamily.Per[Found]
-		for i, f := range Families {
+		for i, f := range ipfamily.All {
 			found[i] = Found{Revision: was.Revision(f), Digests: was.Digests(f)}
 			found[i].Revision.Number = 7
 		}

@@ -485,8 +485,8 @@ func (m *Model) number(last uint32) uint32 {
 }
 
 // Revision gives that of a table after the last transaction that was planned.
-func (m *Model) Revision(f Family) Revision {
-	tm := &m.tables[f.index()]
+func (m *Model) Revision(f ipfamily.Family) Revision {
+	tm := &m.tables[f]
 	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount), tm.asked}
 }
 

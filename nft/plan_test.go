@@ -165,14 +165,14 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			if counters > 0 { // what is counted because a Service asks for it is the same, too
 				fresh = Model{Counters: budget}
 				fresh.Load(planner.State())
-				fresh.CountAs(&ipfamily.Per[Found]{{Revision: model.Revision(IPv4)}, {Revision: model.Revision(IPv6)}})
+				fresh.CountAs(&ipfamily.Per[Found]{{Revision: model.Revision(ipfamily.IPv4)}, {Revision: model.Revision(ipfamily.IPv6)}})
 			}
 			for i := range model.tables {
 				if len(model.recount) > 0 {
 					break
 				}
 				if model.tables[i].digests != fresh.tables[i].digests || model.tables[i].asked != fresh.tables[i].asked {
-					t.Fatalf("step %d: the digests of %s differ", step, Families[i])
+					t.Fatalf("step %d: the digests of %s differ", step, ipfamily.All[i])
 				}
 			}
 			delta = w.step()

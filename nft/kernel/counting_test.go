@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -114,7 +116,7 @@ func TestCountersAsAsked(t *testing.T) {
 			t.Errorf("by the budget, %s are counted", r.Counted)
 		}
 		for i, s := range services {
-			at := s.frontendOf(c, dataplane.ClusterIP, lab.IPv4)
+			at := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
 			connections(t, c.Pods[2], at, 6, lab.Answered)
 			want := uint64(0)
 			if wishes[i] == snapshot.CountersFirst {
