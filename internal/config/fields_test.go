@@ -192,7 +192,7 @@ func TestEveryField(t *testing.T) {
 			at := p.key(tag)
 			switch leaf := reflect.New(f.Type).Interface(); {
 			case f.Name == "TypeMeta":
-			case options == "inline":
+			case options == "inline" || f.Anonymous && tag == "":
 				walk(f.Type, p)
 			case f.Type.Kind() == reflect.Struct && !isUnmarshaler(leaf):
 				walk(f.Type, at)

@@ -19,7 +19,7 @@ func indicesOf(t reflect.Type) map[string][]int {
 	for f := range t.Fields() {
 		tag, options, _ := strings.Cut(f.Tag.Get("json"), ",")
 		switch {
-		case options == "inline":
+		case options == "inline" || f.Anonymous && tag == "": // encoding/json inlines an embedded struct without a name
 			for name, index := range indicesOf(f.Type) {
 				m[name] = append([]int{f.Index[0]}, index...)
 			}
