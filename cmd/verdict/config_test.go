@@ -150,6 +150,8 @@ func TestMisfits(t *testing.T) {
 			"the Node's first address is an IPv6 one, and this host has IPv6 disabled",
 			"the Node is IPv6 first, and clusterCIDR (10.244.0.0/16) has no IPv6 range",
 			"the Node is IPv6 first, and nodePortAddresses (10.0.0.0/8) has no IPv6 range: node ports do not answer in IPv6"}},
+		{"a range of the other family, and primary", dataplane.Config{DetectLocal: pods, NodePortAddresses: ranges("fd00::/8"), NodePortPrimary: true},
+			snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
 		{"the operator says which family is first", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]}, snapshot.Node{Addresses: addrs("fd00::1")}, false, nil},
 		{"the node's ranges", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}, snapshot.Node{Addresses: addrs("192.0.2.1"), PodCIDRs: ranges("fd00::/64")}, false,
 			[]string{"the Node is IPv4 first, and its podCIDRs (fd00::/64) have no IPv4 range"}},

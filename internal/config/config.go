@@ -105,24 +105,35 @@ func (r *reading) check() {
 			}
 		}
 	}
+	r.checkMode()
 	r.checkNodePortAddresses()
 	r.checkDetectLocal()
 	r.checkPeriods()
 }
 
+// checkNodePortAddresses takes ranges and keywords in any combination, but each keyword once, as kube-proxy does.
 func (r *reading) checkNodePortAddresses() {
 	const name = "nodePortAddresses"
 	list := r.doc.KubeProxy.NodePortAddresses
-	if len(list) == 1 && list[0] == primary {
-		return
-	}
 	for i, entry := range list {
 		switch text := aRange(entry); {
-		case entry == primary:
-			r.complainOf(name, i, quote(primary)+" stands alone, without ranges")
-		case text != "" && !r.bad[path{name}.index(i).String()]:
+		case entry == primary, entry == localhost, entry == allAddresses:
+			if slices.Contains(list[:i], entry) {
+				r.complainOf(name, i, quote(entry)+" is there twice")
+			}
+		case text == "", r.bad[path{name}.index(i).String()]:
+		case strings.Contains(entry, "/"):
 			r.complainOf(name, i, text)
+		default:
+			r.complainOf(name, i, text+", nor one of primary, localhost, all")
 		}
+	}
+}
+
+// checkMode looks at what a feature gate forbids. What follows from the mode falls with it.
+func (r *reading) checkMode() {
+	if c := &r.doc.KubeProxy; c.Mode == modeIPVS && disabled(c.FeatureGates, gateIPVS) {
+		r.complain("mode", quote(modeIPVS)+" is disabled by the feature gate "+gateIPVS, verdictKind+".ipvs")
 	}
 }
 
@@ -312,6 +323,9 @@ func (r *reading) note() {
 		}
 	}
 	r.noteMark()
+	if slices.Contains(c.NodePortAddresses, localhost) && !*c.IPTables.LocalhostNodePorts {
+		r.tell(Note, path{"nodePortAddresses"}, quote(localhost)+" has no effect: iptables.localhostNodePorts is false")
+	}
 	if idle := idleGates(c.FeatureGates); len(idle) > 0 {
 		r.tell(Note, path{"featureGates"}, "these have no effect: "+strings.Join(idle, ", "))
 	}
@@ -338,6 +352,10 @@ func (r *reading) noteMode() {
 	}
 	if mode == modeNFTables {
 		return
+	}
+	rejected := slices.ContainsFunc(r.complaints, func(c complaint) bool { return c.at.String() == "mode" })
+	if mode == "" && !rejected {
+		r.tell(Note, path{"mode"}, "it is not set, which means iptables; from kube-proxy 1.40 on it will mean nftables")
 	}
 	if r.doc.KubeProxy.NodePortAddresses == nil {
 		r.tell(Note, path{"nodePortAddresses"}, "it is not set, which in mode "+modeName(mode)+
@@ -366,7 +384,7 @@ func modeName(mode string) string {
 // idleGates gives the feature gates that decide nothing here. kube-proxy knows all of Kubernetes' gates.
 func idleGates(gates map[string]bool) (idle []string) {
 	for name := range gates {
-		if name != gateExternalIPs {
+		if name != gateExternalIPs && name != gateIPVS {
 			idle = append(idle, clip(name))
 		}
 	}

@@ -54,7 +54,7 @@ func TestKubeadmWrites(t *testing.T) {
 	}
 }
 
-// TestKubeadm: the file that kubeadm 1.36 writes works as it is, and what differs from kube-proxy is said.
+// TestKubeadm: the file that kubeadm 1.37 writes works as it is, and what differs from kube-proxy is said.
 func TestKubeadm(t *testing.T) {
 	s, problems, err := Load("testdata/kubeadm.conf", parse(t, "--hostname-override=Node-1"), nil)
 	if err != nil {
@@ -74,7 +74,8 @@ func TestKubeadm(t *testing.T) {
 	}
 	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
 		"node ports answer at all addresses of this host; [primary] would be those of its Node"
-	if got := texts(problems); !slices.Equal(got, []string{wantText}) {
+	wantMode := "testdata/kubeadm.conf:52: mode: it is not set, which means iptables; from kube-proxy 1.40 on it will mean nftables"
+	if got := texts(problems); !slices.Equal(got, []string{wantMode, wantText}) {
 		t.Errorf("it says %s", strings.Join(got, "\n"))
 	}
 }
@@ -150,6 +151,59 @@ func TestNothingOpens(t *testing.T) {
 		if !slices.Equal(s.Policy.NodePortAddresses, want) {
 			t.Errorf("%q: %v; want %v", text, s.Policy.NodePortAddresses, want)
 		}
+	}
+}
+
+// TestNodePortKeywords: keywords stand in a list with ranges and with each other, as in kube-proxy 1.37.
+func TestNodePortKeywords(t *testing.T) {
+	v4, v6 := prefixes("0.0.0.0/0", "127.0.0.0/8"), prefixes("::/0", "::1/128")
+	for _, row := range []struct {
+		list    string
+		ranges  []netip.Prefix
+		primary bool
+		said    string
+	}{
+		{"primary", nil, true, ""},
+		{"all", []netip.Prefix{v4[0], v6[0]}, false, ""},
+		{"localhost", []netip.Prefix{v4[1], v6[1]}, false, ""},
+		{"localhost, 10.0.0.0/8, primary", append([]netip.Prefix{v4[1], v6[1]}, prefixes("10.0.0.0/8")...), true, ""},
+		{"primary, all", []netip.Prefix{v4[0], v6[0]}, true, ""},
+		{"primary, primary", nil, true, `nodePortAddresses[1]: "primary" is there twice; it is left out`},
+		{"primary, localhosts", nil, true,
+			`nodePortAddresses[1]: "localhosts" is no range of addresses such as 10.244.0.0/16, nor one of primary, localhost, all; it is left out`},
+		{"Primary", []netip.Prefix{{}}, false, "nodePortAddresses: no entry is left, so that node ports answer nowhere"},
+	} {
+		for _, mode := range []string{modeIPTables, modeIPVS, modeNFTables} {
+			s, said := loadText(t, head+"mode: "+mode+"\nnodePortAddresses: ["+row.list+"]\n")
+			if p := s.Policy; !slices.Equal(p.NodePortAddresses, row.ranges) || p.NodePortPrimary != row.primary {
+				t.Errorf("%s, mode %s: %v, primary %v", row.list, mode, p.NodePortAddresses, p.NodePortPrimary)
+			}
+			if text := strings.Join(said, "\n"); !strings.Contains(text, row.said) || row.said == "" && strings.Contains(text, "nodePort") {
+				t.Errorf("%s, mode %s: it says %s", row.list, mode, text)
+			}
+		}
+	}
+	_, said := loadText(t, head+"mode: nftables\nnodePortAddresses: [primary, localhost]\niptables: {localhostNodePorts: false}\n")
+	if want := "f:4: nodePortAddresses: \"localhost\" has no effect: iptables.localhostNodePorts is false"; !slices.Contains(said, want) {
+		t.Errorf("it says %s", strings.Join(said, "\n"))
+	}
+}
+
+// TestIPVSGate: the feature gate KubeProxyIPVS rejects mode ipvs, with all that follows from the mode.
+func TestIPVSGate(t *testing.T) {
+	const on, off = "mode: ipvs\nfeatureGates: {KubeProxyIPVS: true}\n", "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}\n"
+	before, said := loadText(t, head+on+"nodePortAddresses: [primary]\n")
+	if before.Policy.IPVS.Mode != dataplane.IPVSAlways || slices.ContainsFunc(said, func(s string) bool { return strings.Contains(s, "featureGates") }) {
+		t.Errorf("with the gate: %v; it says %v", before.Policy.IPVS.Mode, said)
+	}
+	s, said := loadText(t, head+off)
+	want := `f:3: mode: "ipvs" is disabled by the feature gate KubeProxyIPVS; the defaults are used`
+	if s.Policy.IPVS.Mode != dataplane.IPVSAuto || s.KubeProxy().Mode != "" || !slices.Contains(said, want) {
+		t.Errorf("without: %v, mode %q; it says %s", s.Policy.IPVS.Mode, s.KubeProxy().Mode, strings.Join(said, "\n"))
+	}
+	s, _, err := load("f", []byte(head+off), nil, before)
+	if err != nil || s.Policy.IPVS.Mode != dataplane.IPVSAlways || s.KubeProxy().Mode != modeIPVS {
+		t.Errorf("while running: %v, mode %q, %v", s.Policy.IPVS.Mode, s.KubeProxy().Mode, err)
 	}
 }
 
@@ -268,7 +322,7 @@ func TestSettings(t *testing.T) {
 			return s.Policy.DetectLocal.Mode == dataplane.DetectBridgeInterface && s.Policy.DetectLocal.Interface == "cni0"
 		},
 	} {
-		s, said := loadText(t, head+"nodePortAddresses: [primary]\n"+text)
+		s, said := loadText(t, head+"mode: nftables\n"+text)
 		if !check(s) || len(said) > 0 {
 			t.Errorf("%q: %+v; it says %v", text, s, said)
 		}

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// kubeProxyFlags are those that kube-proxy 1.36 has, but for --help.
+// kubeProxyFlags are those that kube-proxy 1.37 has, but for --help.
 const kubeProxyFlags = `bind-address bind-address-hard-fail boot-id-file cleanup cluster-cidr config config-sync-period conntrack-max-per-core
 conntrack-min conntrack-tcp-be-liberal conntrack-tcp-timeout-close-wait conntrack-tcp-timeout-established conntrack-udp-timeout
 conntrack-udp-timeout-stream detect-local-mode feature-gates healthz-bind-address healthz-port hostname-override init-only
@@ -66,7 +66,12 @@ conntrack: {min: 7}
 		{"--nodeport-addresses=192.0.2.0/24,fd00::/8 --nodeport-addresses=198.51.100.0/24", func(s *Settings) bool {
 			return slices.Equal(s.Policy.NodePortAddresses, prefixes("192.0.2.0/24", "fd00::/8", "198.51.100.0/24"))
 		}},
-		{"--nodeport-addresses=primary", func(s *Settings) bool { return s.Policy.NodePortAddresses == nil }},
+		{"--nodeport-addresses=primary", func(s *Settings) bool {
+			return s.Policy.NodePortAddresses == nil && s.Policy.NodePortPrimary
+		}},
+		{"--nodeport-addresses=primary,10.0.0.0/8", func(s *Settings) bool {
+			return slices.Equal(s.Policy.NodePortAddresses, prefixes("10.0.0.0/8")) && s.Policy.NodePortPrimary
+		}},
 		{"--feature-gates=B=false,C=true --feature-gates=D=true", func(s *Settings) bool {
 			return s.Document.text(path{"featureGates"}) == `{"A":true,"B":false,"C":true,"D":true}`
 		}},
@@ -103,28 +108,28 @@ conntrack: {min: 7}
 // TestFlagErrors: a wrong flag is an error at once, whatever the file says. A wrong value in the file that a flag overrides is none.
 func TestFlagErrors(t *testing.T) {
 	for args, want := range map[string]string{
-		"--conntrack-min=many":                                          `invalid argument "many" for "--conntrack-min" flag: "many" is no whole number`,
-		"--masquerade-all=perhaps":                                      `invalid argument "perhaps" for "--masquerade-all" flag: "perhaps" is neither true nor false`,
-		"--ipvs-udp-timeout=30":                                         `invalid argument "30" for "--ipvs-udp-timeout" flag: "30" is no duration such as 30s or 1h30m`,
-		"--feature-gates=A":                                             `invalid argument "A" for "--feature-gates" flag: "A" is no NAME=true and no NAME=false`,
-		"--keeper=dog":                                                  `invalid argument "dog" for "--keeper" flag: "dog" is none of auto, process, systemd, none`,
-		"-v=loud":                                                       `invalid argument "loud" for "-v, --v" flag: "loud" is no whole number`,
-		"--healthz-port=99999":                                          `invalid argument "99999" for "--healthz-port" flag: "99999" is no port`,
-		"--nodeport-addresses=primary,10.0.0.0/8":                       `--nodeport-addresses: "primary" stands alone, without ranges`,
-		"--nodeport-addresses=10.0.0.0/8,10.0.0.0/99":                   `--nodeport-addresses: "10.0.0.0/99" is no range of addresses such as 10.244.0.0/16`,
-		"--cluster-cidr=10.244.0.0":                                     `--cluster-cidr: "10.244.0.0" is no range of addresses such as 10.244.0.0/16`,
-		"--cluster-cidr=10.244.0.0/16,10.245.0.0/16":                    `--cluster-cidr: "10.245.0.0/16" is a second range of its family`,
-		"--cluster-cidr=::ffff:10.0.0.0/104":                            `--cluster-cidr: "::ffff:10.0.0.0/104" is no range of addresses such as 10.244.0.0/16`,
-		"--detect-local-mode=Magic":                                     `--detect-local-mode: "Magic" is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`,
-		"--detect-local-mode=BridgeInterface":                           `--detect-local-mode: BridgeInterface needs a name: detectLocal.bridgeInterface, or --pod-bridge-interface`,
+		"--conntrack-min=many":                        `invalid argument "many" for "--conntrack-min" flag: "many" is no whole number`,
+		"--masquerade-all=perhaps":                    `invalid argument "perhaps" for "--masquerade-all" flag: "perhaps" is neither true nor false`,
+		"--ipvs-udp-timeout=30":                       `invalid argument "30" for "--ipvs-udp-timeout" flag: "30" is no duration such as 30s or 1h30m`,
+		"--feature-gates=A":                           `invalid argument "A" for "--feature-gates" flag: "A" is no NAME=true and no NAME=false`,
+		"--keeper=dog":                                `invalid argument "dog" for "--keeper" flag: "dog" is none of auto, process, systemd, none`,
+		"-v=loud":                                     `invalid argument "loud" for "-v, --v" flag: "loud" is no whole number`,
+		"--healthz-port=99999":                        `invalid argument "99999" for "--healthz-port" flag: "99999" is no port`,
+		"--nodeport-addresses=all,all":                `--nodeport-addresses: "all" is there twice`,
+		"--nodeport-addresses=10.0.0.0/8,10.0.0.0/99": `--nodeport-addresses: "10.0.0.0/99" is no range of addresses such as 10.244.0.0/16`,
+		"--cluster-cidr=10.244.0.0":                   `--cluster-cidr: "10.244.0.0" is no range of addresses such as 10.244.0.0/16`,
+		"--cluster-cidr=10.244.0.0/16,10.245.0.0/16":  `--cluster-cidr: "10.245.0.0/16" is a second range of its family`,
+		"--cluster-cidr=::ffff:10.0.0.0/104":          `--cluster-cidr: "::ffff:10.0.0.0/104" is no range of addresses such as 10.244.0.0/16`,
+		"--detect-local-mode=Magic":                   `--detect-local-mode: "Magic" is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`,
+		"--detect-local-mode=BridgeInterface":         `--detect-local-mode: BridgeInterface needs a name: detectLocal.bridgeInterface, or --pod-bridge-interface`,
 		"--detect-local-mode=BridgeInterface --pod-bridge-interface=a*": `--pod-bridge-interface: "a*" is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)`,
-		"--proxy-mode=userspace":                                        `--proxy-mode: "userspace" is none of iptables, ipvs, nftables`,
-		"--bind-address=node-1":                                         `--bind-address: "node-1" is no IP address`,
-		"--metrics-bind-address=localhost:1":                            `--metrics-bind-address: "localhost:1" is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1`,
-		"--hostname-override= ":                                         `--hostname-override: it is nothing but spaces`,
-		"--iptables-min-sync-period=31s":                                `--iptables-min-sync-period: 31s is more than the syncPeriod, 30s`,
-		"--from=/m --kubeconfig=/k":                                     `--from and --kubeconfig exclude each other`,
-		"--conntrack-min=-1 --oom-score-adj=2000":                       "--oom-score-adj: 2000 is not within -1000 to 1000\n--conntrack-min: -1 is less than 0",
+		"--proxy-mode=userspace":                  `--proxy-mode: "userspace" is none of iptables, ipvs, nftables`,
+		"--bind-address=node-1":                   `--bind-address: "node-1" is no IP address`,
+		"--metrics-bind-address=localhost:1":      `--metrics-bind-address: "localhost:1" is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1`,
+		"--hostname-override= ":                   `--hostname-override: it is nothing but spaces`,
+		"--iptables-min-sync-period=31s":          `--iptables-min-sync-period: 31s is more than the syncPeriod, 30s`,
+		"--from=/m --kubeconfig=/k":               `--from and --kubeconfig exclude each other`,
+		"--conntrack-min=-1 --oom-score-adj=2000": "--oom-score-adj: 2000 is not within -1000 to 1000\n--conntrack-min: -1 is less than 0",
 	} {
 		f := &Flags{}
 		fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
@@ -144,7 +149,7 @@ func TestFlagErrors(t *testing.T) {
 			t.Errorf("%q: %v\nwant %s", args, err, want)
 		}
 	}
-	s, said := loadText(t, head+"clusterCIDR: [10.0.0.0/8]\nnodePortAddresses: [primary]\n", "--cluster-cidr=10.9.0.0/16")
+	s, said := loadText(t, head+"clusterCIDR: [10.0.0.0/8]\nmode: nftables\n", "--cluster-cidr=10.9.0.0/16")
 	if want := "f:3: clusterCIDR: a list is no text; --cluster-cidr is used"; !slices.Equal(said, []string{want}) || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
 		t.Errorf("it says %v", said)
 	}

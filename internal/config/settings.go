@@ -111,9 +111,13 @@ const (
 	contentProtobuf = "application/vnd.kubernetes.protobuf"
 	contentJSON     = "application/json"
 
-	primary = "primary"
+	// keywords of nodePortAddresses
+	primary      = "primary"
+	localhost    = "localhost"
+	allAddresses = "all"
 
 	gateExternalIPs = "AllowServiceExternalIPs"
+	gateIPVS        = "KubeProxyIPVS"
 )
 
 // off is the address of a server that a flag switched off. No file can say it: it is no address.
@@ -174,9 +178,9 @@ func (d *Document) policy() dataplane.Config {
 		MasqueradeAll:      c.IPTables.MasqueradeAll,
 		LocalhostNodePorts: *c.IPTables.LocalhostNodePorts,
 		NoExternalIPs:      disabled(c.FeatureGates, gateExternalIPs),
-		NodePortAddresses:  nodePortAddresses(c.NodePortAddresses, string(c.Mode)),
 		IPVS:               d.ipvs(),
 	}
+	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))
 	if c.Mode == modeNFTables {
 		p.MasqueradeAll = c.NFTables.MasqueradeAll
 	}
@@ -229,27 +233,39 @@ func clusterCIDRs(text string) []string {
 	return strings.Split(text, ",")
 }
 
-var everywhere = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+// The ranges that two keywords of nodePortAddresses stand for.
+var (
+	everywhere = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+	loopback   = []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128")}
+)
 
-// nodePortAddresses gives the ranges as the data plane has them. If none are given, that means to kube-proxy all addresses in its
-// older modes, and the Node's in mode nftables. A list out of which all entries had to be left, which is empty and not nil, is a range
-// that holds nothing.
-func nodePortAddresses(list []string, mode string) []netip.Prefix {
+// nodePortAddresses gives the list as the data plane has it: ranges, and whether the Node's primary addresses are among
+// them. An unset list means all addresses in kube-proxy's older modes. In mode nftables it means primary, to which the
+// data plane adds 127.0.0.1. A list that lost all its entries, which is empty and not nil, is a range that holds nothing.
+func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPrimary bool) {
 	switch {
-	case list == nil && mode == modeNFTables, len(list) == 1 && list[0] == primary:
-		return nil
+	case list == nil && mode == modeNFTables:
+		return nil, false
 	case list == nil:
-		return everywhere
+		return everywhere, false
 	case len(list) == 0:
-		return []netip.Prefix{{}}
+		return []netip.Prefix{{}}, false
 	}
-	var ranges []netip.Prefix
 	for _, text := range list {
-		if r, ok := parsePrefix(text); ok {
-			ranges = append(ranges, r)
+		switch text {
+		case primary:
+			atPrimary = true
+		case localhost:
+			ranges = append(ranges, loopback...)
+		case allAddresses:
+			ranges = append(ranges, everywhere...)
+		default:
+			if r, ok := parsePrefix(text); ok {
+				ranges = append(ranges, r)
+			}
 		}
 	}
-	return ranges
+	return ranges, atPrimary
 }
 
 // Sysctls gives what is to be set on a host with so many CPUs. A limit is never lowered: somebody raised it for a reason.

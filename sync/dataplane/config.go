@@ -13,10 +13,12 @@ type Config struct {
 	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
 	// NodePortAddresses are the ranges whose addresses on this host answer on node ports; a family without a range has no node
-	// ports. Empty means the node's primary addresses: the Node object's first of each family that is on this host. The zero
-	// Prefix is a range that holds nothing.
+	// ports. The zero Prefix is a range that holds nothing.
 	NodePortAddresses []netip.Prefix
-	// LocalhostNodePorts makes IPv4 node ports answer on 127.0.0.1 too: with NodePortAddresses empty, or when they hold it.
+	// NodePortPrimary adds the node's primary addresses: the Node object's first of each family that is on this host. With
+	// neither this nor a range, node ports answer at the primary addresses and on 127.0.0.1.
+	NodePortPrimary bool
+	// LocalhostNodePorts lets IPv4 node ports answer on 127.0.0.1, if a range holds it or nothing is said about addresses.
 	LocalhostNodePorts bool
 	// NoExternalIPs leaves out what Services have as spec.externalIPs.
 	NoExternalIPs bool

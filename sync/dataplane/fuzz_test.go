@@ -60,6 +60,7 @@ func (d *dice) config() Config {
 		},
 		MasqueradeAll:      d.yes(),
 		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
+		NodePortPrimary:    d.yes(),
 		LocalhostNodePorts: d.yes(),
 		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
 			// Below 8 nothing stays out that would get in now, so that increments add up to what is computed anew.
@@ -71,7 +72,7 @@ func (d *dice) config() Config {
 // otherConfig changes one thing of a Config.
 func (d *dice) otherConfig(c Config) Config {
 	other := d.config()
-	switch d.n(9) {
+	switch d.n(10) {
 	case 0:
 		c.NodeName = pick(d, "here", "there")
 	case 1:
@@ -88,7 +89,9 @@ func (d *dice) otherConfig(c Config) Config {
 		c.NodeIP = pick(d, append(walkHosts, netip.Addr{})...)
 	case 7:
 		c.IPVS = other.IPVS
-	case 8: // the same once more
+	case 8:
+		c.NodePortPrimary = !c.NodePortPrimary
+	case 9: // the same once more
 	}
 	return c
 }

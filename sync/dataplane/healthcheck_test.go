@@ -62,19 +62,22 @@ func TestHealthCheckAddrs(t *testing.T) {
 	const host = "127.0.0.1 192.168.0.1 192.168.0.2 ::1 fd00:192::1 fe80::1"
 	for _, test := range []struct {
 		what, list, host, want string
+		primary                bool
 	}{
-		{"primary", "", host, "192.168.0.1 fd00:192::1"},
-		{"a range", "192.168.0.0/24", host, "192.168.0.1 192.168.0.2"},
-		{"everything", "0.0.0.0/0 ::/0", host, "0.0.0.0 ::"},
-		{"all of a family", "10.0.0.0/8 0.0.0.0/0 fd00::/8", host, "0.0.0.0 fd00:192::1"},
-		{"a family the host does not speak", "0.0.0.0/0 ::/0", "192.168.0.1", "0.0.0.0"},
-		{"nothing is known of the host", "0.0.0.0/0", "", "0.0.0.0"},
-		{"never at loopback", "127.0.0.0/8", host, ""},
+		{"primary", "", host, "192.168.0.1 fd00:192::1", false},
+		{"a range", "192.168.0.0/24", host, "192.168.0.1 192.168.0.2", false},
+		{"primary and a range", "192.168.0.2/32", host, "192.168.0.1 192.168.0.2 fd00:192::1", true},
+		{"primary and everything of IPv4", "0.0.0.0/0", host, "0.0.0.0 fd00:192::1", true},
+		{"everything", "0.0.0.0/0 ::/0", host, "0.0.0.0 ::", false},
+		{"all of a family", "10.0.0.0/8 0.0.0.0/0 fd00::/8", host, "0.0.0.0 fd00:192::1", false},
+		{"a family the host does not speak", "0.0.0.0/0 ::/0", "192.168.0.1", "0.0.0.0", false},
+		{"nothing is known of the host", "0.0.0.0/0", "", "0.0.0.0", false},
+		{"never at loopback", "127.0.0.0/8", host, "", false},
 	} {
 		s := snapshot.New()
 		s.Node = snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1 fd00:192::1")}
 		s.HostAddrs = addrs(test.host)
-		cfg := Config{NodePortAddresses: prefixes(test.list), LocalhostNodePorts: true}
+		cfg := Config{NodePortAddresses: prefixes(test.list), NodePortPrimary: test.primary, LocalhostNodePorts: true}
 		if got := HealthCheckAddrs(cfg, s); !slices.Equal(got, addrs(test.want)) {
 			t.Errorf("%s: %v; want %s", test.what, got, test.want)
 		}

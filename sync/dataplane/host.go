@@ -98,10 +98,11 @@ func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods 
 
 var localhost = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
-// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does, as in all of kube-proxy's modes: the
-// kernel has no route_localnet for IPv6.
+// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does: the kernel has no route_localnet for
+// IPv6. kube-proxy reaches it only by a proxy in user space, behind an alpha feature gate.
 func localhostNodePorts(cfg Config) bool {
-	return cfg.LocalhostNodePorts && (len(cfg.NodePortAddresses) == 0 || contain(cfg.NodePortAddresses, localhost))
+	unset := len(cfg.NodePortAddresses) == 0 && !cfg.NodePortPrimary
+	return cfg.LocalhostNodePorts && (unset || contain(cfg.NodePortAddresses, localhost))
 }
 
 // nodeAddrs gives the node's addresses: those of its object, or as kube-proxy's bindAddress has it, in one family what the operator
@@ -121,10 +122,16 @@ func nodeAddrs(said netip.Addr, object []netip.Addr) []netip.Addr {
 
 // nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
 func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
-	if len(cfg.NodePortAddresses) == 0 {
-		return primaryAddr(nodeAddrs(cfg.NodeIP, s.Node.Addresses), s.HostAddrs, f)
+	var addrs []netip.Addr
+	if cfg.NodePortPrimary || len(cfg.NodePortAddresses) == 0 {
+		addrs = primaryAddr(nodeAddrs(cfg.NodeIP, s.Node.Addresses), s.HostAddrs, f)
 	}
-	return listedAddrs(cfg.NodePortAddresses, s, f)
+	for _, a := range listedAddrs(cfg.NodePortAddresses, s, f) {
+		if !slices.Contains(addrs, a) {
+			addrs = append(addrs, a)
+		}
+	}
+	return addrs
 }
 
 // primaryAddr gives the node's first address of the family that is on this host, as kube-proxy's "primary" does, with

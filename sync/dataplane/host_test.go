@@ -35,6 +35,7 @@ func TestNodePortAddresses(t *testing.T) {
 		want              string
 		loopbackIsClaimed bool
 		nodeIP            string
+		primary           bool
 	}{
 		{what: "primary", node: node, host: hostAddrs, want: node},
 		{what: "primary, the host's addresses unknown", node: node, want: node},
@@ -46,6 +47,14 @@ func TestNodePortAddresses(t *testing.T) {
 		{what: "primary, no node yet", host: hostAddrs, want: ""},
 		{what: "primary and localhost", node: node, host: hostAddrs, localhost: true,
 			want: "127.0.0.1 " + node, loopbackIsClaimed: true},
+		{what: "primary by name, localhost not listed", primary: true, node: node, host: hostAddrs, localhost: true, want: node},
+		{what: "primary and localhost by name", primary: true, list: "127.0.0.0/8 ::1/128", node: node, host: hostAddrs,
+			localhost: true, want: "127.0.0.1 " + node, loopbackIsClaimed: true},
+		{what: "primary and a range that holds it", primary: true, list: "192.168.0.0/24", node: node, host: hostAddrs,
+			want: "192.168.0.1 192.168.0.2 fd00:192::1"},
+		{what: "primary and a range that holds nothing", primary: true, list: "-", node: node, host: hostAddrs, localhost: true, want: node},
+		{what: "localhost by name", list: "127.0.0.0/8 ::1/128", node: node, host: hostAddrs, localhost: true,
+			want: "127.0.0.1", loopbackIsClaimed: true},
 		{what: "localhost does not wait for the node", host: hostAddrs, localhost: true, want: "127.0.0.1", loopbackIsClaimed: true},
 		{what: "primary is what the operator says", node: node, host: hostAddrs, nodeIP: "192.168.0.2", want: "192.168.0.2 fd00:192::1"},
 		{what: "the operator says it in IPv6", node: node, host: hostAddrs, nodeIP: "fd00:192::2", want: "192.168.0.1 fd00:192::2"},
@@ -79,7 +88,7 @@ func TestNodePortAddresses(t *testing.T) {
 			s := snapshot.New()
 			s.Node = snapshot.Node{Name: "here", Addresses: addrs(test.node)}
 			s.HostAddrs, s.ServiceCIDRs = addrs(test.host), prefixes(test.serviceCIDRs)
-			cfg := Config{LocalhostNodePorts: test.localhost}
+			cfg := Config{LocalhostNodePorts: test.localhost, NodePortPrimary: test.primary}
 			if test.list == "-" {
 				cfg.NodePortAddresses = []netip.Prefix{{}}
 			} else {
