@@ -37,6 +37,13 @@ func programmingBuckets() []float64 {
 		prometheus.LinearBuckets(60, 5, 12), prometheus.LinearBuckets(120, 30, 7))
 }
 
+// As in kube-proxy since 1.37, a histogram is a native one, too, for whoever asks for that by protobuf: each of its buckets is
+// at most a tenth wider than the last, and there are no more than so many.
+const (
+	nativeFactor  = 1.1
+	nativeBuckets = 160
+)
+
 // maker makes metrics and registers them.
 type maker struct{ prometheus.Registerer }
 
@@ -69,7 +76,10 @@ func (m maker) gaugeFunc(name, help string, labels prometheus.Labels, value func
 }
 
 func (m maker) histograms(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
+	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: name, Help: help, Buckets: buckets,
+		NativeHistogramBucketFactor: nativeFactor, NativeHistogramMaxBucketNumber: nativeBuckets,
+	}, labels)
 	m.MustRegister(h)
 	return h
 }
@@ -77,7 +87,7 @@ func (m maker) histograms(name, help string, buckets []float64, labels ...string
 func (k *kubeProxy) register(registry, slis prometheus.Registerer, o *Options, r *reader) {
 	m := maker{registry}
 	k.registerSync(m, o)
-	m.MustRegister(noLocal{r})
+	m.MustRegister(noLocal{r}, atLocalhost{r})
 	k.healthz = m.counters("kubeproxy_proxy_healthz_total", "Cumulative proxy healthz HTTP status", "code")
 	k.livez = m.counters("kubeproxy_proxy_livez_total", "Cumulative proxy livez HTTP status", "code")
 	k.conntrackSync = m.histograms("kubeproxy_conntrack_reconciler_sync_duration_seconds",
@@ -182,5 +192,22 @@ func (n noLocal) Collect(ch chan<- prometheus.Metric) {
 	for i, f := range families {
 		ch <- prometheus.MustNewConstMetric(noLocalDesc, prometheus.GaugeValue, float64(counts[i].internal), "internal", f)
 		ch <- prometheus.MustNewConstMetric(noLocalDesc, prometheus.GaugeValue, float64(counts[i].external), "external", f)
+	}
+}
+
+// atLocalhost shows how many node ports answer at localhost. kube-proxy 1.37 has a listener for each, behind a feature gate; here
+// the kernel translates, IPv4 alone, and the gauge counts what answers as one of those listeners would.
+type atLocalhost struct{ r *reader }
+
+var atLocalhostDesc = prometheus.NewDesc("kubeproxy_nftables_localhost_nodeport_listeners",
+	"Number of node ports that answer at localhost, without a listener", []string{ipFamily}, nil)
+
+func (atLocalhost) Describe(ch chan<- *prometheus.Desc) { ch <- atLocalhostDesc }
+
+func (l atLocalhost) Collect(ch chan<- prometheus.Metric) {
+	var counts ipfamily.Per[int]
+	l.r.locked(func() { counts = l.r.atLocalhost })
+	for i, f := range families {
+		ch <- prometheus.MustNewConstMetric(atLocalhostDesc, prometheus.GaugeValue, float64(counts[i]), f)
 	}
 }

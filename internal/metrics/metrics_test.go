@@ -286,6 +286,61 @@ func TestKubeProxyValues(t *testing.T) {
 	}
 }
 
+// TestLocalhostNodePorts: kube-proxy 1.37 counts its listeners at 127.0.0.1 and ::1; here it is what answers there.
+func TestLocalhostNodePorts(t *testing.T) {
+	s := snapshot.New()
+	put := func(name, clusterIP string, port uint16, endpoints ...netip.Addr) {
+		n := snapshot.Name{Namespace: "ns", Name: name}
+		svc := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.MustParseAddr(clusterIP)},
+			Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80, NodePort: port}, {Name: "u", Protocol: snapshot.UDP, Port: 80}}}
+		slice := &snapshot.Slice{Name: n, Service: name, Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 80}}}
+		for _, a := range endpoints {
+			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Ready: true, Serving: true})
+		}
+		s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc}, Slices: map[snapshot.Name]*snapshot.Slice{n: slice}})
+	}
+	put("answers", "10.96.0.1", 30001, netip.MustParseAddr("10.1.0.1"))
+	put("empty", "10.96.0.2", 30002)
+	put("internal", "10.96.0.3", 0, netip.MustParseAddr("10.1.0.2"))
+	r := newReader(&Options{})
+	expect := func(want ipfamily.Per[int]) {
+		t.Helper()
+		if r.catchUp(); r.atLocalhost != want {
+			t.Errorf("%v; want %v", r.atLocalhost, want)
+		}
+	}
+	st, _ := dataplane.Compute(dataplane.Config{LocalhostNodePorts: true}, s)
+	for _, svc := range st.Services {
+		r.countLocal(svc, +1)
+	}
+	expect(ipfamily.Per[int]{1, 0})
+	for _, svc := range st.Services {
+		r.countLocal(svc, -1)
+	}
+	expect(ipfamily.Per[int]{})
+}
+
+// TestNativeHistograms: who asks for them gets kube-proxy's sparse buckets besides the classic ones, as from kube-proxy 1.37.
+func TestNativeHistograms(t *testing.T) {
+	w := everything(t, Off)
+	found := 0
+	for _, f := range gather(t, w) {
+		if f.GetType() != dto.MetricType_HISTOGRAM {
+			continue
+		}
+		for _, m := range f.Metric {
+			h := m.GetHistogram()
+			if h.Schema == nil || len(h.Bucket) == 0 {
+				t.Errorf("%s: schema %v, %d classic buckets", f.GetName(), h.Schema, len(h.Bucket))
+			}
+			found++
+		}
+	}
+	if found == 0 {
+		t.Error("there is no histogram")
+	}
+}
+
 // TestOwnValues: what happened, under our names.
 func TestOwnValues(t *testing.T) {
 	w := everything(t, Off)

@@ -61,6 +61,8 @@ type reader struct {
 	carried   map[snapshot.Name]*dataplane.Service
 	// noLocal counts, by family, Service ports with policy Local, endpoints, and none of them here.
 	noLocal ipfamily.Per[localCount]
+	// atLocalhost counts, by family, Service ports with endpoints whose node port answers at localhost.
+	atLocalhost ipfamily.Per[int]
 
 	// running is closed when the reading under way ends; nil if there is none.
 	running  chan struct{}
@@ -149,22 +151,28 @@ func (r *reader) catchUp() {
 // localCount counts Service ports by the policy that leaves them without an endpoint.
 type localCount struct{ internal, external int }
 
-// countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them.
+// countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them, and
+// those whose node port answers at localhost.
 func (r *reader) countLocal(svc *dataplane.Service, by int) {
 	if svc == nil {
 		return
 	}
 	for _, sp := range svc.Ports {
-		var internal, external bool
+		var internal, external, atLocalhost bool
 		for i := range sp.Frontends {
 			fe := &sp.Frontends[i]
+			atLocalhost = atLocalhost || fe.Key.Addr.IsLoopback() && len(fe.Route(dataplane.Node).Pool.Endpoints) > 0
 			if pool := fe.Route(dataplane.Anyone).Pool; len(pool.Endpoints) > 0 || pool.Empty != dataplane.Drop {
 				continue
 			}
 			internal = internal || fe.Kind == dataplane.ClusterIP
 			external = external || fe.Kind != dataplane.ClusterIP
 		}
-		n := &r.noLocal[ipfamily.Of(sp.Frontends[0].Key.Addr)]
+		family := ipfamily.Of(sp.Frontends[0].Key.Addr)
+		if atLocalhost {
+			r.atLocalhost[family] += by
+		}
+		n := &r.noLocal[family]
 		if internal {
 			n.internal += by
 		}
