@@ -93,6 +93,7 @@ func TestReloadInKernel(t *testing.T) {
 		{"mode: nftables\niptables: {localhostNodePorts: false}\n", "mode: ipvs\nnodePortAddresses: [0.0.0.0/0]\n" + noIPVS},
 		{"mode: nftables\ndetectLocalMode: NodeCIDR\n", "mode: nftables\ndetectLocalMode: Magic\nnodePortAddresses: [127.0.0.0/8, 10.0.0.0/33]\nbindAddress: 127.0.0.1\n",
 			"mode: nftables\nbindAddress: 127.0.0.1\nnodePortAddresses: [127.0.0.0/8]\n"},
+		{"mode: nftables\nnodePortAddresses: [primary]\n", "mode: nftables\nnodePortAddresses: [localhost, primary]\n"},
 	} {
 		r.configure(steps[0])
 		r.start()
