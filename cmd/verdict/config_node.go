@@ -123,7 +123,8 @@ func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string)
 	case d.Mode == dataplane.DetectNodeCIDR && lacks(n.PodCIDRs):
 		add("the Node is %s first, and its podCIDRs (%s) have no %s range", family, list(n.PodCIDRs), family)
 	}
-	if len(c.NodePortAddresses) > 0 && !c.NodePortPrimary && c.NodePortAddresses[0].IsValid() && lacks(c.NodePortAddresses) {
+	ranges := len(c.NodePortAddresses) > 0 && c.NodePortAddresses[0].IsValid()
+	if ranges && !c.NodePortPrimary && lacks(c.NodePortAddresses) {
 		add("the Node is %s first, and nodePortAddresses (%s) has no %s range: node ports do not answer in %s", family, list(c.NodePortAddresses), family, family)
 	}
 	return found

@@ -74,7 +74,8 @@ func TestKubeadm(t *testing.T) {
 	}
 	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
 		"node ports answer at all addresses of this host; [primary] would be those of its Node"
-	wantMode := "testdata/kubeadm.conf:52: mode: it is not set, which means iptables; from kube-proxy 1.40 on it will mean nftables"
+	wantMode := "testdata/kubeadm.conf:52: mode: it is not set, which means iptables; " +
+		"from kube-proxy 1.40 on it will mean nftables"
 	if got := texts(problems); !slices.Equal(got, []string{wantMode, wantText}) {
 		t.Errorf("it says %s", strings.Join(got, "\n"))
 	}
@@ -170,7 +171,8 @@ func TestNodePortKeywords(t *testing.T) {
 		{"primary, all", []netip.Prefix{v4[0], v6[0]}, true, ""},
 		{"primary, primary", nil, true, `nodePortAddresses[1]: "primary" is there twice; it is left out`},
 		{"primary, localhosts", nil, true,
-			`nodePortAddresses[1]: "localhosts" is no range of addresses such as 10.244.0.0/16, nor one of primary, localhost, all; it is left out`},
+			`nodePortAddresses[1]: "localhosts" is no range of addresses such as 10.244.0.0/16, ` +
+				`nor one of primary, localhost, all; it is left out`},
 		{"Primary", []netip.Prefix{{}}, false, "nodePortAddresses: no entry is left, so that node ports answer nowhere"},
 	} {
 		for _, mode := range []string{modeIPTables, modeIPVS, modeNFTables} {
@@ -178,22 +180,28 @@ func TestNodePortKeywords(t *testing.T) {
 			if p := s.Policy; !slices.Equal(p.NodePortAddresses, row.ranges) || p.NodePortPrimary != row.primary {
 				t.Errorf("%s, mode %s: %v, primary %v", row.list, mode, p.NodePortAddresses, p.NodePortPrimary)
 			}
-			if text := strings.Join(said, "\n"); !strings.Contains(text, row.said) || row.said == "" && strings.Contains(text, "nodePort") {
+			text := strings.Join(said, "\n")
+			if !strings.Contains(text, row.said) || row.said == "" && strings.Contains(text, "nodePort") {
 				t.Errorf("%s, mode %s: it says %s", row.list, mode, text)
 			}
 		}
 	}
-	_, said := loadText(t, head+"mode: nftables\nnodePortAddresses: [primary, localhost]\niptables: {localhostNodePorts: false}\n")
-	if want := "f:4: nodePortAddresses: \"localhost\" has no effect: iptables.localhostNodePorts is false"; !slices.Contains(said, want) {
+	const off = "mode: nftables\nnodePortAddresses: [primary, localhost]\niptables: {localhostNodePorts: false}\n"
+	_, said := loadText(t, head+off)
+	want := `f:4: nodePortAddresses: "localhost" has no effect: iptables.localhostNodePorts is false`
+	if !slices.Contains(said, want) {
 		t.Errorf("it says %s", strings.Join(said, "\n"))
 	}
 }
 
 // TestIPVSGate: the feature gate KubeProxyIPVS rejects mode ipvs, with all that follows from the mode.
 func TestIPVSGate(t *testing.T) {
-	const on, off = "mode: ipvs\nfeatureGates: {KubeProxyIPVS: true}\n", "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}\n"
+	const (
+		on  = "mode: ipvs\nfeatureGates: {KubeProxyIPVS: true}\n"
+		off = "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}\n"
+	)
 	before, said := loadText(t, head+on+"nodePortAddresses: [primary]\n")
-	if before.Policy.IPVS.Mode != dataplane.IPVSAlways || slices.ContainsFunc(said, func(s string) bool { return strings.Contains(s, "featureGates") }) {
+	if before.Policy.IPVS.Mode != dataplane.IPVSAlways || strings.Contains(strings.Join(said, "\n"), "featureGates") {
 		t.Errorf("with the gate: %v; it says %v", before.Policy.IPVS.Mode, said)
 	}
 	s, said := loadText(t, head+off)

@@ -46,7 +46,9 @@ const (
 
 // fields is every field there is, in kube-proxy's order. Tests hold it, the types and docs/CONFIGURATION.md together.
 var fields = []field{
-	{"featureGates", Live, "`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` rejects mode `ipvs`. The log names the others in one line: they have no effect, see [KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)", nil},
+	{"featureGates", Live, "`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` rejects " +
+		"mode `ipvs`. The log names the others in one line: they have no effect, see " +
+		"[KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)", nil},
 	{"clientConnection.kubeconfig", Restart, "as kube-proxy; empty, without `--master`, means the cluster this runs in", nil},
 	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", accepted},
 	{"clientConnection.contentType", Restart, "protobuf or JSON", oneOf(contentProtobuf, contentJSON)},
@@ -95,7 +97,9 @@ var fields = []field{
 	{"detectLocal.bridgeInterface", Live, "as kube-proxy, in mode `BridgeInterface`", nil},
 	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
 	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
-	{"nodePortAddresses", Live, "ranges and the keywords `primary`, `localhost` and `all`, in any combination; see [decisions/node-ports.md](decisions/node-ports.md). An empty list means `all`, as in kube-proxy; in mode `nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
+	{"nodePortAddresses", Live, "ranges and the keywords `primary`, `localhost` and `all`, in any combination; see " +
+		"[decisions/node-ports.md](decisions/node-ports.md). An empty list means `all`, as in kube-proxy; in mode " +
+		"`nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
 	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
 	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher limit that is there already is left", atLeast(0)},
 	{"conntrack.min", Live, "as kube-proxy", atLeast(0)},

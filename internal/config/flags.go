@@ -89,9 +89,11 @@ var policyFlags = []option{
 		"pods' addresses, one range or one of each family with a comma between; what comes from elsewhere is masqueraded on its way to a cluster IP (mode ClusterCIDR)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.ClusterCIDR }, "clusterCIDR"),
 	list("nodeport-addresses",
-		`which of this host's addresses answer on node ports: ranges, primary (the Node object's), localhost, all (default primary,localhost)`, ofPolicy,
+		"which of this host's addresses answer on node ports: ranges, primary (the Node object's), localhost, all "+
+			"(default primary,localhost)", ofPolicy,
 		func(d *Document) *[]string { return &d.KubeProxy.NodePortAddresses }, "nodePortAddresses"),
-	{name: "feature-gates", kind: "mapStringBool", usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs and KubeProxyIPVS have an effect",
+	{name: "feature-gates", kind: "mapStringBool",
+		usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs and KubeProxyIPVS have an effect",
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
 	number("iptables-masquerade-bit", "bit of the mark that rules of iptables set on what is to be masqueraded, 0 to 31; nftables needs none (default 14)", ofPolicy,
 		func(d *Document, n int32) {

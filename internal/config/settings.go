@@ -241,7 +241,8 @@ var (
 
 // nodePortAddresses gives the list as the data plane has it: ranges, and whether the Node's primary addresses are among
 // them. An unset list means all addresses in kube-proxy's older modes. In mode nftables it means primary, to which the
-// data plane adds 127.0.0.1. A list that lost all its entries, which is empty and not nil, is a range that holds nothing.
+// data plane adds 127.0.0.1. A list that lost all its entries, which is empty and not nil, is a range that holds
+// nothing.
 func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPrimary bool) {
 	switch {
 	case list == nil && mode == modeNFTables:

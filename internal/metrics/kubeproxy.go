@@ -37,8 +37,8 @@ func programmingBuckets() []float64 {
 		prometheus.LinearBuckets(60, 5, 12), prometheus.LinearBuckets(120, 30, 7))
 }
 
-// As in kube-proxy since 1.37, a histogram is a native one, too, for whoever asks for that by protobuf: each of its buckets is
-// at most a tenth wider than the last, and there are no more than so many.
+// As in kube-proxy since 1.37, a histogram is a native one, too, for whoever asks for that by protobuf: each of its
+// buckets is at most a tenth wider than the last, and there are no more than nativeBuckets.
 const (
 	nativeFactor  = 1.1
 	nativeBuckets = 160
@@ -195,8 +195,8 @@ func (n noLocal) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// atLocalhost shows how many node ports answer at localhost. kube-proxy 1.37 has a listener for each, behind a feature gate; here
-// the kernel translates, IPv4 alone, and the gauge counts what answers as one of those listeners would.
+// atLocalhost shows how many node ports answer at localhost. kube-proxy 1.37 has a listener for each, behind a feature
+// gate; here the kernel translates, IPv4 alone, and the gauge counts what answers as one of those listeners would.
 type atLocalhost struct{ r *reader }
 
 var atLocalhostDesc = prometheus.NewDesc("kubeproxy_nftables_localhost_nodeport_listeners",

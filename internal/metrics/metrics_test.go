@@ -292,12 +292,13 @@ func TestLocalhostNodePorts(t *testing.T) {
 	put := func(name, clusterIP string, port uint16, endpoints ...netip.Addr) {
 		n := snapshot.Name{Namespace: "ns", Name: name}
 		svc := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.MustParseAddr(clusterIP)},
-			Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80, NodePort: port}, {Name: "u", Protocol: snapshot.UDP, Port: 80}}}
+			Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80, NodePort: port}}}
 		slice := &snapshot.Slice{Name: n, Service: name, Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 80}}}
 		for _, a := range endpoints {
 			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Ready: true, Serving: true})
 		}
-		s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc}, Slices: map[snapshot.Name]*snapshot.Slice{n: slice}})
+		s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc},
+			Slices: map[snapshot.Name]*snapshot.Slice{n: slice}})
 	}
 	put("answers", "10.96.0.1", 30001, netip.MustParseAddr("10.1.0.1"))
 	put("empty", "10.96.0.2", 30002)
@@ -320,7 +321,7 @@ func TestLocalhostNodePorts(t *testing.T) {
 	expect(ipfamily.Per[int]{})
 }
 
-// TestNativeHistograms: who asks for them gets kube-proxy's sparse buckets besides the classic ones, as from kube-proxy 1.37.
+// TestNativeHistograms: who asks for them gets sparse buckets besides the classic ones, as from kube-proxy 1.37.
 func TestNativeHistograms(t *testing.T) {
 	w := everything(t, Off)
 	found := 0

@@ -151,8 +151,8 @@ func (r *reader) catchUp() {
 // localCount counts Service ports by the policy that leaves them without an endpoint.
 type localCount struct{ internal, external int }
 
-// countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them, and
-// those whose node port answers at localhost.
+// countLocal counts the ports of a Service for which there are endpoints, but none where policy Local looks for them,
+// and those whose node port answers at localhost.
 func (r *reader) countLocal(svc *dataplane.Service, by int) {
 	if svc == nil {
 		return

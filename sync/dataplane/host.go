@@ -98,8 +98,8 @@ func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods 
 
 var localhost = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
-// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does: the kernel has no route_localnet for
-// IPv6. kube-proxy reaches it only by a proxy in user space, behind an alpha feature gate.
+// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does: the kernel has no route_localnet
+// for IPv6. kube-proxy reaches it only by a proxy in user space, behind an alpha feature gate.
 func localhostNodePorts(cfg Config) bool {
 	unset := len(cfg.NodePortAddresses) == 0 && !cfg.NodePortPrimary
 	return cfg.LocalhostNodePorts && (unset || contain(cfg.NodePortAddresses, localhost))
