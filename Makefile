@@ -34,15 +34,18 @@ lint: ## gofmt, go vet, staticcheck, and whether it compiles for arm64
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
 	$(GO) vet ./...
 	$(GO) tool staticcheck ./...
-	cd deploy/test && $(GO) vet -tags peers ./... && $$(cd ../.. && $(GO) tool -n staticcheck) -tags peers ./...
+	check=$$($(GO) tool -n staticcheck) && \
+	for module in conformance deploy/test; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
 race: ## all tests, with the race detector
 	$(GO) test -race -timeout 30m ./...
+	cd conformance && $(GO) test -race ./...
 	cd deploy/test && $(GO) test ./...
 
 unit: tools ## all tests, without it
 	$(GO) test ./...
+	cd conformance && $(GO) test ./...
 	cd deploy/test && $(GO) test ./...
 
 once: ## each benchmark once, and the test of memory, which the race detector would blur
@@ -50,7 +53,7 @@ once: ## each benchmark once, and the test of memory, which the race detector wo
 	$(GO) test -run Memory -v ./sync/watch
 
 # The control plane and kube-proxy are built from their modules the first time, which takes some minutes.
-CONFORMANCE = CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/conformance ./conformance/cmd/conformance && $(BIN)/conformance
+CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/conformance ./cmd/conformance && $(BIN)/conformance
 
 conformance: tools ## every case of the conformance suite: Verdict, and kube-proxy in both of its modes
 	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --proxy kube-proxy-iptables --report $(BIN)/conformance-report
@@ -60,7 +63,7 @@ conformance-slice: tools build ## some cases of every theme: Verdict and kube-pr
 	$(CONFORMANCE) --slice --proxy verdict --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
 
-BENCH = CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/bench-proxies ./conformance/cmd/bench && $(BIN)/bench-proxies
+BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/bench-proxies ./cmd/bench && $(BIN)/bench-proxies
 
 bench: tools ## Verdict and kube-proxy beside each other in large clusters: four hours at most, and goes on where it was broken off
 	$(BENCH)

@@ -11,7 +11,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/verdict-proxy/verdict/conformance/control"
+	"github.com/verdict-proxy/verdict/internal/lab/control"
 )
 
 // Proxy is the proxy under test on one node.

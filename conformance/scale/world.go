@@ -16,9 +16,9 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/conformance/control"
 	"github.com/verdict-proxy/verdict/conformance/figures"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/control"
 )
 
 // world is a control plane that holds a cluster. Nodes come and go beside it.
