@@ -63,7 +63,7 @@ conformance-slice: tools build ## some cases of every theme: Verdict and kube-pr
 	$(CONFORMANCE) --slice --proxy verdict --proxy kube-proxy-nftables --report $(BIN)/conformance-report
 	$(BIN)/conformance --slice --theme internal-traffic-policy --proxy conformance/testdata/deaf.yaml > $(BIN)/conformance-deaf.txt 2>&1; test $$? = 1
 
-BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/bench-proxies ./cmd/bench && $(BIN)/bench-proxies
+BENCH = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/benchmark ./cmd/benchmark && $(BIN)/benchmark
 
 bench: tools ## Verdict and kube-proxy beside each other in large clusters: four hours at most, and goes on where it was broken off
 	$(BENCH)

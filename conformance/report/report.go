@@ -19,7 +19,7 @@ const (
 	Differs Outcome = "differs"
 	// Skipped: the case does not concern this proxy or this host, and says why.
 	Skipped Outcome = "skipped"
-	// Broken: the case could not be judged, since the bench failed. It counts as a failure.
+	// Broken: the case could not be judged, since the testbed failed. It counts as a failure.
 	Broken Outcome = "broken"
 )
 

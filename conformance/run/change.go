@@ -14,8 +14,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -79,7 +79,7 @@ func (t *teller) writeService(ctx context.Context, s *cases.ServiceStep) error {
 	if s.Balancer {
 		o.Status.LoadBalancer.Ingress = ingress(t.numbers[s.Name], "")
 	}
-	made, err := writeService(ctx, t.bench, o)
+	made, err := writeService(ctx, t.testbed, o)
 	if s.Rejected != "" {
 		if err == nil || !strings.Contains(err.Error(), s.Rejected) {
 			return fmt.Errorf("service %s: it should be rejected with %q, and is not: %v", s.Name, s.Rejected, err)
@@ -103,9 +103,9 @@ func (t *teller) writeEndpoints(ctx context.Context, e *cases.EndpointsStep) err
 		families = cases.Families
 	}
 	ports := slicePorts(s.Spec.Ports, e.Ports, e.Only)
-	for _, slice := range endpointSlices(t.bench.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports, families) {
+	for _, slice := range endpointSlices(t.testbed.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports, families) {
 		maps.Copy(slice.Labels, e.Labels)
-		if err := writeSlice(ctx, t.bench, slice); err != nil {
+		if err := writeSlice(ctx, t.testbed, slice); err != nil {
 			return err
 		}
 	}
@@ -123,11 +123,11 @@ func sliceName(service, slice string) string {
 func (t *teller) delete(ctx context.Context, d *cases.DeleteStep) error {
 	t.dirty = true
 	if d.Service != "" {
-		return t.bench.Client.CoreV1().Services(t.namespace).Delete(ctx, d.Service, metav1.DeleteOptions{})
+		return t.testbed.Client.CoreV1().Services(t.namespace).Delete(ctx, d.Service, metav1.DeleteOptions{})
 	}
 	for _, f := range cases.Families {
 		name := fmt.Sprintf("%s-%s", sliceName(d.Endpoints, d.Slice), f)
-		if err := t.bench.Client.DiscoveryV1().EndpointSlices(t.namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		if err := t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 	}
@@ -136,11 +136,11 @@ func (t *teller) delete(ctx context.Context, d *cases.DeleteStep) error {
 
 // pods writes Pod objects as the kubelet would, for the EndpointSlice controller.
 func (t *teller) pods(ctx context.Context, p *cases.PodsStep) error {
-	if err := t.bench.Plane.StartControllers(); err != nil {
+	if err := t.testbed.Plane.StartControllers(); err != nil {
 		return err
 	}
 	t.dirty = true
-	client := t.bench.Client.CoreV1().Pods(t.namespace)
+	client := t.testbed.Client.CoreV1().Pods(t.namespace)
 	for _, host := range slices.Sorted(maps.Keys(p.Set)) {
 		var err error
 		switch state := p.Set[host]; state {
@@ -161,7 +161,7 @@ func (t *teller) pods(ctx context.Context, p *cases.PodsStep) error {
 }
 
 func (t *teller) writePod(ctx context.Context, host string, ready bool, p *cases.PodsStep) error {
-	client := t.bench.Client.CoreV1().Pods(t.namespace)
+	client := t.testbed.Client.CoreV1().Pods(t.namespace)
 	pod, err := client.Get(ctx, host, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		container := v1.Container{Name: "server", Image: "none"}
@@ -173,20 +173,20 @@ func (t *teller) writePod(ctx context.Context, host string, ready bool, p *cases
 		}
 		pod, err = client.Create(ctx, &v1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Name: host, Namespace: t.namespace, Labels: p.Labels},
-			Spec:       v1.PodSpec{NodeName: bench.NodeOf(host), Containers: []v1.Container{container}, HostNetwork: bench.IsNode(host)},
+			Spec:       v1.PodSpec{NodeName: testbed.NodeOf(host), Containers: []v1.Container{container}, HostNetwork: testbed.IsNode(host)},
 		}, metav1.CreateOptions{})
 	}
 	if err != nil {
 		return err
 	}
-	h := t.bench.Host(host)
+	h := t.testbed.Host(host)
 	status := v1.ConditionFalse
 	if ready {
 		status = v1.ConditionTrue
 	}
 	pod.Status = v1.PodStatus{
 		Phase: v1.PodRunning, PodIP: h.IP4.String(), PodIPs: []v1.PodIP{{IP: h.IP4.String()}, {IP: h.IP6.String()}},
-		HostIP:     t.bench.Host(bench.NodeOf(host)).IP4.String(),
+		HostIP:     t.testbed.Host(testbed.NodeOf(host)).IP4.String(),
 		Conditions: []v1.PodCondition{{Type: v1.PodReady, Status: status}},
 	}
 	_, err = client.UpdateStatus(ctx, pod, metav1.UpdateOptions{})
@@ -202,7 +202,7 @@ func portName(name string, p v1.Protocol) string {
 }
 
 func (t *teller) node(ctx context.Context, n *cases.NodeStep) error {
-	client := t.bench.Client.CoreV1().Nodes()
+	client := t.testbed.Client.CoreV1().Nodes()
 	node, err := client.Get(ctx, n.Name, metav1.GetOptions{})
 	if err != nil {
 		return err
@@ -228,12 +228,12 @@ func (t *teller) node(ctx context.Context, n *cases.NodeStep) error {
 }
 
 func (t *teller) serviceCIDR(ctx context.Context, c *cases.CIDRStep) error {
-	client := t.bench.Client.NetworkingV1().ServiceCIDRs()
+	client := t.testbed.Client.NetworkingV1().ServiceCIDRs()
 	o := &networking.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}
-	for _, r := range bench.SecondServiceRange {
+	for _, r := range testbed.SecondServiceRange {
 		o.Spec.CIDRs = append(o.Spec.CIDRs, r.String())
 	}
-	if err := t.bench.Plane.StartControllers(); err != nil { // one of them says that the range is ready
+	if err := t.testbed.Plane.StartControllers(); err != nil { // one of them says that the range is ready
 		return err
 	}
 	if _, err := client.Create(ctx, o, metav1.CreateOptions{}); err != nil {
@@ -260,7 +260,7 @@ var allProtocols = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP
 func (t *teller) serve(s *cases.ServeStep) error {
 	for _, host := range s.On {
 		for _, p := range allProtocols {
-			server, err := t.bench.Host(host).Serve(p, s.Port)
+			server, err := t.testbed.Host(host).Serve(p, s.Port)
 			if err != nil {
 				return err
 			}
@@ -290,7 +290,7 @@ func (t *teller) close(s *cases.ServeStep) error {
 func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
 	nodes := p.On
 	if len(nodes) == 0 {
-		nodes = t.bench.Nodes()
+		nodes = t.testbed.Nodes()
 	}
 	if len(t.undo) == 0 || p.With != nil {
 		t.undo = append(t.undo, t.restoreProxies)
@@ -314,9 +314,9 @@ func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
 }
 
 // proxyOn gives the proxy under test on a node, or the other one.
-func (t *teller) proxyOn(ctx context.Context, node, as string) (*bench.Proxy, error) {
+func (t *teller) proxyOn(ctx context.Context, node, as string) (*testbed.Proxy, error) {
 	if as == "" {
-		return t.bench.Proxies[node], nil
+		return t.testbed.Proxies[node], nil
 	}
 	if p := t.others[node]; p != nil && p.Kind.Name == as {
 		return p, nil
@@ -325,12 +325,12 @@ func (t *teller) proxyOn(ctx context.Context, node, as string) (*bench.Proxy, er
 	if err != nil {
 		return nil, err
 	}
-	p, err := t.bench.NewProxy(node, kind, binary)
+	p, err := t.testbed.NewProxy(node, kind, binary)
 	t.others[node] = p
 	return p, err
 }
 
-func act(ctx context.Context, p *bench.Proxy, do string) error {
+func act(ctx context.Context, p *testbed.Proxy, do string) error {
 	switch do {
 	case "stop":
 		return p.End(ctx, false)
@@ -350,29 +350,29 @@ func (t *teller) restoreProxies(ctx context.Context) error {
 	for _, p := range t.others {
 		errs = append(errs, p.Kill())
 	}
-	for _, p := range t.bench.Proxies {
+	for _, p := range t.testbed.Proxies {
 		errs = append(errs, p.Configure(nil), p.End(ctx, false), p.Start())
 	}
-	return errors.Join(append(errs, t.bench.AwaitZones(ctx))...)
+	return errors.Join(append(errs, t.testbed.AwaitZones(ctx))...)
 }
 
 func (t *teller) api(ctx context.Context, do string) error {
 	switch do {
 	case "stop":
 		t.apiDown = true
-		return t.bench.Plane.StopServer(ctx)
+		return t.testbed.Plane.StopServer(ctx)
 	case "kill":
 		t.apiDown = true
-		return t.bench.Plane.KillServer()
+		return t.testbed.Plane.KillServer()
 	}
 	t.apiDown, t.dirty, t.relisted = false, true, true
-	return t.bench.Plane.StartServer(ctx)
+	return t.testbed.Plane.StartServer(ctx)
 }
 
 // run runs a program that does to a node what others may do.
 func (t *teller) run(s *cases.Step) error {
 	t.undo = append(t.undo, t.restoreProxies)
-	out, err := t.bench.Host(s.Run.On).Run(s.Run.Args[0], s.Run.Args[1:]...)
+	out, err := t.testbed.Host(s.Run.On).Run(s.Run.Args[0], s.Run.Args[1:]...)
 	if err == nil && !strings.Contains(out, s.Run.Says) {
 		err = fmt.Errorf("%s on %s does not say %q: %s", strings.Join(s.Run.Args, " "), s.Run.On, s.Run.Says, out)
 	}

@@ -40,7 +40,7 @@ func (t *teller) exchange(ctx context.Context, s *cases.Step) error {
 func (t *teller) exchangeOne(ctx context.Context, a target, n int) error {
 	ctx, cancel := context.WithTimeout(ctx, exchangeTimeout)
 	defer cancel()
-	conn, err := t.bench.Host(a.from).DialContext(ctx, string(a.protocol), a.to.String())
+	conn, err := t.testbed.Host(a.from).DialContext(ctx, string(a.protocol), a.to.String())
 	if err != nil {
 		return err
 	}

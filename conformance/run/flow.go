@@ -62,7 +62,7 @@ func (t *teller) openOne(s *cases.Step) error {
 		return err
 	}
 	c := &opened{target: all[0]}
-	host := t.bench.Host(o.From)
+	host := t.testbed.Host(o.From)
 	if c.protocol != cases.TCP {
 		c.own = netip.AddrPortFrom(host.IP(labFamily(family)), uint16(firstFlowPort+t.nextNumber()))
 	}
@@ -84,7 +84,7 @@ func (t *teller) openOne(s *cases.Step) error {
 
 func (t *teller) patience(w cases.Want) time.Duration {
 	if w.Outcome == cases.Answered {
-		return t.bench.Slow.Times(answerTimeout)
+		return t.testbed.Slow.Times(answerTimeout)
 	}
 	return silence
 }
@@ -112,7 +112,7 @@ func (t *teller) ping(ctx context.Context, s *cases.Step) error {
 	t.within(ctx, s.Ping.Within, func() bool {
 		switch {
 		case c.own.IsValid():
-			r = t.bench.Host(c.from).Dial(labProtocol(c.protocol), c.to, lab.Options{Timeout: patience, From: c.own})
+			r = t.testbed.Host(c.from).Dial(labProtocol(c.protocol), c.to, lab.Options{Timeout: patience, From: c.own})
 		case c.conn == nil:
 			r = lab.Result{Err: errors.New("the connection was not opened")}
 		default:
@@ -185,7 +185,7 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 	for _, a := range all {
 		c.wait.Go(func() {
 			for ctx.Err() == nil {
-				c.dial(t.bench.Host(a.from), a, t.bench.Slow.Times(answerTimeout))
+				c.dial(t.testbed.Host(a.from), a, t.testbed.Slow.Times(answerTimeout))
 				_ = pause(ctx, 5*time.Millisecond)
 			}
 		})
@@ -245,14 +245,14 @@ func (t *teller) http(ctx context.Context, s *cases.Step) error {
 	h := s.HTTP
 	port := int32(h.Port)
 	if h.Of != "" {
-		made, err := t.bench.Client.CoreV1().Services(t.namespace).Get(ctx, h.Of, metav1.GetOptions{})
+		made, err := t.testbed.Client.CoreV1().Services(t.namespace).Get(ctx, h.Of, metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
 		port = made.Spec.HealthCheckNodePort
 	}
 	for _, f := range lab.Families() {
-		to := netip.AddrPortFrom(t.bench.Host(h.Node).IP(f), uint16(port))
+		to := netip.AddrPortFrom(t.testbed.Host(h.Node).IP(f), uint16(port))
 		l := report.Look{Step: s.Step, From: h.From, To: fmt.Sprintf("http://%s%s", to, h.Path), Count: 1, Want: httpWords(h)}
 		t.within(ctx, h.Within, func() bool {
 			l.OK, l.Got = t.get(ctx, h, l.To)
@@ -272,8 +272,8 @@ func httpWords(h *cases.HTTPStep) string {
 
 func (t *teller) get(ctx context.Context, h *cases.HTTPStep, url string) (ok bool, got string) {
 	client := &http.Client{
-		Timeout:   t.bench.Slow.Times(answerTimeout),
-		Transport: &http.Transport{DialContext: t.bench.Host(h.From).DialContext, DisableKeepAlives: true},
+		Timeout:   t.testbed.Slow.Times(answerTimeout),
+		Transport: &http.Transport{DialContext: t.testbed.Host(h.From).DialContext, DisableKeepAlives: true},
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -305,8 +305,8 @@ func (t *teller) objects() string {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	services, err1 := t.bench.Client.CoreV1().Services(t.namespace).List(ctx, metav1.ListOptions{})
-	slices, err2 := t.bench.Client.DiscoveryV1().EndpointSlices(t.namespace).List(ctx, metav1.ListOptions{})
+	services, err1 := t.testbed.Client.CoreV1().Services(t.namespace).List(ctx, metav1.ListOptions{})
+	slices, err2 := t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).List(ctx, metav1.ListOptions{})
 	if err := errors.Join(err1, err2); err != nil {
 		return "# " + err.Error()
 	}

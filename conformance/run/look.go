@@ -8,8 +8,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -71,7 +71,7 @@ func (s *seen) note(r lab.Result) {
 }
 
 // look asks as often as it takes to know whether it is as wanted.
-func look(t *bench.Topology, slow bench.Slow, a asked) (s *seen, ok bool) {
+func look(t *testbed.Topology, slow testbed.Slow, a asked) (s *seen, ok bool) {
 	s = newSeen()
 	o := lab.Options{Timeout: slow.Times(answerTimeout)}
 	if a.want.Outcome == cases.Dropped || a.want.Outcome == cases.Unanswered {
@@ -96,7 +96,7 @@ func look(t *bench.Topology, slow bench.Slow, a asked) (s *seen, ok bool) {
 }
 
 // fits says that nothing was seen yet that is not wanted.
-func (s *seen) fits(t *bench.Topology, a asked) bool {
+func (s *seen) fits(t *testbed.Topology, a asked) bool {
 	w := a.want
 	answered := len(s.endpoints) > 0
 	switch {
@@ -125,7 +125,7 @@ func (s *seen) fits(t *bench.Topology, a asked) bool {
 	return true
 }
 
-func (s *seen) sourceFits(t *bench.Topology, a asked, endpoint string) bool {
+func (s *seen) sourceFits(t *testbed.Topology, a asked, endpoint string) bool {
 	word, ok := a.want.Sources[endpoint]
 	if !ok {
 		return true
@@ -156,7 +156,7 @@ func (s *seen) enough(w cases.Want) bool {
 }
 
 // words tells what was seen in the words of cases.Want.
-func (s *seen) words(t *bench.Topology, a asked) string {
+func (s *seen) words(t *testbed.Topology, a asked) string {
 	var parts []string
 	if len(s.endpoints) > 0 {
 		names := slices.Sorted(maps.Keys(s.endpoints))
@@ -198,7 +198,7 @@ func (s *seen) words(t *bench.Topology, a asked) string {
 	return strings.Join(parts, ", or ")
 }
 
-func sourceWord(t *bench.Topology, from string, source netip.Addr) string {
+func sourceWord(t *testbed.Topology, from string, source netip.Addr) string {
 	if t.Owns(from, source) {
 		return cases.Kept
 	}

@@ -4,9 +4,9 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -21,7 +21,7 @@ func answered(endpoint, source string) lab.Result {
 
 // TestFits holds the judgement of packets: what is wanted passes, and everything else fails.
 func TestFits(t *testing.T) {
-	topology, err := bench.NewTopology()
+	topology, err := testbed.NewTopology()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +75,7 @@ func TestFits(t *testing.T) {
 
 // TestTopology sends packets to every host that serves, and finds them where they are said to be.
 func TestTopology(t *testing.T) {
-	topology, err := bench.NewTopology()
+	topology, err := testbed.NewTopology()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,8 +93,8 @@ func TestTopology(t *testing.T) {
 		if from != "pod-a" && from != "client-b" {
 			continue
 		}
-		for i := range bench.ServiceRange {
-			q := asked{from: from, to: netip.AddrPortFrom(lab.Nth(bench.ServiceRange[i], 77), 80), protocol: snapshot.UDP, want: cases.Want{Outcome: cases.Dropped}}
+		for i := range testbed.ServiceRange {
+			q := asked{from: from, to: netip.AddrPortFrom(lab.Nth(testbed.ServiceRange[i], 77), 80), protocol: snapshot.UDP, want: cases.Want{Outcome: cases.Dropped}}
 			if got, ok := look(topology, 1, q); !ok {
 				t.Errorf("%s to %s: got %s", from, q.to, got.words(topology, q))
 			}

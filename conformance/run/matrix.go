@@ -32,7 +32,7 @@ func (r *proxyRun) matrix(ctx context.Context, all []*cases.Case) error {
 		return err
 	}
 	began := time.Now()
-	if err := r.bench.Sync(ctx); err != nil {
+	if err := r.testbed.Sync(ctx); err != nil {
 		return fmt.Errorf("%d Services of the matrix: %w", len(objects), err)
 	}
 	r.progress.say("%d Services written, in force after %v", len(objects), time.Since(began).Round(time.Millisecond))
@@ -59,16 +59,16 @@ func (r *proxyRun) matrix(ctx context.Context, all []*cases.Case) error {
 // clearMatrix removes the objects again, so that the stories' own changes are not slow because of them.
 func (r *proxyRun) clearMatrix(ctx context.Context, objects map[string]*written) error {
 	for _, o := range objects {
-		if err := r.bench.Client.CoreV1().Services(o.service.Namespace).Delete(ctx, o.service.Name, metav1.DeleteOptions{}); err != nil {
+		if err := r.testbed.Client.CoreV1().Services(o.service.Namespace).Delete(ctx, o.service.Name, metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 		for _, slice := range o.slices {
-			if err := r.bench.Client.DiscoveryV1().EndpointSlices(slice.Namespace).Delete(ctx, slice.Name, metav1.DeleteOptions{}); err != nil {
+			if err := r.testbed.Client.DiscoveryV1().EndpointSlices(slice.Namespace).Delete(ctx, slice.Name, metav1.DeleteOptions{}); err != nil {
 				return err
 			}
 		}
 	}
-	return r.bench.Sync(ctx)
+	return r.testbed.Sync(ctx)
 }
 
 // writeMatrix writes each Service once, however many cases look at it.
@@ -78,7 +78,7 @@ func (r *proxyRun) writeMatrix(ctx context.Context, all []*cases.Case) (map[stri
 	for _, c := range all {
 		if !spaces[c.Theme] {
 			spaces[c.Theme] = true
-			if err := r.bench.CreateNamespace(ctx, c.Theme); err != nil {
+			if err := r.testbed.CreateNamespace(ctx, c.Theme); err != nil {
 				return nil, err
 			}
 		}
@@ -86,14 +86,14 @@ func (r *proxyRun) writeMatrix(ctx context.Context, all []*cases.Case) (map[stri
 		if objects[key] != nil {
 			continue
 		}
-		s, err := writeService(ctx, r.bench, matrixService(c, r.nextNumber()))
+		s, err := writeService(ctx, r.testbed, matrixService(c, r.nextNumber()))
 		if err != nil {
 			return nil, err
 		}
 		o := &written{service: s}
-		o.slices = endpointSlices(r.bench.Topology, c.Theme, c.Service, c.Service, c.State.Endpoints, slicePorts(s.Spec.Ports, nil, false), cases.Families)
+		o.slices = endpointSlices(r.testbed.Topology, c.Theme, c.Service, c.Service, c.State.Endpoints, slicePorts(s.Spec.Ports, nil, false), cases.Families)
 		for _, slice := range o.slices {
-			if err := writeSlice(ctx, r.bench, slice); err != nil {
+			if err := writeSlice(ctx, r.testbed, slice); err != nil {
 				return nil, err
 			}
 		}
@@ -137,7 +137,7 @@ func (r *proxyRun) lookAt(c *cases.Case, o *written, patient, busy chan struct{}
 // wanted gives what is to be seen of this proxy, and why if that is not what others show.
 func (r *proxyRun) wanted(l *cases.Look) (cases.Want, *cases.Difference) {
 	for _, d := range l.Differs {
-		if r.bench.Kind.Knows(d.Proxies) {
+		if r.testbed.Kind.Knows(d.Proxies) {
 			return d.Wants(l.Want), d
 		}
 	}
@@ -152,7 +152,7 @@ func (r *proxyRun) ask(l *cases.Look, s *v1.Service) (a asked, differs *cases.Di
 			port = &s.Spec.Ports[i]
 		}
 	}
-	to, ok := reach(r.bench.Topology, s, port, l.Frontend, l.Family)
+	to, ok := reach(r.testbed.Topology, s, port, l.Frontend, l.Family)
 	if !ok {
 		return a, nil, fmt.Errorf("service %s/%s has no %s", s.Namespace, s.Name, l.Frontend)
 	}
@@ -169,16 +169,16 @@ func (r *proxyRun) lookOnce(l *cases.Look, s *v1.Service) (report.Look, *cases.D
 		out.Got = err.Error()
 		return out, nil
 	}
-	seen, ok := look(r.bench.Topology, r.bench.Slow, a)
+	seen, ok := look(r.testbed.Topology, r.testbed.Slow, a)
 	out.To = fmt.Sprintf("%s/%s (%s)", a.to, l.Protocol, l.Frontend)
-	out.Count, out.OK, out.Want, out.Got = seen.tries, ok, a.want.String(), seen.words(r.bench.Topology, a)
+	out.Count, out.OK, out.Want, out.Got = seen.tries, ok, a.want.String(), seen.words(r.testbed.Topology, a)
 	if ok {
 		out.Got = out.Want
 	}
 	if differs != nil && ok {
 		out.Want = l.Want.String() // what others show
 	}
-	if said := r.witness.hold(l, r.bench.Topology, a, seen); said != "" {
+	if said := r.witness.hold(l, r.testbed.Topology, a, seen); said != "" {
 		out.OK, out.Got = false, said
 	}
 	return out, differs

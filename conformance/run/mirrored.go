@@ -9,23 +9,23 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
 // mirrored writes an Endpoints object, the older kind, which a controller mirrors into EndpointSlices.
 func (t *teller) mirrored(ctx context.Context, m *cases.MirroredStep) error {
-	if err := t.bench.Plane.StartControllers(); err != nil {
+	if err := t.testbed.Plane.StartControllers(); err != nil {
 		return err
 	}
 	t.dirty = true
-	client := t.bench.Client.CoreV1().Endpoints(t.namespace)
+	client := t.testbed.Client.CoreV1().Endpoints(t.namespace)
 	if len(m.Hosts) == 0 {
 		return client.Delete(ctx, m.Of, metav1.DeleteOptions{})
 	}
 	var subset v1.EndpointSubset
 	for _, host := range m.Hosts {
-		subset.Addresses = append(subset.Addresses, v1.EndpointAddress{IP: t.bench.Host(host).IP4.String(), NodeName: new(bench.NodeOf(host))})
+		subset.Addresses = append(subset.Addresses, v1.EndpointAddress{IP: t.testbed.Host(host).IP4.String(), NodeName: new(testbed.NodeOf(host))})
 	}
 	for _, p := range t.services[m.Of].Spec.Ports {
 		subset.Ports = append(subset.Ports, v1.EndpointPort{Name: p.Name, Port: m.Port, Protocol: p.Protocol})

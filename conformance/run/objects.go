@@ -13,8 +13,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
@@ -67,7 +67,7 @@ func caseProtocol(p v1.Protocol) cases.Protocol {
 }
 
 func externalIPs(n int) (ips []string) {
-	for _, r := range bench.ExternalRange {
+	for _, r := range testbed.ExternalRange {
 		ips = append(ips, lab.Nth(r, n).String())
 	}
 	return ips
@@ -75,10 +75,10 @@ func externalIPs(n int) (ips []string) {
 
 // ingress gives the addresses of a load balancer: those of the router, which answers itself, with ipMode Proxy.
 func ingress(n int, mode string) (all []v1.LoadBalancerIngress) {
-	for f, r := range bench.BalancerRange {
+	for f, r := range testbed.BalancerRange {
 		in := v1.LoadBalancerIngress{IP: lab.Nth(r, n).String()}
 		if mode == string(v1.LoadBalancerIPModeProxy) {
-			in.IP, in.IPMode = bench.ProxyRange[f].Addr().String(), new(v1.LoadBalancerIPModeProxy)
+			in.IP, in.IPMode = testbed.ProxyRange[f].Addr().String(), new(v1.LoadBalancerIPModeProxy)
 		}
 		all = append(all, in)
 	}
@@ -95,20 +95,20 @@ func sourceRanges(words []string) (ranges []string) {
 	for _, w := range words {
 		switch {
 		case w == "pods":
-			add(bench.PodRange)
+			add(testbed.PodRange)
 		case w == "nodes":
-			add(bench.NodeRange)
+			add(testbed.NodeRange)
 		case w == "everybody":
 			ranges = append(ranges, "0.0.0.0/0", "::/0")
 		default:
-			add(bench.RangeOf(w))
+			add(testbed.RangeOf(w))
 		}
 	}
 	return ranges
 }
 
 // endpointSlices gives the EndpointSlices of a Service, one of each family.
-func endpointSlices(t *bench.Topology, namespace, service, name string, set map[string]cases.Endpoint, ports []discovery.EndpointPort,
+func endpointSlices(t *testbed.Topology, namespace, service, name string, set map[string]cases.Endpoint, ports []discovery.EndpointPort,
 	families []cases.Family) (all []*discovery.EndpointSlice) {
 	for _, f := range families {
 		slice := &discovery.EndpointSlice{
@@ -127,14 +127,14 @@ func endpointSlices(t *bench.Topology, namespace, service, name string, set map[
 	return all
 }
 
-func endpoint(t *bench.Topology, host string, e cases.Endpoint, f cases.Family) discovery.Endpoint {
-	node := bench.NodeOf(host)
+func endpoint(t *testbed.Topology, host string, e cases.Endpoint, f cases.Family) discovery.Endpoint {
+	node := testbed.NodeOf(host)
 	ready, serving := e.Condition == cases.Ready, e.Condition == cases.Ready || e.Condition == cases.Serving
 	terminating := e.Condition == cases.Serving || e.Condition == cases.Terminating
 	o := discovery.Endpoint{
 		Addresses:  []string{t.Host(host).IP(labFamily(f)).String()},
 		Conditions: discovery.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating},
-		NodeName:   &node, Zone: new(bench.Zones[node]),
+		NodeName:   &node, Zone: new(testbed.Zones[node]),
 	}
 	if len(e.Zones)+len(e.Nodes) > 0 {
 		o.Hints = &discovery.EndpointHints{}
@@ -149,7 +149,7 @@ func endpoint(t *bench.Topology, host string, e cases.Endpoint, f cases.Family) 
 }
 
 // writeService creates a Service or updates it, with its status, and gives what the API server made of it.
-func writeService(ctx context.Context, b *bench.Bench, s *v1.Service) (*v1.Service, error) {
+func writeService(ctx context.Context, b *testbed.Testbed, s *v1.Service) (*v1.Service, error) {
 	client := b.Client.CoreV1().Services(s.Namespace)
 	status := s.Status
 	made, err := client.Create(ctx, s, metav1.CreateOptions{})
@@ -170,7 +170,7 @@ func writeService(ctx context.Context, b *bench.Bench, s *v1.Service) (*v1.Servi
 	return made, nil
 }
 
-func writeSlice(ctx context.Context, b *bench.Bench, s *discovery.EndpointSlice) error {
+func writeSlice(ctx context.Context, b *testbed.Testbed, s *discovery.EndpointSlice) error {
 	client := b.Client.DiscoveryV1().EndpointSlices(s.Namespace)
 	_, err := client.Create(ctx, s, metav1.CreateOptions{})
 	if apierrors.IsAlreadyExists(err) {
@@ -204,7 +204,7 @@ func slicePorts(spec []v1.ServicePort, ports map[string]int32, only bool) (all [
 }
 
 // reach gives where a Service is asked; ok is false if it has no such frontend.
-func reach(t *bench.Topology, s *v1.Service, p *v1.ServicePort, frontend cases.Frontend, f cases.Family) (to netip.AddrPort, ok bool) {
+func reach(t *testbed.Topology, s *v1.Service, p *v1.ServicePort, frontend cases.Frontend, f cases.Family) (to netip.AddrPort, ok bool) {
 	var addr netip.Addr
 	port := p.Port
 	switch frontend {
@@ -226,7 +226,7 @@ func reach(t *bench.Topology, s *v1.Service, p *v1.ServicePort, frontend cases.F
 	return netip.AddrPortFrom(addr, uint16(port)), addr.IsValid() && port > 0
 }
 
-func nodePortAddr(t *bench.Topology, frontend cases.Frontend, f cases.Family) netip.Addr {
+func nodePortAddr(t *testbed.Topology, frontend cases.Frontend, f cases.Family) netip.Addr {
 	family := labFamily(f)
 	switch frontend {
 	case cases.NodePortA:

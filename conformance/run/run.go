@@ -11,24 +11,24 @@ import (
 	"sync"
 	"time"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
 // Options say what is run, and how.
 type Options struct {
-	Programs bench.Programs
+	Programs testbed.Programs
 	// Dir is an empty directory for files of the run.
 	Dir   string
-	Kinds []*bench.Kind
+	Kinds []*testbed.Kind
 	// Cases and Stories are those that were chosen.
 	Cases   []*cases.Case
 	Stories []*cases.Story
 	// Parallel is how many senders of the matrix, and how many stories, are at work at a time.
 	Parallel, ParallelStories int
 	// Slow is how many times as long as a story says a change may take.
-	Slow bench.Slow
+	Slow testbed.Slow
 	// Progress is told what happens; Verbose has it told of every failure at once.
 	Progress *Progress
 	Verbose  bool
@@ -38,7 +38,7 @@ type Options struct {
 
 // proxyRun is the run of one proxy.
 type proxyRun struct {
-	bench    *bench.Bench
+	testbed  *testbed.Testbed
 	progress *Progress
 	parallel int
 	verbose  bool
@@ -50,7 +50,7 @@ type proxyRun struct {
 	listing func() string
 	witness *testimonies // nil if the listings are not asked
 	// obtain gives another proxy by its name.
-	obtain func(ctx context.Context, name string) (*bench.Kind, string, error)
+	obtain func(ctx context.Context, name string) (*testbed.Kind, string, error)
 }
 
 // Run holds all proxies to the cases, one after the other. What was found until an error is in the answer in any case.
@@ -68,7 +68,7 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 	if err != nil {
 		return nil, err
 	}
-	peers := bench.Peers{Etcd: paths[0], APIServer: paths[1], ControllerManager: paths[2]}
+	peers := testbed.Peers{Etcd: paths[0], APIServer: paths[1], ControllerManager: paths[2]}
 	var errs []error
 	for _, kind := range o.Kinds {
 		proxy, err := runProxy(ctx, o, kind, peers, results)
@@ -89,7 +89,7 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 	return out, errors.Join(errs...)
 }
 
-func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peers, results map[string]*report.Case) (p report.Proxy, err error) {
+func runProxy(ctx context.Context, o Options, kind *testbed.Kind, peers testbed.Peers, results map[string]*report.Case) (p report.Proxy, err error) {
 	p = report.Proxy{Name: kind.Name}
 	began := time.Now()
 	defer func() { p.Took = time.Since(began) }()
@@ -103,16 +103,16 @@ func runProxy(ctx context.Context, o Options, kind *bench.Kind, peers bench.Peer
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return p, err
 	}
-	b, err := bench.Open(ctx, kind, binary, peers, o.Slow, dir)
+	b, err := testbed.Open(ctx, kind, binary, peers, o.Slow, dir)
 	if err != nil {
 		return p, err
 	}
 	defer func() { err = errors.Join(err, b.Close()) }()
 	o.Progress.say("%s is in force on both nodes", version)
-	r := &proxyRun{bench: b, name: kind.Name, progress: o.Progress, parallel: o.Parallel, verbose: o.Verbose, results: results}
+	r := &proxyRun{testbed: b, name: kind.Name, progress: o.Progress, parallel: o.Parallel, verbose: o.Verbose, results: results}
 	r.listing = sync.OnceValue(r.listAll)
-	r.obtain = func(ctx context.Context, name string) (*bench.Kind, string, error) {
-		kind, err := bench.FindKind(name)
+	r.obtain = func(ctx context.Context, name string) (*testbed.Kind, string, error) {
+		kind, err := testbed.FindKind(name)
 		if err != nil {
 			return nil, "", err
 		}
@@ -155,8 +155,8 @@ func (r *proxyRun) done(c *report.Case, result *report.Result) {
 // listAll lists what all proxies wrote.
 func (r *proxyRun) listAll() string {
 	var all strings.Builder
-	for _, node := range r.bench.Nodes() {
-		all.WriteString(r.bench.Proxies[node].Listing())
+	for _, node := range r.testbed.Nodes() {
+		all.WriteString(r.testbed.Proxies[node].Listing())
 	}
 	return all.String()
 }

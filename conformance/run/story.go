@@ -15,9 +15,9 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
@@ -68,8 +68,8 @@ type teller struct {
 	relisted bool // proxies list all objects anew
 	open     map[string]*opened
 	traffic  map[string]*traffic
-	servers  map[string]*lab.Server  // by host and port
-	others   map[string]*bench.Proxy // not of the kind under test, by node
+	servers  map[string]*lab.Server    // by host and port
+	others   map[string]*testbed.Proxy // not of the kind under test, by node
 	undo     []func(context.Context) error
 }
 
@@ -81,7 +81,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 		proxyRun: r, story: s, result: &report.Result{Outcome: report.Pass},
 		namespace: strings.Trim(notInNames.ReplaceAllString(strings.ToLower(s.FullName()), "-"), "-"),
 		services:  make(map[string]*v1.Service), numbers: make(map[string]int), open: make(map[string]*opened),
-		traffic: make(map[string]*traffic), servers: make(map[string]*lab.Server), others: make(map[string]*bench.Proxy),
+		traffic: make(map[string]*traffic), servers: make(map[string]*lab.Server), others: make(map[string]*testbed.Proxy),
 	}
 	if len(t.namespace) > 63 {
 		t.namespace = strings.Trim(t.namespace[len(t.namespace)-63:], "-")
@@ -89,7 +89,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 	if why := t.unfit(); why != "" {
 		return &report.Result{Outcome: report.Skipped, Why: why}
 	}
-	err := r.bench.CreateNamespace(ctx, t.namespace)
+	err := r.testbed.CreateNamespace(ctx, t.namespace)
 	for i := range s.Steps {
 		if err != nil || ctx.Err() != nil {
 			break
@@ -115,7 +115,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 // unfit says why a story cannot be told of this proxy.
 func (t *teller) unfit() string {
 	for i := range t.story.Steps {
-		if p := t.story.Steps[i].Proxy; p != nil && p.With != nil && !t.bench.Kind.Adjustable() {
+		if p := t.story.Steps[i].Proxy; p != nil && p.With != nil && !t.testbed.Kind.Adjustable() {
 			return "it changes the configuration, which is not known of this proxy"
 		}
 	}
@@ -165,7 +165,7 @@ func (t *teller) settle(ctx context.Context) error {
 	if !t.dirty || t.apiDown {
 		return nil
 	}
-	for node, p := range t.bench.Proxies {
+	for node, p := range t.testbed.Proxies {
 		if other := t.others[node]; p.Ended() && (other == nil || other.Ended()) {
 			return nil
 		}
@@ -174,11 +174,11 @@ func (t *teller) settle(ctx context.Context) error {
 	// After a new list, objects come in any order: only what is written after it comes last.
 	if t.relisted {
 		t.relisted = false
-		if err := t.bench.Sync(ctx); err != nil {
+		if err := t.testbed.Sync(ctx); err != nil {
 			return err
 		}
 	}
-	return t.bench.Sync(ctx)
+	return t.testbed.Sync(ctx)
 }
 
 // look adds a look to the result. d is what the story says of this proxy.
@@ -192,7 +192,7 @@ func (t *teller) look(l report.Look, d *cases.Difference) {
 // differs gives what the story says of this proxy at a step.
 func (t *teller) differs(s *cases.Step) *cases.Difference {
 	for i := range t.story.Differs {
-		if d := &t.story.Differs[i]; (d.Step == "" || d.Step == s.Step) && t.bench.Kind.Knows(d.Proxies) {
+		if d := &t.story.Differs[i]; (d.Step == "" || d.Step == s.Step) && t.testbed.Kind.Knows(d.Proxies) {
 			return d
 		}
 	}
@@ -233,7 +233,7 @@ func (t *teller) targets(from []string, to string, ports []string, frontends []c
 				continue
 			}
 			for _, frontend := range frontends {
-				addr, ok := reach(t.bench.Topology, s, p, frontend, f)
+				addr, ok := reach(t.testbed.Topology, s, p, frontend, f)
 				if !ok {
 					return nil, fmt.Errorf("service %s has no %s %s of %s", to, f, frontend, p.Name)
 				}
@@ -336,10 +336,10 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 	var got *seen
 	var ok bool
 	t.within(ctx, s.Expect.Within, func() bool {
-		got, ok = look(t.bench.Topology, t.bench.Slow, q)
+		got, ok = look(t.testbed.Topology, t.testbed.Slow, q)
 		return ok
 	})
-	l := report.Look{Step: s.Step, From: to.from, To: to.words(), Count: got.tries, Want: q.want.String(), Got: got.words(t.bench.Topology, q), OK: ok}
+	l := report.Look{Step: s.Step, From: to.from, To: to.words(), Count: got.tries, Want: q.want.String(), Got: got.words(t.testbed.Topology, q), OK: ok}
 	if ok {
 		l.Got = l.Want
 		l.Want = want.String()
@@ -350,7 +350,7 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 
 // within asks again until it is so, or the time is over.
 func (t *teller) within(ctx context.Context, limit cases.Duration, ok func() bool) {
-	deadline := time.Now().Add(t.bench.Slow.Times(time.Duration(limit)))
+	deadline := time.Now().Add(t.testbed.Slow.Times(time.Duration(limit)))
 	for !ok() && time.Now().Before(deadline) && ctx.Err() == nil {
 		_ = pause(ctx, 20*time.Millisecond)
 	}
@@ -368,7 +368,7 @@ func (t *teller) end(ctx context.Context) error {
 		errs = append(errs, c.close())
 	}
 	if t.apiDown {
-		errs = append(errs, t.bench.Plane.StartServer(ctx))
+		errs = append(errs, t.testbed.Plane.StartServer(ctx))
 	}
 	errs = append(errs, t.clear(ctx))
 	for i := len(t.undo) - 1; i >= 0; i-- {
@@ -378,7 +378,7 @@ func (t *teller) end(ctx context.Context) error {
 		errs = append(errs, s.Close())
 	}
 	if len(t.undo) > 0 {
-		errs = append(errs, t.bench.Sync(ctx))
+		errs = append(errs, t.testbed.Sync(ctx))
 	}
 	return errors.Join(errs...)
 }
@@ -386,12 +386,12 @@ func (t *teller) end(ctx context.Context) error {
 // clear removes the objects of the story.
 func (t *teller) clear(ctx context.Context) error {
 	var errs []error
-	core, zero := t.bench.Client.CoreV1(), metav1.DeleteOptions{GracePeriodSeconds: new(int64)}
+	core, zero := t.testbed.Client.CoreV1(), metav1.DeleteOptions{GracePeriodSeconds: new(int64)}
 	for name := range t.services {
 		errs = append(errs, ignoreMissing(core.Services(t.namespace).Delete(ctx, name, metav1.DeleteOptions{})))
 	}
 	errs = append(errs,
-		t.bench.Client.DiscoveryV1().EndpointSlices(t.namespace).DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}),
+		t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}),
 		core.Pods(t.namespace).DeleteCollection(ctx, zero, metav1.ListOptions{}),
 	)
 	return errors.Join(errs...)

@@ -14,10 +14,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
+	"github.com/verdict-proxy/verdict/conformance/nfteval"
 	"github.com/verdict-proxy/verdict/conformance/report"
-	"github.com/verdict-proxy/verdict/conformance/witness"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
@@ -34,8 +34,8 @@ func (e exclusion) Error() string { return string(e) }
 
 // listings are the rulesets of all nodes.
 type listings struct {
-	topology *bench.Topology
-	rules    map[string]*witness.Ruleset
+	topology *testbed.Topology
+	rules    map[string]*nfteval.Ruleset
 	local    map[string][]netip.Addr
 }
 
@@ -66,7 +66,7 @@ func (w *testimonies) hear(ctx context.Context, r *proxyRun, all []*cases.Case, 
 		return nil
 	}
 	began := time.Now()
-	l, err := list(ctx, r.bench.Topology)
+	l, err := list(ctx, r.testbed.Topology)
 	if err != nil {
 		return err
 	}
@@ -104,7 +104,7 @@ func (w *testimonies) hear(ctx context.Context, r *proxyRun, all []*cases.Case, 
 }
 
 // hold counts a look, and gives words if its testimony is not what packets showed, or not what is wanted.
-func (w *testimonies) hold(l *cases.Look, t *bench.Topology, a asked, packets *seen) string {
+func (w *testimonies) hold(l *cases.Look, t *testbed.Topology, a asked, packets *seen) string {
 	if w == nil {
 		return ""
 	}
@@ -150,8 +150,8 @@ func (w *testimonies) report() *report.Witness {
 }
 
 // list reads the rules of all nodes.
-func list(ctx context.Context, t *bench.Topology) (*listings, error) {
-	l := &listings{topology: t, rules: make(map[string]*witness.Ruleset), local: make(map[string][]netip.Addr)}
+func list(ctx context.Context, t *testbed.Topology) (*listings, error) {
+	l := &listings{topology: t, rules: make(map[string]*nfteval.Ruleset), local: make(map[string][]netip.Addr)}
 	for _, node := range t.Nodes() {
 		if err := context.Cause(ctx); err != nil {
 			return nil, err
@@ -182,7 +182,7 @@ func listRuleset(h *lab.Host) ([]byte, error) {
 
 // read takes what nft lists of a node.
 func (l *listings) read(node string, listing []byte) error {
-	rules, err := witness.Parse(bytes.NewReader(listing))
+	rules, err := nfteval.Parse(bytes.NewReader(listing))
 	if err != nil {
 		return fmt.Errorf("%s: %w", node, err)
 	}
@@ -235,7 +235,7 @@ func (l *listings) follow(h hop, a asked, says *seen) error {
 		says.note(lab.Result{Outcome: lab.TimedOut})
 		return nil
 	}
-	outcomes, err := l.rules[h.node].Ask(witness.Question{
+	outcomes, err := l.rules[h.node].Ask(nfteval.Question{
 		Iif: h.link, Src: h.src, Dst: h.dst, Protocol: strings.ToLower(a.protocol.String()), Local: l.local[h.node],
 		Bridged: l.topology.Bridged(h.node, h.link),
 	})
@@ -244,10 +244,10 @@ func (l *listings) follow(h hop, a asked, says *seen) error {
 	}
 	for _, o := range outcomes {
 		switch o.Verdict {
-		case witness.Refused:
+		case nfteval.Refused:
 			says.note(lab.Result{Outcome: lab.Refused})
 			continue
-		case witness.Dropped:
+		case nfteval.Dropped:
 			says.note(lab.Result{Outcome: lab.TimedOut})
 			continue
 		}
@@ -273,7 +273,7 @@ func (l *listings) arrive(h hop, a asked, says *seen) error {
 	if !h.dst.Addr().IsLoopback() {
 		owner = l.topology.Owner(h.dst.Addr())
 	}
-	next := bench.NodeOf(owner)
+	next := testbed.NodeOf(owner)
 	switch {
 	case a.to.Addr() == netip.IPv6Loopback() && !h.dst.Addr().IsLoopback():
 		return fromLoopback
@@ -282,11 +282,11 @@ func (l *listings) arrive(h hop, a asked, says *seen) error {
 	case next != "" && next != h.node:
 		h.node, h.link = next, "eth0"
 		return l.follow(h, a, says)
-	case owner == a.from && bench.IsPod(owner) && l.topology.Owns(owner, h.src.Addr()):
+	case owner == a.from && testbed.IsPod(owner) && l.topology.Owns(owner, h.src.Addr()):
 		// A pod does not take its own address for another's: it drops the packet, or answers itself, past the node.
 		says.note(lab.Result{Outcome: lab.Refused})
 		says.note(lab.Result{Outcome: lab.TimedOut})
-	case bench.Serves(owner, h.dst.Port()):
+	case testbed.Serves(owner, h.dst.Port()):
 		says.note(lab.Result{Outcome: lab.Answered, Endpoint: owner, Source: h.src, Destination: h.dst})
 	default: // nobody listens there
 		says.note(lab.Result{Outcome: lab.Refused})
@@ -295,7 +295,7 @@ func (l *listings) arrive(h hop, a asked, says *seen) error {
 }
 
 // disagrees says, in a line, where a testimony is not what packets showed, or not what is wanted; empty if nowhere.
-func (m testimony) disagrees(t *bench.Topology, a asked, packets *seen) string {
+func (m testimony) disagrees(t *testbed.Topology, a asked, packets *seen) string {
 	if m.says.contains(t, a, packets) && m.says.equals(t, a) {
 		return ""
 	}
@@ -304,7 +304,7 @@ func (m testimony) disagrees(t *bench.Topology, a asked, packets *seen) string {
 }
 
 // contains says that all that packets showed is among what is said, at the same port.
-func (s *seen) contains(t *bench.Topology, a asked, packets *seen) bool {
+func (s *seen) contains(t *testbed.Topology, a asked, packets *seen) bool {
 	if packets.refused > 0 && s.refused == 0 || packets.dropped > 0 && s.dropped == 0 {
 		return false
 	}
@@ -325,7 +325,7 @@ func (s *seen) contains(t *bench.Topology, a asked, packets *seen) bool {
 }
 
 // sourceWords gives the sources that an endpoint sees, none if it is not reached.
-func (s *seen) sourceWords(t *bench.Topology, a asked, endpoint string) (words []string) {
+func (s *seen) sourceWords(t *testbed.Topology, a asked, endpoint string) (words []string) {
 	for source := range s.sources[endpoint] {
 		words = append(words, sourceWord(t, a.from, source))
 	}
@@ -333,7 +333,7 @@ func (s *seen) sourceWords(t *bench.Topology, a asked, endpoint string) (words [
 }
 
 // equals says that what is said is what is wanted: nothing else, and every endpoint, even where a client shall see only one.
-func (s *seen) equals(t *bench.Topology, a asked) bool {
+func (s *seen) equals(t *testbed.Topology, a asked) bool {
 	sticky := a.want.Sticky
 	a.want.Sticky = false
 	return s.fits(t, a) && (a.want.Some && !sticky || s.enough(a.want))

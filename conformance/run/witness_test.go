@@ -7,9 +7,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -164,10 +164,10 @@ func TestExclusions(t *testing.T) {
 	}
 }
 
-// witnessed gives the bench's hosts with the handmade ruleset on both nodes, and what is listed of it.
-func witnessed(t *testing.T) (*bench.Topology, *listings) {
+// witnessed gives the testbed's hosts with the handmade ruleset on both nodes, and what is listed of it.
+func witnessed(t *testing.T) (*testbed.Topology, *listings) {
 	t.Helper()
-	topology, err := bench.NewTopology()
+	topology, err := testbed.NewTopology()
 	labtest.Check(t, err)
 	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
 	for _, node := range topology.Nodes() {
@@ -179,7 +179,7 @@ func witnessed(t *testing.T) (*bench.Topology, *listings) {
 }
 
 // mutated gives listings of which that of node-a has one thing changed.
-func mutated(t *testing.T, topology *bench.Topology, from, to string) *listings {
+func mutated(t *testing.T, topology *testbed.Topology, from, to string) *listings {
 	t.Helper()
 	l, err := list(t.Context(), topology)
 	labtest.Check(t, err)
@@ -194,12 +194,12 @@ func mutated(t *testing.T, topology *bench.Topology, from, to string) *listings 
 
 // TestEntry holds where packets are first seen against the router's tables, by hand.
 func TestEntry(t *testing.T) {
-	topology, err := bench.NewTopology()
+	topology, err := testbed.NewTopology()
 	labtest.Check(t, err)
 	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
 	for _, c := range []struct{ from, to, node, link string }{
 		{"pod-a", "10.96.0.1", "node-a", "veth-pod-a"},
-		{"b3", "192.0.2.10", "node-b", bench.PodBridge},
+		{"b3", "192.0.2.10", "node-b", testbed.PodBridge},
 		{"node-b", "192.0.2.10", "node-b", ""},
 		{"client-a", "198.18.0.1", "node-a", "eth0"},
 		{"client-b", "fd00:10:96::1", "node-b", "eth0"},

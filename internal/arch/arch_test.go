@@ -46,21 +46,21 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 	// conformance is a module of its own, and held to the same table. It sees a proxy from outside only: of ours it may use
 	// what makes hosts and control planes, and nothing that decides or writes.
-	"conformance/bench":           {ours: []string{"internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/cases":           {others: []string{"*"}},
-	"conformance/cmd/bench":       {ours: []string{"conformance/bench", "conformance/figures", "conformance/scale", "internal/lab"}, others: []string{"*"}},
-	"conformance/cmd/conformance": {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"}, others: []string{"*"}},
-	"conformance/figures":         {others: []string{"gonum.org/v1/plot"}},
-	"conformance/report":          {},
-	"conformance/run":             {ours: []string{"conformance/bench", "conformance/cases", "conformance/report", "conformance/witness", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/scale":           {ours: []string{"conformance/bench", "conformance/figures", "internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/witness":         {},
-	"cmd/verdict":                 {ours: []string{"*"}, others: []string{"*"}},
+	"conformance/testbed":           {ours: []string{"internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/cases":             {others: []string{"*"}},
+	"conformance/cmd/benchmark":     {ours: []string{"conformance/testbed", "conformance/benchmark/results", "conformance/benchmark", "internal/lab"}, others: []string{"*"}},
+	"conformance/cmd/conformance":   {ours: []string{"conformance/testbed", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"}, others: []string{"*"}},
+	"conformance/benchmark/results": {others: []string{"gonum.org/v1/plot"}},
+	"conformance/report":            {},
+	"conformance/run":               {ours: []string{"conformance/testbed", "conformance/cases", "conformance/report", "conformance/nfteval", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/benchmark":         {ours: []string{"conformance/testbed", "conformance/benchmark/results", "internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
+	"conformance/nfteval":           {},
+	"cmd/verdict":                   {ours: []string{"*"}, others: []string{"*"}},
 }
 
 // reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's configuration only.
 var reserved = map[string][]string{
-	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/bench", "conformance/cases", "conformance/run", "conformance/scale", "internal/lab/control"},
+	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/testbed", "conformance/cases", "conformance/run", "conformance/benchmark", "internal/lab/control"},
 	"github.com/google/nftables": {"nft/kernel"},
 }
 

@@ -17,10 +17,10 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/conformance/bench"
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/conformance/run"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
 // errFailed ends the command with status 1.
@@ -61,7 +61,7 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.main(cmd.Context(), cmd.OutOrStdout()) },
 	}
 	f := cmd.Flags()
-	f.StringArrayVar(&o.proxies, "proxy", nil, "a proxy: "+strings.Join(bench.KindNames(), ", ")+", or a file that describes one; may be repeated")
+	f.StringArrayVar(&o.proxies, "proxy", nil, "a proxy: "+strings.Join(testbed.KindNames(), ", ")+", or a file that describes one; may be repeated")
 	f.StringVar(&o.run, "run", "", "only cases whose name holds this regular expression")
 	f.StringArrayVar(&o.themes, "theme", nil, "only cases of this theme; may be repeated")
 	f.BoolVar(&o.list, "list", false, "print every case on a line of its own, and end")
@@ -83,7 +83,7 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Slow: bench.Slow(o.slow), Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
+	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Slow: testbed.Slow(o.slow), Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
 	if r.Cases, r.Stories, err = o.choose(suite); err != nil {
 		return err
 	}
@@ -94,7 +94,7 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 		return errors.New("--proxy is needed")
 	}
 	for _, name := range o.proxies {
-		kind, err := bench.FindKind(name)
+		kind, err := testbed.FindKind(name)
 		if err != nil {
 			return err
 		}
@@ -220,9 +220,9 @@ func list(out io.Writer, r run.Options) error {
 }
 
 // programsOf says where programs come from.
-func (o *options) programsOf() (p bench.Programs, err error) {
+func (o *options) programsOf() (p testbed.Programs, err error) {
 	if o.programs == "" {
-		p.Root, err = bench.Sources(o.source)
+		p.Root, err = testbed.Sources(o.source)
 		return p, err
 	}
 	p.Ready, err = filepath.Abs(o.programs)

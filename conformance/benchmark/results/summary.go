@@ -1,0 +1,174 @@
+package results
+
+import (
+	"cmp"
+	"slices"
+)
+
+// Baseline is the name under which a node without a proxy is measured.
+const Baseline = "no-proxy"
+
+// Row is what all repeats of a proxy in one size say together.
+type Row struct {
+	Size  Size
+	Proxy string
+	// Errors are what cells said that ended early.
+	Errors []string
+
+	// Start, Restart and Away are in seconds, and so is the processor time in them.
+	Start, Restart             Spread
+	Away, StartCPU, RestartCPU Spread
+	Change                     Quantiles
+	// Churn is by the rate.
+	Churn map[float64]ChurnRow
+	// Resident, Peak and Kernel are in bytes.
+	Resident, Peak, Kernel Spread
+	// First, Slowest and Flow are in microseconds, Connections a second, Gigabits a second.
+	First, Slowest, Flow, Connections, Gigabits Spread
+}
+
+// ChurnRow is what all repeats say of one rate.
+type ChurnRow struct {
+	Quantiles
+	// Written is changes a second, Cores processor time by time, Behind seconds, Write milliseconds.
+	Written, Cores, Behind, Write Spread
+}
+
+// Row sums up a proxy in one size.
+func (r *Results) Row(size Size, proxy string) *Row {
+	row := &Row{Size: size, Proxy: proxy, Churn: map[float64]ChurnRow{}}
+	var cells []*Cell
+	for _, c := range r.Cells {
+		if c.Size == size && c.Proxy == proxy {
+			cells = append(cells, c)
+			if c.Error != "" {
+				row.Errors = append(row.Errors, c.Error)
+			}
+		}
+	}
+	row.Start = waits(cells, func(c *Cell) *Wait { return c.Start })
+	row.Restart = waits(cells, func(c *Cell) *Wait { return c.Restart })
+	row.Away = waits(cells, func(c *Cell) *Wait { return c.Away })
+	row.StartCPU = processor(cells, func(c *Cell) *Wait { return c.Start })
+	row.RestartCPU = processor(cells, func(c *Cell) *Wait { return c.Restart })
+	row.Change = quantilesOf(gather(cells, func(c *Cell) (Spans, bool) { return deref(c.Change), c.Change != nil }))
+	for _, rate := range r.Settings.Rates {
+		row.Churn[rate] = churnRow(cells, rate)
+	}
+	memory := func(of func(Memory) uint64) Spread {
+		return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+			bytes := of(deref(c.Memory))
+			return float64(bytes), bytes != 0
+		}), 0)
+	}
+	row.Resident = memory(func(m Memory) uint64 { return m.Resident })
+	row.Peak = memory(func(m Memory) uint64 { return m.Peak })
+	row.Kernel = memory(func(m Memory) uint64 { return m.Kernel })
+	data := func(of func(Data) float64) Spread {
+		return spreadOf(gather(cells, func(c *Cell) (float64, bool) { return of(deref(c.Data)), c.Data != nil }), 0)
+	}
+	row.First = data(func(d Data) float64 { return d.First })
+	row.Slowest = data(func(d Data) float64 { return d.Slowest })
+	row.Flow = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+		flow := deref(c.Data).Flow
+		return deref(flow), flow != nil
+	}), 0)
+	row.Connections = data(func(d Data) float64 { return d.Connections })
+	row.Gigabits = data(func(d Data) float64 { return d.Gigabits })
+	return row
+}
+
+// gather calls get for every cell and keeps what it says there is.
+func gather[T any](cells []*Cell, get func(*Cell) (T, bool)) (all []T) {
+	for _, c := range cells {
+		if v, ok := get(c); ok {
+			all = append(all, v)
+		}
+	}
+	return all
+}
+
+func deref[T any](p *T) (v T) {
+	if p != nil {
+		v = *p
+	}
+	return v
+}
+
+func waits(cells []*Cell, get func(*Cell) *Wait) Spread {
+	all := gather(cells, func(c *Cell) (Wait, bool) { w := get(c); return deref(w), w != nil })
+	return waitSpread(all)
+}
+
+func processor(cells []*Cell, get func(*Cell) *Wait) Spread {
+	return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+		w := deref(get(c))
+		return w.Processor, w.Processor != 0
+	}), 0)
+}
+
+func waitSpread(all []Wait) Spread {
+	var values []float64
+	limits := 0
+	for _, w := range all {
+		values = append(values, w.Seconds)
+		if w.Limit {
+			limits++
+		}
+	}
+	return spreadOf(values, limits)
+}
+
+func churnRow(cells []*Cell, rate float64) ChurnRow {
+	var spans []Spans
+	var written, cores, write []float64
+	var behind []Wait
+	for _, c := range cells {
+		for _, ch := range c.Churn {
+			if ch.Rate == rate {
+				spans = append(spans, ch.Spans)
+				write = append(write, ch.Write)
+				written, cores, behind = append(written, ch.Written), append(cores, ch.Cores), append(behind, ch.Behind)
+			}
+		}
+	}
+	return ChurnRow{quantilesOf(spans), spreadOf(written, 0), spreadOf(cores, 0), waitSpread(behind), spreadOf(write, 0)}
+}
+
+// Sizes gives the sizes that were measured, by endpoints of a Service in the order they came first, then by Services.
+func (r *Results) Sizes() (sizes []Size) {
+	place := map[int]int{}
+	for _, c := range r.Cells {
+		if _, ok := place[c.Size.Endpoints]; !ok {
+			place[c.Size.Endpoints] = len(place)
+		}
+		if !slices.Contains(sizes, c.Size) {
+			sizes = append(sizes, c.Size)
+		}
+	}
+	slices.SortFunc(sizes, func(a, b Size) int {
+		return cmp.Or(cmp.Compare(place[a.Endpoints], place[b.Endpoints]), cmp.Compare(a.Services, b.Services))
+	})
+	return sizes
+}
+
+// Proxies gives the proxies that were measured, the known ones in their order; the baseline is none.
+func (r *Results) Proxies() (names []string) {
+	for _, c := range r.Cells {
+		if c.Proxy != Baseline && !slices.Contains(names, c.Proxy) {
+			names = append(names, c.Proxy)
+		}
+	}
+	slices.SortStableFunc(names, func(a, b string) int { return cmp.Compare(place(a), place(b)) })
+	return names
+}
+
+// known is the order in which proxies are shown.
+var known = []string{"verdict-nftables", "kube-proxy-nftables", "verdict-iptables", "kube-proxy-iptables", "verdict-iptables-nft", "kube-proxy-iptables-nft", "verdict-ipvs", "kube-proxy-ipvs"}
+
+func place(proxy string) int {
+	if i := slices.Index(known, proxy); i >= 0 {
+		return i
+	}
+	return len(known)
+}

@@ -1,0 +1,293 @@
+package results
+
+import (
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strings"
+)
+
+// Milliseconds prints a time that is given in milliseconds, to two digits or more: "3.2 ms", "18 s".
+func Milliseconds(ms float64) string {
+	switch {
+	case math.IsNaN(ms):
+		return none
+	case ms < 1000:
+		return digits(ms) + " ms"
+	}
+	return Seconds(ms / 1000)
+}
+
+// Seconds prints a time that is given in seconds: "0.42 s", "139 s".
+func Seconds(s float64) string { return digits(s) + " s" }
+
+// WaitText prints a wait, "> 300 s" if it hit its limit.
+func WaitText(w Wait) string {
+	if w.Limit {
+		return "> " + Seconds(w.Seconds)
+	}
+	return Seconds(w.Seconds)
+}
+
+// none stands for what was not measured.
+const none = "–"
+
+// digits prints with two digits at least.
+func digits(v float64) string {
+	switch {
+	case v >= 10:
+		return fmt.Sprintf("%.0f", v)
+	case v >= 1:
+		return fmt.Sprintf("%.1f", v)
+	case v >= 0.1:
+		return fmt.Sprintf("%.2f", v)
+	}
+	return fmt.Sprintf("%.3f", v)
+}
+
+// text prints a spread: the median, and how far the repeats lie apart if there is more than one.
+func (s Spread) text(unit func(float64) string) string {
+	switch {
+	case s.N == 0:
+		return none
+	case s.AtLeast:
+		return "> " + unit(s.Median)
+	case s.Min != s.Max && unit(s.Min) != unit(s.Max) && s.Max > 0:
+		over := ""
+		if s.MaxAtLeast {
+			over = "> "
+		}
+		return fmt.Sprintf("%s (%s to %s%s)", unit(s.Median), strings.Fields(unit(s.Min))[0], over, unit(s.Max))
+	}
+	return unit(s.Median)
+}
+
+// short prints the median alone.
+func (s Spread) short(unit func(float64) string) string {
+	s.Min, s.Max = s.Median, s.Median
+	return s.text(unit)
+}
+
+// behind prints how far behind a proxy is: less than a millisecond is nothing.
+func behind(s float64) string {
+	if s < 0.001 {
+		return "0 s"
+	}
+	return Milliseconds(s * 1000)
+}
+
+func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
+func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
+func microseconds(us float64) string { return fmt.Sprintf("%.0f µs", us) }
+func thousands(n float64) string     { return fmt.Sprintf("%.1fk", n/1000) }
+func gigabits(n float64) string      { return fmt.Sprintf("%.1f", n) }
+func cores(n float64) string         { return fmt.Sprintf("%.2f", n) }
+func perSecond(n float64) string     { return fmt.Sprintf("%.0f", n) }
+
+// table is one that is shown: what a proxy's row says in each size.
+type table struct {
+	title, about string
+	cell         func(*Row) string
+	baseline     bool // the node without a proxy is a column, too
+}
+
+// tables gives all of them, in their order.
+func (r *Results) tables() []table {
+	all := []table{
+		{"Start", "From the start of the process until every Service answers, median and range of the repeats.",
+			func(row *Row) string { return row.Start.text(Seconds) }, false},
+		{"Restart, nothing changed", "Stopped and started again, with all rules in the kernel, until the processes are at rest.",
+			func(row *Row) string { return row.Restart.text(Seconds) }, false},
+		{"Restart, one endpoint changed meanwhile", "Stopped and started again, until connections end at the new endpoint.",
+			func(row *Row) string { return row.Away.text(Seconds) }, false},
+		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode included; of what hit its limit, until the limit. The restart is that without a change.",
+			func(row *Row) string {
+				if row.StartCPU.N == 0 {
+					return none
+				}
+				return row.StartCPU.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
+			}, false},
+		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: median / 99th percentile, which of fewer than 100 is the longest. Nothing else changes.",
+			func(row *Row) string { return row.Change.text() }, false},
+	}
+	for _, rate := range r.Settings.Rates {
+		all = append(all, table{fmt.Sprintf("%v changes a second", rate),
+			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile.",
+			func(row *Row) string { return row.Churn[rate].Quantiles.text() }, false},
+			table{fmt.Sprintf("%v changes a second: the load", rate),
+				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took / how long it took for one, a part of the times above.",
+				func(row *Row) string { return row.Churn[rate].load() }, false})
+	}
+	return append(all,
+		table{"Memory", "Resident memory of the process and its children after the start / at the peak / what the kernel charged to it after the start.",
+			func(row *Row) string {
+				if row.Resident.N == 0 {
+					return none
+				}
+				return strings.Join([]string{row.Resident.short(mebibytes), row.Peak.short(mebibytes), row.Kernel.short(mebibytes)}, " / ")
+			}, false},
+		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median / median of the slowest Service.",
+			func(row *Row) string {
+				if row.First.N == 0 {
+					return none
+				}
+				return row.First.short(microseconds) + " / " + row.Slowest.short(microseconds)
+			}, true},
+		table{"New flow", "Processor time of the first packet of a connection that the node itself sends to a Service, above one to an endpoint.",
+			func(row *Row) string {
+				if row.Flow.N == 0 {
+					return none
+				}
+				return row.Flow.short(tenths)
+			}, false},
+		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection.",
+			func(row *Row) string {
+				if row.Connections.N == 0 {
+					return none
+				}
+				return row.Connections.short(thousands) + " / " + row.Gigabits.short(gigabits)
+			}, true},
+	)
+}
+
+// text prints the median and the 99th percentile.
+func (q Quantiles) text() string {
+	if q.P50.N == 0 {
+		return none
+	}
+	return q.P50.text(Milliseconds) + " / " + q.P99.text(Milliseconds)
+}
+
+func (c ChurnRow) load() string {
+	if c.P50.N == 0 {
+		return none
+	}
+	return strings.Join([]string{c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond), c.Write.short(Milliseconds)}, " / ")
+}
+
+// WriteTables writes all tables in Markdown.
+func (r *Results) WriteTables(w io.Writer) error {
+	var b strings.Builder
+	for _, t := range r.tables() {
+		fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, t.about)
+		r.writeTable(&b, t, r.Sizes(), r.columns(t.baseline))
+		b.WriteByte('\n')
+	}
+	r.writeNotes(&b)
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+func (r *Results) columns(baseline bool) []string {
+	names := r.Proxies()
+	if baseline {
+		names = append([]string{Baseline}, names...)
+	}
+	return names
+}
+
+func (r *Results) writeTable(b *strings.Builder, t table, sizes []Size, proxies []string) {
+	fmt.Fprintf(b, "| Services x endpoints | %s |\n", strings.Join(proxies, " | "))
+	fmt.Fprintf(b, "|---|%s\n", strings.Repeat("---|", len(proxies)))
+	for _, size := range sizes {
+		fmt.Fprintf(b, "| %s x %d |", grouped(size.Services), size.Endpoints)
+		for _, proxy := range proxies {
+			row := r.Row(size, proxy)
+			text := t.cell(row)
+			if text == none && len(row.Errors) > 0 {
+				text = "failed"
+			}
+			fmt.Fprintf(b, " %s |", text)
+		}
+		b.WriteByte('\n')
+	}
+}
+
+// grouped prints a number with a comma before each three digits.
+func grouped(n int) string {
+	if n < 1000 {
+		return fmt.Sprint(n)
+	}
+	return fmt.Sprintf("%s,%03d", grouped(n/1000), n%1000)
+}
+
+// writeNotes says where and how it was measured, and what went wrong.
+func (r *Results) writeNotes(b *strings.Builder) {
+	m, s := r.Machine, r.Settings
+	where := "in network namespaces of"
+	if m.Guest {
+		where = "in a guest, emulated without hardware support,"
+	}
+	fmt.Fprintf(b, "Measured %s %s, %d cores, %.0f GiB, Linux %s, in %s. ", where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent))
+	repeats, low, high := r.span()
+	fmt.Fprintf(b, "Repeats: %s. Load average before each measurement: %.1f to %.1f. ", repeats, low, high)
+	fmt.Fprintf(b, "Limits: %v s for a start or restart, after which nothing else of that proxy is measured, %v s for single changes, and %v s after %v s of churn for what was behind.\n\n",
+		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
+	for _, name := range r.columns(false) {
+		fmt.Fprintf(b, "- %s: %s\n", name, r.Versions[name])
+	}
+	for _, name := range sortedKeys(r.LeftOut) {
+		fmt.Fprintf(b, "- %s: %s\n", name, r.LeftOut[name])
+	}
+	for _, c := range r.Cells {
+		if c.Error != "" {
+			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
+		}
+	}
+}
+
+// Shortened leaves of an error its first line, and of what a program said the last that says something.
+func Shortened(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	if len(lines) == 1 {
+		return text
+	}
+	last := len(lines) - 1
+	for last > 1 && len(strings.TrimSpace(lines[last])) < 3 {
+		last--
+	}
+	return lines[0] + " " + strings.TrimSpace(lines[last])
+}
+
+func sortedKeys(m map[string]string) (keys []string) {
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// span gives how many repeats the sizes have, as "3" or "1 to 3", and the lowest and highest load average.
+func (r *Results) span() (repeats string, low, high float64) {
+	least, most := math.MaxInt, 0
+	for _, size := range r.Sizes() {
+		n := 0
+		for _, c := range r.Cells {
+			if c.Size == size {
+				n = max(n, c.Repeat)
+			}
+		}
+		least, most = min(least, n), max(most, n)
+	}
+	low = math.Inf(1)
+	for _, c := range r.Cells {
+		low, high = min(low, c.Load), max(high, c.Load)
+	}
+	switch {
+	case most == 0:
+		return "none", 0, 0
+	case least == most:
+		return fmt.Sprint(most), low, high
+	}
+	return fmt.Sprintf("%d to %d", least, most), low, high
+}
+
+// duration prints seconds as "4 min" or "2 h 05 min".
+func duration(s float64) string {
+	minutes := int(math.Round(s / 60))
+	if minutes < 60 {
+		return fmt.Sprintf("%d min", max(minutes, 1))
+	}
+	return fmt.Sprintf("%d h %02d min", minutes/60, minutes%60)
+}

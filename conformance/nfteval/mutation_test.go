@@ -1,0 +1,167 @@
+package nfteval_test
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/conformance/nfteval"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+)
+
+// mutant is a listing with one thing changed.
+type mutant struct {
+	// rule is that which is gone, as "family handle"; empty if it is an element.
+	what, rule string
+	listing    []byte
+}
+
+// mutants gives a listing without each rule, without each element, and with each element's data and slot changed.
+func mutants(t *testing.T, listing []byte) (list []mutant) {
+	t.Helper()
+	var doc struct {
+		Objects []map[string]map[string]any `json:"nftables"`
+	}
+	labtest.Check(t, json.Unmarshal(listing, &doc))
+	write := func(what, rule string, objects []map[string]map[string]any) {
+		text, err := json.Marshal(map[string]any{"nftables": objects})
+		labtest.Check(t, err)
+		list = append(list, mutant{what, rule, text})
+	}
+	for i, o := range doc.Objects {
+		if r := o["rule"]; r != nil {
+			what := fmt.Sprintf("without rule %v %v: %v", r["family"], r["chain"], r["expr"])
+			write(what, fmt.Sprintf("%v %v", r["family"], r["handle"]), slices.Delete(slices.Clone(doc.Objects), i, i+1))
+		}
+		for kind, s := range o {
+			elements, _ := s["elem"].([]any)
+			if s["name"] == "revision" || s["name"] == "digests" { // of the table, not of packets
+				continue
+			}
+			for k, e := range elements {
+				with := func(elements []any) []map[string]map[string]any {
+					c := maps.Clone(s)
+					c["elem"] = elements
+					objects := slices.Clone(doc.Objects)
+					objects[i] = map[string]map[string]any{kind: c}
+					return objects
+				}
+				name := fmt.Sprintf("%v %v: %v", s["family"], s["name"], e)
+				write("without element "+name, "", with(slices.Delete(slices.Clone(elements), k, k+1)))
+				for how, other := range altered(t, e) {
+					changed := slices.Clone(elements)
+					changed[k] = other
+					write(how+" of element "+name, "", with(changed))
+				}
+			}
+		}
+	}
+	return list
+}
+
+// altered gives an element of a map of slots with another port to go to, and in another slot.
+func altered(t *testing.T, element any) map[string]any {
+	t.Helper()
+	pair, ok := element.([]any)
+	if !ok || !strings.Contains(fmt.Sprint(pair[1]), "concat") {
+		return nil
+	}
+	out := map[string]any{}
+	for _, how := range []string{"another port", "another slot"} {
+		text, err := json.Marshal(pair)
+		labtest.Check(t, err)
+		var c []any
+		labtest.Check(t, json.Unmarshal(text, &c))
+		parts := c[1].(map[string]any)["concat"].([]any)
+		if how == "another slot" {
+			parts = c[0].(map[string]any)["elem"].(map[string]any)["val"].(map[string]any)["concat"].([]any)
+		}
+		parts[len(parts)-1] = parts[len(parts)-1].(float64) + 1
+		out[how] = c
+	}
+	return out
+}
+
+// covered gives the rules that some packet comes to, as "family handle".
+func (m *manifest) covered(t *testing.T, r *nfteval.Ruleset, questions []asked) map[string]bool {
+	t.Helper()
+	seen := map[string]bool{}
+	for _, q := range questions {
+		outcomes, err := r.Ask(q.question)
+		labtest.Check(t, err)
+		for _, o := range outcomes {
+			for _, s := range o.Trace {
+				seen[fmt.Sprint(s.Family, " ", s.Handle)] = true
+			}
+		}
+	}
+	return seen
+}
+
+// same are the only changes after which every packet has the same outcome, by the manifest, with a part of what is changed.
+var same = map[string][]string{
+	"cluster.yaml": {
+		"[10.96.20.5 tcp 80]", // no endpoints: the rule for unused ports rejects it just so
+		"ip outside-services: [map[elem:map[comment:shop/frontend:http counter:map[bytes:0 packets:0] val:map[concat:[127.0.0.1",
+		// What comes from outside to a loopback address is dropped before.
+		"ip hairpin: map[concat:[192.0.2.10 192.0.2.10]]",                // the node's own packets are masqueraded anyway
+		"jump:map[target:remember-affinity]",                             // no endpoint with affinity is on the node itself
+		"rule ip6 translated: [map[jump:map[target:remember-affinity]]]", // nor is there any in IPv6
+	},
+	"affinity.yaml": { // outside clients have one endpoint each, so that nobody sees whether it is remembered under their own id
+		"element ip outside-sticky", "element ip6 outside-sticky",
+		"right:0]] map[match:map[left:map[payload:map[field:saddr", // remember-affinity, of clients from outside
+		"right:0]] map[vmap:map[data:@remember",                    // the same, of clients behind the same bridge
+		"rule ip sticky-1: [map[jump:map[target:affinity-lookup]]]", "rule ip6 sticky-1: [map[jump:map[target:affinity-lookup]]]",
+		"element ip remember: [map[elem:map[comment:shop/cart:http val:7057:cf37]]",
+		"element ip6 remember: [map[elem:map[comment:shop/cart:http val:70b5:d66f]]",
+	},
+	"interfaces.yaml":     {"right:@service-cidrs]] map[masquerade" /* cluster-ips say the same */, "translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
+	"local-policies.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
+	"masquerade-all.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
+	"nothing.yaml":        {"prerouting: [map[goto", "output: [map[goto"},
+}
+
+// every is how many of the changes of the large manifest are tried: all take a while.
+var every = flag.Int("every", 25, "try each so manieth change of the large manifest; 1 tries all")
+
+// TestSeesMutations takes away each rule that a packet comes to, and each element, and changes elements: the evaluator has to
+// disagree with the model then.
+func TestSeesMutations(t *testing.T) {
+	for _, m := range manifests(t) {
+		t.Run(m.name, func(t *testing.T) {
+			_, listing := first(m.written(t))
+			questions := m.questions()
+			rand.New(rand.NewPCG(1, 2)).Shuffle(len(questions), func(i, k int) { questions[i], questions[k] = questions[k], questions[i] })
+			covered := m.covered(t, parse(t, listing), questions)
+			tried, unreached := 0, 0
+			for i, mut := range mutants(t, listing) {
+				if m.name == "cluster.yaml" && i%*every != 0 {
+					continue
+				}
+				if mut.rule != "" && !covered[mut.rule] {
+					unreached++
+					continue
+				}
+				tried++
+				r := parse(t, mut.listing)
+				notices := func(q asked) bool { return m.disagreement(r, q) != nil }
+				if !slices.ContainsFunc(questions, notices) && !slices.ContainsFunc(same[m.name], func(s string) bool { return strings.Contains(mut.what, s) }) {
+					t.Errorf("nobody notices: %s", mut.what)
+				}
+			}
+			t.Logf("%d changes tried, %d more are of rules no packet comes to", tried, unreached)
+		})
+	}
+}
+
+// first gives the entry with the least key.
+func first(m map[string][]byte) (string, []byte) {
+	key := slices.Min(slices.Collect(maps.Keys(m)))
+	return key, m[key]
+}

@@ -1,0 +1,135 @@
+package testbed
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// Kind is a proxy that can be held to the suite: how to get it, to start it and to look at what it wrote.
+type Kind struct {
+	// Name is that of --proxy.
+	Name string `yaml:"name"`
+	// Binary is the program. Empty means that build makes it.
+	Binary string `yaml:"binary"`
+	// Args are its arguments. In them {node} stands for the node's name, {kubeconfig} for a file with the rights of
+	// kube-proxy, {config} for a file with Config, {pods} for the ranges of all pods.
+	Args []string `yaml:"args"`
+	// Config is the content of a file in which the same words stand for the same; empty means that there is none.
+	Config string `yaml:"config"`
+	// Listings are commands that print what the proxy programmed, run on the node.
+	Listings [][]string `yaml:"listings"`
+	// Version are the arguments that make the program print its version; empty means --version.
+	Version []string `yaml:"version"`
+	// Witness says that what the proxy programmed is tables of nftables, which the witness reads and asks.
+	Witness bool `yaml:"witness"`
+	// Like is a known proxy: what the cases say of that one counts for this one, too. Empty means none.
+	Like string `yaml:"like"`
+
+	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
+	mode  string
+	build func(ctx context.Context, from Programs, dir string) (string, error)
+	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
+	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36).
+	forgetsZone bool
+}
+
+var (
+	listNFT      = [][]string{{"nft", "list", "ruleset"}}
+	listIPTables = [][]string{{"iptables-save"}, {"ip6tables-save"}}
+	listIPVS     = [][]string{{"ipvsadm", "-Sn"}, {"nft", "list", "ruleset"}}
+	// What kube-proxy leaves to IPVS it says with iptables and ipset.
+	listKubeProxyIPVS = append([][]string{{"ipvsadm", "-Sn"}, {"ipset", "save"}}, listIPTables...)
+	runKubeProxy      = []string{"--config={config}", "--v=2"}
+)
+
+// kinds are the proxies known by name.
+var kinds = []Kind{
+	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, Witness: true, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "verdict-iptables", mode: "iptables", Args: []string{"run", "--config={config}", "--backend=iptables"}, Listings: listIPTables, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
+	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
+	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
+	{Name: "kube-proxy-ipvs", mode: "ipvs", Args: runKubeProxy, Listings: listKubeProxyIPVS, build: buildKubeProxy, forgetsZone: true},
+}
+
+// KindNames gives the names that FindKind knows.
+func KindNames() (names []string) {
+	for _, k := range kinds {
+		names = append(names, k.Name)
+	}
+	return names
+}
+
+// FindKind gives a proxy by its name, or from a file that describes one.
+func FindKind(name string) (*Kind, error) {
+	if i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name }); i >= 0 {
+		k := kinds[i]
+		return &k, nil
+	}
+	if !strings.ContainsAny(name, "./") {
+		return nil, fmt.Errorf("--proxy %s: it is none of %s, and no path of a file", name, strings.Join(KindNames(), ", "))
+	}
+	return readKind(name)
+}
+
+func readKind(path string) (*Kind, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("--proxy: %w", err)
+	}
+	defer f.Close()
+	k := &Kind{}
+	d := yaml.NewDecoder(f)
+	d.KnownFields(true)
+	if err := d.Decode(k); err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	switch {
+	case k.Name == "":
+		return nil, fmt.Errorf("%s: name: it is missing", path)
+	case slices.Contains(KindNames(), k.Name):
+		return nil, fmt.Errorf("%s: name: %s is a known proxy; choose another", path, k.Name)
+	case k.Binary == "":
+		return nil, fmt.Errorf("%s: binary: it is missing", path)
+	case k.Like != "" && !slices.Contains(KindNames(), k.Like):
+		return nil, fmt.Errorf("%s: like: %s is none of %s", path, k.Like, strings.Join(KindNames(), ", "))
+	}
+	if k.Binary, err = exec.LookPath(k.Binary); err != nil {
+		return nil, fmt.Errorf("%s: binary: %w", path, err)
+	}
+	return k, nil
+}
+
+// Obtain gives the program, which it builds if need be, in the directory dir.
+func (k *Kind) Obtain(ctx context.Context, from Programs, dir string) (binary, version string, err error) {
+	binary = k.Binary
+	if binary == "" {
+		if binary, err = k.build(ctx, from, dir); err != nil {
+			return "", "", err
+		}
+	}
+	flags := k.Version
+	if len(flags) == 0 {
+		flags = []string{"--version"}
+	}
+	out, err := exec.CommandContext(ctx, binary, flags...).CombinedOutput()
+	if err != nil {
+		return "", "", fmt.Errorf("%s %s: %w: %s", binary, strings.Join(flags, " "), err, out)
+	}
+	version, _, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
+	return binary, version, nil
+}
+
+// Adjustable says whether stories may change the configuration.
+func (k *Kind) Adjustable() bool { return k.mode != "" }
+
+// Knows says whether a list of proxies' names means this one.
+func (k *Kind) Knows(names []string) bool {
+	return slices.Contains(names, k.Name) || k.Like != "" && slices.Contains(names, k.Like)
+}
