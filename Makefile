@@ -49,7 +49,7 @@ unit: tools ## all tests, without it
 	cd deploy/test && $(GO) test ./...
 
 once: ## each benchmark once, and the test of memory, which the race detector would blur
-	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/...
+	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/benchmark
 	$(GO) test -run Memory -v ./sync/watch
 
 # The control plane and kube-proxy are built from their modules the first time, which takes some minutes.
@@ -75,7 +75,7 @@ bench-docs: ## tables and pictures of the last make bench into docs/ and the REA
 	$(BENCH) --render --docs
 
 bench-go: ## the whole line to the kernel, and the kernel alone beside it, without a cluster
-	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel
+	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/benchmark
 
 fuzz: ## let the fuzz tests look for new cases, FUZZTIME each
 	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/benchmark"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -17,11 +18,11 @@ import (
 // BenchmarkAnswers measures how long each answer takes on a node of 10,000 Services with 10 endpoints each, objects in memory.
 func BenchmarkAnswers(b *testing.B) {
 	h := labtest.NewHost(b, labtest.NewNet(b), "node")
-	cluster := newBenchCluster(10000, 10)
+	cluster := benchmark.NewCluster(10000, 10)
 	snap := snapshot.New()
-	snap.Apply(cluster.all())
+	snap.Apply(cluster.All())
 	snap.Apply(snapshot.Delta{HostAddrs: &[]netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1})}})
-	st, _ := dataplane.Compute(benchConfig, snap)
+	st, _ := dataplane.Compute(benchmark.NodeConfig, snap)
 	do := func(f func() error) { labtest.Check(b, h.Do(f)) }
 	var backend *kernel.Backend
 	var reader *kernel.Reader
@@ -36,7 +37,7 @@ func BenchmarkAnswers(b *testing.B) {
 	defer reader.Close()
 	_, err := backend.ApplyAll(st, dataplane.Change{})
 	labtest.Check(b, err)
-	q := asked{source: benchAddr(benchEndpoints + 7), key: dataplane.Key{Addr: benchAddr(benchClusterIPs + 5000), Protocol: snapshot.TCP, Port: 80}}
+	q := asked{source: benchmark.EndpointAddr(7), key: dataplane.Key{Addr: benchmark.ClusterIP(5000), Protocol: snapshot.TCP, Port: 80}}
 	unused := q
 	unused.key.Port = 81
 	ask := func(q asked, o *objects) func() error {
@@ -57,7 +58,7 @@ func BenchmarkAnswers(b *testing.B) {
 	}{
 		{"explain-live", ask(q, nil)},
 		{"explain-live-unused-port", ask(unused, nil)},
-		{"explain-both", ask(q, &objects{config: benchConfig, snap: snap})},
+		{"explain-both", ask(q, &objects{config: benchmark.NodeConfig, snap: snap})},
 		{"verify", func() error { _, err := (&objectFlags{}).compareOnce(context.Background(), reader, false); return err }},
 		{"diff", func() error { return benchDiff(reader, snap) }},
 		{"top-all", func() error { return sampler.sample(nil, nil, time.Second, true) }},
@@ -75,7 +76,7 @@ func BenchmarkAnswers(b *testing.B) {
 
 // benchDiff is diff without reading the objects.
 func benchDiff(r *kernel.Reader, snap *snapshot.Snapshot) error {
-	st, _ := dataplane.Compute(benchConfig, snap)
+	st, _ := dataplane.Compute(benchmark.NodeConfig, snap)
 	var m nft.Model
 	m.Load(st)
 	c, err := r.Contents(&m)

@@ -12,7 +12,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/benchmark"
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
 func newBench() *cobra.Command {
@@ -51,43 +54,21 @@ Percentiles are exact: of all samples sorted, the one that so many percent do no
 
 // bench is what all measurements share.
 type bench struct {
-	services, endpoints int
-	json                bool
-	progress            progress
+	benchmark.Options
+	json bool
 }
-
-// maxServices, and maxEndpoints of all Services together, are what there are addresses for: change adds as many again.
-const (
-	maxServices  = 1 << 21
-	maxEndpoints = 1 << 22
-)
 
 func (b *bench) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.IntVar(&b.services, "services", 10000, "Services of the cluster")
-	f.IntVar(&b.endpoints, "endpoints", 10, "endpoints of each Service")
+	f.IntVar(&b.Services, "services", 10000, "Services of the cluster")
+	f.IntVar(&b.Endpoints, "endpoints", 10, "endpoints of each Service")
 	f.BoolVar(&b.json, "json", false, "print one JSON object")
 }
 
-// check refuses clusters that cannot be made. An error names the flag.
-func (b *bench) check() error {
-	switch {
-	case b.services < 1 || b.services > maxServices:
-		return fmt.Errorf("--services: %d is not between 1 and %d", b.services, maxServices)
-	case b.endpoints < 1 || b.endpoints > maxEndpoints/b.services:
-		return fmt.Errorf("--endpoints: %d is not between 1 and %d, which is what there are addresses for",
-			b.endpoints, maxEndpoints/b.services)
-	}
-	return nil
-}
-
-// benchResult is what a measurement gives: its fields are the JSON object.
-type benchResult interface{ print(s *show) }
-
-// run takes a measurement where it may be taken, and prints what it gives.
-func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchResult, error)) error {
-	if err := b.check(); err != nil {
-		return err
+// run takes a measurement where it may be taken, and prints the result.
+func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark.Result, error)) error {
+	if err := b.Check(); err != nil {
+		return fmt.Errorf("--%w", err)
 	}
 	status, done, err := lab.Enter()
 	switch {
@@ -101,9 +82,11 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchResu
 	}
 	ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGHUP)
 	defer stop()
-	b.progress = newProgress(cmd.ErrOrStderr())
+	p := newProgress(cmd.ErrOrStderr())
+	b.Open = func() (*kernel.Backend, error) { return openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB) }
+	b.Progress = p.show
 	result, err := measure(ctx)
-	b.progress.clear()
+	p.clear()
 	if errors.Is(err, context.Canceled) {
 		fmt.Fprintln(cmd.ErrOrStderr(), "Interrupted. Nothing is left behind.")
 		return exitStatus(exitError)
@@ -111,16 +94,14 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchResu
 	if err != nil {
 		return err
 	}
-	return b.report(cmd.OutOrStdout(), result)
-}
-
-func (b *bench) report(w io.Writer, result benchResult) error {
 	if b.json {
-		return json.NewEncoder(w).Encode(result)
+		return json.NewEncoder(cmd.OutOrStdout()).Encode(result)
 	}
-	s := newShow(w)
-	result.print(&s)
-	return s.broken
+	s := newShow(cmd.OutOrStdout())
+	return result.WriteText(s.w, benchmark.Style{
+		Bold: func(text string) string { return s.paint(bold, text) },
+		Dim:  func(text string) string { return s.paint(dim, text) },
+	})
 }
 
 // progress is a line on a terminal that is written over; elsewhere nothing.
@@ -133,6 +114,6 @@ func newProgress(w io.Writer) progress {
 	return progress{w}
 }
 
-func (p progress) show(format string, args ...any) { fmt.Fprintf(p.w, "\r\x1b[K"+format, args...) }
+func (p progress) show(text string) { fmt.Fprint(p.w, "\r\x1b[K"+text) }
 
 func (p progress) clear() { fmt.Fprint(p.w, "\r\x1b[K") }

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -98,18 +99,18 @@ func (s *show) transaction(t reconcile.Transaction) {
 		noun = "element"
 	}
 	s.line("     %s", s.paint(cyan, fmt.Sprintf("written: %d %s added, %d replaced, %d removed in %s (kernel %s)",
-		t.Added, noun, t.Replaced, t.Removed, brief(t.Total), brief(t.Commit))))
+		t.Added, noun, t.Replaced, t.Removed, units.Brief(t.Total), units.Brief(t.Commit))))
 }
 
 // summary says how it went, and gives the exit status as an error.
 func (s *show) summary(took time.Duration) error {
 	all := s.met + len(s.failed)
 	if len(s.failed) == 0 {
-		s.line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.paint(green, "✓"), all, brief(took))
+		s.line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.paint(green, "✓"), all, units.Brief(took))
 		s.line(`  Next: "verdict render" for the ruleset of your own cluster, "verdict run" to carry its Services.`)
 		return s.status()
 	}
-	s.line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.paint(red, "✗"), len(s.failed), all, brief(took))
+	s.line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.paint(red, "✗"), len(s.failed), all, units.Brief(took))
 	for _, f := range s.failed {
 		s.line("    %s", f)
 	}
@@ -149,15 +150,4 @@ func (s *show) bar(part, whole, width int) string {
 	}
 	n := max((part*width+whole/2)/whole, 1)
 	return fmt.Sprintf("%s %d", s.paint(cyan, strings.Repeat("█", n)), part)
-}
-
-// brief prints a duration with the digits that matter: 143 µs, 2.4 ms, 6.1 s.
-func brief(d time.Duration) string {
-	switch {
-	case d < time.Millisecond:
-		return fmt.Sprintf("%d µs", d.Microseconds())
-	case d < time.Second:
-		return fmt.Sprintf("%.1f ms", float64(d.Microseconds())/1000)
-	}
-	return fmt.Sprintf("%.1f s", d.Seconds())
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -402,7 +403,7 @@ func (d *demo) showNoAnswer(ctx context.Context) error {
 			case r.Outcome == lab.TimedOut:
 				row = append(row, "silence")
 			default:
-				row = append(row, fmt.Sprintf("%s after %s", r.Outcome, brief(r.Latency)))
+				row = append(row, fmt.Sprintf("%s after %s", r.Outcome, units.Brief(r.Latency)))
 			}
 		}
 		d.expect(instead == nil, c.row(row...), instead...)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/units"
 )
 
 // stageWriter keeps what is shown, and does something once a text has come.
@@ -59,24 +60,7 @@ func nothingLeft(t *testing.T) {
 	if left, _ := filepath.Glob(filepath.Join(os.TempDir(), "verdict-demo-*")); left != nil {
 		t.Errorf("the demo left %v", left)
 	}
-	own, err := os.Readlink("/proc/self/ns/net")
-	labtest.Check(t, err)
-	var others []string
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
-		others = nil
-		for _, pattern := range []string{"/proc/self/task/*/ns/net", "/proc/self/fd/*"} {
-			links, _ := filepath.Glob(pattern)
-			for _, link := range links {
-				if ns, err := os.Readlink(link); err == nil && strings.HasPrefix(ns, "net:") && ns != own {
-					others = append(others, link+" "+ns)
-				}
-			}
-		}
-		if others == nil {
-			return
-		}
-	}
-	t.Errorf("the demo left network namespaces: %v", others)
+	labtest.NoNamespacesLeft(t)
 }
 
 func TestDemo(t *testing.T) {
@@ -267,7 +251,7 @@ func TestShow(t *testing.T) {
 	for d, want := range map[time.Duration]string{
 		143 * time.Microsecond: "143 µs", 2449 * time.Microsecond: "2.4 ms", 6100 * time.Millisecond: "6.1 s",
 	} {
-		if got := brief(d); got != want {
+		if got := units.Brief(d); got != want {
 			t.Errorf("%v is shown as %q, want %q", d, got, want)
 		}
 	}

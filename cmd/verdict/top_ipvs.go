@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 
+	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 )
 
@@ -39,7 +40,7 @@ func (t *topIPVS) add(s *ipvsplugin.Statistics) {
 
 // text is what stands behind the name.
 func (t *topIPVS) text() string {
-	return fmt.Sprintf("%s open, in %s/s, out %s/s", thousands(int(t.Active)), bytesText(t.ByteRateIn), bytesText(t.ByteRateOut))
+	return fmt.Sprintf("%s open, in %s/s, out %s/s", units.Thousands(int(t.Active)), bytesText(t.ByteRateIn), bytesText(t.ByteRateOut))
 }
 
 // bytesText writes a number of bytes.

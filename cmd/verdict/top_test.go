@@ -16,6 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/benchmark"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -101,7 +102,7 @@ func (f *fakeCounters) services(n int) {
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range n {
 		name := snapshot.Name{Namespace: "team", Name: fmt.Sprintf("web-%d", i)}
-		svc := &snapshot.Service{Name: name, ClusterIPs: []netip.Addr{benchAddr(benchClusterIPs + uint32(i))},
+		svc := &snapshot.Service{Name: name, ClusterIPs: []netip.Addr{benchmark.ClusterIP(i)},
 			Ports: []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}}}
 		switch i {
 		case 0:
@@ -113,7 +114,7 @@ func (f *fakeCounters) services(n int) {
 		}
 		sl := &snapshot.Slice{Name: name, Service: name.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
 		for e := range 2 {
-			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: benchAddr(benchEndpoints + uint32(2*i+e)),
+			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: benchmark.EndpointAddr(2*i + e),
 				Node: []string{"here", "there"}[e], Ready: true, Serving: true})
 		}
 		d.Services[name], d.Slices[name] = svc, sl

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/verdict-proxy/verdict/internal/units"
 )
 
 // topView is what one looks at: pure, but for the sample in it.
@@ -143,7 +145,7 @@ func rateText(r float64) string {
 	case r == 0:
 		return "0"
 	case r >= 1000:
-		return thousands(int(math.Round(r)))
+		return units.Thousands(int(math.Round(r)))
 	}
 	return fmt.Sprintf("%.1f", r)
 }
@@ -166,7 +168,7 @@ func (v *topView) render(s *show) []string {
 		head += "  there are no Services of Verdict on this node"
 	default:
 		head += fmt.Sprintf("  %s service ports, %s busy, %s connections/s",
-			thousands(len(ports)), thousands(busy), rateText(v.sample.Rate))
+			units.Thousands(len(ports)), units.Thousands(busy), rateText(v.sample.Rate))
 	}
 	head += fmt.Sprintf("  (every %s, by %s)", v.interval, v.order)
 	lines := []string{s.paint(bold, clip(head, v.width))}
@@ -196,7 +198,7 @@ func (v *topView) portLines(s *show, p *topPort) []string {
 	if selected {
 		mark = "> "
 	}
-	line := clip(topLine(rateText(p.Rate), thousands(int(p.Total)), choicesText(p), topName(mark, p)), v.width)
+	line := clip(topLine(rateText(p.Rate), units.Thousands(int(p.Total)), choicesText(p), topName(mark, p)), v.width)
 	switch {
 	case selected:
 		line = s.paint("7", line)
@@ -220,7 +222,7 @@ func choicesText(p *topPort) string {
 	case p.Choices == 0:
 		return "none"
 	}
-	return thousands(p.Choices)
+	return units.Thousands(p.Choices)
 }
 
 // topName is the name, with what IPVS says of the port if that is looked at.
@@ -254,7 +256,7 @@ func endpointLines(p *topPort, width int) (lines []string) {
 		if whole > 0 {
 			share = percent(e.Rate / whole)
 		}
-		lines = append(lines, clip(topLine(rateText(e.Rate), thousands(int(e.Total)), share, endpointText(&e)), width))
+		lines = append(lines, clip(topLine(rateText(e.Rate), units.Thousands(int(e.Total)), share, endpointText(&e)), width))
 	}
 	return lines
 }

@@ -129,7 +129,7 @@ func (f *flowSender) send(n *node, services []int, direct bool) (time.Duration, 
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	began, err := threadTime()
+	began, err := lab.ThreadTime()
 	if err != nil {
 		return 0, err
 	}
@@ -138,14 +138,8 @@ func (f *flowSender) send(n *node, services []int, direct bool) (time.Duration, 
 			return 0, err
 		}
 	}
-	ended, err := threadTime()
+	ended, err := lab.ThreadTime()
 	return ended - began, err
-}
-
-func threadTime() (time.Duration, error) {
-	var t unix.Timespec
-	err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t)
-	return time.Duration(t.Nano()), err
 }
 
 // syn makes a TCP segment that opens a connection.

@@ -32,6 +32,8 @@ var layers = map[string]struct{ ours, others []string }{
 	"nft/iptshim":          {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
 	"nft/iptshim/xtables":  {ours: []string{"nft/iptshim", "sync/snapshot", "sync/dataplane"}, others: []string{"golang.org/x/sys"}},
 	"ipvsplugin":           {ours: []string{"internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
+	"internal/benchmark":   {ours: []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sync", "golang.org/x/sys"}},
+	"internal/units":       {},
 	"internal/cgroup":      {},
 	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},

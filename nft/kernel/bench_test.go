@@ -3,12 +3,7 @@ package kernel
 import (
 	"fmt"
 	"net/netip"
-	"os"
-	"runtime"
-	"runtime/debug"
 	"slices"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 
@@ -44,72 +39,11 @@ func large(services, endpoints int) snapshot.Delta {
 	return d
 }
 
-// BenchmarkCold measures the whole line, from objects in memory to the kernel's acknowledgement, into an empty namespace; and
-// beside it the kernel alone, with the same bytes again into another empty namespace. Own is all that is not the kernel's.
-func BenchmarkCold(b *testing.B) {
-	for _, size := range []struct{ services, endpoints int }{{1000, 10}, {10000, 10}} {
-		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
-			delta := large(size.services, size.endpoints)
-			var own, commit, floor time.Duration
-			var last dataplane.Receipt
-			for b.Loop() {
-				debug.FreeOSMemory()
-				_, back := benchHost(b)
-				var batches [][]byte
-				back.Sent = func(sent []byte) { batches = append(batches, slices.Clone(sent)) }
-				start := time.Now()
-				snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
-				change, _ := planner.Apply(snap, snap.Apply(delta))
-				policy := time.Since(start)
-				r, err := back.ApplyAll(planner.State(), change)
-				labtest.Check(b, err)
-				last = r
-				own += policy + r.Plan + r.Encode
-				commit += r.Commit
-				floor += replay(b, batches)
-			}
-			n := float64(b.N)
-			b.ReportMetric(own.Seconds()*1000/n, "own-ms")
-			b.ReportMetric(commit.Seconds()*1000/n, "commit-ms")
-			b.ReportMetric(floor.Seconds()*1000/n, "floor-ms")
-			b.ReportMetric(float64(last.Added), "elements")
-			b.ReportMetric(float64(last.Bytes), "bytes")
-			b.ReportMetric(residentMiB(b), "rss-MiB")
-		})
-	}
-}
-
 // benchHost gives a namespace of its own; it is closed when the benchmark ends.
 func benchHost(b *testing.B) (*lab.Host, *Backend) {
 	b.StopTimer()
 	defer b.StartTimer()
 	return host(b)
-}
-
-// replay sends the same bytes into an empty namespace: what the kernel takes for them alone.
-func replay(b *testing.B, batches [][]byte) time.Duration {
-	_, other := benchHost(b)
-	start := time.Now()
-	for _, batch := range batches {
-		labtest.Check(b, other.conn.Replay(batch))
-	}
-	return time.Since(start)
-}
-
-// residentMiB is the memory this process has resident, after a collection.
-func residentMiB(b *testing.B) float64 {
-	runtime.GC()
-	status, err := os.ReadFile("/proc/self/status")
-	labtest.Check(b, err)
-	for line := range strings.Lines(string(status)) {
-		if kib, ok := strings.CutPrefix(line, "VmRSS:"); ok {
-			n, err := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib), "kB")), 64)
-			labtest.Check(b, err)
-			return n / 1024
-		}
-	}
-	b.Fatal("no VmRSS in /proc/self/status")
-	return 0
 }
 
 // balanced is large, where each Service has an address of a load balancer, an external address and a node port besides.
@@ -204,31 +138,5 @@ func BenchmarkPlanInParts(b *testing.B) {
 				b.ReportMetric(float64(parts)/float64(b.N), "transactions")
 			})
 		}
-	}
-}
-
-// BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in clusters
-// of different size.
-func BenchmarkOneEndpoint(b *testing.B) {
-	for _, services := range []int{1000, 10000, 100000} {
-		b.Run(fmt.Sprint(services), func(b *testing.B) {
-			_, back := benchHost(b)
-			snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
-			change, _ := planner.Apply(snap, snap.Apply(large(services, 10)))
-			_, err := back.ApplyAll(planner.State(), change)
-			labtest.Check(b, err)
-			n := snapshot.Name{Namespace: "default", Name: "service-500"}
-			for i := 0; b.Loop(); i++ {
-				s := *snap.Slices[n][n.Name]
-				s.Endpoints = append([]snapshot.Endpoint{}, s.Endpoints...)
-				s.Endpoints[3].Addr = netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})
-				change, _ := planner.Apply(snap, snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{n: &s}}))
-				r, err := back.ApplyAll(planner.State(), change)
-				labtest.Check(b, err)
-				if r.Replaced != 1 || r.Added != 0 || r.Removed != 0 {
-					b.Fatalf("%+v", r)
-				}
-			}
-		})
 	}
 }

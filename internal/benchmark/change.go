@@ -1,48 +1,15 @@
-package main
+package benchmark
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"slices"
 	"time"
 
-	"github.com/spf13/cobra"
-
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
-
-func newBenchChange() *cobra.Command {
-	var b bench
-	var rounds int
-	cmd := &cobra.Command{
-		Use:   "change",
-		Short: "One endpoint or Service changed in a full kernel",
-		Long: `Change fills a kernel, then changes one thing at a time and measures from the event, an object in memory that differs,
-to the kernel's acknowledgement. A round is one change of each kind, each of another Service by chance:
-
-  endpoint replaced   an endpoint goes, another comes: its slot is written again
-  endpoint added      a slot more, and the frontend goes to another chain
-  endpoint removed    a slot less, and again another chain
-  service added       with its endpoints
-  service removed     the one added before
-
-Own is what is not the kernel's: all but the time of the commit. The floor is the kernel alone: when all is done, the same
-bytes are given, in the same order, to another namespace with the same content.`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if rounds < 1 {
-				return fmt.Errorf("--rounds: %d is not a positive number", rounds)
-			}
-			return b.run(cmd, func(ctx context.Context) (benchResult, error) { return b.change(ctx, rounds) })
-		},
-	}
-	b.add(cmd)
-	cmd.Flags().IntVar(&rounds, "rounds", 1000, "how often each kind is done")
-	return cmd
-}
 
 // The kinds of change, in the order of a round.
 const (
@@ -54,29 +21,30 @@ const (
 	numChangeKinds
 )
 
-// changeResult is what "bench change" reports.
-type changeResult struct {
-	benchFill
+// ChangeResult is what Change measured.
+type ChangeResult struct {
+	Fill
 	Rounds int         `json:"rounds"`
-	Kinds  changeKinds `json:"kinds"`
+	Kinds  ChangeKinds `json:"kinds"`
 }
 
-type changeKinds struct {
-	EndpointReplaced changeKind `json:"endpoint_replaced"`
-	EndpointAdded    changeKind `json:"endpoint_added"`
-	EndpointRemoved  changeKind `json:"endpoint_removed"`
-	ServiceAdded     changeKind `json:"service_added"`
-	ServiceRemoved   changeKind `json:"service_removed"`
+// ChangeKinds has what each kind of change takes.
+type ChangeKinds struct {
+	EndpointReplaced ChangeKind `json:"endpoint_replaced"`
+	EndpointAdded    ChangeKind `json:"endpoint_added"`
+	EndpointRemoved  ChangeKind `json:"endpoint_removed"`
+	ServiceAdded     ChangeKind `json:"service_added"`
+	ServiceRemoved   ChangeKind `json:"service_removed"`
 }
 
 // each gives the kinds in their order, with their names for people.
-func (k *changeKinds) each() [numChangeKinds]struct {
+func (k *ChangeKinds) each() [numChangeKinds]struct {
 	name string
-	*changeKind
+	*ChangeKind
 } {
 	return [...]struct {
 		name string
-		*changeKind
+		*ChangeKind
 	}{
 		{"endpoint replaced", &k.EndpointReplaced},
 		{"endpoint added", &k.EndpointAdded},
@@ -86,8 +54,8 @@ func (k *changeKinds) each() [numChangeKinds]struct {
 	}
 }
 
-// changeKind is what one kind of change takes. Messages, elements, bytes and allocations are those of one change.
-type changeKind struct {
+// ChangeKind is what one kind of change takes. Messages, elements, bytes and allocations are those of one change.
+type ChangeKind struct {
 	P50            float64 `json:"p50_us"`
 	P99            float64 `json:"p99_us"`
 	OwnP50         float64 `json:"own_p50_us"`
@@ -101,11 +69,11 @@ type changeKind struct {
 
 // changeRun is one measurement on its way.
 type changeRun struct {
-	*bench
-	line    *benchLine
-	cluster *benchCluster
+	Options
+	line    *line
+	cluster *Cluster
 	random  *rand.Rand
-	result  *changeResult
+	result  *ChangeResult
 	// batches are what was sent for all changes, in their order.
 	batches [][]byte
 	total   [numChangeKinds][]time.Duration
@@ -113,13 +81,15 @@ type changeRun struct {
 	floor   [numChangeKinds][]time.Duration
 }
 
-func (b *bench) change(ctx context.Context, rounds int) (_ *changeResult, err error) {
-	r := &changeRun{bench: b, cluster: newBenchCluster(b.services, b.endpoints), random: rand.New(rand.NewPCG(1, 1)),
-		result: &changeResult{Rounds: rounds}}
+// Change fills a kernel, then changes one thing at a time and measures from the event to the kernel's acknowledgement. A round
+// is one change of each kind.
+func Change(ctx context.Context, o Options, rounds int) (*ChangeResult, error) {
+	r := &changeRun{Options: o, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
+		result: &ChangeResult{Rounds: rounds}}
 	if err := r.measure(ctx, rounds); err != nil {
 		return nil, err
 	}
-	b.progress.show("the same bytes once more")
+	o.show("the same bytes once more")
 	if err := r.replay(ctx); err != nil {
 		return nil, err
 	}
@@ -134,21 +104,21 @@ func (b *bench) change(ctx context.Context, rounds int) (_ *changeResult, err er
 
 // measure fills a kernel and makes all the changes.
 func (r *changeRun) measure(ctx context.Context, rounds int) (err error) {
-	if r.line, err = newBenchLine(); err != nil {
+	if r.line, err = newLine(r.Options); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.line.close()) }()
-	r.progress.show("filling the kernel")
-	if r.result.benchFill, err = r.fill(ctx, r.cluster, r.line.fill); err != nil {
+	r.show("filling the kernel")
+	if r.result.Fill, err = r.fill(ctx, r.cluster, r.line.fill); err != nil {
 		return err
 	}
 	r.line.backend.Sent = func(batch []byte) { r.batches = append(r.batches, slices.Clone(batch)) }
 	// One Service has an endpoint more from here on: in real clusters there is a chain for every usual number.
-	if _, _, err := r.line.step(sliceDelta(r.cluster.added(r.slice(0)))); err != nil {
+	if _, _, err := r.line.step(SliceDelta(r.cluster.Added(r.sliceOf(0)))); err != nil {
 		return err
 	}
 	for n := range rounds + 1 {
-		r.progress.show("round %d of %d", n, rounds)
+		r.show("round %d of %d", n, rounds)
 		if err := r.round(ctx, n == 0); err != nil {
 			return err
 		}
@@ -161,9 +131,9 @@ func (r *changeRun) round(ctx context.Context, first bool) error {
 	replaced, scaled := r.random.IntN(r.cluster.services), r.random.IntN(r.cluster.services)
 	added := r.cluster.services + r.random.IntN(r.cluster.services) // one that is not there
 	deltas := [numChangeKinds]func() snapshot.Delta{
-		endpointReplaced: func() snapshot.Delta { return sliceDelta(r.cluster.replaced(r.slice(replaced))) },
-		endpointAdded:    func() snapshot.Delta { return sliceDelta(r.cluster.added(r.slice(scaled))) },
-		endpointRemoved:  func() snapshot.Delta { return sliceDelta(r.cluster.removed(r.slice(scaled))) },
+		endpointReplaced: func() snapshot.Delta { return SliceDelta(r.cluster.Replaced(r.sliceOf(replaced))) },
+		endpointAdded:    func() snapshot.Delta { return SliceDelta(r.cluster.Added(r.sliceOf(scaled))) },
+		endpointRemoved:  func() snapshot.Delta { return SliceDelta(r.cluster.Removed(r.sliceOf(scaled))) },
 		serviceAdded:     func() snapshot.Delta { return r.cluster.born(added) },
 		serviceRemoved:   func() snapshot.Delta { return r.cluster.gone(added) },
 	}
@@ -182,9 +152,9 @@ func (r *changeRun) round(ctx context.Context, first bool) error {
 	return nil
 }
 
-// slice gives a Service's slice as it is now.
-func (r *changeRun) slice(i int) *snapshot.Slice {
-	owner, name := r.cluster.name(i), r.cluster.sliceName(i)
+// sliceOf gives a Service's slice as it is now.
+func (r *changeRun) sliceOf(i int) *snapshot.Slice {
+	owner, name := r.cluster.Name(i), r.cluster.SliceName(i)
 	return r.line.snapshot.Slices[owner][name.Name]
 }
 
@@ -219,12 +189,12 @@ func (r *changeRun) counted(kind int, d snapshot.Delta) error {
 // replay gives the batches to another kernel with the same content.
 func (r *changeRun) replay(ctx context.Context) (err error) {
 	r.line = nil // its memory is not needed any more
-	l, err := newBenchLine()
+	l, err := newLine(r.Options)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
-	if _, _, err := l.step(r.cluster.all()); err != nil {
+	if _, _, err := l.step(r.cluster.All()); err != nil {
 		return err
 	}
 	if err := settle(ctx); err != nil {
@@ -235,7 +205,7 @@ func (r *changeRun) replay(ctx context.Context) (err error) {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		took, err := replay(l.benchHost, batch)
+		took, err := replay(l.host, batch)
 		if err != nil {
 			return err
 		}
@@ -246,22 +216,3 @@ func (r *changeRun) replay(ctx context.Context) (err error) {
 	}
 	return nil
 }
-
-func (r *changeResult) print(s *show) {
-	s.line("%s", s.paint(bold, fmt.Sprintf("Change: in a kernel with %s Services with %s endpoints each, %s rounds",
-		thousands(r.Services), thousands(r.Endpoints), thousands(r.Rounds))))
-	s.line("")
-	c := columns{18, 12, 12, 12, 12, 10, 10, 8}
-	s.line("  %s", s.paint(dim, c.row("", "p50", "p99", "own p50", "floor p50", "elements", "bytes", "allocations")))
-	for _, k := range r.Kinds.each() {
-		s.line("  %s", c.row(k.name, micro(k.P50), micro(k.P99), micro(k.OwnP50), micro(k.FloorP50),
-			fmt.Sprint(k.Elements), fmt.Sprint(k.Bytes), fmt.Sprint(k.Allocations)))
-	}
-	s.line("\n  The first fill:")
-	r.benchFill.print(s)
-	s.line("\n%s", s.paint(dim,
-		"  Own is all but the commit. The floor is the kernel alone, given the same bytes in another namespace."))
-}
-
-// micro writes a time given in microseconds.
-func micro(us float64) string { return brief(time.Duration(us * 1e3)) }

@@ -1,4 +1,4 @@
-package main
+package benchmark
 
 import (
 	"context"
@@ -72,7 +72,7 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 	}
 	number &= 1<<14 - 1
 	svc := &snapshot.Service{Name: snapshot.Name{Namespace: attackNamespace, Name: name}, Age: snapshot.Age{Created: 2},
-		ClusterIPs: []netip.Addr{benchAddr(benchClusterIPs + 1<<20 + uint32(number))}}
+		ClusterIPs: []netip.Addr{addr(firstClusterIP + 1<<20 + uint32(number))}}
 	sl := &snapshot.Slice{Name: svc.Name, Service: name}
 	for i := range externalIPs {
 		svc.ExternalIPs = append(svc.ExternalIPs, netip.AddrFrom4([4]byte{198, byte(18 + n%2), byte(number + i>>8), byte(i)}))
@@ -83,7 +83,7 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p, Protocol: snapshot.TCP, Port: uint16(8000 + i)})
 	}
 	for i := range endpoints {
-		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: benchAddr(benchNewcomers + 1<<21 + uint32(i)), Ready: true, Serving: true})
+		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true})
 	}
 	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}}
 }
@@ -96,7 +96,7 @@ func victimAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{203, 0, byte(
 type victims struct {
 	reconcile.Backend
 	queue   *snapshot.Queue
-	cluster *benchCluster
+	cluster *Cluster
 	slices  []*snapshot.Slice
 
 	mu sync.Mutex
@@ -149,13 +149,13 @@ func (v *victims) Apply(want *dataplane.State, change dataplane.Change) (datapla
 func (v *victims) change(i int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	n := v.cluster.name(i)
+	n := v.cluster.Name(i)
 	if v.waiting[n] != nil {
 		return
 	}
-	v.slices[i] = v.cluster.replaced(v.slices[i])
+	v.slices[i] = v.cluster.Replaced(v.slices[i])
 	v.waiting[n] = &victimChange{slice: v.slices[i], put: time.Now(), transactions: v.transactions, elements: v.elements}
-	v.queue.Put(sliceDelta(v.slices[i]))
+	v.queue.Put(SliceDelta(v.slices[i]))
 }
 
 func (v *victims) left() int {
@@ -168,21 +168,21 @@ func (v *victims) left() int {
 func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []victimChange {
 	t.Helper()
 	const services = 1000
-	h, err := newBenchHost()
+	h, err := newHost(small(t))
 	labtest.Check(t, err)
 	defer func() { labtest.Check(t, h.close()) }()
-	v := &victims{Backend: h.backend, queue: snapshot.NewQueue(1), cluster: newBenchCluster(services, 10),
+	v := &victims{Backend: h.backend, queue: snapshot.NewQueue(1), cluster: NewCluster(services, 10),
 		waiting: map[snapshot.Name]*victimChange{}, filled: make(chan struct{})}
 	all := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range services {
-		svc, sl := v.cluster.service(i), v.cluster.slice(i)
+		svc, sl := v.cluster.Service(i), v.cluster.Slice(i)
 		svc.Age, svc.ExternalIPs = snapshot.Age{Created: 1}, []netip.Addr{victimAddr(i)}
 		v.slices = append(v.slices, sl)
 		all.Services[svc.Name], all.Slices[sl.Name] = svc, sl
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	var log strings.Builder
-	loop := reconcile.Loop{Queue: v.queue, Planner: dataplane.NewPlanner(benchConfig), Backend: v,
+	loop := reconcile.Loop{Queue: v.queue, Planner: dataplane.NewPlanner(NodeConfig), Backend: v,
 		Log: slog.New(logging.NewLimit(slog.NewTextHandler(&log, nil)))}
 	var group sync.WaitGroup
 	group.Go(func() { labtest.Check(t, loop.Run(ctx)) })

@@ -1,4 +1,4 @@
-package main
+package benchmark
 
 import (
 	"context"
@@ -11,7 +11,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
@@ -20,65 +19,36 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-func newBenchChurn() *cobra.Command {
-	var b bench
-	load := churnLoad{}
-	cmd := &cobra.Command{
-		Use:   "churn",
-		Short: "A steady rate of changes",
-		Long: `Churn fills a kernel, then puts changes into the queue at a steady rate, by turns an endpoint replaced, added and
-removed, each in a Service by chance, while the proxy's own loop carries them to the kernel, as many in one transaction as
-have come meanwhile. It measures each change from the moment it is put to the acknowledgement of the transaction that holds
-it, or a later change of the same object.
-
-  cores     processor time of this process, in user and kernel mode, by the time that passed; making the changes is
-            part of it, the kernel's own threads are not
-  behind    changes put and not yet acknowledged when the time was up; those are waited for, and count in the percentiles
-  backlog   the most there were at any moment
-  late      by how much at most a change was put later than the rate asks for, which says whether the rate was kept`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := load.check(); err != nil {
-				return err
-			}
-			return b.run(cmd, func(ctx context.Context) (benchResult, error) { return b.churn(ctx, load) })
-		},
-	}
-	b.add(cmd)
-	cmd.Flags().Float64Var(&load.rate, "rate", 1000, "changes a second")
-	cmd.Flags().Float64Var(&load.seconds, "seconds", 60, "how long they come")
-	return cmd
-}
-
-// churnLoad is how many changes come.
-type churnLoad struct{ rate, seconds float64 }
+// Load is how many changes come a second, and for how many seconds.
+type Load struct{ Rate, Seconds float64 }
 
 const (
 	maxRate    = 1e6
 	maxSeconds = 24 * 60 * 60
 )
 
-func (l churnLoad) check() error {
+// Check refuses a load that cannot be made. An error begins with the field's name in lower case.
+func (l Load) Check() error {
 	switch {
-	case !(l.rate > 0 && l.rate <= maxRate):
-		return fmt.Errorf("--rate: %v is not between 0 and %v", l.rate, maxRate)
-	case !(l.seconds > 0 && l.seconds <= maxSeconds):
-		return fmt.Errorf("--seconds: %v is not between 0 and %v", l.seconds, maxSeconds)
+	case !(l.Rate > 0 && l.Rate <= maxRate):
+		return fmt.Errorf("rate: %v is not between 0 and %v", l.Rate, maxRate)
+	case !(l.Seconds > 0 && l.Seconds <= maxSeconds):
+		return fmt.Errorf("seconds: %v is not between 0 and %v", l.Seconds, maxSeconds)
 	}
 	return nil
 }
 
 // changes is how many come in all.
-func (l churnLoad) changes() int { return max(int(l.rate*l.seconds), 1) }
+func (l Load) changes() int { return max(int(l.Rate*l.Seconds), 1) }
 
 // due is when a change is to be put, after the first.
-func (l churnLoad) due(n int) time.Duration {
-	return time.Duration(float64(n) / l.rate * float64(time.Second))
+func (l Load) due(n int) time.Duration {
+	return time.Duration(float64(n) / l.Rate * float64(time.Second))
 }
 
-// churnResult is what "bench churn" reports.
-type churnResult struct {
-	benchFill
+// ChurnResult is what Churn measured.
+type ChurnResult struct {
+	Fill
 	Changes int `json:"changes"`
 	// Rate is what was asked for, Seconds how long it took to put all the changes.
 	Rate    float64 `json:"rate"`
@@ -100,20 +70,22 @@ type churnResult struct {
 // drainMost is how long changes that are behind are waited for.
 const drainMost = 30 * time.Second
 
-func (b *bench) churn(ctx context.Context, load churnLoad) (_ *churnResult, err error) {
-	h, err := newBenchHost()
+// Churn fills a kernel, then puts changes into the queue at a steady rate while the proxy's own loop programs them, and measures
+// each from that moment to the acknowledgement of the transaction that holds it.
+func Churn(ctx context.Context, o Options, load Load) (_ *ChurnResult, err error) {
+	h, err := newHost(o)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, h.close()) }()
 	run := &churnRun{
-		bench: b, load: load, cluster: newBenchCluster(b.services, b.endpoints), random: rand.New(rand.NewPCG(1, 1)),
+		Options: o, load: load, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
 		queue: snapshot.NewQueue(1),
 		watch: &churnWatch{Backend: h.backend, filled: make(chan dataplane.Receipt, 1), waiting: map[snapshot.Name][]churnChange{}},
-		out:   &churnResult{Rate: load.rate},
+		out:   &ChurnResult{Rate: load.Rate},
 	}
 	loop := reconcile.Loop{
-		Queue: run.queue, Planner: dataplane.NewPlanner(benchConfig), Backend: run.watch, Log: slog.New(slog.DiscardHandler),
+		Queue: run.queue, Planner: dataplane.NewPlanner(NodeConfig), Backend: run.watch, Log: slog.New(slog.DiscardHandler),
 	}
 	group, inner := errgroup.WithContext(ctx)
 	inner, stop := context.WithCancelCause(inner)
@@ -132,23 +104,23 @@ func (b *bench) churn(ctx context.Context, load churnLoad) (_ *churnResult, err 
 
 // churnRun is one measurement on its way.
 type churnRun struct {
-	*bench
-	load    churnLoad
-	cluster *benchCluster
+	Options
+	load    Load
+	cluster *Cluster
 	random  *rand.Rand
 	queue   *snapshot.Queue
 	watch   *churnWatch
 	// slices are the Services' slices as they were put last.
 	slices []*snapshot.Slice
-	out    *churnResult
+	out    *ChurnResult
 }
 
 // measure has the loop fill the kernel, then puts the changes and waits for them.
 func (r *churnRun) measure(ctx context.Context) (err error) {
-	r.progress.show("filling the kernel")
-	r.out.benchFill, err = r.fill(ctx, r.cluster, func(all snapshot.Delta) (dataplane.Receipt, error) {
-		for i := range r.services {
-			r.slices = append(r.slices, all.Slices[r.cluster.sliceName(i)])
+	r.show("filling the kernel")
+	r.out.Fill, err = r.fill(ctx, r.cluster, func(all snapshot.Delta) (dataplane.Receipt, error) {
+		for i := range r.Services {
+			r.slices = append(r.slices, all.Slices[r.cluster.SliceName(i)])
 		}
 		r.queue.Put(all)
 		r.queue.Synced()
@@ -191,14 +163,14 @@ func (r *churnRun) put(ctx context.Context, start time.Time) error {
 		at := r.random.IntN(len(r.slices))
 		s := r.changed(n, r.slices[at])
 		r.slices[at] = s
-		d := sliceDelta(s)
+		d := SliceDelta(s)
 		now := time.Now()
-		r.watch.expect(r.cluster.name(at), churnChange{s, now})
+		r.watch.expect(r.cluster.Name(at), churnChange{s, now})
 		r.queue.Put(d)
 		late = max(late, now.Sub(start)-due)
 		if due >= shown {
 			shown = due + time.Second
-			r.progress.show("%.0f of %v seconds, %d behind", due.Seconds(), r.load.seconds, r.watch.behind())
+			r.show("%.0f of %v seconds, %d behind", due.Seconds(), r.load.Seconds, r.watch.behind())
 		}
 	}
 	r.out.Changes, r.out.Late = r.load.changes(), milliseconds(late)
@@ -210,16 +182,16 @@ func (r *churnRun) put(ctx context.Context, start time.Time) error {
 func (r *churnRun) changed(n int, s *snapshot.Slice) *snapshot.Slice {
 	switch {
 	case n%3 == 1:
-		return r.cluster.added(s)
+		return r.cluster.Added(s)
 	case n%3 == 2 && len(s.Endpoints) > 1:
-		return r.cluster.removed(s)
+		return r.cluster.Removed(s)
 	}
-	return r.cluster.replaced(s)
+	return r.cluster.Replaced(s)
 }
 
 // drain waits until nothing is behind.
 func (r *churnRun) drain(ctx context.Context) error {
-	r.progress.show("waiting for what is behind")
+	r.show("waiting for what is behind")
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	patience := time.After(drainMost)
@@ -340,7 +312,7 @@ func (w *churnWatch) behind() int {
 	return w.count
 }
 
-func (w *churnWatch) report(out *churnResult) {
+func (w *churnWatch) report(out *ChurnResult) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	all := sorted(w.samples)
@@ -348,20 +320,3 @@ func (w *churnWatch) report(out *churnResult) {
 	out.Max, out.Backlog = milliseconds(percentile(all, 100)), w.most
 	out.Transactions, out.TxnMessages, out.TxnElements, out.TxnBytes = w.receipts, w.sum.Messages, w.sum.Added, w.sum.Bytes
 }
-
-func (r *churnResult) print(s *show) {
-	s.line("%s", s.paint(bold, fmt.Sprintf("Churn: %v changes a second in a kernel with %s Services with %s endpoints each",
-		r.Rate, thousands(r.Services), thousands(r.Endpoints))))
-	s.line("")
-	s.line("  put         %s changes in %s, at most %s late", thousands(r.Changes), seconds(r.Seconds), milli(r.Late))
-	s.line("  to the acknowledgement: p50 %s, p99 %s, slowest %s", milli(r.P50), milli(r.P99), milli(r.Max))
-	s.line("  behind      %s when the time was up, at most %s", thousands(r.Behind), thousands(r.Backlog))
-	s.line("  cores       %.2f", r.Cores)
-	s.line("  written     %s elements, %s in %s transactions of %s messages", thousands(r.TxnElements), size(int64(r.TxnBytes)),
-		thousands(r.Transactions), thousands(r.TxnMessages))
-	s.line("\n  The first fill:")
-	r.benchFill.print(s)
-}
-
-// milli writes a time given in milliseconds.
-func milli(ms float64) string { return brief(time.Duration(ms * 1e6)) }

@@ -1,4 +1,4 @@
-package main
+package benchmark
 
 import (
 	"context"
@@ -14,17 +14,15 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
-	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The node's address is above all endpoints': benchConfig's cluster CIDR holds it, the lower half of that does not. The
+// The node's address is above all endpoints': NodeConfig's cluster CIDR holds it, the lower half of that does not. The
 // gateway is somebody whom nobody asks.
 const (
-	flowNode    = benchEndpoints | 1<<22 | 1
+	flowNode    = firstEndpoint | 1<<22 | 1
 	flowGateway = flowNode + 1
 )
 
@@ -35,9 +33,10 @@ const (
 	flowPort       = 80
 )
 
-// flow measures all variants by turns, so that what else goes on in the machine is the same for all.
-func (b *flowBench) flow(ctx context.Context) (_ *flowResult, err error) {
-	variants := b.variants()
+// Flow measures what a new UDP flow of this node to a Service takes the kernel, in processor time of the thread that sends it.
+// It measures all variants by turns, so that other work on the machine affects all alike. Prepare comes first.
+func Flow(ctx context.Context, o *FlowOptions) (_ *FlowResult, err error) {
+	variants := o.variants()
 	defer func() {
 		for _, v := range variants {
 			err = errors.Join(err, v.close())
@@ -47,34 +46,34 @@ func (b *flowBench) flow(ctx context.Context) (_ *flowResult, err error) {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
-		b.progress.show("filling the kernel: %s", v.name())
+		o.show("filling the kernel: %s", v.Name())
 		if err := v.open(); err != nil {
-			return nil, fmt.Errorf("%s: %w", v.name(), err)
+			return nil, fmt.Errorf("%s: %w", v.Name(), err)
 		}
 	}
 	debug.FreeOSMemory() // what it took to fill them is garbage, which need not be collected while others are measured
 	if err := settle(ctx); err != nil {
 		return nil, err
 	}
-	for n := range b.rounds + 1 {
-		b.progress.show("round %d of %d", n, b.rounds)
+	for n := range o.Rounds + 1 {
+		o.show("round %d of %d", n, o.Rounds)
 		for _, v := range variants {
 			if err := ctx.Err(); err != nil {
 				return nil, err
 			}
 			if err := v.round(n == 0); err != nil {
-				return nil, fmt.Errorf("%s: %w", v.name(), err)
+				return nil, fmt.Errorf("%s: %w", v.Name(), err)
 			}
 		}
 	}
-	return b.flowReport(variants), nil
+	return o.report(variants), nil
 }
 
 // flowVariant is a node with a ruleset, and what is sent from it.
 type flowVariant struct {
-	*flowBench
-	flowFigures
-	*benchHost
+	*FlowOptions
+	FlowFigures
+	node *host
 	// connections is connection tracking inside the node.
 	connections *netlink.Handle
 	sends       []flowSend
@@ -90,10 +89,10 @@ type flowSend struct {
 
 // open makes the node, and writes its rules.
 func (v *flowVariant) open() (err error) {
-	if v.benchHost, err = newBenchHost(); err != nil {
+	if v.node, err = newHost(v.Options); err != nil {
 		return err
 	}
-	err = v.host.Do(func() (err error) {
+	err = v.node.host.Do(func() (err error) {
 		v.connections, err = netlink.NewHandle(unix.NETLINK_NETFILTER)
 		return err
 	})
@@ -106,7 +105,7 @@ func (v *flowVariant) open() (err error) {
 	v.plan()
 	switch v.Kind {
 	case conntrackAlone, oneDNATRule:
-		_, err = v.host.RunInput(flowRules[v.Kind], "nft", "-f", "-")
+		_, err = v.node.host.RunInput(flowRules[v.Kind], "nft", "-f", "-")
 		return err
 	}
 	return v.fill()
@@ -116,36 +115,36 @@ func (v *flowVariant) close() error {
 	if v.connections != nil {
 		v.connections.Close()
 	}
-	if v.benchHost == nil {
+	if v.node == nil {
 		return nil
 	}
-	return v.benchHost.close()
+	return v.node.close()
 }
 
 // wire gives the node a way out: to a neighbour whose address nobody has, so that the other end of the link throws away
 // all it gets before it looks at it.
 func (v *flowVariant) wire() error {
-	sink, err := v.net.NewHost("sink")
+	sink, err := v.node.net.NewHost("sink")
 	if err != nil {
 		return err
 	}
-	here, there := lab.End{Host: v.host, Link: "eth0"}, lab.End{Host: sink, Link: "eth0"}
+	here, there := lab.End{Host: v.node.host, Link: "eth0"}, lab.End{Host: sink, Link: "eth0"}
 	if err := lab.Link(here, there, lab.LinkOptions{}); err != nil {
 		return err
 	}
-	if err := v.host.AddAddr("eth0", netip.PrefixFrom(benchAddr(flowNode), 32)); err != nil {
+	if err := v.node.host.AddAddr("eth0", netip.PrefixFrom(addr(flowNode), 32)); err != nil {
 		return err
 	}
-	gateway := benchAddr(flowGateway)
+	gateway := addr(flowGateway)
 	everywhere := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-	if err := v.host.AddRoute(lab.Route{To: everywhere, Via: gateway, Link: "eth0"}); err != nil {
+	if err := v.node.host.AddRoute(lab.Route{To: everywhere, Via: gateway, Link: "eth0"}); err != nil {
 		return err
 	}
-	link, err := v.host.Netlink().LinkByName("eth0")
+	link, err := v.node.host.Netlink().LinkByName("eth0")
 	if err != nil {
 		return err
 	}
-	return v.host.Netlink().NeighSet(&netlink.Neigh{
+	return v.node.host.Netlink().NeighSet(&netlink.Neigh{
 		LinkIndex: link.Attrs().Index, Family: unix.AF_INET, State: netlink.NUD_PERMANENT, IP: gateway.AsSlice(),
 		HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1},
 	})
@@ -155,18 +154,18 @@ func (v *flowVariant) wire() error {
 // the passes before, so that each packet is a flow of its own. It is the same in all rounds. Where there are no
 // Services, each flow goes to an address of its own.
 func (v *flowVariant) plan() {
-	targets, first := v.Services, uint32(benchClusterIPs)
+	targets, first := v.Services, uint32(firstClusterIP)
 	if targets == 0 {
-		targets = v.flows
+		targets = v.Flows
 	}
 	if v.Services == 0 || v.Kind == externalLocal {
-		first = benchNewcomers
+		first = firstNewcomer
 	}
 	random := rand.New(rand.NewPCG(1, 1))
-	for pass := 0; len(v.sends) < v.flows; pass++ {
+	for pass := 0; len(v.sends) < v.Flows; pass++ {
 		order := random.Perm(targets)
-		for _, i := range order[:min(targets, v.flows-len(v.sends))] {
-			to := unix.SockaddrInet4{Addr: benchAddr(first + uint32(i)).As4(), Port: flowPort}
+		for _, i := range order[:min(targets, v.Flows-len(v.sends))] {
+			to := unix.SockaddrInet4{Addr: addr(first + uint32(i)).As4(), Port: flowPort}
 			v.sends = append(v.sends, flowSend{(i + pass) % flowSockets, to})
 		}
 	}
@@ -175,24 +174,24 @@ func (v *flowVariant) plan() {
 // flowRules are the rulesets that are not Verdict's. The endpoint of the second follows from where the packet goes to,
 // as hashed by the kernel: if there were only one, connection tracking would have to find other source ports for most
 // flows.
-var flowRules = map[flowKind]string{
+var flowRules = map[FlowKind]string{
 	conntrackAlone: fmt.Sprintf(`table ip bench {
 	chain output { type nat hook output priority -100; ip daddr 255.255.255.255 udp dport 1 dnat to %s:8080; }
-}`, benchAddr(benchEndpoints)),
+}`, addr(firstEndpoint)),
 	oneDNATRule: fmt.Sprintf(`table ip bench {
 	chain output { type nat hook output priority -100; meta l4proto udp dnat to %s-%s:8080; }
-}`, benchAddr(benchEndpoints), benchAddr(benchEndpoints+1<<16-1)),
+}`, addr(firstEndpoint), addr(firstEndpoint+1<<16-1)),
 }
 
 // fill writes Verdict's tables.
 func (v *flowVariant) fill() error {
-	config := benchConfig
+	config := NodeConfig
 	if v.Kind == masqueradedFlows {
-		config.DetectLocal.ClusterCIDRs = []netip.Prefix{netip.PrefixFrom(benchAddr(benchEndpoints), 10)}
+		config.DetectLocal.ClusterCIDRs = []netip.Prefix{netip.PrefixFrom(addr(firstEndpoint), 10)}
 	}
-	l := &benchLine{v.benchHost, snapshot.New(), dataplane.NewPlanner(config)}
-	cluster := newBenchCluster(v.Services, v.endpoints)
-	delta := newBenchCluster(0, v.endpoints).all() // the node and the Services' range
+	l := &line{v.node, snapshot.New(), dataplane.NewPlanner(config)}
+	cluster := NewCluster(v.Services, v.Endpoints)
+	delta := NewCluster(0, v.Endpoints).All() // the node and the Services' range
 	from := 0
 	for _, to := range v.steps() {
 		delta.Merge(v.services(cluster, from, to))
@@ -209,15 +208,7 @@ func (v *flowVariant) fill() error {
 // forget has a backend that knows nothing of the tables take the place of the one that filled them. All the tables at
 // once are much to hold in memory, and much to look through for the garbage collector.
 func (v *flowVariant) forget() error {
-	return v.host.Do(func() error {
-		other, err := openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB)
-		if err != nil {
-			return err
-		}
-		old := v.backend
-		v.backend = other
-		return old.Close()
-	})
+	return v.node.reopen()
 }
 
 // steps gives how many Services there are after each change.
@@ -234,19 +225,19 @@ func (v *flowVariant) steps() []int {
 }
 
 // services gives some of a cluster's Services, as this kind has them.
-func (v *flowVariant) services(c *benchCluster, from, to int) snapshot.Delta {
+func (v *flowVariant) services(c *Cluster, from, to int) snapshot.Delta {
 	d := snapshot.Delta{
 		Services: make(map[snapshot.Name]*snapshot.Service, to-from),
 		Slices:   make(map[snapshot.Name]*snapshot.Slice, to-from),
 	}
 	for i := from; i < to; i++ {
-		svc, slice := c.service(i), c.slice(i)
+		svc, slice := c.Service(i), c.Slice(i)
 		svc.Ports[0].Protocol, slice.Ports[0].Protocol = snapshot.UDP, snapshot.UDP
 		switch v.Kind {
 		case stickyServices:
 			svc.Affinity = 3 * time.Hour
 		case externalLocal:
-			svc.LoadBalancerIPs, svc.ExternalLocal = []netip.Addr{benchAddr(benchNewcomers + uint32(i))}, true
+			svc.LoadBalancerIPs, svc.ExternalLocal = []netip.Addr{addr(firstNewcomer + uint32(i))}, true
 		}
 		d.Services[svc.Name], d.Slices[slice.Name] = svc, slice
 	}
@@ -283,20 +274,20 @@ func (v *flowVariant) look() error {
 			v.Masqueraded++
 		}
 	}
-	want := v.flows
+	want := v.Flows
 	if v.Services == 0 && v.Kind != oneDNATRule {
 		want = 0
 	}
-	if len(held) != v.flows || v.Translated != want {
+	if len(held) != v.Flows || v.Translated != want {
 		return fmt.Errorf("of %d flows, %d are tracked and %d translated, not %d: this measures something else",
-			v.flows, len(held), v.Translated, want)
+			v.Flows, len(held), v.Translated, want)
 	}
 	return nil
 }
 
 // send sends a packet of each flow, and gives the processor time that one takes.
 func (v *flowVariant) send() (took time.Duration, err error) {
-	err = v.host.Do(func() (err error) {
+	err = v.node.host.Do(func() (err error) {
 		var sockets [flowSockets]int
 		for n := range sockets {
 			if sockets[n], err = flowSocket(flowSourcePort + n); err != nil {
@@ -304,7 +295,7 @@ func (v *flowVariant) send() (took time.Duration, err error) {
 			}
 			defer unix.Close(sockets[n])
 		}
-		start, err := threadTime()
+		start, err := lab.ThreadTime()
 		if err != nil {
 			return err
 		}
@@ -315,8 +306,8 @@ func (v *flowVariant) send() (took time.Duration, err error) {
 				return fmt.Errorf("send: %w", err)
 			}
 		}
-		end, err := threadTime()
-		took = (end - start) / time.Duration(v.flows)
+		end, err := lab.ThreadTime()
+		took = (end - start) / time.Duration(v.Flows)
 		return err
 	})
 	return took, err
@@ -332,14 +323,4 @@ func flowSocket(port int) (int, error) {
 		return 0, errors.Join(fmt.Errorf("bind: %w", err), unix.Close(fd))
 	}
 	return fd, nil
-}
-
-// threadTime is the processor time of the calling thread so far. What the kernel does for a packet counts: the thread
-// that sends it does that by itself, to the other end of the link.
-func threadTime() (time.Duration, error) {
-	var t unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {
-		return 0, fmt.Errorf("clock_gettime: %w", err)
-	}
-	return time.Duration(t.Nano()), nil
 }

@@ -1,4 +1,4 @@
-package main
+package benchmark
 
 import (
 	"context"
@@ -7,33 +7,29 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// benchHost is an empty network namespace with a backend that writes into it.
-type benchHost struct {
+// host is an empty network namespace with a backend that writes into it.
+type host struct {
 	net     *lab.Net
 	host    *lab.Host
+	open    func() (*kernel.Backend, error)
 	backend *kernel.Backend
 }
 
-func newBenchHost() (*benchHost, error) {
-	h := &benchHost{net: lab.New()}
+func newHost(o Options) (*host, error) {
+	h := &host{net: lab.New(), open: o.Open}
 	var err error
 	if h.host, err = h.net.NewHost("bench"); err == nil {
-		err = h.host.Do(func() (err error) {
-			h.backend, err = openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB)
-			return err
-		})
+		err = h.reopen()
 	}
 	if err != nil {
 		return nil, errors.Join(err, h.net.Close())
@@ -41,29 +37,42 @@ func newBenchHost() (*benchHost, error) {
 	return h, nil
 }
 
+// reopen replaces the backend by a new one, which knows nothing yet.
+func (h *host) reopen() error {
+	old := h.backend
+	err := h.host.Do(func() (err error) {
+		h.backend, err = h.open()
+		return err
+	})
+	if old != nil {
+		err = errors.Join(err, old.Close())
+	}
+	return err
+}
+
 // close empties the namespace and lets it go. Tables that went only with it would be there for a while yet: the kernel takes
 // its time with namespaces.
-func (h *benchHost) close() error {
+func (h *host) close() error {
 	return errors.Join(h.backend.Remove(), h.backend.Close(), h.net.Close())
 }
 
-// benchLine is the line from objects in memory to the kernel, step by step, as reconcile.Loop goes it.
-type benchLine struct {
-	*benchHost
+// line is the line from objects in memory to the kernel, step by step, as reconcile.Loop goes it.
+type line struct {
+	*host
 	snapshot *snapshot.Snapshot
 	planner  *dataplane.Planner
 }
 
-func newBenchLine() (*benchLine, error) {
-	h, err := newBenchHost()
+func newLine(o Options) (*line, error) {
+	h, err := newHost(o)
 	if err != nil {
 		return nil, err
 	}
-	return &benchLine{h, snapshot.New(), dataplane.NewPlanner(benchConfig)}, nil
+	return &line{h, snapshot.New(), dataplane.NewPlanner(NodeConfig)}, nil
 }
 
 // step is the way of one event. Policy is the time until it is decided what the event means; the rest is in the receipt.
-func (l *benchLine) step(d snapshot.Delta) (policy time.Duration, r dataplane.Receipt, err error) {
+func (l *line) step(d snapshot.Delta) (policy time.Duration, r dataplane.Receipt, err error) {
 	start := time.Now()
 	change, _ := l.planner.Apply(l.snapshot, l.snapshot.Apply(d))
 	policy = time.Since(start)
@@ -71,14 +80,14 @@ func (l *benchLine) step(d snapshot.Delta) (policy time.Duration, r dataplane.Re
 	return policy, r, err
 }
 
-// fill is step for bench.fill, which does not look at the time.
-func (l *benchLine) fill(d snapshot.Delta) (dataplane.Receipt, error) {
+// fill is step for Options.fill, which does not look at the time.
+func (l *line) fill(d snapshot.Delta) (dataplane.Receipt, error) {
 	_, r, err := l.step(d)
 	return r, err
 }
 
-// benchFill says what the first fill wrote, and what is held after it.
-type benchFill struct {
+// Fill says what the first fill wrote, and what is held after it.
+type Fill struct {
 	Services  int `json:"services"`
 	Endpoints int `json:"endpoints"`
 	Elements  int `json:"elements"`
@@ -94,10 +103,10 @@ type benchFill struct {
 }
 
 // fill has a whole cluster written into an empty kernel, and measures what that takes besides time.
-func (b *bench) fill(
-	ctx context.Context, c *benchCluster, write func(snapshot.Delta) (dataplane.Receipt, error),
-) (f benchFill, err error) {
-	all := c.all()
+func (o Options) fill(
+	ctx context.Context, c *Cluster, write func(snapshot.Delta) (dataplane.Receipt, error),
+) (f Fill, err error) {
+	all := c.All()
 	empty, err := settledKernelMemory(ctx)
 	if err != nil {
 		return f, err
@@ -112,8 +121,8 @@ func (b *bench) fill(
 	if want := c.elements(); r.Added != want {
 		return f, fmt.Errorf("%d elements were written, not %d: this measures something else", r.Added, want)
 	}
-	f = benchFill{
-		Services: b.services, Endpoints: b.endpoints, Elements: r.Added, Messages: r.Messages, Bytes: r.Bytes,
+	f = Fill{
+		Services: o.Services, Endpoints: o.Endpoints, Elements: r.Added, Messages: r.Messages, Bytes: r.Bytes,
 		Allocations: after.Mallocs - before.Mallocs, AllocatedBytes: after.TotalAlloc - before.TotalAlloc,
 	}
 	if f.RSS, err = residentMemory(); err != nil {
@@ -199,44 +208,4 @@ func settledKernelMemory(ctx context.Context) (int64, error) {
 		last = now
 	}
 	return last, err
-}
-
-// percentile gives the smallest of sorted samples that p percent of them do not exceed.
-func percentile(sorted []time.Duration, p int) time.Duration {
-	return sorted[max((len(sorted)*p+99)/100, 1)-1]
-}
-
-// sorted gives the samples in order.
-func sorted(samples []time.Duration) []time.Duration {
-	out := slices.Clone(samples)
-	slices.Sort(out)
-	return out
-}
-
-func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
-func milliseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e6 }
-
-// print shows what a fill wrote and what is held after it.
-func (f *benchFill) print(s *show) {
-	s.line("  written     %s elements, %s in %s messages", thousands(f.Elements), size(int64(f.Bytes)), thousands(f.Messages))
-	s.line("  allocated   %s objects, %s", thousands(int(f.Allocations)), size(int64(f.AllocatedBytes)))
-	s.line("  resident    %s, after a collection %s", size(f.RSS), size(f.Collected))
-	s.line("  kernel      %s, %d bytes an element", size(f.Kernel), f.Kernel/int64(f.Elements))
-}
-
-// thousands writes a number with commas: 1,100,000.
-func thousands(n int) string {
-	text := strconv.Itoa(n)
-	for i := len(text) - 3; i > 0; i -= 3 {
-		text = text[:i] + "," + text[i:]
-	}
-	return text
-}
-
-// size writes a number of bytes: 12.3 MB, or kB where that is too coarse.
-func size(n int64) string {
-	if n < 1e6 {
-		return fmt.Sprintf("%.1f kB", float64(n)/1e3)
-	}
-	return fmt.Sprintf("%.1f MB", float64(n)/1e6)
 }

@@ -1,0 +1,150 @@
+package benchmark
+
+import (
+	"fmt"
+	"os/exec"
+	"slices"
+	"strings"
+
+	"github.com/verdict-proxy/verdict/internal/units"
+)
+
+// FlowOptions say what Flow measures. Services of Options is not used.
+type FlowOptions struct {
+	Options
+	// Sizes are numbers of Services, Flows those of one round, Rounds how often each variant is measured.
+	Sizes         []int
+	Flows, Rounds int
+}
+
+// maxFlows is how many connections the kernel tracks by default on small machines; on others it is more.
+const maxFlows = 1 << 16
+
+// Prepare sorts the sizes and refuses what cannot be measured. An error begins with the field's name in lower case.
+func (o *FlowOptions) Prepare() error {
+	slices.Sort(o.Sizes)
+	o.Sizes = slices.Compact(o.Sizes)
+	switch {
+	case o.Rounds < 1:
+		return fmt.Errorf("rounds: %d is not a positive number", o.Rounds)
+	case o.Flows < 1 || o.Flows > maxFlows:
+		return fmt.Errorf("flows: %d is not between 1 and %d", o.Flows, maxFlows)
+	}
+	for _, n := range o.Sizes {
+		switch {
+		case n < 0 || n > MaxServices:
+			return fmt.Errorf("sizes: %d is not between 0 and %d", n, MaxServices)
+		case n > 0 && o.Flows > n*flowSockets:
+			return fmt.Errorf("flows: %d is more than %d to each of %d Services", o.Flows, flowSockets, n)
+		}
+		o.Services = max(n, 1) // the most come last: there must be addresses for all their endpoints
+	}
+	return nil
+}
+
+const (
+	// kindsSize is what the kinds of Services are measured at, or the largest size below it.
+	kindsSize = 10000
+	// growsFrom is how many Services tables begin with that grow.
+	growsFrom, growsSteps = 10, 10
+)
+
+// variants gives everything there is to measure, in the order of the table.
+func (o *FlowOptions) variants() []*flowVariant {
+	var out []*flowVariant
+	add := func(kind FlowKind, services int) {
+		out = append(out, &flowVariant{FlowOptions: o, FlowFigures: FlowFigures{Kind: kind, Services: services}})
+	}
+	if _, err := exec.LookPath("nft"); err == nil {
+		add(conntrackAlone, 0)
+		add(oneDNATRule, 0)
+	}
+	kindsAt := 0
+	for _, n := range o.Sizes {
+		add(freshTables, n)
+		if n > growsFrom {
+			add(grownTables, n)
+		}
+		if kindsAt == 0 || n <= kindsSize {
+			kindsAt = n
+		}
+	}
+	if kindsAt > 0 {
+		add(masqueradedFlows, kindsAt)
+		add(stickyServices, kindsAt)
+		add(externalLocal, kindsAt)
+	}
+	return out
+}
+
+// FlowKind says what a variant measures.
+type FlowKind string
+
+// The kinds. The first two are no tables of Verdict's.
+const (
+	conntrackAlone   FlowKind = "conntrack"
+	oneDNATRule      FlowKind = "dnat"
+	freshTables      FlowKind = "fresh"
+	grownTables      FlowKind = "grown"
+	masqueradedFlows FlowKind = "masqueraded"
+	stickyServices   FlowKind = "sticky"
+	externalLocal    FlowKind = "external-local"
+)
+
+// Name is a variant's name for people.
+func (f *FlowFigures) Name() string {
+	of := units.Thousands(f.Services) + " Services"
+	switch f.Kind {
+	case conntrackAlone:
+		return "conntrack alone"
+	case oneDNATRule:
+		return "one dnat rule"
+	case freshTables:
+		return of
+	}
+	return of + ", " + strings.ReplaceAll(string(f.Kind), "-local", " Local")
+}
+
+// FlowResult is what Flow measured.
+type FlowResult struct {
+	Endpoints int           `json:"endpoints"`
+	Flows     int           `json:"flows"`
+	Rounds    int           `json:"rounds"`
+	Variants  []FlowFigures `json:"variants"`
+}
+
+// FlowFigures is what is reported of a variant. Times are those of one flow.
+type FlowFigures struct {
+	Kind     FlowKind `json:"kind"`
+	Services int      `json:"services"`
+	// Elements are those of Verdict's tables.
+	Elements int     `json:"elements"`
+	Median   float64 `json:"median_us"`
+	Minimum  float64 `json:"minimum_us"`
+	// AboveFloor is by how much the median is above that of one dnat rule; it is left out where there is no nft.
+	AboveFloor *float64 `json:"above_floor_us,omitempty"`
+	// Translated and Masqueraded count the flows of a round whose destination and whose source was changed.
+	Translated  int `json:"translated"`
+	Masqueraded int `json:"masqueraded"`
+}
+
+// report makes a result of what was measured.
+func (o *FlowOptions) report(variants []*flowVariant) *FlowResult {
+	out := &FlowResult{Endpoints: o.Endpoints, Flows: o.Flows, Rounds: o.Rounds}
+	var floor *float64
+	for _, v := range variants {
+		times := sorted(v.times)
+		v.Median, v.Minimum = microseconds(percentile(times, 50)), microseconds(times[0])
+		if v.Kind == oneDNATRule {
+			floor = &v.Median
+		}
+	}
+	for _, v := range variants {
+		if floor != nil {
+			above := v.Median - *floor
+			v.AboveFloor = &above
+		}
+		out.Variants = append(out.Variants, v.FlowFigures)
+	}
+	return out
+}
