@@ -22,7 +22,7 @@ type Kind struct {
 	// Binary is the program, once Obtain has found it.
 	Binary string
 
-	verdict bool
+	program string // the name of it in Programs
 	mode    string // kube-proxy's word
 	args    []string
 	needs   string // a flag of verdict run that a program may be too old for
@@ -31,18 +31,25 @@ type Kind struct {
 	ipvs bool
 }
 
-var runVerdict = []string{"run", "--config={config}"}
+const verdict = "verdict"
+
+var (
+	runVerdict   = []string{"run", "--config={config}"}
+	runKubeProxy = []string{"--config={config}"}
+)
 
 // kinds are all there are.
 var kinds = []Kind{
-	{Name: "verdict-nftables", verdict: true, mode: "nftables", args: runVerdict},
-	{Name: "kube-proxy-nftables", mode: "nftables", args: []string{"--config={config}"}},
-	{Name: "verdict-iptables", verdict: true, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "legacy"},
-	{Name: "kube-proxy-iptables", mode: "iptables", args: []string{"--config={config}"}, tables: "legacy"},
-	{Name: "verdict-iptables-nft", verdict: true, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "nft"},
-	{Name: "kube-proxy-iptables-nft", mode: "iptables", args: []string{"--config={config}"}, tables: "nft"},
-	{Name: "verdict-ipvs", verdict: true, mode: "ipvs", args: append(slices.Clone(runVerdict), "--ipvs=always"), ipvs: true},
-	{Name: "kube-proxy-ipvs", mode: "ipvs", args: []string{"--config={config}"}, tables: "legacy", ipvs: true},
+	{Name: "verdict-nftables", program: verdict, mode: "nftables", args: runVerdict},
+	{Name: "kube-proxy-nftables", program: "kube-proxy", mode: "nftables", args: runKubeProxy},
+	{Name: "verdict-iptables", program: verdict, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "legacy"},
+	{Name: "kube-proxy-iptables", program: "kube-proxy", mode: "iptables", args: runKubeProxy, tables: "legacy"},
+	{Name: "verdict-iptables-nft", program: verdict, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "nft"},
+	{Name: "kube-proxy-iptables-nft", program: "kube-proxy", mode: "iptables", args: runKubeProxy, tables: "nft"},
+	{Name: "verdict-ipvs", program: verdict, mode: "ipvs", args: append(slices.Clone(runVerdict), "--ipvs=always"), ipvs: true},
+	{Name: "kube-proxy-ipvs", program: "kube-proxy", mode: "ipvs", args: runKubeProxy, tables: "legacy", ipvs: true},
+	{Name: "kube-proxy-1.36-nftables", program: "kube-proxy-1.36", mode: "nftables", args: runKubeProxy},
+	{Name: "kube-proxy-1.36-iptables", program: "kube-proxy-1.36", mode: "iptables", args: runKubeProxy, tables: "legacy"},
 }
 
 // DefaultKinds are those that every machine can run.
@@ -76,22 +83,32 @@ func FindKind(name string) (*Kind, error) {
 // ErrMissing says that a proxy cannot be measured here, and wraps the reason.
 var ErrMissing = errors.New("left out")
 
-// Programs are the files of all programs, by their names: verdict, kube-proxy, etcd, kube-apiserver.
+// Programs are the files of all programs, by their names: verdict, kube-proxy, kube-proxy-1.36, etcd, kube-apiserver.
 type Programs map[string]string
 
-// Build builds all that is not there yet: root is the directory of the sources, dir one for Verdict. The first time takes minutes.
-func Build(ctx context.Context, root, dir string) (Programs, error) {
-	names := []string{"etcd", "kube-apiserver", "kube-proxy"}
+// Build builds the control plane and the programs of these proxies, by their kinds' names, unless they are in the cache. root is
+// the directory of the sources, dir is where Verdict's program goes. The first time takes minutes.
+func Build(ctx context.Context, root, dir string, proxies []string) (Programs, error) {
+	names := []string{"etcd", "kube-apiserver"}
+	for _, name := range proxies {
+		k, err := FindKind(name)
+		if err != nil {
+			return nil, err
+		}
+		if k.program != verdict && !slices.Contains(names, k.program) {
+			names = append(names, k.program)
+		}
+	}
 	paths, err := testbed.Programs{Root: root}.Peers(ctx, names...)
 	if err != nil {
 		return nil, err
 	}
-	p := Programs{"verdict": filepath.Join(dir, "verdict")}
+	p := Programs{verdict: filepath.Join(dir, "verdict")}
 	for i, name := range names {
 		p[name] = paths[i]
 	}
 	// Without the revision in it, the same sources give the same program, whatever was committed besides.
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", p["verdict"], "./cmd/verdict")
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", p[verdict], "./cmd/verdict")
 	cmd.Dir, cmd.Env = root, append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("build verdict: %w: %s", err, out)
@@ -102,10 +119,10 @@ func Build(ctx context.Context, root, dir string) (Programs, error) {
 // Obtain finds the program and gives its version and the beginning of its digest. The error is ErrMissing if the program or the machine lacks what the mode needs.
 func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err error) {
 	args := []string{"--version"}
-	k.Binary = p["kube-proxy"]
-	if k.verdict {
-		k.Binary, args = p["verdict"], []string{"run", "--version"}
+	if k.program == verdict {
+		args = []string{"run", "--version"}
 	}
+	k.Binary = p[k.program]
 	out, err := exec.CommandContext(ctx, k.Binary, args...).CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("%s %s: %w: %s", k.Binary, strings.Join(args, " "), err, out)

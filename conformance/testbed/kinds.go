@@ -35,7 +35,7 @@ type Kind struct {
 	mode  string
 	build func(ctx context.Context, from Programs, dir string) (string, error)
 	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
-	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36).
+	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36 and 1.37).
 	forgetsZone bool
 }
 
@@ -49,13 +49,38 @@ var (
 )
 
 // kinds are the proxies known by name.
-var kinds = []Kind{
-	{Name: "verdict", mode: "nftables", Args: []string{"run", "--config={config}"}, Listings: listNFT, Witness: true, build: buildVerdict, Version: []string{"run", "--version"}},
-	{Name: "verdict-iptables", mode: "iptables", Args: []string{"run", "--config={config}", "--backend=iptables"}, Listings: listIPTables, build: buildVerdict, Version: []string{"run", "--version"}},
-	{Name: "verdict-ipvs", mode: "ipvs", Args: []string{"run", "--config={config}"}, Listings: listIPVS, build: buildVerdict, Version: []string{"run", "--version"}},
-	{Name: "kube-proxy-nftables", mode: "nftables", Args: runKubeProxy, Listings: listNFT, Witness: true, build: buildKubeProxy, forgetsZone: true},
-	{Name: "kube-proxy-iptables", mode: "iptables", Args: runKubeProxy, Listings: listIPTables, build: buildKubeProxy, forgetsZone: true},
-	{Name: "kube-proxy-ipvs", mode: "ipvs", Args: runKubeProxy, Listings: listKubeProxyIPVS, build: buildKubeProxy, forgetsZone: true},
+var kinds = slices.Concat([]Kind{
+	verdict("verdict", "nftables", listNFT, true),
+	verdict("verdict-iptables", "iptables", listIPTables, false, "--backend=iptables"),
+	verdict("verdict-ipvs", "ipvs", listIPVS, false),
+}, kubeProxies("kube-proxy"), kubeProxies("kube-proxy-1.36"))
+
+func verdict(name, mode string, listings [][]string, witness bool, args ...string) Kind {
+	return Kind{
+		Name: name, mode: mode, Args: append([]string{"run", "--config={config}"}, args...), Listings: listings, Witness: witness,
+		build: buildVerdict, Version: []string{"run", "--version"},
+	}
+}
+
+// kubeProxies are the modes of a kube-proxy, which conformance/peers/build knows under a name. What the cases say of the newest
+// counts for older ones, too.
+func kubeProxies(program string) []Kind {
+	all := []Kind{
+		{mode: "nftables", Listings: listNFT, Witness: true},
+		{mode: "iptables", Listings: listIPTables},
+		{mode: "ipvs", Listings: listKubeProxyIPVS},
+	}
+	for i := range all {
+		k := &all[i]
+		k.Name, k.Args, k.forgetsZone = program+"-"+k.mode, runKubeProxy, true
+		if program != "kube-proxy" {
+			k.Like = "kube-proxy-" + k.mode
+		}
+		k.build = func(ctx context.Context, from Programs, _ string) (string, error) {
+			return first(from.Peers(ctx, program))
+		}
+	}
+	return all
 }
 
 // KindNames gives the names that FindKind knows.

@@ -76,10 +76,6 @@ func buildVerdict(ctx context.Context, from Programs, dir string) (string, error
 	return binary, nil
 }
 
-func buildKubeProxy(ctx context.Context, from Programs, _ string) (string, error) {
-	return first(from.Peers(ctx, "kube-proxy"))
-}
-
 func first(paths []string, err error) (string, error) {
 	if err != nil {
 		return "", err

@@ -68,7 +68,7 @@ func (r *Results) WritePlots(dir string) (names []string, err error) {
 	return names, nil
 }
 
-// look is how a proxy's line is drawn: Verdict solid and kube-proxy dashed, a colour for each mode of the set of Okabe and Ito, which
+// look is how a proxy's line is drawn: Verdict solid, kube-proxy dashed and its older releases dotted, a colour for each mode of the set of Okabe and Ito, which
 // all eyes tell apart.
 type look struct {
 	color  color.NRGBA
@@ -86,7 +86,10 @@ func lookOf(proxy string) look {
 	case strings.HasSuffix(proxy, "-ipvs"):
 		l.color, l.shape = color.NRGBA{0x00, 0x9e, 0x73, 0xff}, draw.BoxGlyph{}
 	}
-	if strings.HasPrefix(proxy, "kube-proxy") {
+	switch {
+	case strings.HasPrefix(proxy, "kube-proxy-1."): // an older release
+		l.dashes = []vg.Length{vg.Points(1), vg.Points(3)}
+	case strings.HasPrefix(proxy, "kube-proxy"):
 		l.dashes = []vg.Length{vg.Points(5), vg.Points(3)}
 	}
 	return l

@@ -214,7 +214,7 @@ func (o *options) inside(ctx context.Context, found *results.Results) (err error
 		defer func() { err = errors.Join(err, unix.Unmount(plan.Dir, unix.MNT_DETACH), os.Remove(plan.Dir)) }()
 	}
 	if plan.Programs = benchmark.Programs(o.programs); plan.Programs == nil {
-		if plan.Programs, err = benchmark.Build(ctx, o.source, plan.Dir); err != nil {
+		if plan.Programs, err = benchmark.Build(ctx, o.source, plan.Dir, o.proxies); err != nil {
 			return err
 		}
 	}

@@ -90,7 +90,7 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	programs, err := benchmark.Build(ctx, o.source, dir)
+	programs, err := benchmark.Build(ctx, o.source, dir, o.proxies)
 	if err != nil {
 		return err
 	}
