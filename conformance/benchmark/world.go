@@ -129,7 +129,6 @@ var (
 	clientAddr = netip.MustParseAddr("10.255.0.9")
 	serverAddr = netip.MustParseAddr("10.255.0.10")
 	gateway    = netip.MustParseAddr("10.255.0.1")
-	everywhere = netip.MustParsePrefix("0.0.0.0/0")
 )
 
 // newNode makes a node. Whoever has it must close it.
@@ -167,12 +166,7 @@ func (n *node) build(k *Kind) error {
 }
 
 func (n *node) addPod(pod *lab.Host, a netip.Addr) error {
-	own := netip.PrefixFrom(a, 32)
-	return errors.Join(
-		lab.Link(lab.End{Host: pod, Link: "eth0"}, lab.End{Host: n.host, Link: pod.Name}, lab.LinkOptions{}),
-		pod.AddAddr("eth0", own), pod.AddRoute(lab.Route{To: everywhere, Via: gateway, Link: "eth0"}),
-		n.host.AddAddr(pod.Name, netip.PrefixFrom(gateway, 32)), n.host.AddRoute(lab.Route{To: own, Link: pod.Name}),
-	)
+	return pod.Attach(n.host, lab.Attachment{Link: pod.Name, Addrs: []netip.Addr{a}, Gateways: []netip.Addr{gateway}})
 }
 
 // answerForAll has the server's host take every address of endpoints for its own.

@@ -224,27 +224,14 @@ func (t *Topology) addPod(node int, name string, number int) error {
 	if err != nil {
 		return err
 	}
-	link := "veth-" + name
-	host := t.hosts[nodeNames[node]]
-	if err := lab.Link(lab.End{Host: pod, Link: "eth0"}, lab.End{Host: host, Link: link}, lab.LinkOptions{}); err != nil {
-		return err
-	}
+	a := lab.Attachment{Link: "veth-" + name}
 	if bridges(node) {
-		if err := host.AddPort(PodBridge, link); err != nil {
-			return err
-		}
+		a.Bridge = PodBridge
 	}
-	for f, r := range podRange(node) {
-		own, gateway := single(lab.Nth(r, number)), lab.Nth(r, 1)
-		err := errors.Join(pod.AddAddr("eth0", own), pod.AddRoute(lab.Route{To: everywhere[f], Via: gateway, Link: "eth0"}))
-		if !bridges(node) {
-			err = errors.Join(err, host.AddAddr(link, single(gateway)), host.AddRoute(lab.Route{To: own, Link: link}))
-		}
-		if err != nil {
-			return err
-		}
+	for _, r := range podRange(node) {
+		a.Addrs, a.Gateways = append(a.Addrs, lab.Nth(r, number)), append(a.Gateways, lab.Nth(r, 1))
 	}
-	return nil
+	return pod.Attach(t.hosts[nodeNames[node]], a)
 }
 
 func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
@@ -299,15 +286,15 @@ func (t *Topology) addClient(i int) error {
 		return err
 	}
 	router := t.hosts["router"]
-	if err := lab.Link(lab.End{Host: client, Link: "eth0"}, lab.End{Host: router, Link: name}, lab.LinkOptions{}); err != nil {
+	a := lab.Attachment{Link: name}
+	for _, r := range ClientRange {
+		a.Addrs, a.Gateways = append(a.Addrs, lab.Nth(r, clientNumber+i)), append(a.Gateways, lab.Nth(r, 1))
+	}
+	if err := client.Attach(router, a); err != nil {
 		return err
 	}
-	for f, r := range ClientRange {
-		own, gateway := single(lab.Nth(r, clientNumber+i)), lab.Nth(r, 1)
-		err := errors.Join(
-			client.AddAddr("eth0", own), client.AddRoute(lab.Route{To: everywhere[f], Via: gateway, Link: "eth0"}),
-			router.AddAddr(name, single(gateway)), router.AddRoute(lab.Route{To: own, Link: name}),
-		)
+	for f := range ClientRange {
+		var err error
 		for _, to := range t.frontends(f) {
 			via := lab.Nth(NodeRange[f], nodeNumber*(i+1))
 			err = errors.Join(err, router.AddRoute(lab.Route{To: to, Via: via, Link: "eth0", Table: firstTable + i}))

@@ -210,26 +210,11 @@ func (c *Cluster) addPod(number int, conf Config) error {
 		return err
 	}
 	c.Pods = append(c.Pods, pod)
-	link := fmt.Sprintf("%s%d", conf.PodLinkPrefix, number)
-	if err := Link(End{pod, "eth0"}, End{c.Node, link}, LinkOptions{}); err != nil {
-		return err
+	a := Attachment{Link: fmt.Sprintf("%s%d", conf.PodLinkPrefix, number), Bridge: conf.PodBridge}
+	for _, r := range NodePodRange {
+		a.Addrs, a.Gateways = append(a.Addrs, Nth(r, firstPodNumber+number-1)), append(a.Gateways, Nth(r, gatewayNumber))
 	}
-	if conf.PodBridge != "" {
-		if err := c.Node.AddPort(conf.PodBridge, link); err != nil {
-			return err
-		}
-	}
-	for i, r := range NodePodRange {
-		own, gateway := single(Nth(r, firstPodNumber+number-1)), Nth(r, gatewayNumber)
-		err := errors.Join(pod.addAddr("eth0", own), pod.AddRoute(Route{To: everywhere[i], Via: gateway, Link: "eth0"}))
-		if conf.PodBridge == "" {
-			err = errors.Join(err, c.Node.addAddr(link, single(gateway)), c.Node.AddRoute(Route{To: own, Link: link}))
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return pod.Attach(c.Node, a)
 }
 
 // single gives the range of just one address.
