@@ -20,6 +20,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/yaml"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -77,7 +78,7 @@ func TestKubeProxy(t *testing.T) {
 	labtest.Check(t, proxy.Start())
 	t.Cleanup(func() { _ = proxy.Kill() })
 	model := verdictModel(t, file)
-	for _, f := range Families {
+	for _, f := range ipfamily.All {
 		theirs := settled(t, host, f, proxy)
 		ours := applied(t, f, model)
 		compare(t, f, ours, theirs)
@@ -127,7 +128,7 @@ func verdictModel(t *testing.T, file string) *Model {
 }
 
 // applied has a kernel take our text and gives what is saved then.
-func applied(t *testing.T, f Family, m *Model) *Saved {
+func applied(t *testing.T, f ipfamily.Family, m *Model) *Saved {
 	t.Helper()
 	h := labtest.NewHost(t, labtest.NewNet(t), "verdict")
 	restore(t, h, f, "nft", m.Full(f))
@@ -135,7 +136,7 @@ func applied(t *testing.T, f Family, m *Model) *Saved {
 }
 
 // settled waits until kube-proxy has written the same for a while.
-func settled(t *testing.T, h *lab.Host, f Family, p *control.Process) *Saved {
+func settled(t *testing.T, h *lab.Host, f ipfamily.Family, p *control.Process) *Saved {
 	t.Helper()
 	deadline := time.Now().Add(2 * time.Minute)
 	for last := ""; time.Now().Before(deadline); time.Sleep(2 * time.Second) {
@@ -159,7 +160,7 @@ func settled(t *testing.T, h *lab.Host, f Family, p *control.Process) *Saved {
 var used = map[string]bool{}
 
 // compare counts what is the same, and explains what is not.
-func compare(t *testing.T, f Family, ours, theirs *Saved) {
+func compare(t *testing.T, f ipfamily.Family, ours, theirs *Saved) {
 	t.Helper()
 	same, count := 0, map[string]int{}
 	names := map[tableChain]bool{}
