@@ -5,45 +5,39 @@ import (
 	"os"
 	"strings"
 
-	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 )
 
 // terminal is a screen with keys. What was on it before comes back when it is closed.
 type terminal struct {
 	in, out *os.File
-	before  unix.Termios
+	before  *term.State
 }
 
-// openTerminal takes the terminal over: keys come at once and are not echoed, and there is a screen of its own. ^C still is a signal.
+// openTerminal makes the terminal raw, so keys come at once and are not echoed, and opens a screen of its own.
+// ^C is a key, too: nothing sends a signal.
 func openTerminal(in, out *os.File) (*terminal, error) {
-	before, err := unix.IoctlGetTermios(int(in.Fd()), unix.TCGETS)
+	before, err := term.MakeRaw(int(in.Fd()))
 	if err != nil {
 		return nil, fmt.Errorf("terminal: %w", err)
 	}
-	t := &terminal{in: in, out: out, before: *before}
-	mode := *before
-	mode.Lflag &^= unix.ICANON | unix.ECHO
-	mode.Cc[unix.VMIN], mode.Cc[unix.VTIME] = 1, 0
-	mode.Cc[unix.VSUSP] = 0 // who is stopped leaves the screen as it is
-	if err := unix.IoctlSetTermios(int(in.Fd()), unix.TCSETS, &mode); err != nil {
-		return nil, fmt.Errorf("terminal: %w", err)
-	}
+	t := &terminal{in: in, out: out, before: before}
 	_, err = fmt.Fprint(out, "\x1b[?1049h\x1b[?25l\x1b[?7l") // another screen, no cursor, no wrapping
 	return t, err
 }
 
 func (t *terminal) close() error {
 	fmt.Fprint(t.out, "\x1b[?7h\x1b[?25h\x1b[?1049l")
-	return unix.IoctlSetTermios(int(t.in.Fd()), unix.TCSETS, &t.before)
+	return term.Restore(int(t.in.Fd()), t.before)
 }
 
 // size gives columns and rows; 80 by 24 if the terminal does not tell.
 func (t *terminal) size() (width, height int) {
-	ws, err := unix.IoctlGetWinsize(int(t.out.Fd()), unix.TIOCGWINSZ)
-	if err != nil || ws.Col == 0 || ws.Row == 0 {
+	width, height, err := term.GetSize(int(t.out.Fd()))
+	if err != nil || width == 0 || height == 0 {
 		return 80, 24
 	}
-	return int(ws.Col), int(ws.Row)
+	return width, height
 }
 
 // draw replaces what is on the screen, without a moment at which it is empty.

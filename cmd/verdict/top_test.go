@@ -374,7 +374,7 @@ func TestTopTerminal(t *testing.T) {
 	labtest.Check(t, unix.IoctlSetWinsize(int(ours.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Col: 70, Row: 30}))
 	labtest.Check(t, cmd.Process.Signal(unix.SIGWINCH)) // it is no terminal of its own session, so nobody tells it
 	screenOf(t, ours, "shop/catalog:http")
-	type_("sq")
+	type_("s\x03") // ^C
 	rest := screenOf(t, ours, "\x1b[?1049l")
 	if err := cmd.Wait(); err != nil {
 		t.Errorf("%v\n%q", err, rest)

@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	apiwatch "k8s.io/apimachinery/pkg/watch"
@@ -151,9 +152,9 @@ func TestListMessageCutOff(t *testing.T) {
 	count := func(body []byte) (n int, err error) {
 		raw, ok := listMessage(body)
 		if !ok {
-			return 0, errProtobuf
+			return 0, errors.New("no list")
 		}
-		err = eachField(raw, func(number uint64, value []byte) error {
+		err = eachField(raw, func(number protowire.Number, value []byte) error {
 			n++
 			return nil
 		})
@@ -168,7 +169,7 @@ func TestListMessageCutOff(t *testing.T) {
 		}
 	}
 	for _, b := range []string{"\x80", "\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "\x0b", "\x09\x00", "\x0d", "\x08", "\x0a"} {
-		if err := eachField([]byte(b), func(uint64, []byte) error { return nil }); err == nil {
+		if err := eachField([]byte(b), func(protowire.Number, []byte) error { return nil }); err == nil {
 			t.Errorf("%q is good", b)
 		}
 	}

@@ -2,10 +2,9 @@ package watch
 
 import (
 	"bytes"
-	"encoding/binary"
-	"errors"
 	"strings"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -39,7 +38,7 @@ func decodeList(r rest.Result, item func([]byte) (runtime.Object, error)) (runti
 	}
 	if raw, ok := listMessage(body); ok {
 		list := &convertedList{}
-		err := eachField(raw, func(number uint64, value []byte) error {
+		err := eachField(raw, func(number protowire.Number, value []byte) error {
 			switch number {
 			case 1:
 				return list.ListMeta.Unmarshal(value)
@@ -63,10 +62,10 @@ func listMessage(body []byte) (raw []byte, ok bool) {
 		return nil, false
 	}
 	list, plain := false, true
-	err := eachField(body, func(number uint64, value []byte) error {
+	err := eachField(body, func(number protowire.Number, value []byte) error {
 		switch number {
 		case 1: // apiVersion and kind
-			return eachField(value, func(number uint64, value []byte) error {
+			return eachField(value, func(number protowire.Number, value []byte) error {
 				list = list || number == 2 && strings.HasSuffix(string(value), "List")
 				return nil
 			})
@@ -80,47 +79,29 @@ func listMessage(body []byte) (raw []byte, ok bool) {
 	return raw, err == nil && list && plain
 }
 
-var errProtobuf = errors.New("protobuf message is cut off")
-
-// eachField calls f with each string, bytes or message field, and passes over the others
-// ("Encoding" in the protobuf guide).
-func eachField(b []byte, f func(number uint64, value []byte) error) error {
+// eachField calls f with each string, bytes or message field, and passes over the others.
+func eachField(b []byte, f func(number protowire.Number, value []byte) error) error {
 	for len(b) > 0 {
-		tag, n := binary.Uvarint(b)
-		if n <= 0 {
-			return errProtobuf
+		number, kind, n := protowire.ConsumeTag(b)
+		if n < 0 {
+			return protowire.ParseError(n)
 		}
 		b = b[n:]
-		var size uint64
-		switch tag & 7 {
-		case 0:
-			_, n := binary.Uvarint(b)
-			size = uint64(n)
-			if n <= 0 {
-				return errProtobuf
+		if kind != protowire.BytesType {
+			if n = protowire.ConsumeFieldValue(number, kind, b); n < 0 {
+				return protowire.ParseError(n)
 			}
-		case 1:
-			size = 8
-		case 2:
-			length, n := binary.Uvarint(b)
-			if n <= 0 {
-				return errProtobuf
-			}
-			b, size = b[n:], length
-		case 5:
-			size = 4
-		default:
-			return errProtobuf
+			b = b[n:]
+			continue
 		}
-		if size > uint64(len(b)) {
-			return errProtobuf
+		value, n := protowire.ConsumeBytes(b)
+		if n < 0 {
+			return protowire.ParseError(n)
 		}
-		if tag&7 == 2 {
-			if err := f(tag>>3, b[:size]); err != nil {
-				return err
-			}
+		if err := f(number, value); err != nil {
+			return err
 		}
-		b = b[size:]
+		b = b[n:]
 	}
 	return nil
 }
