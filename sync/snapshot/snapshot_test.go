@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 func in(namespace, name string) Name { return Name{Namespace: namespace, Name: name} }
@@ -240,6 +242,22 @@ func TestChangesAddUp(t *testing.T) {
 	} {
 		if got := concerned(test.first.With(test.then)); got != test.want {
 			t.Errorf("%v with %v: %q; want %q", test.first, test.then, got, test.want)
+		}
+	}
+}
+
+// TestEveryField: no field is forgotten when Nodes are compared, and when Deltas are merged or asked whether they are empty.
+func TestEveryField(t *testing.T) {
+	testkit.Compares(t, func(a, b *Node) bool { return a.equal(*b) }, "Leaving")
+	full := testkit.Filled[Delta]()
+	for field := range reflect.TypeFor[Delta]().Fields() {
+		var one, merged Delta
+		reflect.ValueOf(&one).Elem().FieldByIndex(field.Index).Set(reflect.ValueOf(full).Elem().FieldByIndex(field.Index))
+		if one.Empty() {
+			t.Errorf("%s does not count", field.Name)
+		}
+		if merged.Merge(one); !reflect.DeepEqual(merged, one) {
+			t.Errorf("%s is not merged: %+v", field.Name, merged)
 		}
 	}
 }

@@ -1,0 +1,48 @@
+package dataplane
+
+import (
+	"net/netip"
+	"reflect"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/testkit"
+)
+
+// TestEqual: no field is forgotten when two versions of a Service, or of what all Services depend on, are compared.
+func TestEqual(t *testing.T) {
+	// The pool of a route is one of its port's, which are compared by themselves.
+	testkit.Compares(t, (*Service).equal, "Ports[].Frontends[].Routes[].Pool")
+	testkit.Compares(t, equalScheduling)
+	testkit.Compares(t, (*IPVS).equal)
+	testkit.Compares(t, (*host).equal, "loopback") // follows from nodePortAddrs
+	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "HealthCheckNodePort", "Crowded",
+		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
+		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
+}
+
+// TestSetGlobals: a State takes over every field that is no Service's, and tells of a change of any of them.
+func TestSetGlobals(t *testing.T) {
+	h, cidrs := testkit.Filled[host](), []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")}
+	for field := range reflect.TypeFor[State]().Fields() {
+		if field.Name == "Services" {
+			continue
+		}
+		st := &State{}
+		st.setGlobals(h, cidrs)
+		reflect.ValueOf(st).Elem().FieldByIndex(field.Index).SetZero()
+		if !st.setGlobals(h, cidrs) {
+			t.Errorf("nobody notices that %s changed", field.Name)
+		}
+	}
+	st := &State{}
+	if !st.setGlobals(h, cidrs) || st.setGlobals(h, cidrs) {
+		t.Error("a change is told once")
+	}
+}
+
+// TestThen: no field of either Receipt is forgotten when two are added up. What was left by the first, the second has done.
+func TestThen(t *testing.T) {
+	other := Receipt{Adopted: true}
+	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(other.Then(*a), other.Then(*b)) })
+	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(a.Then(other), b.Then(other)) }, "Left")
+}

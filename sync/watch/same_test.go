@@ -1,0 +1,15 @@
+package watch
+
+import (
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/testkit"
+)
+
+// TestSame: no field of an object is forgotten when two of its versions are compared.
+func TestSame(t *testing.T) {
+	testkit.Compares(t, sameService)
+	testkit.Compares(t, sameScheduling)
+	testkit.Compares(t, sameSlice, "Triggered")
+	testkit.Compares(t, sameNode)
+}
