@@ -10,6 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -69,9 +70,5 @@ func (w *world) reaches(from *lab.Host, number int, pod *lab.Host) bool {
 // await polls until f is true.
 func (w *world) await(what string, f func() bool) {
 	w.t.Helper()
-	for start := time.Now(); !f(); time.Sleep(100 * time.Millisecond) {
-		if time.Since(start) > 2*time.Minute {
-			w.t.Fatalf("after two minutes not yet: %s\n%s", what, w.list())
-		}
-	}
+	testkit.Eventually(w.t, 2*time.Minute, what, f, w.list)
 }

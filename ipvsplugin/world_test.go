@@ -14,6 +14,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -157,14 +158,12 @@ func (w *world) check() (found []string) {
 // until polls, with Check between, until f is true.
 func (w *world) until(what string, f func() bool) {
 	w.t.Helper()
-	for start := time.Now(); !f(); time.Sleep(100 * time.Millisecond) {
-		if time.Since(start) > 2*time.Minute {
-			w.t.Fatalf("after two minutes not yet: %s\n%s", what, w.list())
-		}
+	testkit.Eventually(w.t, 2*time.Minute, what, func() bool {
 		if found := w.check(); found != nil {
 			w.t.Fatalf("waiting for: %s: found %q", what, found)
 		}
-	}
+		return f()
+	}, w.list)
 }
 
 // list is what ipvsadm -Sn lists.

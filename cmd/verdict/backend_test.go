@@ -1,12 +1,13 @@
 package main
 
 import (
+	"fmt"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // restart ends the proxy and starts it with other flags; it waits until the log has a text once more.
@@ -35,11 +36,8 @@ func TestCompat(t *testing.T) {
 	}
 	wait := func(want int) {
 		t.Helper()
-		for deadline := time.Now().Add(20 * time.Second); chains() != want; time.Sleep(50 * time.Millisecond) {
-			if time.Now().After(deadline) {
-				t.Fatalf("there are %d chains, not %d:\n%s", chains(), want, v.said())
-			}
-		}
+		what := fmt.Sprintf("there are %d chains", want)
+		testkit.Eventually(t, patience, what, func() bool { return chains() == want }, v.said)
 	}
 	v.restart("the kernel carries the Services", "--iptables-compat")
 	wait(4)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -8,10 +9,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // tuned is a "verdict run" with a configuration file.
@@ -46,16 +47,13 @@ func (r *tuned) stop() {
 // wait waits until the log has a text so many times.
 func (r *tuned) wait(text string, times int) {
 	r.t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
-		said, err := os.ReadFile(r.log)
+	said := func() string {
+		text, err := os.ReadFile(r.log)
 		labtest.Check(r.t, err)
-		if strings.Count(string(said), text) >= times {
-			return
-		}
-		if time.Now().After(deadline) {
-			r.t.Fatalf("it does not say %q:\n%s", text, said)
-		}
+		return string(text)
 	}
+	what := fmt.Sprintf("the log has %q %d times", text, times)
+	testkit.Eventually(r.t, patience, what, func() bool { return strings.Count(said(), text) >= times }, said)
 }
 
 // configure replaces the file as the kubelet replaces a mounted ConfigMap.

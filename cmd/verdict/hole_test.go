@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -167,22 +168,13 @@ func TestBlackHole(t *testing.T) {
 
 	labtest.Run(t, s.cluster.Node, hole, "nft", "-f", "-")
 	api.move(second.IP(ipfamily.IPv4))
-	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
+	testkit.Eventually(t, patience, "somebody notices", func() bool {
 		attempts := labtest.Run(t, s.cluster.Node, "", "nft", "list", "counter", "inet", "hole", "attempts")
-		if !strings.Contains(attempts, "packets 0 ") {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("nobody notices:\n%s", s.said())
-		}
-	}
+		return !strings.Contains(attempts, "packets 0 ")
+	}, s.said)
 	s.sends(first)
 	labtest.Run(t, s.cluster.Node, "", "nft", "delete", "table", "inet", "hole")
-	for deadline := time.Now().Add(2 * time.Minute); s.sentTo() != second.Name; time.Sleep(50 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("the change does not come:\n%s", s.said())
-		}
-	}
+	testkit.Eventually(t, 2*time.Minute, "the change comes", func() bool { return s.sentTo() == second.Name }, s.said)
 	s.ends()
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -90,11 +91,7 @@ func (m mover) move(scheduler string) {
 
 func (m mover) until(what string, f func() bool) {
 	m.t.Helper()
-	for start := time.Now(); !f(); time.Sleep(20 * time.Millisecond) {
-		if time.Since(start) > time.Minute {
-			m.t.Fatalf("after a minute not yet: %s\n%s", what, m.said())
-		}
-	}
+	testkit.Eventually(m.t, time.Minute, what, f, m.said)
 }
 
 // load waits until clients have opened some more connections.

@@ -22,6 +22,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 var scaleServices = flag.Int("scale.services", 200, "Services of TestIPVSScale, with 10 endpoints each")
@@ -225,12 +226,10 @@ func (s *scaled) said() string {
 
 func (s *scaled) until(what string, f func() bool) {
 	s.t.Helper()
-	for start := time.Now(); !f(); time.Sleep(5 * time.Millisecond) {
-		if time.Since(start) > scaleLimit {
-			said := s.said()
-			s.t.Fatalf("after %v not yet: %s\n%s", scaleLimit, what, said[max(0, len(said)-4000):])
-		}
-	}
+	testkit.Eventually(s.t, scaleLimit, what, f, func() string {
+		said := s.said()
+		return said[max(0, len(said)-4000):]
+	})
 }
 
 // change replaces an endpoint, and gives the time until IPVS has the new one.

@@ -19,6 +19,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -231,17 +232,8 @@ func (v *victim) child() int {
 // wait waits for what the log says of the proxy's progress.
 func (v *victim) wait(what string, times int) {
 	v.t.Helper()
-	deadline := time.Now().Add(patience)
-	for {
-		text := v.said()
-		if strings.Count(text, what) >= times {
-			return
-		}
-		if time.Now().After(deadline) {
-			v.t.Fatalf("%q is not %d times in the log:\n%s", what, times, text)
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
+	waited := fmt.Sprintf("the log has %q %d times", what, times)
+	testkit.Eventually(v.t, patience, waited, func() bool { return strings.Count(v.said(), what) >= times }, v.said)
 }
 
 // childrenPerKeeper bounds how often a keeper's child is killed before the keeper is: each time it waits longer before it starts another.

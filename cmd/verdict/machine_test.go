@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -101,15 +102,10 @@ func TestConntrackFull(t *testing.T) {
 	labtest.Check(t, err)
 	other := lab.Nth(lab.ServiceRange[0], 2)
 	s.write("all.yaml", strings.ReplaceAll(string(text), s.clusterIP().String(), other.String()))
-	for deadline := time.Now().Add(patience); ; time.Sleep(100 * time.Millisecond) {
+	testkit.Eventually(t, patience, "the change is in force", func() bool {
 		table := labtest.Run(t, s.cluster.Node, "", "nft", "list", "table", "ip", "verdict")
-		if strings.Contains(table, other.String()+" .") {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("the change does not come into force:\n%s", s.said())
-		}
-	}
+		return strings.Contains(table, other.String()+" .")
+	}, s.said)
 	for _, c := range held {
 		if r := c.Ping(0); r.Outcome != lab.Answered {
 			t.Errorf("a connection that was held: %v", r)

@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -93,15 +94,13 @@ func (s *shown) get(from *lab.Host, url string) (code int, weight, body string) 
 // await asks until the answer is what it should be.
 func (s *shown) await(what string, from *lab.Host, url string, code int, contains string) string {
 	s.t.Helper()
-	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		got, _, body := s.get(from, url)
-		if got == code && strings.Contains(body, contains) {
-			return body
-		}
-		if time.Now().After(deadline) {
-			s.t.Fatalf("%s: %s: %d %s; want %d and %q\n%s", what, url, got, body, code, contains, s.said())
-		}
-	}
+	var got int
+	var body string
+	testkit.Eventually(s.t, patience, what, func() bool {
+		got, _, body = s.get(from, url)
+		return got == code && strings.Contains(body, contains)
+	}, func() string { return fmt.Sprintf("%s: %d %s; want %d and %q", url, got, body, code, contains) }, s.said)
+	return body
 }
 
 // metric gives the value of a series; what is not there is -1.

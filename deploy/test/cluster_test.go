@@ -23,6 +23,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // TestCluster: a real API server takes what kustomize and Helm print, checking every field, and the ServiceAccount may do what the
@@ -158,14 +159,14 @@ func TestFromKubeProxy(t *testing.T) {
 	plane, host := startPlane(t)
 	config := prepare(t, plane, host)
 	proxy := startKubeProxy(t, plane, host, config)
-	eventually(t, "kube-proxy programs the node", func() bool {
+	testkit.Eventually(t, 30*time.Second, "kube-proxy programs the node", func() bool {
 		return strings.Contains(natRules(t, host), "KUBE-SVC-") && ready(host) == http.StatusNotFound
 	})
 	t.Logf("1. verdict takeover --dry-run:\n%s", labtest.Run(t, host, "", verdict, "takeover", "--dry-run"))
 
 	said := startVerdict(t, plane, host, config)
-	eventually(t, "it carries the Services", func() bool { return strings.Contains(said(), "the kernel carries the Services") })
-	eventually(t, "it removes kube-proxy's rules, or sees it", func() bool {
+	testkit.Eventually(t, 30*time.Second, "it carries the Services", func() bool { return strings.Contains(said(), "the kernel carries the Services") })
+	testkit.Eventually(t, 30*time.Second, "it removes kube-proxy's rules, or sees it", func() bool {
 		return strings.Contains(said(), "removed what kube-proxy made") || strings.Contains(said(), "kube-proxy is at work")
 	})
 	if s := ready(host); s != http.StatusNotFound {
@@ -174,7 +175,7 @@ func TestFromKubeProxy(t *testing.T) {
 	t.Logf("3. verdict verify:\n%s", labtest.Run(t, host, "", verdict, "verify"))
 
 	check(t, proxy.Stop(t.Context()))
-	eventually(t, "it is ready once kube-proxy has ended", func() bool { return ready(host) == http.StatusOK })
+	testkit.Eventually(t, 30*time.Second, "it is ready once kube-proxy has ended", func() bool { return ready(host) == http.StatusOK })
 	t.Logf("5. verdict takeover:\n%s", labtest.Run(t, host, "", verdict, "takeover"))
 	if r := natRules(t, host); strings.Contains(r, "KUBE-SVC-") {
 		t.Errorf("there are still rules of kube-proxy:\n%s", r)
@@ -247,14 +248,4 @@ func ready(host *lab.Host) int {
 func natRules(t *testing.T, host *lab.Host) string {
 	t.Helper()
 	return labtest.Run(t, host, "", "iptables-save", "-t", "nat")
-}
-
-// eventually waits until something holds.
-func eventually(t *testing.T, what string, holds func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !holds(); time.Sleep(50 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("timed out: %s", what)
-		}
-	}
 }

@@ -42,6 +42,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
 	"internal/metrics":     {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/prometheus/client_golang"}},
 	"internal/sysctl":      {},
+	"internal/testkit":     {},
 	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
 	"internal/takeover":    {others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},

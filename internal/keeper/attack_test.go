@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // A stranger is a process without the right to change nf_tables: user 0 with no capability, as a hostNetwork pod has
@@ -254,7 +255,7 @@ func TestNameOfAnotherProgram(t *testing.T) {
 	name := randomName()
 	thief := launch(t, "setuid", "KEEPER_TEST_NAME="+name)
 	thief.expect("bound <nil>")
-	until(t, "it is another program", func() bool {
+	testkit.Eventually(t, deadline, "it is another program", func() bool {
 		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", thief.cmd.Process.Pid))
 		return err == nil && !strings.Contains(exe, "keeper.test")
 	})

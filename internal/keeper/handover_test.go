@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // proxy starts a process that wants the place, and gives its own socket.
@@ -141,13 +142,13 @@ func TestManyNewcomersAtOnce(t *testing.T) {
 		})
 	}
 	run(first)
-	until(t, "the first one works", func() bool { return calls.Load() == 1 })
+	testkit.Eventually(t, deadline, "the first one works", func() bool { return calls.Load() == 1 })
 	for range 12 {
 		s, err := openNetlink()
 		labtest.Check(t, err)
 		run(s)
 	}
-	until(t, "each of them has worked", func() bool { return calls.Load() == 13 })
+	testkit.Eventually(t, deadline, "each of them has worked", func() bool { return calls.Load() == 13 })
 	stop()
 	labtest.Check(t, group.Wait())
 	if calls.Load() < 13 {
@@ -427,7 +428,7 @@ func TestProxiesWithoutRights(t *testing.T) {
 			a.works(socket)
 			thief.signal(unix.SIGKILL)
 			a.expect("the place is free at last")
-			until(t, "it has the place", func() bool {
+			testkit.Eventually(t, deadline, "it has the place", func() bool {
 				h, err := Holder(name)
 				return err == nil && h.PID == a.cmd.Process.Pid
 			})

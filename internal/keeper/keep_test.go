@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
 // keeperWithChild starts a keeper and gives its first child and the socket that is kept.
@@ -238,13 +239,13 @@ func TestFirstProcessReapsOrphans(t *testing.T) {
 	for range 3 {
 		p.order("orphan")
 		p.expect("orphan ")
-		until(t, "the orphan is the keeper's", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 2 })
+		testkit.Eventually(t, deadline, "the orphan is the keeper's", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 2 })
 		for _, pid := range childrenOf(t, cmd.Process.Pid) {
 			if pid != child[0] {
 				labtest.Check(t, unix.Kill(pid, unix.SIGKILL))
 			}
 		}
-		until(t, "the orphan is reaped", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 1 })
+		testkit.Eventually(t, deadline, "the orphan is reaped", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 1 })
 	}
 	p.order("panic")
 	if next := p.child(); next.socket != first.socket {
@@ -343,7 +344,7 @@ func TestTableStaysOwned(t *testing.T) {
 	}
 	p.signal(unix.SIGKILL)
 	p.expect("orphaned")
-	until(t, "the table persists, for anybody to delete", func() bool {
+	testkit.Eventually(t, deadline, "the table persists, for anybody to delete", func() bool {
 		_, err := h.Run("nft", "delete", "table", "ip", "kept")
 		return err == nil
 	})

@@ -399,16 +399,6 @@ func (p *process) child() (l life) {
 	return l
 }
 
-// until polls for what no process tells.
-func until(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(deadline); !is(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("never: %s", what)
-		}
-	}
-}
-
 func randomName() string {
 	return fmt.Sprintf("verdict-test-%d-%d", os.Getpid(), time.Now().UnixNano())
 }

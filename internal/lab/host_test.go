@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -32,13 +33,10 @@ func threadNetns(t testing.TB) string {
 func await(t testing.TB, what string, f func() (now string, ok bool)) {
 	t.Helper()
 	var now string
-	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
-		var ok bool
-		if now, ok = f(); ok {
-			return
-		}
-	}
-	t.Errorf("%s: %s", what, now)
+	testkit.Eventually(t, 5*time.Second, "no more: "+what, func() (ok bool) {
+		now, ok = f()
+		return ok
+	}, func() string { return now })
 }
 
 func TestDo(t *testing.T) {

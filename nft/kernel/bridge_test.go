@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -41,10 +42,7 @@ func TestBridgeDropsNobody(t *testing.T) {
 	send(make(net.HardwareAddr, 6), 30001)
 	send(link.Attrs().HardwareAddr, 30002)
 	// Frames of one link keep their order: once the second has been counted, the first would have been.
-	deadline := time.Now().Add(10 * time.Second)
-	for countedAt(t, b, to) == 0 && time.Now().Before(deadline) {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(t, 10*time.Second, "a frame is counted", func() bool { return countedAt(t, b, to) > 0 })
 	if n := countedAt(t, b, to); n != 1 {
 		t.Errorf("%d of two frames were let by; want the one that has a source", n)
 	}

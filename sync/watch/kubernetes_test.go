@@ -26,6 +26,7 @@ import (
 	apiwatch "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -115,12 +116,9 @@ func TestKubernetesMissing(t *testing.T) {
 		t.Errorf("before it runs, missing are %q", got)
 	}
 	v := start(t, func(func(error)) source { return k })
-	for deadline := time.Now().Add(time.Minute); !slices.Equal(k.Missing(), []string{"endpointslices"}); {
-		if time.Now().After(deadline) {
-			t.Fatalf("missing are %q", k.Missing())
-		}
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(t, time.Minute, "only endpointslices are missing", func() bool {
+		return slices.Equal(k.Missing(), []string{"endpointslices"})
+	}, func() string { return fmt.Sprint(k.Missing()) })
 	mu.Lock()
 	defer mu.Unlock()
 	if !codes[http.StatusOK] || !codes[http.StatusForbidden] || v.synced != 0 {

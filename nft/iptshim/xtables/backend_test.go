@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -126,14 +127,14 @@ func eachVariant(t *testing.T, test func(t *testing.T, w *world)) {
 // found calls Check until it has found something, and gives that.
 func (w *world) found() []string {
 	w.t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
-		found, _, err := w.backend.Check()
-		if labtest.Check(w.t, err); len(found) > 0 {
-			return found
-		}
-	}
-	w.t.Fatal("nothing is found")
-	return nil
+	var found []string
+	testkit.Eventually(w.t, 20*time.Second, "something is found", func() bool {
+		var err error
+		found, _, err = w.backend.Check()
+		labtest.Check(w.t, err)
+		return len(found) > 0
+	})
+	return found
 }
 
 // calm calls Check until a look that began now has ended, which must find nothing.
