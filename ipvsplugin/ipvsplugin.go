@@ -1,6 +1,6 @@
 // Package ipvsplugin has IPVS choose the endpoint of a connection, for the Services that ask for it. It schedules and nothing
 // else: the backend it wraps decides who is served, masquerades, rejects and drops, and leaves the packets of such frontends as
-// they are. docs/decisions/ipvs.md says how both work together.
+// they are. docs/decisions/0011-ipvs.md says how both work together.
 //
 // Everything it makes in the kernel is marked as ours in the kernel itself, so that a new process finds it, and nothing else is
 // ever changed: virtual services by bits in their flags, routes by their protocol, tables by their name.

@@ -12,7 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 )
 
-// sysctls are what IPVS needs; docs/decisions/ipvs.md says why. They belong to the network namespace.
+// sysctls are what IPVS needs; docs/decisions/0011-ipvs.md says why. They belong to the network namespace.
 var sysctls = []sysctl.Setting{
 	{Path: "proc/sys/net/ipv4/vs/conntrack", Value: 1},
 	{Path: "proc/sys/net/ipv4/vs/expire_nodest_conn", Value: 1},

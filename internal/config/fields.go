@@ -73,7 +73,7 @@ var fields = []field{
 		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
 	{"iptables.masqueradeBit", Restart, "where rules of iptables are written (`backend` and `iptablesCompat` below), the bit of the mark, as kube-proxy, unless the mode is `nftables`; nftables needs no mark", within(0, 31)},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
-	{"iptables.localhostNodePorts", Live, "in every mode, see [decisions/localhost-nodeports.md](decisions/localhost-nodeports.md)", nil},
+	{"iptables.localhostNodePorts", Live, "in every mode, see [decisions/0001-localhost-nodeports.md](decisions/0001-localhost-nodeports.md)", nil},
 	{"iptables.syncPeriod", Live, "twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty", positive},
 	{"iptables.minSyncPeriod", Live, "more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty", notNegative},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
@@ -98,7 +98,7 @@ var fields = []field{
 	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
 	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
 	{"nodePortAddresses", Live, "ranges and the keywords `primary`, `localhost` and `all`, in any combination; see " +
-		"[decisions/node-ports.md](decisions/node-ports.md). An empty list means `all`, as in kube-proxy; in mode " +
+		"[decisions/0004-node-ports.md](decisions/0004-node-ports.md). An empty list means `all`, as in kube-proxy; in mode " +
 		"`nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
 	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
 	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher limit that is there already is left", atLeast(0)},
@@ -118,7 +118,7 @@ var fields = []field{
 	{verdictKind + ".iptablesDispatch", Restart, "how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
 		oneOf("tree", "list")},
 	{verdictKind + ".iptablesCompat", Restart, "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
-	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/keeper.md](decisions/keeper.md)",
+	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/0008-keeper.md](decisions/0008-keeper.md)",
 		oneOf("auto", "process", "systemd", "none")},
 	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},
 	{verdictKind + ".takeover", Restart, "`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",

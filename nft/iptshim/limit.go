@@ -9,7 +9,7 @@ import (
 
 // MaxRules is how many rules one Service may have in a family. Each change of any Service goes through all rules, with
 // the legacy variant, and the nft variant's time for the chains of one Service grows by the square:
-// docs/decisions/iptables.md has figures.
+// docs/decisions/0012-iptables.md has figures.
 const MaxRules = 1 << 15
 
 // TooManyRules is why a Service is not written.

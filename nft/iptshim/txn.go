@@ -188,7 +188,7 @@ func (t *familyTxn) branches(table Table) (out []chain) {
 }
 
 // block writes what is one transaction of the kernel, the chains from the last name to the first: the legacy variant's programs keep
-// chains in a sorted list, of which they go through less that way (docs/decisions/iptables.md).
+// chains in a sorted list, of which they go through less that way (docs/decisions/0012-iptables.md).
 func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []string, added []int) {
 	if len(writes)+len(drops)+len(added) == 0 {
 		return

@@ -9,7 +9,7 @@ import (
 
 // IPVS has a virtual service for each frontend and in each its own list of endpoints, where nftables shares them: what
 // a Service asks of it multiplies. Above these numbers of virtual services and destinations nftables chooses.
-// docs/decisions/ipvs.md says what they cost.
+// docs/decisions/0011-ipvs.md says what they cost.
 const (
 	// MostOfService is for one Service, whoever wants it scheduled.
 	MostOfService = 4096
