@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail where the kernel has none, unless they are told so by name. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build test tools lint race unit once conformance conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-ipvs fuzz matrix soak cross image cluster clean
+.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-ipvs fuzz matrix soak cross image cluster clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -21,6 +21,22 @@ demo: build ## real connections, balanced by nftables, in namespaces that vanish
 
 build: ## bin/verdict, a static binary
 	@CGO_ENABLED=0 $(GO) build -trimpath -o $(BIN)/verdict ./cmd/verdict
+
+# The packages whose tests need no network namespace, no root and no nft.
+CHECKED = ./sync/dataplane ./sync/reconcile ./sync/snapshot ./nft ./internal/arch ./internal/cgroup ./internal/config \
+	./internal/health ./internal/logging ./internal/sysctl ./internal/testkit
+
+check: ## the inner loop: gofmt, go vet, whether everything compiles, and the tests that need neither root nor nft
+	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
+	$(GO) build ./...
+	$(GO) vet ./...
+	$(GO) test -short $(CHECKED)
+
+# The tests that compare with goldens, in all packages that have the flag -update.
+GOLDEN_TESTS = TestGoldens|TestRender|TestExplain|TestBroken|TestDocumentation|TestNames|TestTable|TestTables|TestPlots
+goldens: ## write every golden anew: read the difference before you commit it
+	@for package in $$(git grep -l 'flag.Bool("update"' -- '*_test.go' | xargs -n1 dirname); do \
+		(cd $$package && $(GO) test -count=1 -run '^($(GOLDEN_TESTS))$$' . -update) || exit; done
 
 test: tools build lint race once conformance-slice ## everything CI runs
 
@@ -57,6 +73,10 @@ CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(
 
 conformance: tools ## every case of the conformance suite: Verdict, and kube-proxy in both of its modes
 	$(CONFORMANCE) --proxy verdict --proxy kube-proxy-nftables --proxy kube-proxy-iptables --report $(BIN)/conformance-report
+
+CASE ?= ^$$
+conformance-case: tools ## the cases whose names hold the regular expression CASE, with every failure at once
+	$(CONFORMANCE) --proxy verdict -v --run '$(CASE)'
 
 # The second run shows that the suite notices a wrong proxy: status 1 says that cases failed, and nothing else did.
 conformance-slice: tools build ## some cases of every theme: Verdict and kube-proxy, and a proxy that must fail
