@@ -29,22 +29,6 @@ const (
 	None Mode = "none"
 )
 
-// String is for flags.
-func (m *Mode) String() string { return string(*m) }
-
-// Set is for flags.
-func (m *Mode) Set(s string) error {
-	switch v := Mode(s); v {
-	case Auto, Process, Systemd, None:
-		*m = v
-		return nil
-	}
-	return fmt.Errorf("%q is none of auto, process, systemd, none", s)
-}
-
-// Type is for flags.
-func (m *Mode) Type() string { return "auto|process|systemd|none" }
-
 // Held is what this process was given at its start.
 type Held struct {
 	// Socket is the socket that outlived a former process, or nil.

@@ -286,21 +286,6 @@ func TestChoice(t *testing.T) {
 	}
 }
 
-func TestMode(t *testing.T) {
-	m := Auto
-	for _, s := range []string{"process", "systemd", "none", "auto"} {
-		if err := m.Set(s); err != nil || m.String() != s {
-			t.Errorf("%s: %s, %v", s, m, err)
-		}
-	}
-	if err := m.Set("always"); err == nil || m != Auto {
-		t.Errorf("%s, %v", m, err)
-	}
-	if m.Type() == "" {
-		t.Error("no type")
-	}
-}
-
 // A keeper's variables and descriptors come through a program between it and the child, such as a shell script.
 func TestInheritanceThroughExec(t *testing.T) {
 	script := filepath.Join(t.TempDir(), "verdict")

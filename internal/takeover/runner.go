@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Mode says what becomes of a kube-proxy's rules. It is a flag's value.
+// Mode says what becomes of a kube-proxy's rules.
 type Mode string
 
 // The modes.
@@ -19,22 +19,6 @@ const (
 	// Never leaves them.
 	Never Mode = "never"
 )
-
-// String is for flags.
-func (m *Mode) String() string { return string(*m) }
-
-// Set is for flags.
-func (m *Mode) Set(s string) error {
-	switch v := Mode(s); v {
-	case Auto, Never:
-		*m = v
-		return nil
-	}
-	return fmt.Errorf("%q is none of auto, never", s)
-}
-
-// Type is for flags.
-func (m *Mode) Type() string { return "auto|never" }
 
 // Runner removes a kube-proxy's rules after the start of whoever takes over from it, and sees whether they stay away.
 type Runner struct {

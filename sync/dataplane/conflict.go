@@ -184,9 +184,6 @@ func (cl *claims) winner(k Key) snapshot.Name {
 	return cl.only[k]
 }
 
-// conflicts gives those a Key's sorted claims make.
-func conflicts(k Key, list []Claim) []Conflict { return newConflicts(k, nil, list) }
-
 // newConflicts gives those that a Key's sorted claims make now, and did not make before.
 func newConflicts(k Key, before, now []Claim) (found []Conflict) {
 	if len(now) < 2 {

@@ -265,8 +265,8 @@ func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
 // checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it updates.
 func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Conflict, found []Contest) {
 	t.Helper()
-	if !slices.Equal(p.Conflicts(), all) {
-		t.Fatalf("the Planner has conflicts %v, Compute has %v", p.Conflicts(), all)
+	if !slices.Equal(p.conflicts(), all) {
+		t.Fatalf("the Planner has conflicts %v, Compute has %v", p.conflicts(), all)
 	}
 	var fresh []Conflict
 	for _, c := range all {

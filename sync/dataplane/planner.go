@@ -58,16 +58,6 @@ func (p *Planner) Before() []*Service {
 	return before
 }
 
-// Conflicts gives all there are at the moment, sorted.
-func (p *Planner) Conflicts() []Conflict {
-	var all []Conflict
-	for k, list := range p.claims.contested {
-		all = append(all, conflicts(k, list)...)
-	}
-	slices.SortFunc(all, Conflict.Compare)
-	return all
-}
-
 // Unlisted counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
 func (p *Planner) Unlisted() int { return p.unlisted }
 

@@ -231,15 +231,15 @@ func TestConflicts(t *testing.T) {
 			"a d | a over b at "+vip+"/tcp a over c at "+vip+"/tcp")
 		s.expect("a loser goes", gone(s, "b"), "b |")
 		s.expect("the winner goes", gone(s, "a"), "a c |")
-		if got := s.owner(vip); got != "c ExternalIP" || len(s.p.Conflicts()) != 0 {
-			t.Errorf("owner %q, conflicts %v", got, s.p.Conflicts())
+		if got := s.owner(vip); got != "c ExternalIP" || len(s.p.conflicts()) != 0 {
+			t.Errorf("owner %q, conflicts %v", got, s.p.conflicts())
 		}
 	})
 
 	t.Run("a Service that loses everything", func(t *testing.T) {
 		s := openShop(t, Config{}, claiming("a", "10.96.0.1", "", "", 0), claiming("b", "10.96.0.1", "", "", 0))
-		if s.p.State().Services[name("b")] != nil || len(s.p.Conflicts()) != 1 {
-			t.Errorf("%v %v", s.p.State().Services, s.p.Conflicts())
+		if s.p.State().Services[name("b")] != nil || len(s.p.conflicts()) != 1 {
+			t.Errorf("%v %v", s.p.State().Services, s.p.conflicts())
 		}
 		s.expect("endpoints of one without a frontend", put(s.s, sliceOf("b", "b-1", endpoint("10.244.9.1", "x"))), "|")
 		s.expect("the winner moves", put(s.s, claiming("a", "10.96.0.7", "", "", 0)), "a b |")
@@ -332,15 +332,15 @@ func TestTheOldestKeepsItsAddress(t *testing.T) {
 			}
 			s := openShop(t, Config{}, node, c.victim)
 			s.p.Apply(s.s, put(s.s, c.evil))
-			if got := owner(s); got != c.victim.Name || len(s.p.Conflicts()) != 1 {
-				t.Errorf("%v has it; conflicts %v", got, s.p.Conflicts())
+			if got := owner(s); got != c.victim.Name || len(s.p.conflicts()) != 1 {
+				t.Errorf("%v has it; conflicts %v", got, s.p.conflicts())
 			}
 			if again := openShop(t, Config{}, node, c.evil, c.victim); owner(again) != c.victim.Name {
 				t.Errorf("after a restart %v has it", owner(again))
 			}
 			s.p.Apply(s.s, s.s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{c.victim.Name: nil}}))
-			if got := owner(s); got != c.evil.Name || len(s.p.Conflicts()) != 0 {
-				t.Errorf("when the owner is gone %v has it; conflicts %v", got, s.p.Conflicts())
+			if got := owner(s); got != c.evil.Name || len(s.p.conflicts()) != 0 {
+				t.Errorf("when the owner is gone %v has it; conflicts %v", got, s.p.conflicts())
 			}
 			// A Service of the same name that is made anew is young.
 			anew := *c.victim

@@ -120,8 +120,6 @@ type syntaxError struct {
 	err  error
 }
 
-func (e *syntaxError) Error() string { return e.err.Error() }
-
 // parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long, and gives
 // the tree of what comes before; else the error's line is the text's first and there is no tree.
 func parseYAML(text string, search bool) (*tree, *syntaxError) {
