@@ -17,13 +17,14 @@ type Found struct {
 	// Chains holds every chain of a name of ours; true if it and its rules are as they should be. Foreign are the others.
 	Chains  map[ChainID]bool
 	Foreign []string
-	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only if something is to be corrected.
-	// Revisions and DigestElements are those of the two latter.
+	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only if something is to be
+	// corrected. Revisions and DigestElements are those of the two latter.
 	Elements                  [NumSets][]Element
 	Revisions, DigestElements []Element
 }
 
-// Stale says which buckets of the tables' contents are not what they should be. Shared is that of what belongs to no Service alone.
+// Stale says which buckets of the tables' contents are not what they should be. Shared is that of what belongs to no
+// Service alone.
 type Stale [numBuckets + 1]bool
 
 // AllStale is what is to be assumed of tables that others may have written to.
@@ -64,8 +65,8 @@ func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 	return &s
 }
 
-// Adopt takes over what was found where it is not stale: nothing of that needs to be written. Then it is not known which endpoint
-// has which slot there, but that only matters to Services that change: see Unread.
+// Adopt takes over what was found where it is not stale: nothing of that needs to be written. Then it is not known
+// which endpoint has which slot there, but that only matters to Services that change: see Unread.
 func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 	for i := range found {
 		m.tables[i].revision = found[i].Revision.Number
@@ -84,8 +85,8 @@ func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 	}
 }
 
-// CountAs has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is changed
-// later, a little at a time.
+// CountAs has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is
+// changed later, a little at a time.
 func (m *Model) CountAs(found *ipfamily.Per[Found]) {
 	level := slices.Index(countingNames[:], found[0].Revision.Counted)
 	if level < 0 || found[1].Revision.Counted != found[0].Revision.Counted || Counting(level) == m.counting {
@@ -106,8 +107,8 @@ func (f *Found) sound(chains []Chain) bool {
 	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
-// Correct plans the smallest transaction that takes what was found, the stale elements included, to what the model holds. Slots stay
-// as they were found.
+// Correct plans the smallest transaction that takes what was found, the stale elements included, to what the model
+// holds. Slots stay as they were found.
 func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	p := m.planner()
 	wanted := m.wanted(found, stale)
@@ -270,7 +271,8 @@ var slotSets = [...]SetID{Endpoints, UncountedEndpoints}
 // Slots are those of one pool, as the kernel has them.
 type Slots struct {
 	Family ipfamily.Family
-	// Keys are the elements to read, only their keys set. The reader leaves in them what the kernel holds under these keys.
+	// Keys are the elements to read, only their keys set. The reader leaves in them what the kernel holds under these
+	// keys.
 	Keys []Element
 
 	service snapshot.Name
@@ -303,8 +305,8 @@ func (m *Model) Unread(names []snapshot.Name) []Slots {
 	return out
 }
 
-// Learn takes what was read of the slots that Unread named. It is not ok if the kernel does not hold the endpoints that it
-// should: then somebody changed it.
+// Learn takes what was read of the slots that Unread named. It is not ok if the kernel does not hold the endpoints that
+// it should: then somebody changed it.
 func (m *Model) Learn(read []Slots) (ok bool) {
 	learnt := make([][]netip.AddrPort, len(read))
 	for i, x := range read {
@@ -329,7 +331,8 @@ func (m *Model) Learn(read []Slots) (ok bool) {
 	return true
 }
 
-// Holds gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be known.
+// Holds gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be
+// known.
 func (m *Model) Holds(names []snapshot.Name) ipfamily.Per[[NumSets][]Element] {
 	of := make(map[snapshot.Name]bool, len(names))
 	for _, name := range names {
@@ -427,7 +430,8 @@ func (f *Found) SlotKeys() map[SetID][]Element {
 	return out
 }
 
-// MemberKeys gives the keys of the members that the pools that were found should have, as their slots tell, for each set of members.
+// MemberKeys gives the keys of the members that the pools that were found should have, as their slots tell, for each
+// set of members.
 func (f *Found) MemberKeys() map[SetID][]Element {
 	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
 	sticky := map[uint32]bool{}

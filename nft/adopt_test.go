@@ -163,8 +163,9 @@ func (w *walk) meddle() {
 	}
 }
 
-// FuzzRestartAndRepair walks through random changes, refusals, restarts and foreign edits. Whatever happened, the kernel ends
-// with what one transaction for the state alone would leave, and nothing is written when that is there already.
+// FuzzRestartAndRepair walks through random changes, refusals, restarts and foreign edits. Whatever happened, the
+// kernel ends with what one transaction for the state alone would leave, and nothing is written when that is there
+// already.
 func FuzzRestartAndRepair(f *testing.F) {
 	for seed := range uint64(60) {
 		f.Add(seed, uint8(40), uint8(seed%5))
@@ -205,16 +206,16 @@ func FuzzRestartAndRepair(f *testing.F) {
 	})
 }
 
-// learnNothing stands for a reader that found the kernel to hold something else: what the model plans then is worthless, but
-// what it corrects is not.
+// learnNothing stands for a reader that found the kernel to hold something else: what the model plans then is
+// worthless, but what it corrects is not.
 func (w *walk) learnNothing() {
 	for _, s := range w.model.services {
 		s.unread = false
 	}
 }
 
-// TestAdoptForgetsSlots: a process whose first transaction failed, and whose cluster then went back to what the kernel holds, must
-// not take the slots it planned for those in the kernel.
+// TestAdoptForgetsSlots: a process whose first transaction failed, and whose cluster then went back to what the kernel
+// holds, must not take the slots it planned for those in the kernel.
 func TestAdoptForgetsSlots(t *testing.T) {
 	change := dataplane.Change{Services: []snapshot.Name{webService().Name}}
 	state := stateOf(webService(), 1, 2, 3)

@@ -7,10 +7,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// A Service that asks for counters is counted, with its endpoints, whatever the level of counting, as long as it needs no more than
-// its share of the budget, all that ask in its namespace need no more than one share, and all such namespaces together need no
-// more than half of the budget. Otherwise it is counted as if it had not asked. What follows from the present Services alone, a
-// process that starts finds to be the same.
+// A Service that asks for counters is counted, with its endpoints, whatever the level of counting, as long as it needs
+// no more than its share of the budget, all that ask in its namespace need no more than one share, and all such
+// namespaces together need no more than half of the budget. Otherwise it is counted as if it had not asked. What
+// follows from the present Services alone, a process that starts finds to be the same.
 
 // asking sums up Services that ask for counters.
 type asking struct {
@@ -104,8 +104,8 @@ func (m *Model) needed() needs {
 	return n
 }
 
-// prefer has those Services counted anew, later and a little at a time, that are preferred since what was planned, or no longer are.
-// What they take may be too much for the level.
+// prefer has those Services counted anew, later and a little at a time, that are preferred since what was planned, or
+// no longer are. What they take may be too much for the level.
 func (p *planner) prefer() {
 	m := p.m
 	if all := m.withinHalf(m.asked.total); all != p.half {

@@ -46,7 +46,8 @@ type countingKernel struct {
 	kernel *fakeKernel
 }
 
-// write takes the kernel to a state, and gives how many elements the transaction had, and those that were rewritten after it.
+// write takes the kernel to a state, and gives how many elements the transaction had, and those that were rewritten
+// after it.
 func (k *countingKernel) write(st *dataplane.State) (written, rewritten int) {
 	k.t.Helper()
 	size := func(txn *Txn) int {
@@ -107,8 +108,8 @@ func plain(n, endpoints int) (out []counted) {
 	return out
 }
 
-// TestAskForCounters: who asks for counters gets them where others have none, who refuses them has none where others have, and who
-// changes that is rewritten, and nobody else.
+// TestAskForCounters: who asks for counters gets them where others have none, who refuses them has none where others
+// have, and who changes that is rewritten, and nobody else.
 func TestAskForCounters(t *testing.T) {
 	k := &countingKernel{t: t, m: Model{Counters: 640}, kernel: newFakeKernel()}
 	with := func(services int, of ...counted) *dataplane.State {
@@ -145,8 +146,9 @@ func TestAskForCounters(t *testing.T) {
 	}
 }
 
-// TestGreedyNamespace: a tenant has 1,000 giants that ask for counters, and more and more small Services that do. Others are counted
-// as if he did not ask, an operator's Service in another namespace has what it asks for, and no step across a limit rewrites much.
+// TestGreedyNamespace: a tenant has 1,000 giants that ask for counters, and more and more small Services that do.
+// Others are counted as if he did not ask, an operator's Service in another namespace has what it asks for, and no step
+// across a limit rewrites much.
 func TestGreedyNamespace(t *testing.T) {
 	const budget, share = 6400, 6400 / shares
 	base := append([]counted{{"ops", "web", 9, snapshot.CountersFirst}}, plain(3000, 2)...)
@@ -188,8 +190,8 @@ func TestGreedyNamespace(t *testing.T) {
 	}
 }
 
-// TestManyNamespacesAsk: where all that ask take more than half of the budget, nobody gets what he asks for, and all are counted as
-// if nobody had asked; a process that starts then finds the same.
+// TestManyNamespacesAsk: where all that ask take more than half of the budget, nobody gets what he asks for, and all
+// are counted as if nobody had asked; a process that starts then finds the same.
 func TestManyNamespacesAsk(t *testing.T) {
 	const budget = 6400
 	base := plain(3000, 2)
@@ -217,8 +219,8 @@ func TestManyNamespacesAsk(t *testing.T) {
 	}
 }
 
-// TestAskedMeanwhile: a Service's wish changes while there is no process. The next one does not take the tables for what they should
-// be.
+// TestAskedMeanwhile: a Service's wish changes while there is no process. The next one does not take the tables for
+// what they should be.
 func TestAskedMeanwhile(t *testing.T) {
 	for _, wishes := range [][2]snapshot.Counters{
 		{snapshot.CountersByBudget, snapshot.CountersNever},

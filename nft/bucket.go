@@ -14,7 +14,8 @@ func bucketOf(a netip.Addr, mod uint32) uint32 {
 	return uint32(uint64(jhash(a.AsSlice(), BucketSeed)) * uint64(mod) >> 32)
 }
 
-// jhash is Bob Jenkins' lookup3 hash as in linux/jhash.h, for keys of a multiple of four bytes, of which there is at least one.
+// jhash is Bob Jenkins' lookup3 hash as in linux/jhash.h, for keys of a multiple of four bytes, of which there is at
+// least one.
 func jhash(key []byte, seed uint32) uint32 {
 	a := 0xdeadbeef + uint32(len(key)) + seed
 	b, c := a, a

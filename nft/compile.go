@@ -170,8 +170,8 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	return c
 }
 
-// poolOf gives the place of a pool. Two without endpoints that are one for the dataplane still differ in who names them, so what
-// is empty and neither the port's local pool counts as its cluster pool.
+// poolOf gives the place of a pool. Two without endpoints that are one for the dataplane still differ in who names
+// them, so what is empty and neither the port's local pool counts as its cluster pool.
 func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
 	i := clusterPool
 	if p == sp.Local && p != sp.Cluster {

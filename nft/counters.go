@@ -29,13 +29,14 @@ func CountedSlots(pool uint32, proto Protocol, n int) []Element {
 // PoolKey gives the key of a pool's element.
 func PoolKey(id uint32) Element { return idElement(Pools, id) }
 
-// MemberKey gives the key of the element that makes an endpoint a member of a pool that remembers its clients, where it is counted.
+// MemberKey gives the key of the element that makes an endpoint a member of a pool that remembers its clients, where it
+// is counted.
 func MemberKey(pool uint32, ep netip.AddrPort) Element {
 	return memberElement(StickyEndpoints, pool, ep)
 }
 
-// FrontendCount reads what an element of Services or OutsideServices has counted, whose pool has the given element. It is not ok if
-// that leads to no chain that a pool leads to.
+// FrontendCount reads what an element of Services or OutsideServices has counted, whose pool has the given element. It
+// is not ok if that leads to no chain that a pool leads to.
 func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok bool) {
 	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: l.Set == OutsideServices || l.Set == UncountedOutsideServices}
 	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, pool.ID()
@@ -63,7 +64,8 @@ func (l *Listed) SlotCount() dataplane.EndpointCount {
 		Packets: l.Packets}
 }
 
-// MemberCount reads what an element of StickyEndpoints has counted, for all frontends of its pool: Counted is left empty.
+// MemberCount reads what an element of StickyEndpoints has counted, for all frontends of its pool: Counted is left
+// empty.
 func (l *Listed) MemberCount() dataplane.EndpointCount {
 	return dataplane.EndpointCount{Endpoint: l.Member(), Place: dataplane.Place{Pool: l.ID(), Sticky: true},
 		Packets: l.Packets}

@@ -30,7 +30,8 @@ func randomState(seed uint64) *dataplane.State {
 	return st
 }
 
-// TestCountsOfElements: what is read from elements is what the state says of each frontend, and the keys lead back to them.
+// TestCountsOfElements: what is read from elements is what the state says of each frontend, and the keys lead back to
+// them.
 func TestCountsOfElements(t *testing.T) {
 	frontends, endpoints, sticky, refused := 0, 0, 0, 0
 	for seed := range uint64(20) {

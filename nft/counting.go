@@ -7,12 +7,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is little on
-// two is gigabytes on many.
+// Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is
+// little on two is gigabytes on many.
 type Counting uint8
 
-// The levels of counting. Most is what there is but for Services that would take more than their share of the budget: whoever writes a
-// giant Service does not end the counting of everybody's.
+// The levels of counting. Most is what there is but for Services that would take more than their share of the budget:
+// whoever writes a giant Service does not end the counting of everybody's.
 const (
 	// CountNothing counts only what rules refuse.
 	CountNothing Counting = iota
@@ -20,8 +20,8 @@ const (
 	CountMostFrontends
 	// CountFrontends counts them at the addresses of all.
 	CountFrontends
-	// CountMostEndpoints counts them at the addresses and endpoints of most Services; of the others at the addresses, if these alone
-	// are within the share.
+	// CountMostEndpoints counts them at the addresses and endpoints of most Services; of the others at the addresses, if
+	// these alone are within the share.
 	CountMostEndpoints
 	// CountEndpoints counts them at the addresses and endpoints of all.
 	CountEndpoints
@@ -78,8 +78,8 @@ func (c Counting) of(frontends, endpoints, share int) Counting {
 	return CountNothing
 }
 
-// within gives the level that makes most of a budget of counters. If the present one is too much, another is taken at once; more only
-// when that would use half of the budget, and be twice as much: so it does not go to and fro.
+// within gives the level that makes most of a budget of counters. If the present one is too much, another is taken at
+// once; more only when that would use half of the budget, and be twice as much: so it does not go to and fro.
 func (c Counting) within(budget int, n *needs) Counting {
 	fits := n[c] <= budget
 	best := CountNothing

@@ -8,7 +8,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestLevelsOfCounting: more is counted, the higher the level, and what a budget is enough for is found by what Services need.
+// TestLevelsOfCounting: more is counted, the higher the level, and what a budget is enough for is found by what
+// Services need.
 func TestLevelsOfCounting(t *testing.T) {
 	const share = 10
 	var all needs
@@ -62,8 +63,8 @@ func TestAllAreLarge(t *testing.T) {
 	}
 }
 
-// TestGiantIsNotCounted: a Service that needs more than its share of the budget ends its own counting, and nobody else's. When it has
-// gone, everything is counted again.
+// TestGiantIsNotCounted: a Service that needs more than its share of the budget ends its own counting, and nobody
+// else's. When it has gone, everything is counted again.
 func TestGiantIsNotCounted(t *testing.T) {
 	const small, budget = 20, 3200
 	m := Model{Counters: budget}

@@ -217,8 +217,8 @@ func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
 
 func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[ipfamily.Of(a)] }
 
-// count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers let come
-// before they let go: so what stays is never planned. Such elements belong to no Service alone.
+// count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers
+// let come before they let go: so what stays is never planned. Such elements belong to no Service alone.
 func (p *planner) count(m map[netip.Addr]int, a netip.Addr, by int, e Element) {
 	before := m[a]
 	if m[a] += by; m[a] == 0 {
@@ -274,7 +274,8 @@ func (p *planner) refer(f ipfamily.Family, c ChainID, by int) {
 	}
 }
 
-// chains plans the numbered chains that something leads to for the first time, and removes those nothing leads to any more.
+// chains plans the numbered chains that something leads to for the first time, and removes those nothing leads to any
+// more.
 func (p *planner) chains() {
 	for i := range ipfamily.All {
 		tt, tm := &p.txn.Tables[i], &p.m.tables[i]

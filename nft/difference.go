@@ -41,9 +41,9 @@ func serviceOf(comment string) string {
 	return service
 }
 
-// Differences says in what the tables that were found differ from what the model holds after its first Plan. Which endpoint of a
-// pool has which slot makes no difference, nor do the sets' sizes, the revision, and what clients are remembered. Have are the
-// tables with the rules that were found. The model is of no use afterwards.
+// Differences says in what the tables that were found differ from what the model holds after its first Plan. Which
+// endpoint of a pool has which slot makes no difference, nor do the sets' sizes, the revision, and what clients are
+// remembered. Have are the tables with the rules that were found. The model is of no use afterwards.
 func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table]) []Difference {
 	own := newOwners(found)
 	own.model(m)
@@ -199,9 +199,9 @@ func DigestsOfElements(f ipfamily.Family, s Structure, found *Found) Digests {
 	return d
 }
 
-// Inconsistencies says in what a table's elements contradict each other: frontends that lead to pools that are not there, pools that
-// lead to slots that are not there, slots that no pool leads to, and pools whose members are others than their slots. It knows
-// nothing of what the objects ask for.
+// Inconsistencies says in what a table's elements contradict each other: frontends that lead to pools that are not
+// there, pools that lead to slots that are not there, slots that no pool leads to, and pools whose members are others
+// than their slots. It knows nothing of what the objects ask for.
 func Inconsistencies(found *ipfamily.Per[Found]) (out []Difference) {
 	own := newOwners(found)
 	for i, f := range ipfamily.All {

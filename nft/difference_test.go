@@ -63,8 +63,8 @@ func stateOfWorld(seed uint64) *dataplane.State {
 	return st
 }
 
-// TestDifferences: what was written is not different, whatever slots its endpoints have; what another state asks for is different in
-// as many elements as a transaction would change, and the digest tells.
+// TestDifferences: what was written is not different, whatever slots its endpoints have; what another state asks for is
+// different in as many elements as a transaction would change, and the digest tells.
 func TestDifferences(t *testing.T) {
 	differed := 0
 	for seed := range uint64(60) {
@@ -96,7 +96,8 @@ func TestDifferences(t *testing.T) {
 	}
 }
 
-// checkDifferences says that minus is there, plus is wanted, and that there is nothing more: texts apart from slots tell.
+// checkDifferences says that minus is there, plus is wanted, and that there is nothing more: texts apart from slots
+// tell.
 func checkDifferences(t *testing.T, list []Difference, found *ipfamily.Per[Found], wanted *ipfamily.Per[Listing]) {
 	t.Helper()
 	count := map[string]int{}

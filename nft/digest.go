@@ -12,9 +12,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// Digest stands for what a table is to hold. It is the sum of its elements' hashes and of its structure's, so that a change
-// costs no more than the elements that change. It leaves out which endpoint of a pool has which slot: that follows from the
-// order of past changes, and every order is as good.
+// Digest stands for what a table is to hold. It is the sum of its elements' hashes and of its structure's, so that a
+// change costs no more than the elements that change. It leaves out which endpoint of a pool has which slot: that
+// follows from the order of past changes, and every order is as good.
 type Digest [2]uint64
 
 // String gives 32 hexadecimal digits.
@@ -49,8 +49,8 @@ func digestOf(b []byte) Digest {
 	return Digest{binary.BigEndian.Uint64(h[:]), binary.BigEndian.Uint64(h[8:])}
 }
 
-// digest hashes an element. Words in the host's byte order are hashed as they are: a table never meets another host. What is
-// counted and what is not makes no difference: the Revision says that.
+// digest hashes an element. Words in the host's byte order are hashed as they are: a table never meets another host.
+// What is counted and what is not makes no difference: the Revision says that.
 func (e *Element) digest() Digest {
 	key, set := e.Key(), e.Set
 	switch set {
@@ -70,8 +70,8 @@ func (e *Element) digest() Digest {
 	return digestOf(append(b, e.Comment...))
 }
 
-// A table has a digest for each of some buckets of Services, by their names, so that a new process reads back only what differs;
-// and one for the structure and what belongs to no Service alone.
+// A table has a digest for each of some buckets of Services, by their names, so that a new process reads back only what
+// differs; and one for the structure and what belongs to no Service alone.
 const (
 	numBuckets   = 256
 	sharedBucket = numBuckets
@@ -141,8 +141,8 @@ func DigestsOf(elements []Element) (d Digests, ok bool) {
 	return d, true
 }
 
-// formatVersion is part of every digest. It is to be raised when the same text goes to the kernel as other bytes than before, so
-// that a table written by an older version is replaced.
+// formatVersion is part of every digest. It is to be raised when the same text goes to the kernel as other bytes than
+// before, so that a table written by an older version is replaced.
 const formatVersion = 2
 
 // digest hashes a structure: the text of everything that could be in its table besides elements, whatever sets it
@@ -157,8 +157,8 @@ func (s Structure) digest(f ipfamily.Family) Digest {
 	return digestOf(b.Bytes())
 }
 
-// Revision says which content a table has: it is kept in the table itself, as the only element of the set of that name, and
-// written in the same transaction as what it describes. The zero Revision stands for none.
+// Revision says which content a table has: it is kept in the table itself, as the only element of the set of that name,
+// and written in the same transaction as what it describes. The zero Revision stands for none.
 type Revision struct {
 	// Number counts the transactions that wrote to the table.
 	Number uint32
@@ -182,7 +182,8 @@ func (r Revision) element() Element {
 	return e
 }
 
-// RevisionOf reads the elements of a RevisionSet. Anything but one element as Verdict writes it gives the zero Revision.
+// RevisionOf reads the elements of a RevisionSet. Anything but one element as Verdict writes it gives the zero
+// Revision.
 func RevisionOf(elements []Element) Revision {
 	if len(elements) != 1 || elements[0].KeyLen != 4 {
 		return Revision{}

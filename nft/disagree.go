@@ -9,7 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Disagreement says in what the objects and a table differ about one packet. Exactly one of Outcome, Endpoint and Affinity is set.
+// Disagreement says in what the objects and a table differ about one packet. Exactly one of Outcome, Endpoint and
+// Affinity is set.
 type Disagreement struct {
 	// Outcome says that the packet's fate is another one.
 	Outcome bool

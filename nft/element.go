@@ -19,8 +19,8 @@ const slotLen = 4
 // maxKey is the longest key: two IPv6 addresses.
 const maxKey = 32
 
-// Element is one element of a set or map. Its key and data are kept as the kernel has them: each field in network order (the
-// kernel's own order for slots and ids), padded to four bytes. Which fields they are, the Set says.
+// Element is one element of a set or map. Its key and data are kept as the kernel has them: each field in network order
+// (the kernel's own order for slots and ids), padded to four bytes. Which fields they are, the Set says.
 type Element struct {
 	Set SetID
 	// KeyLen and DataLen are the bytes used of key and data.
@@ -158,9 +158,9 @@ func sourceElement(id uint32, p netip.Prefix) Element {
 	return e
 }
 
-// ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only in
-// maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length the set's
-// fields have.
+// ElementFrom makes an element from what the kernel lists: keyEnd only where the key holds a range, data and chain only
+// in maps. A verdict that leads to no chain of ours becomes NoChain. It is not ok if a key or data has not the length
+// the set's fields have.
 func ElementFrom(f ipfamily.Family, set SetID, key, keyEnd, data []byte, chain, comment string) (e Element, ok bool) {
 	s := SetByID(set)
 	if len(key) != PaddedLen(f, s.Key) || len(data) != PaddedLen(f, s.Data) {
@@ -202,7 +202,8 @@ func sharedBits(a, b []byte) uint8 {
 	return uint8(n)
 }
 
-// ID gives the id that the key of an element begins with. In a set of ranges it is in network order, as nft has all there.
+// ID gives the id that the key of an element begins with. In a set of ranges it is in network order, as nft has all
+// there.
 func (e *Element) ID() uint32 {
 	if e.Set == SourceRanges {
 		return binary.BigEndian.Uint32(e.key[:4])
@@ -267,7 +268,8 @@ func (e *Element) text(f ipfamily.Family, s *Set, extra string) string {
 	return b.String()
 }
 
-// order is that in which the kernel keeps its own numbers in the keys of a set: where there are ranges, one that compares.
+// order is that in which the kernel keeps its own numbers in the keys of a set: where there are ranges, one that
+// compares.
 func (s *Set) order() binary.ByteOrder {
 	if s.Interval {
 		return binary.BigEndian

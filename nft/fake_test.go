@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// fakeTable takes transactions as strictly as the kernel does: what is added must not be there, what is deleted must, and a
-// chain must exist while something leads to it.
+// fakeTable takes transactions as strictly as the kernel does: what is added must not be there, what is deleted must,
+// and a chain must exist while something leads to it.
 type fakeTable struct {
 	family ipfamily.Family
 	chains map[ChainID]string
@@ -129,8 +129,8 @@ func rulesText(f ipfamily.Family, rules []Rule) string {
 }
 
 // lines gives everything the table holds but numbered chains, a line each, in order, whether it is counted or not. The
-// slots of a pool are any order of its endpoints, so their lines tell which slots there are and which endpoints, but not
-// which is where.
+// slots of a pool are any order of its endpoints, so their lines tell which slots there are and which endpoints, but
+// not which is where.
 func (t *fakeTable) lines() []string {
 	var out []string
 	for id, text := range t.chains {

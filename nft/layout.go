@@ -17,8 +17,8 @@ type Protocol = snapshot.Protocol
 // SetID names one of the sets and maps of our table.
 type SetID uint8
 
-// The sets and maps; docs/RULESET.md says what each is for. An uncounted map holds what its twin would hold if there were room
-// for more counters.
+// The sets and maps; docs/RULESET.md says what each is for. An uncounted map holds what its twin would hold if there
+// were room for more counters.
 const (
 	Services SetID = iota
 	UncountedServices
@@ -54,7 +54,8 @@ var setNames = [NumSets]string{
 
 func (s SetID) String() string { return setNames[s] }
 
-// ownRecord says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by itself.
+// ownRecord says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by
+// itself.
 func (s SetID) ownRecord() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
 
 // IsContent says whether a set's elements follow from the Services.
@@ -160,8 +161,8 @@ type Structure struct {
 	MasqueradeAll bool
 	// GuardLoopback drops loopback addresses that come from outside, as the kernel did before route_localnet was set.
 	GuardLoopback bool
-	// Uses says for which of the optional sets there are rules. It follows from the elements, so that no packet is asked what
-	// concerns no Service.
+	// Uses says for which of the optional sets there are rules. It follows from the elements, so that no packet is asked
+	// what concerns no Service.
 	Uses Uses
 }
 
@@ -195,8 +196,8 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	return out
 }
 
-// sets gives the sets and maps of a table. None has a size but those that rules write to: the kernel gives a set with a size as
-// many buckets as that takes, once and for all, and one without grows with its elements.
+// sets gives the sets and maps of a table. None has a size but those that rules write to: the kernel gives a set with a
+// size as many buckets as that takes, once and for all, and one without grows with its elements.
 func sets() []Set {
 	frontends := func(id SetID, counter bool, comment string) Set {
 		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Counter: counter, Comment: comment}
@@ -232,9 +233,9 @@ func sets() []Set {
 	}
 }
 
-// AffinityBuckets is how many clients of a pool can be remembered apart: those whose addresses have the same hash share an
-// endpoint. So no pool has more entries than this, whatever its clients send, and AffinitySize has room for 256 pools of which
-// somebody fills every bucket.
+// AffinityBuckets is how many clients of a pool can be remembered apart: those whose addresses have the same hash share
+// an endpoint. So no pool has more entries than this, whatever its clients send, and AffinitySize has room for 256
+// pools of which somebody fills every bucket.
 const (
 	AffinityBuckets = 1024
 	AffinitySize    = 256 * AffinityBuckets
@@ -353,8 +354,8 @@ func frontends(s Structure) Chain {
 	return c
 }
 
-// translated decides the source address of connections to Services, after it has been remembered where they went. A connection to
-// a cluster IP is mostly known by the few ServiceCIDRs, which are faster to ask than all cluster IPs.
+// translated decides the source address of connections to Services, after it has been remembered where they went. A
+// connection to a cluster IP is mostly known by the few ServiceCIDRs, which are faster to ask than all cluster IPs.
 func translated(s Structure) Chain {
 	var rules []Rule
 	if s.Uses.Has(Remember) {
@@ -411,8 +412,8 @@ func affinityLookup() Chain {
 	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
 }
 
-// What ExternalServices says of a frontend. A verdict map would be shorter, but the kernel looks at every verdict again whenever one
-// changes, and a Service may have very many addresses.
+// What ExternalServices says of a frontend. A verdict map would be shorter, but the kernel looks at every verdict again
+// whenever one changes, and a Service may have very many addresses.
 const (
 	externalAll  = 1
 	externalNode = 2
@@ -438,7 +439,8 @@ func rememberAffinity(s Structure) Chain {
 	return c
 }
 
-// perProtocol repeats a rule for each protocol: nft takes the port of a connection's tuple only after the protocol is known.
+// perProtocol repeats a rule for each protocol: nft takes the port of a connection's tuple only after the protocol is
+// known.
 func perProtocol(before Rule, after ...Statement) []Rule {
 	rules := make([]Rule, 0, len(protocols))
 	for _, p := range protocols {

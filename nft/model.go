@@ -11,13 +11,13 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Model is what the kernel holds, as far as everything that was planned has been written. The zero value holds nothing. A
-// transaction that the kernel did not take is taken back by Rollback.
+// Model is what the kernel holds, as far as everything that was planned has been written. The zero value holds nothing.
+// A transaction that the kernel did not take is taken back by Rollback.
 type Model struct {
 	// Counters is how many counters elements may have, in both tables; 0 means as many as there are elements.
 	Counters int
-	// Generation is the number that the next transaction gets; 0 means one more than the last. Where it is the kernel's own number of
-	// that transaction, a later process sees by it that nobody has written anything since.
+	// Generation is the number that the next transaction gets; 0 means one more than the last. Where it is the kernel's
+	// own number of that transaction, a later process sees by it that nobody has written anything since.
 	Generation uint32
 
 	filled   bool
@@ -27,8 +27,8 @@ type Model struct {
 	// counting is what new elements are counted by. recount are the Services that are still counted by another.
 	counting Counting
 	recount  []snapshot.Name
-	// needs is what all Services need of the budget, if none is preferred. Asking are the Services that ask to be, by namespace, and
-	// asked sums up those that do not ask for more than a share.
+	// needs is what all Services need of the budget, if none is preferred. Asking are the Services that ask to be, by
+	// namespace, and asked sums up those that do not ask for more than a share.
 	needs  needs
 	asking map[string]*asking
 	asked  asking
@@ -78,14 +78,16 @@ type wasService struct {
 // Filled says whether anything was ever planned.
 func (m *Model) Filled() bool { return m.filled }
 
-// Counting is what elements are counted by, but for those that were written before it changed and are still to be rewritten.
+// Counting is what elements are counted by, but for those that were written before it changed and are still to be
+// rewritten.
 func (m *Model) Counting() Counting { return m.counting }
 
-// Plan gives a transaction that takes the kernel towards a state, and moves the model there. The change says which Services may
-// differ from the state planned before; a model that holds nothing takes everything. What Unread names must have been learnt.
+// Plan gives a transaction that takes the kernel towards a state, and moves the model there. The change says which
+// Services may differ from the state planned before; a model that holds nothing takes everything. What Unread names
+// must have been learnt.
 //
-// A transaction has about as many elements as limit allows, 0 being no limit, and never leaves half a frontend behind. What it did
-// not get to is in Txn.Left, for the next.
+// A transaction has about as many elements as limit allows, 0 being no limit, and never leaves half a frontend behind.
+// What it did not get to is in Txn.Left, for the next.
 func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Txn {
 	if !m.filled {
 		return m.fill(s, limit)
@@ -109,8 +111,8 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 // plan takes Services to what the state has of them, or as many as there is room for.
 func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	n := p.m.fitting(s, names, limit)
-	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be counted,
-	// the last of them knows.
+	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be
+	// counted, the last of them knows.
 	growth := p.m.growth(s, names[:min(n+1, len(names))])
 	if n < len(names) {
 		p.recount(growth, false)
@@ -145,7 +147,8 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	return len(names)
 }
 
-// some is plan for more Services than there is room for. An address may go from one to another: it goes before it comes.
+// some is plan for more Services than there is room for. An address may go from one to another: it goes before it
+// comes.
 func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
@@ -194,8 +197,8 @@ func (s *service) loses(want *dataplane.Service) bool {
 	})
 }
 
-// Recount plans some of the Services whose elements are not counted as they should be now, up to a limit of elements. Their slots
-// must be known: Recounts says whose.
+// Recount plans some of the Services whose elements are not counted as they should be now, up to a limit of elements.
+// Their slots must be known: Recounts says whose.
 func (m *Model) Recount(n, limit int) *Txn {
 	p := m.planner()
 	names := m.recount[:min(n, len(m.recount))]
@@ -254,8 +257,8 @@ func (m *Model) needsOf(svc *dataplane.Service) needs {
 	return needsOf(frontends, endpoints, m.share())
 }
 
-// recount looks whether the budget for counters is still enough if Services need some more; and, if raise is set, for more to be
-// counted. What is there already is rewritten later, a little at a time.
+// recount looks whether the budget for counters is still enough if Services need some more; and, if raise is set, for
+// more to be counted. What is there already is rewritten later, a little at a time.
 func (p *planner) recount(more needs, raise bool) {
 	m := p.m
 	more.add(m.needed(), +1)
@@ -383,8 +386,8 @@ func (p *planner) recounted() {
 	p.m.recount = nil
 }
 
-// Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the entries
-// that clients keep; those that Remembers denies are left out.
+// Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the
+// entries that clients keep; those that Remembers denies are left out.
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
 	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil

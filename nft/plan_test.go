@@ -323,7 +323,8 @@ func affinityElement(id uint32, ep string) *Element {
 	return &e
 }
 
-// TestForgetOnlyTheGone says whose affinity entries go when a sticky Service loses an endpoint, and when it stops being sticky.
+// TestForgetOnlyTheGone says whose affinity entries go when a sticky Service loses an endpoint, and when it stops being
+// sticky.
 func TestForgetOnlyTheGone(t *testing.T) {
 	sticky := webService()
 	sticky.Affinity = time.Hour
@@ -356,7 +357,8 @@ func TestForgetOnlyTheGone(t *testing.T) {
 	}
 }
 
-// TestPoolsPart adds the first endpoint on another node to a sticky Service with externalTrafficPolicy Local: nobody is forgotten.
+// TestPoolsPart adds the first endpoint on another node to a sticky Service with externalTrafficPolicy Local: nobody is
+// forgotten.
 func TestPoolsPart(t *testing.T) {
 	s := webService()
 	s.Affinity, s.ExternalLocal, s.LoadBalancerIPs = time.Hour, true, []netip.Addr{addr("203.0.113.1")}

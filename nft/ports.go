@@ -123,8 +123,8 @@ func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() El
 	}
 }
 
-// assign gives each endpoint of a pool its slot. An endpoint keeps the slot it has; those beyond the end move into the holes,
-// then the new ones: so one endpoint added or removed is one or two elements, whatever the pool's size.
+// assign gives each endpoint of a pool its slot. An endpoint keeps the slot it has; those beyond the end move into the
+// holes, then the new ones: so one endpoint added or removed is one or two elements, whatever the pool's size.
 func assign(before, want []netip.AddrPort) []netip.AddrPort {
 	if len(before) == 0 || slices.Equal(before, want) {
 		return want
@@ -242,7 +242,8 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 	}
 }
 
-// begins says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the reverse.
+// begins says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the
+// reverse.
 func begins(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
 	if len(want.frontends) > dataplane.MostCountedAnew {
 		return false

@@ -60,8 +60,8 @@ func (m *Model) Structure(f ipfamily.Family) Table {
 // Layout gives what the table of a family is made for.
 func (m *Model) Layout(f ipfamily.Family) Structure { return m.tables[f].structure }
 
-// Print writes a table as nft text, elements sorted by key. The text can be loaded with `nft -f`, and then lists the same as
-// what the proxy itself writes.
+// Print writes a table as nft text, elements sorted by key. The text can be loaded with `nft -f`, and then lists the
+// same as what the proxy itself writes.
 func (l *Listing) Print(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	t := &l.Table

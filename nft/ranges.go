@@ -8,9 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rangeCost is how many other elements a source range stands for where a transaction is bounded. The kernel keeps ranges in
-// a set of its own kind, for which one that comes or goes takes time that grows with all there are: about a millisecond
-// where there are some thousands.
+// rangeCost is how many other elements a source range stands for where a transaction is bounded. The kernel keeps
+// ranges in a set of its own kind, for which one that comes or goes takes time that grows with all there are: about a
+// millisecond where there are some thousands.
 const rangeCost = 128
 
 // rangesChange is what the change of the source ranges of a Service counts for where a transaction is bounded.
@@ -33,8 +33,9 @@ func (s *service) rangesChange(want *dataplane.Service) (n int) {
 	return n
 }
 
-// ranges gives source ranges on their way from some to others, as far as there is room. Both are sorted and hold no range inside
-// another, and so is what is on the way: a range goes together with those that come inside it or around it.
+// ranges gives source ranges on their way from some to others, as far as there is room. Both are sorted and hold no
+// range inside another, and so is what is on the way: a range goes together with those that come inside it or around
+// it.
 func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
 	if slices.Equal(old, want) {
 		return want
@@ -52,7 +53,8 @@ func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
 	return next
 }
 
-// overlapping gives how many of the first ranges of two sorted lists, of which not both are empty, overlap with the very first.
+// overlapping gives how many of the first ranges of two sorted lists, of which not both are empty, overlap with the
+// very first.
 func overlapping(a, b []netip.Prefix) (fromA, fromB int) {
 	switch {
 	case len(a) == 0:

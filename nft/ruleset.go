@@ -1,6 +1,6 @@
-// Package nft says, as plain values, what nf_tables should hold for a dataplane.State: tables, chains, rules, sets, maps and
-// their elements. It compiles states, finds the difference between two of them, and prints nft text. It touches no socket;
-// package nft/kernel carries these values to and from the kernel.
+// Package nft says, as plain values, what nf_tables should hold for a dataplane.State: tables, chains, rules, sets,
+// maps and their elements. It compiles states, finds the difference between two of them, and prints nft text. It
+// touches no socket; package nft/kernel carries these values to and from the kernel.
 package nft
 
 import (
@@ -98,7 +98,8 @@ const (
 	OriginalDestPort
 	// Mark is the packet's mark. No rule looks at it: it only lends its type to a set's key.
 	Mark
-	// SourceBucket is a hash of the sender's address below a modulus. In a set's key a RandomSlot lends it its type, since nft
+	// SourceBucket is a hash of the sender's address below a modulus. In a set's key a RandomSlot lends it its type, since
+	// nft
 	// 1.0.6 crashes when it lists one of type hash.
 	SourceBucket
 )
@@ -254,7 +255,8 @@ func secondsText(d time.Duration) string {
 	return b.String()
 }
 
-// ProtocolIs matches packets of one transport protocol; nft also needs it before it accepts a port of a connection's tuple.
+// ProtocolIs matches packets of one transport protocol; nft also needs it before it accepts a port of a connection's
+// tuple.
 type ProtocolIs struct{ Protocol Protocol }
 
 func (s ProtocolIs) text(ipfamily.Family) string { return "meta l4proto " + s.Protocol.String() }

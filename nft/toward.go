@@ -5,11 +5,11 @@ import (
 	"slices"
 )
 
-// A Service may be so large that it takes several transactions: then it goes from what it was to what it should be by way of
-// others, in which each frontend is as it was, or as it should be, or not there yet.
+// A Service may be so large that it takes several transactions: then it goes from what it was to what it should be by
+// way of others, in which each frontend is as it was, or as it should be, or not there yet.
 
-// toward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done says that
-// there is nothing more to do, which for one that only shrinks means that all are gone that should be.
+// toward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done
+// says that there is nothing more to do, which for one that only shrinks means that all are gone that should be.
 func (s *service) toward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
 	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, sources: s.sources}

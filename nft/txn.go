@@ -14,8 +14,8 @@ type Txn struct {
 	undo undo
 }
 
-// TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; new chains; Rewrite; DelChains
-// and DelForeign; the rules of new chains; all of Add; Affinity.
+// TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; new chains; Rewrite;
+// DelChains and DelForeign; the rules of new chains; all of Add; Affinity.
 type TableTxn struct {
 	// Create, if not nil, makes the table anew.
 	Create *Table
@@ -31,12 +31,14 @@ type TableTxn struct {
 	Affinity []Listed
 	// Replaced is how many elements are both in Del and in Add, under the same key with other contents.
 	Replaced int
-	// Sweep says that Affinity may hold entries that Model.Remembers denies once the transaction is in. They are left to another
-	// one: elements of dynamic maps come and go by themselves, and deleting one that is gone would fail this transaction.
+	// Sweep says that Affinity may hold entries that Model.Remembers denies once the transaction is in. They are left to
+	// another one: elements of dynamic maps come and go by themselves, and deleting one that is gone would fail this
+	// transaction.
 	Sweep bool
 }
 
-// Follow has Rollback take back another transaction, too, that was planned before this one and is not written; nil is none.
+// Follow has Rollback take back another transaction, too, that was planned before this one and is not written; nil is
+// none.
 func (t *Txn) Follow(before *Txn) {
 	if before == nil {
 		return

@@ -24,8 +24,8 @@ type Packet struct {
 
 // Elements is where a walk looks elements up.
 type Elements interface {
-	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a set of
-	// ranges it gives the range that holds the key.
+	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a set
+	// of ranges it gives the range that holds the key.
 	Get(f ipfamily.Family, set SetID, keys []Element) ([]Listed, error)
 }
 
@@ -35,8 +35,8 @@ type Walk struct {
 	Steps []Step
 	// Endings are what can become of it; their chances add up to 1.
 	Endings []Ending
-	// Unclear says of rules and elements that the packet met what they do is not known, since others wrote them. They are taken
-	// for rules that do not match.
+	// Unclear says of rules and elements that the packet met what they do is not known, since others wrote them. They are
+	// taken for rules that do not match.
 	Unclear []string
 }
 
@@ -139,7 +139,8 @@ type traveller struct {
 	end *Ending
 }
 
-// hook takes a packet through the base chains of a hook, in their order. Done says that nothing is left to be said of it.
+// hook takes a packet through the base chains of a hook, in their order. Done says that nothing is left to be said of
+// it.
 func (w *walker) hook(name string, s *traveller) (done bool, err error) {
 	var chains []*Chain
 	for i := range w.table.Chains {

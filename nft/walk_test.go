@@ -21,7 +21,8 @@ var walkConfigs = []dataplane.Config{
 	{NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 }
 
-// TestWalkAgreesWithExplain sends random packets through the rulesets of random clusters: their way must be what the policy says.
+// TestWalkAgreesWithExplain sends random packets through the rulesets of random clusters: their way must be what the
+// policy says.
 func TestWalkAgreesWithExplain(t *testing.T) {
 	outcomes, n := map[dataplane.Outcome]int{}, 0
 	for seed := range uint64(60) {

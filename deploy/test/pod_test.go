@@ -123,8 +123,8 @@ func requests() ([]string, error) {
 	return p.requests, nil
 }
 
-// pod runs the containers of k3s' overlay one after the other in a network namespace, with the rights and files they have in a
-// cluster: /proc/sys and the root file system are read-only unless a container is privileged.
+// pod runs the containers of k3s' overlay one after the other in a network namespace, with the rights and files they
+// have in a cluster: /proc/sys and the root file system are read-only unless a container is privileged.
 var pod = sync.OnceValues(func() (p *ran, err error) {
 	dir, err := os.MkdirTemp("", "verdict-pod-")
 	if err != nil {
@@ -260,8 +260,8 @@ cp *.conf /var/lib/kube-proxy
 	return cmd
 }
 
-// TestPod: with what the DaemonSet gives, the init container sets the sysctls, and the other one carries the Services and has nothing to
-// complain of.
+// TestPod: with what the DaemonSet gives, the init container sets the sysctls, and the other one carries the Services
+// and has nothing to complain of.
 func TestPod(t *testing.T) {
 	p, err := pod()
 	check(t, err)

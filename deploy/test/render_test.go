@@ -1,5 +1,6 @@
-// Package deploy holds what is in deploy/ against the program: what kustomize and Helm make of it is decoded strictly and compared,
-// and run with the rights that it gives. It is a module of its own, so that Helm's and kustomize's dependencies are not the program's.
+// Package deploy holds what is in deploy/ against the program: what kustomize and Helm make of it is decoded strictly
+// and compared, and run with the rights that it gives. It is a module of its own, so that Helm's and kustomize's
+// dependencies are not the program's.
 package deploy
 
 import (
@@ -101,8 +102,8 @@ func decodeOverlay(cluster string) (objects, error) {
 
 const chartDir = "../helm/verdict"
 
-// template gives what "helm template verdict deploy/helm/verdict -n kube-system" prints with a file of values, if it is not "", and more
-// of them, as YAML.
+// template gives what "helm template verdict deploy/helm/verdict -n kube-system" prints with a file of values, if it is
+// not "", and more of them, as YAML.
 func template(t *testing.T, file, more string) (string, error) {
 	t.Helper()
 	values := map[string]any{}

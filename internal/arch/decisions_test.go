@@ -14,8 +14,8 @@ var (
 	decisionLink = regexp.MustCompile(`decisions/([\w-]+\.md)`)
 )
 
-// TestDecisions: each decision begins with its number, date and status, and the index says the same. Where a document or
-// a comment names a decision, it is there.
+// TestDecisions: each decision begins with its number, date and status, and the index says the same. Where a document
+// or a comment names a decision, it is there.
 func TestDecisions(t *testing.T) {
 	const folder = "../../docs/decisions"
 	index, err := os.ReadFile(folder + "/README.md")

@@ -18,8 +18,8 @@ type Change struct {
 // String gives "clusterCIDR: 10.244.0.0/16, was 10.0.0.0/8".
 func (c Change) String() string { return fmt.Sprintf("%s: %s, was %s", c.Field, c.Now, c.Before) }
 
-// Changes gives the fields in which these settings differ from those before, in kube-proxy's order. A field of a section that does
-// not count in the mode has no effect.
+// Changes gives the fields in which these settings differ from those before, in kube-proxy's order. A field of a
+// section that does not count in the mode has no effect.
 func (s *Settings) Changes(before *Settings) (changes []Change) {
 	for i := range fields {
 		f := &fields[i]

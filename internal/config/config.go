@@ -9,12 +9,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Load reads a file, has the flags override it, and gives the settings with all there is to say about them, in the order of the
-// file. Without a file, which is "", everything is at its default, and the mode is nftables. Flags may be nil.
+// Load reads a file, has the flags override it, and gives the settings with all there is to say about them, in the
+// order of the file. Without a file, which is "", everything is at its default, and the mode is nftables. Flags may be
+// nil.
 //
-// Last are the settings that are in force, nil at the start: a value that cannot be meant leaves that of last in force, or the
-// default. An error means that there are no settings: the file cannot be read or is another one, or a flag is wrong, which whoever
-// typed it should know at once.
+// Last are the settings that are in force, nil at the start: a value that cannot be meant leaves that of last in force,
+// or the default. An error means that there are no settings: the file cannot be read or is another one, or a flag is
+// wrong, which whoever typed it should know at once.
 func Load(file string, flags *Flags, last *Settings) (*Settings, []*Problem, error) {
 	if file == "" {
 		return load("", nil, flags, last)
@@ -192,7 +193,8 @@ func (r *reading) checkPeriods() {
 	}
 }
 
-// resolve decides what is in force in place of each value that cannot be meant, and reports them. An error is about flags.
+// resolve decides what is in force in place of each value that cannot be meant, and reports them. An error is about
+// flags.
 func (r *reading) resolve(last *Settings) error {
 	var typed []error
 	if kubeconfig, from := r.flags.wrote("clientConnection.kubeconfig"), r.flags.wrote(verdictKind+".manifests"); kubeconfig != "" && from != "" {
@@ -239,8 +241,8 @@ func (c *complaint) where() path {
 	return c.at.index(c.entry)
 }
 
-// fall takes what a complaint is about from another document, and says so, depending on whether that are many values, one, or an
-// empty one.
+// fall takes what a complaint is about from another document, and says so, depending on whether that are many values,
+// one, or an empty one.
 func (r *reading) fall(c complaint, from *Document, many, one, empty string) string {
 	name := c.at.String()
 	taken := slices.Clone(c.with)
@@ -267,7 +269,8 @@ func (r *reading) fall(c complaint, from *Document, many, one, empty string) str
 	}
 }
 
-// leaveOut drops entries of a list. One that loses all of them is empty, which is not the same as one that nobody wrote.
+// leaveOut drops entries of a list. One that loses all of them is empty, which is not the same as one that nobody
+// wrote.
 func (r *reading) leaveOut(name string, entries []int) {
 	c := &r.doc.KubeProxy
 	keep := func(list []string) []string {

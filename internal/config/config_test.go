@@ -40,7 +40,8 @@ func prefixes(texts ...string) (out []netip.Prefix) {
 	return out
 }
 
-// TestKubeadmWrites: testdata/kubeadm.conf is what kubeadm makes of a new cluster: three fields that it sets, and all others as zeros.
+// TestKubeadmWrites: testdata/kubeadm.conf is what kubeadm makes of a new cluster: three fields that it sets, and all
+// others as zeros.
 func TestKubeadmWrites(t *testing.T) {
 	c := v1alpha1.KubeProxyConfiguration{BindAddress: "0.0.0.0", ClusterCIDR: "10.244.0.0/16", FeatureGates: map[string]bool{}}
 	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind
@@ -136,7 +137,8 @@ func TestOneBadRange(t *testing.T) {
 	}
 }
 
-// TestNothingOpens: a list of which nothing is left closes what it was about. Only one that nobody wrote has the default.
+// TestNothingOpens: a list of which nothing is left closes what it was about. Only one that nobody wrote has the
+// default.
 func TestNothingOpens(t *testing.T) {
 	for text, want := range map[string][]netip.Prefix{
 		"":                                                    nil,
@@ -277,8 +279,8 @@ func TestModeIPVS(t *testing.T) {
 	}
 }
 
-// TestBackends: the backend is what our own section or a flag says, whatever the mode is; where they differ, that is told. The bit of the
-// mark is that of the mode.
+// TestBackends: the backend is what our own section or a flag says, whatever the mode is; where they differ, that is
+// told. The bit of the mark is that of the mode.
 func TestBackends(t *testing.T) {
 	const bits = "iptables: {masqueradeBit: 3}\nnftables: {masqueradeBit: 4}\n"
 	for _, row := range []struct {
@@ -395,7 +397,8 @@ iptables: {masqueradeAll: true}
 	}
 }
 
-// TestWritten: what is written means the same when it is read again, to us and, but for its second document, to kube-proxy.
+// TestWritten: what is written means the same when it is read again, to us and, but for its second document, to
+// kube-proxy.
 func TestWritten(t *testing.T) {
 	for _, args := range [][]string{
 		nil, {"--config", "testdata/kubeadm.conf"}, {"--proxy-mode=ipvs", "--cluster-cidr=10.0.0.0/8", "-v=2", "--keeper=none", "--oom-score-adj=0"},

@@ -15,8 +15,9 @@ import (
 	logsapi "k8s.io/component-base/logs/api/v1"
 )
 
-// decoder puts a document into a Go value, field by field. The decoders of encoding/json and of Kubernetes stop at the first value
-// that does not fit, and know no lines; here such a value is reported and is as if it had not been written, and all others count.
+// decoder puts a document into a Go value, field by field. The decoders of encoding/json and of Kubernetes stop at the
+// first value that does not fit, and know no lines; here such a value is reported and is as if it had not been written,
+// and all others count.
 type decoder struct {
 	file  string
 	at    *position

@@ -24,8 +24,9 @@ const (
 // defaultMasqueradeBit is kube-proxy's: the mark is 0x4000.
 const defaultMasqueradeBit = 14
 
-// setDefaults fills in what nobody said, with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0, where kube-proxy
-// takes 1s in modes iptables and nftables. A transaction costs us so little that there is nothing to wait for.
+// setDefaults fills in what nobody said, with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0,
+// where kube-proxy takes 1s in modes iptables and nftables. A transaction costs us so little that there is nothing to
+// wait for.
 func (d *Document) setDefaults() {
 	c := &d.KubeProxy
 	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind

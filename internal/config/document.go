@@ -22,8 +22,8 @@ import (
 type Document struct {
 	// KubeProxy is kube-proxy's own type.
 	KubeProxy v1alpha1.KubeProxyConfiguration `json:",inline"`
-	// Verdict is what kube-proxy has no words for. It is a document of its own in the same file, behind kube-proxy's: kube-proxy
-	// reads the first document of its file and no other.
+	// Verdict is what kube-proxy has no words for. It is a document of its own in the same file, behind kube-proxy's:
+	// kube-proxy reads the first document of its file and no other.
 	Verdict VerdictConfiguration `json:"VerdictConfiguration"`
 }
 
@@ -214,8 +214,8 @@ func split(text string) []part {
 
 var separator = regexp.MustCompile(`^(---|\.\.\.)(\s|$)`)
 
-// generic gives a document as encoding/json would, with numbers as json.Number, by the same way kube-proxy takes: so that what is a
-// boolean there is one here.
+// generic gives a document as encoding/json would, with numbers as json.Number, by the same way kube-proxy takes: so
+// that what is a boolean there is one here.
 func generic(text string) (value any, err error) {
 	defer func() {
 		if r := recover(); r != nil { // YAML's parsers have had crashes of their own (CVE-2022-28948)

@@ -141,8 +141,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.counterMemoryMiB", `16`, `0`, `-1`, `-1 is less than 0` + isDefault + "16"},
 }
 
-// TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The message is
-// what comes behind file, line and field.
+// TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The
+// message is what comes behind file, line and field.
 func TestFields(t *testing.T) {
 	defaults, _, err := Load("", nil, nil)
 	if err != nil {

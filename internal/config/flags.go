@@ -14,8 +14,8 @@ import (
 	"k8s.io/kube-proxy/config/v1alpha1"
 )
 
-// Flags are kube-proxy's, under their names, and our own. One that is given overrides the file. The zero value has none; call Add or
-// AddPolicy.
+// Flags are kube-proxy's, under their names, and our own. One that is given overrides the file. The zero value has
+// none; call Add or AddPolicy.
 type Flags struct {
 	// Config is the file; empty means none. Load is given it, not told by these Flags.
 	Config string
@@ -244,7 +244,8 @@ func text(name, usage string, about scope, at func(*Document) *string, fields ..
 		set: func(d *Document, s string, _ bool) error { *at(d) = s; return nil }}
 }
 
-// word is one of the words that the field's check knows. A wrong one is an error at once: it is seen by whoever wrote it.
+// word is one of the words that the field's check knows. A wrong one is an error at once: it is seen by whoever wrote
+// it.
 func word(name, kind, usage string, about scope, at func(*Document) *string, field string) option {
 	return option{name: name, kind: kind, usage: usage, about: about, fields: []string{field},
 		set: func(d *Document, s string, _ bool) error {
@@ -296,7 +297,8 @@ func period(name, usage string, set func(*Document, metav1.Duration), fields ...
 		}}
 }
 
-// address is where a server listens. kube-proxy's help says that an empty one switches the server off, which it does not do there.
+// address is where a server listens. kube-proxy's help says that an empty one switches the server off, which it does
+// not do there.
 func address(name, usage string, at func(*Document) *string, fields ...string) option {
 	f := text(name, usage, ofRun, at, fields...)
 	f.kind = "ipport"
@@ -427,8 +429,8 @@ func (v *value) Set(s string) error {
 	return nil
 }
 
-// override writes what was given into a document, and gives what there is to say about the flags themselves. The ports come last:
-// they depend on addresses.
+// override writes what was given into a document, and gives what there is to say about the flags themselves. The ports
+// come last: they depend on addresses.
 func (f *Flags) override(d *Document) (notes []*Problem) {
 	if f == nil {
 		return nil

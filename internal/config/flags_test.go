@@ -105,7 +105,8 @@ conntrack: {min: 7}
 	}
 }
 
-// TestFlagErrors: a wrong flag is an error at once, whatever the file says. A wrong value in the file that a flag overrides is none.
+// TestFlagErrors: a wrong flag is an error at once, whatever the file says. A wrong value in the file that a flag
+// overrides is none.
 func TestFlagErrors(t *testing.T) {
 	for args, want := range map[string]string{
 		"--conntrack-min=many":                        `invalid argument "many" for "--conntrack-min" flag: "many" is no whole number`,

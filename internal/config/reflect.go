@@ -64,7 +64,8 @@ func (d *Document) text(p path) string {
 	return string(b)
 }
 
-// same says whether a field says the same in another document. There is more than one way to hold the same size, or no list.
+// same says whether a field says the same in another document. There is more than one way to hold the same size, or no
+// list.
 func (d *Document) same(p path, o *Document) bool {
 	a, b := d.value(p), o.value(p)
 	switch reflect.TypeOf(a).Kind() {

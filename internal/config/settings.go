@@ -1,9 +1,9 @@
-// Package config is what the operator decided: kube-proxy's own configuration file and flags, and a small section for what
-// kube-proxy has no words for. It reads one file and is pure otherwise.
+// Package config is what the operator decided: kube-proxy's own configuration file and flags, and a small section for
+// what kube-proxy has no words for. It reads one file and is pure otherwise.
 //
-// A value that cannot be meant stops nothing else. It is reported with file, line and field, and what was in force before stays in
-// force; at the start, where there is no before, the default. A bad entry of a list is left out, and a list of addresses without a
-// good one is empty: a typing error must not open what it was to close.
+// A value that cannot be meant stops nothing else. It is reported with file, line and field, and what was in force
+// before stays in force; at the start, where there is no before, the default. A bad entry of a list is left out, and a
+// list of addresses without a good one is empty: a typing error must not open what it was to close.
 package config
 
 import (
@@ -27,8 +27,8 @@ type Settings struct {
 	Policy dataplane.Config
 	// Backend writes it.
 	Backend Backend
-	// IPTablesCompat keeps two chains of iptables beside nftables, for others that jump there; MasqueradeBit is the bit of the mark
-	// that these, and all rules of iptables, set: 0 to 31.
+	// IPTablesCompat keeps two chains of iptables beside nftables, for others that jump there; MasqueradeBit is the bit of
+	// the mark that these, and all rules of iptables, set: 0 to 31.
 	IPTablesCompat bool
 	MasqueradeBit  int
 	// IPTablesList says that rules of iptables find a Service by one list, as kube-proxy's, and not by a tree of chains.
@@ -58,8 +58,8 @@ type Settings struct {
 	Keeper    string
 	OwnTables bool
 
-	// IPVSServices is from how many Services on IPVS schedules all of them, if Policy.IPVS says auto; 0 means never. IPVSTimeouts
-	// are how long it remembers TCP connections, those after a FIN, and UDP flows; 0 is the kernel's.
+	// IPVSServices is from how many Services on IPVS schedules all of them, if Policy.IPVS says auto; 0 means never.
+	// IPVSTimeouts are how long it remembers TCP connections, those after a FIN, and UDP flows; 0 is the kernel's.
 	IPVSServices int
 	IPVSTimeouts [3]time.Duration
 
@@ -89,7 +89,8 @@ type Log struct {
 // Backend is what writes to the kernel.
 type Backend string
 
-// The backends. kube-proxy's mode decides about none of them: it says what was best there, and is in every file that kubeadm wrote.
+// The backends. kube-proxy's mode decides about none of them: it says what was best there, and is in every file that
+// kubeadm wrote.
 const (
 	// Auto is NFTables where the kernel can, else IPTables.
 	Auto     Backend = "auto"
@@ -163,7 +164,8 @@ func (d *Document) settings() *Settings {
 	return s
 }
 
-// level maps the verbosity of Kubernetes' programs: 2 is what they recommend to leave on, and it shows a line for each transaction.
+// level maps the verbosity of Kubernetes' programs: 2 is what they recommend to leave on, and it shows a line for each
+// transaction.
 func level(verbosity uint32) slog.Level {
 	if verbosity >= 2 {
 		return slog.LevelDebug
@@ -269,7 +271,8 @@ func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPri
 	return ranges, atPrimary
 }
 
-// Sysctls gives what is to be set on a host with so many CPUs. A limit is never lowered: somebody raised it for a reason.
+// Sysctls gives what is to be set on a host with so many CPUs. A limit is never lowered: somebody raised it for a
+// reason.
 func (s *Settings) Sysctls(cpus int) []sysctl.Setting {
 	c := s.Document.KubeProxy.Conntrack
 	const dir = "proc/sys/net/netfilter/nf_conntrack_"

@@ -11,7 +11,8 @@ type Probe uint8
 
 // The probes.
 const (
-	// Healthz: are the rules in and fresh, and may clients be sent to this node? For load balancers, which ask kube-proxy the same.
+	// Healthz: are the rules in and fresh, and may clients be sent to this node? For load balancers, which ask kube-proxy
+	// the same.
 	Healthz Probe = iota
 	// Livez: is there no reason to start the proxy again?
 	Livez
@@ -30,8 +31,8 @@ type answer struct {
 	NodeEligible *bool                   `json:"nodeEligible,omitempty"`
 	Healthy      bool                    `json:"healthy"`
 	Status       map[string]familyAnswer `json:"status,omitempty"`
-	// Missing says in words why the status is not 200. Texts of errors, with names and addresses in them, are only in the log:
-	// whoever reaches the node can read this.
+	// Missing says in words why the status is not 200. Texts of errors, with names and addresses in them, are only in the
+	// log: whoever reaches the node can read this.
 	Missing     []string `json:"missing,omitempty"`
 	Quarantined int      `json:"quarantined,omitempty"`
 }
@@ -65,8 +66,8 @@ func writeJSON(w http.ResponseWriter, code int, body []byte) {
 	_, _ = w.Write(body) // whoever asked may have left
 }
 
-// answer gives what a probe is told. As in kube-proxy, lastUpdated is the present while all is well, and healthy says nothing of
-// the node. Both families are written in the same transactions, so they are always the same.
+// answer gives what a probe is told. As in kube-proxy, lastUpdated is the present while all is well, and healthy says
+// nothing of the node. Both families are written in the same transactions, so they are always the same.
 func (s *Status) answer(probe Probe) (code int, a answer) {
 	a = answer{LastUpdated: s.Updated, CurrentTime: s.Now, Healthy: s.Healthy(), Missing: s.Missing, Quarantined: s.Quarantined}
 	if !s.Updated.IsZero() {

@@ -19,8 +19,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// NodePorts answers at the health check node ports of Services: whether this node has endpoints of theirs. A load balancer asks there
-// whether to send clients of a Service with externalTrafficPolicy Local here.
+// NodePorts answers at the health check node ports of Services: whether this node has endpoints of theirs. A load
+// balancer asks there whether to send clients of a Service with externalTrafficPolicy Local here.
 type NodePorts struct {
 	// Config says which endpoints are local, and where node ports are.
 	Config dataplane.Config
@@ -88,14 +88,15 @@ type socket struct {
 // errContested is why a Service does not get its port although it may be free.
 var errContested = errors.New("another Service, which was there first, has the same port")
 
-// A port that cannot be listened at is tried again after retryFirst, then after twice as long each time up to retryMost.
+// A port that cannot be listened at is tried again after retryFirst, then after twice as long each time up to
+// retryMost.
 const (
 	retryFirst = time.Second
 	retryMost  = 30 * time.Second
 )
 
-// Settled takes over what the kernel carries: change says what may differ from the call before. It costs what the change does, and
-// opens nothing itself.
+// Settled takes over what the kernel carries: change says what may differ from the call before. It costs what the
+// change does, and opens nothing itself.
 func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -232,7 +233,8 @@ type run struct {
 	room    *room
 }
 
-// sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed first.
+// sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed
+// first.
 func (r *run) sync() {
 	want := r.take()
 	for c, t := range want {
@@ -387,8 +389,8 @@ func (n *NodePorts) Ports() (open, failing int) {
 	return n.sums[0], n.sums[1]
 }
 
-// answer tells how many endpoints there are, in kube-proxy's words. The Service's policies make no difference to that, nor does what
-// becomes of the node.
+// answer tells how many endpoints there are, in kube-proxy's words. The Service's policies make no difference to that,
+// nor does what becomes of the node.
 func (n *NodePorts) answer(w http.ResponseWriter, c *check, family ipfamily.Family) {
 	healthy := n.Healthy()
 	n.mu.Lock()

@@ -1,5 +1,6 @@
-// Package health tells others how the proxy is: kubelets and load balancers by /healthz, /livez and /readyz, and the load balancers
-// of single Services by their health check node ports. It is told what happens by the loop and decides by that and the clock.
+// Package health tells others how the proxy is: kubelets and load balancers by /healthz, /livez and /readyz, and the
+// load balancers of single Services by their health check node ports. It is told what happens by the loop and decides
+// by that and the clock.
 package health
 
 import (
@@ -36,9 +37,9 @@ type Options struct {
 //	   │ Late                      └────────────────── Settled ───────────────┘
 //	   └──▶ late
 //
-// It is healthy while it is in force and not late: then the rules are in, and not much older than what is known. It is alive
-// unless it is late. Waiting for an API server that is not there makes it neither late nor healthy: to start it again
-// would not help.
+// It is healthy while it is in force and not late: then the rules are in, and not much older than what is known. It is
+// alive unless it is late. Waiting for an API server that is not there makes it neither late nor healthy: to start it
+// again would not help.
 type Proxy struct {
 	o Options
 

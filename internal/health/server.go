@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// Server answers HTTP requests at an address. An address that cannot be listened at yet, such as that of a proxy which is just about
-// to be replaced by this one, is tried again.
+// Server answers HTTP requests at an address. An address that cannot be listened at yet, such as that of a proxy which
+// is just about to be replaced by this one, is tried again.
 type Server struct {
 	// Name is for messages: "health checks".
 	Name string
@@ -33,7 +33,8 @@ type Server struct {
 	bound net.Listener
 }
 
-// Listening is tried again after listenFirst, then after twice as long each time up to listenMost, which is kube-proxy's time.
+// Listening is tried again after listenFirst, then after twice as long each time up to listenMost, which is
+// kube-proxy's time.
 const (
 	listenFirst = 100 * time.Millisecond
 	listenMost  = 5 * time.Second

@@ -20,7 +20,8 @@ import (
 var (
 	// ErrHandedOver is the cause why the context of a proxy ends that another one takes over from.
 	ErrHandedOver = errors.New("keeper: another proxy takes over")
-	// ErrEvicted is the cause why the context of a proxy ends that has to make room for good, and what Seat.Run returns then.
+	// ErrEvicted is the cause why the context of a proxy ends that has to make room for good, and what Seat.Run returns
+	// then.
 	ErrEvicted = errors.New("keeper: told to make room and end")
 	// ErrNoHolder is what Holder says if the place is free.
 	ErrNoHolder = errors.New("keeper: nobody holds the place")
@@ -33,9 +34,9 @@ var (
 	errMoved = errors.New("keeper: the holder has left")
 )
 
-// Seat is the place of the one proxy of a network namespace: a listening unix socket with an abstract name. Such names belong
-// to a network namespace, as its tables do, whatever containers the proxies are in; and the kernel takes the name back when
-// its holder dies, however it dies.
+// Seat is the place of the one proxy of a network namespace: a listening unix socket with an abstract name. Such names
+// belong to a network namespace, as its tables do, whatever containers the proxies are in; and the kernel takes the
+// name back when its holder dies, however it dies.
 //
 // What happens:
 //
@@ -70,8 +71,8 @@ type Seat struct {
 	// Newcomer has the seat ask a holder to hand over; otherwise it stands by. A proxy that is started anew after a crash
 	// should stand by: if the one before it has the place again, that one is the better choice.
 	Newcomer bool
-	// Owner, if not nil, says whether a socket is the owner of the tables. Of two sockets that is the one to use. If neither is
-	// known to be, it is the holder's, since that was in use.
+	// Owner, if not nil, says whether a socket is the owner of the tables. Of two sockets that is the one to use. If
+	// neither is known to be, it is the holder's, since that was in use.
 	Owner func(*os.File) bool
 	// Patience is how long a holder may take to hand over, by default 10 seconds.
 	Patience time.Duration
@@ -89,10 +90,11 @@ type Seat struct {
 	Log *slog.Logger
 }
 
-// Run calls the proxy each time this process gets the place, with the socket to be used, nil if there is none. The proxy must
-// not close it. When its context ends, it finishes what is under way and returns.
+// Run calls the proxy each time this process gets the place, with the socket to be used, nil if there is none. The
+// proxy must not close it. When its context ends, it finishes what is under way and returns.
 //
-// Run returns what the proxy returned if that ended by itself; nil if ctx ended; ErrEvicted; or why the place cannot be had.
+// Run returns what the proxy returned if that ended by itself; nil if ctx ended; ErrEvicted; or why the place cannot be
+// had.
 func (s *Seat) Run(ctx context.Context, proxy func(ctx context.Context, socket *os.File) error) error {
 	s.defaults()
 	defer s.close()

@@ -44,8 +44,8 @@ type Held struct {
 	store    bool // systemd's store is used
 }
 
-// Inherited gives what this process was given by a keeper, or by systemd under the name "verdict" (sd_listen_fds(3)). It is
-// never nil; nothing was given if its Socket is nil. The environment variables that tell of it are unset, and the
+// Inherited gives what this process was given by a keeper, or by systemd under the name "verdict" (sd_listen_fds(3)).
+// It is never nil; nothing was given if its Socket is nil. The environment variables that tell of it are unset, and the
 // descriptors closed on exec, so that children see nothing of it. Call it once, before any child is started.
 //
 // The error says which variable is wrong. Descriptors that systemd passed under other names are left alone.
@@ -163,8 +163,8 @@ func fromSystemd() (map[string]*os.File, error) {
 	return stored, nil
 }
 
-// Orphaned ends when the keeper is gone, killed perhaps, whose child this process is. Then nobody else holds the socket. For
-// any other process it never does.
+// Orphaned ends when the keeper is gone, killed perhaps, whose child this process is. Then nobody else holds the
+// socket. For any other process it never does.
 func (h *Held) Orphaned() <-chan struct{} { return h.orphaned }
 
 // Choose says what this process has to do for its socket to be kept:
@@ -173,9 +173,9 @@ func (h *Held) Orphaned() <-chan struct{} { return h.orphaned }
 //   - Systemd: give the socket to systemd's store, which Held.Keep does.
 //   - None: nothing. It is a keeper's child already, or nobody shall keep the socket.
 //
-// A keeper's child gets None in each mode, since it has the same flags as its keeper. Otherwise Auto means: systemd, if the
-// socket is from its store or it offers one (FileDescriptorStoreMax= in the unit; it says so since version 254), and else a
-// parent process. Call it before Keep.
+// A keeper's child gets None in each mode, since it has the same flags as its keeper. Otherwise Auto means: systemd, if
+// the socket is from its store or it offers one (FileDescriptorStoreMax= in the unit; it says so since version 254),
+// and else a parent process. Call it before Keep.
 func (h *Held) Choose(m Mode) (Mode, error) {
 	switch {
 	case h.link != nil:
@@ -195,9 +195,9 @@ func (h *Held) Choose(m Mode) (Mode, error) {
 	return m, nil
 }
 
-// Keep has the keeper of this process hold a socket from now on, in place of what it held: the parent process, or systemd's
-// store. It does nothing if there is no keeper. Call it with each socket that is worked with: one that comes from a former
-// proxy is unknown to this one's keeper. It does no harm to call it with the same socket again.
+// Keep has the keeper of this process hold a socket from now on, in place of what it held: the parent process, or
+// systemd's store. It does nothing if there is no keeper. Call it with each socket that is worked with: one that comes
+// from a former proxy is unknown to this one's keeper. It does no harm to call it with the same socket again.
 func (h *Held) Keep(socket *os.File) error {
 	switch {
 	case socket == nil:
@@ -274,9 +274,10 @@ func StoreOffered() bool {
 	return err == nil && n > 0 && notifySocket() != ""
 }
 
-// Store puts a socket into systemd's store, which gives it back to the next start of this unit (Inherited), and takes out what
-// was there before: with two sockets nobody could tell which is the right one. systemd is asked not to poll the socket, since
-// it would drop one with an error, such as a netlink socket after an answer was lost. Without $NOTIFY_SOCKET it does nothing.
+// Store puts a socket into systemd's store, which gives it back to the next start of this unit (Inherited), and takes
+// out what was there before: with two sockets nobody could tell which is the right one. systemd is asked not to poll
+// the socket, since it would drop one with an error, such as a netlink socket after an answer was lost. Without
+// $NOTIFY_SOCKET it does nothing.
 func Store(socket *os.File) error {
 	return store(storeName, socket)
 }
@@ -288,8 +289,8 @@ func store(name string, socket syscall.Conn) error {
 	return notify("FDSTORE=1\nFDNAME="+name+"\nFDPOLL=0", socket)
 }
 
-// Notify tells systemd of a state: "READY=1", "STOPPING=1", "STATUS=...", as sd_notify(3) has them. Without $NOTIFY_SOCKET it
-// does nothing.
+// Notify tells systemd of a state: "READY=1", "STOPPING=1", "STATUS=...", as sd_notify(3) has them. Without
+// $NOTIFY_SOCKET it does nothing.
 func Notify(state string) error { return notify(state) }
 
 func notifySocket() string { return os.Getenv("NOTIFY_SOCKET") }

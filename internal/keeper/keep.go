@@ -80,8 +80,8 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// Keep holds a socket while a child works with it. It returns when the child has ended by itself or on demand, with the exit
-// status for this process; a child that crashes is started again and gets the same socket.
+// Keep holds a socket while a child works with it. It returns when the child has ended by itself or on demand, with the
+// exit status for this process; a child that crashes is started again and gets the same socket.
 //
 //   - A child that ends by itself with an exit status ends Keep, which returns that status. What is wrong with flags or
 //     rights would be wrong again.
@@ -102,9 +102,10 @@ type Options struct {
 //
 // The child is in a process group of its own: a ^C on the terminal comes to it once, by the keeper.
 //
-// The error is that the first child could not be started, and nothing else. Keep reaps all children of this process, since it
-// may be the first process of a container, which orphans are given to. So nothing else in this process may start any. It looks
-// for ended children and sends signals in the same goroutine: a pid cannot get another meaning in between.
+// The error is that the first child could not be started, and nothing else. Keep reaps all children of this process,
+// since it may be the first process of a container, which orphans are given to. So nothing else in this process may
+// start any. It looks for ended children and sends signals in the same goroutine: a pid cannot get another meaning in
+// between.
 func Keep(ctx context.Context, o Options) (status int, err error) {
 	k, err := newKeep(o)
 	if err != nil {
@@ -155,8 +156,8 @@ type keep struct {
 	waiters int
 }
 
-// passed are the signals that the child gets. Those that stop and continue a job are not among them: they should do that to
-// the keeper, which a shell looks at.
+// passed are the signals that the child gets. Those that stop and continue a job are not among them: they should do
+// that to the keeper, which a shell looks at.
 var passed = []os.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
 func newKeep(o Options) (*keep, error) {
@@ -275,8 +276,8 @@ type child struct {
 	sent            []syscall.Signal
 }
 
-// start starts a child. The connection to it is a pair of sockets, not a pipe, so that it can send another socket; that it
-// ends with its holder, they have in common.
+// start starts a child. The connection to it is a pair of sockets, not a pipe, so that it can send another socket; that
+// it ends with its holder, they have in common.
 func (k *keep) start(restarts int) (*child, error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -456,7 +457,8 @@ func (c *child) signal(s syscall.Signal) {
 	_ = unix.Kill(c.pid, s) // a zombie does not mind
 }
 
-// bury takes leave of a child that has ended. What it sent before is read first: it may be the socket that the next one needs.
+// bury takes leave of a child that has ended. What it sent before is read first: it may be the socket that the next one
+// needs.
 func (k *keep) bury(c *child) {
 	_ = c.link.SetReadDeadline(time.Now().Add(time.Second)) // if a child of its own has got hold of its end
 	<-c.heard
@@ -476,8 +478,8 @@ func (k *keep) judge(c *child, ws syscall.WaitStatus) (status int, crashed bool)
 	return 0, true
 }
 
-// reap takes note of all children that have ended, and says whether one of them is the one with this pid. Others are orphans
-// that were given to the first process of a container.
+// reap takes note of all children that have ended, and says whether one of them is the one with this pid. Others are
+// orphans that were given to the first process of a container.
 func reap(pid int) (status syscall.WaitStatus, ended bool) {
 	for {
 		var ws syscall.WaitStatus

@@ -22,8 +22,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// envRole makes a run of this test program one of the processes below. They take commands from standard input, a line each,
-// and tell what happens on standard output, a line each.
+// envRole makes a run of this test program one of the processes below. They take commands from standard input, a line
+// each, and tell what happens on standard output, a line each.
 const envRole = "KEEPER_TEST_ROLE"
 
 func TestMain(m *testing.M) {

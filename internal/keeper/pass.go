@@ -33,8 +33,8 @@ func rights(fds []int) []byte {
 	return unix.UnixRights(fds...)
 }
 
-// receive reads one message. The files are the caller's to close, and no child of this process will see them. The end of
-// the connection is an error.
+// receive reads one message. The files are the caller's to close, and no child of this process will see them. The end
+// of the connection is an error.
 func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
 	b, oob := make([]byte, maxText), make([]byte, unix.CmsgSpace(4*maxFiles))
 	n, oobn, flags, _, err := conn.ReadMsgUnix(b, oob)
@@ -76,8 +76,8 @@ func closeFiles(files []*os.File) {
 // filesOf gives what withDescriptors takes.
 func filesOf(files ...syscall.Conn) []syscall.Conn { return files }
 
-// withDescriptors calls do with the descriptors of files, which cannot be closed meanwhile. os.File.Fd would do more: it
-// makes the socket a blocking one, for all processes that hold it.
+// withDescriptors calls do with the descriptors of files, which cannot be closed meanwhile. os.File.Fd would do more:
+// it makes the socket a blocking one, for all processes that hold it.
 func withDescriptors(files []syscall.Conn, fds []int, do func(fds []int) error) error {
 	if len(files) == 0 {
 		return do(fds)
@@ -101,7 +101,8 @@ func same(a, b *os.File) bool {
 	return err == nil && os.SameFile(x, y)
 }
 
-// checkSocket says what is wrong with a descriptor that should be a socket, and keeps it from the children of this process.
+// checkSocket says what is wrong with a descriptor that should be a socket, and keeps it from the children of this
+// process.
 func checkSocket(fd int) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

@@ -221,8 +221,8 @@ func request(conn *net.UnixConn, t ticket) (*caller, bool) {
 	return c, true
 }
 
-// occupy calls the proxy, again and again if need be, until it ends by itself or the place is handed over. Then the place is
-// closed. It returns what the proxy returned, ErrHandedOver or ErrEvicted.
+// occupy calls the proxy, again and again if need be, until it ends by itself or the place is handed over. Then the
+// place is closed. It returns what the proxy returned, ErrHandedOver or ErrEvicted.
 func (p *place) occupy(ctx context.Context, proxy func(context.Context, *os.File) error) error {
 	defer p.close()
 	for {
@@ -324,8 +324,8 @@ func (p *place) consider(c *caller) (why error) {
 	return nil
 }
 
-// handOver gives the place to the first asker that is still there, and says for what. The others will find it at its new
-// holder.
+// handOver gives the place to the first asker that is still there, and says for what. The others will find it at its
+// new holder.
 func (p *place) handOver() error {
 	if p.closed || len(p.askers) == 0 {
 		return nil

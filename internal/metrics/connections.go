@@ -17,11 +17,12 @@ type connections struct {
 	o *Options
 }
 
-// others names the sum of the Service ports that have no series of their own. No object of the API can have such a name.
+// others names the sum of the Service ports that have no series of their own. No object of the API can have such a
+// name.
 const others = "_others"
 
-// portLabels name a Service port. Namespace, service and endpoint would be nicer, but those Prometheus gives to what it scrapes: the
-// proxy's own pod.
+// portLabels name a Service port. Namespace, service and endpoint would be nicer, but those Prometheus gives to what it
+// scrapes: the proxy's own pod.
 func portLabels(more ...string) []string {
 	return append([]string{"service_namespace", "service_name", "service_port", "protocol"}, more...)
 }

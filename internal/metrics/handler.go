@@ -20,8 +20,8 @@ type Pages struct {
 	Profiling bool
 }
 
-// Handler answers /metrics, /metrics/slis, /healthz, /proxyMode, /configz and, if asked for, /debug/pprof/, as kube-proxy's metrics
-// server does.
+// Handler answers /metrics, /metrics/slis, /healthz, /proxyMode, /configz and, if asked for, /debug/pprof/, as
+// kube-proxy's metrics server does.
 func (m *Metrics) Handler(p Pages) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", m.show(m.registry))

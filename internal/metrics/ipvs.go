@@ -57,7 +57,8 @@ func (c *IPVSCounts) add(o IPVSCounts) {
 	}
 }
 
-// ipvsLedger adds up what IPVS counts, as the ledger does for the elements of maps. It holds what has counted something.
+// ipvsLedger adds up what IPVS counts, as the ledger does for the elements of maps. It holds what has counted
+// something.
 type ipvsLedger struct {
 	// read says that there was a reading: what was counted before the first one is left out.
 	read  bool
@@ -147,7 +148,8 @@ func (g *ipvsLedger) forget(gone func(dataplane.PortName) bool) {
 	maps.DeleteFunc(g.ports, func(n dataplane.PortName, _ *ipvsPort) bool { return gone(n) })
 }
 
-// readIPVS reads what IPVS counts: all frontends and, if endpoints are shown, those behind frontends that have counted more.
+// readIPVS reads what IPVS counts: all frontends and, if endpoints are shown, those behind frontends that have counted
+// more.
 func (r *reader) readIPVS(deadline time.Time) error {
 	if r.ipvs == nil {
 		return nil

@@ -49,8 +49,8 @@ func (f *fakeIPVS) connect(k dataplane.Key, at netip.AddrPort, packets uint64) {
 	f.endpoints[k][at] = e
 }
 
-// TestIPVS: what IPVS counts is added up by Service port over all its frontends, never falls when a frontend or an endpoint goes or begins
-// anew, and leaves out what was counted before the first reading.
+// TestIPVS: what IPVS counts is added up by Service port over all its frontends, never falls when a frontend or an
+// endpoint goes or begins anew, and leaves out what was counted before the first reading.
 func TestIPVS(t *testing.T) {
 	f := &fakeIPVS{services: map[dataplane.Key]IPVSCounts{}, endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{}}
 	w := newWorld(Options{Detail: PerEndpoint, MaxSeries: 100, IPVS: f})

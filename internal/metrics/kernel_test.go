@@ -150,8 +150,8 @@ func (y tally) compare(t testing.TB, what string, got map[string]uint64) {
 	}
 }
 
-// TestKernelCounts: what is shown is what clients saw, through everything that makes the kernel begin to count anew: endpoints that come
-// and go, a foreign hand, and a restart. It never falls.
+// TestKernelCounts: what is shown is what clients saw, through everything that makes the kernel begin to count anew:
+// endpoints that come and go, a foreign hand, and a restart. It never falls.
 func TestKernelCounts(t *testing.T) {
 	c := labtest.NewCluster(t, lab.Config{LocalPods: 3, RemotePods: 2})
 	for _, pod := range append(append([]*lab.Host{}, c.Pods...), c.RemotePods...) {
@@ -237,8 +237,8 @@ func TestKernelCounts(t *testing.T) {
 	step("one endpoint less")
 }
 
-// BenchmarkScrape measures a scrape over HTTP, in a cluster of 10,000 Services with 10 endpoints each, all of which clients have
-// connected to; by how much is shown. Reading is done anew for each.
+// BenchmarkScrape measures a scrape over HTTP, in a cluster of 10,000 Services with 10 endpoints each, all of which
+// clients have connected to; by how much is shown. Reading is done anew for each.
 func BenchmarkScrape(b *testing.B) {
 	const services, endpoints = 10000, 10
 	c := labtest.NewCluster(b, lab.Config{})

@@ -137,7 +137,8 @@ func (k *kubeProxy) registerSLIs(m maker, o *Options) {
 	}
 }
 
-// zero has series begin before they count: what appears with a value of 1 looks to Prometheus as if it had always been that.
+// zero has series begin before they count: what appears with a value of 1 looks to Prometheus as if it had always been
+// that.
 func (k *kubeProxy) zero() {
 	for _, f := range families {
 		for _, h := range []*prometheus.HistogramVec{k.sync, k.syncFull, k.syncPartial, k.programming, k.conntrackSync} {
@@ -177,8 +178,8 @@ func one(b bool) float64 {
 	return 0
 }
 
-// noLocal shows how many Service ports have a policy Local, and endpoints, but none here. It is a gauge, though its name in
-// kube-proxy ends like a counter's.
+// noLocal shows how many Service ports have a policy Local, and endpoints, but none here. It is a gauge, though its
+// name in kube-proxy ends like a counter's.
 type noLocal struct{ r *reader }
 
 var noLocalDesc = prometheus.NewDesc("kubeproxy_sync_proxy_rules_no_local_endpoints_total",

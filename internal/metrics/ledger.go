@@ -9,14 +9,14 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// ledger turns what the kernel counts into counts that never fall. The kernel counts in the elements of its maps, which begin at 0
-// again whenever they are written anew: because a frontend leads to another pool, or to one that has got its first endpoint or
-// lost its last, because another endpoint moved into a slot, because the table was made anew. So each reading is compared with
-// the one before, and the difference is added up.
+// ledger turns what the kernel counts into counts that never fall. The kernel counts in the elements of its maps, which
+// begin at 0 again whenever they are written anew: because a frontend leads to another pool, or to one that has got its
+// first endpoint or lost its last, because another endpoint moved into a slot, because the table was made anew. So each
+// reading is compared with the one before, and the difference is added up.
 //
-// What was counted between the last reading and the moment when an element was replaced is lost. Where it cannot be told that an
-// element was replaced, because it leads to the same and has counted more since, it is taken for the one before. So the
-// ledger may count too little, and not too much.
+// What was counted between the last reading and the moment when an element was replaced is lost. Where it cannot be
+// told that an element was replaced, because it leads to the same and has counted more since, it is taken for the one
+// before. So the ledger may count too little, and not too much.
 //
 // It does no I/O, and is not safe for concurrent use.
 type ledger struct {
@@ -24,23 +24,23 @@ type ledger struct {
 	// room is how many Service ports, and how many endpoints, may have a series of their own.
 	room int
 
-	// renewed is the moment when everything in the kernel last began at 0. Moments count transactions: what was read since one
-	// may be older than what was written at a later one.
+	// renewed is the moment when everything in the kernel last began at 0. Moments count transactions: what was read since
+	// one may be older than what was written at a later one.
 	renewed uint64
 	// opening says that the next reading is the first of tables that were there before us. It is where we begin to count.
 	opening bool
 
 	ports     map[dataplane.PortName]*port
 	frontends map[dataplane.Key]*frontend
-	// line holds the frontends in the order in which they are read, where there are too many to read all at once; next says whose
-	// turn it is, and gone how many of them are.
+	// line holds the frontends in the order in which they are read, where there are too many to read all at once; next
+	// says whose turn it is, and gone how many of them are.
 	line       []*frontend
 	next, gone int
 	// due are those of which the endpoints are to be read.
 	due []*side
 
-	// shown and shownAt count the Service ports and the endpoints that have a series. Others is what was counted at the ports that
-	// have none.
+	// shown and shownAt count the Service ports and the endpoints that have a series. Others is what was counted at the
+	// ports that have none.
 	shown, shownAt int
 	others         totals
 	rules          ipfamily.Per[[dataplane.NumRefusals]last]
@@ -118,8 +118,8 @@ type side struct {
 	turned uint64
 	read   dataplane.FrontendCount
 	last   last
-	// readAt is when the reading began. If the frontend has turned since, it does not tell which endpoints to read: then they are
-	// late, and due after the next.
+	// readAt is when the reading began. If the frontend has turned since, it does not tell which endpoints to read: then
+	// they are late, and due after the next.
 	readAt uint64
 	late   bool
 	// due says that it is among those whose endpoints are to be read.
@@ -173,8 +173,8 @@ func newLedger(detail Detail, room int) *ledger {
 	return &ledger{detail: detail, room: room, ports: map[dataplane.PortName]*port{}, frontends: map[dataplane.Key]*frontend{}}
 }
 
-// follow takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there is none. Full
-// says that everything began at 0.
+// follow takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there
+// is none. Full says that everything began at 0.
 func (g *ledger) follow(before, after []*dataplane.Service, full bool, moment uint64) {
 	if full {
 		g.renewed, g.opening = moment, false
@@ -416,8 +416,8 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 	g.show(fresh)
 }
 
-// sameElement says whether a reading may be of the same element as the last. That stays while its pool does, however many endpoints
-// there are, but mostly not when the first of them comes or the last goes.
+// sameElement says whether a reading may be of the same element as the last. That stays while its pool does, however
+// many endpoints there are, but mostly not when the first of them comes or the last goes.
 func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 	was := &s.read
 	if c.Pool != was.Pool || c.Uncounted != was.Uncounted || c.Scheduled != was.Scheduled {
@@ -442,8 +442,8 @@ func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
 	g.refused[ipfamily.Of(c.Key.Addr)][refusal] += more
 }
 
-// show gives series to ports that have counted something for the first time, by their names and as long as there is room. What was
-// counted at those without goes to the others; they are asked again when they count more.
+// show gives series to ports that have counted something for the first time, by their names and as long as there is
+// room. What was counted at those without goes to the others; they are asked again when they count more.
 func (g *ledger) show(fresh []*port) {
 	slices.SortFunc(fresh, func(a, b *port) int { return a.name.Compare(b.name) })
 	for _, p := range fresh {

@@ -18,7 +18,8 @@ import (
 
 func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
 
-// fakeKernel counts as the kernel does: in elements, which begin at 0 whenever they are written anew. It also knows the truth.
+// fakeKernel counts as the kernel does: in elements, which begin at 0 whenever they are written anew. It also knows the
+// truth.
 type fakeKernel struct {
 	services  map[snapshot.Name]*dataplane.Service
 	frontends map[dataplane.Counted]*fakeElement
@@ -90,8 +91,8 @@ func (k *fakeKernel) write(services map[snapshot.Name]*dataplane.Service, full b
 	k.frontends, k.slots = want, slots
 }
 
-// element makes a frontend's element, unless it is there already. It is written anew if it leads to another pool, if that gets its
-// first endpoint or loses its last, and if it is counted from now on, or is not any more.
+// element makes a frontend's element, unless it is there already. It is written anew if it leads to another pool, if
+// that gets its first endpoint or loses its last, and if it is counted from now on, or is not any more.
 func (k *fakeKernel) element(want map[dataplane.Counted]*fakeElement, at dataplane.Counted, sp *dataplane.ServicePort,
 	pool *dataplane.Pool,
 ) {
@@ -133,8 +134,8 @@ func placeOf(pool uint32, sticky bool, slot int, ep netip.AddrPort) fakePlace {
 	return fakePlace{Place: dataplane.Place{Pool: pool, Slot: uint32(slot)}}
 }
 
-// assign gives each endpoint a slot as package nft does: it keeps the slot it has; those beyond the end move into the holes, then
-// the new ones.
+// assign gives each endpoint a slot as package nft does: it keeps the slot it has; those beyond the end move into the
+// holes, then the new ones.
 func (k *fakeKernel) assign(id uint32, pool []dataplane.Endpoint) []dataplane.Endpoint {
 	slots, left := make([]dataplane.Endpoint, len(pool)), slices.Clone(pool)
 	take := func(slot int, at netip.AddrPort) {
@@ -361,8 +362,9 @@ func (c *randomCluster) service(n snapshot.Name) *snapshot.Service {
 	return svc
 }
 
-// TestLedgerNeverLies walks at random through transactions, restarts of all counts, connections and readings. What the ledger says
-// never falls, and is never more than the truth; and if everything is read before each transaction it is the truth.
+// TestLedgerNeverLies walks at random through transactions, restarts of all counts, connections and readings. What the
+// ledger says never falls, and is never more than the truth; and if everything is read before each transaction it is
+// the truth.
 func TestLedgerNeverLies(t *testing.T) {
 	for seed := range uint64(100) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) { walk(t, seed) })

@@ -1,5 +1,6 @@
-// Package metrics counts what the proxy does and what the kernel does for it, and shows both to Prometheus: under kube-proxy's names
-// what kube-proxy shows, and under names of our own what it does not. docs/METRICS.md lists all of them.
+// Package metrics counts what the proxy does and what the kernel does for it, and shows both to Prometheus: under
+// kube-proxy's names what kube-proxy shows, and under names of our own what it does not. docs/METRICS.md lists all of
+// them.
 package metrics
 
 import (
@@ -28,8 +29,8 @@ type Metrics struct {
 	own      own
 }
 
-// families are the values of kube-proxy's label ip_family. Both are written in the same transactions, so most of what is counted
-// is counted for both.
+// families are the values of kube-proxy's label ip_family. Both are written in the same transactions, so most of what
+// is counted is counted for both.
 var families = [...]string{"IPv4", "IPv6"}
 
 func familyName(ipv6 bool) string {
@@ -55,7 +56,8 @@ func New(o Options) *Metrics {
 	return m
 }
 
-// Stop waits for a reading of the kernel's counters that is under way, and has no more made: Options.Counters may be closed then.
+// Stop waits for a reading of the kernel's counters that is under way, and has no more made: Options.Counters may be
+// closed then.
 func (m *Metrics) Stop() { m.reader.stop() }
 
 // Sink is where sources put what they see, as package watch has it.
@@ -96,8 +98,8 @@ type behind struct {
 	left []snapshot.Name
 }
 
-// without gives a change without the Services that are not wholly written yet, and with those that were not before. Until they are,
-// they count as what they were.
+// without gives a change without the Services that are not wholly written yet, and with those that were not before.
+// Until they are, they count as what they were.
 func (b *behind) without(change dataplane.Change, left []snapshot.Name) dataplane.Change {
 	change = change.With(dataplane.Change{Services: b.left})
 	b.left = slices.SortedFunc(slices.Values(left), snapshot.Name.Compare)

@@ -26,7 +26,8 @@ var (
 	targetLabels = []string{"instance", "job"}
 )
 
-// query is an expression taken apart: metrics with the labels they are asked by, and all labels that results are grouped by.
+// query is an expression taken apart: metrics with the labels they are asked by, and all labels that results are
+// grouped by.
 type query struct {
 	metrics map[string][]string
 	groups  []string

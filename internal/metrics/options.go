@@ -47,8 +47,8 @@ const DefaultMaxSeries = 5000
 // Options say what is shown. What is nil is left out.
 type Options struct {
 	// Detail says how finely connections are shown, and MaxSeries how many series that may take, of Service ports and of
-	// endpoints; 0 means DefaultMaxSeries. Only what has counted something has a series. Service ports that find no room are
-	// added up under the name "_others"; endpoints that find none are left out.
+	// endpoints; 0 means DefaultMaxSeries. Only what has counted something has a series. Service ports that find no room
+	// are added up under the name "_others"; endpoints that find none are left out.
 	Detail    Detail
 	MaxSeries int
 	// Version is that of this program.
@@ -104,12 +104,13 @@ const AffinitySet = "affinity"
 
 // Counters reads what the kernel counts. Its methods are called one at a time.
 type Counters interface {
-	// AllFrontends reads the counts of all frontends at once, which for many is slow. One may be missing, or be there twice.
+	// AllFrontends reads the counts of all frontends at once, which for many is slow. One may be missing, or be there
+	// twice.
 	AllFrontends(do func(dataplane.FrontendCount)) error
 	// Frontends reads those of some.
 	Frontends(at []dataplane.Counted, do func(dataplane.FrontendCount)) error
-	// Endpoints reads those of the endpoints of some frontends, as they were read before. Members gives the endpoints that one with
-	// session affinity may have.
+	// Endpoints reads those of the endpoints of some frontends, as they were read before. Members gives the endpoints that
+	// one with session affinity may have.
 	Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort, do func(dataplane.EndpointCount)) error
 	// Refused reads how many packets were turned away by no frontend.
 	Refused() ([]dataplane.RefusedCount, error)

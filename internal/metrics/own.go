@@ -26,7 +26,8 @@ type own struct {
 // phases are those of a transaction.
 var phases = [...]string{"policy", "plan", "encode", "commit"}
 
-// phaseBuckets are 10 µs to 10 s: a change of one endpoint takes some 20 µs, the first transaction of a large cluster seconds.
+// phaseBuckets are 10 µs to 10 s: a change of one endpoint takes some 20 µs, the first transaction of a large cluster
+// seconds.
 func phaseBuckets() []float64 { return prometheus.ExponentialBuckets(1e-5, 4, 11) }
 
 func (w *own) register(registry prometheus.Registerer, o *Options) {

@@ -196,8 +196,8 @@ func TestFailedReadings(t *testing.T) {
 	}
 }
 
-// TestOpeningReading: what a former process's tables have counted is not ours, even if the first reading fails; what comes after it
-// is.
+// TestOpeningReading: what a former process's tables have counted is not ours, even if the first reading fails; what
+// comes after it is.
 func TestOpeningReading(t *testing.T) {
 	k := &slowKernel{newFakeKernel(), 0}
 	o := Options{Detail: PerEndpoint, Counters: k, MaxSeries: 100}
@@ -234,8 +234,8 @@ func TestOpeningReading(t *testing.T) {
 	}
 }
 
-// TestWrittenInParts: the first state may take several transactions. Of new tables all is ours that was counted; of tables that were
-// there before us nothing is, whenever their Services come to be known.
+// TestWrittenInParts: the first state may take several transactions. Of new tables all is ours that was counted; of
+// tables that were there before us nothing is, whenever their Services come to be known.
 func TestWrittenInParts(t *testing.T) {
 	for _, full := range []bool{true, false} {
 		k := &slowKernel{newFakeKernel(), 0}

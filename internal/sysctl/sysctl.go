@@ -36,11 +36,12 @@ type Written struct {
 	Before, Now int
 }
 
-// Host is where the parameters are: a directory that stands for the root of the file system. Tests have one of their own.
+// Host is where the parameters are: a directory that stands for the root of the file system. Tests have one of their
+// own.
 type Host struct{ Root string }
 
-// Apply sets parameters, and says which of them it changed. An error with one does not keep it from the others; it names the
-// parameter, and wraps fs.ErrNotExist where the kernel has none such yet: most come with a module.
+// Apply sets parameters, and says which of them it changed. An error with one does not keep it from the others; it
+// names the parameter, and wraps fs.ErrNotExist where the kernel has none such yet: most come with a module.
 func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
 	for _, s := range settings {
 		before, err := h.read(s.Path)
@@ -108,8 +109,8 @@ func pathless(err error) error {
 	return err
 }
 
-// CPUs gives how many CPUs the host has online. A container may be confined to fewer, which is what Go counts; conntrack's table
-// is the host's.
+// CPUs gives how many CPUs the host has online. A container may be confined to fewer, which is what Go counts;
+// conntrack's table is the host's.
 func (h Host) CPUs() int {
 	text, err := os.ReadFile(h.file("sys/devices/system/cpu/online"))
 	if err == nil {
@@ -138,7 +139,8 @@ func countList(list string) int {
 	return n
 }
 
-// PossibleCPUs gives how many processors this kernel is prepared for, there or not: it keeps a counter for each of them.
+// PossibleCPUs gives how many processors this kernel is prepared for, there or not: it keeps a counter for each of
+// them.
 func PossibleCPUs() (int, error) {
 	const path = "/sys/devices/system/cpu/possible"
 	text, err := os.ReadFile(path)

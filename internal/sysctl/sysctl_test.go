@@ -32,7 +32,8 @@ func (h Host) text(t *testing.T, path string) string {
 	return string(b)
 }
 
-// TestApply: what differs is written, a limit is not lowered, and one that is missing keeps nothing else from being set.
+// TestApply: what differs is written, a limit is not lowered, and one that is missing keeps nothing else from being
+// set.
 func TestApply(t *testing.T) {
 	h := host(t, map[string]string{"proc/sys/a/low": "1\n", "proc/sys/a/high": "9\n", "proc/sys/a/same": "5\n", "proc/sys/a/lower": "9\n",
 		"proc/sys/a/word": "many\n", "sys/module/m/parameters/p": "1\n"})

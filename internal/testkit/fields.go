@@ -13,7 +13,8 @@ import (
 
 // Compares tests a function that compares two values field by field: it must find them the same when they are, and
 // different as soon as one field differs, however deep it lies. The fields in except are those that the function leaves
-// out on purpose, with all that is in them: "Triggered", "Ports[].Pool". A field that is compared must not be named there.
+// out on purpose, with all that is in them: "Triggered", "Ports[].Pool". A field that is compared must not be named
+// there.
 func Compares[T any](t testing.TB, same func(a, b *T) bool, except ...string) {
 	t.Helper()
 	if a, b := Filled[T](), Filled[T](); !same(a, b) {

@@ -39,7 +39,8 @@ func TestEachField(t *testing.T) {
 	}
 }
 
-// TestCompares: a field that is forgotten, one that is compared though it is an exception, and a wrong exception are told.
+// TestCompares: a field that is forgotten, one that is compared though it is an exception, and a wrong exception are
+// told.
 func TestCompares(t *testing.T) {
 	r := &recorder{TB: t}
 	Compares(r, func(a, b *inner) bool { return a.A == b.A }, "A", "gone")

@@ -8,9 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Adopt has the model believe that a family's tables hold what iptables-save printed of them. It comes before the first Plan, or
-// before one that names Globals after others have written: that writes what differs, and what is ours and not asked for goes. A
-// chain with the name of one of ours is ours, whoever wrote it, so that kube-proxy's are taken over.
+// Adopt has the model believe that a family's tables hold what iptables-save printed of them. It comes before the first
+// Plan, or before one that names Globals after others have written: that writes what differs, and what is ours and not
+// asked for goes. A chain with the name of one of ours is ours, whoever wrote it, so that kube-proxy's are taken over.
 func (m *Model) Adopt(f ipfamily.Family, saved *Saved) {
 	fm := newFamily(f)
 	if was := m.families[f]; was.services != nil {
@@ -74,9 +74,10 @@ func (s *Saved) referred(t Table) map[tableChain]bool {
 	return out
 }
 
-// RemovalText gives what iptables-restore --noflush has to be told to take all out that is ours, and kube-proxy's, of what
-// iptables-save printed; nil if there is nothing. What rules of others lead to stays: KUBE-MARK-MASQ and KUBE-POSTROUTING as they are,
-// other chains empty. KUBE-FIREWALL stays, which is the kubelet's as well, and protects the host while its loopback range is routed.
+// RemovalText gives what iptables-restore --noflush has to be told to take all out that is ours, and kube-proxy's, of
+// what iptables-save printed; nil if there is nothing. What rules of others lead to stays: KUBE-MARK-MASQ and
+// KUBE-POSTROUTING as they are, other chains empty. KUBE-FIREWALL stays, which is the kubelet's as well, and protects
+// the host while its loopback range is routed.
 func RemovalText(saved *Saved) []byte {
 	w := textWriter{}
 	for _, t := range Tables {

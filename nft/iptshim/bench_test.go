@@ -91,7 +91,8 @@ func steps(variant string) int {
 	return 0
 }
 
-// BenchmarkRestore writes clusters with ten endpoints a Service by real programs: all of it, then one endpoint after the other.
+// BenchmarkRestore writes clusters with ten endpoints a Service by real programs: all of it, then one endpoint after
+// the other.
 func BenchmarkRestore(b *testing.B) {
 	for _, variant := range variants {
 		for _, n := range []int{1000, 5000, 10000} {
@@ -115,7 +116,8 @@ func BenchmarkRestore(b *testing.B) {
 	}
 }
 
-// childrenCPU is the time that programs we ran have spent on the processors, which says more than the clock on a machine that has other work.
+// childrenCPU is the time that programs we ran have spent on the processors, which says more than the clock on a
+// machine that has other work.
 func childrenCPU() time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_CHILDREN, &u); err != nil {

@@ -37,8 +37,9 @@ func (d Difference) String() string {
 	return sign + d.Family.String() + " " + string(d.Table) + " " + line
 }
 
-// Differences says in what the tables of a family, as iptables-save printed them, differ from what was planned. Comments in the chains
-// of service ports make none, since large clusters have no such, nor does the order of rules in KUBE-SERVICES and other lists.
+// Differences says in what the tables of a family, as iptables-save printed them, differ from what was planned.
+// Comments in the chains of service ports make none, since large clusters have no such, nor does the order of rules in
+// KUBE-SERVICES and other lists.
 func (m *Model) Differences(f ipfamily.Family, saved *Saved) []Difference {
 	fresh := New(m.options)
 	txn := fresh.Plan(&m.state, dataplane.Change{})

@@ -10,8 +10,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestSavedEqualsModel restores the texts of random clusters and their changes with real programs: what these save then is what the
-// model believes, and a restart writes nothing. In the end all of it is removed.
+// TestSavedEqualsModel restores the texts of random clusters and their changes with real programs: what these save then
+// is what the model believes, and a restart writes nothing. In the end all of it is removed.
 func TestSavedEqualsModel(t *testing.T) {
 	for _, variant := range variants {
 		for _, f := range ipfamily.All {

@@ -1,6 +1,7 @@
-// Package iptshim prints Services as iptables rules, for hosts where only iptables works: with the chains, comments and marks that
-// kube-proxy has in its iptables mode, so that whoever knows those finds them. It decides which lines have to be written, reads
-// what iptables-save says, and follows packets through it; it runs no program and touches no socket.
+// Package iptshim prints Services as iptables rules, for hosts where only iptables works: with the chains, comments and
+// marks that kube-proxy has in its iptables mode, so that whoever knows those finds them. It decides which lines have
+// to be written, reads what iptables-save says, and follows packets through it; it runs no program and touches no
+// socket.
 package iptshim
 
 import (
@@ -20,15 +21,16 @@ type Options struct {
 	MasqueradeMark uint32
 	// Dispatch is how packets find their Service.
 	Dispatch Dispatch
-	// KeepInvalid leaves packets alone that belong to no connection. They are dropped otherwise, where the node forwards them: set it
-	// where nf_conntrack_tcp_be_liberal is set.
+	// KeepInvalid leaves packets alone that belong to no connection. They are dropped otherwise, where the node forwards
+	// them: set it where nf_conntrack_tcp_be_liberal is set.
 	KeepInvalid bool
-	// Comments are written in all chains even with more than 1,000 endpoints, where kube-proxy and we leave them out in the chains of
-	// single service ports.
+	// Comments are written in all chains even with more than 1,000 endpoints, where kube-proxy and we leave them out in
+	// the chains of single service ports.
 	Comments bool
-	// Step is after how many lines a long text has a COMMIT; 0 means only at the end of each table. The legacy variant wants 0: it writes the
-	// whole table at each. The nft variant, at least up to 1.8.9, compares each line with the names of all chains since the last one, so that
-	// its time grows by the square of Step: StepNFT is good for it. Every step leaves Services whole.
+	// Step is after how many lines a long text has a COMMIT; 0 means only at the end of each table. The legacy variant
+	// wants 0: it writes the whole table at each. The nft variant, at least up to 1.8.9, compares each line with the names
+	// of all chains since the last one, so that its time grows by the square of Step: StepNFT is good for it. Every step
+	// leaves Services whole.
 	Step int
 }
 
@@ -48,8 +50,8 @@ func (o *Options) mark() uint32 {
 // manyEndpoints is from how many on the chains of service ports have no comments.
 const manyEndpoints = 1000
 
-// Model is what the kernel holds, as far as all that was planned has been written. A new one takes it that the kernel holds nothing:
-// if it may hold something, Adopt comes before the first Plan. It is not safe for concurrent use.
+// Model is what the kernel holds, as far as all that was planned has been written. A new one takes it that the kernel
+// holds nothing: if it may hold something, Adopt comes before the first Plan. It is not safe for concurrent use.
 type Model struct {
 	options  Options
 	filled   bool
@@ -61,14 +63,15 @@ type Model struct {
 type familyModel struct {
 	family    ipfamily.Family
 	structure structure
-	// held are the digests of all chains of ours. Jumps says which are there, by their index, and referred names chains that rules of others lead
-	// to, which cannot be deleted.
+	// held are the digests of all chains of ours. Jumps says which are there, by their index, and referred names chains
+	// that rules of others lead to, which cannot be deleted.
 	held     [len(Tables)]map[string]uint64
 	jumps    map[int]bool
 	referred map[tableChain]bool
 	services map[snapshot.Name]*service
 	lists    [numLists]*list
-	// nodePorts counts the node ports that each address has. Endpoints counts chains of endpoints, outside cluster IPs in no ServiceCIDR.
+	// nodePorts counts the node ports that each address has. Endpoints counts chains of endpoints, outside cluster IPs in
+	// no ServiceCIDR.
 	nodePorts          map[netip.Addr]int
 	endpoints, outside int
 }
@@ -110,8 +113,9 @@ func (t Table) index() int { return slices.Index(Tables[:], t) }
 // Filled says whether anything was ever planned.
 func (m *Model) Filled() bool { return m.filled }
 
-// Plan gives the texts that take the kernel to a state, and moves the model there; Revert takes it back. The change says which
-// Services may differ from the state planned before. All are looked at the first time, and whenever it names Globals.
+// Plan gives the texts that take the kernel to a state, and moves the model there; Revert takes it back. The change
+// says which Services may differ from the state planned before. All are looked at the first time, and whenever it names
+// Globals.
 func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 	t := &Txn{}
 	if all := !m.filled || change.Globals; all {
@@ -249,8 +253,8 @@ func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.N
 	t.brief, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
 }
 
-// count follows the node port addresses and the cluster IPs outside of the changed Services. If the addresses are others now,
-// moved is true, and every Service with node ports is named with those that changed.
+// count follows the node port addresses and the cluster IPs outside of the changed Services. If the addresses are
+// others now, moved is true, and every Service with node ports is named with those that changed.
 func (fm *familyModel) count(s *dataplane.State, names []snapshot.Name, undo *[]func()) (all []snapshot.Name, moved bool) {
 	before, outside := maps.Clone(fm.nodePorts), fm.outside
 	*undo = append(*undo, func() { fm.nodePorts, fm.outside = before, outside })

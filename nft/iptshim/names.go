@@ -36,8 +36,8 @@ const (
 	clusterIPsChain  = "KUBE-CLUSTER-IPS"
 )
 
-// The beginnings of the chains that there are many of. kube-proxy removes all in table nat that begin so and are none of its own:
-// with them the branches of our trees, which is why these have no beginning of their own there.
+// The beginnings of the chains that there are many of. kube-proxy removes all in table nat that begin so and are none
+// of its own: with them the branches of our trees, which is why these have no beginning of their own there.
 const (
 	svcPrefix        = "KUBE-SVC-"
 	svlPrefix        = "KUBE-SVL-"
@@ -66,7 +66,8 @@ func endpointChain(n dataplane.PortName, ep netip.AddrPort) string {
 	return sepPrefix + hash(n.String()+n.Protocol.String()+ep.String())
 }
 
-// isOurs says whether a chain of a table has a name that only Verdict and kube-proxy use. KUBE-FIREWALL is the kubelet's, too.
+// isOurs says whether a chain of a table has a name that only Verdict and kube-proxy use. KUBE-FIREWALL is the
+// kubelet's, too.
 func isOurs(t Table, chain string) bool {
 	switch chain {
 	case canaryChain:

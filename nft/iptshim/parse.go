@@ -28,8 +28,8 @@ type savedRule struct {
 	line  string
 }
 
-// Parse reads what iptables-save printed for a family. What is said of several tables, also in several texts one after the other, is
-// put together; tables in which we have no chains are passed over. The error names the line.
+// Parse reads what iptables-save printed for a family. What is said of several tables, also in several texts one after
+// the other, is put together; tables in which we have no chains are passed over. The error names the line.
 func Parse(text []byte) (*Saved, error) {
 	s := &Saved{tables: map[Table]*savedTable{}}
 	var t *savedTable
@@ -134,7 +134,8 @@ func split(s string) (words []string, err error) {
 	}
 }
 
-// rule puts a rule in the form that we write it in, whoever wrote it: what it is for first, then the comment, then the matches in their order.
+// rule puts a rule in the form that we write it in, whoever wrote it: what it is for first, then the comment, then the
+// matches in their order.
 func (r *savedRule) rule() rule {
 	var head [5]string
 	var out rule
@@ -163,7 +164,8 @@ func (r *savedRule) rule() rule {
 	return out
 }
 
-// canonical gives a rule as one that was read is given. Only in jumps the comment has another place, which kube-proxy looks for.
+// canonical gives a rule as one that was read is given. Only in jumps the comment has another place, which kube-proxy
+// looks for.
 func (r *rule) canonical() rule {
 	words, err := split(r.text())
 	if err != nil {

@@ -224,8 +224,8 @@ func firstDifference(a, b string) string {
 	return fmt.Sprintf("%d lines, not %d", len(x), len(y))
 }
 
-// TestManyEndpoints says that the chains of service ports have no comments in a large cluster, and that it makes no difference to a
-// restart whether they have.
+// TestManyEndpoints says that the chains of service ports have no comments in a large cluster, and that it makes no
+// difference to a restart whether they have.
 func TestManyEndpoints(t *testing.T) {
 	st, _ := dataplane.Compute(configs[0], large(101, 10))
 	brief, wordy := New(Options{}), New(Options{Comments: true})

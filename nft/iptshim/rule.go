@@ -39,8 +39,9 @@ type chain struct {
 	owner snapshot.Name
 }
 
-// bare says whether the comments of a chain's rules say no more than its name does. They are left out in large clusters, and where
-// they alone differ nothing is written. The branches of trees hold rows as KUBE-SERVICES does, and have names without a hash.
+// bare says whether the comments of a chain's rules say no more than its name does. They are left out in large
+// clusters, and where they alone differ nothing is written. The branches of trees hold rows as KUBE-SERVICES does, and
+// have names without a hash.
 func bare(t Table, name string) bool {
 	if t != NAT || !isServiceChain(name) || len(name) <= hashLen {
 		return false
@@ -52,7 +53,8 @@ func bare(t Table, name string) bool {
 // maxComment is how long a comment may be.
 const maxComment = 255
 
-// comment makes a text fit to stand between quotation marks. Names of objects have nothing in them that it would change.
+// comment makes a text fit to stand between quotation marks. Names of objects have nothing in them that it would
+// change.
 func comment(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' || r == '"' || r == '\\' {

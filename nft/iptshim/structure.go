@@ -99,7 +99,8 @@ func (o *Options) forward(mark string) []rule {
 		rule{comment: "kubernetes forwarding conntrack rule", after: " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"})
 }
 
-// tails gives the rules that stand after the rows of each list. Outside says that some cluster IP is in none of the ServiceCIDRs.
+// tails gives the rules that stand after the rows of each list. Outside says that some cluster IP is in none of the
+// ServiceCIDRs.
 func (s structure) tails(nodePorts map[netip.Addr]int, outside bool) (tails [numLists][]rule) {
 	const last = "kubernetes service nodeports; NOTE: this must be the last rule in this chain"
 	for _, a := range sorted(nodePorts) {

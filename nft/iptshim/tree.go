@@ -15,8 +15,8 @@ import (
 type Dispatch uint8
 
 const (
-	// Tree has chains for ranges of addresses, and of ports, under KUBE-SERVICES and KUBE-NODEPORTS: a packet passes some tens of
-	// rules among 10,000 Services. As long as there are but a few, it is a list.
+	// Tree has chains for ranges of addresses, and of ports, under KUBE-SERVICES and KUBE-NODEPORTS: a packet passes some
+	// tens of rules among 10,000 Services. As long as there are but a few, it is a list.
 	Tree Dispatch = iota
 	// List is what kube-proxy has: every packet that begins a connection passes one row after the other.
 	List
@@ -87,8 +87,8 @@ func (l *list) addrBits() int {
 	return l.family.Bits()
 }
 
-// divide splits rows, all of them in one chain, into those of its branches. Within each the rows have more in common. It gives nil
-// where they cannot be told apart any more.
+// divide splits rows, all of them in one chain, into those of its branches. Within each the rows have more in common.
+// It gives nil where they cannot be told apart any more.
 func (l *list) divide(rows []row) (parts [][]row, spans []span) {
 	first, last := rows[0].key, rows[len(rows)-1].key
 	at, addr, all := commonBits(first, last), l.addrBits(), 8*len(first)
@@ -153,7 +153,8 @@ func ports(s span, addrBits int) (low, high int) {
 	return low, low + 1<<free - 1
 }
 
-// branch names the chain of a span: by the span if that is short enough, else by a hash, which no chain of a Service has.
+// branch names the chain of a span: by the span if that is short enough, else by a hash, which no chain of a Service
+// has.
 func (l *list) branch(s span) string {
 	addr, prefix := l.addrBits(), listSpecs[l.id].branch
 	full := ""

@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Txn is what has to be written to take the kernel from what it holds to what it should hold: a text for each family, which
-// iptables-restore --noflush takes in one call. Each table in it is one transaction of the kernel.
+// Txn is what has to be written to take the kernel from what it holds to what it should hold: a text for each family,
+// which iptables-restore --noflush takes in one call. Each table in it is one transaction of the kernel.
 type Txn struct {
 	families ipfamily.Per[familyTxn]
 	undo     []func()
@@ -49,16 +49,16 @@ func (t *Txn) Counts() (chains, deleted, rules int) {
 	return chains, deleted, rules
 }
 
-// Text gives what iptables-restore --noflush has to be told for IPv4, or ip6tables-restore for IPv6; nil if there is nothing. If that
-// fails, some of it may be in: then Adopt has to be told what is there.
+// Text gives what iptables-restore --noflush has to be told for IPv4, or ip6tables-restore for IPv6; nil if there is
+// nothing. If that fails, some of it may be in: then Adopt has to be told what is there.
 func (t *Txn) Text(f ipfamily.Family) []byte {
 	w := textWriter{}
 	w.family(&t.families[f])
 	return w.text
 }
 
-// Blame gives the Services that asked for what stands in a line of Text, counted from 1: none for lines that are nobody's, such as
-// COMMIT, several where a chain belongs to several.
+// Blame gives the Services that asked for what stands in a line of Text, counted from 1: none for lines that are
+// nobody's, such as COMMIT, several where a chain belongs to several.
 func (t *Txn) Blame(f ipfamily.Family, line int) []snapshot.Name {
 	w := textWriter{owners: []snapshot.Name{}}
 	w.family(&t.families[f])
@@ -117,8 +117,8 @@ func (w *textWriter) family(t *familyTxn) {
 	}
 }
 
-// table writes a table's part: all at once, or in steps if it is long. What rules lead to is written before them, and what nothing leads
-// to any more is deleted in the end, so that each step leaves Services whole.
+// table writes a table's part: all at once, or in steps if it is long. What rules lead to is written before them, and
+// what nothing leads to any more is deleted in the end, so that each step leaves Services whole.
 func (w *textWriter) table(t *familyTxn, table Table) {
 	var added []int
 	for _, i := range t.jumps {
@@ -187,8 +187,8 @@ func (t *familyTxn) branches(table Table) (out []chain) {
 	return out
 }
 
-// block writes what is one transaction of the kernel, the chains from the last name to the first: the legacy variant's programs keep
-// chains in a sorted list, of which they go through less that way (docs/decisions/0012-iptables.md).
+// block writes what is one transaction of the kernel, the chains from the last name to the first: the legacy variant's
+// programs keep chains in a sorted list, of which they go through less that way (docs/decisions/0012-iptables.md).
 func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []string, added []int) {
 	if len(writes)+len(drops)+len(added) == 0 {
 		return
@@ -232,7 +232,8 @@ func (t *familyTxn) of(table Table) (out []chain) {
 	return out
 }
 
-// dropped gives the chains of a table that are deleted: the branches of trees, then others, each before those that its rules led to.
+// dropped gives the chains of a table that are deleted: the branches of trees, then others, each before those that its
+// rules led to.
 func (t *familyTxn) dropped(table Table) (out []string) {
 	for _, d := range t.drops {
 		if d.table == table {

@@ -20,20 +20,20 @@ type Packet = nft.Packet
 type Host struct {
 	// Here says which addresses are this node's own. Loopback addresses are in any case.
 	Here func(netip.Addr) bool
-	// Recent says whether a list of xt_recent, such as "KUBE-SEP-...", holds a sender who was seen within that time; nil means that nobody
-	// is remembered.
+	// Recent says whether a list of xt_recent, such as "KUBE-SEP-...", holds a sender who was seen within that time; nil
+	// means that nobody is remembered.
 	Recent func(list string, sender netip.Addr, within time.Duration) bool
 }
 
 // Walk is the way of a packet through the rules.
 type Walk struct {
-	// Steps are the rules that looked at the packet until it had a destination, or none, in their order. Where it is left to chance which
-	// of several endpoints it has, those before the choice and all that are asked for one.
+	// Steps are the rules that looked at the packet until it had a destination, or none, in their order. Where it is left
+	// to chance which of several endpoints it has, those before the choice and all that are asked for one.
 	Steps []Step
 	// Endings are what can become of it; their chances add up to 1.
 	Endings []Ending
-	// Unclear says of rules that the packet met what they do is not known, since others wrote them. They are taken for rules that do not
-	// match.
+	// Unclear says of rules that the packet met what they do is not known, since others wrote them. They are taken for
+	// rules that do not match.
 	Unclear []string
 }
 
@@ -58,8 +58,8 @@ type Ending struct {
 	Endpoint netip.AddrPort
 	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
 	Masquerade, Hairpin bool
-	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not. List is the name under which
-	// xt_recent remembers it, and Remembered says that it did so, and chose.
+	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not. List is the name
+	// under which xt_recent remembers it, and Remembered says that it did so, and chose.
 	Remember   time.Duration
 	List       string
 	Remembered bool
@@ -67,8 +67,8 @@ type Ending struct {
 	Rule Step
 }
 
-// Walk follows a packet through the rules of its family as the kernel would: through table nat, and what is not translated there
-// through table filter. Of the chains that are iptables' own only the jumps to ours count.
+// Walk follows a packet through the rules of its family as the kernel would: through table nat, and what is not
+// translated there through table filter. Of the chains that are iptables' own only the jumps to ours count.
 func (s *Saved) Walk(p Packet, h Host) (*Walk, error) {
 	w := &walker{saved: s, host: h, walk: &Walk{}, within: map[string]time.Duration{}}
 	hook := "PREROUTING"

@@ -13,7 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestWalkAgreesWithExplain sends random packets through the rules of random clusters: their way must be what the policy says.
+// TestWalkAgreesWithExplain sends random packets through the rules of random clusters: their way must be what the
+// policy says.
 func TestWalkAgreesWithExplain(t *testing.T) {
 	causes, n := map[dataplane.Cause]int{}, 0
 	for seed := range uint64(60) {

@@ -66,8 +66,8 @@ func (ch *choice) reason(c *candidate) Reason {
 	return TakenReady
 }
 
-// clusterChoice is that of the cluster set. Falling back to endpoints that terminate knows no topology, and hints are never
-// followed to an empty set: it happens only when no endpoint is ready anywhere.
+// clusterChoice is that of the cluster set. Falling back to endpoints that terminate knows no topology, and hints are
+// never followed to an empty set: it happens only when no endpoint is ready anywhere.
 func (b *builder) clusterChoice() choice {
 	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() }) {
 		return choice{draining: true}
@@ -81,8 +81,9 @@ func (b *builder) localChoice() choice {
 	return choice{local: true, draining: !ready}
 }
 
-// hints gives the choice the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since a
-// half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come first.
+// hints gives the choice the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since
+// a half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come
+// first.
 func (b *builder) hints() choice {
 	node, zone := b.host.nodeName, b.host.zone
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false

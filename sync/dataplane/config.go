@@ -12,8 +12,8 @@ type Config struct {
 	DetectLocal DetectLocal
 	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
-	// NodePortAddresses are the ranges whose addresses on this host answer on node ports; a family without a range has no node
-	// ports. The zero Prefix is a range that holds nothing.
+	// NodePortAddresses are the ranges whose addresses on this host answer on node ports; a family without a range has no
+	// node ports. The zero Prefix is a range that holds nothing.
 	NodePortAddresses []netip.Prefix
 	// NodePortPrimary adds the node's primary addresses: the Node object's first of each family that is on this host. With
 	// neither this nor a range, node ports answer at the primary addresses and on 127.0.0.1.
@@ -26,7 +26,8 @@ type Config struct {
 	IPVS IPVS
 }
 
-// AnswersLocalhost says whether IPv4 node ports answer on 127.0.0.1, for which the host has to route its loopback range.
+// AnswersLocalhost says whether IPv4 node ports answer on 127.0.0.1, for which the host has to route its loopback
+// range.
 func (c Config) AnswersLocalhost() bool { return localhostNodePorts(c) }
 
 // DetectLocal is kube-proxy's detectLocalMode with its argument.

@@ -111,7 +111,8 @@ func (cs contests) sorted() []Contest {
 
 // claims remembers who claims which Key. A Key is in at most one of the first two maps.
 type claims struct {
-	// only holds the Service with the only claim. It must have got its Key, so that its Frontend tells the rest of the claim.
+	// only holds the Service with the only claim. It must have got its Key, so that its Frontend tells the rest of the
+	// claim.
 	only map[Key]snapshot.Name
 	// contested holds the claims where there are several, sorted: the first one wins. Lists are replaced, never changed.
 	// Amid an update there may be one left.
@@ -200,8 +201,8 @@ func newConflicts(k Key, before, now []Claim) (found []Conflict) {
 	return found
 }
 
-// keepWon takes the frontends out that do not get their Key, then ports without frontends. It changes the Service, which
-// nobody else may hold yet, and gives nil if nothing is left of it.
+// keepWon takes the frontends out that do not get their Key, then ports without frontends. It changes the Service,
+// which nobody else may hold yet, and gives nil if nothing is left of it.
 func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key) {
 	if s == nil {
 		return nil, nil

@@ -14,8 +14,8 @@ type Counted struct {
 // FrontendCount is what was counted at a frontend.
 type FrontendCount struct {
 	Counted
-	// Endpoints is of how many endpoints one was chosen. If it is 0 and not Scheduled, nobody answered, and Empty is what happened
-	// to the packet.
+	// Endpoints is of how many endpoints one was chosen. If it is 0 and not Scheduled, nobody answered, and Empty is what
+	// happened to the packet.
 	Endpoints int
 	Empty     Verdict
 	// Scheduled says that the packet was left to IPVS.
@@ -26,9 +26,9 @@ type FrontendCount struct {
 	Pool uint32
 	// Uncounted says that nothing is counted here, since counters would take too much memory. Packets is 0 then.
 	Uncounted bool
-	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes the
-	// frontend anew, as it does if another Pool or nobody answers now, or nobody did; for the latter, ports with more than
-	// MostCountedAnew frontends are not written.
+	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes
+	// the frontend anew, as it does if another Pool or nobody answers now, or nobody did; for the latter, ports with more
+	// than MostCountedAnew frontends are not written.
 	Packets uint64
 }
 
@@ -44,11 +44,13 @@ type EndpointCount struct {
 	Endpoint netip.AddrPort
 	// Place tells this count from others of the same endpoint.
 	Place Place
-	// Packets counts new connections, at all frontends of the pool. It begins at 0 whenever the backend writes the place anew.
+	// Packets counts new connections, at all frontends of the pool. It begins at 0 whenever the backend writes the place
+	// anew.
 	Packets uint64
 }
 
-// Place is where an endpoint is counted: a slot of a pool or, if it is Sticky, as a member of one that remembers its clients.
+// Place is where an endpoint is counted: a slot of a pool or, if it is Sticky, as a member of one that remembers its
+// clients.
 type Place struct {
 	Pool, Slot uint32
 	Sticky     bool

@@ -40,7 +40,8 @@ func TestSetGlobals(t *testing.T) {
 	}
 }
 
-// TestThen: no field of either Receipt is forgotten when two are added up. What was left by the first, the second has done.
+// TestThen: no field of either Receipt is forgotten when two are added up. What was left by the first, the second has
+// done.
 func TestThen(t *testing.T) {
 	other := Receipt{Adopted: true}
 	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(other.Then(*a), other.Then(*b)) })

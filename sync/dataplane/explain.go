@@ -24,7 +24,8 @@ type Origin struct {
 	Node, Pod bool
 	// Pods is what tells pods from others in the packet's family.
 	Pods Pods
-	// Guess, if valid, is a range of this Node's pods that holds the sender, which stands in for the interface that would tell.
+	// Guess, if valid, is a range of this Node's pods that holds the sender, which stands in for the interface that would
+	// tell.
 	Guess netip.Prefix
 }
 
@@ -68,8 +69,8 @@ const (
 	Unallocated
 	// SourceRefused: the sender is in none of the source ranges. Dropped.
 	SourceRefused
-	// FromOutsideToLoopback: it claims to go to this host's loopback range, and comes in from elsewhere. Dropped, while node ports
-	// answer at 127.0.0.1; at other times the kernel does that itself.
+	// FromOutsideToLoopback: it claims to go to this host's loopback range, and comes in from elsewhere. Dropped, while
+	// node ports answer at 127.0.0.1; at other times the kernel does that itself.
 	FromOutsideToLoopback
 	// FrontendScheduled: a Service answers, by an endpoint that IPVS chooses. Scheduled.
 	FrontendScheduled
@@ -99,16 +100,18 @@ type Explanation struct {
 	Claims []Claim
 	// Source is the source range that lets the sender in, if the frontend has any.
 	Source netip.Prefix
-	// Row is the index of the Frontend's route that decides. Local says of each route whether it leads to the endpoints on this node.
+	// Row is the index of the Frontend's route that decides. Local says of each route whether it leads to the endpoints on
+	// this node.
 	Row   int
 	Local []bool
-	// Endpoints are all that the slices mention for the port in this family, sorted by address; Absent the slices that lend none.
+	// Endpoints are all that the slices mention for the port in this family, sorted by address; Absent the slices that
+	// lend none.
 	Endpoints []Considered
 	Absent    []Absent
 	// Zone is the node's.
 	Zone string
-	// Near are frontends that one may have meant, where none was found: those at the same address, and the node port of that number
-	// at others. Unserved are Services that name the address though it is not theirs in this family.
+	// Near are frontends that one may have meant, where none was found: those at the same address, and the node port of
+	// that number at others. Unserved are Services that name the address though it is not theirs in this family.
 	Near     []Claimed
 	Unserved []snapshot.Name
 	// CIDR is the ServiceCIDR that holds an Unallocated address.
@@ -142,8 +145,8 @@ const (
 	SeesNode
 	// SeesNodeHairpin is one of this node's, since the endpoint reaches itself.
 	SeesNodeHairpin
-	// SeesClientHere is the sender's own though the row asks for this node's: the endpoint's address is this node's own, and packets
-	// are masqueraded only on their way out.
+	// SeesClientHere is the sender's own though the row asks for this node's: the endpoint's address is this node's own,
+	// and packets are masqueraded only on their way out.
 	SeesClientHere
 )
 
@@ -159,7 +162,8 @@ type Absent struct {
 	Slice string
 	// Endpoints is how many it has.
 	Endpoints int
-	// Ports are those it has, if the port's name and protocol are not among them; else the endpoints are of the other family.
+	// Ports are those it has, if the port's name and protocol are not among them; else the endpoints are of the other
+	// family.
 	Ports []snapshot.SlicePort
 	// OtherFamily says so.
 	OtherFamily bool
@@ -194,8 +198,8 @@ type explainer struct {
 	allocated bool
 }
 
-// origin tells where the packet comes from. Of a packet from elsewhere it may not be known by which interface it comes in: then the
-// Node's pod ranges stand in for it.
+// origin tells where the packet comes from. Of a packet from elsewhere it may not be known by which interface it comes
+// in: then the Node's pod ranges stand in for it.
 func (e *explainer) origin() Origin {
 	q := &e.x.Question
 	o := Origin{Pods: e.host.pods[ipfamily.Of(q.Key.Addr)]}
@@ -344,7 +348,8 @@ func (f *Frontend) row(o Origin) int {
 	})
 }
 
-// endpoints goes through all that the Service's slices mention, as pools does, and asks of each why it is in the pool or not.
+// endpoints goes through all that the Service's slices mention, as pools does, and asks of each why it is in the pool
+// or not.
 func (e *explainer) endpoints() {
 	x := e.x
 	name, f := x.Port.Name, ipfamily.Of(x.Frontend.Key.Addr)

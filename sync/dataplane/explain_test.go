@@ -234,7 +234,8 @@ func TestExplainNear(t *testing.T) {
 	}
 }
 
-// TestExplainGuess: where interfaces tell pods from others and the interface is not known, the Node's pod ranges stand in.
+// TestExplainGuess: where interfaces tell pods from others and the interface is not known, the Node's pod ranges stand
+// in.
 func TestExplainGuess(t *testing.T) {
 	s := snapshot.New()
 	put(s, snapshot.Node{Name: "here", PodCIDRs: prefixes("10.244.1.0/24")},

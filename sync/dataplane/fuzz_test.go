@@ -167,8 +167,8 @@ func (d *dice) delta() snapshot.Delta {
 	return delta
 }
 
-// FuzzIncrementalEqualsFull walks at random through snapshots. After every step the Planner must hold what Compute makes of
-// the snapshot, and must have said truly what changed.
+// FuzzIncrementalEqualsFull walks at random through snapshots. After every step the Planner must hold what Compute
+// makes of the snapshot, and must have said truly what changed.
 func FuzzIncrementalEqualsFull(f *testing.F) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for i := range 300 {
@@ -262,7 +262,8 @@ func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
 	checkInvariants(t, &mixed)
 }
 
-// checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it updates.
+// checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it
+// updates.
 func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Conflict, found []Contest) {
 	t.Helper()
 	if !slices.Equal(p.conflicts(), all) {

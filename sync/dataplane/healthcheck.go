@@ -8,9 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// LocalReady counts the addresses of a Service's endpoints on a node that are ready, of each family. Endpoints that drain are
-// left out even while they alone serve: by that a load balancer learns to send new clients elsewhere. Traffic policies and
-// topology make no difference.
+// LocalReady counts the addresses of a Service's endpoints on a node that are ready, of each family. Endpoints that
+// drain are left out even while they alone serve: by that a load balancer learns to send new clients elsewhere. Traffic
+// policies and topology make no difference.
 func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, ipv6s int) {
 	svc := s.Services[n]
 	if svc == nil {
@@ -36,7 +36,8 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 }
 
 // HealthCheckAddrs gives where health check node ports listen: at the addresses that node ports answer at, but never at
-// 127.0.0.1, where no load balancer is. A range of all addresses of a family stands for itself, as its unspecified address.
+// 127.0.0.1, where no load balancer is. A range of all addresses of a family stands for itself, as its unspecified
+// address.
 func HealthCheckAddrs(cfg Config, s *snapshot.Snapshot) []netip.Addr {
 	var addrs []netip.Addr
 	for _, f := range ipfamily.All {

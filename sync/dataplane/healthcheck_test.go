@@ -7,8 +7,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestLocalReady: what a health check node port says. kube-proxy counts the addresses of endpoints on this node that are ready,
-// whatever the policy, and none that only drain.
+// TestLocalReady: what a health check node port says. kube-proxy counts the addresses of endpoints on this node that
+// are ready, whatever the policy, and none that only drain.
 func TestLocalReady(t *testing.T) {
 	here := func(a string) snapshot.Endpoint { return endpoint(a, "here") }
 	with := func(e snapshot.Endpoint, ready, serving, terminating bool) snapshot.Endpoint {

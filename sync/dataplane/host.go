@@ -58,8 +58,8 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 	return h
 }
 
-// equal says whether every Service gets the same answer on both. Addresses that come and go without being a node port's, such
-// as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
+// equal says whether every Service gets the same answer on both. Addresses that come and go without being a node
+// port's, such as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
@@ -80,8 +80,8 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool)
 	return changed
 }
 
-// detectPods is kube-proxy's local traffic detector. Like there, only the first range of each family counts; unlike there, a
-// Node whose pod ranges are not known yet, or change, is followed rather than waited for or ended on.
+// detectPods is kube-proxy's local traffic detector. Like there, only the first range of each family counts; unlike
+// there, a Node whose pod ranges are not known yet, or change, is followed rather than waited for or ended on.
 func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods {
 	switch d.Mode {
 	case DetectClusterCIDR:
@@ -105,8 +105,8 @@ func localhostNodePorts(cfg Config) bool {
 	return cfg.LocalhostNodePorts && (unset || contain(cfg.NodePortAddresses, localhost))
 }
 
-// nodeAddrs gives the node's addresses: those of its object, or as kube-proxy's bindAddress has it, in one family what the operator
-// says.
+// nodeAddrs gives the node's addresses: those of its object, or as kube-proxy's bindAddress has it, in one family what
+// the operator says.
 func nodeAddrs(said netip.Addr, object []netip.Addr) []netip.Addr {
 	if !said.IsValid() {
 		return object
@@ -135,9 +135,9 @@ func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.
 }
 
 // primaryAddr gives the node's first address of the family that is on this host, as kube-proxy's "primary" does, with
-// two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no packet
-// is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where kube-proxy's
-// list turns empty and so opens them on every address.
+// two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no
+// packet is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where
+// kube-proxy's list turns empty and so opens them on every address.
 func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 	for _, a := range node {
 		if f.Has(a) && !a.IsLoopback() && (len(host) == 0 || slices.Contains(host, a)) {
@@ -147,11 +147,11 @@ func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 	return nil
 }
 
-// listedAddrs gives the host's addresses of the family inside the operator's ranges. Where the host's addresses are unknown,
-// as when rendering for another machine, a range of a single address stands for itself.
+// listedAddrs gives the host's addresses of the family inside the operator's ranges. Where the host's addresses are
+// unknown, as when rendering for another machine, a range of a single address stands for itself.
 //
-// kube-proxy opens node ports on all addresses of a family the list does not mention, so that an IPv4 list leaves IPv6 open.
-// A list is a restriction: here such a family has no node ports. All of a family is 0.0.0.0/0 or ::/0.
+// kube-proxy opens node ports on all addresses of a family the list does not mention, so that an IPv4 list leaves IPv6
+// open. A list is a restriction: here such a family has no node ports. All of a family is 0.0.0.0/0 or ::/0.
 func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
 	candidates := s.HostAddrs
 	if len(candidates) == 0 {
@@ -174,8 +174,8 @@ func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family)
 //
 // Never a loopback address, which localhostNodePorts decides about, nor a Service's: what IPVS bound to a dummy device
 // would otherwise multiply node ports by cluster IPs. IPv6 link-local addresses only if a range asks for just those: a
-// frontend has no scope, so the same address on two links cannot be told apart, and ::/0 is not the wish to answer on every
-// pod's link. kube-proxy's IPVS mode leaves them out too; its nftables mode takes every address of type local.
+// frontend has no scope, so the same address on two links cannot be told apart, and ::/0 is not the wish to answer on
+// every pod's link. kube-proxy's IPVS mode leaves them out too; its nftables mode takes every address of type local.
 func answersNodePorts(a netip.Addr, ranges, serviceCIDRs []netip.Prefix) bool {
 	if a.IsLoopback() || contain(serviceCIDRs, a) {
 		return false

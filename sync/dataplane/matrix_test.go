@@ -43,7 +43,8 @@ func (c *client) origin(st *State, f ipfamily.Family) From {
 }
 
 // endpoints is a set of endpoints and, written by hand, the sets that BEHAVIOUR's rules make of it. An endpoint is
-// l or r (on this node or another), a number, and a state: R ready, T draining, U unready, Z terminating and not serving.
+// l or r (on this node or another), a number, and a state: R ready, T draining, U unready, Z terminating and not
+// serving.
 type endpoints struct {
 	all, cluster, local string
 	// any says whether any endpoint is usable.
@@ -181,8 +182,8 @@ var matrixNode = snapshot.Node{
 	PodCIDRs:  prefixes("10.244.1.0/24 fd00:244:1::/48"),
 }
 
-// TestTrafficMatrix asks every client, on every frontend, under every policy and option, for every set of endpoints, in both
-// families.
+// TestTrafficMatrix asks every client, on every frontend, under every policy and option, for every set of endpoints, in
+// both families.
 func TestTrafficMatrix(t *testing.T) {
 	asked, different := 0, map[answer]int{}
 	for _, detector := range []string{"", "cluster", "node", "bridge"} {
@@ -221,8 +222,9 @@ func TestTrafficMatrix(t *testing.T) {
 	}
 }
 
-// TestKubeProxyFlows holds the 108 answers of kube-proxy's own flow table: three clients at three kinds of frontend of three
-// Services, under four options. They are written down, not derived: C and L are the cluster and the local pool, * is SNAT.
+// TestKubeProxyFlows holds the 108 answers of kube-proxy's own flow table: three clients at three kinds of frontend of
+// three Services, under four options. They are written down, not derived: C and L are the cluster and the local pool, *
+// is SNAT.
 func TestKubeProxyFlows(t *testing.T) {
 	const (
 		plain       = "C C* C C*"

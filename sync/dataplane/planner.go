@@ -46,12 +46,12 @@ func NewPlanner(cfg Config) *Planner {
 	}}
 }
 
-// State gives the answer to all that was applied. It belongs to the Planner and holds until the next Apply, which changes it
-// in place; the Services in it are never changed, only replaced.
+// State gives the answer to all that was applied. It belongs to the Planner and holds until the next Apply, which
+// changes it in place; the Services in it are never changed, only replaced.
 func (p *Planner) State() *State { return &p.state }
 
-// Before gives what the Services that the last Change names were before it, in its order: nil for one that was not there.
-// Whoever asks first is handed them; the Planner keeps none.
+// Before gives what the Services that the last Change names were before it, in its order: nil for one that was not
+// there. Whoever asks first is handed them; the Planner keeps none.
 func (p *Planner) Before() []*Service {
 	before := p.before
 	p.before = nil
@@ -61,8 +61,8 @@ func (p *Planner) Before() []*Service {
 // Unlisted counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
 func (p *Planner) Unlisted() int { return p.unlisted }
 
-// SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be called at any
-// time, also while Apply is running.
+// SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be
+// called at any time, also while Apply is running.
 func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 
 // Config gives the one that the State was made by.
@@ -123,8 +123,9 @@ type replacement struct {
 	again  bool
 }
 
-// replacements gives the Services that were written, sorted and unique, and what they were. One whose endpoints changed may
-// also have won or lost a key to one that moved: it was written twice, and what it was is what it was the first time.
+// replacements gives the Services that were written, sorted and unique, and what they were. One whose endpoints changed
+// may also have won or lost a key to one that moved: it was written twice, and what it was is what it was the first
+// time.
 func (u *update) replacements() (names []snapshot.Name, before []*Service) {
 	if len(u.changed) == 0 {
 		return nil, nil
@@ -152,8 +153,8 @@ type move struct {
 	old, new *Service
 }
 
-// reconsider works out the named Services. Most changes are to endpoints only: the claims stay, and no other Service can be
-// concerned.
+// reconsider works out the named Services. Most changes are to endpoints only: the claims stay, and no other Service
+// can be concerned.
 func (u *update) reconsider(names []snapshot.Name) {
 	for _, n := range names {
 		old, svc := u.state.Services[n], u.build.service(u.snapshot, n)
@@ -184,8 +185,8 @@ func (u *update) reconsiderAll() {
 	}
 }
 
-// moveClaims takes back the old claims of all moved Services, then files the new ones. Meanwhile the State holds what the
-// Services ask for, not what they get, so that claimOf finds it there.
+// moveClaims takes back the old claims of all moved Services, then files the new ones. Meanwhile the State holds what
+// the Services ask for, not what they get, so that claimOf finds it there.
 func (u *update) moveClaims() {
 	for _, m := range u.moved {
 		m.old.eachClaim(func(k Key, _ Claim) { u.withdraw(k, m.name) })
@@ -272,7 +273,8 @@ func (u *update) settleOne(m move) {
 	u.put(m.name, m.old, left)
 }
 
-// put writes a Service's answer. One that is equal to the old is dropped for it: what did not change stays the same pointer.
+// put writes a Service's answer. One that is equal to the old is dropped for it: what did not change stays the same
+// pointer.
 func (u *update) put(n snapshot.Name, old, svc *Service) {
 	if svc.equal(old) {
 		svc = old

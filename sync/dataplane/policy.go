@@ -32,10 +32,10 @@ func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 // local: the policy for such frontends (internalTrafficPolicy, externalTrafficPolicy) is Local.
 // pods: pods can be told from others. masqAll: the operator masquerades everything sent to cluster IPs.
 //
-// Traffic to an external address that starts on this node never left it, so under Local it is served as if it had gone out
-// to a load balancer and come back at some node that has an endpoint; from the node itself it is masqueraded, since its
-// source may be the very address it goes to. A packet of this node may also bear a pod's address, that of a bridge: so the row of
-// the node stands first.
+// Traffic to an external address that starts on this node never left it, so under Local it is served as if it had gone
+// out to a load balancer and come back at some node that has an endpoint; from the node itself it is masqueraded, since
+// its source may be the very address it goes to. A packet of this node may also bear a pod's address, that of a bridge:
+// so the row of the node stands first.
 var policies = [...]struct {
 	external, local, pods, masqAll condition
 	rows                           []row

@@ -30,8 +30,8 @@ type candidate struct {
 func (c *candidate) ready() bool    { return c.Ready }
 func (c *candidate) draining() bool { return c.Serving && c.Terminating }
 
-// preference orders mentions of the same endpoint, best first. The one that is not terminating is the newer pod on a reused
-// address, even while it is not ready. kube-proxy leaves the rest to chance.
+// preference orders mentions of the same endpoint, best first. The one that is not terminating is the newer pod on a
+// reused address, even while it is not ready. kube-proxy leaves the rest to chance.
 func (c *candidate) preference() int {
 	p := 0
 	for _, good := range [...]bool{!c.Terminating, c.Ready, c.Serving, c.local} {
@@ -98,8 +98,9 @@ func (b *builder) mention(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
 	}
 }
 
-// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints. The two
-// are different pools even while they hold the same endpoints: they may part, and what is remembered of each must not.
+// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints.
+// The two are different pools even while they hold the same endpoints: they may part, and what is remembered of each
+// must not.
 func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) (cluster, local *Pool) {
 	b.gather(p, f)
 	cluster, local = noneAnywhere, noneAnywhere
@@ -189,8 +190,8 @@ type (
 	}
 )
 
-// loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on the
-// order of a Go map.
+// loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on
+// the order of a Go map.
 func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
 	b.slices, b.index, b.crowded = b.slices[:0], nil, false
 	b.most = max(maxEndpoints/max(len(svc.Ports), 1), 1)

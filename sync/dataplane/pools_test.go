@@ -11,7 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// poolsOf computes the one port of a Service with both policies Local and one external address, so that both pools are in use.
+// poolsOf computes the one port of a Service with both policies Local and one external address, so that both pools are
+// in use.
 func poolsOf(t *testing.T, zone string, slices ...*snapshot.Slice) (cluster, local *Pool) {
 	t.Helper()
 	s := snapshot.New()
@@ -171,8 +172,8 @@ func TestEndpointsOfSeveralSlices(t *testing.T) {
 	}
 }
 
-// TestHintsOfTwinsAreStable: two slices hint the same endpoints differently. Which one counts does not matter, that it is
-// always the same one does. There are enough of them that sorting does not keep their order by chance.
+// TestHintsOfTwinsAreStable: two slices hint the same endpoints differently. Which one counts does not matter, that it
+// is always the same one does. There are enough of them that sorting does not keep their order by chance.
 func TestHintsOfTwinsAreStable(t *testing.T) {
 	hinted := func(zone string) (eps []snapshot.Endpoint) {
 		for i := range 40 {
@@ -257,7 +258,8 @@ func TestPoolsAreApart(t *testing.T) {
 	}
 }
 
-// TestUnusedPool: what no route leads to is not computed, so that a thousand remote endpoints cost a Local Service nothing.
+// TestUnusedPool: what no route leads to is not computed, so that a thousand remote endpoints cost a Local Service
+// nothing.
 func TestUnusedPool(t *testing.T) {
 	for _, test := range []struct {
 		svc            snapshot.Service
@@ -283,7 +285,8 @@ func TestUnusedPool(t *testing.T) {
 	}
 }
 
-// TestPoolsAgainstOracle compares thousands of random sets of endpoints with kube-proxy's rules, spelled out the slow way.
+// TestPoolsAgainstOracle compares thousands of random sets of endpoints with kube-proxy's rules, spelled out the slow
+// way.
 func TestPoolsAgainstOracle(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	some := func(of ...string) (out []string) {

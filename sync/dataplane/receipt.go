@@ -16,7 +16,8 @@ const (
 	CountedNothing       = "nothing" // but what rules refuse
 )
 
-// Receipt says what one transaction, or several one after the other, wrote. The zero Receipt says that there was nothing to write.
+// Receipt says what one transaction, or several one after the other, wrote. The zero Receipt says that there was
+// nothing to write.
 type Receipt struct {
 	// Full says that everything was written anew.
 	Full bool

@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Refused is the error of a transaction of which the kernel does not take some Services' parts. Nothing of the transaction
-// is in the kernel; without these Services it would be.
+// Refused is the error of a transaction of which the kernel does not take some Services' parts. Nothing of the
+// transaction is in the kernel; without these Services it would be.
 type Refused struct {
 	// Services says of each what was refused; not empty.
 	Services map[snapshot.Name]error

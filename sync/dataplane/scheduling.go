@@ -151,8 +151,8 @@ func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 	return nil
 }
 
-// Unscheduled gives the Service as it is when nobody schedules it, so that every backend can carry it. The Service is not changed;
-// if it has no Scheduling, it is itself what is given.
+// Unscheduled gives the Service as it is when nobody schedules it, so that every backend can carry it. The Service is
+// not changed; if it has no Scheduling, it is itself what is given.
 func (s *Service) Unscheduled() *Service {
 	if s == nil || !slices.ContainsFunc(s.Ports, func(sp *ServicePort) bool { return sp.Scheduling != nil }) {
 		return s

@@ -29,8 +29,8 @@ func TestScheduling(t *testing.T) {
 	}
 }
 
-// TestWeights: an endpoint's own weight goes before that of its node, and where IPVS does not schedule there is none, so that
-// nothing changes by it.
+// TestWeights: an endpoint's own weight goes before that of its node, and where IPVS does not schedule there is none,
+// so that nothing changes by it.
 func TestWeights(t *testing.T) {
 	s := snapshot.New()
 	svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"),

@@ -61,8 +61,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	return out
 }
 
-// repeated says whether an earlier port has the same name and protocol. The API server refuses that, a manifest file may
-// hold it: the first one counts, since a port's name must tell its claims apart.
+// repeated says whether an earlier port has the same name and protocol. The API server refuses that, a manifest file
+// may hold it: the first one counts, since a port's name must tell its claims apart.
 func repeated(ports []snapshot.Port, i int) bool {
 	return slices.ContainsFunc(ports[:i], func(p snapshot.Port) bool {
 		return p.Name == ports[i].Name && p.Protocol == ports[i].Protocol
@@ -123,8 +123,8 @@ func (sp *ServicePort) routes(rows []row) []Route {
 	return routes
 }
 
-// frontends gives the addresses a port answers at in one family, without routes; sorted by Key, and where the port names an
-// address twice, only once, as the lowest Kind.
+// frontends gives the addresses a port answers at in one family, without routes; sorted by Key, and where the port
+// names an address twice, only once, as the lowest Kind.
 func (b *builder) frontends(
 	svc *snapshot.Service, p *snapshot.Port, f ipfamily.Family, clusterIP netip.Addr, sources []netip.Prefix,
 ) []Frontend {

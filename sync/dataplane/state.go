@@ -1,6 +1,6 @@
-// Package dataplane decides what should happen to a packet that is sent to a Service. It turns a snapshot of the cluster
-// into a State: frontends (address, protocol, port), each with an ordered table of routes to pools of endpoints. It knows
-// nothing of nftables, IPVS or iptables; every backend prints the same rows.
+// Package dataplane decides what should happen to a packet that is sent to a Service. It turns a snapshot of the
+// cluster into a State: frontends (address, protocol, port), each with an ordered table of routes to pools of
+// endpoints. It knows nothing of nftables, IPVS or iptables; every backend prints the same rows.
 package dataplane
 
 import (
@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// State is the answer for every packet: the one value all backends are told. Services are immutable once in the map. No two
-// frontends in a State have the same Key.
+// State is the answer for every packet: the one value all backends are told. Services are immutable once in the map. No
+// two frontends in a State have the same Key.
 type State struct {
 	// Services holds every Service that has at least one frontend.
 	Services map[snapshot.Name]*Service
@@ -21,8 +21,8 @@ type State struct {
 	Pods4, Pods6 Pods
 	// MasqueradeAll is the operator's wish that all traffic to cluster IPs be masqueraded.
 	MasqueradeAll bool
-	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, no range inside another, nil means
-	// none is known.
+	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, no range inside another, nil
+	// means none is known.
 	ServiceCIDRs []netip.Prefix
 	// IPVSAddresses are the operator's IPVS.Addresses.
 	IPVSAddresses []netip.Prefix
@@ -55,14 +55,15 @@ type ServicePort struct {
 	// Affinity makes a client, told apart by its address, stay with its endpoint over all frontends of the port for this
 	// long after its last connection; whole seconds, 0 means no affinity.
 	Affinity time.Duration
-	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. Two with
-	// endpoints are never the same Pool, even while the endpoints are the same.
+	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. Two
+	// with endpoints are never the same Pool, even while the endpoints are the same.
 	Cluster, Local *Pool
-	// Serving are the endpoints that flows which began earlier may stay with: all that are ready or serving, whatever policy,
-	// topology and draining say about new ones. Sorted by AddrPort and unique, it holds those of both pools. Nil for TCP, whose
-	// connections nobody has to end.
+	// Serving are the endpoints that flows which began earlier may stay with: all that are ready or serving, whatever
+	// policy, topology and draining say about new ones. Sorted by AddrPort and unique, it holds those of both pools. Nil
+	// for TCP, whose connections nobody has to end.
 	Serving []Endpoint
-	// Scheduling has IPVS choose the endpoint of a connection; nil leaves that to chance, which every backend can do by itself.
+	// Scheduling has IPVS choose the endpoint of a connection; nil leaves that to chance, which every backend can do by
+	// itself.
 	Scheduling *Scheduling
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
@@ -156,8 +157,8 @@ type Route struct {
 	From From
 	// Pool is the ServicePort's Cluster or Local pool.
 	Pool *Pool
-	// SNAT makes the endpoint see an address of this node instead of the client's. Hairpin traffic, an endpoint that reaches
-	// itself, is always masqueraded and has no row.
+	// SNAT makes the endpoint see an address of this node instead of the client's. Hairpin traffic, an endpoint that
+	// reaches itself, is always masqueraded and has no row.
 	SNAT bool
 }
 
@@ -178,8 +179,8 @@ var fromNames = [...]string{"anyone", "pod", "node"}
 
 func (f From) String() string { return fromNames[f] }
 
-// Pool is a set of endpoints of which one answers a connection, each with the same chance. Pools are immutable, and those
-// without endpoints are shared by many Services.
+// Pool is a set of endpoints of which one answers a connection, each with the same chance. Pools are immutable, and
+// those without endpoints are shared by many Services.
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint

@@ -5,10 +5,10 @@ import (
 	"slices"
 )
 
-// Within gives what is left of a Service that may have no more than another version of it, now: the frontends at keys where
-// now answers too, and the cluster IPs that now has too. So it can stand in now's place in a State in which other Services
-// have got the rest. It is nil if no frontend is left, or either is nil. The Service is not changed; if it loses nothing, it
-// is itself what is left.
+// Within gives what is left of a Service that may have no more than another version of it, now: the frontends at keys
+// where now answers too, and the cluster IPs that now has too. So it can stand in now's place in a State in which other
+// Services have got the rest. It is nil if no frontend is left, or either is nil. The Service is not changed; if it
+// loses nothing, it is itself what is left.
 func (s *Service) Within(now *Service) *Service {
 	if s == nil || now == nil {
 		return nil

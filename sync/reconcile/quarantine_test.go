@@ -117,7 +117,8 @@ func merged(deltas ...snapshot.Delta) (all snapshot.Delta) {
 	return all
 }
 
-// expectCalls waits for the loop, and compares the calls since a time with "seconds:failed" or "seconds:Services in the state".
+// expectCalls waits for the loop, and compares the calls since a time with "seconds:failed" or "seconds:Services in the
+// state".
 func expectCalls(t *testing.T, b *fakeBackend, since time.Time, want string) {
 	t.Helper()
 	synctest.Wait()
@@ -315,8 +316,8 @@ func TestTrials(t *testing.T) {
 	})
 }
 
-// TestChangeIsTriedAtOnce says that a refused Service which changes is tried at once, and that one which is refused all the
-// same is tried again when it would have been.
+// TestChangeIsTriedAtOnce says that a refused Service which changes is tried at once, and that one which is refused all
+// the same is tried again when it would have been.
 func TestChangeIsTriedAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
@@ -354,7 +355,8 @@ func TestChangeIsTriedAtOnce(t *testing.T) {
 	})
 }
 
-// TestSetAsideIsDeleted says that a Service which is gone is set aside no more, whether the kernel had something of it or not.
+// TestSetAsideIsDeleted says that a Service which is gone is set aside no more, whether the kernel had something of it
+// or not.
 func TestSetAsideIsDeleted(t *testing.T) {
 	for _, ports := range [][]uint16{{80}, {poison}} {
 		synctest.Test(t, func(t *testing.T) {
@@ -414,8 +416,8 @@ func TestOldestAcknowledged(t *testing.T) {
 	})
 }
 
-// TestUnansweredTrial says that a transaction which fails as a whole does so without the Services on trial the next time, since
-// it may be because of them.
+// TestUnansweredTrial says that a transaction which fails as a whole does so without the Services on trial the next
+// time, since it may be because of them.
 func TestUnansweredTrial(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		refuse := refusesPoison(99)
@@ -439,7 +441,8 @@ func TestUnansweredTrial(t *testing.T) {
 		q.Put(with("x", poison, 81))
 		time.Sleep(5 * time.Second)
 		expectCalls(t, b, begin, "10:failed 10.1:1 11:failed 11.1:1 13:failed 13.1:1")
-		// While the kernel takes nothing at all, there are no trials; one that has changed meanwhile has its turn right after.
+		// While the kernel takes nothing at all, there are no trials; one that has changed meanwhile has its turn right
+		// after.
 		b.set(func() { b.refuse = 3 })
 		q.Put(with("a", 80, 81))
 		synctest.Wait()

@@ -34,8 +34,8 @@ func (b *book) take() string {
 	return lines
 }
 
-// TestSettled: the loop tells when the kernel carries everything, whether that took a transaction or not, and what of the
-// snapshot that concerns since the last time, failures included; and it settles the queue.
+// TestSettled: the loop tells when the kernel carries everything, whether that took a transaction or not, and what of
+// the snapshot that concerns since the last time, failures included; and it settles the queue.
 func TestSettled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var noted book

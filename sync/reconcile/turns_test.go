@@ -35,7 +35,8 @@ type costly struct {
 	mu     sync.Mutex
 }
 
-// servedAt says when a Service was written last; callsSoFar and spentSoFar how often something was, and how long it took.
+// servedAt says when a Service was written last; callsSoFar and spentSoFar how often something was, and how long it
+// took.
 func (c *costly) servedAt(namespace, name string) time.Time {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -20,8 +20,8 @@ func by(scheduler string, d snapshot.Delta) snapshot.Delta {
 	return d
 }
 
-// TestUnscheduled says that a Service whose scheduler is refused is carried without, follows its endpoints at the cost of one
-// transaction, is tried again when it asks for something else, and gets its scheduler when that is to be had.
+// TestUnscheduled says that a Service whose scheduler is refused is carried without, follows its endpoints at the cost
+// of one transaction, is tried again when it asks for something else, and gets its scheduler when that is to be had.
 func TestUnscheduled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesLC}
@@ -83,7 +83,8 @@ func TestScheduledLater(t *testing.T) {
 	})
 }
 
-// TestUnscheduledAndRefused says that a Service which is refused without its scheduler, too, goes back to what was acknowledged of it.
+// TestUnscheduledAndRefused says that a Service which is refused without its scheduler, too, goes back to what was
+// acknowledged of it.
 func TestUnscheduledAndRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: func(st *dataplane.State) error {

@@ -10,8 +10,8 @@ import (
 type Scheduling struct {
 	// Scheduler is the kernel's name of one of IPVS, such as "lc"; or NFTables.
 	Scheduler string
-	// Port has sh and mh tell clients apart by their port, too, and Fallback has them go on to another endpoint if the one that
-	// was hashed to is of no use.
+	// Port has sh and mh tell clients apart by their port, too, and Fallback has them go on to another endpoint if the one
+	// that was hashed to is of no use.
 	Port, Fallback bool
 	// Weights are those of endpoints by the name of their node. An endpoint's own Weight goes first.
 	Weights map[string]uint16

@@ -1,11 +1,11 @@
-// Package snapshot holds what a proxy may know about the cluster at one moment: Services, EndpointSlices, this node, the
-// service ranges and this host's addresses, trimmed to what decides where a packet goes.
+// Package snapshot holds what a proxy may know about the cluster at one moment: Services, EndpointSlices, this node,
+// the service ranges and this host's addresses, trimmed to what decides where a packet goes.
 //
 // Objects are values that nobody changes once they are handed over: an update replaces the whole object. A Snapshot is
 // moved forward by a Delta, which names only the objects that differ, so that the cost of an update follows its size.
 //
-// Addresses are plain: IPv4 ones are never written as IPv6 (::ffff:10.0.0.1), and none has a zone. Whoever reads them in
-// unmaps them.
+// Addresses are plain: IPv4 ones are never written as IPv6 (::ffff:10.0.0.1), and none has a zone. Whoever reads them
+// in unmaps them.
 package snapshot
 
 import (
@@ -167,8 +167,8 @@ type Node struct {
 	Addresses []netip.Addr
 	// PodCIDRs are spec.podCIDRs in their order.
 	PodCIDRs []netip.Prefix
-	// Leaving says why the cluster is about to do without the node, so that load balancers should not send it new clients. Empty
-	// means that it stays. It decides nothing about a packet: a change of it alone concerns no Service.
+	// Leaving says why the cluster is about to do without the node, so that load balancers should not send it new clients.
+	// Empty means that it stays. It decides nothing about a packet: a change of it alone concerns no Service.
 	Leaving string
 }
 
@@ -182,8 +182,8 @@ type Snapshot struct {
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
 	ServiceCIDRs []netip.Prefix
-	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included; nil means
-	// unknown. Addresses that a backend of ours binds, as IPVS needs it, are not among them.
+	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included; nil
+	// means unknown. Addresses that a backend of ours binds, as IPVS needs it, are not among them.
 	HostAddrs []netip.Addr
 
 	sliceService map[Name]Name
@@ -262,8 +262,8 @@ func (c Change) With(o Change) Change {
 	return Change{slices.Compact(names), all}
 }
 
-// Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the snapshot
-// does not hold is no error and concerns nobody.
+// Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the
+// snapshot does not hold is no error and concerns nobody.
 func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))

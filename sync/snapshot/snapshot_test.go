@@ -138,8 +138,8 @@ func randomDelta(r *rand.Rand) Delta {
 	return d
 }
 
-// TestMergeIsApplyInOrder: deltas merged and applied once lead where the same deltas lead one after the other, and concern no
-// Service the single steps did not.
+// TestMergeIsApplyInOrder: deltas merged and applied once lead where the same deltas lead one after the other, and
+// concern no Service the single steps did not.
 func TestMergeIsApplyInOrder(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	merged, single := New(), New()
@@ -246,7 +246,8 @@ func TestChangesAddUp(t *testing.T) {
 	}
 }
 
-// TestEveryField: no field is forgotten when Nodes are compared, and when Deltas are merged or asked whether they are empty.
+// TestEveryField: no field is forgotten when Nodes are compared, and when Deltas are merged or asked whether they are
+// empty.
 func TestEveryField(t *testing.T) {
 	testkit.Compares(t, func(a, b *Node) bool { return a.equal(*b) }, "Leaving")
 	full := testkit.Filled[Delta]()

@@ -26,7 +26,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// apiServer serves the four resources as the Kubernetes API does: lists, and streams of changes from a resource version.
+// apiServer serves the four resources as the Kubernetes API does: lists, and streams of changes from a resource
+// version.
 type apiServer struct {
 	t    testing.TB
 	addr string

@@ -10,13 +10,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lookEvery is how often a file is looked at where nobody tells of changes: inotify knows nothing of what other hosts do on a file
-// system they share with us.
+// lookEvery is how often a file is looked at where nobody tells of changes: inotify knows nothing of what other hosts
+// do on a file system they share with us.
 const lookEvery = 10 * time.Second
 
-// Changes calls changed after each change of a file, until ctx is done. What leads to the file is followed too: a mounted ConfigMap
-// is a link to a link, of which the second one is replaced. A file that is being written counts when its writer closes it. Changed
-// is called once at the start, when it is made sure that no later change is missed; it may also be called for no reason.
+// Changes calls changed after each change of a file, until ctx is done. What leads to the file is followed too: a
+// mounted ConfigMap is a link to a link, of which the second one is replaced. A file that is being written counts when
+// its writer closes it. Changed is called once at the start, when it is made sure that no later change is missed; it
+// may also be called for no reason.
 //
 // Report is told, once, if changes are only noticed by looking now and then; nil drops that.
 func Changes(ctx context.Context, path string, changed func(), report func(error)) {

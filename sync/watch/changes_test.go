@@ -78,7 +78,8 @@ func TestChanges(t *testing.T) {
 	w.expect("five")
 }
 
-// TestChangesOfConfigMap: the kubelet writes a new directory and has the link to it replaced; the file itself is a link all the time.
+// TestChangesOfConfigMap: the kubelet writes a new directory and has the link to it replaced; the file itself is a link
+// all the time.
 func TestChangesOfConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	w := &watched{t: t}

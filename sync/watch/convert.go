@@ -51,8 +51,9 @@ func atMost[T any](f *findings, field string, list []T, most int) []T {
 	return list[:most]
 }
 
-// converter turns API objects into snapshot values, as kube-proxy reads them. A field that makes no sense is reported and
-// left out alone. What is missing has the API's default, so that it takes both what a server sent and what a person wrote.
+// converter turns API objects into snapshot values, as kube-proxy reads them. A field that makes no sense is reported
+// and left out alone. What is missing has the API's default, so that it takes both what a server sent and what a person
+// wrote.
 type converter struct {
 	shared
 }
@@ -81,7 +82,8 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
 	s.Scheduling = scheduling(f, o.Annotations)
 	s.Counters = counters(f, o.Annotations)
-	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in k8s.io/kubernetes).
+	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in
+	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
 	external := balanced || spec.Type == corev1.ServiceTypeNodePort || len(spec.ExternalIPs) > 0
 	s.ExternalLocal = local(f, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy) && external
@@ -431,7 +433,8 @@ func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []sna
 	return out
 }
 
-// places says where in a list an address is. A nil map means that the list is so short that looking through it costs less.
+// places says where in a list an address is. A nil map means that the list is so short that looking through it costs
+// less.
 type places map[netip.Addr]int
 
 // fewEndpoints is how many can be looked through in the time a map takes.
@@ -454,8 +457,8 @@ func (p places) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
 	return i, i >= 0
 }
 
-// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first. The path of the
-// field is only made if something is wrong with it.
+// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first. The
+// path of the field is only made if something is wrong with it.
 func addEndpoint(f *findings, field func() string, list []snapshot.Endpoint, at places, e snapshot.Endpoint,
 ) []snapshot.Endpoint {
 	j, again := at.find(list, e.Addr)
@@ -482,8 +485,8 @@ func (c *converter) hints(h *discoveryv1.EndpointHints) (zones, nodes []string) 
 	return c.list(zones), c.list(nodes)
 }
 
-// endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names hold a colon, which no object of
-// the API can have in its own.
+// endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names hold a colon, which no object
+// of the API can have in its own.
 //
 //lint:ignore SA1019 manifests still have it
 func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Problem) {
@@ -639,8 +642,8 @@ const (
 	unicast
 )
 
-// parseAddr takes an address as the API server writes it. Zones mean nothing beyond one host, and an IPv4 address in IPv6
-// notation would be compared with IPv4 addresses and never be equal.
+// parseAddr takes an address as the API server writes it. Zones mean nothing beyond one host, and an IPv4 address in
+// IPv6 notation would be compared with IPv4 addresses and never be equal.
 func parseAddr(text string, need need) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	switch {
@@ -676,8 +679,8 @@ func parsePrefix(text string) (netip.Prefix, error) {
 
 var errName = errors.New("a name has letters, digits, '-' and '.' only")
 
-// validName is what names must be for us, less than what the API server asks. Names end up in comments in the kernel, in
-// metrics and in texts that are fed to nft, where a quotation mark or a line feed would be somebody else's command.
+// validName is what names must be for us, less than what the API server asks. Names end up in comments in the kernel,
+// in metrics and in texts that are fed to nft, where a quotation mark or a line feed would be somebody else's command.
 func validName(f *findings, field, s string) bool {
 	switch {
 	case s == "":

@@ -5,8 +5,8 @@ import "github.com/verdict-proxy/verdict/sync/snapshot"
 // annotationCounters says whether a Service's connections are counted.
 const annotationCounters = "verdict/counters"
 
-// counters reads what a Service asks of the budget for counters. Any other value than "true" and "false" is reported, and asks for
-// nothing.
+// counters reads what a Service asks of the budget for counters. Any other value than "true" and "false" is reported,
+// and asks for nothing.
 func counters(f *findings, annotations map[string]string) snapshot.Counters {
 	switch text, ok := annotations[annotationCounters]; {
 	case !ok:

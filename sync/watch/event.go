@@ -25,8 +25,8 @@ type Event struct {
 	Service snapshot.Name
 }
 
-// Events sends Events to the Kubernetes API. It is not what anything depends on: what cannot be sent within some minutes is
-// dropped, and so is what was sent already a short while ago.
+// Events sends Events to the Kubernetes API. It is not what anything depends on: what cannot be sent within some
+// minutes is dropped, and so is what was sent already a short while ago.
 type Events struct {
 	// Config is the server, as in Kubernetes.
 	Config *rest.Config
@@ -56,7 +56,8 @@ const (
 	eventEvery = 10 * time.Minute
 	// eventsEach is how many events a namespace gets within eventEvery, so that what happens in one keeps no others back.
 	eventsEach = 20
-	// eventTries and eventWait are how often an event is tried and how long is waited at first, and twice as long each time.
+	// eventTries and eventWait are how often an event is tried and how long is waited at first, and twice as long each
+	// time.
 	eventTries = 6
 	eventWait  = 2 * time.Second
 	// maxNote is how long a note may be: the API server takes 1024 bytes.

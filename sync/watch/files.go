@@ -19,17 +19,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Files is a source that reads manifests: YAML or JSON as kubectl prints and takes it, one object, many documents or lists.
-// It reads Services, EndpointSlices, Endpoints, ServiceCIDRs and the Node with our name; other kinds are passed over, so
-// that a dump of everything will do.
+// Files is a source that reads manifests: YAML or JSON as kubectl prints and takes it, one object, many documents or
+// lists. It reads Services, EndpointSlices, Endpoints, ServiceCIDRs and the Node with our name; other kinds are passed
+// over, so that a dump of everything will do.
 //
 // What the API server would do to an object is done here too (namespace, defaults) except for allocating addresses and
 // ports. Endpoints are read unless there are EndpointSlices for the same Service.
 //
-// A file that can't be read, or has a document that can't, is reported and what it said before stays in force, all of it.
-// On first reading there is nothing before: then the good documents count. An object that is in two files is taken from
-// the first by name. A file that is being written counts when its writer closes it. Changes made by other hosts on a file
-// system they share with us are not noticed.
+// A file that can't be read, or has a document that can't, is reported and what it said before stays in force, all of
+// it. On first reading there is nothing before: then the good documents count. An object that is in two files is taken
+// from the first by name. A file that is being written counts when its writer closes it. Changes made by other hosts on
+// a file system they share with us are not noticed.
 //
 // If Path itself goes away everything stays in force until it is back; an empty directory or file means that there is
 // nothing.
@@ -115,8 +115,9 @@ func CheckFiles(path string) error {
 	return nil
 }
 
-// Load reads what Files would, once; path may also be a pipe, such as /dev/stdin, which is read to its end. The errors in the list are problems of single files and objects, of which the
-// snapshot has the rest. The last error says that path could not be read at all; then there is no snapshot.
+// Load reads what Files would, once; path may also be a pipe, such as /dev/stdin, which is read to its end. The errors
+// in the list are problems of single files and objects, of which the snapshot has the rest. The last error says that
+// path could not be read at all; then there is no snapshot.
 func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
 	var problems []error
 	d := newFolder(path, nodeName, func(err error) { problems = append(problems, err) })
@@ -142,8 +143,8 @@ type folder struct {
 	reported map[string]bool
 
 	trail trail
-	// dirty files are to be read again; all means every file, and the directory. Files in creating have been opened but not
-	// closed by who writes them.
+	// dirty files are to be read again; all means every file, and the directory. Files in creating have been opened but
+	// not closed by who writes them.
 	dirty    map[string]bool
 	all      bool
 	creating map[string]bool

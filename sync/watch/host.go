@@ -15,8 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Host is a source that follows the addresses on this host's interfaces over rtnetlink: all unicast addresses, loopback,
-// link-local and tentative ones included, sorted, each once.
+// Host is a source that follows the addresses on this host's interfaces over rtnetlink: all unicast addresses,
+// loopback, link-local and tentative ones included, sorted, each once.
 type Host struct {
 	// Namespace is a handle of the network namespace to follow, which must stay open; nil means the one Run is called in.
 	Namespace *netns.NsHandle
@@ -34,8 +34,8 @@ const (
 	retryAfter = time.Second
 )
 
-// Run puts the addresses into sink, and again whenever they change, until ctx is done; then it gives nil. It fails if they
-// can't be read and followed at the start; later it tries again.
+// Run puts the addresses into sink, and again whenever they change, until ctx is done; then it gives nil. It fails if
+// they can't be read and followed at the start; later it tries again.
 func (h *Host) Run(ctx context.Context, sink Sink) error {
 	report := quietly(h.Report)
 	var last []netip.Addr
@@ -76,27 +76,11 @@ func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
 		return err
 	}
 	defer handle.Close()
-	done := make(chan struct{})
-	updates := make(chan netlink.AddrUpdate, 64)
-	lost := make(chan error, 1)
-	err = netlink.AddrSubscribeWithOptions(updates, done, netlink.AddrSubscribeOptions{
-		Namespace:         h.Namespace,
-		ReceiveBufferSize: h.receiveBuffer,
-		ErrorCallback: func(err error) {
-			select {
-			case lost <- err:
-			default:
-			}
-		},
-	})
+	updates, lost, stop, err := h.subscribe()
 	if err != nil {
-		return fmt.Errorf("subscribe: %w", err)
+		return err
 	}
-	defer func() {
-		close(done)
-		for range updates { // the subscription may be waiting for us to take one
-		}
-	}()
+	defer stop()
 	timer := time.NewTimer(0)
 	pending := true
 	for {
@@ -130,6 +114,32 @@ func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
 			put(now)
 		}
 	}
+}
+
+// subscribe has every change of an address sent. updates is closed when the subscription ends; lost
+// says why then, if the kernel says so. stop ends it, and must be called.
+func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost <-chan error, stop func(), err error) {
+	done := make(chan struct{})
+	sent := make(chan netlink.AddrUpdate, 64)
+	failed := make(chan error, 1)
+	err = netlink.AddrSubscribeWithOptions(sent, done, netlink.AddrSubscribeOptions{
+		Namespace:         h.Namespace,
+		ReceiveBufferSize: h.receiveBuffer,
+		ErrorCallback: func(err error) {
+			select {
+			case failed <- err:
+			default:
+			}
+		},
+	})
+	if err != nil {
+		return nil, nil, nil, fmt.Errorf("subscribe: %w", err)
+	}
+	return sent, failed, func() {
+		close(done)
+		for range sent { // the subscription may be waiting for us to take one
+		}
+	}, nil
 }
 
 func (h *Host) handle() (*netlink.Handle, error) {

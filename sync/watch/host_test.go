@@ -41,8 +41,8 @@ func newNamespace(t *testing.T) (netns.NsHandle, error) {
 	return r.ns, r.err
 }
 
-// inNamespace gives a test a network namespace of its own and a handle on it. Whoever may not make one runs the test again
-// in a user namespace, which is then the test's result, and only who may not make that either skips it.
+// inNamespace gives a test a network namespace of its own and a handle on it. Whoever may not make one runs the test
+// again in a user namespace, which is then the test's result, and only who may not make that either skips it.
 func inNamespace(t *testing.T) (ns netns.NsHandle, h *netlink.Handle, here bool) {
 	t.Helper()
 	ns, err := newNamespace(t)

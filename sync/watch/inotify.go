@@ -15,8 +15,8 @@ import (
 )
 
 // inotify tells of changes in directories. It is used as it is and not through fsnotify, because fsnotify keeps the one
-// event to itself that says when a file is complete: without it, whoever writes a large file, or takes his time, is read
-// half-way, and half a list of Services is a good list.
+// event to itself that says when a file is complete: without it, whoever writes a large file, or takes his time, is
+// read half-way, and half a list of Services is a good list.
 type inotify struct {
 	fd   int
 	file *os.File
@@ -29,7 +29,8 @@ type inotify struct {
 	dirs map[int]string
 }
 
-// event is a change of a name in a directory. An empty name stands for the directory itself, or for events that were lost.
+// event is a change of a name in a directory. An empty name stands for the directory itself, or for events that were
+// lost.
 type event struct {
 	place
 	mask uint32

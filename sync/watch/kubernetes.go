@@ -35,8 +35,8 @@ import (
 // name, with kube-proxy's selectors. Objects are converted as they arrive and only the result is kept.
 //
 // Losing the API server withdraws nothing; what changed meanwhile comes once it is back. A Node that is deleted stays
-// known, as one that is leaving: it usually comes back, and its addresses are those of this host in any case. An API server
-// that has no ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
+// known, as one that is leaving: it usually comes back, and its addresses are those of this host in any case. An API
+// server that has no ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
 type Kubernetes struct {
 	// Config is the server to ask; see ClientConfig.
 	Config *rest.Config
@@ -86,19 +86,20 @@ func ClientConfig(kubeconfig string) (*rest.Config, error) {
 
 // Client says how to reach an API server. The fields are those of clientConnection in kube-proxy's configuration.
 type Client struct {
-	// Kubeconfig is a file, and Master the address of a server, in place of the one in that file. If both are empty it is the
-	// server of the cluster that this process is a pod of.
+	// Kubeconfig is a file, and Master the address of a server, in place of the one in that file. If both are empty it is
+	// the server of the cluster that this process is a pod of.
 	Kubeconfig, Master string
 	// ContentType is what to send, by default protobuf; AcceptContentTypes what to ask for, by default that and then JSON.
 	ContentType, AcceptContentTypes string
-	// QPS bounds the requests each second of each kind of object, and Burst those that come at once; a QPS below 0 is no bound.
+	// QPS bounds the requests each second of each kind of object, and Burst those that come at once; a QPS below 0 is no
+	// bound.
 	QPS   float32
 	Burst int
 }
 
-// Config gives the configuration for a client. Mind that a pod is told the cluster IP of the API server, which is one of those we
-// are to serve: on a node where nobody serves it yet, set KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT to the server's own
-// address.
+// Config gives the configuration for a client. Mind that a pod is told the cluster IP of the API server, which is one
+// of those we are to serve: on a node where nobody serves it yet, set KUBERNETES_SERVICE_HOST and
+// KUBERNETES_SERVICE_PORT to the server's own address.
 func (c Client) Config() (*rest.Config, error) {
 	var (
 		out *rest.Config
@@ -255,8 +256,8 @@ func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
 	return rest.RESTClientFor(c)
 }
 
-// store is the reflector's end of one resource. It converts what comes, keeps the values it has passed on, and passes on
-// what differs from them. Only the reflector's goroutine calls it.
+// store is the reflector's end of one resource. It converts what comes, keeps the values it has passed on, and passes
+// on what differs from them. Only the reflector's goroutine calls it.
 type store[In, Out any] struct {
 	convert func(*In) (*Out, []*Problem)
 	same    func(a, b *Out) bool
@@ -403,17 +404,17 @@ func (s *store[In, Out]) Delete(o any) error {
 // Resync does nothing: every value was passed on.
 func (s *store[In, Out]) Resync() error { return nil }
 
-// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for again
-// after askFirst, then after twice as long each time up to askMost: an API server that has just started refuses everything
-// until it has read its roles.
+// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for
+// again after askFirst, then after twice as long each time up to askMost: an API server that has just started refuses
+// everything until it has read its roles.
 const (
 	repeatAfter = 5 * time.Minute
 	askFirst    = time.Second
 	askMost     = 10 * time.Minute
 )
 
-// lister asks the API for one resource, and reports the errors of that. Reflectors try again by themselves, less and less
-// often, up to twice a minute.
+// lister asks the API for one resource, and reports the errors of that. Reflectors try again by themselves, less and
+// less often, up to twice a minute.
 type lister struct {
 	resource
 	client *rest.RESTClient
@@ -459,8 +460,8 @@ func (l *lister) request(o *metav1.ListOptions) *rest.Request {
 	return l.client.Get().Resource(l.name).VersionedParams(o, metav1.ParameterCodec)
 }
 
-// result reports the error of a request, unless the last one had the same cause not long ago. It holds up the next request
-// for a resource that is refused.
+// result reports the error of a request, unless the last one had the same cause not long ago. It holds up the next
+// request for a resource that is refused.
 func (l *lister) result(ctx context.Context, verb string, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

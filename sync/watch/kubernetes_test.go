@@ -272,7 +272,8 @@ func TestKubernetesForbidden(t *testing.T) {
 	}
 }
 
-// Events that come twice, too late or for objects nobody knows lead to the right state, and to no deltas without a change.
+// Events that come twice, too late or for objects nobody knows lead to the right state, and to no deltas without a
+// change.
 func TestKubernetesOddEvents(t *testing.T) {
 	s := newAPIServer(t, true)
 	s.set(named("web", "10.96.0.1"))

@@ -30,8 +30,8 @@ func newReader(nodeName string) *reader {
 	return &reader{nodeName: nodeName, seed: maphash.MakeSeed()}
 }
 
-// maxProblems is how many problems of one file are reported: a dump of a newer version may have an unknown field in each of
-// ten thousand objects.
+// maxProblems is how many problems of one file are reported: a dump of a newer version may have an unknown field in
+// each of ten thousand objects.
 const maxProblems = 50
 
 // manifest is what a file said.
@@ -39,12 +39,13 @@ type manifest struct {
 	objects []object
 	// hash is that of the file's text.
 	hash uint64
-	// chunks are the objects of each flawless chunk by the hash of its text: an edit of a large file costs what it changes.
+	// chunks are the objects of each flawless chunk by the hash of its text: an edit of a large file costs what it
+	// changes.
 	chunks map[uint64][]object
 }
 
-// object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an Endpoints
-// object), *snapshot.Node or *[]netip.Prefix (of a ServiceCIDR), and nil for objects that nobody is to serve.
+// object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an
+// Endpoints object), *snapshot.Node or *[]netip.Prefix (of a ServiceCIDR), and nil for objects that nobody is to serve.
 type object struct {
 	key   objectKey
 	value any
@@ -220,8 +221,8 @@ var kinds = map[string]kind{
 	"ServiceCIDR":   {networkingv1.SchemeGroupVersion.String(), false, (*reader).readServiceCIDR},
 }
 
-// objects reads the objects of a tree: one, those of a list, or none if nobody needs the kind. kind and apiVersion are for
-// those that have none of their own.
+// objects reads the objects of a tree: one, those of a list, or none if nobody needs the kind. kind and apiVersion are
+// for those that have none of their own.
 func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
 	if t.null() {
 		return
@@ -388,8 +389,8 @@ func (r *reader) readServiceCIDR(d *decoder, t *tree) (any, []*Problem) {
 
 func pair[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
 
-// objectIn names the object in a text that did not parse, as far as it can be told: by the tree of what did parse, which
-// may be nil, else by the lines of the text.
+// objectIn names the object in a text that did not parse, as far as it can be told: by the tree of what did parse,
+// which may be nil, else by the lines of the text.
 func objectIn(t *tree, text string) string {
 	if t != nil && t.kind == list && len(t.parts) == 1 {
 		t = &t.parts[0]

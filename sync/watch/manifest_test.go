@@ -36,8 +36,8 @@ type manifestTest struct {
 	bad               bool
 }
 
-// manifestTests reads testdata/manifests.txt: after a line "==== name" the manifest, then what is expected of it in lines
-// that begin with "==> ". A text file can't have those that stand here.
+// manifestTests reads testdata/manifests.txt: after a line "==== name" the manifest, then what is expected of it in
+// lines that begin with "==> ". A text file can't have those that stand here.
 func manifestTests(t testing.TB) []manifestTest {
 	tests := []manifestTest{
 		{
@@ -122,7 +122,8 @@ endpoints: [{addresses: [10.1.0.1]}]
 	}
 }
 
-// kubectlList is n Services with a slice of ten endpoints each, and one Pod, as kubectl prints it with -o yaml or -o json.
+// kubectlList is n Services with a slice of ten endpoints each, and one Pod, as kubectl prints it with -o yaml or -o
+// json.
 func kubectlList(t testing.TB, n int, format string) string {
 	var b strings.Builder
 	write := func(o any) {

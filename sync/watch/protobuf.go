@@ -11,8 +11,9 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Servers before 1.34 mostly don't stream their lists but send each in one piece. Decoded in one piece, 10,000 Services and
-// their slices take more than 100 MiB for a moment; so protobuf lists are taken apart here and converted one by one.
+// Servers before 1.34 mostly don't stream their lists but send each in one piece. Decoded in one piece, 10,000 Services
+// and their slices take more than 100 MiB for a moment; so protobuf lists are taken apart here and converted one by
+// one.
 
 // convertedList is a list whose items are converted already.
 type convertedList struct {

@@ -14,7 +14,8 @@ const (
 	annotationWeight    = "verdict/weight"
 )
 
-// scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the node.
+// scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the
+// node.
 func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling {
 	var s snapshot.Scheduling
 	if text, ok := annotations[annotationScheduler]; ok {

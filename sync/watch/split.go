@@ -2,8 +2,8 @@ package watch
 
 import "strings"
 
-// chunk is a part of a manifest that can be parsed by itself: a document, or one item of a list. Large dumps are one list,
-// and taking them apart before they are parsed keeps one item's tree in memory instead of all.
+// chunk is a part of a manifest that can be parsed by itself: a document, or one item of a list. Large dumps are one
+// list, and taking them apart before they are parsed keeps one item's tree in memory instead of all.
 type chunk struct {
 	text string
 	// line is the chunk's first line in the file, from 1.
@@ -17,8 +17,8 @@ type chunk struct {
 	whole *chunk
 }
 
-// documents takes a file apart at its document markers ("---", "..."). What stands on a marker's own line belongs to the
-// document after it.
+// documents takes a file apart at its document markers ("---", "..."). What stands on a marker's own line belongs to
+// the document after it.
 func documents(text string) []chunk {
 	text = strings.TrimPrefix(text, "\uFEFF") // a byte order mark
 	var docs []chunk
@@ -64,8 +64,8 @@ func blank(text string) bool {
 // items takes a list as kubectl prints it apart. It gives nil if the document is anything else; then it must be parsed
 // whole.
 //
-// In YAML it goes by indentation alone. Where that is wrong, in a quoted text that spans lines and has a dash at the very
-// column of the items, or with an anchor in another item, one of the parts is no good YAML.
+// In YAML it goes by indentation alone. Where that is wrong, in a quoted text that spans lines and has a dash at the
+// very column of the items, or with an anchor in another item, one of the parts is no good YAML.
 func items(doc *chunk) []chunk {
 	var head *tree
 	var parts []chunk
@@ -131,8 +131,8 @@ func isItem(line string) bool {
 	return line != "" && line[0] == '-' && (len(line) == 1 || strings.IndexByte(" \r\n", line[1]) >= 0)
 }
 
-// itemLength gives the bytes and lines of the item body starts with: up to the next line that is indented no deeper than
-// the item's dash and is neither empty nor a comment.
+// itemLength gives the bytes and lines of the item body starts with: up to the next line that is indented no deeper
+// than the item's dash and is neither empty nor a comment.
 func itemLength(body string, indent int) (n, lines int) {
 	for n < len(body) {
 		end := strings.IndexByte(body[n:], '\n') + 1

@@ -120,8 +120,8 @@ type syntaxError struct {
 	err  error
 }
 
-// parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long, and gives
-// the tree of what comes before; else the error's line is the text's first and there is no tree.
+// parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long, and
+// gives the tree of what comes before; else the error's line is the text's first and there is no tree.
 func parseYAML(text string, search bool) (*tree, *syntaxError) {
 	n, err := yamlNode(text)
 	if err == nil {
@@ -169,15 +169,15 @@ func yamlNode(text string) (n *yaml.Node, err error) {
 
 var yamlPlace = regexp.MustCompile(`^yaml: (line \d+: )?`)
 
-// maxErrorText is how large a text may be for its error to be searched for, and maxOpen how many lines a quoted text or a
-// bracket may span for the search to see beyond it.
+// maxErrorText is how large a text may be for its error to be searched for, and maxOpen how many lines a quoted text or
+// a bracket may span for the search to see beyond it.
 const (
 	maxErrorText = 64 << 10
 	maxOpen      = 30
 )
 
-// goodLines gives the length of the longest beginning that is good: the error is on the line after it. The parser itself
-// names the line where the block around the error starts, or the one before that.
+// goodLines gives the length of the longest beginning that is good: the error is on the line after it. The parser
+// itself names the line where the block around the error starts, or the one before that.
 func goodLines(lines []string) int {
 	lo, hi := 0, len(lines) // the first lo lines are good
 search:

@@ -21,7 +21,8 @@ type Sink interface {
 	Synced()
 }
 
-// quietly gives a report function that can be called from several goroutines, one call at a time, even if report is nil.
+// quietly gives a report function that can be called from several goroutines, one call at a time, even if report is
+// nil.
 func quietly(report func(error)) func(error) {
 	if report == nil {
 		return func(error) {}

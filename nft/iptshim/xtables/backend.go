@@ -27,8 +27,8 @@ type Options struct {
 	Log   *slog.Logger
 }
 
-// Backend keeps the rules of iptables in one network namespace equal to a dataplane.State. Rules that have kube-proxy's names are
-// taken over in place. It is not safe for concurrent use.
+// Backend keeps the rules of iptables in one network namespace equal to a dataplane.State. Rules that have kube-proxy's
+// names are taken over in place. It is not safe for concurrent use.
 type Backend struct {
 	options  Options
 	programs *Programs
@@ -40,11 +40,12 @@ type Backend struct {
 	trust trust
 	// missed is what of past changes is not in the kernel, since a transaction failed.
 	missed dataplane.Change
-	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply. Held are the Services that it
-	// was certain to hold last; nil if it never was.
+	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply. Held are the
+	// Services that it was certain to hold last; nil if it never was.
 	want *dataplane.State
 	held map[snapshot.Name]*dataplane.Service
-	// seen is what the watch saw after the last transaction, or look, and moved says that it saw others write while all was read.
+	// seen is what the watch saw after the last transaction, or look, and moved says that it saw others write while all
+	// was read.
 	seen       fingerprint
 	moved      bool
 	inspection inspection
@@ -64,8 +65,8 @@ const (
 	certain
 )
 
-// Open gives a backend that writes by some programs, which it closes in the end. It has to be called in their network namespace.
-// Nothing is written before the first Apply.
+// Open gives a backend that writes by some programs, which it closes in the end. It has to be called in their network
+// namespace. Nothing is written before the first Apply.
 func Open(p *Programs, o Options) (*Backend, error) {
 	w, err := openWatch(p.Variant)
 	if err != nil {
@@ -88,11 +89,12 @@ func (b *Backend) Close() error {
 	return errors.Join(b.watch.close(), b.programs.Close())
 }
 
-// Apply takes the kernel to a state, with one call of iptables-restore for each family that changes. What a former process left is
-// adopted if it is the same, and corrected otherwise.
+// Apply takes the kernel to a state, with one call of iptables-restore for each family that changes. What a former
+// process left is adopted if it is the same, and corrected otherwise.
 //
-// A call is a transaction for each table in it. So after an error the kernel may hold some of the new rules; the next Apply reads
-// back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask for.
+// A call is a transaction for each table in it. So after an error the kernel may hold some of the new rules; the next
+// Apply reads back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some
+// Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	b.missed = b.missed.With(change)
 	if err := b.tooLarge(want); err != nil {
@@ -158,8 +160,9 @@ func (b *Backend) tooLarge(want *dataplane.State) error {
 	return fmt.Errorf("iptables: %w", &dataplane.Refused{Services: refused})
 }
 
-// suspect looks whether others have written since the last look. Changes right after one another may leave no time to inspect what
-// they did beside the loop; then it is read back before the next transaction, which would else not fit or hide it.
+// suspect looks whether others have written since the last look. Changes right after one another may leave no time to
+// inspect what they did beside the loop; then it is read back before the next transaction, which would else not fit or
+// hide it.
 func (b *Backend) suspect() error {
 	if b.trust != certain {
 		return nil
@@ -198,8 +201,8 @@ func (b *Backend) holds(want *dataplane.State, tables int) error {
 // spacious is how many Services make texts and tables so large that the memory which they took is given back at once.
 const spacious = 1000
 
-// giveBack is called when all rules were read or written: with 10,000 Services that leaves some 250 MB that nothing needs any more, and the
-// runtime would keep most of it for minutes.
+// giveBack is called when all rules were read or written: with 10,000 Services that leaves some 250 MB that nothing
+// needs any more, and the runtime would keep most of it for minutes.
 func giveBack(want *dataplane.State) {
 	if len(want.Services) >= spacious {
 		go debug.FreeOSMemory()
@@ -301,8 +304,9 @@ func (b *Backend) remarkAffinity(text []byte) {
 	}
 }
 
-// blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not where the
-// legacy variant's kernel refuses a whole table, the Services are written in portions until those are alone that are refused.
+// blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not
+// where the legacy variant's kernel refuses a whole table, the Services are written in portions until those are alone
+// that are refused.
 func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
 	names := map[snapshot.Name]error{}
 	for _, line := range refused.Lines {
@@ -325,9 +329,10 @@ func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *Restor
 // siftMost is how many transactions a search for Services that are refused may take.
 const siftMost = 64
 
-// sift writes a state with more and more Services, and gives those without which it is taken. It begins with what the kernel held of
-// them. If that is not known, since a former process wrote it, those that are still to come have no rules for that moment. After an
-// error nobody is named, and nobody either if all are refused: then it is no Service's fault.
+// sift writes a state with more and more Services, and gives those without which it is taken. It begins with what the
+// kernel held of them. If that is not known, since a former process wrote it, those that are still to come have no
+// rules for that moment. After an error nobody is named, and nobody either if all are refused: then it is no Service's
+// fault.
 func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
 	s := sifting{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
 	s.part.Services = map[snapshot.Name]*dataplane.Service{}

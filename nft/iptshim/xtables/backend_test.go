@@ -188,7 +188,8 @@ func TestWrites(t *testing.T) {
 	})
 }
 
-// TestRestart: what a former process left is adopted, or corrected where it differs; a kube-proxy's chains are taken over in place.
+// TestRestart: what a former process left is adopted, or corrected where it differs; a kube-proxy's chains are taken
+// over in place.
 func TestRestart(t *testing.T) {
 	eachVariant(t, func(t *testing.T, w *world) {
 		w.write(merged(web(1, 2), web(2, 2)))
@@ -258,8 +259,8 @@ func TestForeignHands(t *testing.T) {
 	})
 }
 
-// TestOvertaken: a look during which we wrote says nothing. It makes a change wait for a reading of all tables only if others wrote, too,
-// or if it happens again and again.
+// TestOvertaken: a look during which we wrote says nothing. It makes a change wait for a reading of all tables only if
+// others wrote, too, or if it happens again and again.
 func TestOvertaken(t *testing.T) {
 	eachVariant(t, func(t *testing.T, w *world) {
 		w.write(web(1, 2))
@@ -323,8 +324,8 @@ func sortedLines(text string) string {
 	return strings.Join(lines, "\n")
 }
 
-// refusing has restore refuse each text in which a word stands: with the number of its line, or as the legacy variant's kernel does,
-// with that of the COMMIT behind it.
+// refusing has restore refuse each text in which a word stands: with the number of its line, or as the legacy variant's
+// kernel does, with that of the COMMIT behind it.
 func (w *world) refusing(word string, atCommit bool) {
 	w.t.Helper()
 	real := w.backend.programs.sets[ipfamily.IPv4].restore
@@ -344,8 +345,8 @@ exec %[4]s "$@" < %[1]s/text
 	w.backend.programs.sets[ipfamily.IPv4].restore = path
 }
 
-// TestRefused: a Service of which a rule is refused is named, whether the line is told or only that something is wrong; without it the
-// rest is written.
+// TestRefused: a Service of which a rule is refused is named, whether the line is told or only that something is wrong;
+// without it the rest is written.
 func TestRefused(t *testing.T) {
 	for _, atCommit := range []bool{false, true} {
 		t.Run(fmt.Sprintf("at commit %v", atCommit), func(t *testing.T) {

@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a packet, and
-// KUBE-POSTROUTING masquerades what is marked. There is nothing else in it.
+// Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a
+// packet, and KUBE-POSTROUTING masquerades what is marked. There is nothing else in it.
 type Compat struct {
 	Programs *Programs
 	// Bit is the bit of the mark, 0 to 31.
@@ -33,7 +33,8 @@ const (
 // compatEvery is how often Run looks whether the chains are still there.
 const compatEvery = 5 * time.Second
 
-// Run writes the chains, and writes them again when somebody changes or removes them, until the context ends. They stay.
+// Run writes the chains, and writes them again when somebody changes or removes them, until the context ends. They
+// stay.
 func (c *Compat) Run(ctx context.Context) {
 	tick := time.NewTicker(compatEvery)
 	defer tick.Stop()
@@ -86,7 +87,8 @@ func (c *Compat) Keep(ctx context.Context, f ipfamily.Family) (changed bool, err
 	return true, c.Programs.Restore(ctx, f, []byte(compatText(want, jump)))
 }
 
-// Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no error.
+// Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no
+// error.
 func (c *Compat) Remove(ctx context.Context) error {
 	var errs []error
 	for _, f := range ipfamily.All {
@@ -175,8 +177,8 @@ func rulesOf(saved string) map[string][]string {
 	return rules
 }
 
-// compatible says whether the chains do what is wanted, whoever made them. Versions of iptables quote differently; a kubelet beside us
-// may have added its own rule, which does the same once more.
+// compatible says whether the chains do what is wanted, whoever made them. Versions of iptables quote differently; a
+// kubelet beside us may have added its own rule, which does the same once more.
 func compatible(is, want map[string][]string) bool {
 	plain := func(rules []string) (out []string) {
 		for _, r := range rules {

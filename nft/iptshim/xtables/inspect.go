@@ -11,9 +11,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// What others change is looked for by reading all tables, which takes a second and more where there are many rules. So that
-// is done beside the loop: at once if the watch says that there may be something, else every now and then, and never for more than a
-// part of the time.
+// What others change is looked for by reading all tables, which takes a second and more where there are many rules. So
+// that is done beside the loop: at once if the watch says that there may be something, else every now and then, and
+// never for more than a part of the time.
 const (
 	// inspectEvery is the time between two looks if the watch saw nothing.
 	inspectEvery = time.Minute
@@ -21,8 +21,8 @@ const (
 	inspectRest = 10
 	// inspectAgain is how soon Check wants to be called while a look is under way.
 	inspectAgain = 20 * time.Millisecond
-	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction waits until
-	// all is read.
+	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction
+	// waits until all is read.
 	staleMost = 10
 )
 
@@ -34,9 +34,11 @@ type inspection struct {
 	// stale says that we wrote since the look began, and empty how many looks in a row came to nothing for that.
 	stale bool
 	empty int
-	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began for that.
+	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began
+	// for that.
 	suspect, suspected bool
-	// whole is how long it took to read all tables last. Next is when there may be another look, and due when there is to be one.
+	// whole is how long it took to read all tables last. Next is when there may be another look, and due when there is to
+	// be one.
 	whole     time.Duration
 	next, due time.Time
 }
@@ -72,8 +74,8 @@ func (i *inspection) wait() {
 	}
 }
 
-// Check looks whether somebody else changed our rules, and says in words what it found: the next Apply repairs it. It does not wait for
-// what takes long, but asks to be called again.
+// Check looks whether somebody else changed our rules, and says in words what it found: the next Apply repairs it. It
+// does not wait for what takes long, but asks to be called again.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.trust != certain { // the next Apply will look
 		return nil, 0, nil

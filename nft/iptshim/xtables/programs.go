@@ -1,5 +1,5 @@
-// Package xtables finds the iptables programs of a host and runs them: the I/O of the iptables backend, whose rules package iptshim
-// knows as values.
+// Package xtables finds the iptables programs of a host and runs them: the I/O of the iptables backend, whose rules
+// package iptshim knows as values.
 package xtables
 
 import (
@@ -22,7 +22,8 @@ import (
 // program is what the names of a family's programs begin with.
 func program(f ipfamily.Family) string { return [...]string{"iptables", "ip6tables"}[f] }
 
-// Variant is one of the two iptables. A kernel may have the rules of both at the same time, and every packet passes all of them.
+// Variant is one of the two iptables. A kernel may have the rules of both at the same time, and every packet passes all
+// of them.
 type Variant uint8
 
 // The variants.
@@ -49,7 +50,8 @@ type Version [3]int
 // String gives "1.8.9".
 func (v Version) String() string { return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2]) }
 
-// minVersion is the oldest that is used. Before 1.8.4, restore of the nft variant does not hold with --noflush what it says.
+// minVersion is the oldest that is used. Before 1.8.4, restore of the nft variant does not hold with --noflush what it
+// says.
 var minVersion = Version{1, 8, 4}
 
 func (v Version) before(o Version) bool {
@@ -67,7 +69,8 @@ type set struct {
 	version             Version
 }
 
-// Programs are the iptables programs by which the rules of a network namespace are read and written. Make them with Find.
+// Programs are the iptables programs by which the rules of a network namespace are read and written. Make them with
+// Find.
 type Programs struct {
 	// Variant is the one that is used, for both families; Why says what decided about it.
 	Variant Variant
@@ -85,8 +88,8 @@ type Programs struct {
 var ErrNone = errors.New("there is no iptables program on this host: install iptables 1.8.4 or later, " +
 	"or run the image that holds it (docs/IPTABLES.md)")
 
-// Find looks for the programs, decides which variant is used in the network namespace of the calling thread, and makes sure that
-// it works there. It changes nothing but that the kernel may load modules and make tables that are empty.
+// Find looks for the programs, decides which variant is used in the network namespace of the calling thread, and makes
+// sure that it works there. It changes nothing but that the kernel may load modules and make tables that are empty.
 //
 // An error says why neither variant can be used for IPv4. That IPv6 cannot is no error: Missing says so.
 func Find(ctx context.Context) (*Programs, error) {
@@ -183,8 +186,8 @@ func lookPath(name string) string {
 	return ""
 }
 
-// installed gives the programs that there are. A host may have both variants, each under its own name, or one of them under the
-// plain name alone.
+// installed gives the programs that there are. A host may have both variants, each under its own name, or one of them
+// under the plain name alone.
 func installed(ctx context.Context, r runner) (found installation, err error) {
 	var errs []error
 	for _, f := range ipfamily.All {
@@ -240,9 +243,9 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 // hints are the chains that a kubelet makes so that others can tell which variant the host uses.
 var hints = []string{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}
 
-// choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service proxy has its
-// chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are only read for the last of these:
-// that takes seconds where they are large.
+// choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service
+// proxy has its chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are only read
+// for the last of these: that takes seconds where they are large.
 func choose(ctx context.Context, r runner, found installation) (Variant, string) {
 	for _, v := range variants {
 		if found.has(v) && !found.has(v.Other()) {
@@ -297,7 +300,8 @@ func legacyHas(f ipfamily.Family, table string) bool {
 // errNoIPv6 says that a host has no IPv6.
 var errNoIPv6 = errors.New("this host has no IPv6")
 
-// try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore says so.
+// try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore
+// says so.
 func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
 	if p.missing[f] != nil {
 		return p.missing[f]
@@ -317,5 +321,6 @@ func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
 	return fmt.Errorf("%s iptables cannot be used: %w", f, err)
 }
 
-// tries is how often that is tried: a host that is just starting may be busy, and what is found here holds until the next start.
+// tries is how often that is tried: a host that is just starting may be busy, and what is found here holds until the
+// next start.
 const tries = 3

@@ -63,7 +63,8 @@ func TestChoice(t *testing.T) {
 	}
 }
 
-// TestLookingLeavesLegacyAlone: to find the nft variant must not make tables of the legacy one, through which every packet would go.
+// TestLookingLeavesLegacyAlone: to find the nft variant must not make tables of the legacy one, through which every
+// packet would go.
 func TestLookingLeavesLegacyAlone(t *testing.T) {
 	h := newHost(t)
 	p := findOn(t, h)
@@ -82,7 +83,8 @@ func TestLookingLeavesLegacyAlone(t *testing.T) {
 	}
 }
 
-// fakes makes a directory of programs, and has only these found. An entry is a name and what the program does, in a shell.
+// fakes makes a directory of programs, and has only these found. An entry is a name and what the program does, in a
+// shell.
 func fakes(t *testing.T, programs map[string]string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -226,8 +228,8 @@ func TestLock(t *testing.T) {
 	labtest.Check(t, p.Restore(soon(t), ipfamily.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 }
 
-// TestUnreadable: where nft put rules that iptables has not, the nft variant prints nothing. In a table of ours that is an error, and
-// not an empty table; in others it does not matter.
+// TestUnreadable: where nft put rules that iptables has not, the nft variant prints nothing. In a table of ours that is
+// an error, and not an empty table; in others it does not matter.
 func TestUnreadable(t *testing.T) {
 	h := newHost(t)
 	p := programsOf(t, h, NFT)

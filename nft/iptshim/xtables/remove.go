@@ -10,9 +10,9 @@ import (
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 )
 
-// SaveText gives the tables in which we have chains as iptables-save prints them, and others with them: the nft variant reads all chains
-// of all tables for every call, so there is one. Only if that fails, as it does for rules whose extension is not on this host, each
-// table of ours is read alone.
+// SaveText gives the tables in which we have chains as iptables-save prints them, and others with them: the nft variant
+// reads all chains of all tables for every call, so there is one. Only if that fails, as it does for rules whose
+// extension is not on this host, each table of ours is read alone.
 func (p *Programs) SaveText(ctx context.Context, f ipfamily.Family) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
@@ -84,9 +84,10 @@ func (p *Programs) Wrote(ctx context.Context, f ipfamily.Family) (bool, error) {
 	return p.HasChain(ctx, f, string(iptshim.Filter), ownChain)
 }
 
-// RemoveOwn removes what Verdict wrote with iptables in the network namespace of the calling thread, in both variants, and says what
-// it was, a line each; none if there was nothing. The rules of a kube-proxy are left alone, which have the same names: a chain that is
-// only Verdict's tells them apart. The chains that Compat keeps go, too, unless they are to be kept. That there are no programs is no error.
+// RemoveOwn removes what Verdict wrote with iptables in the network namespace of the calling thread, in both variants,
+// and says what it was, a line each; none if there was nothing. The rules of a kube-proxy are left alone, which have
+// the same names: a chain that is only Verdict's tells them apart. The chains that Compat keeps go, too, unless they
+// are to be kept. That there are no programs is no error.
 func RemoveOwn(ctx context.Context, keepCompat bool, log *slog.Logger) (removed []string, err error) {
 	r, err := newRunner()
 	if err != nil {

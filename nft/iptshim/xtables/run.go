@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	// lockPatience is how long restore waits for the lock of the xtables, which only the legacy variant takes. Longer than that it
-	// is better to say so, and to try again later.
+	// lockPatience is how long restore waits for the lock of the xtables, which only the legacy variant takes. Longer than
+	// that it is better to say so, and to try again later.
 	lockPatience = 5 * time.Second
 	// runPatience bounds what a program may take by far: the nft variant needs minutes for tens of thousands of chains.
 	runPatience = 10 * time.Minute
@@ -50,12 +50,12 @@ func (e *LockedError) Error() string {
 	return fmt.Sprintf("%s has held %s for %s", by, lockPath(), e.Waited)
 }
 
-// RestoreError says that iptables-restore did not take a text. Of the table in which that happened nothing is changed; tables
-// before it in the text are in force.
+// RestoreError says that iptables-restore did not take a text. Of the table in which that happened nothing is changed;
+// tables before it in the text are in force.
 type RestoreError struct {
 	Family ipfamily.Family
-	// Lines are the numbers of the lines that were refused, from 1 on, as far as it says so. For what only the kernel refuses,
-	// the legacy variant names the line COMMIT.
+	// Lines are the numbers of the lines that were refused, from 1 on, as far as it says so. For what only the kernel
+	// refuses, the legacy variant names the line COMMIT.
 	Lines []int
 	// Text is what it said.
 	Text string
@@ -143,8 +143,9 @@ func (r runner) run(ctx context.Context, input []byte, program string, args ...s
 	return nil, e
 }
 
-// start starts a program in the runner's namespace: a child inherits that of the thread which makes it. A thread that is moved there
-// ends with the goroutine. Most of the time there is no need to: a process that is allowed to move must have more rights than we want.
+// start starts a program in the runner's namespace: a child inherits that of the thread which makes it. A thread that
+// is moved there ends with the goroutine. Most of the time there is no need to: a process that is allowed to move must
+// have more rights than we want.
 func (r runner) start(cmd *exec.Cmd) error {
 	runtime.LockOSThread()
 	here, err := inodeOf(netnsPath)
@@ -165,7 +166,8 @@ func (r runner) start(cmd *exec.Cmd) error {
 	return <-done
 }
 
-// Restore changes a family's tables by a text for iptables-restore, which keeps what the text does not name. The error is a
+// Restore changes a family's tables by a text for iptables-restore, which keeps what the text does not name. The error
+// is a
 // *RestoreError, a *LockedError, or another one.
 func (p *Programs) Restore(ctx context.Context, f ipfamily.Family, text []byte) error {
 	if err := p.missing[f]; err != nil {
@@ -184,8 +186,8 @@ func (p *Programs) Restore(ctx context.Context, f ipfamily.Family, text []byte) 
 	return &RestoreError{Family: f, Lines: failedLines(failed.said), Text: failed.said}
 }
 
-// Save gives a family's table as iptables-save prints it, with counters if they are wished for. A table that is not there has no
-// chains but those built in, or is empty.
+// Save gives a family's table as iptables-save prints it, with counters if they are wished for. A table that is not
+// there has no chains but those built in, or is empty.
 func (p *Programs) Save(ctx context.Context, f ipfamily.Family, table string, counters bool) ([]byte, error) {
 	if err := p.missing[f]; err != nil {
 		return nil, err
@@ -200,8 +202,8 @@ func (p *Programs) Save(ctx context.Context, f ipfamily.Family, table string, co
 	return p.save(ctx, f, []iptshim.Table{iptshim.Table(table)}, args...)
 }
 
-// save runs a family's iptables-save. The nft variant prints nothing of a table in which somebody put rules that iptables has not,
-// and that is no failure to it: of the tables that are needed it is one.
+// save runs a family's iptables-save. The nft variant prints nothing of a table in which somebody put rules that
+// iptables has not, and that is no failure to it: of the tables that are needed it is one.
 func (p *Programs) save(ctx context.Context, f ipfamily.Family, needed []iptshim.Table, args ...string) ([]byte, error) {
 	text, err := p.runner.run(ctx, nil, p.sets[f].save, args...)
 	if err != nil {

@@ -11,9 +11,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// watch tells cheaply, without reading a table, whether somebody may have changed the rules since it was asked before. For the nft
-// variant that is the number of nf_tables' last transaction; for the legacy one what the kernel says of each table's size: there,
-// a rule replaced by one as long goes unnoticed.
+// watch tells cheaply, without reading a table, whether somebody may have changed the rules since it was asked before.
+// For the nft variant that is the number of nf_tables' last transaction; for the legacy one what the kernel says of
+// each table's size: there, a rule replaced by one as long goes unnoticed.
 type watch struct {
 	variant Variant
 	// fds are a socket of nfnetlink, or one of each family.
@@ -83,8 +83,8 @@ func (w *watch) look(served ipfamily.Per[bool]) (f fingerprint, err error) {
 }
 
 const (
-	// getInfo is IPT_SO_GET_INFO and IP6T_SO_GET_INFO; infoLen is the length of struct ipt_getinfo: a table's name, its hooks, their
-	// offsets, and the number of its entries and their bytes.
+	// getInfo is IPT_SO_GET_INFO and IP6T_SO_GET_INFO; infoLen is the length of struct ipt_getinfo: a table's name, its
+	// hooks, their offsets, and the number of its entries and their bytes.
 	getInfo = 64
 	infoLen = 84
 )
