@@ -73,7 +73,7 @@ func openIPSets() (s ipsets, ok bool, err error) {
 
 // proxySets gives the sets of kube-proxy's.
 func (s ipsets) proxySets() ([]set, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.attr(ipsetAttrFlags|unix.NLA_F_NET_BYTEORDER, big32(ipsetHeaderOnly)...)
 	})
@@ -110,7 +110,7 @@ type member struct {
 
 // members gives the elements of a set.
 func (s ipsets) members(name string) ([]member, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
+	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.text(ipsetAttrSetName, name)
 	})
@@ -144,7 +144,7 @@ func (s ipsets) destroy(sets []set) error {
 	deadline := time.Now().Add(busyPatience)
 	for _, set := range sets {
 		for {
-			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
+			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
 				w.attr(ipsetAttrProtocol, ipsetProtocol)
 				w.text(ipsetAttrSetName, set.name)
 			})

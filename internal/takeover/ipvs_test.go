@@ -100,7 +100,7 @@ func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error
 func (s ipsets) addPorts(name string, ports ...uint16) error {
 	const create, add, revision, portTo = 2, 9, 4, 5
 	port := func(w *buffer, typ uint16, p uint16) { w.attr(typ|unix.NLA_F_NET_BYTEORDER, big16(p)...) }
-	_, err := s.do(ipsetSubsystem|create, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
+	_, err := s.do(ipsetSubsystem|create, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
 		w.attr(ipsetAttrProtocol, ipsetProtocol)
 		w.text(ipsetAttrSetName, name)
 		w.text(ipsetAttrTypeName, "bitmap:port")
@@ -115,7 +115,7 @@ func (s ipsets) addPorts(name string, ports ...uint16) error {
 		return fmt.Errorf("create set %s: %w", name, err)
 	}
 	for _, p := range ports {
-		_, err := s.do(ipsetSubsystem|add, nfgenmsg(ipfamily.IPv4), func(w *buffer) {
+		_, err := s.do(ipsetSubsystem|add, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
 			w.attr(ipsetAttrProtocol, ipsetProtocol)
 			w.text(ipsetAttrSetName, name)
 			m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)

@@ -17,7 +17,7 @@ const proxyTable = "kube-proxy"
 const nftSubsystem = unix.NFNL_SUBSYS_NFTABLES << 8
 
 // nfgenmsg is the header of nf_tables' and ipset's messages.
-func nfgenmsg(f ipfamily.Family) []byte { return []byte{byte(f.NFProto()), unix.NFNETLINK_V0, 0, 0} }
+func nfgenmsg(family uint8) []byte { return []byte{family, unix.NFNETLINK_V0, 0, 0} }
 
 // nfgenLen is its length.
 const nfgenLen = 4
@@ -92,7 +92,7 @@ func parseChain(a attributes) chain {
 
 // rules gives the rules of a chain. That it is not there any more is no error.
 func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) {
-	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETRULE, nfgenmsg(f), func(w *buffer) {
+	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETRULE, nfgenmsg(f.NFProto()), func(w *buffer) {
 		w.text(unix.NFTA_RULE_TABLE, table)
 		w.text(unix.NFTA_RULE_CHAIN, chain)
 	})
@@ -227,7 +227,7 @@ func (n nftables) transact(list []deletion) error {
 	bracket(unix.NFNL_MSG_BATCH_BEGIN)
 	first := w.seq + 1
 	for _, d := range list {
-		m := w.message(nftSubsystem|d.typ, 0, nfgenmsg(d.f)...)
+		m := w.message(nftSubsystem|d.typ, 0, nfgenmsg(d.f.NFProto())...)
 		d.attrs(&w)
 		w.end(m)
 	}

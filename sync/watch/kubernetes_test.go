@@ -116,8 +116,10 @@ func TestKubernetesMissing(t *testing.T) {
 		t.Errorf("before it runs, missing are %q", got)
 	}
 	v := start(t, func(func(error)) source { return k })
-	testkit.Eventually(t, time.Minute, "only endpointslices are missing", func() bool {
-		return slices.Equal(k.Missing(), []string{"endpointslices"})
+	testkit.Eventually(t, time.Minute, "only endpointslices are missing, and were refused", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return codes[http.StatusForbidden] && slices.Equal(k.Missing(), []string{"endpointslices"})
 	}, func() string { return fmt.Sprint(k.Missing()) })
 	mu.Lock()
 	defer mu.Unlock()
