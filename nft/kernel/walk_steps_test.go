@@ -243,7 +243,9 @@ func (w *walker) small() {
 	}
 	for try := 0; try < 3 && w.apply(w.planner.State()) != nil; try++ {
 	}
+	harm := w.faults.harm
 	w.faults.disarm()
+	w.faults.harm = harm // a socket that was lost after the commit is found out only now
 	w.backend.conn.sendMax, w.backend.room = 0, 0
 	w.settle()
 }
