@@ -345,8 +345,10 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 		}
 	}
 	a.landed(v, w)
-	if why := notCounted(revision.Counted); why != "" && v.Service != nil {
-		a.Notes = append(a.Notes, why)
+	if v.Service != nil {
+		if why := e.uncountedNote(revision.Counted, v); why != "" {
+			a.Notes = append(a.Notes, why)
+		}
 	}
 	if cause == dataplane.FrontendScheduled {
 		if err := a.scheduled(v, e.q.key); err != nil {

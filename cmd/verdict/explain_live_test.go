@@ -355,16 +355,34 @@ func TestExplainDisagrees(t *testing.T) {
 // says why it has no numbers.
 func TestExplainNotCounted(t *testing.T) {
 	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
-	st, _ := dataplane.Compute(c.config, c.snap)
 	frontends := 0
 	for _, table := range c.backend.(*kernel.Backend).Fill() {
 		frontends += table[nft.Services].Elements + table[nft.OutsideServices].Elements
 	}
-	q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	at := dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}
+	q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: at}
+	const first, never = snapshot.CountersFirst, snapshot.CountersNever
 	for _, test := range []struct {
 		counters int
+		wish     snapshot.Counters
+		counted  bool
 		note     []string
-	}{{0, nil}, {frontends, []string{notCounted(dataplane.CountedFrontends)}}, {1, []string{notCounted(dataplane.CountedNothing)}}} {
+	}{
+		{0, 0, true, nil},
+		{frontends, 0, true, []string{notCounted(dataplane.CountedFrontends)}},
+		{1, 0, false, []string{notCounted(dataplane.CountedNothing)}},
+		{0, never, false, []string{notByWish}},
+		{1, never, false, []string{notByWish}},
+		{1, first, false, []string{notCounted(dataplane.CountedNothing) + notDespite}},
+	} {
+		for name, s := range c.snap.Services {
+			if slices.Contains(s.ClusterIPs, q.key.Addr) {
+				svc := *s
+				svc.Counters = test.wish
+				c.snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name: &svc}})
+			}
+		}
+		st, _ := dataplane.Compute(c.config, c.snap)
 		labtest.Check(t, c.Node.Do(func() error {
 			backend, err := kernel.Open(kernel.Options{Counters: test.counters})
 			if err != nil {
@@ -380,8 +398,9 @@ func TestExplainNotCounted(t *testing.T) {
 			return err
 		}))
 		a := c.ask(q, c.snap)
-		if counted := a.Kernel.Service.Connections != nil; !slices.Equal(a.Notes, test.note) || counted != (test.counters != 1) {
-			t.Errorf("%d counters: the Service is counted: %v, notes %q; want %q", test.counters, counted, a.Notes, test.note)
+		if counted := a.Kernel.Service.Connections != nil; !slices.Equal(a.Notes, test.note) || counted != test.counted {
+			t.Errorf("%d counters, wish %v: the Service is counted: %v, notes %q; want %q",
+				test.counters, test.wish, counted, a.Notes, test.note)
 		}
 	}
 }

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
-	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
@@ -142,7 +141,7 @@ func printSample(s *show, sample *topSample, shown int) {
 	s.line("%s", s.paint(dim, topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
 	for i := range sample.Ports[:shown] {
 		p := &sample.Ports[i]
-		s.line("%s", topLine(rateText(p.Rate), units.Thousands(int(p.Total)), choicesText(p), topName("", p)))
+		s.line("%s", portLine("", p))
 		for _, l := range endpointLines(p, wide) {
 			s.line("%s", l)
 		}

@@ -99,6 +99,11 @@ func (p *portMeter) sum() (rate float64, total uint64) {
 	return rate, total
 }
 
+// notCounted says whether nothing is counted at the addresses of the port.
+func (p *portMeter) notCounted() bool {
+	return !slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return !f.count.Uncounted })
+}
+
 // scheduled says whether IPVS chooses the endpoint at any frontend of the port.
 func (p *portMeter) scheduled() bool {
 	return slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return f.count.Scheduled })
@@ -403,35 +408,27 @@ type topSample struct {
 }
 
 // notice says what cannot be seen because it is not counted.
-func (s *topSample) notice() string { return notCounted(s.Counted) }
-
-// notCounted says in words what is left out of one of dataplane.Counted...; empty if everything is counted.
-func notCounted(counted string) string {
-	switch counted {
-	case dataplane.CountedMostEndpoints:
-		return "endpoints of very large Services are not counted: all counters would take more than counterMemoryMiB"
-	case dataplane.CountedMostFrontends:
-		return "endpoints and very large Services are not counted: their counters would take more than counterMemoryMiB"
-	case dataplane.CountedFrontends:
-		return "endpoints are not counted: their counters would take more than counterMemoryMiB"
-	case dataplane.CountedNothing:
-		return "nothing is counted: the counters would take more than counterMemoryMiB"
+func (s *topSample) notice() string {
+	if n := notCounted(s.Counted); n != "" || !slices.ContainsFunc(s.Ports, func(p topPort) bool { return p.NotCounted }) {
+		return n
 	}
-	return ""
+	return notByWishMany
 }
 
 type topPort struct {
 	// Name is "namespace/name:port"; Service and Port are its parts.
-	Name      string        `json:"-"`
-	Service   string        `json:"service"`
-	Port      string        `json:"port,omitempty"`
-	Rate      float64       `json:"rate"`
-	Total     uint64        `json:"total"`
-	Choices   int           `json:"endpointCount"`
-	Scheduled bool          `json:"scheduled,omitempty"`
-	IPVS      *topIPVS      `json:"ipvs,omitempty"`
-	Frontends []topFrontend `json:"frontends"`
-	Endpoints []topEndpoint `json:"endpoints,omitempty"`
+	Name    string  `json:"-"`
+	Service string  `json:"service"`
+	Port    string  `json:"port,omitempty"`
+	Rate    float64 `json:"rate"`
+	Total   uint64  `json:"total"`
+	// NotCounted says that nothing is counted at its addresses.
+	NotCounted bool          `json:"notCounted,omitempty"`
+	Choices    int           `json:"endpointCount"`
+	Scheduled  bool          `json:"scheduled,omitempty"`
+	IPVS       *topIPVS      `json:"ipvs,omitempty"`
+	Frontends  []topFrontend `json:"frontends"`
+	Endpoints  []topEndpoint `json:"endpoints,omitempty"`
 }
 
 type topFrontend struct {
@@ -472,7 +469,7 @@ func (s *sampler) result(order string, interval time.Duration) *topSample {
 			service, port = p.name, ""
 		}
 		t := topPort{Name: p.name, Service: service, Port: port, Rate: rounded(rate), Total: total, Choices: p.choices(),
-			Scheduled: p.scheduled()}
+			Scheduled: p.scheduled(), NotCounted: p.notCounted()}
 		out.Rate += rate
 		out.Ports = append(out.Ports, t)
 	}

@@ -122,6 +122,13 @@ func (f *fakeCounters) services(n int) {
 	snap.Apply(d)
 	st, _ := dataplane.Compute(dataplane.Config{NodeName: "here", IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}, snap)
 	f.tables = nft.List(st)
+	for i := range f.tables {
+		for set, elements := range f.tables[i].Elements {
+			for k := range elements {
+				elements[k].Counted = nft.SetByID(nft.SetID(set)).Counter
+			}
+		}
+	}
 	f.revision++
 }
 
@@ -293,6 +300,10 @@ q quit   up/down select   enter endpoints   s sort
 	}
 	if v.order != byRate || !v.key("q") || v.key("x") {
 		t.Errorf("sorted by %s", v.order)
+	}
+	sample.Ports[0].NotCounted = true
+	if got := screen(); !strings.Contains(got, "\n"+notByWishMany) || !strings.Contains(got, " -             - ") {
+		t.Errorf("not a word about who does not want to be counted:\n%s", got)
 	}
 	sample.Counted = dataplane.CountedNothing
 	if got := screen(); !strings.Contains(got, "\nnothing is counted") {

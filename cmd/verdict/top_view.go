@@ -198,7 +198,7 @@ func (v *topView) portLines(s *show, p *topPort) []string {
 	if selected {
 		mark = "> "
 	}
-	line := clip(topLine(rateText(p.Rate), units.Thousands(int(p.Total)), choicesText(p), topName(mark, p)), v.width)
+	line := clip(portLine(mark, p), v.width)
 	switch {
 	case selected:
 		line = s.paint("7", line)
@@ -212,6 +212,19 @@ func (v *topView) portLines(s *show, p *topPort) []string {
 		lines = append(lines, endpointLines(p, v.width)...)
 	}
 	return lines
+}
+
+// portLine is the line of a port.
+func portLine(mark string, p *topPort) string {
+	return topLine(countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p), topName(mark, p))
+}
+
+// countText gives a number of a port's, or a sign that it is not counted.
+func countText(p *topPort, text string) string {
+	if p.NotCounted {
+		return "-"
+	}
+	return text
 }
 
 // choicesText is of how many endpoints one is chosen, or who chooses.

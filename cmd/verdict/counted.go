@@ -1,0 +1,69 @@
+package main
+
+import (
+	"strings"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// What is said of Services that are not counted because of their annotation, or in spite of it.
+const (
+	notByWish     = "connections are not counted: the Service's annotation verdict/counters is false"
+	notDespite    = "; the annotation verdict/counters asks for more than its share"
+	notByWishMany = "-: not counted, by the Service's annotation verdict/counters"
+)
+
+// notCounted says in words what is left out of one of dataplane.Counted...; empty if everything is counted.
+func notCounted(counted string) string {
+	switch counted {
+	case dataplane.CountedMostEndpoints:
+		return "endpoints of very large Services are not counted: all counters would take more than counterMemoryMiB"
+	case dataplane.CountedMostFrontends:
+		return "endpoints and very large Services are not counted: their counters would take more than counterMemoryMiB"
+	case dataplane.CountedFrontends:
+		return "endpoints are not counted: their counters would take more than counterMemoryMiB"
+	case dataplane.CountedNothing:
+		return "nothing is counted: the counters would take more than counterMemoryMiB"
+	}
+	return ""
+}
+
+// allFrontends says whether the addresses of all Services are counted, but for those that do not want it.
+func allFrontends(counted string) bool {
+	return counted == dataplane.CountedEndpoints || counted == dataplane.CountedFrontends
+}
+
+// uncountedNote says why a Service's connections are not counted, or not at its endpoints; empty if they are.
+func (e *explaining) uncountedNote(counted string, v *viewJSON) string {
+	frontend, endpoints := v.Service.Connections != nil, true
+	for _, taken := range v.Taken {
+		endpoints = endpoints && taken.Connections != nil
+	}
+	wish, known := e.wish(v.Service.Name)
+	if v.Affinity != nil || len(v.Taken) == 0 { // its endpoints count elsewhere, or there are none
+		endpoints = notCounted(counted) == "" || known && wish == snapshot.CountersFirst
+	}
+	switch {
+	case frontend && endpoints:
+		return ""
+	case known && wish == snapshot.CountersNever, !known && !frontend && allFrontends(counted):
+		return notByWish
+	case known && wish == snapshot.CountersFirst && notCounted(counted) != "":
+		return notCounted(counted) + notDespite
+	}
+	return notCounted(counted)
+}
+
+// wish gives what a Service asks of the budget for counters, if the objects were given.
+func (e *explaining) wish(service string) (wish snapshot.Counters, known bool) {
+	if e.objects == nil {
+		return 0, false
+	}
+	namespace, name, _ := strings.Cut(service, "/")
+	svc := e.objects.snap.Services[snapshot.Name{Namespace: namespace, Name: name}]
+	if svc == nil {
+		return 0, false
+	}
+	return svc.Counters, true
+}
