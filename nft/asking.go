@@ -7,8 +7,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// A Service that asks for counters is counted, with its endpoints, whatever the level of counting, as long as it needs
-// no more than its share of the budget, all that ask in its namespace need no more than one share, and all such
+// A Service that asks for counters is counted, with its endpoints, whatever the level of counting, as long as it
+// needs no more than its share of the budget, all that ask in its namespace need no more than one share, and all such
 // namespaces together need no more than half of the budget. Otherwise it is counted as if it had not asked. What
 // follows from the present Services alone, a process that starts finds to be the same.
 

@@ -86,7 +86,8 @@ func (k *countingKernel) of(namespace, name string) (frontends, endpoints bool) 
 func (k *countingKernel) check(namespace, name string, frontends, endpoints bool) {
 	k.t.Helper()
 	if f, e := k.of(namespace, name); f != frontends || e != endpoints {
-		k.t.Errorf("%s/%s: addresses are counted: %v, endpoints: %v; want %v and %v", namespace, name, f, e, frontends, endpoints)
+		k.t.Errorf("%s/%s: addresses are counted: %v, endpoints: %v; want %v and %v",
+			namespace, name, f, e, frontends, endpoints)
 	}
 }
 
@@ -147,8 +148,8 @@ func TestAskForCounters(t *testing.T) {
 }
 
 // TestGreedyNamespace: a tenant has 1,000 giants that ask for counters, and more and more small Services that do.
-// Others are counted as if he did not ask, an operator's Service in another namespace has what it asks for, and no step
-// across a limit rewrites much.
+// Others are counted as if he did not ask, an operator's Service in another namespace has what it asks for, and no
+// step across a limit rewrites much.
 func TestGreedyNamespace(t *testing.T) {
 	const budget, share = 6400, 6400 / shares
 	base := append([]counted{{"ops", "web", 9, snapshot.CountersFirst}}, plain(3000, 2)...)

@@ -28,7 +28,8 @@ const (
 	numCountings
 )
 
-var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.CountedMostFrontends, dataplane.CountedFrontends,
+var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.CountedMostFrontends,
+	dataplane.CountedFrontends,
 	dataplane.CountedMostEndpoints, dataplane.CountedEndpoints}
 
 // String gives the name that receipts, metrics and the revision have for it.

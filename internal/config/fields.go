@@ -132,7 +132,8 @@ var fields = []field{
 		oneOf("off", "service", "endpoint")},
 	{verdictKind + ".metricsMaxSeries", Restart, "how many Service ports, and how many endpoints, have a series of their own in the metrics", atLeast(1)},
 	{verdictKind + ".counterMemoryMiB", Restart, "how much memory the kernel's counters may take: 16 bytes for each possible processor and frontend, " +
-		"and endpoint as far as there is room; 0: nothing is counted", atLeast(0)},
+		"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation `verdict/counters` " +
+		"([METRICS.md](METRICS.md))", atLeast(0)},
 }
 
 // fieldNamed finds a field; it is an error of ours if there is none.

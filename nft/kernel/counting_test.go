@@ -78,8 +78,9 @@ func TestCountersWithinTheirBudget(t *testing.T) {
 	}
 }
 
-// TestCountersAsAsked connects to two Services where the budget is not enough for anybody: of the one that asks for counters every
-// connection is counted, at its address and at its endpoints, and of the other none. Then they change places.
+// TestCountersAsAsked connects to two Services where the budget is not enough for anybody: of the one that asks for
+// counters every connection is counted, at its address and at its endpoints, and of the other none. Then they change
+// places.
 func TestCountersAsAsked(t *testing.T) {
 	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
 	const budget = 2000

@@ -189,9 +189,12 @@ func TestSweepAfterCorrection(t *testing.T) {
 	check(t, b)
 	left, err := b.reader.Elements(ipfamily.IPv4, nft.Affinity)
 	labtest.Check(t, err)
-	stay := slices.DeleteFunc(left, func(l nft.Listed) bool { return l.Target().Addr() == delta.Slices[gone].Endpoints[0].Addr })
+	stay := slices.DeleteFunc(left, func(l nft.Listed) bool {
+		return l.Target().Addr() == delta.Slices[gone].Endpoints[0].Addr
+	})
 	if len(left) != clients-10 || len(stay) != len(left) {
-		t.Errorf("%d clients are remembered, %d of them at endpoints that are there; want %d", len(left), len(stay), clients-10)
+		t.Errorf("%d clients are remembered, %d of them at endpoints that are there; want %d",
+			len(left), len(stay), clients-10)
 	}
 }
 
@@ -219,7 +222,8 @@ func TestOrphansAreLookedAt(t *testing.T) {
 // TestFailedLookIsRepeated: others change something, and the look at it fails. The next look must find it.
 func TestFailedLookIsRepeated(t *testing.T) {
 	s := newSite(t, 3, Options{})
-	edits := []string{"flush chain ip verdict no-endpoints", "flush map ip6 verdict endpoints", "flush set ip verdict service-cidrs",
+	edits := []string{"flush chain ip verdict no-endpoints", "flush map ip6 verdict endpoints",
+		"flush set ip verdict service-cidrs",
 		"add table ip6 verdict { flags dormant; }", "delete table ip verdict"}
 	for n := range 60 {
 		s.nft(edits[n%len(edits)])
@@ -252,7 +256,8 @@ func TestHardToSee(t *testing.T) {
 	sources, _, _ := strings.Cut(text(nft.SourceRanges), " comment")
 	const slot = "9:9 . tcp . 7"
 	const stray = "a slot nobody leads to"
-	structure, err := s.backend.reader.structure(ipfamily.IPv4, s.backend.model.Structure(ipfamily.IPv4), s.backend.model.Layout(ipfamily.IPv4))
+	model := &s.backend.model
+	structure, err := s.backend.reader.structure(ipfamily.IPv4, model.Structure(ipfamily.IPv4), model.Layout(ipfamily.IPv4))
 	labtest.Check(t, err)
 	for name, c := range map[string]struct{ nft, found string }{
 		"a jump": {"delete element ip verdict pools { " + key + " }\nadd element ip verdict pools { " +
@@ -262,7 +267,8 @@ func TestHardToSee(t *testing.T) {
 		stray: {"add element ip verdict endpoints { " + slot + " : 192.0.2.1 . 1 }", "endpoints has "},
 	} {
 		s.nft(c.nft)
-		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), c.found) && (structure.counted || name != stray) {
+		found := strings.Join(check(t, s.backend), "\n")
+		if !strings.Contains(found, c.found) && (structure.counted || name != stray) {
 			t.Errorf("%s: found %q", name, found)
 		}
 		if name == stray && !structure.counted {
@@ -324,7 +330,8 @@ func TestStraySlots(t *testing.T) {
 		s.apply(grow(endpoints))
 		for _, svc := range s.planner.State().Services {
 			id := s.poolAt(dataplane.Key{Addr: svc.ClusterIPs[0], Protocol: snapshot.TCP, Port: 80})
-			s.nft(fmt.Sprintf("add element ip verdict endpoints { %x:%x . tcp . %d : 192.0.2.1 . 1 }", id>>16, id&0xffff, endpoints))
+			s.nft(fmt.Sprintf("add element ip verdict endpoints { %x:%x . tcp . %d : 192.0.2.1 . 1 }",
+				id>>16, id&0xffff, endpoints))
 		}
 		check(t, s.backend) // perhaps nothing is found
 		s.apply(grow(endpoints + 1))
@@ -336,7 +343,8 @@ func TestStraySlots(t *testing.T) {
 func (s *site) poolAt(k dataplane.Key) (id uint32) {
 	s.t.Helper()
 	key := nft.FrontendKeys(dataplane.Counted{Key: k})[0]
-	labtest.Check(s.t, s.backend.reader.get(ipfamily.IPv4, key.Set, []nft.Element{key}, func(e nft.Element) { id = e.PoolID() }))
+	labtest.Check(s.t, s.backend.reader.get(ipfamily.IPv4, key.Set, []nft.Element{key},
+		func(e nft.Element) { id = e.PoolID() }))
 	return id
 }
 
@@ -484,14 +492,16 @@ func TestOthersOvertake(t *testing.T) {
 	s := newSite(t, 0, Options{})
 	change, _ := s.planner.Apply(s.snap, s.snap.Apply(large(4, 3)))
 	s.apply(change)
-	giant := &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "giant"}, ClusterIPs: []netip.Addr{addr("10.96.9.9")}}
+	giant := &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "giant"},
+		ClusterIPs: []netip.Addr{addr("10.96.9.9")}}
 	for i := range 4000 {
 		giant.ExternalIPs = append(giant.ExternalIPs, netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
 	}
 	for p := range 10 {
 		giant.Ports = append(giant.Ports, snapshot.Port{Name: fmt.Sprint(p), Protocol: snapshot.TCP, Port: uint16(1000 + p)})
 	}
-	change, _ = s.planner.Apply(s.snap, s.snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{giant.Name: giant}}))
+	change, _ = s.planner.Apply(s.snap, s.snap.Apply(
+		snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{giant.Name: giant}}))
 	r, err := s.backend.Apply(s.planner.State(), change)
 	labtest.Check(t, err)
 	if len(r.Left) != 1 || r.Added > 2*writeAtOnce {

@@ -242,7 +242,8 @@ func (o *observer) judge(f ipfamily.Family, set nft.SetID, e, pool *nft.Element,
 	may = slices.Concat(may, o.may[portKey(f, e)])
 	for _, ep := range endpoints {
 		if !o.partly || !slices.ContainsFunc(may, func(m string) bool { return strings.Contains(m, fmt.Sprintf("%q", ep)) }) {
-			return fmt.Errorf("%s has the endpoints %s; before and after it has %s", elementText(f, e), endpointsText(endpoints), may)
+			return fmt.Errorf("%s has the endpoints %s; before and after it has %s",
+				elementText(f, e), endpointsText(endpoints), may)
 		}
 	}
 	return nil

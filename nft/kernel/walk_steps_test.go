@@ -85,7 +85,8 @@ func walkMustSee() (names []string) {
 			}
 		}
 	}
-	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "refused in steps", "clients", "tables made anew",
+	return append(names, "fault: dial fails", "contended keys", "found and repaired", "refused", "refused in steps",
+		"clients", "tables made anew",
 		"failed: all as before", "failed: all in", "failed: half in", "large sets seen", "killed", "owned by a held socket",
 		"owned by a socket of its own", "orphaned", "owned, and others tried", "adopted")
 }
@@ -319,8 +320,8 @@ func (w *walker) nft() {
 	w.settle()
 }
 
-// forking keeps programs from being started while others close sockets: for a moment the child has all of them open, and what
-// a socket owned would still be owned.
+// forking keeps programs from being started while others close sockets: for a moment the child has all of them open,
+// and what a socket owned would still be owned.
 var forking sync.RWMutex
 
 // run runs the newest nft there is: the oldest cannot load all it lists. It may fail where tables are owned.
@@ -402,8 +403,8 @@ func (w *walker) poison() {
 		return w.acked.Services[s.Name].Within(s)
 	})
 	err = w.apply(left)
-	// What others changed before this process began, the revision does not tell: if all else was as it should be, it was adopted.
-	// The look that follows must find what is wrong.
+	// What others changed before this process began, the revision does not tell: if all else was as it should be, it was
+	// adopted. The look that follows must find what is wrong.
 	if err == nil && w.adopted && w.meddled && w.look() != nil {
 		err = w.apply(left)
 	}

@@ -368,7 +368,8 @@ func (w *walker) apply(want *dataplane.State) error {
 	// A backend that has no room for what mends a table makes it anew.
 	w.renewed = w.renewed || w.meddled || w.faults.lies > 0 || w.backend.room > 0
 	if err == nil {
-		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v", len(change.Services), r.Added, r.Replaced,
+		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v",
+			len(change.Services), r.Added, r.Replaced,
 			r.Removed, r.Full, r.Adopted)
 		if r.Full && !w.renewed && w.acked.Services != nil {
 			w.count["made anew for larger sets"]++
@@ -439,7 +440,8 @@ func (w *walker) settle() {
 
 // let says whether what was found is only that the backend lost the socket that owned the tables.
 func (w *walker) let(found []string) bool {
-	return w.faults.harm > 0 && w.options.Own && w.options.Socket == nil && !slices.ContainsFunc(found, func(s string) bool {
+	return w.faults.harm > 0 && w.options.Own && w.options.Socket == nil &&
+		!slices.ContainsFunc(found, func(s string) bool {
 		return !strings.Contains(s, "the table's owner is netlink port 0")
 	})
 }
