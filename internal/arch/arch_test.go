@@ -39,6 +39,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/conntrack":   {ours: []string{"sync/snapshot", "sync/dataplane"}, others: []string{"github.com/mdlayher/netlink", "golang.org/x/sys"}},
 	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/logging":     {},
+	"internal/netlink":     {others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"}},
 	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
 	"internal/metrics":     {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/prometheus/client_golang"}},
 	"internal/sysctl":      {},
