@@ -1,11 +1,9 @@
 package conntrack
 
 import (
-	"encoding/binary"
 	"net/netip"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -53,11 +51,6 @@ const (
 	ctaFilterOrigFlags = 1
 )
 
-const (
-	nfgenLen   = 4 // struct nfgenmsg
-	nestedAttr = unix.NLA_F_NESTED
-)
-
 // tuple is one direction of a flow. What the kernel did not say is zero.
 type tuple struct {
 	src, dst         netip.Addr
@@ -70,7 +63,7 @@ type tuple struct {
 func parseFlow(attrs []byte) (flow, bool) {
 	var f flow
 	var original, reply tuple
-	eachAttr(attrs, func(typ uint16, v []byte) {
+	for typ, v := range netlink.Each(attrs) {
 		switch typ {
 		case ctaTupleOrig:
 			original = parseTuple(v)
@@ -81,7 +74,7 @@ func parseFlow(attrs []byte) (flow, bool) {
 		case ctaID:
 			f.id = v
 		}
-	})
+	}
 	f.frontend = dataplane.Key{Addr: original.dst, Protocol: original.protocol, Port: original.dstPort}
 	f.endpoint = netip.AddrPortFrom(reply.src, reply.srcPort)
 	f.zoned = f.zone != nil || original.zoned || reply.zoned
@@ -91,44 +84,40 @@ func parseFlow(attrs []byte) (flow, bool) {
 }
 
 func parseTuple(b []byte) (t tuple) {
-	eachAttr(b, func(typ uint16, v []byte) {
+	for typ, v := range netlink.Each(b) {
 		switch typ {
 		case ctaTupleIP:
-			eachAttr(v, func(typ uint16, v []byte) {
-				a, _ := netip.AddrFromSlice(v)
-				switch typ {
-				case ctaIPv4Src, ctaIPv6Src:
-					t.src = a
-				case ctaIPv4Dst, ctaIPv6Dst:
-					t.dst = a
-				}
-			})
+			t.addresses(v)
 		case ctaTupleProto:
-			eachAttr(v, func(typ uint16, v []byte) {
-				switch {
-				case typ == ctaProtoNum && len(v) == 1:
-					t.protocol = snapshot.Protocol(v[0])
-				case typ == ctaProtoSrcPort && len(v) == 2:
-					t.srcPort = binary.BigEndian.Uint16(v)
-				case typ == ctaProtoDstPort && len(v) == 2:
-					t.dstPort = binary.BigEndian.Uint16(v)
-				}
-			})
+			t.ports(v)
 		case ctaTupleZone:
 			t.zoned = true
 		}
-	})
+	}
 	return t
 }
 
-// eachAttr walks attributes; types come without flags. It stops at what is no attribute.
-func eachAttr(b []byte, do func(typ uint16, value []byte)) {
-	for len(b) >= unix.NLA_HDRLEN {
-		n := int(binary.NativeEndian.Uint16(b))
-		if n < unix.NLA_HDRLEN || n > len(b) {
-			return
+func (t *tuple) addresses(b []byte) {
+	for typ, v := range netlink.Each(b) {
+		a, _ := netip.AddrFromSlice(v)
+		switch typ {
+		case ctaIPv4Src, ctaIPv6Src:
+			t.src = a
+		case ctaIPv4Dst, ctaIPv6Dst:
+			t.dst = a
 		}
-		do(binary.NativeEndian.Uint16(b[2:])&^(nestedAttr|unix.NLA_F_NET_BYTEORDER), b[unix.NLA_HDRLEN:n])
-		b = b[min((n+3)&^3, len(b)):]
+	}
+}
+
+func (t *tuple) ports(b []byte) {
+	for typ, v := range netlink.Each(b) {
+		switch typ {
+		case ctaProtoNum:
+			t.protocol = snapshot.Protocol(v.Uint8())
+		case ctaProtoSrcPort:
+			t.srcPort = v.Big16()
+		case ctaProtoDstPort:
+			t.dstPort = v.Big16()
+		}
 	}
 }

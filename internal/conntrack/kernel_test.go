@@ -2,7 +2,6 @@ package conntrack
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -59,51 +59,54 @@ func clientOf(n int, v6 bool) netip.AddrPort {
 // insert puts flows into the table, as conntrackd would.
 func insert(t testing.TB, c *Conn, entries ...entry) {
 	t.Helper()
-	s := &c.deletes
+	var w netlink.Buffer
 	for chunk := range slices.Chunk(entries, 200) {
-		labtest.Check(t, s.drain(nil))
-		s.out.b = s.out.b[:0]
+		w.Reset()
 		for _, e := range chunk {
-			s.out.insert(e)
+			writeInsert(&w, e)
 		}
-		labtest.Check(t, s.send())
-		labtest.Check(t, s.drain(func(h header, body []byte) error { return h.refusal(body) }))
+		refused, err := c.deletes.Commit(w.Bytes())
+		if err != nil || len(refused) > 0 {
+			t.Fatal(refused, err)
+		}
 	}
 }
 
-func (w *buffer) insert(e entry) {
+func writeInsert(w *netlink.Buffer, e entry) {
 	frontend := netip.AddrPortFrom(e.frontend.Addr, e.frontend.Port)
-	m := w.message(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_REQUEST|unix.NLM_F_CREATE|unix.NLM_F_EXCL, queryFor(e.frontend).family)
+	m := w.Netfilter(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, queryFor(e.frontend).family)
 	tuple := func(typ uint16, src, dst netip.AddrPort) {
-		w.nest(typ, func() {
-			w.nest(ctaTupleIP, func() {
-				if src.Addr().Is4() {
-					w.attr(ctaIPv4Src, src.Addr().AsSlice()...)
-					w.attr(ctaIPv4Dst, dst.Addr().AsSlice()...)
-				} else {
-					w.attr(ctaIPv6Src, src.Addr().AsSlice()...)
-					w.attr(ctaIPv6Dst, dst.Addr().AsSlice()...)
-				}
-			})
-			w.nest(ctaTupleProto, func() {
-				w.attr(ctaProtoNum, byte(e.frontend.Protocol))
-				w.attr(ctaProtoSrcPort, byte(src.Port()>>8), byte(src.Port()))
-				w.attr(ctaProtoDstPort, byte(dst.Port()>>8), byte(dst.Port()))
-			})
-		})
+		from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)
+		if src.Addr().Is4() {
+			from, to = ctaIPv4Src, ctaIPv4Dst
+		}
+		t := w.Nest(typ)
+		ip := w.Nest(ctaTupleIP)
+		w.Attr(from, src.Addr().AsSlice()...)
+		w.Attr(to, dst.Addr().AsSlice()...)
+		w.Close(ip)
+		proto := w.Nest(ctaTupleProto)
+		w.Attr(ctaProtoNum, byte(e.frontend.Protocol))
+		w.Big16(ctaProtoSrcPort, src.Port())
+		w.Big16(ctaProtoDstPort, dst.Port())
+		w.Close(proto)
+		w.Close(t)
 	}
 	tuple(ctaTupleOrig, e.client, frontend)
 	tuple(ctaTupleReply, e.endpoint, e.client)
 	const ctaTimeout = 7
-	w.attr(ctaTimeout, binary.BigEndian.AppendUint32(nil, 3600)...)
+	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {
-		w.attr(ctaZone, byte(e.zone>>8), byte(e.zone))
+		w.Big16(ctaZone, e.zone)
 	}
 	const ctaProtoinfo, ctaProtoinfoTCP, ctaProtoinfoTCPState = 4, 1, 1
 	if e.frontend.Protocol == snapshot.TCP {
-		w.nest(ctaProtoinfo, func() { w.nest(ctaProtoinfoTCP, func() { w.attr(ctaProtoinfoTCPState, 3) }) })
+		info, tcp := w.Nest(ctaProtoinfo), w.Nest(ctaProtoinfoTCP)
+		w.Attr(ctaProtoinfoTCPState, 3)
+		w.Close(tcp)
+		w.Close(info)
 	}
-	w.end(m)
+	w.End(m)
 }
 
 // listAll gives all flows by what tells them apart, with their ids.
@@ -427,8 +430,8 @@ func BenchmarkFollow(b *testing.B) {
 // an error, so that somebody looks again.
 func TestSmallBuffers(t *testing.T) {
 	conn := emptyHost(t)
-	for _, s := range []*socket{&conn.lists, &conn.deletes} {
-		labtest.Check(t, s.nl.SetReadBuffer(1))
+	for _, c := range []*netlink.Conn{conn.lists, conn.deletes} {
+		labtest.Check(t, c.Wire.(*netlink.Socket).SetReadBuffer(1))
 	}
 	const each = 500
 	var entries []entry
