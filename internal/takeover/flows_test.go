@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	verdictnft "github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -127,13 +128,13 @@ func (w *world) cleanup(b *kernel.Backend) {
 		if err != nil {
 			return err
 		}
-		defer n.close()
+		defer n.Close()
 		var list []deletion
 		for _, f := range ipfamily.All {
 			for _, c := range []string{"prerouting", "output"} {
-				list = append(list, deletion{"rules of verdict " + c, unix.NFT_MSG_DELRULE, f, func(w *buffer) {
-					w.text(unix.NFTA_RULE_TABLE, "verdict")
-					w.text(unix.NFTA_RULE_CHAIN, c)
+				list = append(list, deletion{"rules of verdict " + c, unix.NFT_MSG_DELRULE, f, func(w *netlink.Buffer) {
+					w.Text(unix.NFTA_RULE_TABLE, "verdict")
+					w.Text(unix.NFTA_RULE_CHAIN, c)
 				}})
 			}
 		}

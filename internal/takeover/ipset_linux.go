@@ -10,9 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
-
-const ipsetSubsystem = unix.NFNL_SUBSYS_IPSET << 8
 
 // Commands and attributes of ipset: include/uapi/linux/netfilter/ipset/ip_set.h.
 const (
@@ -47,6 +46,11 @@ const (
 	ipsetBusy = unix.Errno(4100)
 )
 
+// ipsetMessage opens a message with a command.
+func ipsetMessage(command uint16) opening {
+	return netfilter(unix.NFNL_SUBSYS_IPSET<<8|command, unix.NFPROTO_IPV4)
+}
+
 // set is an ipset of kube-proxy's.
 type set struct {
 	name string
@@ -58,7 +62,7 @@ type set struct {
 }
 
 // ipsets is a connection to ipset.
-type ipsets struct{ *socket }
+type ipsets struct{ conn }
 
 // openIPSets gives false if this kernel has no ipset: to ask for it would load it.
 func openIPSets() (s ipsets, ok bool, err error) {
@@ -67,15 +71,15 @@ func openIPSets() (s ipsets, ok bool, err error) {
 			return s, false, nil
 		}
 	}
-	s.socket, err = openSocket(unix.NETLINK_NETFILTER)
+	s.conn, err = dial(unix.NETLINK_NETFILTER)
 	return s, err == nil, err
 }
 
 // proxySets gives the sets of kube-proxy's.
 func (s ipsets) proxySets() ([]set, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
-		w.attr(ipsetAttrProtocol, ipsetProtocol)
-		w.attr(ipsetAttrFlags|unix.NLA_F_NET_BYTEORDER, big32(ipsetHeaderOnly)...)
+	objects, err := s.list(ipsetMessage(ipsetList), func(w *netlink.Buffer) {
+		w.Attr(ipsetAttrProtocol, ipsetProtocol)
+		w.Big32(ipsetAttrFlags|unix.NLA_F_NET_BYTEORDER, ipsetHeaderOnly)
 	})
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) { // there is no ipset after all
 		return nil, nil
@@ -85,9 +89,9 @@ func (s ipsets) proxySets() ([]set, error) {
 	}
 	var found []set
 	for _, o := range objects {
-		a := parseAttributes(o[nfgenLen:])
-		name := a.text(ipsetAttrSetName)
-		base, ok := proxySet(name, a.text(ipsetAttrTypeName))
+		a := netlink.Decode(o[netlink.NetfilterLen:])
+		name := a[ipsetAttrSetName].Text()
+		base, ok := proxySet(name, a[ipsetAttrTypeName].Text())
 		if !ok {
 			continue
 		}
@@ -95,7 +99,7 @@ func (s ipsets) proxySets() ([]set, error) {
 		if name != base {
 			f = ipfamily.IPv6
 		}
-		rules := a.nested(ipsetAttrData).big(ipsetAttrReferences)
+		rules := a.Nested(ipsetAttrData)[ipsetAttrReferences].Big32()
 		found = append(found, set{name, base, f, int(rules)})
 	}
 	return found, nil
@@ -110,27 +114,27 @@ type member struct {
 
 // members gives the elements of a set.
 func (s ipsets) members(name string) ([]member, error) {
-	objects, err := s.list(ipsetSubsystem|ipsetList, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
-		w.attr(ipsetAttrProtocol, ipsetProtocol)
-		w.text(ipsetAttrSetName, name)
+	objects, err := s.list(ipsetMessage(ipsetList), func(w *netlink.Buffer) {
+		w.Attr(ipsetAttrProtocol, ipsetProtocol)
+		w.Text(ipsetAttrSetName, name)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("ipset: list %s: %w", name, err)
 	}
 	var list []member
 	for _, o := range objects {
-		a := parseAttributes(o[nfgenLen:])
-		eachAttribute(a[ipsetAttrADT], func(_ uint16, data []byte) {
-			d := parseAttributes(data)
-			m := member{port: uint16(d.big(ipsetAttrPort)), protocol: uint16(d.big(ipsetAttrProto))}
-			ip := d.nested(ipsetAttrIP)
+		a := netlink.Decode(o[netlink.NetfilterLen:])
+		for _, data := range netlink.Each(a[ipsetAttrADT]) {
+			d := netlink.Decode(data)
+			m := member{port: d[ipsetAttrPort].Big16(), protocol: uint16(d[ipsetAttrProto].Uint8())}
+			ip := d.Nested(ipsetAttrIP)
 			if v, ok := netip.AddrFromSlice(ip[ipsetAttrIPv4]); ok {
 				m.addr = v
 			} else if v, ok := netip.AddrFromSlice(ip[ipsetAttrIPv6]); ok {
 				m.addr = v
 			}
 			list = append(list, m)
-		})
+		}
 	}
 	return list, nil
 }
@@ -144,9 +148,9 @@ func (s ipsets) destroy(sets []set) error {
 	deadline := time.Now().Add(busyPatience)
 	for _, set := range sets {
 		for {
-			_, err := s.do(ipsetSubsystem|ipsetDestroy, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
-				w.attr(ipsetAttrProtocol, ipsetProtocol)
-				w.text(ipsetAttrSetName, set.name)
+			err := s.do(ipsetMessage(ipsetDestroy), func(w *netlink.Buffer) {
+				w.Attr(ipsetAttrProtocol, ipsetProtocol)
+				w.Text(ipsetAttrSetName, set.name)
 			})
 			busy := errors.Is(err, ipsetBusy) || errors.Is(err, unix.EBUSY)
 			if busy && time.Now().Before(deadline) {

@@ -68,10 +68,6 @@ func (f *frontends) made(s *service) bool {
 	if s.fwmark != 0 || s.flags&^proxyFlags != 0 || s.odd {
 		return false
 	}
-	of := ipfamily.IPv4
-	if s.addr.Is6() {
-		of = ipfamily.IPv6
-	}
 	return f.bound[s.addr] || f.addressed[member{s.addr, s.port, s.protocol}] ||
-		f.local[s.addr] && f.ports[of][member{port: s.port, protocol: s.protocol}]
+		f.local[s.addr] && f.ports[ipfamily.Of(s.addr)][member{port: s.port, protocol: s.protocol}]
 }

@@ -1,6 +1,7 @@
 package takeover
 
 import (
+	"encoding/binary"
 	"fmt"
 	"net"
 	"net/netip"
@@ -11,12 +12,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
+	vishvananda "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -38,7 +40,7 @@ func needIPVS(t testing.TB, h *lab.Host) {
 		case !ok || none != nil:
 			t.Fatalf("half an IPVS: its family is there: %v; /proc/net/ip_vs: %v", ok, none)
 		}
-		return v.close()
+		return v.Close()
 	})
 }
 
@@ -50,44 +52,41 @@ const (
 // add makes a virtual service with destinations, or adds to one that is there.
 func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error {
 	const newService, newDest, scheduler, timeout, netmask = 1, 5, 6, 8, 9
-	_, err := v.do(v.id, ipvsHeader(newService), func(w *buffer) {
-		m := len(w.b)
-		s.key(w)
+	err := v.do(v.command(newService), func(w *netlink.Buffer) {
+		m := w.Len()
 		if s.fwmark != 0 {
-			w.b = w.b[:m]
-			w.nest(ipvsAttrService | unix.NLA_F_NESTED)
-			w.attr(ipvsFamily, native16(unix.AF_INET)...)
-			w.attr(ipvsFwmark, native32(s.fwmark)...)
+			w.Nest(ipvsAttrService)
+			w.Native16(ipvsFamily, unix.AF_INET)
+			w.Native32(ipvsFwmark, s.fwmark)
+		} else {
+			s.key(w)
 		}
-		w.text(scheduler, "rr")
-		w.attr(ipvsFlags, append(native32(s.flags), native32(^uint32(0))...)...)
-		w.attr(timeout, native32(0)...)
+		w.Text(scheduler, "rr")
+		w.Attr(ipvsFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, s.flags), ^uint32(0))...)
+		w.Native32(timeout, 0)
 		mask := ^uint32(0)
 		if s.addr.Is6() {
 			mask = 128
 		}
-		w.attr(netmask, native32(mask)...)
-		w.close(m)
+		w.Native32(netmask, mask)
+		w.Close(m)
 	})
 	if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
 		return fmt.Errorf("add service %s: %w", s, err)
 	}
 	for _, a := range to {
-		_, err := v.do(v.id, ipvsHeader(newDest), func(w *buffer) {
+		err := v.do(v.command(newDest), func(w *netlink.Buffer) {
 			s.key(w)
-			m := w.nest(ipvsAttrDest | unix.NLA_F_NESTED)
-			addr, af := a.Addr().AsSlice(), uint16(unix.AF_INET6)
-			if a.Addr().Is4() {
-				af = unix.AF_INET
-			}
-			w.attr(1, append(addr, make([]byte, 16-len(addr))...)...)
-			w.attr(2, big16(a.Port())...)
-			w.attr(ipvsForward, native32(method)...)
-			w.attr(ipvsWeight, native32(weight)...)
-			w.attr(5, native32(0)...)
-			w.attr(6, native32(0)...)
-			w.attr(11, native16(af)...)
-			w.close(m)
+			m := w.Nest(ipvsAttrDest)
+			addr := a.Addr().AsSlice()
+			w.Attr(1, append(addr, make([]byte, 16-len(addr))...)...)
+			w.Big16(2, a.Port())
+			w.Native32(ipvsForward, method)
+			w.Native32(ipvsWeight, weight)
+			w.Native32(5, 0)
+			w.Native32(6, 0)
+			w.Native16(11, uint16(ipfamily.Of(a.Addr()).NFProto()))
+			w.Close(m)
 		})
 		if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
 			return fmt.Errorf("add destination %s of %s: %w", a, s, err)
@@ -99,28 +98,28 @@ func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error
 // addPorts makes a set of ports, or adds to one that is there.
 func (s ipsets) addPorts(name string, ports ...uint16) error {
 	const create, add, revision, portTo = 2, 9, 4, 5
-	port := func(w *buffer, typ uint16, p uint16) { w.attr(typ|unix.NLA_F_NET_BYTEORDER, big16(p)...) }
-	_, err := s.do(ipsetSubsystem|create, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
-		w.attr(ipsetAttrProtocol, ipsetProtocol)
-		w.text(ipsetAttrSetName, name)
-		w.text(ipsetAttrTypeName, "bitmap:port")
-		w.attr(revision, 0)
-		w.attr(ipsetAttrFamily, unix.NFPROTO_UNSPEC)
-		m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)
+	port := func(w *netlink.Buffer, typ uint16, p uint16) { w.Big16(typ|unix.NLA_F_NET_BYTEORDER, p) }
+	err := s.do(ipsetMessage(create), func(w *netlink.Buffer) {
+		w.Attr(ipsetAttrProtocol, ipsetProtocol)
+		w.Text(ipsetAttrSetName, name)
+		w.Text(ipsetAttrTypeName, "bitmap:port")
+		w.Attr(revision, 0)
+		w.Attr(ipsetAttrFamily, unix.NFPROTO_UNSPEC)
+		m := w.Nest(ipsetAttrData)
 		port(w, ipsetAttrPort, 0)
 		port(w, portTo, 65535)
-		w.close(m)
+		w.Close(m)
 	})
 	if err != nil {
 		return fmt.Errorf("create set %s: %w", name, err)
 	}
 	for _, p := range ports {
-		_, err := s.do(ipsetSubsystem|add, nfgenmsg(unix.NFPROTO_IPV4), func(w *buffer) {
-			w.attr(ipsetAttrProtocol, ipsetProtocol)
-			w.text(ipsetAttrSetName, name)
-			m := w.nest(ipsetAttrData | unix.NLA_F_NESTED)
+		err := s.do(ipsetMessage(add), func(w *netlink.Buffer) {
+			w.Attr(ipsetAttrProtocol, ipsetProtocol)
+			w.Text(ipsetAttrSetName, name)
+			m := w.Nest(ipsetAttrData)
 			port(w, ipsetAttrPort, p)
-			w.close(m)
+			w.Close(m)
 		})
 		if err != nil {
 			return fmt.Errorf("add to set %s: %w", name, err)
@@ -131,17 +130,17 @@ func (s ipsets) addPorts(name string, ports ...uint16) error {
 
 // bind puts addresses on kube-ipvs0, which it makes as kube-proxy does: it is never set up.
 func bind(addrs ...netip.Addr) error {
-	link, err := netlink.LinkByName(proxyDevice)
+	link, err := vishvananda.LinkByName(proxyDevice)
 	if err != nil {
-		if err := netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: proxyDevice}}); err != nil {
+		if err := vishvananda.LinkAdd(&vishvananda.Dummy{LinkAttrs: vishvananda.LinkAttrs{Name: proxyDevice}}); err != nil {
 			return err
 		}
-		if link, err = netlink.LinkByName(proxyDevice); err != nil {
+		if link, err = vishvananda.LinkByName(proxyDevice); err != nil {
 			return err
 		}
 	}
 	for _, a := range addrs {
-		err := netlink.AddrAdd(link, &netlink.Addr{IPNet: netlink.NewIPNet(net.IP(a.AsSlice()))})
+		err := vishvananda.AddrAdd(link, &vishvananda.Addr{IPNet: vishvananda.NewIPNet(net.IP(a.AsSlice()))})
 		if err != nil && !os.IsExist(err) {
 			return fmt.Errorf("bind %s: %w", a, err)
 		}
@@ -156,7 +155,7 @@ func services(t testing.TB, h *lab.Host) (names []string) {
 		if err != nil || !ok {
 			return err
 		}
-		defer v.close()
+		defer v.Close()
 		list, err := v.services()
 		for i := range list {
 			names = append(names, list[i].String())
@@ -180,11 +179,11 @@ func TestIPVSOfOthers(t *testing.T) {
 		if err := bind(addr("10.96.0.10"), addr("10.96.0.11"), addr("10.96.0.12"), addr("fd00:10:96::a")); err != nil {
 			return err
 		}
-		s, err := openSocket(unix.NETLINK_NETFILTER)
+		s, err := dial(unix.NETLINK_NETFILTER)
 		if err != nil {
 			return err
 		}
-		defer s.close()
+		defer s.Close()
 		if err := (ipsets{s}).addPorts("KUBE-NODE-PORT-TCP", 30080); err != nil {
 			return err
 		}
@@ -192,7 +191,7 @@ func TestIPVSOfOthers(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		defer v.close()
+		defer v.Close()
 		for _, s := range []struct {
 			service
 			method, weight uint32
@@ -236,11 +235,10 @@ func TestIPVSOfOthers(t *testing.T) {
 // forgetSoon has IPVS forget connections that are idle or closed after some seconds, in place of minutes.
 func (v ipvs) forgetSoon() error {
 	const setConfig, tcpFin, udp, seconds = 12, 5, 6, 5
-	_, err := v.do(v.id, ipvsHeader(setConfig), func(w *buffer) {
-		w.attr(tcpFin, native32(seconds)...)
-		w.attr(udp, native32(seconds)...)
+	return v.do(v.command(setConfig), func(w *netlink.Buffer) {
+		w.Native32(tcpFin, seconds)
+		w.Native32(udp, seconds)
 	})
-	return err
 }
 
 // ipvsMode programs the node as kube-proxy's IPVS mode does. Guests have no iptables: nft writes its tables.
@@ -254,15 +252,15 @@ func (w *world) ipvsMode() {
 		if err != nil {
 			return err
 		}
-		defer v.close()
+		defer v.Close()
 		if err := v.forgetSoon(); err != nil {
 			return err
 		}
-		s, err := openSocket(unix.NETLINK_NETFILTER)
+		s, err := dial(unix.NETLINK_NETFILTER)
 		if err != nil {
 			return err
 		}
-		defer s.close()
+		defer s.Close()
 		for i := range worldServices {
 			for _, name := range []string{"KUBE-NODE-PORT-TCP", "KUBE-NODE-PORT-UDP", "KUBE-6-NODE-PORT-TCP", "KUBE-6-NODE-PORT-UDP"} {
 				if err := (ipsets{s}).addPorts(name, uint16(worldNodePort+i)); err != nil {

@@ -88,6 +88,9 @@ func inetSocket(f ipfamily.Family) (fd, level int, err error) {
 	return fd, level, err
 }
 
+// maxReads bounds how often a table is read again because others changed it meanwhile.
+const maxReads = 10
+
 // readBlob reads a table.
 func readBlob(f ipfamily.Family, name string) (*blob, error) {
 	if unsafe.Sizeof(uintptr(0)) != 8 {
@@ -98,7 +101,7 @@ func readBlob(f ipfamily.Family, name string) (*blob, error) {
 		return nil, err
 	}
 	defer unix.Close(fd)
-	for range maxLists {
+	for range maxReads {
 		info := make([]byte, infoLen)
 		copy(info, name)
 		if err := getsockopt(fd, level, getInfo, info); err != nil {
@@ -130,7 +133,7 @@ func readBlob(f ipfamily.Family, name string) (*blob, error) {
 
 // removeLegacy removes what a plan names, by replacing the table as iptables-restore does: all at once.
 func removeLegacy(f ipfamily.Family, name string, plan func(*table) (*plan, error)) error {
-	for range maxLists {
+	for range maxReads {
 		was, err := readBlob(f, name)
 		if err != nil {
 			return err

@@ -1,7 +1,6 @@
 package takeover
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -9,39 +8,32 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
 // proxyTable is kube-proxy's own table in nftables mode, one of each family.
 const proxyTable = "kube-proxy"
 
-const nftSubsystem = unix.NFNL_SUBSYS_NFTABLES << 8
-
-// nfgenmsg is the header of nf_tables' and ipset's messages.
-func nfgenmsg(family uint8) []byte { return []byte{family, unix.NFNETLINK_V0, 0, 0} }
-
-// nfgenLen is its length.
-const nfgenLen = 4
-
 // verdictDrop is netfilter's NF_DROP.
 const verdictDrop = 0
 
 // nftables is a connection to nf_tables.
-type nftables struct{ *socket }
+type nftables struct{ conn }
 
 func openNFTables() (nftables, error) {
-	s, err := openSocket(unix.NETLINK_NETFILTER)
-	return nftables{s}, err
+	c, err := dial(unix.NETLINK_NETFILTER)
+	return nftables{c}, err
 }
 
 // proxyTables gives the families in which there is a table of kube-proxy's.
 func (n nftables) proxyTables() ([]ipfamily.Family, error) {
-	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETTABLE, nfgenmsg(unix.NFPROTO_UNSPEC), nil)
+	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), unix.NFPROTO_UNSPEC), nil)
 	if err != nil {
 		return nil, fmt.Errorf("nftables: list tables: %w", err)
 	}
 	var found []ipfamily.Family
 	for _, o := range objects {
-		if f, ok := ipfamily.OfNFProto(o[0]); ok && parseAttributes(o[nfgenLen:]).text(unix.NFTA_TABLE_NAME) == proxyTable {
+		if f, ok := ipfamily.OfNFProto(o[0]); ok && netlink.Decode(o[netlink.NetfilterLen:])[unix.NFTA_TABLE_NAME].Text() == proxyTable {
 			found = append(found, f)
 		}
 	}
@@ -50,15 +42,15 @@ func (n nftables) proxyTables() ([]ipfamily.Family, error) {
 
 // tables gives the tables of iptables-nft that have a chain of kube-proxy's.
 func (n nftables) tables() ([]*table, error) {
-	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETCHAIN, nfgenmsg(unix.NFPROTO_UNSPEC), nil)
+	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETCHAIN), unix.NFPROTO_UNSPEC), nil)
 	if err != nil {
 		return nil, fmt.Errorf("nftables: list chains: %w", err)
 	}
 	var all []*table
 	theirs := map[*table]bool{}
 	for _, o := range objects {
-		a := parseAttributes(o[nfgenLen:])
-		name := a.text(unix.NFTA_CHAIN_TABLE)
+		a := netlink.Decode(o[netlink.NetfilterLen:])
+		name := a[unix.NFTA_CHAIN_TABLE].Text()
 		if f, ok := ipfamily.OfNFProto(o[0]); ok && slices.Contains(tableNames, name) {
 			t := n.tableIn(&all, f, name)
 			c := parseChain(a)
@@ -82,27 +74,27 @@ func (n nftables) tableIn(all *[]*table, f ipfamily.Family, name string) *table 
 	return t
 }
 
-func parseChain(a attributes) chain {
-	c := chain{name: a.text(unix.NFTA_CHAIN_NAME)}
+func parseChain(a netlink.Attributes) chain {
+	c := chain{name: a[unix.NFTA_CHAIN_NAME].Text()}
 	_, c.builtin = a[unix.NFTA_CHAIN_HOOK]
 	_, hasPolicy := a[unix.NFTA_CHAIN_POLICY]
-	c.drops = hasPolicy && a.big(unix.NFTA_CHAIN_POLICY) == verdictDrop
+	c.drops = hasPolicy && a[unix.NFTA_CHAIN_POLICY].Big32() == verdictDrop
 	return c
 }
 
 // rules gives the rules of a chain. That it is not there any more is no error.
 func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) {
-	objects, err := n.list(nftSubsystem|unix.NFT_MSG_GETRULE, nfgenmsg(f.NFProto()), func(w *buffer) {
-		w.text(unix.NFTA_RULE_TABLE, table)
-		w.text(unix.NFTA_RULE_CHAIN, chain)
+	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETRULE), f.NFProto()), func(w *netlink.Buffer) {
+		w.Text(unix.NFTA_RULE_TABLE, table)
+		w.Text(unix.NFTA_RULE_CHAIN, chain)
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nftables: list rules of %s %s: %w", table, chain, err)
 	}
 	var list []rule
 	for _, o := range objects {
-		a := parseAttributes(o[nfgenLen:])
-		if a.text(unix.NFTA_RULE_TABLE) == table && a.text(unix.NFTA_RULE_CHAIN) == chain {
+		a := netlink.Decode(o[netlink.NetfilterLen:])
+		if a[unix.NFTA_RULE_TABLE].Text() == table && a[unix.NFTA_RULE_CHAIN].Text() == chain {
 			list = append(list, parseRule(a))
 		}
 	}
@@ -110,28 +102,28 @@ func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) 
 }
 
 // parseRule reads a rule that iptables-nft wrote.
-func parseRule(a attributes) rule {
-	r := rule{handle: a.big(unix.NFTA_RULE_HANDLE), comment: ruleComment(a[unix.NFTA_RULE_USERDATA]), always: true}
-	eachAttribute(a[unix.NFTA_RULE_EXPRESSIONS], func(_ uint16, e []byte) {
-		expr := parseAttributes(e)
-		data := expr.nested(unix.NFTA_EXPR_DATA)
-		switch name := expr.text(unix.NFTA_EXPR_NAME); {
+func parseRule(a netlink.Attributes) rule {
+	r := rule{handle: a[unix.NFTA_RULE_HANDLE].Big64(), comment: ruleComment(a[unix.NFTA_RULE_USERDATA]), always: true}
+	for _, e := range netlink.Each(a[unix.NFTA_RULE_EXPRESSIONS]) {
+		expr := netlink.Decode(e)
+		data := expr.Nested(unix.NFTA_EXPR_DATA)
+		switch name := expr[unix.NFTA_EXPR_NAME].Text(); {
 		case name == "counter":
-		case name == "match" && data.text(unix.NFTA_MATCH_NAME) == "comment":
-			r.comment = data.text(unix.NFTA_MATCH_INFO)
+		case name == "match" && data[unix.NFTA_MATCH_NAME].Text() == "comment":
+			r.comment = data[unix.NFTA_MATCH_INFO].Text()
 		case name == "target":
-			r.target = data.text(unix.NFTA_TARGET_NAME)
+			r.target = data[unix.NFTA_TARGET_NAME].Text()
 		case name == "reject":
 			r.target = "REJECT"
-		case name == "immediate" && data.big(unix.NFTA_IMMEDIATE_DREG) == unix.NFT_REG_VERDICT:
-			verdict := data.nested(unix.NFTA_IMMEDIATE_DATA).nested(unix.NFTA_DATA_VERDICT)
-			if r.target = verdict.text(unix.NFTA_VERDICT_CHAIN); r.target == "" && verdict.big(unix.NFTA_VERDICT_CODE) == verdictDrop {
+		case name == "immediate" && data[unix.NFTA_IMMEDIATE_DREG].Big32() == unix.NFT_REG_VERDICT:
+			verdict := data.Nested(unix.NFTA_IMMEDIATE_DATA).Nested(unix.NFTA_DATA_VERDICT)
+			if r.target = verdict[unix.NFTA_VERDICT_CHAIN].Text(); r.target == "" && verdict[unix.NFTA_VERDICT_CODE].Big32() == verdictDrop {
 				r.target = "DROP"
 			}
 		default:
 			r.always = false
 		}
-	})
+	}
 	return r
 }
 
@@ -153,15 +145,15 @@ type deletion struct {
 	what  string
 	typ   uint16
 	f     ipfamily.Family
-	attrs func(*buffer)
+	attrs func(*netlink.Buffer)
 }
 
 // deleteTables deletes kube-proxy's own tables in one transaction.
 func (n nftables) deleteTables(fs []ipfamily.Family) error {
 	var list []deletion
 	for _, f := range fs {
-		list = append(list, deletion{fmt.Sprintf("table %s (%s)", proxyTable, f), unix.NFT_MSG_DELTABLE, f, func(w *buffer) {
-			w.text(unix.NFTA_TABLE_NAME, proxyTable)
+		list = append(list, deletion{fmt.Sprintf("table %s (%s)", proxyTable, f), unix.NFT_MSG_DELTABLE, f, func(w *netlink.Buffer) {
+			w.Text(unix.NFTA_TABLE_NAME, proxyTable)
 		}})
 	}
 	return n.commit(list)
@@ -172,11 +164,11 @@ func (n nftables) remove(plans []*plan) error {
 	var jumps, rules, chains []deletion
 	for _, p := range plans {
 		ruleOf := func(chain string, handle uint64) deletion {
-			return deletion{fmt.Sprintf("rules of %s %s (%s)", p.table, chain, p.family), unix.NFT_MSG_DELRULE, p.family, func(w *buffer) {
-				w.text(unix.NFTA_RULE_TABLE, p.table)
-				w.text(unix.NFTA_RULE_CHAIN, chain)
+			return deletion{fmt.Sprintf("rules of %s %s (%s)", p.table, chain, p.family), unix.NFT_MSG_DELRULE, p.family, func(w *netlink.Buffer) {
+				w.Text(unix.NFTA_RULE_TABLE, p.table)
+				w.Text(unix.NFTA_RULE_CHAIN, chain)
 				if handle != 0 {
-					w.attr(unix.NFTA_RULE_HANDLE, append(big32(uint32(handle>>32)), big32(uint32(handle))...)...)
+					w.Big64(unix.NFTA_RULE_HANDLE, handle)
 				}
 			}}
 		}
@@ -186,9 +178,9 @@ func (n nftables) remove(plans []*plan) error {
 		for _, c := range p.chains { // all rules first: they lead from one of the chains to the next
 			rules = append(rules, ruleOf(c, 0))
 			chains = append(chains, deletion{fmt.Sprintf("chain %s %s (%s)", p.table, c, p.family), unix.NFT_MSG_DELCHAIN, p.family,
-				func(w *buffer) {
-					w.text(unix.NFTA_CHAIN_TABLE, p.table)
-					w.text(unix.NFTA_CHAIN_NAME, c)
+				func(w *netlink.Buffer) {
+					w.Text(unix.NFTA_CHAIN_TABLE, p.table)
+					w.Text(unix.NFTA_CHAIN_NAME, c)
 				}})
 		}
 	}
@@ -220,45 +212,25 @@ func (n nftables) transact(list []deletion) error {
 	if len(list) == 0 {
 		return nil
 	}
-	w := buffer{seq: n.seq}
-	bracket := func(typ uint16) {
-		w.end(w.message(typ, 0, unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES))
-	}
-	bracket(unix.NFNL_MSG_BATCH_BEGIN)
-	first := w.seq + 1
+	var w netlink.Buffer
+	w.Begin()
+	first := w.Count() + 1
 	for _, d := range list {
-		m := w.message(nftSubsystem|d.typ, 0, nfgenmsg(d.f.NFProto())...)
+		m := w.Netfilter(netlink.NFTables(d.typ), 0, d.f.NFProto())
 		d.attrs(&w)
-		w.end(m)
+		w.End(m)
 	}
-	bracket(unix.NFNL_MSG_BATCH_END)
-	n.seq = w.seq
-	room := len(w.b) + 64<<10
-	if unix.SetsockoptInt(n.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, room) != nil {
-		_ = unix.SetsockoptInt(n.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, room) // as much as there may be; send says if it is not enough
-	}
-	if err := n.send(w.b); err != nil {
-		return fmt.Errorf("nftables: send transaction: %w", err)
-	}
-	// The kernel works a batch off while it is being sent, so its answers are all there.
-	var refused error
-	for {
-		err := n.receive(unix.MSG_DONTWAIT, func(a answer) {
-			if errno := a.errno(); errno != 0 && refused == nil {
-				what := "transaction"
-				if i := int(a.seq) - int(first); i >= 0 && i < len(list) {
-					what = list[i].what
-				}
-				refused = fmt.Errorf("nftables: delete %s: %w", what, unix.Errno(errno))
-			}
-		})
-		switch {
-		case errors.Is(err, unix.EAGAIN):
-			return refused
-		case errors.Is(err, unix.ENOBUFS): // more was refused than the socket holds; the rest is still to be read
-			refused = cmp.Or(refused, error(fmt.Errorf("nftables: transaction: %w", err)))
-		case err != nil:
-			return fmt.Errorf("nftables: transaction: %w", err)
+	w.Finish()
+	refused, err := n.Commit(w.Bytes())
+	if len(refused) > 0 {
+		what, e := "transaction", &refused[0]
+		if i := int(e.Seq) - first; i >= 0 && i < len(list) {
+			what = list[i].what
 		}
+		return fmt.Errorf("nftables: delete %s: %w", what, e)
 	}
+	if err != nil {
+		return fmt.Errorf("nftables: transaction: %w", err)
+	}
+	return nil
 }

@@ -53,7 +53,7 @@ func (f *Found) findNFTables() (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, n.close()) }()
+	defer func() { err = errors.Join(err, n.Close()) }()
 	f.tables, err = n.proxyTables()
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) { // this kernel has no nf_tables
 		return nil
@@ -125,7 +125,7 @@ func (f *Found) findSets(own *frontends) error {
 	if err != nil || !ok {
 		return err
 	}
-	defer s.close()
+	defer s.Close()
 	if f.sets, err = s.proxySets(); err != nil {
 		return err
 	}
@@ -146,7 +146,7 @@ func (f *Found) findServices(own *frontends) error {
 	if err != nil || !ok {
 		return err
 	}
-	defer v.close()
+	defer v.Close()
 	all, err := v.services()
 	if err != nil {
 		return err
@@ -278,7 +278,7 @@ func (f *Found) removeTables(context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer n.close()
+	defer n.Close()
 	return n.deleteTables(f.tables)
 }
 
@@ -293,7 +293,7 @@ func (f *Found) removeIPVS(context.Context) error {
 		if err != nil || !ok {
 			return errors.Join(append(errs, err)...)
 		}
-		defer v.close()
+		defer v.Close()
 		for i := range f.services {
 			if s := &f.services[i]; s.connections == 0 {
 				errs = append(errs, v.remove(s))
@@ -318,7 +318,7 @@ func (f *Found) removeNFT(context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer n.close()
+	defer n.Close()
 	var errs []error
 	for _, family := range ipfamily.All {
 		for range attempts {
@@ -380,6 +380,6 @@ func (f *Found) removeSets(context.Context) error {
 	if err != nil || !ok {
 		return err
 	}
-	defer s.close()
+	defer s.Close()
 	return s.destroy(f.sets)
 }

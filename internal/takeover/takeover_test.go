@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
 var rounds = flag.Int("rounds", 10, "how often TestNoConnectionIsLost goes to Verdict and back")
@@ -79,14 +80,14 @@ func remove(t testing.TB, h *lab.Host) *Found {
 func accounts(t testing.TB, h *lab.Host) {
 	t.Helper()
 	inside(t, h, func() error {
-		s, err := openSocket(unix.NETLINK_NETFILTER)
+		s, err := dial(unix.NETLINK_NETFILTER)
 		if err != nil {
 			return err
 		}
-		defer s.close()
+		defer s.Close()
 		for _, name := range []string{"ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"} {
 			const newAccount, nameAttr = unix.NFNL_SUBSYS_ACCT << 8, 1
-			if _, err := s.do(newAccount, nfgenmsg(0), func(w *buffer) { w.text(nameAttr, name) }); err != nil {
+			if err := s.do(netfilter(newAccount, 0), func(w *netlink.Buffer) { w.Text(nameAttr, name) }); err != nil {
 				return fmt.Errorf("nfacct %s: %w", name, err)
 			}
 		}
