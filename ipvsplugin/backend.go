@@ -71,7 +71,6 @@ func New(inner reconcile.Backend, o Options) (*Backend, error) {
 	if err := errors.Join(errs[:]...); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
-	_ = unix.SetsockoptInt(b.guard.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, receiveBuffer)
 	return b, nil
 }
 

@@ -194,7 +194,7 @@ func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
 	if moved := b.moved(); len(moved) > 0 {
 		return []string{"the node's address is another one"}, nil
 	}
-	generation, err := b.guard.generation()
+	generation, err := b.guard.Generation()
 	if err != nil || generation == w.generation {
 		return nil, err
 	}

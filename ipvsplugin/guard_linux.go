@@ -1,14 +1,16 @@
 package ipvsplugin
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
 
+	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
 // An address with a local route is the host's: listeners on 0.0.0.0 can be reached at it, it answers ping, and ARP, by which it
@@ -34,7 +36,6 @@ const (
 )
 
 const (
-	nfgenLen      = 4 // of struct nfgenmsg
 	priorityGuard = 110
 	register1     = unix.NFT_REG_1
 	ipAddrType    = 7 // as nft calls types of keys
@@ -49,10 +50,6 @@ type guard struct {
 	notes []string
 }
 
-func nfgenmsg(family byte) []byte { return []byte{family, unix.NFNETLINK_V0, 0, 0} }
-
-func nftType(message uint16) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | message }
-
 var guardFamilies = []byte{unix.NFPROTO_ARP, unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 
 // guards says whether a family's table guards an address.
@@ -60,27 +57,36 @@ func guards(family byte, a netip.Addr) bool { return a.Is4() == (family != unix.
 
 // transaction writes messages between the two that make one transaction of them, and commits it.
 func (g *guard) transaction(messages func()) error {
-	g.out.begin()
-	mark := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
-	g.out.message(unix.NFNL_MSG_BATCH_BEGIN, 0, mark, nil)
+	g.out.Reset()
+	g.out.Begin()
 	messages()
-	g.out.flag(unix.NLM_F_ACK)
-	awaited := g.out.seq
-	g.out.message(unix.NFNL_MSG_BATCH_END, 0, mark, nil)
-	if err := g.send(); err != nil {
-		return err
+	g.out.Finish()
+	refused, err := g.Commit(g.out.Bytes())
+	if err == nil && len(refused) > 0 {
+		err = &refused[0]
 	}
-	var refused unix.Errno
-	err := g.each(func(a answer) bool {
-		if refused == 0 {
-			refused = a.errno()
-		}
-		return a.seq == awaited || a.seq == g.out.first && a.errno() != 0
-	})
-	if err == nil && refused != 0 {
-		err = refused
+	if err == nil {
+		g.messages += g.out.Count()
+		g.bytes += g.out.Len()
 	}
 	return err
+}
+
+// message writes a message of nf_tables about the guard's table; its name is the first attribute of every one.
+func (g *guard) message(typ, flags uint16, family byte, attrs func()) {
+	m := g.out.Netfilter(netlink.NFTables(typ), flags, family)
+	g.out.Text(unix.NFTA_TABLE_NAME, guardTable)
+	if attrs != nil {
+		attrs()
+	}
+	g.out.End(m)
+}
+
+// list is message for a list, as the only one in the buffer, and returns its bytes.
+func (g *guard) list(typ uint16, family byte, attrs func()) []byte {
+	g.out.Reset()
+	g.message(typ, unix.NLM_F_DUMP, family, attrs)
+	return g.out.Bytes()
 }
 
 // replace makes all tables anew, with these addresses.
@@ -88,7 +94,7 @@ func (g *guard) replace(addrs []netip.Addr) error {
 	err := g.transaction(func() {
 		for _, family := range guardFamilies {
 			g.table(family)
-			g.out.message(nftType(unix.NFT_MSG_DELTABLE), 0, nfgenmsg(family), func() { g.out.text(unix.NFTA_TABLE_NAME, guardTable) })
+			g.message(unix.NFT_MSG_DELTABLE, 0, family, nil)
 			g.table(family)
 			g.set(family)
 			g.chain(family)
@@ -125,7 +131,7 @@ func (g *guard) remove() error {
 	err := g.transaction(func() {
 		for _, family := range guardFamilies {
 			g.table(family)
-			g.out.message(nftType(unix.NFT_MSG_DELTABLE), 0, nfgenmsg(family), func() { g.out.text(unix.NFTA_TABLE_NAME, guardTable) })
+			g.message(unix.NFT_MSG_DELTABLE, 0, family, nil)
 		}
 	})
 	if err != nil {
@@ -134,22 +140,19 @@ func (g *guard) remove() error {
 	return nil
 }
 
-func (g *guard) table(family byte) {
-	g.out.message(nftType(unix.NFT_MSG_NEWTABLE), unix.NLM_F_CREATE, nfgenmsg(family), func() { g.out.text(unix.NFTA_TABLE_NAME, guardTable) })
-}
+func (g *guard) table(family byte) { g.message(unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, family, nil) }
 
 func (g *guard) set(family byte) {
 	typ, length := uint32(ipAddrType), uint32(4)
 	if family == unix.NFPROTO_IPV6 {
 		typ, length = ip6AddrType, 16
 	}
-	g.out.message(nftType(unix.NFT_MSG_NEWSET), unix.NLM_F_CREATE, nfgenmsg(family), func() {
-		g.out.text(unix.NFTA_SET_TABLE, guardTable)
-		g.out.text(unix.NFTA_SET_NAME, guardSet)
-		g.out.big32(unix.NFTA_SET_FLAGS, 0)
-		g.out.big32(unix.NFTA_SET_KEY_TYPE, typ)
-		g.out.big32(unix.NFTA_SET_KEY_LEN, length)
-		g.out.big32(unix.NFTA_SET_ID, uint32(family)) // an id within the transaction
+	g.message(unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, family, func() {
+		g.out.Text(unix.NFTA_SET_NAME, guardSet)
+		g.out.Big32(unix.NFTA_SET_FLAGS, 0)
+		g.out.Big32(unix.NFTA_SET_KEY_TYPE, typ)
+		g.out.Big32(unix.NFTA_SET_KEY_LEN, length)
+		g.out.Big32(unix.NFTA_SET_ID, uint32(family)) // an id within the transaction
 	})
 }
 
@@ -158,22 +161,20 @@ func (g *guard) chain(family byte) {
 	if family == unix.NFPROTO_ARP {
 		hook, priority = 0, 0 // NF_ARP_IN
 	}
-	g.out.message(nftType(unix.NFT_MSG_NEWCHAIN), unix.NLM_F_CREATE, nfgenmsg(family), func() {
-		g.out.text(unix.NFTA_CHAIN_TABLE, guardTable)
-		g.out.text(unix.NFTA_CHAIN_NAME, guardChain)
-		g.out.nest(unix.NFTA_CHAIN_HOOK, func() {
-			g.out.big32(unix.NFTA_HOOK_HOOKNUM, hook)
-			g.out.big32(unix.NFTA_HOOK_PRIORITY, priority)
-		})
-		g.out.text(unix.NFTA_CHAIN_TYPE, "filter")
+	g.message(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, family, func() {
+		g.out.Text(unix.NFTA_CHAIN_NAME, guardChain)
+		h := g.out.Nest(unix.NFTA_CHAIN_HOOK)
+		g.out.Big32(unix.NFTA_HOOK_HOOKNUM, hook)
+		g.out.Big32(unix.NFTA_HOOK_PRIORITY, priority)
+		g.out.Close(h)
+		g.out.Text(unix.NFTA_CHAIN_TYPE, "filter")
 	})
 }
 
 // note writes a chain without rules and without a hook, whose name says it all.
 func (g *guard) note(name string) {
-	g.out.message(nftType(unix.NFT_MSG_NEWCHAIN), unix.NLM_F_CREATE, nfgenmsg(unix.NFPROTO_IPV4), func() {
-		g.out.text(unix.NFTA_CHAIN_TABLE, guardTable)
-		g.out.text(unix.NFTA_CHAIN_NAME, name)
+	g.message(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, unix.NFPROTO_IPV4, func() {
+		g.out.Text(unix.NFTA_CHAIN_NAME, name)
 	})
 }
 
@@ -191,71 +192,43 @@ func rules(family byte) int {
 // rule writes the rules of a table.
 func (g *guard) rule(family byte) {
 	for n := range rules(family) {
-		g.out.message(nftType(unix.NFT_MSG_NEWRULE), unix.NLM_F_CREATE|unix.NLM_F_APPEND, nfgenmsg(family), func() {
-			g.out.text(unix.NFTA_RULE_TABLE, guardTable)
-			g.out.text(unix.NFTA_RULE_CHAIN, guardChain)
-			g.out.nest(unix.NFTA_RULE_EXPRESSIONS, func() { g.expressions(family, n == 0) })
+		g.message(unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND, family, func() {
+			g.out.Text(unix.NFTA_RULE_CHAIN, guardChain)
+			list := g.out.Nest(unix.NFTA_RULE_EXPRESSIONS)
+			for _, e := range expressions(family, n == 0) {
+				g.out.Attr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, marshal(family, e)...)
+			}
+			g.out.Close(list)
 		})
 	}
 }
 
-// expressions writes a rule: that for TCP, or that for everything.
-func (g *guard) expressions(family byte, tcp bool) {
+// marshal never fails for the expressions of this package: the library refuses only kinds that it does not know.
+func marshal(family byte, e expr.Any) []byte {
+	data, err := expr.Marshal(family, e)
+	if err != nil {
+		panic(fmt.Sprintf("ipvsplugin: %T: %v", e, err))
+	}
+	return data
+}
+
+// expressions returns a rule: that for TCP, or that for everything.
+func expressions(family byte, tcp bool) []expr.Any {
 	at := guardOffsets[family]
-	g.payload(at[0], at[1])
-	g.expression("lookup", func() {
-		g.out.text(unix.NFTA_LOOKUP_SET, guardSet)
-		g.out.big32(unix.NFTA_LOOKUP_SREG, register1)
-	})
+	list := []expr.Any{
+		&expr.Payload{DestRegister: register1, Base: expr.PayloadBaseNetworkHeader, Offset: at[0], Len: at[1]},
+		&expr.Lookup{SourceRegister: register1, SetName: guardSet},
+	}
 	switch {
 	case family == unix.NFPROTO_ARP:
-		g.expression("immediate", func() { // drop
-			g.out.big32(unix.NFTA_IMMEDIATE_DREG, unix.NFT_REG_VERDICT)
-			g.out.nest(unix.NFTA_IMMEDIATE_DATA, func() {
-				g.out.nest(unix.NFTA_DATA_VERDICT, func() { g.out.big32(unix.NFTA_VERDICT_CODE, 0) })
-			})
-		})
+		return append(list, &expr.Verdict{Kind: expr.VerdictDrop})
 	case tcp:
-		g.expression("meta", func() {
-			g.out.big32(unix.NFTA_META_DREG, register1)
-			g.out.big32(unix.NFTA_META_KEY, unix.NFT_META_L4PROTO)
-		})
-		g.equal(unix.IPPROTO_TCP)
-		g.reject(unix.NFT_REJECT_TCP_RST, 0)
-	default:
-		g.reject(unix.NFT_REJECT_ICMP_UNREACH, map[byte]byte{unix.NFPROTO_IPV4: 3, unix.NFPROTO_IPV6: 4}[family]) // port unreachable
+		return append(list, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register1},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: register1, Data: []byte{unix.IPPROTO_TCP}},
+			&expr.Reject{Type: unix.NFT_REJECT_TCP_RST})
 	}
-}
-
-func (g *guard) reject(typ uint32, code byte) {
-	g.expression("reject", func() {
-		g.out.big32(unix.NFTA_REJECT_TYPE, typ)
-		g.out.attr(unix.NFTA_REJECT_ICMP_CODE, code)
-	})
-}
-
-func (g *guard) payload(offset, length uint32) {
-	g.expression("payload", func() {
-		g.out.big32(unix.NFTA_PAYLOAD_DREG, register1)
-		g.out.big32(unix.NFTA_PAYLOAD_BASE, unix.NFT_PAYLOAD_NETWORK_HEADER)
-		g.out.big32(unix.NFTA_PAYLOAD_OFFSET, offset)
-		g.out.big32(unix.NFTA_PAYLOAD_LEN, length)
-	})
-}
-
-func (g *guard) equal(b ...byte) {
-	g.expression("cmp", func() {
-		g.out.big32(unix.NFTA_CMP_SREG, register1)
-		g.out.big32(unix.NFTA_CMP_OP, unix.NFT_CMP_EQ)
-		g.out.nest(unix.NFTA_CMP_DATA, func() { g.out.attr(unix.NFTA_DATA_VALUE, b...) })
-	})
-}
-
-func (g *guard) expression(name string, data func()) {
-	g.out.nest(unix.NFTA_LIST_ELEM, func() {
-		g.out.text(unix.NFTA_EXPR_NAME, name)
-		g.out.nest(unix.NFTA_EXPR_DATA, data)
-	})
+	port := map[byte]uint8{unix.NFPROTO_IPV4: 3, unix.NFPROTO_IPV6: 4}[family] // port unreachable
+	return append(list, &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: port})
 }
 
 // elements writes the messages that add or delete addresses, in every table that guards them.
@@ -268,29 +241,31 @@ func (g *guard) elements(message uint16, addrs []netip.Addr) {
 			}
 		}
 		for part := range slices.Chunk(of, maxElements) {
-			g.out.message(nftType(message), unix.NLM_F_CREATE, nfgenmsg(family), func() {
-				g.out.text(unix.NFTA_SET_ELEM_LIST_TABLE, guardTable)
-				g.out.text(unix.NFTA_SET_ELEM_LIST_SET, guardSet)
-				g.out.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func() {
-					for _, a := range part {
-						g.out.nest(unix.NFTA_LIST_ELEM, func() {
-							g.out.nest(unix.NFTA_SET_ELEM_KEY, func() { g.out.attr(unix.NFTA_DATA_VALUE, a.AsSlice()...) })
-						})
-					}
-				})
-			})
+			g.message(message, unix.NLM_F_CREATE, family, func() { g.keys(part) })
 		}
 	}
+}
+
+// keys writes addresses as elements of the set.
+func (g *guard) keys(addrs []netip.Addr) {
+	g.out.Text(unix.NFTA_SET_ELEM_LIST_SET, guardSet)
+	list := g.out.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+	for _, a := range addrs {
+		elem := g.out.Nest(unix.NFTA_LIST_ELEM)
+		key := g.out.Nest(unix.NFTA_SET_ELEM_KEY)
+		g.out.Attr(unix.NFTA_DATA_VALUE, a.AsSlice()...)
+		g.out.Close(key)
+		g.out.Close(elem)
+	}
+	g.out.Close(list)
 }
 
 // holds says whether the tables are there, with rules, and exactly these addresses.
 func (g *guard) holds(addrs map[netip.Addr]bool) (bool, error) {
 	for _, family := range guardFamilies {
 		found, want := 0, 0
-		err := g.dump(nftType(unix.NFT_MSG_GETRULE), nfgenmsg(family), func() {
-			g.out.text(unix.NFTA_RULE_TABLE, guardTable)
-			g.out.text(unix.NFTA_RULE_CHAIN, guardChain)
-		}, func() { found = 0 }, func([]byte) { found++ })
+		request := g.list(unix.NFT_MSG_GETRULE, family, func() { g.out.Text(unix.NFTA_RULE_CHAIN, guardChain) })
+		err := g.Dump(request, func() { found = 0 }, func([]byte) { found++ })
 		if err == nil {
 			for a := range addrs {
 				if guards(family, a) {
@@ -315,10 +290,8 @@ func (g *guard) holds(addrs map[netip.Addr]bool) (bool, error) {
 // matches counts want down for each address in the set that is to be there, and up for each that is not.
 func (g *guard) matches(family byte, addrs map[netip.Addr]bool, want *int) error {
 	all := *want
-	return g.dump(nftType(unix.NFT_MSG_GETSETELEM), nfgenmsg(family), func() {
-		g.out.text(unix.NFTA_SET_ELEM_LIST_TABLE, guardTable)
-		g.out.text(unix.NFTA_SET_ELEM_LIST_SET, guardSet)
-	}, func() { *want = all }, func(body []byte) {
+	request := g.list(unix.NFT_MSG_GETSETELEM, family, func() { g.out.Text(unix.NFTA_SET_ELEM_LIST_SET, guardSet) })
+	return g.Dump(request, func() { *want = all }, func(body []byte) {
 		for _, a := range elementsOf(body) {
 			if addrs[a] {
 				*want--
@@ -331,21 +304,11 @@ func (g *guard) matches(family byte, addrs map[netip.Addr]bool, want *int) error
 
 // elementsOf reads the addresses in one message of a list of elements.
 func elementsOf(body []byte) (addrs []netip.Addr) {
-	if len(body) < nfgenLen {
-		return nil
-	}
-	for typ, list := range attributes(body[nfgenLen:]) {
-		if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-			continue
-		}
-		for _, elem := range attributes(list) {
-			for typ, key := range attributes(elem) {
-				for _, v := range attributes(key) {
-					if a, ok := netip.AddrFromSlice(v); typ == unix.NFTA_SET_ELEM_KEY && ok {
-						addrs = append(addrs, a)
-					}
-				}
-			}
+	list := netlink.Find(body[min(netlink.NetfilterLen, len(body)):], unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+	for _, elem := range netlink.Each(list) {
+		key := netlink.Find(elem, unix.NFTA_SET_ELEM_KEY)
+		if a, ok := netip.AddrFromSlice(netlink.Find(key, unix.NFTA_DATA_VALUE)); ok {
+			addrs = append(addrs, a)
 		}
 	}
 	return addrs
@@ -353,39 +316,16 @@ func elementsOf(body []byte) (addrs []netip.Addr) {
 
 // readNotes gives the chains that note wrote; none if there is no table.
 func (g *guard) readNotes() (notes []string, err error) {
-	err = g.dump(nftType(unix.NFT_MSG_GETCHAIN), nfgenmsg(unix.NFPROTO_IPV4), nil, func() { notes = nil }, func(body []byte) {
-		if len(body) < nfgenLen {
-			return
-		}
-		var table, name string
-		for typ, v := range attributes(body[nfgenLen:]) {
-			switch typ {
-			case unix.NFTA_CHAIN_TABLE:
-				table = v.text()
-			case unix.NFTA_CHAIN_NAME:
-				name = v.text()
-			}
-		}
-		if table == guardTable && strings.HasPrefix(name, notePrefix) {
+	request := g.list(unix.NFT_MSG_GETCHAIN, unix.NFPROTO_IPV4, nil)
+	err = g.Dump(request, func() { notes = nil }, func(body []byte) {
+		a := netlink.Decode(body[min(netlink.NetfilterLen, len(body)):])
+		name := a[unix.NFTA_CHAIN_NAME].Text()
+		if a[unix.NFTA_CHAIN_TABLE].Text() == guardTable && strings.HasPrefix(name, notePrefix) {
 			notes = append(notes, name)
 		}
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nft: list chains: %w", err)
 	}
 	return notes, nil
-}
-
-// generation gives the number of the last transaction of anybody.
-func (g *guard) generation() (uint32, error) {
-	body, err := g.get(nftType(unix.NFT_MSG_GETGEN), nfgenmsg(unix.AF_UNSPEC), nil)
-	if err != nil {
-		return 0, fmt.Errorf("nft: get generation: %w", err)
-	}
-	for typ, v := range attributes(body[min(nfgenLen, len(body)):]) {
-		if typ == unix.NFTA_GEN_ID && len(v) >= 4 {
-			return binary.BigEndian.Uint32(v), nil
-		}
-	}
-	return 0, errors.New("nft: get generation: the kernel gives none")
 }

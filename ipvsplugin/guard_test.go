@@ -115,11 +115,11 @@ func TestGuardHolds(t *testing.T) {
 		"flush chain ip verdict-ipvs input", "delete table arp verdict-ipvs",
 		"add element arp verdict-ipvs addresses { 192.0.2.1 }; delete element arp verdict-ipvs addresses { " + addrs[0].String() + " }",
 	} {
-		before, err := g.generation()
+		before, err := g.Generation()
 		labtest.Check(t, err)
 		labtest.Run(t, h, do, "nft", "-f", "-")
 		holds(false, do)
-		if after, err := g.generation(); err != nil || after == before {
+		if after, err := g.Generation(); err != nil || after == before {
 			t.Errorf("%s: generation %d, %v", do, after, err)
 		}
 		labtest.Check(t, g.replace(addrs))

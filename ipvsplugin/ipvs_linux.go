@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -55,8 +56,6 @@ const (
 	destInactive = 8
 	destFamily   = 11
 	destStats64  = 12
-
-	genlLen = 4 // the header of a message of generic netlink
 )
 
 var protocolNumbers = [...]uint16{snapshot.TCP: unix.IPPROTO_TCP, snapshot.UDP: unix.IPPROTO_UDP, snapshot.SCTP: unix.IPPROTO_SCTP}
@@ -84,79 +83,91 @@ func (v *ipvs) find() error {
 	if v.family != 0 {
 		return nil
 	}
-	body, err := v.get(unix.GENL_ID_CTRL, []byte{unix.CTRL_CMD_GETFAMILY, 1, 0, 0}, func() {
-		v.out.text(unix.CTRL_ATTR_FAMILY_NAME, "IPVS")
-	})
-	switch {
-	case errors.Is(err, unix.ENOENT):
-		return &Missing{Modules: []string{"ip_vs"}}
-	case err != nil:
-		return fmt.Errorf("ipvs: look for its family of generic netlink: %w", err)
-	case len(body) < genlLen:
-		return errors.New("ipvs: the kernel does not say what its family of generic netlink is")
-	}
-	for typ, val := range attributes(body[genlLen:]) {
-		if typ == unix.CTRL_ATTR_FAMILY_ID {
-			v.family = val.native16()
-		}
-	}
-	if v.family == 0 {
+	id, err := v.Family("IPVS")
+	if errors.Is(err, unix.ENOENT) {
 		return &Missing{Modules: []string{"ip_vs"}}
 	}
+	if err != nil {
+		return fmt.Errorf("ipvs: %w", err)
+	}
+	v.family = id
 	return nil
 }
 
-func command(c byte) []byte { return []byte{c, 1, 0, 0} }
+// message writes a message with a command. attrs may be nil.
+func (v *ipvs) message(cmd byte, flags uint16, attrs func()) {
+	m := v.out.Generic(v.family, flags, cmd)
+	if attrs != nil {
+		attrs()
+	}
+	v.out.End(m)
+}
 
-// key writes what names a virtual service.
+// request is message as the only one in the buffer, and returns its bytes.
+func (v *ipvs) request(cmd byte, flags uint16, attrs func()) []byte {
+	v.out.Reset()
+	v.message(cmd, flags, attrs)
+	return v.out.Bytes()
+}
+
+// key writes the attribute that names a virtual service.
 func (v *ipvs) key(k dataplane.Key) {
-	v.out.native16(svcFamily, familyOf(k.Addr))
-	v.out.native16(svcProtocol, protocolNumbers[k.Protocol])
-	v.out.attr(svcAddr, k.Addr.AsSlice()...)
-	v.out.big16(svcPort, k.Port)
+	n := v.out.Nest(attrService)
+	v.name(k)
+	v.out.Close(n)
+}
+
+// name writes what names a virtual service.
+func (v *ipvs) name(k dataplane.Key) {
+	v.out.Native16(svcFamily, number(k.Addr))
+	v.out.Native16(svcProtocol, protocolNumbers[k.Protocol])
+	v.out.Attr(svcAddr, k.Addr.AsSlice()...)
+	v.out.Big16(svcPort, k.Port)
 }
 
 // config writes the rest of it. A client is told apart by its whole address.
 func (v *ipvs) config(k dataplane.Key, c Config) {
-	v.out.text(svcSched, c.Scheduler)
+	v.out.Text(svcSched, c.Scheduler)
 	flags := make([]byte, 0, 8)
 	for _, n := range []uint32{c.Flags | ownFlag, flagMask} {
 		flags = binary.NativeEndian.AppendUint32(flags, n)
 	}
-	v.out.attr(svcFlags, flags...)
-	v.out.native32(svcTimeout, c.Timeout)
+	v.out.Attr(svcFlags, flags...)
+	v.out.Native32(svcTimeout, c.Timeout)
 	if k.Addr.Is4() {
-		v.out.native32(svcNetmask, ^uint32(0))
+		v.out.Native32(svcNetmask, ^uint32(0))
 	} else {
-		v.out.native32(svcNetmask, 128)
+		v.out.Native32(svcNetmask, 128)
 	}
 }
 
 // write writes the message of an op.
 func (v *ipvs) write(o op) {
 	cmd := [...]byte{cmdNewService, cmdSetService, cmdDelService, cmdNewDest, cmdSetDest, cmdDelDest}[o.verb]
-	v.out.message(v.family, 0, command(cmd), func() {
-		v.out.nest(attrService, func() {
-			v.key(o.key)
-			if o.verb == newService || o.verb == setService {
-				v.config(o.key, o.config)
-			}
-		})
+	v.message(cmd, 0, func() {
+		n := v.out.Nest(attrService)
+		v.name(o.key)
+		if o.verb == newService || o.verb == setService {
+			v.config(o.key, o.config)
+		}
+		v.out.Close(n)
 		if o.verb >= newDest {
-			v.out.nest(attrDest, func() { v.dest(o.dest) })
+			n = v.out.Nest(attrDest)
+			v.dest(o.dest)
+			v.out.Close(n)
 		}
 	})
 }
 
 // dest writes a destination. All forward by translating addresses, which is 0.
 func (v *ipvs) dest(d Destination) {
-	v.out.attr(destAddr, d.Addr().AsSlice()...)
-	v.out.big16(destPort, d.Port())
-	v.out.native32(destForward, 0)
-	v.out.native32(destWeight, d.Weight)
-	v.out.native32(destUpper, d.Until)
-	v.out.native32(destLower, 0)
-	v.out.native16(destFamily, familyOf(d.Addr()))
+	v.out.Attr(destAddr, d.Addr().AsSlice()...)
+	v.out.Big16(destPort, d.Port())
+	v.out.Native32(destForward, 0)
+	v.out.Native32(destWeight, d.Weight)
+	v.out.Native32(destUpper, d.Until)
+	v.out.Native32(destLower, 0)
+	v.out.Native16(destFamily, number(d.Addr()))
 }
 
 // failure is a write that the kernel refuses.
@@ -194,7 +205,7 @@ func (v *ipvs) commitOps(ops []op, c *contents) ([]failure, error) {
 
 func (v *ipvs) commitInOrder(ops []op, c *contents) (failed []failure, err error) {
 	for part := range slices.Chunk(ops, maxBatch) {
-		v.out.begin()
+		v.out.Reset()
 		for _, o := range part {
 			v.write(o)
 		}
@@ -224,54 +235,46 @@ type listed struct {
 // parseService reads one. ok is false for what is named by a mark, or is of a protocol that is no Service's.
 func parseService(body []byte) (l listed, ok bool) {
 	var family, protocol uint16
-	var addr, flags value
+	var addr, flags netlink.Value
 	ok = true
-	for typ, val := range attributes(nested(body, attrService)) {
+	for typ, val := range netlink.Each(nested(body, attrService)) {
 		switch typ {
 		case svcFamily:
-			family = val.native16()
+			family = val.Native16()
 		case svcProtocol:
-			protocol = val.native16()
+			protocol = val.Native16()
 		case svcAddr:
 			addr = val
 		case svcPort:
-			l.key.Port = val.big16()
+			l.key.Port = val.Big16()
 		case svcFwmark:
 			ok = false
 		case svcSched:
-			l.Scheduler = val.text()
+			l.Scheduler = val.Text()
 		case svcFlags:
 			flags = val
 		case svcTimeout:
-			l.Timeout = val.native32()
+			l.Timeout = val.Native32()
 		case svcStats64:
 			l.stats = parseStatistics(val)
 		}
 	}
-	l.key.Addr = addr.addr(family)
+	l.key.Addr = addrOf(family, addr)
 	p := slices.Index(protocolNumbers[:], protocol)
 	l.key.Protocol = snapshot.Protocol(max(p, 0))
-	l.ours = flags.native32()&ownMask == ownFlag
-	l.Flags = flags.native32() & (flagMask &^ ownMask)
+	l.ours = flags.Native32()&ownMask == ownFlag
+	l.Flags = flags.Native32() & (flagMask &^ ownMask)
 	return l, ok && p >= 0 && l.key.Addr.IsValid()
 }
 
 // nested gives what the first attribute of a type holds, after the header of generic netlink.
 func nested(body []byte, typ uint16) []byte {
-	if len(body) < genlLen {
-		return nil
-	}
-	for t, v := range attributes(body[genlLen:]) {
-		if t == typ {
-			return v
-		}
-	}
-	return nil
+	return netlink.Find(body[min(netlink.GenericLen, len(body)):], typ)
 }
 
 // services lists all virtual services that could be a Service's.
 func (v *ipvs) services() (list []listed, err error) {
-	err = v.dump(v.family, command(cmdGetService), nil, func() { list = nil }, func(body []byte) {
+	err = v.Dump(v.request(cmdGetService, unix.NLM_F_DUMP, nil), func() { list = nil }, func(body []byte) {
 		if l, ok := parseService(body); ok {
 			list = append(list, l)
 		}
@@ -284,9 +287,7 @@ func (v *ipvs) services() (list []listed, err error) {
 
 // service asks for one virtual service.
 func (v *ipvs) service(k dataplane.Key) (l listed, there bool, err error) {
-	body, err := v.get(v.family, command(cmdGetService), func() {
-		v.out.nest(attrService, func() { v.key(k) })
-	})
+	body, err := v.Get(v.request(cmdGetService, 0, func() { v.key(k) }))
 	if errors.Is(err, unix.ESRCH) {
 		return l, false, nil
 	}
@@ -307,41 +308,39 @@ type used struct {
 }
 
 func parseDest(body []byte, family uint16) (u used, ok bool) {
-	var addr value
+	var addr netlink.Value
 	var port uint16
-	for typ, val := range attributes(nested(body, attrDest)) {
+	for typ, val := range netlink.Each(nested(body, attrDest)) {
 		switch typ {
 		case destAddr:
 			addr = val
 		case destPort:
-			port = val.big16()
+			port = val.Big16()
 		case destForward:
-			u.odd = val.native32()&0x7 != 0
+			u.odd = val.Native32()&0x7 != 0
 		case destWeight:
-			u.Weight = val.native32()
+			u.Weight = val.Native32()
 		case destUpper:
-			u.Until = val.native32()
+			u.Until = val.Native32()
 		case destActive:
-			u.active = val.native32()
+			u.active = val.Native32()
 		case destInactive:
-			u.inactive = val.native32()
+			u.inactive = val.Native32()
 		case destFamily:
-			family = val.native16()
+			family = val.Native16()
 		case destStats64:
 			u.stats = parseStatistics(val)
 		}
 	}
-	u.AddrPort = netip.AddrPortFrom(addr.addr(family), port)
+	u.AddrPort = netip.AddrPortFrom(addrOf(family, addr), port)
 	return u, u.IsValid()
 }
 
 // dests lists the destinations of a virtual service. That it is gone gives none.
 func (v *ipvs) dests(k dataplane.Key) (list []used, err error) {
-	family := familyOf(k.Addr)
-	err = v.dump(v.family, command(cmdGetDest), func() {
-		v.out.nest(attrService, func() { v.key(k) })
-	}, func() { list = nil }, func(body []byte) {
-		if u, ok := parseDest(body, family); ok {
+	request := v.request(cmdGetDest, unix.NLM_F_DUMP, func() { v.key(k) })
+	err = v.Dump(request, func() { list = nil }, func(body []byte) {
+		if u, ok := parseDest(body, number(k.Addr)); ok {
 			list = append(list, u)
 		}
 	})
@@ -404,16 +403,14 @@ func (v *ipvs) fill(l listed) (*found, error) {
 // try asks whether the kernel has a scheduler, which it loads for that. It is asked for a virtual service with a netmask that is
 // not possible: so nothing is made, and whether the scheduler is there is looked at first.
 func (v *ipvs) try(scheduler string) (bool, error) {
-	v.out.begin()
-	v.out.message(v.family, 0, command(cmdNewService), func() {
-		v.out.nest(attrService, func() {
-			k := dataplane.Key{Addr: netip.IPv6Loopback(), Protocol: snapshot.TCP, Port: 1}
-			v.key(k)
-			v.out.text(svcSched, scheduler)
-			v.out.attr(svcFlags, make([]byte, 8)...)
-			v.out.native32(svcTimeout, 0)
-			v.out.native32(svcNetmask, 0)
-		})
+	v.request(cmdNewService, 0, func() {
+		n := v.out.Nest(attrService)
+		v.name(dataplane.Key{Addr: netip.IPv6Loopback(), Protocol: snapshot.TCP, Port: 1})
+		v.out.Text(svcSched, scheduler)
+		v.out.Attr(svcFlags, make([]byte, 8)...)
+		v.out.Native32(svcTimeout, 0)
+		v.out.Native32(svcNetmask, 0)
+		v.out.Close(n)
 	})
 	r, err := v.commit()
 	if err != nil {
@@ -430,12 +427,12 @@ func (v *ipvs) try(scheduler string) (bool, error) {
 
 // timeouts reads and sets how long connections without packets are remembered.
 func (v *ipvs) timeouts() (t Timeouts, err error) {
-	body, err := v.get(v.family, command(cmdGetConfig), nil)
+	body, err := v.Get(v.request(cmdGetConfig, 0, nil))
 	if err != nil {
 		return t, fmt.Errorf("ipvs: ask for timeouts: %w", err)
 	}
-	for typ, val := range attributes(body[min(genlLen, len(body)):]) {
-		d := time.Duration(val.native32()) * time.Second
+	for typ, val := range netlink.Each(body[min(netlink.GenericLen, len(body)):]) {
+		d := time.Duration(val.Native32()) * time.Second
 		switch typ {
 		case attrTimeoutTCP:
 			t.TCP = d
@@ -449,11 +446,10 @@ func (v *ipvs) timeouts() (t Timeouts, err error) {
 }
 
 func (v *ipvs) setTimeouts(t Timeouts) error {
-	v.out.begin()
-	v.out.message(v.family, 0, command(cmdSetConfig), func() {
-		v.out.native32(attrTimeoutTCP, uint32(t.TCP/time.Second))
-		v.out.native32(attrTimeoutTCPFin, uint32(t.TCPFin/time.Second))
-		v.out.native32(attrTimeoutUDP, uint32(t.UDP/time.Second))
+	v.request(cmdSetConfig, 0, func() {
+		v.out.Native32(attrTimeoutTCP, uint32(t.TCP/time.Second))
+		v.out.Native32(attrTimeoutTCPFin, uint32(t.TCPFin/time.Second))
+		v.out.Native32(attrTimeoutUDP, uint32(t.UDP/time.Second))
 	})
 	r, err := v.commit()
 	if err == nil && r[0] != 0 {

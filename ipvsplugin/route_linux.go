@@ -8,6 +8,9 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
 // Packets to an address that the host does not have are forwarded and never get to IPVS. So each address has a route of type
@@ -44,20 +47,20 @@ type rtnetlink struct{ *socket }
 // the address itself.
 type route struct{ to, source netip.Addr }
 
-func rtmsg(family uint16, bits int, protocol byte) []byte {
-	return []byte{byte(family), byte(bits), 0, 0, unix.RT_TABLE_LOCAL, protocol, unix.RT_SCOPE_HOST, unix.RTN_LOCAL, 0, 0, 0, 0}
+func rtmsg(f ipfamily.Family, bits int, protocol byte) []byte {
+	return []byte{f.NFProto(), byte(bits), 0, 0, unix.RT_TABLE_LOCAL, protocol, unix.RT_SCOPE_HOST, unix.RTN_LOCAL, 0, 0, 0, 0}
 }
 
 // write writes the message that adds, replaces or deletes a route.
 func (n rtnetlink) write(typ, flags uint16, r route) {
-	n.out.message(typ, flags, rtmsg(familyOf(r.to), r.to.BitLen(), routeProtocol), func() {
-		n.out.attr(rtaDst, r.to.AsSlice()...)
-		n.out.native32(rtaOIF, loopback)
-		n.out.native32(rtaPriority, routeMetric)
-		if r.source.IsValid() && typ == unix.RTM_NEWROUTE {
-			n.out.attr(rtaPrefSrc, r.source.AsSlice()...)
-		}
-	})
+	m := n.out.Message(typ, flags, rtmsg(ipfamily.Of(r.to), r.to.BitLen(), routeProtocol)...)
+	n.out.Attr(rtaDst, r.to.AsSlice()...)
+	n.out.Native32(rtaOIF, loopback)
+	n.out.Native32(rtaPriority, routeMetric)
+	if r.source.IsValid() && typ == unix.RTM_NEWROUTE {
+		n.out.Attr(rtaPrefSrc, r.source.AsSlice()...)
+	}
+	n.out.End(m)
 }
 
 // add adds routes, or gives those that are there another source. It gives those that the kernel refuses, with what it says.
@@ -74,7 +77,7 @@ func (n rtnetlink) remove(routes []route) error {
 func (n rtnetlink) all(verb string, typ, flags uint16, routes []route) (map[netip.Addr]error, error) {
 	failed := map[netip.Addr]error{}
 	for part := range slices.Chunk(routes, maxBatch) {
-		n.out.begin()
+		n.out.Reset()
 		for _, r := range part {
 			n.write(typ, flags, r)
 		}
@@ -91,48 +94,51 @@ func (n rtnetlink) all(verb string, typ, flags uint16, routes []route) (map[neti
 	return failed, nil
 }
 
+// request writes a message without attributes as the only one in the buffer, and returns its bytes.
+func (n rtnetlink) request(typ, flags uint16, header []byte) []byte {
+	n.out.Reset()
+	n.out.End(n.out.Message(typ, flags, header...))
+	return n.out.Bytes()
+}
+
 // list gives our routes.
 func (n rtnetlink) list() (map[netip.Addr]netip.Addr, error) {
-	routes := map[netip.Addr]netip.Addr{}
-	for _, family := range []uint16{unix.AF_INET, unix.AF_INET6} {
-		h := rtmsg(family, 0, routeProtocol)
+	all := map[netip.Addr]netip.Addr{}
+	for _, f := range ipfamily.All {
+		h := rtmsg(f, 0, routeProtocol)
 		h[6] = 0 // no filter by scope
-		err := n.dump(unix.RTM_GETROUTE, h, nil, func() { clear(routes) }, func(body []byte) {
+		var routes []route
+		err := n.Dump(n.request(unix.RTM_GETROUTE, unix.NLM_F_DUMP, h), func() { routes = nil }, func(body []byte) {
 			if len(body) < rtmLen || body[4] != unix.RT_TABLE_LOCAL || body[5] != routeProtocol {
 				return
 			}
-			var r route
-			for typ, v := range attributes(body[rtmLen:]) {
-				switch typ {
-				case rtaDst:
-					r.to = v.addr(uint16(body[0]))
-				case rtaPrefSrc:
-					r.source = v.addr(uint16(body[0]))
-				}
-			}
-			if r.to.IsValid() {
-				routes[r.to] = r.source
+			a := netlink.Decode(body[rtmLen:])
+			if to := addrOf(uint16(body[0]), a[rtaDst]); to.IsValid() {
+				routes = append(routes, route{to, addrOf(uint16(body[0]), a[rtaPrefSrc])})
 			}
 		})
-		if err != nil && !(family == unix.AF_INET6 && noIPv6(err)) {
+		if err != nil && !(f == ipfamily.IPv6 && noIPv6(err)) {
 			return nil, fmt.Errorf("route: list local routes: %w", err)
 		}
+		for _, r := range routes {
+			all[r.to] = r.source
+		}
 	}
-	return routes, nil
+	return all, nil
 }
 
 // gateways gives the addresses by way of which this host has routes, in all of its tables.
 func (n rtnetlink) gateways() (map[netip.Addr]bool, error) {
 	found := map[netip.Addr]bool{}
-	for _, family := range []uint16{unix.AF_INET, unix.AF_INET6} {
+	for _, f := range ipfamily.All {
 		h := make([]byte, rtmLen) // no filter
-		h[0] = byte(family)
-		err := n.dump(unix.RTM_GETROUTE, h, nil, func() {}, func(body []byte) {
+		h[0] = f.NFProto()
+		err := n.Dump(n.request(unix.RTM_GETROUTE, unix.NLM_F_DUMP, h), nil, func(body []byte) {
 			if len(body) >= rtmLen && body[7] == unix.RTN_UNICAST {
-				addGateways(found, body[rtmLen:], family)
+				addGateways(found, body[rtmLen:], uint16(f.NFProto()))
 			}
 		})
-		if err != nil && !(family == unix.AF_INET6 && noIPv6(err)) {
+		if err != nil && !(f == ipfamily.IPv6 && noIPv6(err)) {
 			return nil, fmt.Errorf("route: list routes: %w", err)
 		}
 	}
@@ -141,17 +147,17 @@ func (n rtnetlink) gateways() (map[netip.Addr]bool, error) {
 
 // addGateways reads the next hops of a route, which may have several, and of IPv4 also one of IPv6.
 func addGateways(found map[netip.Addr]bool, attrs []byte, family uint16) {
-	for typ, v := range attributes(attrs) {
+	for typ, v := range netlink.Each(attrs) {
 		switch typ {
 		case rtaGateway:
-			found[v.addr(family)] = true
+			found[addrOf(family, v)] = true
 		case rtaVia:
 			if len(v) > 2 {
-				found[v[2:].addr(v.native16())] = true
+				found[addrOf(v.Native16(), v[2:])] = true
 			}
 		case rtaMultipath:
 			for hops := v; len(hops) >= rtnhLen; {
-				size := int(hops.native16())
+				size := int(hops.Native16())
 				if size < rtnhLen || size > len(hops) {
 					break
 				}
@@ -170,8 +176,12 @@ func noIPv6(err error) bool {
 // takes says whether the host takes in what is sent to an address.
 func (n rtnetlink) takes(a netip.Addr) (bool, error) {
 	h := make([]byte, rtmLen)
-	h[0], h[1] = byte(familyOf(a)), byte(a.BitLen())
-	body, err := n.get(unix.RTM_GETROUTE, h, func() { n.out.attr(rtaDst, a.AsSlice()...) })
+	h[0], h[1] = byte(number(a)), byte(a.BitLen())
+	n.out.Reset()
+	m := n.out.Message(unix.RTM_GETROUTE, 0, h...)
+	n.out.Attr(rtaDst, a.AsSlice()...)
+	n.out.End(m)
+	body, err := n.Get(n.out.Bytes())
 	if errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EHOSTUNREACH) {
 		return false, nil
 	}
@@ -190,15 +200,16 @@ type device struct {
 
 // addresses lists the addresses on devices.
 func (n rtnetlink) addresses() (list []device, err error) {
-	err = n.dump(unix.RTM_GETADDR, make([]byte, ifaLen), nil, func() { list = nil }, func(body []byte) {
+	request := n.request(unix.RTM_GETADDR, unix.NLM_F_DUMP, make([]byte, ifaLen))
+	err = n.Dump(request, func() { list = nil }, func(body []byte) {
 		if len(body) < ifaLen {
 			return
 		}
 		family := uint16(body[0])
-		d := device{global: body[3] == unix.RT_SCOPE_UNIVERSE, own: value(body[4:]).native32() == loopback}
-		for typ, v := range attributes(body[ifaLen:]) {
+		d := device{global: body[3] == unix.RT_SCOPE_UNIVERSE, own: netlink.Value(body[4:]).Native32() == loopback}
+		for typ, v := range netlink.Each(body[ifaLen:]) {
 			if typ == ifaLocal || typ == ifaAddress && !d.IsValid() {
-				d.Addr = v.addr(family)
+				d.Addr = addrOf(family, v)
 			}
 		}
 		if d.IsValid() {

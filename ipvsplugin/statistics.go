@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -24,9 +25,9 @@ type Statistics struct {
 func parseStatistics(b []byte) (s Statistics) {
 	fields := [...]*uint64{1: &s.Connections, &s.PacketsIn, &s.PacketsOut, &s.BytesIn, &s.BytesOut, &s.ConnectionRate,
 		&s.PacketRateIn, &s.PacketRateOut, &s.ByteRateIn, &s.ByteRateOut}
-	for typ, val := range attributes(b) {
+	for typ, val := range netlink.Each(b) {
 		if typ > 0 && int(typ) < len(fields) {
-			*fields[typ] = val.native64()
+			*fields[typ] = val.Native64()
 		}
 	}
 	return s

@@ -30,8 +30,8 @@ var layers = map[string]struct{ ours, others []string }{
 	"nft":                  {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft/kernel":           {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}, others: []string{"github.com/google/nftables", "github.com/mdlayher/socket", "golang.org/x/sys"}},
 	"nft/iptshim":          {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
-	"nft/iptshim/xtables":  {ours: []string{"nft/iptshim", "sync/snapshot", "sync/dataplane"}, others: []string{"golang.org/x/sys"}},
-	"ipvsplugin":           {ours: []string{"internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
+	"nft/iptshim/xtables":  {ours: []string{"internal/netlink", "nft/iptshim", "sync/snapshot", "sync/dataplane"}, others: []string{"golang.org/x/sys"}},
+	"ipvsplugin":           {ours: []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
 	"internal/benchmark":   {ours: []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sync", "golang.org/x/sys"}},
 	"internal/units":       {},
 	"internal/cgroup":      {},
@@ -65,7 +65,7 @@ var layers = map[string]struct{ ours, others []string }{
 // reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's configuration only.
 var reserved = map[string][]string{
 	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/testbed", "conformance/cases", "conformance/run", "conformance/benchmark", "internal/lab/control"},
-	"github.com/google/nftables": {"nft/kernel"},
+	"github.com/google/nftables": {"ipvsplugin", "nft/kernel"},
 }
 
 func TestLayers(t *testing.T) {
