@@ -70,12 +70,12 @@ func (v Value) Big64() uint64 {
 // Text returns the string up to the first zero.
 func (v Value) Text() string { return unix.ByteSliceToString(v) }
 
-// Attributes are the attributes of one level by their type without flags; of several with one type, the last. An attribute that
-// is missing reads as an empty Value.
+// Attributes are the attributes of one level by their type without flags; of several with one type, the last. An
+// attribute that is missing reads as an empty Value.
 type Attributes map[uint16]Value
 
-// Decode copies the attributes of one level. It stops at the first that is malformed. For what has many attributes, or several of
-// one type, there is Each.
+// Decode copies the attributes of one level. It stops at the first that is malformed. For what has many attributes,
+// or several of one type, there is Each.
 func Decode(b []byte) Attributes {
 	a := Attributes{}
 	d, err := netlink.NewAttributeDecoder(b)
@@ -91,8 +91,8 @@ func Decode(b []byte) Attributes {
 // Nested decodes the attributes that an attribute holds.
 func (a Attributes) Nested(typ uint16) Attributes { return Decode(a[typ]) }
 
-// Each walks the attributes of one level, with their types without flags. It copies nothing, and stops at the first that is
-// malformed.
+// Each walks the attributes of one level, with their types without flags. It copies nothing, and stops at the first
+// that is malformed.
 func Each(b []byte) iter.Seq2[uint16, Value] { return each(b, typeMask) }
 
 // EachFlagged is Each with the flags that types have on the wire.

@@ -7,11 +7,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Buffer builds netlink messages one after the other, in memory that the next Reset reuses. Messages are numbered from 1 on. The
-// zero value is ready to use.
+// Buffer builds netlink messages one after the other, in memory that the next Reset reuses. Messages are numbered
+// from 1 on. The zero value is ready to use.
 //
-// It writes in place, unlike the library's AttributeEncoder, which copies each value once for every level it is nested in: a
-// transaction of nf_tables has hundreds of thousands of elements. Whoever nests keeps attributes within MaxAttr.
+// It writes in place, unlike the library's AttributeEncoder, which copies each value once for every level it is
+// nested in: a transaction of nf_tables has hundreds of thousands of elements. Whoever nests keeps attributes within
+// MaxAttr.
 type Buffer struct {
 	b     []byte
 	count uint32

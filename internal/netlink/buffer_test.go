@@ -89,8 +89,8 @@ func TestRoundTrip(t *testing.T) {
 		!bytes.Equal(a[12], []byte{1, 2, 'a', 'b', 0}) {
 		t.Errorf("got %v", a)
 	}
-	if v := (netlink.Value{1}); v.Native16()|v.Big16() != 0 || v.Native32()|v.Big32() != 0 || v.Native64()|v.Big64() != 0 ||
-		netlink.Value(nil).Uint8() != 0 {
+	if v := (netlink.Value{1}); v.Native16()|v.Big16() != 0 || v.Native32()|v.Big32() != 0 ||
+		v.Native64()|v.Big64() != 0 || netlink.Value(nil).Uint8() != 0 {
 		t.Error("a value that is too short is not 0")
 	}
 }

@@ -10,21 +10,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Conn exchanges messages with the kernel, which answers a request before the call that sends it returns. It is not safe for
-// concurrent use.
+// Conn exchanges messages with the kernel, which answers a request before the call that sends it returns. It is not
+// safe for concurrent use.
 type Conn struct {
 	// Wire is where datagrams go.
 	Wire Wire
 	in   []byte
 	// most is the largest batch that there was room for so far.
 	most int
-	// listing says that an answer is read by Next, and torn that objects may be missing from it; stale says that an error may have
-	// left something unread, which does not answer the next request.
+	// listing says that an answer is read by Next, and torn that objects may be missing from it; stale says that an
+	// error may have left something unread, which does not answer the next request.
 	listing, torn, stale bool
 }
 
-// receiveLen holds whatever the kernel puts into one datagram of a list, and no less should: for each datagram it walks a set of
-// nf_tables from its beginning again. A single object may be larger, and gets a larger buffer then.
+// receiveLen holds whatever the kernel puts into one datagram of a list, and no less should: for each datagram it
+// walks a set of nf_tables from its beginning again. A single object may be larger, and gets a larger buffer then.
 const receiveLen = 64 << 10
 
 // New returns a Conn over a wire. Unread says that the wire may hold answers to somebody else's requests.
@@ -77,9 +77,10 @@ func (c *Conn) begin() error {
 	return c.Fresh()
 }
 
-// Commit sends messages that ask for no answer as one datagram, and returns what the kernel refused of them; nothing refused
-// means that all are in. Whether one refusal undoes the others is a matter of the subsystem. After an error it is not known what
-// is in, unless it is a *TooLarge: then nothing is. After ENOBUFS all were tried, and more were refused than is returned.
+// Commit sends messages that ask for no answer as one datagram, and returns what the kernel refused of them; nothing
+// refused means that all are in. Whether one refusal undoes the others is a matter of the subsystem. After an error
+// it is not known what is in, unless it is a *TooLarge: then nothing is. After ENOBUFS all were tried, and more were
+// refused than is returned.
 func (c *Conn) Commit(b []byte) ([]Error, error) {
 	if err := errors.Join(c.begin(), c.makeRoom(len(b))); err != nil {
 		return nil, err
@@ -105,8 +106,8 @@ func (c *Conn) refusals() (refused []Error, err error) {
 		case errors.Is(err, unix.EAGAIN):
 			return refused, lost
 		case errors.Is(err, unix.ENOBUFS):
-			// More was refused than the socket holds. What it does hold has to be read: the next request would take it for its
-			// answer.
+			// More was refused than the socket holds. What it does hold has to be read: the next request would take
+			// it for its answer.
 			lost = err
 			continue
 		case err != nil:
@@ -145,7 +146,8 @@ func (c *Conn) makeRoom(n int) error {
 // errTorn ends a list from which objects may be missing.
 var errTorn = fmt.Errorf("others changed what is listed: %w", unix.EINTR)
 
-// Ask sends a request whose answer Next reads. A request that is no dump is made to be acknowledged, which ends the answer.
+// Ask sends a request whose answer Next reads. A request that is no dump is made to be acknowledged, which ends the
+// answer.
 func (c *Conn) Ask(request []byte) error {
 	if err := c.begin(); err != nil {
 		return err
@@ -161,10 +163,10 @@ func (c *Conn) Ask(request []byte) error {
 	return nil
 }
 
-// Next reads one datagram of the answer, and calls do with the body of each object in it, which is valid until do returns. Done
-// says that nothing follows; the error is then what the kernel says to the request: an *Error, or one that is EINTR if others
-// changed a list while it was read, so that objects may be missing. The next request discards an answer that is not read to its
-// end.
+// Next reads one datagram of the answer, and calls do with the body of each object in it, which is valid until do
+// returns. Done says that nothing follows; the error is then what the kernel says to the request: an *Error, or one
+// that is EINTR if others changed a list while it was read, so that objects may be missing. The next request discards
+// an answer that is not read to its end.
 func (c *Conn) Next(do func(body []byte)) (done bool, err error) {
 	n, err := c.recv(true)
 	if err == nil {
@@ -219,8 +221,8 @@ func (c *Conn) Query(request []byte, do func(body []byte)) error {
 // maxDumps bounds how often a list begins again because others changed it.
 const maxDumps = 10
 
-// Dump is Query for a list, which it starts over if others change it meanwhile; after too many tries it fails with EINTR. It calls
-// begin, if that is not nil, before each try.
+// Dump is Query for a list, which it starts over if others change it meanwhile; after too many tries it fails with
+// EINTR. It calls begin, if that is not nil, before each try.
 func (c *Conn) Dump(request []byte, begin func(), do func(body []byte)) error {
 	for range maxDumps {
 		if begin != nil {

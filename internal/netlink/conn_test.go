@@ -104,8 +104,8 @@ func collect(c *netlink.Conn) (bodies string, err error) {
 	return bodies, err
 }
 
-// TestDump: a list comes in several datagrams, and starts over if it was interrupted, in whichever way the kernel says so, or if an
-// object was larger than the buffer.
+// TestDump: a list comes in several datagrams, and starts over if it was interrupted, in whichever way the kernel
+// says so, or if an object was larger than the buffer.
 func TestDump(t *testing.T) {
 	const torn = unix.NLM_F_DUMP_INTR
 	a, b := message(object, 0, 'a'), message(object, 0, 'b')
@@ -122,9 +122,15 @@ func TestDump(t *testing.T) {
 		"at its end":  {replies: [][][]byte{{a, message(unix.NLMSG_DONE, torn, 0, 0, 0, 0)}, whole}, want: "ab"},
 		"by an error": {replies: [][][]byte{{a, refusal(1, -int32(unix.EINTR), 0, nil)}, whole}, want: "ab"},
 		"too large":   {replies: [][][]byte{{large, done}, {large, done}}, want: "c"},
-		"for ever":    {replies: slices.Repeat([][][]byte{{message(object, torn, 'x'), done}}, 20), want: "x", err: unix.EINTR},
-		"refused":     {replies: [][][]byte{{refusal(1, -int32(unix.ENOENT), 0, nil)}}, err: unix.ENOENT},
-		"ends badly":  {replies: [][][]byte{{a, message(unix.NLMSG_DONE, 0, 0xf4, 0xff, 0xff, 0xff)}}, want: "a", err: unix.ENOMEM},
+		"for ever": {
+			replies: slices.Repeat([][][]byte{{message(object, torn, 'x'), done}}, 20),
+			want:    "x", err: unix.EINTR,
+		},
+		"refused": {replies: [][][]byte{{refusal(1, -int32(unix.ENOENT), 0, nil)}}, err: unix.ENOENT},
+		"ends badly": {
+			replies: [][][]byte{{a, message(unix.NLMSG_DONE, 0, 0xf4, 0xff, 0xff, 0xff)}},
+			want:    "a", err: unix.ENOMEM,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := &script{replies: c.replies, sendErrs: []error{unix.EINTR}, recvErrs: []error{unix.EINTR, nil, unix.EINTR}}
@@ -219,8 +225,8 @@ func TestCommit(t *testing.T) {
 	}
 }
 
-// TestCommitUncapped: a kernel that does not cap its answers repeats the refused message before the attributes, whose length is
-// the kernel's to say and may be wrong.
+// TestCommitUncapped: a kernel that does not cap its answers repeats the refused message before the attributes, whose
+// length is the kernel's to say and may be wrong.
 func TestCommitUncapped(t *testing.T) {
 	var attrs netlink.Buffer
 	attrs.Native32(unix.NLMSGERR_ATTR_OFFS, 24)
@@ -234,10 +240,13 @@ func TestCommitUncapped(t *testing.T) {
 	}
 }
 
-// TestCommitLosesAnswers: if the socket had no room for all refusals, those that it had are read, and the next request is not
-// mistaken.
+// TestCommitLosesAnswers: if the socket had no room for all refusals, those that it had are read, and the next
+// request is not mistaken.
 func TestCommitLosesAnswers(t *testing.T) {
-	s := &script{replies: [][][]byte{{refusal(1, -1, 0, nil), refusal(2, -1, 0, nil)}, nil}, recvErrs: []error{nil, unix.ENOBUFS}}
+	s := &script{
+		replies:  [][][]byte{{refusal(1, -1, 0, nil), refusal(2, -1, 0, nil)}, nil},
+		recvErrs: []error{nil, unix.ENOBUFS},
+	}
 	c := netlink.New(s, false)
 	if refused, err := c.Commit(request(0)); len(refused) != 2 || !errors.Is(err, unix.ENOBUFS) {
 		t.Errorf("got %+v, %v", refused, err)

@@ -28,8 +28,8 @@ func dial(t *testing.T) (*lab.Host, *Conn) {
 	return h, c
 }
 
-// TestKernel: a transaction of nf_tables is in as a whole or not at all, its refusals point at what is wrong, and what it wrote is
-// listed.
+// TestKernel: a transaction of nf_tables is in as a whole or not at all, its refusals point at what is wrong, and
+// what it wrote is listed.
 func TestKernel(t *testing.T) {
 	_, c := dial(t)
 	before, err := c.Generation()
@@ -107,7 +107,8 @@ func TestNamespace(t *testing.T) {
 	}
 }
 
-// TestInherit: a socket lives on in a copy, with its port; what its user left unread does not. No other socket is taken for one.
+// TestInherit: a socket lives on in a copy, with its port; what its user left unread does not. No other socket is
+// taken for one.
 func TestInherit(t *testing.T) {
 	_, c := dial(t)
 	var w Buffer

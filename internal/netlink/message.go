@@ -1,5 +1,6 @@
-// Package netlink is how Verdict talks to the kernel: one Buffer that builds messages, one Socket, one Conn that asks, lists and
-// commits, one Error. Nothing in it knows what the messages are about, but for the headers that several callers share.
+// Package netlink is how Verdict talks to the kernel: one Buffer that builds messages, one Socket, one Conn that
+// asks, lists and commits, one Error. Nothing in it knows what the messages are about, but for the headers that
+// several callers share.
 package netlink
 
 import (
@@ -79,8 +80,8 @@ func (m *Message) refusal() *Error {
 	return e
 }
 
-// extend reads the header of the refused message, and the attributes that follow it. Unless the kernel caps its answer, the whole
-// message stands in between.
+// extend reads the header of the refused message, and the attributes that follow it. Unless the kernel caps its
+// answer, the whole message stands in between.
 func (e *Error) extend(flags uint16, refused []byte) {
 	e.Seq = binary.NativeEndian.Uint32(refused[8:])
 	rest := refused[HeaderLen:]

@@ -17,8 +17,8 @@ import (
 type Wire interface {
 	// Send sends one datagram. The kernel processes all of it before Send returns.
 	Send(b []byte) error
-	// Recv reads one datagram and returns its length, which is larger than b if it did not fit. If there is none it waits for
-	// some time, or fails with EAGAIN.
+	// Recv reads one datagram and returns its length, which is larger than b if it did not fit. If there is none it
+	// waits for some time, or fails with EAGAIN.
 	Recv(b []byte, wait bool) (int, error)
 	// Room asks for a send buffer of n bytes, and returns the size that the socket has then.
 	Room(n int) (int, error)
@@ -35,11 +35,12 @@ type Socket struct {
 	patience time.Duration
 }
 
-// patience is far more than the kernel takes, which answers before a request is sent. Only if an answer got lost there is none.
+// patience is far more than the kernel takes, which answers before a request is sent. Only if an answer got lost
+// there is none.
 const patience = 10 * time.Second
 
-// base is what a socket that was opened and one that was inherited have in common: a Conn of the netlink library and one of the
-// socket library.
+// base is what a socket that was opened and one that was inherited have in common: a Conn of the netlink library and
+// one of the socket library.
 type base interface {
 	Close() error
 	SyscallConn() (syscall.RawConn, error)
@@ -49,8 +50,8 @@ type base interface {
 	WriteBuffer() (int, error)
 }
 
-// Open opens a socket of a netlink protocol, such as NETLINK_NETFILTER, in the network namespace that a file descriptor stands
-// for; 0 is that of the calling thread.
+// Open opens a socket of a netlink protocol, such as NETLINK_NETFILTER, in the network namespace that a file
+// descriptor stands for; 0 is that of the calling thread.
 func Open(protocol, netns int) (*Socket, error) {
 	if netns == 0 || ownNamespace(netns) {
 		return open(protocol)
@@ -61,8 +62,8 @@ func Open(protocol, netns int) (*Socket, error) {
 	}
 	opened := make(chan result)
 	go func() {
-		// Nobody unlocks the thread, so it ends with this goroutine. The library would switch it back, which may take rights
-		// that entering the other namespace does not.
+		// Nobody unlocks the thread, so it ends with this goroutine. The library would switch it back, which may take
+		// rights that entering the other namespace does not.
 		runtime.LockOSThread()
 		if err := unix.Setns(netns, unix.CLONE_NEWNET); err != nil {
 			opened <- result{nil, fmt.Errorf("netlink: open socket: %w", os.NewSyscallError("setns", err))}
@@ -109,13 +110,14 @@ func Inherit(f *os.File, protocol int) (*Socket, error) {
 	domain, err := c.GetsockoptInt(unix.SOL_SOCKET, unix.SO_DOMAIN)
 	got, perr := c.GetsockoptInt(unix.SOL_SOCKET, unix.SO_PROTOCOL)
 	if err != nil || perr != nil || domain != unix.AF_NETLINK || got != protocol {
-		return nil, errors.Join(fmt.Errorf("netlink: inherited socket: it is no netlink socket of protocol %d", protocol), c.Close())
+		err := fmt.Errorf("netlink: inherited socket: it is no netlink socket of protocol %d", protocol)
+		return nil, errors.Join(err, c.Close())
 	}
 	return connect(c)
 }
 
-// connect connects a socket to the kernel: then it gets no message of another process, such as one for the process that had its
-// port before.
+// connect connects a socket to the kernel: then it gets no message of another process, such as one for the process
+// that had its port before.
 func connect(b base) (*Socket, error) {
 	raw, err := b.SyscallConn()
 	if err != nil {
