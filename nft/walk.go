@@ -6,21 +6,13 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // Packet is the first packet of a connection.
-type Packet struct {
-	Source, Destination netip.Addr
-	Protocol            Protocol
-	// Port is the destination's.
-	Port uint16
-	// Interface is the one the packet comes in by; empty means that a process on this node sends it.
-	Interface string
-}
+type Packet = dataplane.Packet
 
 // Elements is where a walk looks elements up.
 type Elements interface {
@@ -52,17 +44,10 @@ type Step struct {
 
 // Ending is something that can become of a packet.
 type Ending struct {
-	Outcome dataplane.Outcome
-	// Share of Of is its chance.
-	Share, Of int
+	dataplane.Ending
 	// Element is what sent the packet to the Endpoint: one of Endpoints, UncountedEndpoints or Affinity.
-	Endpoint netip.AddrPort
-	Element  Listed
-	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
-	Masquerade, Hairpin bool
-	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not.
-	Remember time.Duration
-	// Pool is the id under which that is remembered.
+	Element Listed
+	// Pool is the id under which the sender is remembered.
 	Pool uint32
 	// priority is the packet's when it was translated.
 	priority uint32
@@ -75,15 +60,8 @@ type Foreign struct{ What string }
 
 func (s Foreign) text(ipfamily.Family) string { return s.What }
 
-// Host is what a walk has to know of the node. A function that is nil says no to everything.
-type Host struct {
-	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never
-	// leaves again.
-	Local func(netip.Addr) bool
-	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which
-	// shows it to netfilter: then the kernel tells no incoming interface in postrouting.
-	Bridged func(iface string, to netip.Addr) bool
-}
+// Host is what a walk has to know of the node.
+type Host = dataplane.LocalNode
 
 // WalkTable follows a packet through a table as the kernel would.
 func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
@@ -98,7 +76,7 @@ func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
 		return nil, err
 	}
 	if !done {
-		w.end(s, Ending{Outcome: dataplane.Untouched})
+		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
 	}
 	for i := range w.walk.Endings {
 		if end := &w.walk.Endings[i]; end.Outcome == dataplane.Sent {
@@ -300,13 +278,13 @@ func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
 		}
 		return course{what: decided}, nil
 	case RejectPacket:
-		w.end(s, Ending{Outcome: dataplane.Rejected})
+		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
 		return course{what: decided}, nil
 	case LeavePacket:
-		w.end(s, Ending{Outcome: dataplane.Scheduled})
+		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Scheduled}})
 		return course{what: decided}, nil
 	case DropPacket:
-		w.end(s, Ending{Outcome: dataplane.Dropped})
+		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}})
 		return course{what: decided}, nil
 	case Foreign:
 		w.unclear("chain %s holds a rule that is not Verdict's: %s", (*s.steps)[at].Chain.Name(), st.What)
@@ -368,7 +346,12 @@ func (w *walker) translate(s *traveller, found []Listed, n int) course {
 	for i := range found {
 		e := &found[i]
 		s.share, s.of = share, of
-		w.end(s, Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Element: *e, priority: s.priority})
+		end := Ending{Element: *e, priority: s.priority,
+			Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Connections: e.connections()}}
+		if e.Set == Affinity {
+			end.Remembered, end.Left = true, e.Expires
+		}
+		w.end(s, end)
 	}
 	if len(found) == n {
 		return course{what: decided}
@@ -459,19 +442,6 @@ func (w *walker) lookUp(set SetID, keys []Element, slots bool) ([]Listed, error)
 type knownKey struct {
 	set SetID
 	key elementKey
-}
-
-// Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
-func (w *Walk) Outcome() string {
-	text := ""
-	for i, e := range w.Endings {
-		if word := e.Outcome.String(); i == 0 {
-			text = word
-		} else if word != text {
-			return "several"
-		}
-	}
-	return text
 }
 
 // Cause says why, as far as the rules tell.

@@ -44,7 +44,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			q := question(r, snap, k)
 			x := dataplane.Explain(cfg, snap, q)
 			table := &list[ipfamily.Of(k.Addr)]
-			p := Packet{q.Source, k.Addr, k.Protocol, k.Port, q.Interface}
+			p := Packet{Source: q.Source, Destination: k.Addr, Protocol: k.Protocol, Port: k.Port, Interface: q.Interface}
 			walk, err := WalkTable(&table.Table, table, p, walkHost(snap))
 			if err != nil {
 				t.Fatal(err)
@@ -52,7 +52,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			if slices.ContainsFunc(x.Endpoints, func(c dataplane.Considered) bool { return c.Addr() == q.Source && !c.Local }) {
 				continue // another Service says that it runs here: then it may be known as a hairpin, and may not
 			}
-			if d := Disagreements(x, walk); d != nil || walk.Unclear != nil {
+			if d := walk.Trace(ipfamily.Of(k.Addr)).Disagreements(x); d != nil || walk.Unclear != nil {
 				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, walk.Unclear, lines(walk, ipfamily.Of(k.Addr)))
 			}
 			n++
@@ -160,19 +160,19 @@ func TestDisagreements(t *testing.T) {
 	} {
 		list := List(st)[0]
 		test.change(&list)
-		walk, err := WalkTable(&list.Table, &list, Packet{addr("10.244.3.3"), k.Addr, k.Protocol, k.Port, "cni0"}, Host{})
+		walk, err := WalkTable(&list.Table, &list, Packet{Source: addr("10.244.3.3"), Destination: k.Addr, Protocol: k.Protocol, Port: k.Port, Interface: "cni0"}, Host{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		var got []string
-		for _, d := range Disagreements(x, walk) {
+		for _, d := range walk.Trace(ipfamily.IPv4).Disagreements(x) {
 			got = append(got, d.String())
 		}
 		if strings.Join(got, "; ") != test.want {
 			t.Errorf("%s:\n got %s\nwant %s\n%s", test.name, strings.Join(got, "; "), test.want, lines(walk, ipfamily.IPv4))
 		}
-		if _, stuck := walk.Stuck(); stuck != (test.name == "remembered") {
-			t.Errorf("%s: stuck %v", test.name, stuck)
+		if _, bound := walk.Trace(ipfamily.IPv4).Bound(); bound != (test.name == "remembered") {
+			t.Errorf("%s: bound %v", test.name, bound)
 		}
 	}
 }
@@ -183,14 +183,14 @@ func TestWalkForeign(t *testing.T) {
 		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}}, {Goto{Frontends.id()}}}},
 		{ID: Frontends.id(), Rules: []Rule{dispatch(Services)}},
 	}}
-	p := Packet{addr("10.0.0.1"), addr("10.96.0.1"), snapshot.TCP, 80, "eth0"}
+	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80, Interface: "eth0"}
 	list := Listing{Table: table}
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
 	e.setID(7)
 	list.Elements[Services], list.Elements[Pools] = []Listed{{Element: e}}, []Listed{{Element: idElement(Pools, 7)}}
 	walk, err := WalkTable(&table, &list, p, Host{})
-	if err != nil || len(walk.Unclear) != 2 || walk.Outcome() != "untouched" {
-		t.Errorf("%v %q %s", err, walk.Unclear, walk.Outcome())
+	if err != nil || len(walk.Unclear) != 2 || walk.Trace(ipfamily.IPv4).Outcome() != "untouched" {
+		t.Errorf("%v %q %s", err, walk.Unclear, walk.Trace(ipfamily.IPv4).Outcome())
 	}
 	table.Chains[1].Rules = []Rule{{Jump{Frontends.id()}}}
 	if _, err := WalkTable(&table, &list, p, Host{}); err == nil {
@@ -217,7 +217,7 @@ func TestWalkBridged(t *testing.T) {
 				if !kept {
 					table.Chains = withoutBridged(table.Chains)
 				}
-				p := Packet{addr("10.244.3.3"), addr(test.to), snapshot.TCP, 80, "cni0"}
+				p := Packet{Source: addr("10.244.3.3"), Destination: addr(test.to), Protocol: snapshot.TCP, Port: 80, Interface: "cni0"}
 				walk, err := WalkTable(&table, list, p, Host{Bridged: func(string, netip.Addr) bool { return bridged }})
 				if err != nil {
 					t.Fatal(err)

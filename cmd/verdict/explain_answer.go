@@ -328,7 +328,7 @@ func orNone(names []string) string {
 func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revision, e *explaining) error {
 	a.walk = w
 	cause := w.Cause()
-	v := &viewJSON{From: "the kernel", Revision: revision.Number, Outcome: w.Outcome(), Cause: cause.String(), Way: way(w)}
+	v := &viewJSON{From: "the kernel", Revision: revision.Number, Outcome: w.Trace(a.family).Outcome(), Cause: cause.String(), Way: way(w)}
 	a.Kernel = v
 	v.Unclear = slices.Concat(table.Wrong, w.Unclear)
 	if !table.There {
@@ -369,7 +369,7 @@ func (a *answer) walked(w *nft.Walk, table *kernel.TableFound, revision nft.Revi
 
 // landed fills in the endpoints the kernel would choose from, and what it remembers.
 func (a *answer) landed(v *viewJSON, w *nft.Walk) {
-	stuck, bound := w.Stuck()
+	stuck, bound := w.Trace(a.family).Bound()
 	for _, end := range w.Endings {
 		if end.Outcome != dataplane.Sent {
 			continue
@@ -397,7 +397,7 @@ func (a *answer) landed(v *viewJSON, w *nft.Walk) {
 		if v.Affinity == nil {
 			v.Affinity = &affinityJSON{}
 		}
-		v.Affinity.Endpoint, v.Affinity.Remaining = stuck.Endpoint.String(), int(stuck.Element.Expires.Seconds())
+		v.Affinity.Endpoint, v.Affinity.Remaining = stuck.Endpoint.String(), int(stuck.Left.Seconds())
 	}
 }
 
@@ -476,7 +476,7 @@ func (a *answer) compare() {
 	if a.explanation == nil || a.walk == nil {
 		return
 	}
-	for _, d := range nft.Disagreements(a.explanation, a.walk) {
+	for _, d := range a.walk.Trace(a.family).Disagreements(a.explanation) {
 		a.Disagreements = append(a.Disagreements, d.String())
 	}
 	agree := len(a.Disagreements) == 0

@@ -49,7 +49,7 @@ func (e *explaining) askChains(a *answer, s sender) error {
 func (a *answer) walkedChains(w *iptshim.Walk, left time.Duration, e *explaining) {
 	a.walk = asTables(w, left)
 	cause := causeOf(w)
-	v := &viewJSON{From: "the kernel", Outcome: a.walk.Outcome(), Cause: cause.String(), Unclear: w.Unclear}
+	v := &viewJSON{From: "the kernel", Outcome: a.walk.Trace(a.family).Outcome(), Cause: cause.String(), Unclear: w.Unclear}
 	a.Kernel = v
 	for _, s := range w.Steps {
 		if s.Matched && (len(v.Way) == 0 || v.Way[len(v.Way)-1] != s.Chain) {
@@ -71,11 +71,8 @@ func (a *answer) walkedChains(w *iptshim.Walk, left time.Duration, e *explaining
 func asTables(w *iptshim.Walk, left time.Duration) *nft.Walk {
 	out := &nft.Walk{Unclear: w.Unclear}
 	for _, end := range w.Endings {
-		to := nft.Ending{Outcome: end.Outcome, Share: end.Share, Of: end.Of, Endpoint: end.Endpoint, Masquerade: end.Masquerade,
-			Hairpin: end.Hairpin, Remember: end.Remember}
-		if end.Remembered {
-			to.Element.Set, to.Element.Expires = nft.Affinity, left
-		}
+		to := nft.Ending{Ending: end.Ending}
+		to.Left = left
 		out.Endings = append(out.Endings, to)
 	}
 	return out

@@ -95,7 +95,7 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	for _, a := range s.ClusterIPs {
 		if c.family.Has(a) {
 			out.rows = append(out.rows, row{filterClusterIPs, rowKey(a, 0, 0), false, rule{
-				before: " -d " + addrText(a), comment: comment(s.Name.String() + " has no such port"), after: c.reject(), owner: s.Name}})
+				before: " -d " + addrText(a), comment: comment(s.Name.String() + noSuchPort), after: c.reject(), owner: s.Name}})
 		}
 	}
 	if s.HealthCheckNodePort != 0 && first != "" {
@@ -417,3 +417,6 @@ const maxRefusals = 256
 
 // notOpen is said of load balancer addresses with source ranges and without endpoints.
 const notOpen = " is not open to everybody"
+
+// noSuchPort is said of cluster IPs, for the ports that the Service does not have.
+const noSuchPort = " has no such port"

@@ -326,8 +326,8 @@ func TestTreeIsShallow(t *testing.T) {
 			for _, s := range to {
 				walk, err := saved.Walk(Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0], Protocol: snapshot.TCP, Port: 80, Interface: "eth0"},
 					Host{Here: func(a netip.Addr) bool { return a == addr("192.0.2.1") }})
-				if err != nil || walk.Outcome() != "endpoint" {
-					t.Fatalf("%s: %v %s", s.Name, err, walk.Outcome())
+				if err != nil || walk.Trace().Outcome() != "endpoint" {
+					t.Fatalf("%s: %v %s", s.Name, err, walk.Trace().Outcome())
 				}
 				longest = max(longest, len(walk.Steps))
 			}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Packet is the first packet of a connection.
@@ -35,6 +37,8 @@ type Walk struct {
 	// Unclear says of rules that the packet met what they do is not known, since others wrote them. They are taken for
 	// rules that do not match.
 	Unclear []string
+
+	protocol snapshot.Protocol
 }
 
 // Step is one rule on a packet's way.
@@ -51,18 +55,9 @@ func (s Step) String() string { return string(s.Table) + " -A " + s.Chain + " " 
 
 // Ending is something that can become of a packet.
 type Ending struct {
-	Outcome dataplane.Outcome
-	// Share of Of is its chance.
-	Share, Of int
-	// Endpoint is where it is sent; invalid if it is not Sent.
-	Endpoint netip.AddrPort
-	// Masquerade says that the endpoint sees this node's address; Hairpin that it does since it reaches itself.
-	Masquerade, Hairpin bool
-	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not. List is the name
-	// under which xt_recent remembers it, and Remembered says that it did so, and chose.
-	Remember   time.Duration
-	List       string
-	Remembered bool
+	dataplane.Ending
+	// List is the name under which xt_recent remembers the sender, if it will.
+	List string
 	// Rule is what decided, if the packet is rejected or dropped.
 	Rule Step
 }
@@ -70,7 +65,7 @@ type Ending struct {
 // Walk follows a packet through the rules of its family as the kernel would: through table nat, and what is not
 // translated there through table filter. Of the chains that are iptables' own only the jumps to ours count.
 func (s *Saved) Walk(p Packet, h Host) (*Walk, error) {
-	w := &walker{saved: s, host: h, walk: &Walk{}, within: map[string]time.Duration{}}
+	w := &walker{saved: s, host: h, walk: &Walk{protocol: p.Protocol}, within: map[string]time.Duration{}}
 	hook := "PREROUTING"
 	if p.Interface == "" {
 		hook = "OUTPUT"
@@ -131,7 +126,7 @@ func (w *walker) filtered(t traveller) error {
 		}
 	}
 	for _, t := range rest {
-		w.end(t, Ending{Outcome: dataplane.Untouched})
+		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
 	}
 	return nil
 }
@@ -209,13 +204,13 @@ func (w *walker) rule(table Table, r *savedRule, t traveller) (on, back []travel
 	case "RETURN":
 		return on, []traveller{t}, nil
 	case "ACCEPT":
-		w.end(t, Ending{Outcome: dataplane.Untouched, Rule: step})
+		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}, Rule: step})
 		return on, nil, nil
 	case "DROP":
-		w.end(t, Ending{Outcome: dataplane.Dropped, Rule: step})
+		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}, Rule: step})
 		return on, nil, nil
 	case "REJECT":
-		w.end(t, Ending{Outcome: dataplane.Rejected, Rule: step})
+		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}, Rule: step})
 		return on, nil, nil
 	case "MARK":
 		t.mark = t.mark&^c.markMask ^ c.markValue
@@ -251,7 +246,7 @@ func (t *traveller) reduce() {
 
 // translated ends the way of a packet that is sent to an endpoint. It is masqueraded on its way out, if it leaves.
 func (w *walker) translated(t traveller, c *conditions) {
-	e := Ending{Outcome: dataplane.Sent, Endpoint: c.to, Remembered: t.remembered}
+	e := Ending{Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: c.to, Remembered: t.remembered}}
 	if t.list != "" {
 		e.List, e.Remember = t.list, w.within[t.list]
 	}
@@ -467,26 +462,33 @@ func readMark(s string) (value, mask uint32, err error) {
 	return uint32(a), uint32(b), err
 }
 
-// Disagreements compares what the objects ask for with the way of the same packet through the rules.
-func (w *Walk) Disagreements(x *dataplane.Explanation) []nft.Disagreement {
-	return nft.Disagreements(x, w.way())
+// Trace gives the walk as an Inspector answers it.
+func (w *Walk) Trace() *dataplane.Trace {
+	t := &dataplane.Trace{Cause: w.Cause(), Unclear: slices.Clone(w.Unclear), Port: w.port()}
+	for i := range w.Endings {
+		t.Endings = append(t.Endings, w.Endings[i].Ending)
+	}
+	for _, s := range w.Steps {
+		t.Steps = append(t.Steps, dataplane.TraceStep{Chain: s.Chain, Rule: s.Rule, Matched: s.Matched})
+	}
+	return t
 }
 
-// Outcome says in a word what becomes of the packet: one of dataplane.Outcome's, or "several".
-func (w *Walk) Outcome() string { return w.way().Outcome() }
+// portComment begins the comment of a rule that belongs to a service port.
+var portComment = regexp.MustCompile(`--comment "([^ "/]+/[^ "]+?)(?: [^"]*)?"`)
 
-// way is the same as if it led through tables of nftables.
-func (w *Walk) way() *nft.Walk {
-	way := &nft.Walk{Unclear: w.Unclear}
-	for _, e := range w.Endings {
-		n := nft.Ending{Outcome: e.Outcome, Share: e.Share, Of: e.Of, Endpoint: e.Endpoint, Masquerade: e.Masquerade, Hairpin: e.Hairpin, Remember: e.Remember}
-		n.Element.Set = nft.Endpoints
-		if e.Remembered {
-			n.Element.Set = nft.Affinity
+// port finds the service port by the comments of the rules that the packet met; it has no name if there is none.
+func (w *Walk) port() (n dataplane.PortName) {
+	for _, s := range w.Steps {
+		m := portComment.FindStringSubmatch(s.Rule)
+		if !s.Matched || m == nil || strings.Contains(s.Rule, noSuchPort) {
+			continue
 		}
-		way.Endings = append(way.Endings, n)
+		if n, ok := dataplane.ParsePortName(m[1], w.protocol); ok {
+			return n
+		}
 	}
-	return way
+	return n
 }
 
 // Cause says why, as far as the rules tell.

@@ -45,10 +45,10 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			if k.Addr.IsLoopback() && q.Interface == "" && !q.Source.IsLoopback() {
 				continue // the kubelet's rule drops what goes to the loopback range from another address, even from this node's
 			}
-			if d := walk.Disagreements(x); d != nil || walk.Unclear != nil {
+			if d := walk.Trace().Disagreements(x); d != nil || walk.Unclear != nil {
 				t.Errorf("seed %d, %+v: %v %v\n%s", seed, q, d, walk.Unclear, lines(walk))
 			}
-			if got := walk.Cause(); got != x.Cause && walk.Outcome() != "several" && got.Outcome() != dataplane.Dropped {
+			if got := walk.Cause(); got != x.Cause && walk.Trace().Outcome() != "several" && got.Outcome() != dataplane.Dropped {
 				t.Errorf("seed %d, %+v: it is said to be %v, and is %v\n%s", seed, q, got, x.Cause, lines(walk))
 			}
 			n++
@@ -153,8 +153,8 @@ func TestWalkForeign(t *testing.T) {
 		t.Fatal(err)
 	}
 	walk, err := saved.Walk(p, host)
-	if err != nil || len(walk.Unclear) != 2 || walk.Outcome() != "untouched" {
-		t.Errorf("%v %q %s", err, walk.Unclear, walk.Outcome())
+	if err != nil || len(walk.Unclear) != 2 || walk.Trace().Outcome() != "untouched" {
+		t.Errorf("%v %q %s", err, walk.Unclear, walk.Trace().Outcome())
 	}
 	if saved, err = Parse([]byte(text + ":KUBE-SVC-A - [0:0]\n-A KUBE-SVC-A -j KUBE-SERVICES\n")); err != nil {
 		t.Fatal(err)

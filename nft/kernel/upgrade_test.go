@@ -99,7 +99,7 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 		p := nft.Packet{Source: addr(client), Destination: addr(service), Protocol: snapshot.TCP, Port: 80, Interface: iface}
 		walk, err := nft.WalkTable(&l.Table, l, p, nft.Host{})
 		labtest.Check(t, err)
-		if end, ok := walk.Stuck(); !ok || end.Endpoint.Addr() != addr(ep) || end.Element.Expires < time.Hour {
+		if end, ok := walk.Trace(f).Bound(); !ok || end.Endpoint.Addr() != addr(ep) || end.Left < time.Hour {
 			t.Errorf("%s does not stay with %s: %+v", client, ep, walk.Endings)
 		}
 	}

@@ -1,15 +1,14 @@
-package nft
+package dataplane
 
 import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
-
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Disagreement says in what the objects and a table differ about one packet. Exactly one of Outcome, Endpoint and
+// Disagreement says in what the objects and the kernel differ about one packet. Exactly one of Outcome, Endpoint and
 // Affinity is set.
 type Disagreement struct {
 	// Outcome says that the packet's fate is another one.
@@ -18,8 +17,8 @@ type Disagreement struct {
 	Endpoint netip.AddrPort
 	// Affinity says that the sender is remembered for another time.
 	Affinity bool
-	// Objects and Table say in words what each of them wants.
-	Objects, Table string
+	// Objects and Kernel say in words what each of them wants.
+	Objects, Kernel string
 }
 
 func (d Disagreement) String() string {
@@ -30,17 +29,17 @@ func (d Disagreement) String() string {
 	if d.Affinity {
 		about = "session affinity: "
 	}
-	return about + "the objects say " + d.Objects + ", the kernel " + d.Table
+	return about + "the objects say " + d.Objects + ", the kernel " + d.Kernel
 }
 
-// Disagreements compares what the objects ask for with the way of the same packet through a table.
-func Disagreements(x *dataplane.Explanation, w *Walk) []Disagreement {
+// Disagreements compares what the objects ask for with the way of the same packet through the kernel.
+func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	want := x.Cause.Outcome()
-	sent := func(e Ending) bool { return e.Outcome == dataplane.Sent }
-	if fate := w.Outcome(); fate != want.String() && !(want == dataplane.Sent && slices.ContainsFunc(w.Endings, sent)) {
-		return []Disagreement{{Outcome: true, Objects: want.String(), Table: fate}}
+	sent := func(e Ending) bool { return e.Outcome == Sent }
+	if fate := t.Outcome(); fate != want.String() && !(want == Sent && slices.ContainsFunc(t.Endings, sent)) {
+		return []Disagreement{{Outcome: true, Objects: want.String(), Kernel: fate}}
 	}
-	if want != dataplane.Sent {
+	if want != Sent {
 		return nil
 	}
 	var out []Disagreement
@@ -48,44 +47,36 @@ func Disagreements(x *dataplane.Explanation, w *Walk) []Disagreement {
 	for _, c := range x.Endpoints {
 		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Taken()
 	}
-	for _, e := range w.Endings {
+	for _, e := range t.Endings {
 		switch {
-		case e.Outcome != dataplane.Sent:
+		case e.Outcome != Sent:
 			out = append(out, Disagreement{Outcome: true, Objects: want.String(),
-				Table: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
+				Kernel: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
 		case taken[e.Endpoint] && e.Remember != x.Port.Affinity:
 			remembered = e.Remember
 		}
 	}
 	if remembered != x.Port.Affinity {
-		out = append(out, Disagreement{Affinity: true, Objects: affinityText(x.Port.Affinity), Table: affinityText(remembered)})
+		out = append(out, Disagreement{Affinity: true, Objects: rememberText(x.Port.Affinity), Kernel: rememberText(remembered)})
 	}
-	return append(out, endpointDisagreements(x, w)...)
+	return append(out, t.endpointDisagreements(x)...)
 }
 
-func affinityText(d time.Duration) string {
+func rememberText(d time.Duration) string {
 	if d == 0 {
 		return "none"
 	}
-	return secondsText(d)
-}
-
-// Stuck gives the ending of a sender who is remembered: the only one there is then.
-func (w *Walk) Stuck() (e Ending, ok bool) {
-	if len(w.Endings) == 1 && w.Endings[0].Outcome == dataplane.Sent && w.Endings[0].Element.Set == Affinity {
-		return w.Endings[0], true
-	}
-	return e, false
+	return spanText(d)
 }
 
 // endpointDisagreements compares the endpoints, their chances and what they see.
-func endpointDisagreements(x *dataplane.Explanation, w *Walk) (out []Disagreement) {
+func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	const there, not = "an endpoint", "none of the endpoints"
-	_, stuck := w.Stuck()
+	_, stuck := t.Bound()
 	chances, of := map[netip.AddrPort]int{}, 1
 	masquerade := map[netip.AddrPort]bool{}
-	for _, e := range w.Endings {
-		if e.Outcome == dataplane.Sent {
+	for _, e := range t.Endings {
+		if e.Outcome == Sent {
 			chances[e.Endpoint] += e.Share
 			of, masquerade[e.Endpoint] = e.Of, e.Masquerade
 		}
@@ -104,16 +95,16 @@ func endpointDisagreements(x *dataplane.Explanation, w *Walk) (out []Disagreemen
 		delete(chances, c.AddrPort)
 		switch {
 		case !held && !stuck:
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Table: not})
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
 		case held && !stuck && chance*n != of:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: fmt.Sprintf("1 of %d connections", n),
-				Table: fmt.Sprintf("%d of %d", chance, of)})
+				Kernel: fmt.Sprintf("%d of %d", chance, of)})
 		case held && masquerade[c.AddrPort] != c.Sees.Node():
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.Sees.Node()), Table: seesText(masquerade[c.AddrPort])})
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.Sees.Node()), Kernel: seesText(masquerade[c.AddrPort])})
 		}
 	}
 	for ep := range chances {
-		out = append(out, Disagreement{Endpoint: ep, Objects: not, Table: there})
+		out = append(out, Disagreement{Endpoint: ep, Objects: not, Kernel: there})
 	}
 	slices.SortStableFunc(out, func(a, b Disagreement) int { return a.Endpoint.Compare(b.Endpoint) })
 	return out
@@ -124,4 +115,16 @@ func seesText(node bool) string {
 		return "it sees an address of this node"
 	}
 	return "it sees the sender's own address"
+}
+
+// spanText writes whole seconds as nft does: 1h30m.
+func spanText(d time.Duration) string {
+	text := d.Truncate(time.Second).String()
+	if strings.HasSuffix(text, "m0s") {
+		text = strings.TrimSuffix(text, "0s")
+	}
+	if strings.HasSuffix(text, "h0m") {
+		text = strings.TrimSuffix(text, "0m")
+	}
+	return text
 }

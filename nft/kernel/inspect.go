@@ -1,0 +1,189 @@
+package kernel
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+)
+
+// Inspector answers from our tables.
+type Inspector struct{ *Reader }
+
+var _ reconcile.Inspector = (*Inspector)(nil)
+
+// Inspect gives an inspector for the network namespace of the calling thread.
+func Inspect() (*Inspector, error) {
+	r, err := OpenReader()
+	if err != nil {
+		return nil, err
+	}
+	return &Inspector{r}, nil
+}
+
+// Name implements reconcile.Inspector.
+func (i *Inspector) Name() string { return "nftables" }
+
+// Present implements reconcile.Inspector.
+func (i *Inspector) Present(context.Context) (bool, error) {
+	revisions, err := i.Revisions()
+	return err == nil && slices.ContainsFunc(revisions[:], func(r nft.Revision) bool { return r.Number != 0 }), err
+}
+
+// Settings implements reconcile.Inspector. Whether IPVS is in use, it does not know.
+func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) {
+	s := &dataplane.Settings{}
+	for n, f := range ipfamily.All {
+		t, err := i.Table(f)
+		if err != nil {
+			return nil, err
+		}
+		s.Pods[n] = t.Structure.Pods
+		if f == ipfamily.IPv4 {
+			s.MasqueradeAll, s.LocalhostNodePorts = t.Structure.MasqueradeAll, t.Structure.GuardLoopback
+		}
+	}
+	return s, nil
+}
+
+// traceTries is how often a packet is traced, in the hope that nobody writes meanwhile.
+const traceTries = 3
+
+// Trace implements reconcile.Inspector.
+func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.LocalNode) (t *dataplane.Trace, err error) {
+	f := ipfamily.Of(p.Destination)
+	for range traceTries {
+		var before, after ipfamily.Per[nft.Revision]
+		if before, err = i.Revisions(); err != nil {
+			return nil, err
+		}
+		if t, err = i.traceOnce(f, p, node); err != nil {
+			return nil, err
+		}
+		t.Revision, t.Counted = before[f].Number, before[f].Counted
+		if after, err = i.Revisions(); err != nil || before == after {
+			return t, err
+		}
+	}
+	return t, nil
+}
+
+func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace, error) {
+	table, err := i.Table(f)
+	if err != nil {
+		return nil, err
+	}
+	w, err := nft.WalkTable(&table.Table, i.Reader, p, node)
+	if err != nil {
+		return nil, err
+	}
+	t := w.Trace(f)
+	t.Unclear = slices.Concat(table.Wrong, t.Unclear)
+	switch {
+	case !table.There:
+		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node", f.NFT(), nft.TableName))
+	case table.Dormant:
+		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", f.NFT(), nft.TableName))
+	}
+	if _, _, found := w.Frontend(); !found {
+		t.Near, err = i.near(f, p.Destination)
+	}
+	return t, err
+}
+
+// near gives the frontends at an address, as long as that is cheap.
+func (i *Inspector) near(f ipfamily.Family, at netip.Addr) (near []dataplane.Neighbour, err error) {
+	sizes, known, err := i.Sizes(f)
+	if err != nil || !known || sizes[nft.Services] > ListMost {
+		return nil, err
+	}
+	listed, _, err := i.List(f, nft.Services)
+	if err != nil {
+		return nil, err
+	}
+	for n := range listed {
+		if k := listed[n].FrontendKey(); k.Addr == at {
+			port, _ := listed[n].PortName(k.Protocol)
+			near = append(near, dataplane.Neighbour{Key: k, Port: port})
+		}
+	}
+	slices.SortFunc(near, func(a, b dataplane.Neighbour) int { return a.Key.Compare(b.Key) })
+	return near, nil
+}
+
+// Differences implements reconcile.Inspector.
+func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*dataplane.Differences, error) {
+	var model *nft.Model
+	if wanted != nil {
+		model = &nft.Model{}
+		model.Load(wanted)
+	}
+	contents, err := i.Contents(model)
+	if err != nil {
+		return nil, err
+	}
+	d := &dataplane.Differences{Wrong: contents.Wrong, Quiet: contents.Quiet, Contradictions: plainDifferences(contents.Contradictions)}
+	if contents.Unchecked > 0 {
+		d.Notes = append(d.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
+			contents.Unchecked))
+	}
+	for n, f := range ipfamily.All {
+		contents.inspected(n, f, d)
+		for e := range contents.Found[n].Elements[nft.Scheduled] {
+			d.Scheduled = append(d.Scheduled, contents.Found[n].Elements[nft.Scheduled][e].FrontendKey())
+		}
+	}
+	if model != nil {
+		have := ipfamily.Per[nft.Table]{contents.Tables[0].Table, contents.Tables[1].Table}
+		d.Differences = plainDifferences(model.Differences(&contents.Found, &have))
+	}
+	return d, nil
+}
+
+// inspected compares a table with what it says of itself.
+func (c *Contents) inspected(n int, f ipfamily.Family, d *dataplane.Differences) {
+	t, found := c.Tables[n], &c.Found[n]
+	name := f.NFT() + " " + nft.TableName
+	out := dataplane.InspectedTable{Family: f.NFT(), Name: name, There: t.There, Owner: t.Owner, Revision: found.Revision.Number,
+		Unit: "elements"}
+	for set, elements := range found.Elements {
+		if nft.SetID(set).IsContent() {
+			out.Elements += len(elements)
+		}
+	}
+	written, held := found.Digests.With(found.Revision.Digest), nft.DigestsOfElements(f, t.Structure, found)
+	switch {
+	case !t.There:
+	case found.Revision == nft.Revision{}:
+		d.Wrong = append(d.Wrong, name+": it has no revision: whoever wrote it was not done, or was not Verdict")
+	case !c.Quiet:
+		out.Digest = written.Total().String()
+		d.Notes = append(d.Notes, name+": it is written to all the time; its digest could not be checked")
+	default:
+		out.Digest, out.Found = written.Total().String(), held.Total().String()
+		if held != written {
+			d.Wrong = append(d.Wrong, fmt.Sprintf("%s: it does not hold what was last written: its digest should be %s and is %s",
+				name, out.Digest, out.Found))
+		}
+	}
+	d.Tables = append(d.Tables, out)
+}
+
+func plainDifferences(list []nft.Difference) (out []dataplane.Difference) {
+	for i := range list {
+		d := &list[i]
+		p := dataplane.Difference{Wanted: d.Wanted, Family: d.Family.NFT(), Object: d.Text, Line: d.Family.NFT() + " " + d.Text}
+		p.Port, _ = dataplane.ParsePortName(d.Port, 0)
+		if d.Set != nft.NumSets {
+			p.Set = d.Set.String()
+			p.Place = p.Family + " " + p.Set + " " + string(d.Element.Key())
+		}
+		out = append(out, p)
+	}
+	return out
+}

@@ -1,0 +1,205 @@
+package kernel
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// Tables is where counters are read: a *Reader, or tables in memory.
+type Tables interface {
+	nft.Elements
+	// List gives all elements of a set; whole is false if some may be missing.
+	List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error)
+	// Revisions gives the revision of each table.
+	Revisions() (ipfamily.Per[nft.Revision], error)
+}
+
+// Counters implements reconcile.Inspector.
+func (i *Inspector) Counters(_ context.Context, ask dataplane.CountersAsked) (*dataplane.Counters, error) {
+	return ReadCounters(i.Reader, ask)
+}
+
+// ReadCounters reads counters of tables, as an Inspector does.
+func ReadCounters(from Tables, ask dataplane.CountersAsked) (*dataplane.Counters, error) {
+	revisions, err := from.Revisions()
+	if err != nil {
+		return nil, err
+	}
+	r := counterReading{from: from, out: &dataplane.Counters{Counted: revisions[0].Counted, Whole: true}}
+	if revisions != (ipfamily.Per[nft.Revision]{}) {
+		r.out.Version = fmt.Sprint(revisions)
+	}
+	for _, f := range ipfamily.All {
+		read := func() error { return r.named(f, ask.Frontends) }
+		if ask.All {
+			read = func() error { return r.all(f) }
+		}
+		if err := read(); err != nil {
+			return nil, err
+		}
+		if err := r.endpoints(f, ask.Endpoints); err != nil {
+			return nil, err
+		}
+	}
+	return r.out, nil
+}
+
+// counterReading is an answer about counters on its way.
+type counterReading struct {
+	from Tables
+	out  *dataplane.Counters
+}
+
+// all reads every frontend of a family.
+func (r *counterReading) all(f ipfamily.Family) error {
+	pools, whole, err := r.from.List(f, nft.Pools)
+	if err != nil {
+		return err
+	}
+	r.out.Whole = r.out.Whole && whole
+	r.out.Read += len(pools)
+	for _, set := range nft.FrontendSets() {
+		listed, whole, err := r.from.List(f, set)
+		if err != nil {
+			return err
+		}
+		r.out.Whole = r.out.Whole && whole
+		r.out.Read += len(listed)
+		r.take(listed, pools)
+	}
+	return nil
+}
+
+// named reads some frontends of a family by their keys, and then their pools.
+func (r *counterReading) named(f ipfamily.Family, of []dataplane.FrontendCount) error {
+	keys := map[nft.SetID][]nft.Element{}
+	for i := range of {
+		if of[i].Key.Addr.Is4() == (f == ipfamily.IPv4) {
+			k := nft.FrontendKeys(of[i].Counted)[b2i(of[i].Uncounted)]
+			keys[k.Set] = append(keys[k.Set], k)
+		}
+	}
+	var found []nft.Listed
+	for _, set := range nft.FrontendSets() {
+		if len(keys[set]) == 0 {
+			continue
+		}
+		listed, err := r.from.Get(f, set, keys[set])
+		if err != nil {
+			return err
+		}
+		r.out.Read += len(keys[set])
+		found = append(found, listed...)
+	}
+	pools, err := r.pools(f, found)
+	if err != nil {
+		return err
+	}
+	r.take(found, pools)
+	return nil
+}
+
+// pools reads the pools that frontends lead to, each once.
+func (r *counterReading) pools(f ipfamily.Family, frontends []nft.Listed) ([]nft.Listed, error) {
+	var keys []nft.Element
+	asked := map[uint32]bool{}
+	for i := range frontends {
+		if id := frontends[i].PoolID(); !asked[id] {
+			asked[id] = true
+			keys = append(keys, nft.PoolKey(id))
+		}
+	}
+	if len(keys) == 0 {
+		return nil, nil
+	}
+	r.out.Read += len(keys)
+	return r.from.Get(f, nft.Pools, keys)
+}
+
+// take answers with frontends whose pools were read. One whose pool is not there is shown without endpoints.
+func (r *counterReading) take(frontends, pools []nft.Listed) {
+	byID := make(map[uint32]*nft.Element, len(pools))
+	for i := range pools {
+		byID[pools[i].ID()] = &pools[i].Element
+	}
+	for i := range frontends {
+		l, pool := &frontends[i], &nft.Element{}
+		if there := byID[l.PoolID()]; there != nil {
+			pool = there
+		}
+		c := dataplane.NamedCount{}
+		c.FrontendCount, _ = l.FrontendCount(pool)
+		c.Port, _ = l.PortName(c.Key.Protocol)
+		r.out.Frontends = append(r.out.Frontends, c)
+	}
+}
+
+// maxEndpointKeys bounds how many counters of endpoints are read at a time.
+const maxEndpointKeys = 4096
+
+// endpoints reads the counters of the endpoints of frontends. Those with session affinity count in sticky-endpoints, where every
+// connection does, and not only that which was balanced.
+func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCount) error {
+	done := map[uint32]bool{} // frontends of a port share a pool
+	asked := 0
+	for i := range of {
+		fe := &of[i]
+		if fe.Key.Addr.Is4() != (f == ipfamily.IPv4) || done[fe.Pool] || fe.Endpoints == 0 {
+			continue
+		}
+		if asked += fe.Endpoints; asked > maxEndpointKeys {
+			continue
+		}
+		done[fe.Pool] = true
+		if err := r.poolEndpoints(f, fe); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *counterReading) poolEndpoints(f ipfamily.Family, fe *dataplane.FrontendCount) error {
+	pools, err := r.from.Get(f, nft.Pools, []nft.Element{nft.PoolKey(fe.Pool)})
+	if err != nil || len(pools) == 0 {
+		return err
+	}
+	ask := pools[0].SlotKeys(fe.Key.Protocol)
+	if len(ask) == 0 {
+		return nil
+	}
+	slots, err := r.from.Get(f, ask[0].Set, ask)
+	if err != nil {
+		return err
+	}
+	r.out.Read += 1 + len(ask)
+	if !fe.Sticky {
+		for i := range slots {
+			r.out.Endpoints = append(r.out.Endpoints, slots[i].SlotCount())
+		}
+		return nil
+	}
+	keys := make([]nft.Element, len(slots))
+	for i := range slots {
+		keys[i] = nft.MemberKey(fe.Pool, slots[i].Target())
+	}
+	members, err := r.from.Get(f, nft.StickyEndpoints, keys)
+	if err != nil {
+		return err
+	}
+	r.out.Read += len(keys)
+	for i := range members {
+		r.out.Endpoints = append(r.out.Endpoints, members[i].MemberCount())
+	}
+	return nil
+}
+
+func b2i(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
