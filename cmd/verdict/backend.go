@@ -8,12 +8,12 @@ import (
 	"os"
 	"strings"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
-	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -127,8 +127,9 @@ func (r *rules) openChains(ctx context.Context, live *live, s *config.Settings) 
 	if err != nil {
 		return err
 	}
-	chains, err := xtables.Open(programs, xtables.Options{
-		Model: chainOptions(s, liberal() || makesLiberal(live.host, s)), Log: live.log.Logger})
+	options := backends.IPTablesOptions(s)
+	options.KeepInvalid = xtables.Liberal() || makesLiberal(live.host, s)
+	chains, err := xtables.Open(programs, xtables.Options{Model: options, Log: live.log.Logger})
 	if err != nil {
 		return errors.Join(err, programs.Close())
 	}
@@ -149,21 +150,6 @@ func (r *rules) openCompat(ctx context.Context, s *config.Settings, log *slog.Lo
 	}
 	r.closers = append(r.closers, programs.Close)
 	r.compat = &xtables.Compat{Programs: programs, Bit: s.MasqueradeBit, Log: log}
-}
-
-// chainOptions says how rules of iptables are written; keepInvalid that packets outside of a connection's window are no reason to drop.
-func chainOptions(s *config.Settings, keepInvalid bool) iptshim.Options {
-	o := iptshim.Options{MasqueradeMark: 1 << s.MasqueradeBit, KeepInvalid: keepInvalid}
-	if s.IPTablesList {
-		o.Dispatch = iptshim.List
-	}
-	return o
-}
-
-// liberal says whether the kernel takes TCP packets outside of the window for valid: then none has to be dropped for that.
-func liberal() bool {
-	text, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
-	return err == nil && strings.TrimSpace(string(text)) != "0"
 }
 
 // close closes what is open, last things first. What was written stays.

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/benchmark"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
@@ -97,10 +98,10 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 	if b.json {
 		return json.NewEncoder(cmd.OutOrStdout()).Encode(result)
 	}
-	s := newShow(cmd.OutOrStdout())
-	return result.WriteText(s.w, benchmark.Style{
-		Bold: func(text string) string { return s.paint(bold, text) },
-		Dim:  func(text string) string { return s.paint(dim, text) },
+	out := terminal.NewPrinter(cmd.OutOrStdout())
+	return result.WriteText(cmd.OutOrStdout(), benchmark.Style{
+		Bold: func(text string) string { return out.Paint(terminal.Bold, text) },
+		Dim:  func(text string) string { return out.Paint(terminal.Dim, text) },
 	})
 }
 
@@ -108,7 +109,7 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 type progress struct{ w io.Writer }
 
 func newProgress(w io.Writer) progress {
-	if f, ok := w.(*os.File); !ok || !isTerminal(f) {
+	if f, ok := w.(*os.File); !ok || !terminal.Is(f) {
 		w = io.Discard
 	}
 	return progress{w}

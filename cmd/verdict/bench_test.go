@@ -43,7 +43,7 @@ func benchOutput(t *testing.T, args string) string {
 	root.SetOut(&out)
 	root.SetErr(t.Output())
 	labtest.Check(t, root.ExecuteContext(t.Context()))
-	nothingLeft(t)
+	labtest.NoNamespacesLeft(t)
 	return out.String()
 }
 
@@ -97,7 +97,7 @@ func TestBenchInterrupted(t *testing.T) {
 			if !errors.As(err, &status) || status != exitError || out.Len() > 0 {
 				t.Errorf("%v, interrupted after %v, ended with %v and printed %q", args, after, err, &out)
 			}
-			nothingLeft(t)
+			labtest.NoNamespacesLeft(t)
 		}
 	}
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -27,7 +28,7 @@ type compared struct {
 	t       *testing.T
 	host    *lab.Host
 	flags   []string
-	objects *objects
+	objects *inspect.Objects
 	backend *kernel.Backend
 }
 
@@ -35,11 +36,11 @@ func newCompared(t *testing.T) *compared {
 	t.Helper()
 	c := &compared{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), flags: explainFrom["cluster"]}
 	labtest.Check(t, c.host.Do(func() (err error) {
-		var o objectFlags
+		var o inspect.ObjectFlags
 		f := pflag.NewFlagSet("", pflag.ContinueOnError)
-		o.add(f)
+		o.AddFlags(f)
 		labtest.Check(t, f.Parse(c.flags))
-		if c.objects, err = o.load(context.Background(), nil, true); err != nil {
+		if c.objects, err = o.Load(context.Background(), nil, true); err != nil {
 			return err
 		}
 		c.backend, err = kernel.Open(kernel.Options{})
@@ -52,9 +53,17 @@ func newCompared(t *testing.T) *compared {
 
 func (c *compared) write() {
 	c.t.Helper()
-	st, _ := dataplane.Compute(c.objects.config, c.objects.snap)
+	st, _ := dataplane.Compute(c.objects.Config, c.objects.Snap)
 	_, err := c.backend.Apply(st, dataplane.Change{Services: allNames(st), Globals: true})
 	labtest.Check(c.t, err)
+}
+
+func allNames(st *dataplane.State) (names []snapshot.Name) {
+	for n := range st.Services {
+		names = append(names, n)
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
 }
 
 // run runs a command on the host and gives its exit status.
@@ -149,7 +158,7 @@ func unnumbered(text string) string {
 func checkComparisonJSON(t *testing.T, c *compared, diff []string) {
 	t.Helper()
 	out, status := c.run(append(diff, "--json")...)
-	var got comparison
+	var got inspect.ComparisonJSON
 	d := json.NewDecoder(strings.NewReader(out))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&got))
@@ -219,16 +228,16 @@ func TestCompareBesideAProxy(t *testing.T) {
 // scale changes the endpoints of a Service, as the proxy would on a change of its slice.
 func (c *compared) scale(n int) {
 	name := snapshot.Name{Namespace: "shop", Name: "catalog"}
-	for _, s := range c.objects.snap.Slices[name] {
+	for _, s := range c.objects.Snap.Slices[name] {
 		changed := *s
 		changed.Endpoints = slices.Clone(s.Endpoints)
 		for i := range changed.Endpoints {
 			on := i > n%len(changed.Endpoints)
 			changed.Endpoints[i].Ready, changed.Endpoints[i].Serving = on, on
 		}
-		c.objects.snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{s.Name: &changed}})
+		c.objects.Snap.Apply(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{s.Name: &changed}})
 	}
-	st, _ := dataplane.Compute(c.objects.config, c.objects.snap)
+	st, _ := dataplane.Compute(c.objects.Config, c.objects.Snap)
 	if _, err := c.backend.Apply(st, dataplane.Change{Services: []snapshot.Name{name}}); err != nil {
 		c.t.Error(err)
 	}

@@ -42,6 +42,14 @@ func hostFiles(t *testing.T, missing ...string) sysctl.Host {
 	return sysctl.Host{Root: root}
 }
 
+// configFile writes a configuration file of kube-proxy's.
+func configFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.conf")
+	labtest.Check(t, os.WriteFile(path, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
+	return path
+}
+
 func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem) {
 	t.Helper()
 	s, problems, err := config.Load(path, nil, nil)

@@ -5,13 +5,13 @@ import (
 	"fmt"
 
 	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
-// maxDiffLines is how many lines diff shows without --all.
-const maxDiffLines = 100
-
 func newDiff() *cobra.Command {
-	var o objectFlags
+	var o inspect.ObjectFlags
 	var all, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "diff",
@@ -30,48 +30,22 @@ Exit status: 0 if there is no difference, 1 if there is one, 2 if something went
   verdict diff --kubeconfig /etc/kubernetes/kubelet.conf --all`,
 	}
 	f := cmd.Flags()
-	f.BoolVar(&all, "all", false, fmt.Sprintf("print all lines, not only the first %d", maxDiffLines))
+	f.BoolVar(&all, "all", false, fmt.Sprintf("print all lines, not only the first %d", inspect.MaxDiffLines))
 	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
-	o.add(f)
+	o.AddFlags(f)
 	return comparing(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
-		if !o.given() {
-			o.inCluster = true
+		if !o.Given() {
+			o.InCluster = true
 		}
-		c, err := o.compare(ctx)
+		c, err := compare(ctx, &o)
 		if err != nil {
 			return false, err
 		}
 		if asJSON {
-			return c.Same, writeJSON(cmd.OutOrStdout(), c)
+			return c.Same, inspect.WriteJSON(cmd.OutOrStdout(), c.JSON(true))
 		}
-		s := newShow(cmd.OutOrStdout())
-		c.printDiff(&s, all)
-		return c.Same, s.broken
+		p := terminal.NewPrinter(cmd.OutOrStdout())
+		c.PrintDiff(p, all)
+		return c.Same, p.Err()
 	})
-}
-
-// printDiff shows the lines that differ.
-func (c *comparison) printDiff(s *show, all bool) {
-	for _, n := range c.Notes {
-		s.line("%s", s.paint(dim, "# "+n))
-	}
-	if c.Same {
-		s.line("%s the kernel holds what %s asks for: %d Services (%s)", s.paint(green, "same:"), c.Objects, c.services, c.describe())
-		return
-	}
-	bounded(s, c.wrongLines(s), maxDiffLines, all)
-	var lines []string
-	for _, d := range c.Differences {
-		colour := red
-		if d.Side == "wanted" {
-			colour = green
-		}
-		lines = append(lines, s.paint(colour, d.text))
-	}
-	bounded(s, lines, maxDiffLines, all)
-	if len(c.Services) > 0 {
-		s.line("")
-		s.line("%s", s.paint(dim, fmt.Sprintf("By Service (kernel: %s)", c.describe())))
-		bounded(s, c.summary(s), maxShown, all)
-	}
 }

@@ -3,11 +3,13 @@ package main
 import (
 	"encoding/json"
 	"math"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
@@ -64,16 +66,17 @@ func checkAnswerJSON(t *testing.T, q question, text string) {
 	t.Helper()
 	got, err := command(append(q.args, "--json")...)
 	labtest.Check(t, err)
-	var a answer
+	var a inspect.AnswerJSON
 	d := json.NewDecoder(strings.NewReader(got))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&a))
 	v := a.Objects
 	whole := 0.0
-	for _, e := range v.Taken {
+	for _, e := range v.Endpoints {
 		whole += e.Chance
-		if !strings.Contains(text, addrPortOf(e).String()) {
-			t.Errorf("the text lacks %s", addrPortOf(e))
+		addr := netip.AddrPortFrom(netip.MustParseAddr(e.Address), e.Port)
+		if !strings.Contains(text, addr.String()) {
+			t.Errorf("the text lacks %s", addr)
 		}
 	}
 	if (v.Outcome == "endpoint" && math.Abs(whole-1) > 1e-9) || !strings.Contains(text, v.Why) || !strings.Contains(text, a.Origin.Why) {
@@ -142,7 +145,7 @@ func TestExplainInterfaces(t *testing.T) {
 	} {
 		out, err := command(append(append([]string{"explain", "--json"}, strings.Fields(test.args)...), flags...)...)
 		labtest.Check(t, err)
-		var a answer
+		var a inspect.AnswerJSON
 		labtest.Check(t, json.Unmarshal([]byte(out), &a))
 		if a.Origin.Pod != test.pod || !strings.Contains(a.Origin.Why, test.why) {
 			t.Errorf("%s: %+v; want %q", test.args, a.Origin, test.why)

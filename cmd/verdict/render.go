@@ -6,14 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"os"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft"
@@ -24,7 +24,7 @@ import (
 )
 
 func newRender() *cobra.Command {
-	var policy policyFlags
+	var policy inspect.Policy
 	var from, family string
 	cmd := &cobra.Command{
 		Use:   "render",
@@ -44,7 +44,7 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 			if from == "" {
 				return errors.New("--from is needed: a manifest file, or a directory of manifests")
 			}
-			decisions, err := policy.config()
+			decisions, err := policy.Config()
 			if err != nil {
 				return err
 			}
@@ -58,7 +58,7 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "manifest file, or directory of manifests")
 	f.StringVar(&family, "family", "ipv4", "with --backend=iptables, ipv4 or ipv6: each has a text of its own")
-	policy.add(f)
+	policy.AddFlags(f)
 	return cmd
 }
 
@@ -78,15 +78,15 @@ type renderChains struct {
 }
 
 // chainsToRender reads the flags about iptables; nil if nftables is to be printed.
-func chainsToRender(policy *policyFlags, family string, said bool) (*renderChains, error) {
-	s := policy.settings
+func chainsToRender(policy *inspect.Policy, family string, said bool) (*renderChains, error) {
+	s := policy.Settings()
 	if s.Backend != config.IPTables {
 		if said {
 			return nil, errors.New("--family is for --backend=iptables; nft has both families in one text")
 		}
 		return nil, nil
 	}
-	c := &renderChains{options: chainOptions(s, false)}
+	c := &renderChains{options: backends.IPTablesOptions(s)}
 	switch family {
 	case "ipv4":
 	case "ipv6":
@@ -157,18 +157,11 @@ func compute(config dataplane.Config, from string) (*dataplane.State, []error, e
 	if err != nil {
 		return nil, nil, err
 	}
-	addrs := assumedAddrs(snap.Node)
+	addrs := inspect.AssumedAddrs(snap.Node)
 	snap.Apply(snapshot.Delta{HostAddrs: &addrs})
 	state, conflicts := dataplane.Compute(config, snap)
 	for _, c := range dataplane.Contests(conflicts) {
 		problems = append(problems, errors.New(c.String()))
 	}
 	return state, problems, nil
-}
-
-// assumedAddrs are the addresses a node has as far as its object tells, and the loopback address every host has.
-func assumedAddrs(n snapshot.Node) []netip.Addr {
-	addrs := append(slices.Clone(n.Addresses), netip.AddrFrom4([4]byte{127, 0, 0, 1}))
-	slices.SortFunc(addrs, netip.Addr.Compare)
-	return slices.Compact(addrs)
 }

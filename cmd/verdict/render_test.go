@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -110,11 +111,11 @@ var revisionNumber = regexp.MustCompile(`0x[0-9a-f]{8}( comment "[0-9a-f]{32} co
 
 // write writes what render shows for the same flags into the namespace of the calling thread.
 func write(t *testing.T, file string, flags []string) error {
-	var p policyFlags
+	var p inspect.Policy
 	f := pflag.NewFlagSet("render", pflag.ContinueOnError)
-	p.add(f)
+	p.AddFlags(f)
 	labtest.Check(t, f.Parse(flags))
-	config, err := p.config()
+	config, err := p.Config()
 	labtest.Check(t, err)
 	st, _, err := compute(config, file)
 	labtest.Check(t, err)

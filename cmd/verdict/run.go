@@ -101,7 +101,7 @@ func (o *runOptions) run(ctx context.Context) error {
 		}
 		return initOnly(sysctl.Host{}, settings, problems, o.out)
 	}
-	if _, err := nodeName(settings); err != nil {
+	if _, err := settings.Node(); err != nil {
 		return err
 	}
 	// A log whose reader has gone is an error like others, and not a signal that ends the process.
@@ -203,7 +203,7 @@ func (l *live) abort(what string) {
 func carry(ctx context.Context, socket *os.File, live *live) error {
 	log := live.log.Logger
 	s := live.begin()
-	name, err := nodeName(s)
+	name, err := s.Node()
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -13,6 +14,8 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/ipvsplugin"
+	"github.com/verdict-proxy/verdict/nft/iptshim"
+	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -182,4 +185,22 @@ func (p *printer) line(format string, args ...any) {
 	if p.err == nil {
 		_, p.err = fmt.Fprintf(p.w, format+"\n", args...)
 	}
+}
+
+// ownRules says which rules of iptables are ours on this node, for commands beside a running proxy. The error says that there are no
+// rules of ours at all, so that nobody would carry the Services without kube-proxy's.
+func ownRules(ctx context.Context) (takeover.Own, error) {
+	if hasTables() {
+		return takeover.Own{}, nil
+	}
+	errNobody := errors.New("there are no rules of Verdict's here, so that nobody would carry the Services: start verdict run first")
+	i, err := xtables.Inspect(ctx, iptshim.Options{})
+	if err != nil { // without programs there are no rules of ours
+		return takeover.Own{}, errNobody
+	}
+	defer i.Close()
+	if ours, err := i.Present(ctx); err != nil || !ours {
+		return takeover.Own{}, errors.Join(err, errNobody)
+	}
+	return takeover.Own{Variant: i.Programs().Variant.String(), Rules: true}, nil
 }

@@ -1,21 +1,18 @@
 package main
 
 import (
-	"context"
-	"errors"
 	"fmt"
+	"math"
 	"os"
-	"os/signal"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
-	"github.com/verdict-proxy/verdict/nft"
-	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
 // topOptions are what the command line of top says.
@@ -53,7 +50,7 @@ second: first those on the screen, the others in turn.`,
 	}
 	f := cmd.Flags()
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between two samples, at least 100ms")
-	f.StringVar(&o.order, "sort", byRate, "rate, total or name")
+	f.StringVar(&o.order, "sort", inspect.ByRate, "rate, total or name")
 	f.StringVar(&o.service, "service", "", "show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
@@ -65,8 +62,8 @@ func (o *topOptions) check() error {
 	switch {
 	case o.interval < 100*time.Millisecond:
 		return fmt.Errorf("--interval: %s is less than 100ms", o.interval)
-	case !slices.Contains(topOrders, o.order):
-		return fmt.Errorf("--sort: %q is none of %s", o.order, strings.Join(topOrders, ", "))
+	case !slices.Contains(inspect.Orders, o.order):
+		return fmt.Errorf("--sort: %q is none of %s", o.order, strings.Join(inspect.Orders, ", "))
 	case o.service != "" && strings.Count(o.service, "/") != 1:
 		return fmt.Errorf("--service: %q is not NAMESPACE/NAME, or NAMESPACE/NAME:PORT", o.service)
 	}
@@ -77,139 +74,33 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 	if err := o.check(); err != nil {
 		return err
 	}
-	r, err := kernel.OpenReader()
+	i, err := backends.Inspect(cmd.Context(), backends.InspectOptions{})
 	if err != nil {
 		return err
 	}
-	defer r.Close()
-	s := newSampler(r)
-	s.only = o.service
+	defer i.Close()
+	t := inspect.Top{Sampler: inspect.NewSampler(i), Service: o.service, Order: o.order, Interval: o.interval}
 	out, isFile := cmd.OutOrStdout().(*os.File)
-	if o.once || o.json || !isFile || !isTerminal(out) || !isTerminal(os.Stdin) {
-		return o.printOnce(cmd, s)
+	if o.once || o.json || !isFile || !terminal.Is(out) || !terminal.Is(os.Stdin) {
+		return o.printOnce(cmd, &t)
 	}
-	return o.live(cmd.Context(), s, out)
+	return t.Live(cmd.Context(), os.Stdin, out)
 }
 
 // printOnce prints one sample.
-func (o *topOptions) printOnce(cmd *cobra.Command, s *sampler) error {
-	if err := s.sample(nil, nil, o.interval, true); err != nil {
-		return err
+func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
+	most := inspect.MaxShown
+	if o.json || o.all || o.service != "" {
+		most = math.MaxInt
 	}
-	var expanded []string
-	if (s.revisions == ipfamily.Per[nft.Revision]{}) && len(s.ports) == 0 {
-		return errors.New("there are no tables of Verdict on this node: nobody carries Services")
-	}
-	if o.service != "" {
-		for name := range s.ports {
-			expanded = append(expanded, name)
-		}
-		if len(expanded) == 0 {
-			return fmt.Errorf("--service: the kernel has no frontend of %s", o.service)
-		}
-		if err := s.sample(nil, expanded, o.interval, true); err != nil {
-			return err
-		}
-	}
-	select {
-	case <-cmd.Context().Done():
-		return cmd.Context().Err()
-	case <-time.After(o.interval):
-	}
-	if err := s.sample(nil, expanded, o.interval, true); err != nil {
-		return err
-	}
-	sample := s.result(o.order, o.interval)
-	show := newShow(cmd.OutOrStdout())
-	shown := len(sample.Ports)
-	if !o.json && !o.all && o.service == "" {
-		shown = min(shown, maxShown)
-	}
-	for i := range sample.Ports[:shown] {
-		s.details(&sample.Ports[i], o.order)
-	}
-	if o.json {
-		return writeJSON(cmd.OutOrStdout(), sample)
-	}
-	printSample(&show, sample, shown)
-	return show.broken
-}
-
-// printSample prints a table of the first ports of a sample.
-func printSample(s *show, sample *topSample, shown int) {
-	const wide = 1 << 20
-	s.line("%s", s.paint(dim, topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
-	for i := range sample.Ports[:shown] {
-		p := &sample.Ports[i]
-		s.line("%s", portLine("", p))
-		for _, l := range endpointLines(p, wide) {
-			s.line("%s", l)
-		}
-	}
-	if more := len(sample.Ports) - shown; more > 0 {
-		s.line("  and %d more (--all)", more)
-	}
-	if n := sample.notice(); n != "" {
-		s.line("%s", s.paint(red, n))
-	}
-	s.line("%s", s.paint(dim, fmt.Sprintf("%s connections/s to %d service ports, over %gs",
-		rateText(sample.Rate), len(sample.Ports), sample.Interval)))
-}
-
-// live shows samples in a terminal until it is told to stop.
-func (o *topOptions) live(ctx context.Context, s *sampler, out *os.File) (err error) {
-	node, _ := os.Hostname()
-	v := newTopView(node, o.order, o.interval)
-	t, err := openTerminal(os.Stdin, out)
+	sample, shown, err := t.Once(cmd.Context(), most)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, t.close()) }()
-	resized := make(chan os.Signal, 1)
-	signal.Notify(resized, unix.SIGWINCH)
-	defer signal.Stop(resized)
-	shown := newShow(out)
-	keys := t.keys()
-	read := func() {
-		ports, expanded := v.visible()
-		err := s.sample(ports, expanded, o.interval, false)
-		v.show(s.detailed(v), err)
+	if o.json {
+		return inspect.WriteJSON(cmd.OutOrStdout(), sample.JSON())
 	}
-	draw := func() error {
-		v.width, v.height = t.size()
-		return t.draw(v.render(&shown))
-	}
-	read()
-	tick := time.NewTicker(o.interval)
-	defer tick.Stop()
-	for {
-		if err := draw(); err != nil {
-			return err
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case k, ok := <-keys:
-			if !ok || v.key(k) {
-				return nil
-			}
-			if k == "enter" || k == "s" {
-				read()
-			}
-		case <-resized:
-		case <-tick.C:
-			read()
-		}
-	}
-}
-
-// detailed gives what is known, with the endpoints of the ports that a view shows.
-func (s *sampler) detailed(v *topView) *topSample {
-	sample := s.result(v.order, v.interval)
-	for i := range sample.Ports {
-		if v.expanded[sample.Ports[i].Name] {
-			s.details(&sample.Ports[i], v.order)
-		}
-	}
-	return sample
+	p := terminal.NewPrinter(cmd.OutOrStdout())
+	sample.Print(p, shown)
+	return p.Err()
 }

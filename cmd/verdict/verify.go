@@ -2,13 +2,15 @@ package main
 
 import (
 	"context"
-	"fmt"
 
 	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
 func newVerify() *cobra.Command {
-	var o objectFlags
+	var o inspect.ObjectFlags
 	var all, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "verify",
@@ -28,45 +30,17 @@ Exit status: 0 if all is as it should be, 1 if not, 2 if something went wrong.`,
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "print all lines, however many there are")
 	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
-	o.add(f)
+	o.AddFlags(f)
 	return comparing(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
-		c, err := o.compare(ctx)
+		c, err := compare(ctx, &o)
 		if err != nil {
 			return false, err
 		}
 		if asJSON {
-			c.Differences = nil // diff shows them
-			return c.Same, writeJSON(cmd.OutOrStdout(), c)
+			return c.Same, inspect.WriteJSON(cmd.OutOrStdout(), c.JSON(false)) // diff shows the differences
 		}
-		s := newShow(cmd.OutOrStdout())
-		c.printVerify(&s, all)
-		return c.Same, s.broken
+		p := terminal.NewPrinter(cmd.OutOrStdout())
+		c.PrintVerify(p, all)
+		return c.Same, p.Err()
 	})
-}
-
-// printVerify shows what is wrong, if anything is.
-func (c *comparison) printVerify(s *show, all bool) {
-	for _, n := range c.Notes {
-		s.line("%s", s.paint(dim, "# "+n))
-	}
-	s.line("%s", c.describe())
-	bounded(s, c.wrongLines(s), maxShown, all)
-	var lines []string
-	for _, d := range c.Contradictions {
-		lines = append(lines, s.paint(red, fmt.Sprintf("! %s %s", d.Family, d.Object)))
-	}
-	bounded(s, lines, maxShown, all)
-	if len(c.Differences) > 0 {
-		s.line("%s", s.paint(red, fmt.Sprintf("! %d lines differ from what %s asks for (verdict diff shows them):",
-			len(c.Differences), c.Objects)))
-		bounded(s, c.summary(s), maxShown, all)
-	}
-	switch {
-	case !c.Same:
-		s.line("%s the kernel does not hold what it should", s.paint(red, "wrong:"))
-	case c.Objects != "":
-		s.line("%s the kernel holds what was written, and what %s asks for: %d Services", s.paint(green, "right:"), c.Objects, c.services)
-	default:
-		s.line("%s the kernel holds what was written", s.paint(green, "right:"))
-	}
 }

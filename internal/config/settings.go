@@ -1,5 +1,5 @@
 // Package config is what the operator decided: kube-proxy's own configuration file and flags, and a small section for
-// what kube-proxy has no words for. It reads one file and is pure otherwise.
+// what kube-proxy has no words for. It reads one file and, where no name is given, the host's; it is pure otherwise.
 //
 // A value that cannot be meant stops nothing else. It is reported with file, line and field, and what was in force
 // before stays in force; at the start, where there is no before, the default. A bad entry of a list is left out, and a
@@ -7,8 +7,11 @@
 package config
 
 import (
+	"errors"
+	"fmt"
 	"log/slog"
 	"net/netip"
+	"os"
 	"strings"
 	"time"
 
@@ -306,4 +309,19 @@ func conntrackMax(perCore, least, cpus int) int {
 		return most
 	}
 	return max(perCore*cpus, least)
+}
+
+// Node gives this node's name in the cluster, as kube-proxy finds it: NodeName, or else the host's.
+func (s *Settings) Node() (string, error) {
+	if s.NodeName != "" {
+		return s.NodeName, nil
+	}
+	host, err := os.Hostname()
+	if host = strings.ToLower(strings.TrimSpace(host)); err == nil && host == "" {
+		err = errors.New("it is empty")
+	}
+	if err != nil {
+		return "", fmt.Errorf("--hostname-override is not given, and the host's name cannot be read: %w", err)
+	}
+	return host, nil
 }

@@ -133,6 +133,7 @@ func (r *counterReading) take(frontends, pools []nft.Listed) {
 		}
 		c := dataplane.NamedCount{}
 		c.FrontendCount, _ = l.FrontendCount(pool)
+		c.Uncounted = l.Set != nft.FrontendKeys(c.Counted)[0].Set // by which it is looked up again
 		c.Port, _ = l.PortName(c.Key.Protocol)
 		r.out.Frontends = append(r.out.Frontends, c)
 	}

@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -24,7 +25,7 @@ func podsText(p dataplane.Pods) string {
 }
 
 // originOf says what a sender is to the rows of policy, and why. By is where it is written what tells pods from others.
-func originOf(s sender, pods dataplane.Pods, node bool, by string) (o originJSON) {
+func originOf(s sender, pods dataplane.Pods, node bool, by string) (o Origin) {
 	addr := s.addr.String()
 	if s.standsFor != "" {
 		addr = fmt.Sprintf("%s, which stands for %s,", addr, s.standsFor)
@@ -61,11 +62,11 @@ func originOf(s sender, pods dataplane.Pods, node bool, by string) (o originJSON
 }
 
 // why says in a sentence what the objects ask for.
-func (a *answer) why(v *viewJSON) string {
+func (a *Answer) why(v *View) string {
 	x, dst := a.explanation, a.explanation.Question.Key
 	switch x.Cause {
 	case dataplane.FrontendFound:
-		return sentTo(v.Taken)
+		return sentTo(v.Endpoints)
 	case dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	case dataplane.NoLocalEndpoints:
@@ -82,31 +83,29 @@ func (a *answer) why(v *viewJSON) string {
 		return fmt.Sprintf("dropped: %s is in none of the Service's loadBalancerSourceRanges", a.sender.addr)
 	case dataplane.NotService:
 		if len(x.Unserved) > 0 {
-			family := map[ipfamily.Family]string{ipfamily.IPv4: "IPv4", ipfamily.IPv6: "IPv6"}[a.family]
-			return fmt.Sprintf("untouched: %s names that address, but has no %s cluster IP, or no port", x.Unserved[0], family)
+			return fmt.Sprintf("untouched: %s names that address, but has no %s cluster IP, or no port", x.Unserved[0],
+				ipfamily.Of(dst.Addr))
 		}
 	}
 	return plainWhy(x.Cause, dst.Addr)
 }
 
 // whyKernel says in a sentence what the kernel does.
-func (a *answer) whyKernel(v *viewJSON, cause dataplane.Cause) string {
+func (a *Answer) whyKernel(v *View) string {
 	switch {
 	case v.Outcome == "several":
 		whole := 0.0
-		for _, e := range v.Taken {
+		for _, e := range v.Endpoints {
 			whole += e.Chance
 		}
-		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Taken), percent(1-whole))
-	case cause == dataplane.FrontendFound:
-		return sentTo(v.Taken)
-	case cause == dataplane.FrontendScheduled:
+		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints), percent(1-whole))
+	case v.Cause == dataplane.FrontendFound:
+		return sentTo(v.Endpoints)
+	case v.Cause == dataplane.FrontendScheduled:
 		return scheduledTo(v)
 	}
-	return plainWhy(cause, a.explanationAddr())
+	return plainWhy(v.Cause, a.Packet.Destination)
 }
-
-func (a *answer) explanationAddr() netip.Addr { return netip.MustParseAddr(a.Packet.Destination) }
 
 // plainWhy says what can be said without the objects.
 func plainWhy(c dataplane.Cause, dst netip.Addr) string {
@@ -127,11 +126,11 @@ func plainWhy(c dataplane.Cause, dst netip.Addr) string {
 	return "untouched: no Service answers there, so Verdict lets the packet go on as it came"
 }
 
-func scheduledTo(v *viewJSON) string {
-	return fmt.Sprintf("left to IPVS, which chooses from %s by %s", plural(len(v.Taken), "endpoint"), v.Scheduler)
+func scheduledTo(v *View) string {
+	return fmt.Sprintf("left to IPVS, which chooses from %s by %s", terminal.Plural(len(v.Endpoints), "endpoint"), v.Scheduler)
 }
 
-func sentTo(taken []endpointJSON) string {
+func sentTo(taken []Endpoint) string {
 	text := fmt.Sprintf("sent to one of %d endpoints", len(taken))
 	if len(taken) == 1 {
 		text = "sent to the only endpoint"
@@ -153,9 +152,9 @@ func percent(p float64) string {
 	return fmt.Sprintf("%.2g%%", p*100)
 }
 
-// spanText writes whole seconds as 30m, 1h5m or 12s.
-func spanText(n int) string {
-	text := (time.Duration(n) * time.Second).String()
+// spanText writes a time in whole seconds as 30m, 1h5m or 12s.
+func spanText(d time.Duration) string {
+	text := d.Truncate(time.Second).String()
 	text = strings.TrimSuffix(text, "0s")
 	if strings.HasSuffix(text, "h0m") {
 		text = strings.TrimSuffix(text, "0m")
@@ -167,24 +166,30 @@ func spanText(n int) string {
 }
 
 // labels is the width of what stands before each line.
-var labels = columns{11}
+var labels = terminal.Columns{11}
 
-func (s *show) labelled(label, format string, args ...any) {
-	s.line("%s", labels.row(s.paint(dim, label), fmt.Sprintf(format, args...)))
+func labelled(s *terminal.Printer, label, format string, args ...any) {
+	s.Line("%s", labels.Row(s.Paint(terminal.Dim, label), fmt.Sprintf(format, args...)))
 }
 
-// maxShown is how many endpoints of each kind are shown without --all.
-const maxShown = 20
+// MaxShown is how many of each kind of things are shown without --all.
+const MaxShown = 20
 
-// print shows an answer.
-func (a *answer) print(s *show, o *explainOptions) {
+// TextOptions say how much of an answer is shown.
+type TextOptions struct {
+	// All shows all endpoints, however many there are; Trace each rule that looked at the packet.
+	All, Trace bool
+}
+
+// Print shows an answer.
+func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	from := ""
 	if a.Packet.Interface != "" {
 		from = ", in by " + a.Packet.Interface
 	}
-	dst := netip.AddrPortFrom(a.explanationAddr(), a.Packet.Port)
-	s.labelled("Packet", "%s -> %s/%s%s", a.Packet.Source, dst, a.Packet.Protocol, from)
-	s.labelled("Sender", "%s", a.Origin.Why)
+	dst := netip.AddrPortFrom(a.Packet.Destination, a.Packet.Port)
+	labelled(s, "Packet", "%s -> %s/%s%s", a.Packet.Source, dst, a.Packet.Protocol, from)
+	labelled(s, "Sender", "%s", a.Origin.Why)
 	if a.Objects != nil {
 		a.printView(s, a.Objects, o)
 		if a.Kernel != nil {
@@ -198,9 +203,9 @@ func (a *answer) print(s *show, o *explainOptions) {
 		if i > 0 {
 			label = ""
 		}
-		s.labelled(label, "%s", n)
+		labelled(s, label, "%s", n)
 	}
-	if o.trace && a.Kernel != nil {
+	if o.Trace && a.Kernel != nil {
 		a.printTrace(s)
 	}
 }
@@ -211,7 +216,7 @@ var kindText = map[string]string{
 }
 
 // printView shows the answer of the objects, or that of the kernel alone.
-func (a *answer) printView(s *show, v *viewJSON, o *explainOptions) {
+func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 	if sv := v.Service; sv != nil {
 		a.printService(s, v, sv)
 	}
@@ -221,79 +226,79 @@ func (a *answer) printView(s *show, v *viewJSON, o *explainOptions) {
 			label = "Policy"
 		}
 		if r.Decides {
-			mark = s.paint(green, "> ")
+			mark = s.Paint(terminal.Green, "> ")
 		}
-		who := map[string]string{"anyone": "anyone", "pod": "pods", "node": "this node"}[r.From]
-		where := map[string]string{"cluster": "endpoints anywhere", "local": "endpoints on this node"}[r.Endpoints]
+		who := map[string]string{"anyone": "anyone", "pod": "pods", "node": "this node"}[r.From.String()]
+		where := map[string]string{"cluster": "endpoints anywhere", "local": "endpoints on this node"}[r.endpoints()]
 		sees := "which see the sender's own address"
 		if r.Masquerade {
 			sees = "which see an address of this node"
 		}
-		s.labelled(label, "%s%s", mark, columns{11, 24, 1}.row(who, where, sees))
+		labelled(s, label, "%s%s", mark, terminal.Columns{11, 24, 1}.Row(who, where, sees))
 	}
 	a.printAffinity(s, v)
 	if len(v.Way) > 0 {
-		s.labelled("Way", "%s", strings.Join(v.Way, " -> "))
+		labelled(s, "Way", "%s", strings.Join(v.Way, " -> "))
 	}
-	s.labelled("Outcome", "%s", s.paint(bold, v.Why))
+	labelled(s, "Outcome", "%s", s.Paint(terminal.Bold, v.Why))
 	for i, u := range v.Unclear {
 		label := ""
 		if i == 0 {
 			label = "Unclear"
 		}
-		s.labelled(label, "%s", s.paint(red, u))
+		labelled(s, label, "%s", s.Paint(terminal.Red, u))
 	}
 	a.printNear(s, v)
 	a.printEndpoints(s, v, o)
 }
 
-func (a *answer) printService(s *show, v *viewJSON, sv *serviceJSON) {
-	name := sv.Name
-	if sv.Port != "" {
-		name += ":" + sv.Port
-	}
-	text := s.paint(bold, name)
+func (a *Answer) printService(s *terminal.Printer, v *View, sv *Service) {
+	text := s.Paint(terminal.Bold, sv.Port.String())
 	if k, ok := kindText[sv.Kind]; ok {
 		text += ", " + k
 	}
 	if sv.Connections != nil {
 		text += fmt.Sprintf(", %d connections so far", *sv.Connections)
 	}
-	s.labelled("Service", "%s", text)
+	labelled(s, "Service", "%s", text)
 	for i, c := range sv.Claims {
 		label := ""
 		if i == 0 {
 			label = "Conflict"
 		}
-		s.labelled(label, "%s", s.paint(red, c+" claims that address too, and is left out there"))
+		labelled(s, label, "%s", s.Paint(terminal.Red, c+" claims that address too, and is left out there"))
 	}
 	if r := v.Ranges; r != nil {
-		text := strings.Join(r.Ranges, ", ")
-		if r.Holds != "" {
-			text += "; the sender is in " + r.Holds
+		var list []string
+		for _, p := range r.Ranges {
+			list = append(list, p.String())
 		}
-		s.labelled("Ranges", "%s", text)
+		text := strings.Join(list, ", ")
+		if r.Holds.IsValid() {
+			text += "; the sender is in " + r.Holds.String()
+		}
+		labelled(s, "Ranges", "%s", text)
 	}
 }
 
 // printAffinity shows how long a sender stays with an endpoint, and with which.
-func (a *answer) printAffinity(s *show, v *viewJSON) {
+func (a *Answer) printAffinity(s *terminal.Printer, v *View) {
 	f := v.Affinity
 	if f == nil {
 		return
 	}
 	label := "Affinity"
-	if f.Seconds > 0 {
-		s.labelled(label, "a sender stays with its endpoint for %s after its last connection", spanText(f.Seconds))
+	if f.Timeout > 0 {
+		labelled(s, label, "a sender stays with its endpoint for %s after its last connection", spanText(f.Timeout))
 		label = ""
 	}
-	if f.Endpoint != "" {
-		s.labelled(label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, spanText(f.Remaining))
+	if f.Endpoint.IsValid() {
+		labelled(s, label, "%s is bound to %s for %s more", a.Packet.Source, f.Endpoint, spanText(f.Left))
 	}
 }
 
 // printNear shows what one may have meant.
-func (a *answer) printNear(s *show, v *viewJSON) {
+func (a *Answer) printNear(s *terminal.Printer, v *View) {
 	if v.Service != nil {
 		return
 	}
@@ -304,48 +309,49 @@ func (a *answer) printNear(s *show, v *viewJSON) {
 			label = "Near"
 		}
 		if i == most {
-			s.labelled(label, "and %d more", len(v.Near)-i)
+			labelled(s, label, "and %d more", len(v.Near)-i)
 			break
 		}
-		text := fmt.Sprintf("%s/%s is %s", netip.AddrPortFrom(netip.MustParseAddr(n.Address), n.Port), n.Protocol, n.Service)
+		text := fmt.Sprintf("%s/%s is %s", netip.AddrPortFrom(n.Key.Addr, n.Key.Port), n.Key.Protocol, n.name())
 		if k, ok := kindText[n.Kind]; ok {
 			text += ", " + k
 		}
-		s.labelled(label, "%s", text)
+		labelled(s, label, "%s", text)
 	}
 }
 
 // seen says which source address an endpoint sees.
-func seen(e endpointJSON) string {
-	who := "an address of this node"
-	if e.Source != "" {
-		who = e.Source + ", this node"
-	}
-	switch e.Sees {
-	case "":
+func (e *Endpoint) seen() string {
+	if e.Sees == nil {
 		return ""
-	case dataplane.SeesNode.String():
-		return who
-	case dataplane.SeesNodeHairpin.String():
-		return who + ", since it reaches itself"
-	case dataplane.SeesClientHere.String():
-		return e.Source + ", the sender: the endpoint is this node itself"
 	}
-	return e.Source + ", the sender"
+	who := "an address of this node"
+	if e.Source.IsValid() {
+		who = e.Source.String() + ", this node"
+	}
+	switch *e.Sees {
+	case dataplane.SeesNode:
+		return who
+	case dataplane.SeesNodeHairpin:
+		return who + ", since it reaches itself"
+	case dataplane.SeesClientHere:
+		return e.Source.String() + ", the sender: the endpoint is this node itself"
+	}
+	return e.Source.String() + ", the sender"
 }
 
 // printEndpoints shows the endpoints, and those that are none.
-func (a *answer) printEndpoints(s *show, v *viewJSON, o *explainOptions) {
+func (a *Answer) printEndpoints(s *terminal.Printer, v *View, o TextOptions) {
 	left := v.LeftOut
-	if len(v.Taken) > 0 && !o.all { // of a Service of both families it goes without saying
-		left = slices.DeleteFunc(slices.Clone(left), func(l leftOutJSON) bool { return l.Reason == otherFamily })
+	if len(v.Endpoints) > 0 && !o.All { // of a Service of both families it goes without saying
+		left = slices.DeleteFunc(slices.Clone(left), func(l LeftOut) bool { return l.Reason == otherFamily })
 	}
-	t := endpointTable{width: len("ENDPOINT"), limit: maxShown}
-	if o.all {
-		t.limit = max(len(v.Taken), len(left))
+	t := endpointTable{width: len("ENDPOINT"), limit: MaxShown}
+	if o.All {
+		t.limit = max(len(v.Endpoints), len(left))
 	}
-	for _, e := range v.Taken {
-		t.width, t.nodes = max(t.width, len(addrPortOf(e).String())), max(t.nodes, len(e.Node))
+	for _, e := range v.Endpoints {
+		t.width, t.nodes = max(t.width, len(e.AddrPort.String())), max(t.nodes, len(e.Node))
 		t.counted = t.counted || e.Connections != nil
 	}
 	for _, l := range left {
@@ -364,18 +370,18 @@ type endpointTable struct {
 	limit   int
 }
 
-func (t *endpointTable) columns() (c columns, third string) {
+func (t *endpointTable) columns() (c terminal.Columns, third string) {
 	switch {
 	case t.nodes > 0:
 		third = "NODE"
 	case t.counted:
 		third = "CONNECTIONS"
 	}
-	return columns{8, t.width + 2, max(t.nodes, len(third)) + 2, 1}, third
+	return terminal.Columns{8, t.width + 2, max(t.nodes, len(third)) + 2, 1}, third
 }
 
-func (t *endpointTable) taken(s *show, v *viewJSON) {
-	if len(v.Taken) == 0 {
+func (t *endpointTable) taken(s *terminal.Printer, v *View) {
+	if len(v.Endpoints) == 0 {
 		return
 	}
 	c, third := t.columns()
@@ -383,12 +389,12 @@ func (t *endpointTable) taken(s *show, v *viewJSON) {
 	if v.Scheduler != "" {
 		part = "WEIGHT"
 	}
-	if v.Taken[0].Sees == "" {
+	if v.Endpoints[0].Sees == nil {
 		sees = ""
 	}
-	s.line("")
-	s.line("  %s", s.paint(dim, c.row(part, "ENDPOINT", third, sees)))
-	for _, e := range v.Taken[:min(t.limit, len(v.Taken))] {
+	s.Line("")
+	s.Line("  %s", s.Paint(terminal.Dim, c.Row(part, "ENDPOINT", third, sees)))
+	for _, e := range v.Endpoints[:min(t.limit, len(v.Endpoints))] {
 		part, middle := percent(e.Chance), e.Node
 		if v.Scheduler != "" {
 			part = fmt.Sprint(e.Weight)
@@ -396,12 +402,12 @@ func (t *endpointTable) taken(s *show, v *viewJSON) {
 		if t.nodes == 0 && e.Connections != nil {
 			middle = fmt.Sprint(*e.Connections)
 		}
-		s.line("  %s", c.row(part, addrPortOf(e).String(), middle, seen(e)))
+		s.Line("  %s", c.Row(part, e.AddrPort.String(), middle, e.seen()))
 	}
-	t.more(s, len(v.Taken))
+	t.more(s, len(v.Endpoints))
 }
 
-func (t *endpointTable) left(s *show, left []leftOutJSON) {
+func (t *endpointTable) left(s *terminal.Printer, left []LeftOut) {
 	if len(left) == 0 {
 		return
 	}
@@ -409,30 +415,30 @@ func (t *endpointTable) left(s *show, left []leftOutJSON) {
 	if third != "NODE" {
 		third = ""
 	}
-	s.line("")
-	s.line("  %s", s.paint(dim, c.row("NOT", "ENDPOINT", third, "WHY")))
+	s.Line("")
+	s.Line("  %s", s.Paint(terminal.Dim, c.Row("NOT", "ENDPOINT", third, "WHY")))
 	for _, l := range left[:min(t.limit, len(left))] {
-		s.line("  %s", c.row("-", leftOutName(l), l.Node, l.Why))
+		s.Line("  %s", c.Row("-", leftOutName(l), l.Node, l.Why))
 	}
 	t.more(s, len(left))
 }
 
-func (t *endpointTable) more(s *show, n int) {
+func (t *endpointTable) more(s *terminal.Printer, n int) {
 	if n > t.limit {
-		s.line("  and %d more (--all)", n-t.limit)
+		s.Line("  and %d more (--all)", n-t.limit)
 	}
 }
 
 // leftOutName gives an endpoint's address, or the slice that holds several.
-func leftOutName(l leftOutJSON) string {
-	if l.Address == "" {
+func leftOutName(l LeftOut) string {
+	if !l.IsValid() {
 		return "slice " + l.Slice
 	}
-	return netip.AddrPortFrom(netip.MustParseAddr(l.Address), l.Port).String()
+	return l.AddrPort.String()
 }
 
 // revision says which one of a table was asked; rules of iptables have none.
-func (v *viewJSON) revision() string {
+func (v *View) revision() string {
 	if v.Revision == 0 {
 		return ""
 	}
@@ -440,56 +446,56 @@ func (v *viewJSON) revision() string {
 }
 
 // printAgreement shows the kernel's answer beside that of the objects.
-func (a *answer) printAgreement(s *show, o *explainOptions) {
+func (a *Answer) printAgreement(s *terminal.Printer, o TextOptions) {
 	k := a.Kernel
-	s.line("")
-	if *a.Agree {
-		s.labelled("Kernel", "%s, by %s%s", s.paint(green, "does the same"), strings.Join(k.Way, " -> "), k.revision())
-		if k.Affinity != nil && k.Affinity.Endpoint != "" {
-			bound := &viewJSON{Affinity: &affinityJSON{Endpoint: k.Affinity.Endpoint, Remaining: k.Affinity.Remaining}}
+	s.Line("")
+	if a.Agree() {
+		labelled(s, "Kernel", "%s, by %s%s", s.Paint(terminal.Green, "does the same"), strings.Join(k.Way, " -> "), k.revision())
+		if k.Affinity != nil && k.Affinity.Endpoint.IsValid() {
+			bound := &View{Affinity: &Affinity{Endpoint: k.Affinity.Endpoint, Left: k.Affinity.Left}}
 			a.printAffinity(s, bound)
 		}
 		if k.Service != nil && k.Service.Connections != nil {
-			s.labelled("", "%d connections so far", *k.Service.Connections)
+			labelled(s, "", "%d connections so far", *k.Service.Connections)
 		}
 		a.printUnclear(s, k)
 		return
 	}
-	s.labelled("Kernel", "%s%s", s.paint(red, "does something else"), k.revision())
+	labelled(s, "Kernel", "%s%s", s.Paint(terminal.Red, "does something else"), k.revision())
 	for i, d := range a.Disagreements {
-		if i == maxShown && !o.all {
-			s.labelled("", "and %d more (--all)", len(a.Disagreements)-i)
+		if i == MaxShown && !o.All {
+			labelled(s, "", "and %d more (--all)", len(a.Disagreements)-i)
 			break
 		}
-		s.labelled("", "%s", d)
+		labelled(s, "", "%s", d)
 	}
-	s.line("")
-	s.line("%s", s.paint(dim, "What the kernel does:"))
+	s.Line("")
+	s.Line("%s", s.Paint(terminal.Dim, "What the kernel does:"))
 	a.printView(s, k, o)
 }
 
-func (a *answer) printUnclear(s *show, v *viewJSON) {
+func (a *Answer) printUnclear(s *terminal.Printer, v *View) {
 	for _, u := range v.Unclear {
-		s.labelled("Unclear", "%s", s.paint(red, u))
+		labelled(s, "Unclear", "%s", s.Paint(terminal.Red, u))
 	}
 }
 
 // printTrace shows the rules that looked at the packet.
-func (a *answer) printTrace(s *show) {
-	s.line("")
-	s.line("%s", s.paint(dim, "The rules that look at the packet; > marks those that match"))
-	for _, t := range a.Kernel.Trace {
+func (a *Answer) printTrace(s *terminal.Printer) {
+	s.Line("")
+	s.Line("%s", s.Paint(terminal.Dim, "The rules that look at the packet; > marks those that match"))
+	for _, t := range a.Kernel.Steps {
 		mark := " "
 		if t.Matched {
-			mark = s.paint(green, ">")
+			mark = s.Paint(terminal.Green, ">")
 		}
-		s.line("%s %s", mark, columns{24, 1}.row(t.Chain, t.Rule))
+		s.Line("%s %s", mark, terminal.Columns{24, 1}.Row(t.Chain, t.Rule))
 		for i, f := range t.Found {
 			if i == 4 {
-				s.line("  %s", columns{28, 1}.row("", fmt.Sprintf("and %d more", len(t.Found)-i)))
+				s.Line("  %s", terminal.Columns{28, 1}.Row("", fmt.Sprintf("and %d more", len(t.Found)-i)))
 				break
 			}
-			s.line("  %s", columns{28, 1}.row("", s.paint(cyan, "{ "+f+" }")))
+			s.Line("  %s", terminal.Columns{28, 1}.Row("", s.Paint(terminal.Cyan, "{ "+f+" }")))
 		}
 	}
 }

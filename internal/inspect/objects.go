@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"context"
@@ -13,35 +13,35 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// objectFlags say where a command that only looks takes the objects from, and what the operator decided.
-type objectFlags struct {
-	policy           policyFlags
-	from, kubeconfig string
-	inCluster        bool
+// ObjectFlags say where a command that only looks takes the objects from, and what the operator decided.
+type ObjectFlags struct {
+	Policy           Policy
+	From, Kubeconfig string
+	InCluster        bool
 	flags            *pflag.FlagSet
 }
 
-func (o *objectFlags) add(f *pflag.FlagSet) {
-	f.StringVar(&o.from, "from", "", "take the objects from a manifest file, or a directory of manifests")
-	f.StringVar(&o.kubeconfig, "kubeconfig", "", "take the objects from the API server of a kubeconfig file")
-	f.BoolVar(&o.inCluster, "in-cluster", false, "take the objects from the cluster this runs in")
-	o.policy.add(f)
+// AddFlags defines the flags.
+func (o *ObjectFlags) AddFlags(f *pflag.FlagSet) {
+	f.StringVar(&o.From, "from", "", "take the objects from a manifest file, or a directory of manifests")
+	f.StringVar(&o.Kubeconfig, "kubeconfig", "", "take the objects from the API server of a kubeconfig file")
+	f.BoolVar(&o.InCluster, "in-cluster", false, "take the objects from the cluster this runs in")
+	o.Policy.AddFlags(f)
 	o.flags = f
 }
 
-// given says whether the command line names objects.
-func (o *objectFlags) given() bool { return o.from != "" || o.kubeconfig != "" || o.inCluster }
+// Given says whether the command line names objects.
+func (o *ObjectFlags) Given() bool { return o.From != "" || o.Kubeconfig != "" || o.InCluster }
 
-// check looks at what can be said before anything is read.
-func (o *objectFlags) check() error {
+// Check looks at what can be said before anything is read.
+func (o *ObjectFlags) Check() error {
 	n := 0
-	for _, set := range []bool{o.from != "", o.kubeconfig != "", o.inCluster} {
+	for _, set := range []bool{o.From != "", o.Kubeconfig != "", o.InCluster} {
 		if set {
 			n++
 		}
@@ -49,38 +49,38 @@ func (o *objectFlags) check() error {
 	if n > 1 {
 		return errors.New("--from, --kubeconfig and --in-cluster exclude each other")
 	}
-	_, err := o.policy.config()
+	_, err := o.Policy.Config()
 	return err
 }
 
-// objects are what a proxy would know, and what it was told.
-type objects struct {
-	// source says where they come from, in a word or two.
-	source string
-	config dataplane.Config
-	snap   *snapshot.Snapshot
-	// problems are what is wrong with the objects, adopted the flags that were taken from the kernel's rules.
-	problems []error
-	adopted  []string
+// Objects are what a proxy would know, and what it was told.
+type Objects struct {
+	// Source says where they come from, in a word or two.
+	Source string
+	Config dataplane.Config
+	Snap   *snapshot.Snapshot
+	// Problems are what is wrong with the objects, Adopted the flags that were taken from the kernel's rules.
+	Problems []error
+	Adopted  []string
 }
 
-// load reads the objects once. Structure, if not nil, is what the kernel's rules tell of each family, which stands in for the
-// flags that are not given. Here says that this is the node itself, whatever the Node object says.
-func (o *objectFlags) load(ctx context.Context, structure *ipfamily.Per[nft.Structure], here bool) (*objects, error) {
-	out := &objects{}
+// Load reads the objects once. Settings, if not nil, are what the kernel's rules tell, which stand in for the flags that are
+// not given. Here says that this is the node itself, whatever the Node object says.
+func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, here bool) (*Objects, error) {
+	out := &Objects{}
 	var err error
-	if out.config, err = o.policy.config(); err != nil {
+	if out.Config, err = o.Policy.Config(); err != nil {
 		return nil, err
 	}
-	if structure != nil {
-		out.adopted = o.adopt(&out.config, structure)
+	if settings != nil {
+		out.Adopted = o.adopt(&out.Config, settings)
 	}
-	if o.from != "" {
-		out.source = o.from
-		out.snap, out.problems, err = watch.Load(o.from, out.config.NodeName)
+	if o.From != "" {
+		out.Source = o.From
+		out.Snap, out.Problems, err = watch.Load(o.From, out.Config.NodeName)
 	} else {
-		out.source = "the API server"
-		out.snap, out.problems, err = listKubernetes(ctx, o.kubeconfig, out.config.NodeName)
+		out.Source = "the API server"
+		out.Snap, out.Problems, err = listKubernetes(ctx, o.Kubeconfig, out.Config.NodeName)
 	}
 	if err != nil {
 		return nil, err
@@ -89,21 +89,21 @@ func (o *objectFlags) load(ctx context.Context, structure *ipfamily.Per[nft.Stru
 	if err != nil && here {
 		return nil, err
 	}
-	onNode := slices.ContainsFunc(out.snap.Node.Addresses, func(a netip.Addr) bool { return slices.Contains(addrs, a) })
+	onNode := slices.ContainsFunc(out.Snap.Node.Addresses, func(a netip.Addr) bool { return slices.Contains(addrs, a) })
 	if !here && !onNode {
-		addrs = assumedAddrs(out.snap.Node)
+		addrs = AssumedAddrs(out.Snap.Node)
 	}
-	out.snap.Apply(snapshot.Delta{HostAddrs: &addrs})
+	out.Snap.Apply(snapshot.Delta{HostAddrs: &addrs})
 	return out, nil
 }
 
 // adopt takes from the kernel's rules what flags that are not given would say, and names those flags.
-func (o *objectFlags) adopt(c *dataplane.Config, structure *ipfamily.Per[nft.Structure]) (adopted []string) {
-	four, six := structure[0], structure[1]
+func (o *ObjectFlags) adopt(c *dataplane.Config, settings *dataplane.Settings) (adopted []string) {
+	four, six := settings.Pods[ipfamily.IPv4], settings.Pods[ipfamily.IPv6]
 	said := func(names ...string) bool {
-		return o.policy.flags.Config != "" || slices.ContainsFunc(names, o.flags.Changed)
+		return o.Policy.flags.Config != "" || slices.ContainsFunc(names, o.flags.Changed)
 	}
-	if pods := four.Pods; !said("cluster-cidr", "detect-local-mode") && (pods.Known() || six.Pods.Known()) {
+	if pods := four; !said("cluster-cidr", "detect-local-mode") && (pods.Known() || six.Known()) {
 		c.DetectLocal = dataplane.DetectLocal{}
 		switch {
 		case pods.Interface != "":
@@ -114,7 +114,7 @@ func (o *objectFlags) adopt(c *dataplane.Config, structure *ipfamily.Per[nft.Str
 			adopted = append(adopted, "--pod-interface-name-prefix "+pods.InterfacePrefix)
 		default:
 			text := ""
-			for _, p := range []netip.Prefix{pods.CIDR, six.Pods.CIDR} {
+			for _, p := range []netip.Prefix{pods.CIDR, six.CIDR} {
 				if p.IsValid() {
 					c.DetectLocal.ClusterCIDRs = append(c.DetectLocal.ClusterCIDRs, p)
 					text += "," + p.String()
@@ -123,12 +123,12 @@ func (o *objectFlags) adopt(c *dataplane.Config, structure *ipfamily.Per[nft.Str
 			adopted = append(adopted, "--cluster-cidr "+text[min(1, len(text)):])
 		}
 	}
-	if !said("masquerade-all") && four.MasqueradeAll != c.MasqueradeAll {
-		c.MasqueradeAll = four.MasqueradeAll
+	if !said("masquerade-all") && settings.MasqueradeAll != c.MasqueradeAll {
+		c.MasqueradeAll = settings.MasqueradeAll
 		adopted = append(adopted, fmt.Sprintf("--masquerade-all=%v", c.MasqueradeAll))
 	}
-	if !said("iptables-localhost-nodeports") && four.GuardLoopback != c.LocalhostNodePorts {
-		c.LocalhostNodePorts = four.GuardLoopback
+	if !said("iptables-localhost-nodeports") && settings.LocalhostNodePorts != c.LocalhostNodePorts {
+		c.LocalhostNodePorts = settings.LocalhostNodePorts
 		adopted = append(adopted, fmt.Sprintf("--iptables-localhost-nodeports=%v", c.LocalhostNodePorts))
 	}
 	return adopted
@@ -240,13 +240,20 @@ func await(ctx context.Context, synced <-chan struct{}, failed, ended <-chan err
 }
 
 // complain writes what is wrong with the objects to standard error, as render does.
-func (o *objects) complain() {
+func (o *Objects) complain() {
 	const most = 20
-	for i, p := range o.problems {
+	for i, p := range o.Problems {
 		if i == most {
-			fmt.Fprintf(os.Stderr, "verdict: and %d more problems\n", len(o.problems)-i)
+			fmt.Fprintf(os.Stderr, "verdict: and %d more problems\n", len(o.Problems)-i)
 			break
 		}
 		fmt.Fprintln(os.Stderr, "verdict:", p)
 	}
+}
+
+// AssumedAddrs are the addresses a node has as far as its object tells, and the loopback address every host has.
+func AssumedAddrs(n snapshot.Node) []netip.Addr {
+	addrs := append(slices.Clone(n.Addresses), netip.AddrFrom4([4]byte{127, 0, 0, 1}))
+	slices.SortFunc(addrs, netip.Addr.Compare)
+	return slices.Compact(addrs)
 }

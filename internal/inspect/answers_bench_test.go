@@ -1,15 +1,14 @@
-package main
+package inspect
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"testing"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/benchmark"
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -25,45 +24,46 @@ func BenchmarkAnswers(b *testing.B) {
 	st, _ := dataplane.Compute(benchmark.NodeConfig, snap)
 	do := func(f func() error) { labtest.Check(b, h.Do(f)) }
 	var backend *kernel.Backend
-	var reader *kernel.Reader
+	var i *kernel.Inspector
 	do(func() (err error) {
 		if backend, err = kernel.Open(kernel.Options{}); err != nil {
 			return err
 		}
-		reader, err = kernel.OpenReader()
+		i, err = kernel.Inspect()
 		return err
 	})
 	defer backend.Close()
-	defer reader.Close()
+	defer i.Close()
 	_, err := backend.ApplyAll(st, dataplane.Change{})
 	labtest.Check(b, err)
-	q := asked{source: benchmark.EndpointAddr(7), key: dataplane.Key{Addr: benchmark.ClusterIP(5000), Protocol: snapshot.TCP, Port: 80}}
+	q := Question{Source: benchmark.EndpointAddr(7), Key: dataplane.Key{Addr: benchmark.ClusterIP(5000), Protocol: snapshot.TCP, Port: 80}}
 	unused := q
-	unused.key.Port = 81
-	ask := func(q asked, o *objects) func() error {
+	unused.Key.Port = 81
+	ask := func(q Question, o *Objects) func() error {
 		return func() error {
-			e := explaining{o: &explainOptions{live: true}, q: q, reader: reader}
+			e := explaining{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
 			if err := e.gather(context.Background()); err != nil {
 				return err
 			}
+			defer e.routes.close()
 			e.objects = o
-			_, err := e.answer()
+			_, err := e.answer(context.Background())
 			return err
 		}
 	}
-	sampler := newSampler(reader)
+	sampler := NewSampler(i)
 	for _, bench := range []struct {
 		name string
 		run  func() error
 	}{
 		{"explain-live", ask(q, nil)},
 		{"explain-live-unused-port", ask(unused, nil)},
-		{"explain-both", ask(q, &objects{config: benchmark.NodeConfig, snap: snap})},
-		{"verify", func() error { _, err := (&objectFlags{}).compareOnce(context.Background(), reader, false); return err }},
-		{"diff", func() error { return benchDiff(reader, snap) }},
-		{"top-all", func() error { return sampler.sample(nil, nil, time.Second, true) }},
+		{"explain-both", ask(q, &Objects{Config: benchmark.NodeConfig, Snap: snap})},
+		{"verify", func() error { _, err := i.Differences(context.Background(), nil); return err }},
+		{"diff", func() error { return benchDiff(i, snap) }},
+		{"top-all", func() error { return sampler.Sample(b.Context(), nil, nil, time.Second, true) }},
 		{"top-slice", func() error {
-			return sampler.sample([]string{"team-0/service-0:http"}, []string{"team-0/service-0:http"}, time.Second, false)
+			return sampler.Sample(b.Context(), []string{"team-0/service-0:http"}, []string{"team-0/service-0:http"}, time.Second, false)
 		}},
 	} {
 		b.Run(bench.name, func(b *testing.B) {
@@ -75,17 +75,11 @@ func BenchmarkAnswers(b *testing.B) {
 }
 
 // benchDiff is diff without reading the objects.
-func benchDiff(r *kernel.Reader, snap *snapshot.Snapshot) error {
+func benchDiff(i *kernel.Inspector, snap *snapshot.Snapshot) error {
 	st, _ := dataplane.Compute(benchmark.NodeConfig, snap)
-	var m nft.Model
-	m.Load(st)
-	c, err := r.Contents(&m)
-	if err != nil {
-		return err
+	d, err := i.Differences(context.Background(), st)
+	if err == nil && (d.Differences != nil || d.Wrong != nil) {
+		err = errors.New("the kernel does not hold what was written")
 	}
-	have := ipfamily.Per[nft.Table]{c.Tables[0].Table, c.Tables[1].Table}
-	if d := m.Differences(&c.Found, &have); d != nil || c.Wrong != nil {
-		return exitStatus(exitDiffers)
-	}
-	return nil
+	return err
 }

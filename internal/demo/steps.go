@@ -1,4 +1,4 @@
-package main
+package demo
 
 import (
 	"context"
@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/internal/units"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -26,18 +27,18 @@ func (d *demo) topology() {
 	if len(lab.Families()) > 1 {
 		families = "IPv4 and IPv6"
 	}
-	d.line("%s in network namespaces, which vanish with the demo. All of it speaks %s.\n", d.paint(bold, "A cluster"), families)
-	d.line("   %s──┐", name(d.client))
-	node := d.paint(bold, c.Node.Name) + " " + c.Node.IP4.String()
-	d.line("   %s──┼── %s ──┬── %s on %s", name(d.pods[0]), node, name(d.pods[2]), c.Node2.Name)
-	d.line("   %s──┘   runs the proxy    └── %s not in the cluster", name(d.pods[1]), name(c.Outside))
+	d.Line("%s in network namespaces, which vanish with the demo. All of it speaks %s.\n", d.Paint(terminal.Bold, "A cluster"), families)
+	d.Line("   %s──┐", name(d.client))
+	node := d.Paint(terminal.Bold, c.Node.Name) + " " + c.Node.IP4.String()
+	d.Line("   %s──┼── %s ──┬── %s on %s", name(d.pods[0]), node, name(d.pods[2]), c.Node2.Name)
+	d.Line("   %s──┘   runs the proxy    └── %s not in the cluster", name(d.pods[1]), name(c.Outside))
 }
 
 // showServices prints the Services and waits until the kernel carries them.
 func (d *demo) showServices(ctx context.Context) error {
 	d.heading("Five Services, as manifests in a directory",
 		fmt.Sprintf(`The proxy reads them as "verdict run --from %s" does.`, d.dir))
-	c := columns{9, 13, 12, 15, 20}
+	c := terminal.Columns{9, 13, 12, 15, 20}
 	d.header(c, "Service", "cluster IP", "node port", "load balancer", "endpoints")
 	for _, s := range d.services() {
 		port, balancer, pods, note := "-", "-", "none", ""
@@ -58,9 +59,9 @@ func (d *demo) showServices(ctx context.Context) error {
 		case d.dns:
 			note = "UDP"
 		}
-		d.line("     %s", c.row(s.Name, s.clusterIP(ipfamily.IPv4).Addr().String(), port, balancer, pods, d.paint(dim, note)))
+		d.Line("     %s", c.Row(s.Name, s.clusterIP(ipfamily.IPv4).Addr().String(), port, balancer, pods, d.Paint(terminal.Dim, note)))
 	}
-	d.line("")
+	d.Line("")
 	return d.await(ctx)
 }
 
@@ -94,7 +95,7 @@ func (d *demo) showReach(ctx context.Context) error {
 		}
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), d.web.NodePort)
 	}
-	c := columns{9, 17, 27, 32}
+	c := terminal.Columns{9, 17, 27, 32}
 	d.header(c, byFamily("from", "to", "seen as")...)
 	for _, v := range []visit{
 		{d.client, "cluster IP", d.web.clusterIP, "itself", nil},
@@ -114,7 +115,7 @@ func (d *demo) showReach(ctx context.Context) error {
 	return nil
 }
 
-func (d *demo) visit(c columns, v visit) {
+func (d *demo) visit(c terminal.Columns, v visit) {
 	cells := []string{v.from.Name, v.place}
 	var instead []string
 	for _, f := range lab.Families() {
@@ -140,7 +141,7 @@ func (d *demo) visit(c columns, v visit) {
 		}
 		cells = append(cells, fmt.Sprintf("%s → %s", to, answer))
 	}
-	d.expect(instead == nil, c.row(append(cells, v.saw)...), instead...)
+	d.expect(instead == nil, c.Row(append(cells, v.saw)...), instead...)
 }
 
 // dial waits for an answer. Who asks by a datagram must do so once more if there is none.
@@ -241,7 +242,7 @@ func (d *demo) showBalance(ctx context.Context) error {
 		}
 		counted = append(counted, after)
 	}
-	c := columns{9, 27, 27}
+	c := terminal.Columns{9, 27, 27}
 	d.header(c, byFamily("", "", "counted in the kernel")[1:]...)
 	same := true
 	for _, pod := range d.web.pods {
@@ -251,7 +252,7 @@ func (d *demo) showBalance(ctx context.Context) error {
 			kernel = append(kernel, fmt.Sprint(counted[i][pod.Name]))
 			same = same && asked[i].answers[pod.Name] == counted[i][pod.Name]
 		}
-		d.line("     %s", c.row(append(row, strings.Join(kernel, " and "))...))
+		d.Line("     %s", c.Row(append(row, strings.Join(kernel, " and "))...))
 	}
 	for i, f := range lab.Families() {
 		d.expect(asked[i].fair(d.web.pods), fmt.Sprintf("%s: all were answered, by each pod about as often", f), asked[i].String())
@@ -291,7 +292,7 @@ func (d *demo) showAffinity(ctx context.Context) error {
 	const n = 20
 	d.heading("sticky has three endpoints, but each client stays with the one it met first",
 		"A client is an address: its IPv4 and its IPv6 address are two.")
-	c := columns{9, 17, 27, 32}
+	c := terminal.Columns{9, 17, 27, 32}
 	d.header(c, byFamily("from", "to", "")...)
 	nodePort := func(f ipfamily.Family) netip.AddrPort { return d.sticky.nodePort(d, f) }
 	for _, v := range []visit{
@@ -309,7 +310,7 @@ func (d *demo) showAffinity(ctx context.Context) error {
 			row = append(row, t.String())
 			ok = ok && len(t.answers) == 1 && len(t.failed) == 0
 		}
-		d.expect(ok, c.row(row...))
+		d.expect(ok, c.Row(row...))
 	}
 	return nil
 }
@@ -319,7 +320,7 @@ func (d *demo) showLocal(ctx context.Context) error {
 	const n = 40
 	d.heading("local keeps the address of clients from outside, by externalTrafficPolicy: Local",
 		"Only endpoints on the node they came to answer them. For a pod's connections all endpoints are good.")
-	c := columns{9, 15, 25, 25}
+	c := terminal.Columns{9, 15, 25, 25}
 	d.header(c, byFamily("from", "to", "seen as")...)
 	for _, v := range []struct {
 		from *lab.Host
@@ -341,7 +342,7 @@ func (d *demo) showLocal(ctx context.Context) error {
 				instead = append(instead, fmt.Sprintf("%s: %s, seen as %v", f, t, t.saw))
 			}
 		}
-		d.expect(instead == nil, c.row(append(row, fmt.Sprintf("itself, %s", v.from.IP4))...), instead...)
+		d.expect(instead == nil, c.Row(append(row, fmt.Sprintf("itself, %s", v.from.IP4))...), instead...)
 	}
 	return nil
 }
@@ -350,7 +351,7 @@ func (d *demo) showLocal(ctx context.Context) error {
 func (d *demo) showDatagrams(ctx context.Context) error {
 	const n = 200
 	d.heading(fmt.Sprintf("dns answers %d questions over UDP, each from a port of its own", n))
-	c := columns{9, 17, 27, 32}
+	c := terminal.Columns{9, 17, 27, 32}
 	d.header(c, byFamily("from", "to", "")...)
 	row := []string{d.client.Name, "cluster IP"}
 	ok := true
@@ -362,7 +363,7 @@ func (d *demo) showDatagrams(ctx context.Context) error {
 		row = append(row, t.String())
 		ok = ok && t.fair(d.dns.pods)
 	}
-	d.expect(ok, c.row(row...))
+	d.expect(ok, c.Row(row...))
 	return nil
 }
 
@@ -372,7 +373,7 @@ func (d *demo) showNoAnswer(ctx context.Context) error {
 		"Only addresses that no Service has are silent.")
 	unused := func(f ipfamily.Family) netip.AddrPort { return netip.AddrPortFrom(d.web.clusterIP(f).Addr(), 81) }
 	nobody := (&demoService{number: 200}).clusterIP
-	c := columns{9, 33, 23, 23}
+	c := terminal.Columns{9, 33, 23, 23}
 	d.header(c, byFamily("from", "to", "")...)
 	for _, v := range []struct {
 		from  *lab.Host
@@ -406,7 +407,7 @@ func (d *demo) showNoAnswer(ctx context.Context) error {
 				row = append(row, fmt.Sprintf("%s after %s", r.Outcome, units.Brief(r.Latency)))
 			}
 		}
-		d.expect(instead == nil, c.row(row...), instead...)
+		d.expect(instead == nil, c.Row(row...), instead...)
 	}
 	return nil
 }
@@ -531,7 +532,7 @@ func (d *demo) showScaling(ctx context.Context) error {
 		}
 	}()
 	one, two, three := d.pods[0], d.pods[1], d.pods[2]
-	c := columns{13, 19, 19, 19, 8}
+	c := terminal.Columns{13, 19, 19, 19, 8}
 	d.header(c, "", "pod-1", "pod-2", "pod-3", "failed", "held connection")
 	for _, s := range []scaling{
 		{"", []*lab.Host{one, two}, nil, []*lab.Host{one, two}},
@@ -549,7 +550,7 @@ func (d *demo) showScaling(ctx context.Context) error {
 	for _, t := range l.stages {
 		asked, failed = asked+t.asked, append(failed, t.failed...)
 	}
-	d.line("")
+	d.Line("")
 	d.expect(failed == nil, fmt.Sprintf("%d connections were opened while all this went on; %d failed", asked, len(failed)),
 		failed[:min(len(failed), maxFailures)]...)
 	return nil
@@ -568,15 +569,15 @@ func (d *demo) hold(ctx context.Context, pod *lab.Host) (held *lab.Conn, r lab.R
 }
 
 // scale brings web to a stage and shows who answers in it.
-func (d *demo) scale(ctx context.Context, c columns, s scaling, held *lab.Conn) error {
+func (d *demo) scale(ctx context.Context, c terminal.Columns, s scaling, held *lab.Conn) error {
 	if s.news != "" {
-		d.line("\n     %s", d.paint(bold, "web.yaml: "+s.news))
+		d.Line("\n     %s", d.Paint(terminal.Bold, "web.yaml: "+s.news))
 		d.web.pods, d.web.draining = s.pods, s.draining
 		if err := d.edit(ctx, d.web); err != nil {
 			return err
 		}
 	}
-	t := d.load.collect(ctx, d.stageTime, 200)
+	t := d.load.collect(ctx, d.StageTime, 200)
 	r := held.Ping(demoPatience)
 	if err := d.goOn(ctx); err != nil {
 		return err
@@ -594,13 +595,13 @@ func (d *demo) scale(ctx context.Context, c columns, s scaling, held *lab.Conn) 
 		alive = r.Endpoint + " answers"
 	}
 	ok := t.fair(s.ready) && r.Outcome == lab.Answered
-	d.expect(ok, c.row(append(row, alive)...), t.String(), "held connection: "+r.String())
+	d.expect(ok, c.Row(append(row, alive)...), t.String(), "held connection: "+r.String())
 	return nil
 }
 
 // showRuleset prints what the kernel holds, once the proxy has ended.
 func (d *demo) showRuleset() error {
-	if err := d.proxy.stop(); err != nil || !d.ruleset {
+	if err := d.proxy.stop(); err != nil || !d.Ruleset {
 		return err
 	}
 	listings, err := d.proxy.backend.List()
@@ -610,8 +611,8 @@ func (d *demo) showRuleset() error {
 	d.heading("What the kernel holds, as nft lists it",
 		"The proxy has ended, and Services go on as they are. Elements count connections since they were written.")
 	for i := range listings {
-		if d.broken == nil {
-			d.broken = listings[i].Print(d.w)
+		if err := listings[i].Print(d.Out); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -1,4 +1,4 @@
-package main
+package terminal
 
 import (
 	"fmt"
@@ -8,40 +8,41 @@ import (
 	"golang.org/x/term"
 )
 
-// terminal is a screen with keys. What was on it before comes back when it is closed.
-type terminal struct {
+// Screen is a screen with keys. What was on it before comes back when it is closed.
+type Screen struct {
 	in, out *os.File
 	before  *term.State
 }
 
-// openTerminal makes the terminal raw, so keys come at once and are not echoed, and opens a screen of its own.
+// OpenScreen makes the terminal raw, so keys come at once and are not echoed, and opens a screen of its own.
 // ^C is a key, too: nothing sends a signal.
-func openTerminal(in, out *os.File) (*terminal, error) {
+func OpenScreen(in, out *os.File) (*Screen, error) {
 	before, err := term.MakeRaw(int(in.Fd()))
 	if err != nil {
 		return nil, fmt.Errorf("terminal: %w", err)
 	}
-	t := &terminal{in: in, out: out, before: before}
+	s := &Screen{in: in, out: out, before: before}
 	_, err = fmt.Fprint(out, "\x1b[?1049h\x1b[?25l\x1b[?7l") // another screen, no cursor, no wrapping
-	return t, err
+	return s, err
 }
 
-func (t *terminal) close() error {
-	fmt.Fprint(t.out, "\x1b[?7h\x1b[?25h\x1b[?1049l")
-	return term.Restore(int(t.in.Fd()), t.before)
+// Close gives the terminal back.
+func (s *Screen) Close() error {
+	fmt.Fprint(s.out, "\x1b[?7h\x1b[?25h\x1b[?1049l")
+	return term.Restore(int(s.in.Fd()), s.before)
 }
 
-// size gives columns and rows; 80 by 24 if the terminal does not tell.
-func (t *terminal) size() (width, height int) {
-	width, height, err := term.GetSize(int(t.out.Fd()))
+// Size gives columns and rows; 80 by 24 if the terminal does not tell.
+func (s *Screen) Size() (width, height int) {
+	width, height, err := term.GetSize(int(s.out.Fd()))
 	if err != nil || width == 0 || height == 0 {
 		return 80, 24
 	}
 	return width, height
 }
 
-// draw replaces what is on the screen, without a moment at which it is empty.
-func (t *terminal) draw(lines []string) error {
+// Draw replaces what is on the screen, without a moment at which it is empty.
+func (s *Screen) Draw(lines []string) error {
 	var b strings.Builder
 	b.WriteString("\x1b[H")
 	for i, l := range lines {
@@ -52,18 +53,18 @@ func (t *terminal) draw(lines []string) error {
 		b.WriteString("\x1b[K")
 	}
 	b.WriteString("\x1b[J")
-	_, err := t.out.WriteString(b.String())
+	_, err := s.out.WriteString(b.String())
 	return err
 }
 
-// keys sends the names of the keys that are pressed; the channel is closed at the end of the input. It goes on until then.
-func (t *terminal) keys() <-chan string {
+// Keys sends the names of the keys that are pressed; the channel is closed at the end of the input. It goes on until then.
+func (s *Screen) Keys() <-chan string {
 	out := make(chan string)
 	go func() {
 		defer close(out)
 		buffer := make([]byte, 64)
 		for {
-			n, err := t.in.Read(buffer)
+			n, err := s.in.Read(buffer)
 			if n == 0 || err != nil {
 				return
 			}

@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"net/netip"
@@ -24,11 +24,11 @@ func configFile(t *testing.T, text string) string {
 
 func parsePolicy(t *testing.T, args ...string) (dataplane.Config, error) {
 	t.Helper()
-	var p policyFlags
+	var p Policy
 	f := pflag.NewFlagSet("render", pflag.ContinueOnError)
-	p.add(f)
+	p.AddFlags(f)
 	labtest.Check(t, f.Parse(args))
-	return p.config()
+	return p.Config()
 }
 
 // TestPolicyFlags: commands that only look go by the same flags and the same file as run; internal/config has them all.

@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"cmp"
@@ -6,15 +6,11 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
-
-	"github.com/vishvananda/netlink"
-
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -29,34 +25,35 @@ const (
 // Addresses that no host has: they stand for one that is neither a pod nor this node (RFC 7600, RFC 6666).
 var somebody = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
 
-// asked is what the command line asks.
-type asked struct {
-	// source is the sender's address; or, if that is invalid, word is one of the words above.
-	source netip.Addr
-	word   string
-	key    dataplane.Key
+// Question is what explain is asked.
+type Question struct {
+	// Source is the sender's address; or, if that is invalid, Word is node, pod or outside.
+	Source netip.Addr
+	Word   string
+	// Key is where the packet goes.
+	Key dataplane.Key
 }
 
-// parseQuestion reads SRC and DST:PORT[/PROTO].
-func parseQuestion(src, dst string) (q asked, err error) {
-	if q.key, err = parseDestination(dst); err != nil {
+// ParseQuestion reads SRC and DST:PORT[/PROTO].
+func ParseQuestion(src, dst string) (q Question, err error) {
+	if q.Key, err = parseDestination(dst); err != nil {
 		return q, err
 	}
 	switch src {
 	case wordNode, wordOutside, wordPod:
-		q.word = src
+		q.Word = src
 		return q, nil
 	}
-	if q.source, err = netip.ParseAddr(src); err != nil || q.source.Zone() != "" {
+	if q.Source, err = netip.ParseAddr(src); err != nil || q.Source.Zone() != "" {
 		hint := ""
 		if _, perr := netip.ParseAddrPort(src); perr == nil {
 			hint = ": the sender's port makes no difference, leave it out"
 		}
 		return q, fmt.Errorf("SRC: %q is no address, and none of node, pod and outside%s", src, hint)
 	}
-	q.source = q.source.Unmap()
-	if q.source.Is4() != q.key.Addr.Is4() {
-		return q, fmt.Errorf("SRC is %s, and DST %s: both have to be of one family", q.source, q.key.Addr)
+	q.Source = q.Source.Unmap()
+	if q.Source.Is4() != q.Key.Addr.Is4() {
+		return q, fmt.Errorf("SRC is %s, and DST %s: both have to be of one family", q.Source, q.Key.Addr)
 	}
 	return q, nil
 }
@@ -114,74 +111,14 @@ type sender struct {
 	iface string
 }
 
-// routes answers questions about this host's routing; nil stands for a host that cannot be asked.
-type routes struct {
-	handle *netlink.Handle
-	// called says of each family, IPv4 first, whether bridges show netfilter the packets they carry (br_netfilter).
-	called [2]bool
-}
-
-// openRoutes asks the network namespace of the calling thread.
-func openRoutes() (*routes, error) {
-	h, err := netlink.NewHandle()
-	if err != nil {
-		return nil, fmt.Errorf("this host's routes: %w", err)
-	}
-	r := &routes{handle: h}
-	for i, name := range [...]string{"bridge-nf-call-iptables", "bridge-nf-call-ip6tables"} {
-		value, err := os.ReadFile("/proc/sys/net/bridge/" + name)
-		r.called[i] = err == nil && string(value) != "0\n"
-	}
-	return r, nil
-}
-
-func (r *routes) close() {
-	if r != nil {
-		r.handle.Close()
-	}
-}
-
-// to gives the source address that a packet of this host's own to an address would have, and the interface it would leave by.
-func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
-	if r == nil {
-		return source, "", false
-	}
-	list, err := r.handle.RouteGet(a.AsSlice())
-	if err != nil || len(list) == 0 {
-		return source, "", false
-	}
-	source, ok = netip.AddrFromSlice(list[0].Src)
-	if link, err := r.handle.LinkByIndex(list[0].LinkIndex); err == nil {
-		iface = link.Attrs().Name
-	}
-	return source.Unmap(), iface, ok
-}
-
-// bridged says whether a packet that came in by an interface and goes to an address stays on that interface, a bridge
-// that shows it to netfilter.
-func (r *routes) bridged(iface string, to netip.Addr) bool {
-	family := 0
-	if to.Is6() {
-		family = 1
-	}
-	if _, by, ok := r.to(to); !ok || by != iface || !r.called[family] {
-		return false
-	}
-	link, err := r.handle.LinkByName(iface)
-	return err == nil && link.Type() == "bridge"
-}
-
 // place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells, since
 // that is the one by which answers leave.
-func (q *asked) place(
+func (q *Question) place(
 	pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string,
 ) (s sender, err error) {
-	s = sender{addr: q.source, standsFor: q.word, iface: iface}
-	family := 0
-	if q.key.Addr.Is6() {
-		family = 1
-	}
-	switch q.word {
+	s = sender{addr: q.Source, standsFor: q.Word, iface: iface}
+	family := ipfamily.Of(q.Key.Addr)
+	switch q.Word {
 	case wordNode:
 		if iface != "" {
 			return s, errors.New("--interface: what this node sends comes in by none")
@@ -209,11 +146,11 @@ func (q *asked) place(
 }
 
 // nodeAddr gives the address that this node would send from.
-func (q *asked) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) (netip.Addr, error) {
-	if q.key.Addr.IsLoopback() {
-		return q.key.Addr, nil
+func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) (netip.Addr, error) {
+	if q.Key.Addr.IsLoopback() {
+		return q.Key.Addr, nil
 	}
-	if a, _, ok := r.to(q.key.Addr); ok {
+	if a, _, ok := r.to(q.Key.Addr); ok {
 		return a, nil
 	}
 	candidates := slices.Clone(here)
@@ -221,16 +158,16 @@ func (q *asked) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) 
 		candidates = slices.Concat(snap.Node.Addresses, here)
 	}
 	for _, a := range candidates {
-		if a.Is4() == q.key.Addr.Is4() && !a.IsLoopback() && !a.IsLinkLocalUnicast() {
+		if a.Is4() == q.Key.Addr.Is4() && !a.IsLoopback() && !a.IsLinkLocalUnicast() {
 			return a, nil
 		}
 	}
 	return netip.Addr{}, fmt.Errorf(
-		"SRC: no address of this node is known that could send to %s; give one, or another --hostname-override", q.key.Addr)
+		"SRC: no address of this node is known that could send to %s; give one, or another --hostname-override", q.Key.Addr)
 }
 
 // somePod makes up a pod: the last address of the pods' range, which most likely is none's.
-func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family int) error {
+func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family ipfamily.Family) error {
 	var ranges []netip.Prefix
 	switch {
 	case pods.CIDR.IsValid():
@@ -247,7 +184,7 @@ func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family in
 		return errors.New("SRC: pods cannot be told from others here (--cluster-cidr is not given): give an address")
 	}
 	for _, p := range ranges {
-		if p.Addr().Is4() == (family == 0) {
+		if family.Has(p.Addr()) {
 			s.addr = lastOf(p)
 			break
 		}

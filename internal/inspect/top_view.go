@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"fmt"
@@ -8,13 +8,14 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/internal/units"
 )
 
-// topView is what one looks at: pure, but for the sample in it.
-type topView struct {
+// TopView is what one looks at: pure, but for the sample in it.
+type TopView struct {
 	// sample is the newest; nil before the first.
-	sample *topSample
+	sample *Sample
 	order  string
 	// cursor is the port that is selected, by its name: it stays selected while others change their places. first is the index of
 	// the port in the topmost line.
@@ -23,23 +24,24 @@ type topView struct {
 	expanded map[string]bool
 	interval time.Duration
 	node     string
-	width    int
-	height   int
+	// Width and Height are the screen's.
+	Width, Height int
 	// failure is the last error of reading; shown until reading succeeds again.
 	failure error
 }
 
-func newTopView(node, order string, interval time.Duration) *topView {
-	return &topView{node: node, order: order, interval: interval, expanded: map[string]bool{}, width: 80, height: 24}
+// NewTopView gives a view without a sample, of a screen of 80 by 24.
+func NewTopView(node, order string, interval time.Duration) *TopView {
+	return &TopView{node: node, order: order, interval: interval, expanded: map[string]bool{}, Width: 80, Height: 24}
 }
 
 // The lines of a screen that are no ports: what it is about, the names of the columns, and the keys.
 const topMargin = 4
 
-// key carries out what a key stands for. Quit says that it was the last.
-func (v *topView) key(k string) (quit bool) {
+// Key carries out what a key stands for. Quit says that it was the last.
+func (v *TopView) Key(k string) (quit bool) {
 	at := v.index()
-	page := max(v.height-topMargin-1, 1)
+	page := max(v.Height-topMargin-1, 1)
 	switch k {
 	case "q", "\x03", "\x04":
 		return true
@@ -56,7 +58,7 @@ func (v *topView) key(k string) (quit bool) {
 	case "end", "G":
 		at = math.MaxInt32
 	case "s":
-		v.order = topOrders[(slices.Index(topOrders, v.order)+1)%len(topOrders)]
+		v.order = Orders[(slices.Index(Orders, v.order)+1)%len(Orders)]
 	case "enter":
 		if v.cursor != "" {
 			v.expanded[v.cursor] = !v.expanded[v.cursor]
@@ -68,7 +70,7 @@ func (v *topView) key(k string) (quit bool) {
 	return false
 }
 
-func (v *topView) ports() []topPort {
+func (v *TopView) ports() []PortSample {
 	if v.sample == nil {
 		return nil
 	}
@@ -76,12 +78,12 @@ func (v *topView) ports() []topPort {
 }
 
 // index gives the place of the selected port; the first one's if it is gone.
-func (v *topView) index() int {
-	return max(slices.IndexFunc(v.ports(), func(p topPort) bool { return p.Name == v.cursor }), 0)
+func (v *TopView) index() int {
+	return max(slices.IndexFunc(v.ports(), func(p PortSample) bool { return p.Name == v.cursor }), 0)
 }
 
-// show takes over a new sample.
-func (v *topView) show(s *topSample, err error) {
+// Show takes over a new sample.
+func (v *TopView) Show(s *Sample, err error) {
 	if v.failure = err; err != nil {
 		return
 	}
@@ -91,10 +93,10 @@ func (v *topView) show(s *topSample, err error) {
 	}
 }
 
-// visible gives the ports that are on the screen, and a screen more, and those of which the endpoints are shown.
-func (v *topView) visible() (ports, expanded []string) {
+// Visible gives the ports that are on the screen, and a screen more, and those of which the endpoints are shown.
+func (v *TopView) Visible() (ports, expanded []string) {
 	for i, p := range v.ports() {
-		if i >= v.first && i < v.first+2*v.height {
+		if i >= v.first && i < v.first+2*v.Height {
 			ports = append(ports, p.Name)
 			if v.expanded[p.Name] {
 				expanded = append(expanded, p.Name)
@@ -105,8 +107,8 @@ func (v *topView) visible() (ports, expanded []string) {
 }
 
 // scroll moves the window so that the selected port is in it.
-func (v *topView) scroll() {
-	at, room := v.index(), max(v.height-topMargin, 1)
+func (v *TopView) scroll() {
+	at, room := v.index(), max(v.Height-topMargin, 1)
 	if at < v.first {
 		v.first = at
 	}
@@ -117,7 +119,7 @@ func (v *topView) scroll() {
 }
 
 // linesBetween counts the lines of the ports from one to another, both included.
-func (v *topView) linesBetween(from, to int) (n int) {
+func (v *TopView) linesBetween(from, to int) (n int) {
 	for _, p := range v.ports()[from : to+1] {
 		n++
 		if v.expanded[p.Name] {
@@ -128,7 +130,7 @@ func (v *topView) linesBetween(from, to int) (n int) {
 }
 
 // topColumns are rate, total, endpoints and name.
-var topColumns = columns{12, 14, 11, 1}
+var topColumns = terminal.Columns{12, 14, 11, 1}
 
 // right puts text at the right of a column, with a space after it.
 func right(text string, width int) string {
@@ -136,7 +138,7 @@ func right(text string, width int) string {
 }
 
 func topLine(rate, total, endpoints, name string) string {
-	return topColumns.row(right(rate, 11), right(total, 13), right(endpoints, 10), name)
+	return topColumns.Row(right(rate, 11), right(total, 13), right(endpoints, 10), name)
 }
 
 // rateText writes connections a second.
@@ -150,8 +152,8 @@ func rateText(r float64) string {
 	return fmt.Sprintf("%.1f", r)
 }
 
-// render gives the screen, a line each, none wider than the screen.
-func (v *topView) render(s *show) []string {
+// Render gives the screen, a line each, none wider than the screen.
+func (v *TopView) Render(s *terminal.Printer) []string {
 	v.scroll()
 	ports := v.ports()
 	busy := 0
@@ -171,56 +173,56 @@ func (v *topView) render(s *show) []string {
 			units.Thousands(len(ports)), units.Thousands(busy), rateText(v.sample.Rate))
 	}
 	head += fmt.Sprintf("  (every %s, by %s)", v.interval, v.order)
-	lines := []string{s.paint(bold, clip(head, v.width))}
+	lines := []string{s.Paint(terminal.Bold, clip(head, v.Width))}
 	trouble := ""
 	if v.failure != nil {
 		trouble = v.failure.Error()
 	} else if v.sample != nil {
-		trouble = v.sample.notice()
+		trouble = v.sample.Notice()
 	}
-	lines = append(lines, s.paint(red, clip(trouble, v.width)))
-	lines = append(lines, s.paint(dim, clip(topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE"), v.width)))
-	for i := v.first; i < len(ports) && len(lines) < v.height-1; i++ {
+	lines = append(lines, s.Paint(terminal.Red, clip(trouble, v.Width)))
+	lines = append(lines, s.Paint(terminal.Dim, clip(topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE"), v.Width)))
+	for i := v.first; i < len(ports) && len(lines) < v.Height-1; i++ {
 		lines = append(lines, v.portLines(s, &ports[i])...)
 	}
-	lines = lines[:min(len(lines), max(v.height-1, 1))]
-	for len(lines) < v.height-1 {
+	lines = lines[:min(len(lines), max(v.Height-1, 1))]
+	for len(lines) < v.Height-1 {
 		lines = append(lines, "")
 	}
 	keys := "q quit   up/down select   enter endpoints   s sort"
-	return append(lines, s.paint(dim, clip(keys, v.width)))
+	return append(lines, s.Paint(terminal.Dim, clip(keys, v.Width)))
 }
 
 // portLines gives the line of a port, and those of its endpoints if they are to be seen.
-func (v *topView) portLines(s *show, p *topPort) []string {
+func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 	selected := p.Name == v.cursor
 	mark := "  "
 	if selected {
 		mark = "> "
 	}
-	line := clip(portLine(mark, p), v.width)
+	line := clip(portLine(mark, p), v.Width)
 	switch {
 	case selected:
-		line = s.paint("7", line)
+		line = s.Paint(terminal.Inverse, line)
 	case p.Rate > 0 && p.Choices == 0 && !p.Scheduled:
-		line = s.paint(red, line)
+		line = s.Paint(terminal.Red, line)
 	case p.Rate == 0:
-		line = s.paint(dim, line)
+		line = s.Paint(terminal.Dim, line)
 	}
 	lines := []string{line}
 	if v.expanded[p.Name] {
-		lines = append(lines, endpointLines(p, v.width)...)
+		lines = append(lines, endpointLines(p, v.Width)...)
 	}
 	return lines
 }
 
 // portLine is the line of a port.
-func portLine(mark string, p *topPort) string {
+func portLine(mark string, p *PortSample) string {
 	return topLine(countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p), topName(mark, p))
 }
 
 // countText gives a number of a port's, or a sign that it is not counted.
-func countText(p *topPort, text string) string {
+func countText(p *PortSample, text string) string {
 	if p.NotCounted {
 		return "-"
 	}
@@ -228,7 +230,7 @@ func countText(p *topPort, text string) string {
 }
 
 // choicesText is of how many endpoints one is chosen, or who chooses.
-func choicesText(p *topPort) string {
+func choicesText(p *PortSample) string {
 	switch {
 	case p.Scheduled:
 		return "ipvs"
@@ -239,27 +241,27 @@ func choicesText(p *topPort) string {
 }
 
 // topName is the name, with what IPVS says of the port if that is looked at.
-func topName(mark string, p *topPort) string {
-	if p.IPVS == nil {
+func topName(mark string, p *PortSample) string {
+	if p.Scheduler == nil {
 		return mark + p.Name
 	}
-	return mark + p.Name + "  " + p.IPVS.text()
+	return mark + p.Name + "  " + schedulerText(p.Scheduler)
 }
 
 // endpointText is the address, with what IPVS says of the endpoint.
-func endpointText(e *topEndpoint) string {
-	text := "    " + endpointAddr(*e).String()
+func endpointText(e *EndpointSample) string {
+	text := "    " + e.AddrPort.String()
 	switch {
-	case e.IPVS == nil:
+	case e.Scheduler == nil:
 		return text
-	case e.IPVS.Weight == 0:
-		return text + "  draining, " + e.IPVS.text()
+	case e.Scheduler.Weight == 0:
+		return text + "  draining, " + schedulerText(e.Scheduler)
 	}
-	return fmt.Sprintf("%s  weight %d, %s", text, e.IPVS.Weight, e.IPVS.text())
+	return fmt.Sprintf("%s  weight %d, %s", text, e.Scheduler.Weight, schedulerText(e.Scheduler))
 }
 
 // endpointLines gives a line for each endpoint of a port.
-func endpointLines(p *topPort, width int) (lines []string) {
+func endpointLines(p *PortSample, width int) (lines []string) {
 	whole := 0.0
 	for _, e := range p.Endpoints {
 		whole += e.Rate

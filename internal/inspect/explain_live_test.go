@@ -1,4 +1,4 @@
-package main
+package inspect
 
 import (
 	"context"
@@ -6,11 +6,14 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -22,6 +25,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
+func TestMain(m *testing.M) {
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
+	labtest.Main(m)
+}
+
 // askedCluster is a cluster with random Services, written to its node, and servers in every pod.
 type askedCluster struct {
 	*lab.Cluster
@@ -30,8 +38,6 @@ type askedCluster struct {
 	snap    *snapshot.Snapshot
 	config  dataplane.Config
 	backend reconcile.Backend
-	// programs is nil with nftables.
-	programs *xtables.Programs
 	// packets is how many are asked about and sent.
 	packets int
 }
@@ -92,14 +98,15 @@ func (c *askedCluster) openChains(by string) {
 	c.packets = 60 // to read all rules for each packet takes its time
 	program := map[string]string{byIPTablesNFT: "iptables-nft", byIPTablesLegacy: "iptables-legacy"}[by]
 	labtest.Run(c.t, c.Node, "", program, "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
-	labtest.Check(c.t, c.Node.Do(func() (err error) {
-		if c.programs, err = xtables.Find(context.Background()); err != nil {
+	labtest.Check(c.t, c.Node.Do(func() error {
+		programs, err := xtables.Find(context.Background())
+		if err != nil {
 			return err
 		}
-		if !strings.HasSuffix(program, c.programs.Variant.String()) {
-			return fmt.Errorf("it is %s", c.programs)
+		if !strings.HasSuffix(program, programs.Variant.String()) {
+			return fmt.Errorf("it is %s", programs)
 		}
-		backend, err := xtables.Open(c.programs, xtables.Options{Log: slog.New(slog.DiscardHandler)})
+		backend, err := xtables.Open(programs, xtables.Options{Log: slog.New(slog.DiscardHandler)})
 		c.t.Cleanup(func() { backend.Close() })
 		c.backend = backend
 		return err
@@ -163,64 +170,56 @@ func (c *askedCluster) service(n int, d *snapshot.Delta) {
 }
 
 // ask asks the kernel of the node, and the objects if there are any.
-func (c *askedCluster) ask(q asked, snap *snapshot.Snapshot) (a *answer) {
+func (c *askedCluster) ask(q Question, snap *snapshot.Snapshot) (a *Answer) {
 	c.t.Helper()
 	labtest.Check(c.t, c.Node.Do(func() (err error) {
-		e := explaining{o: &explainOptions{live: true, trace: true}, q: q}
-		if c.programs != nil {
-			if e.chains, err = readChains(context.Background(), c.programs); err != nil {
-				return err
-			}
-		} else {
-			if e.reader, err = kernel.OpenReader(); err != nil {
-				return err
-			}
-			defer e.reader.Close()
-		}
-		if e.routes, err = openRoutes(); err != nil {
+		i, err := backends.Inspect(context.Background(), backends.InspectOptions{})
+		if err != nil {
 			return err
 		}
-		defer e.routes.close()
+		defer i.Close()
+		e := explaining{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
 		if err := e.gather(context.Background()); err != nil {
 			return err
 		}
+		defer e.routes.close()
 		if snap != nil {
-			e.objects = &objects{source: "objects", config: c.config, snap: snap}
+			e.objects = &Objects{Source: "objects", Config: c.config, Snap: snap}
 		}
-		a, err = e.answer()
+		a, err = e.answer(context.Background())
 		return err
 	}))
 	return a
 }
 
 // packet is a random one to a Service, or near one.
-func (c *askedCluster) packet() (q asked, from *lab.Host) {
+func (c *askedCluster) packet() (q Question, from *lab.Host) {
 	hosts := []*lab.Host{c.Pods[0], c.Pods[1], c.RemotePods[2], c.Node, c.Node2, c.Outside}
 	from = hosts[c.r.IntN(len(hosts))]
 	i, n := c.r.IntN(2), 1+c.r.IntN(24)
 	f := []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6}[i]
-	q.key = dataplane.Key{Protocol: protocolNames[c.r.IntN(3)], Port: 80}
+	q.Key = dataplane.Key{Protocol: protocolNames[c.r.IntN(3)], Port: 80}
 	switch c.r.IntN(10) {
 	case 0, 1, 2:
-		q.key.Addr = lab.Nth(lab.ServiceRange[i], n)
+		q.Key.Addr = lab.Nth(lab.ServiceRange[i], n)
 	case 3, 4:
-		q.key.Addr = lab.Nth(lab.ExternalRange[i], n)
+		q.Key.Addr = lab.Nth(lab.ExternalRange[i], n)
 	case 5:
-		q.key.Addr = lab.Nth(lab.ExternalRange[i], 100+n)
+		q.Key.Addr = lab.Nth(lab.ExternalRange[i], 100+n)
 	case 6, 7:
-		q.key.Addr, q.key.Port = c.Node.IP(f), 30000+uint16(n)
+		q.Key.Addr, q.Key.Port = c.Node.IP(f), 30000+uint16(n)
 	case 8: // a cluster IP's other port, or nobody's address
-		q.key.Addr, q.key.Port = lab.Nth(lab.ServiceRange[i], n+c.r.IntN(2)*100), 81
+		q.Key.Addr, q.Key.Port = lab.Nth(lab.ServiceRange[i], n+c.r.IntN(2)*100), 81
 	default: // the node's loopback
 		from, f = c.Node, ipfamily.IPv4
-		q.key.Addr, q.key.Port = netip.AddrFrom4([4]byte{127, 0, 0, 1}), 30000+uint16(n)
+		q.Key.Addr, q.Key.Port = netip.AddrFrom4([4]byte{127, 0, 0, 1}), 30000+uint16(n)
 	}
-	switch q.source = from.IP(f); {
+	switch q.Source = from.IP(f); {
 	case from != c.Node:
-	case c.r.IntN(3) == 0 && !q.key.Addr.IsLoopback(): // from an address like a pod's
-		q.source = lab.Nth(lab.NodePodRange[i], 1)
+	case c.r.IntN(3) == 0 && !q.Key.Addr.IsLoopback(): // from an address like a pod's
+		q.Source = lab.Nth(lab.NodePodRange[i], 1)
 	default:
-		q.source, q.word = netip.Addr{}, wordNode
+		q.Source, q.Word = netip.Addr{}, wordNode
 	}
 	return q, from
 }
@@ -260,7 +259,7 @@ func explainAndSend(c *askedCluster) {
 			q, from = c.packet()
 		}
 		a := c.ask(q, c.snap)
-		if !*a.Agree {
+		if !a.Agree() {
 			t.Fatalf("%+v: %v\n%+v", q, a.Disagreements, a.Kernel)
 		}
 		if a.Kernel.Unclear != nil || a.Notes != nil {
@@ -268,7 +267,7 @@ func explainAndSend(c *askedCluster) {
 		}
 		c.send(q, from, a)
 		outcomes[a.Kernel.Outcome]++
-		if a.Kernel.Affinity != nil && a.Kernel.Affinity.Endpoint != "" {
+		if a.Kernel.Affinity != nil && a.Kernel.Affinity.Endpoint.IsValid() {
 			bound++
 		}
 	}
@@ -279,31 +278,31 @@ func explainAndSend(c *askedCluster) {
 }
 
 // send sends the packet that was asked about, and compares.
-func (c *askedCluster) send(q asked, from *lab.Host, a *answer) {
+func (c *askedCluster) send(q Question, from *lab.Host, a *Answer) {
 	c.t.Helper()
-	to := netip.AddrPortFrom(q.key.Addr, q.key.Port)
+	to := netip.AddrPortFrom(q.Key.Addr, q.Key.Port)
 	want := map[string]lab.Outcome{"endpoint": lab.Answered, "reject": lab.Refused, "drop": lab.TimedOut}[a.Kernel.Outcome]
 	timeout := 3 * time.Second
 	if want == lab.TimedOut {
 		timeout = 250 * time.Millisecond
 	}
 	o := lab.Options{Timeout: timeout}
-	if from == c.Node && q.source.IsValid() {
-		o.From = netip.AddrPortFrom(q.source, 0)
+	if from == c.Node && q.Source.IsValid() {
+		o.From = netip.AddrPortFrom(q.Source, 0)
 	}
-	r := from.Dial(q.key.Protocol, to, o)
+	r := from.Dial(q.Key.Protocol, to, o)
 	if r.Outcome != want {
-		c.t.Errorf("%s -> %s/%s: %v; explain says %s", from.Name, to, q.key.Protocol, r, a.Kernel.Why)
+		c.t.Errorf("%s -> %s/%s: %v; explain says %s", from.Name, to, q.Key.Protocol, r, a.Kernel.Why)
 		return
 	}
 	if want != lab.Answered {
 		return
 	}
-	i := slices.IndexFunc(a.Kernel.Taken, func(e endpointJSON) bool { return addrPortOf(e) == r.Destination })
+	i := slices.IndexFunc(a.Kernel.Endpoints, func(e Endpoint) bool { return e.AddrPort == r.Destination })
 	if i < 0 {
-		c.t.Errorf("%s -> %s/%s: %v; explain says %+v", from.Name, to, q.key.Protocol, r, a.Kernel.Taken)
-	} else if e := a.Kernel.Taken[i]; e.Source != r.Source.Addr().String() {
-		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.key.Protocol, r, e.Source, e.Sees)
+		c.t.Errorf("%s -> %s/%s: %v; explain says %+v", from.Name, to, q.Key.Protocol, r, a.Kernel.Endpoints)
+	} else if e := a.Kernel.Endpoints[i]; e.Source != r.Source.Addr() {
+		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.Key.Protocol, r, e.Source, *e.Sees)
 	}
 }
 
@@ -329,11 +328,11 @@ func TestExplainDisagrees(t *testing.T) {
 	newer.Apply(d)
 	agree, differ := 0, 0
 	for n := range 24 {
-		q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
+		q := Question{Source: c.Pods[2].IP(ipfamily.IPv4), Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
 		a := c.ask(q, newer)
-		same := len(a.Objects.Taken) == len(a.Kernel.Taken)
-		if same != *a.Agree {
-			t.Errorf("%v: the objects have %+v, the kernel %+v; disagreements %v", q.key, a.Objects.Taken, a.Kernel.Taken, a.Disagreements)
+		same := len(a.Objects.Endpoints) == len(a.Kernel.Endpoints)
+		if same != a.Agree() {
+			t.Errorf("%v: the objects have %+v, the kernel %+v; disagreements %v", q.Key, a.Objects.Endpoints, a.Kernel.Endpoints, a.Disagreements)
 		}
 		if same {
 			agree++
@@ -345,8 +344,8 @@ func TestExplainDisagrees(t *testing.T) {
 		t.Errorf("%d agree, %d differ", agree, differ)
 	}
 	labtest.Check(t, c.backend.Remove())
-	q := asked{word: wordPod, key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
-	if a := c.ask(q, c.snap); *a.Agree || a.Notes == nil || a.Kernel.Outcome != "untouched" {
+	q := Question{Word: wordPod, Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	if a := c.ask(q, c.snap); a.Agree() || a.Notes == nil || a.Kernel.Outcome != "untouched" {
 		t.Errorf("without tables: %+v, notes %v", a.Kernel, a.Notes)
 	}
 }
@@ -360,7 +359,7 @@ func TestExplainNotCounted(t *testing.T) {
 		frontends += table[nft.Services].Elements + table[nft.OutsideServices].Elements
 	}
 	at := dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}
-	q := asked{source: c.Pods[2].IP(ipfamily.IPv4), key: at}
+	q := Question{Source: c.Pods[2].IP(ipfamily.IPv4), Key: at}
 	const first, never = snapshot.CountersFirst, snapshot.CountersNever
 	for _, test := range []struct {
 		counters int
@@ -376,7 +375,7 @@ func TestExplainNotCounted(t *testing.T) {
 		{1, first, false, []string{notCounted(dataplane.CountedNothing) + notDespite}},
 	} {
 		for name, s := range c.snap.Services {
-			if slices.Contains(s.ClusterIPs, q.key.Addr) {
+			if slices.Contains(s.ClusterIPs, q.Key.Addr) {
 				svc := *s
 				svc.Counters = test.wish
 				c.snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name: &svc}})

@@ -1,8 +1,6 @@
-package main
+package inspect
 
 import (
-	"strings"
-
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -35,13 +33,13 @@ func allFrontends(counted string) bool {
 }
 
 // uncountedNote says why a Service's connections are not counted, or not at its endpoints; empty if they are.
-func (e *explaining) uncountedNote(counted string, v *viewJSON) string {
+func (e *explaining) uncountedNote(counted string, v *View) string {
 	frontend, endpoints := v.Service.Connections != nil, true
-	for _, taken := range v.Taken {
+	for _, taken := range v.Endpoints {
 		endpoints = endpoints && taken.Connections != nil
 	}
-	wish, known := e.wish(v.Service.Name)
-	if v.Affinity != nil || len(v.Taken) == 0 { // its endpoints count elsewhere, or there are none
+	wish, known := e.wish(v.Service.Port.Service)
+	if v.Affinity != nil || len(v.Endpoints) == 0 { // its endpoints count elsewhere, or there are none
 		endpoints = notCounted(counted) == "" || known && wish == snapshot.CountersFirst
 	}
 	switch {
@@ -56,12 +54,11 @@ func (e *explaining) uncountedNote(counted string, v *viewJSON) string {
 }
 
 // wish gives what a Service asks of the budget for counters, if the objects were given.
-func (e *explaining) wish(service string) (wish snapshot.Counters, known bool) {
+func (e *explaining) wish(service snapshot.Name) (wish snapshot.Counters, known bool) {
 	if e.objects == nil {
 		return 0, false
 	}
-	namespace, name, _ := strings.Cut(service, "/")
-	svc := e.objects.snap.Services[snapshot.Name{Namespace: namespace, Name: name}]
+	svc := e.objects.Snap.Services[service]
 	if svc == nil {
 		return 0, false
 	}
