@@ -18,7 +18,8 @@ type Inspector struct {
 
 var _ reconcile.Inspector = (*Inspector)(nil)
 
-// Inspect gives an inspector of another backend's rules and IPVS. It never loads IPVS, and closes the other one with itself.
+// Inspect gives an inspector of another backend's rules and IPVS. It never loads IPVS, and closes the other one with
+// itself.
 func Inspect(of reconcile.Inspector) *Inspector { return &Inspector{of, ReadService} }
 
 // Settings implements reconcile.Inspector.
@@ -46,7 +47,8 @@ func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplan
 	}
 	t.Scheduler = vs.Config.String()
 	for _, d := range vs.Destinations {
-		t.Destinations = append(t.Destinations, dataplane.Destination{AddrPort: d.AddrPort, Weight: d.Weight, Connections: d.Connections})
+		t.Destinations = append(t.Destinations, dataplane.Destination{AddrPort: d.AddrPort, Weight: d.Weight,
+			Connections: d.Connections})
 	}
 	return t, nil
 }
@@ -79,7 +81,8 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 	}
 	for _, k := range d.Scheduled {
 		if !there[k] {
-			d.Wrong = append(d.Wrong, fmt.Sprintf("IPVS has no virtual service at %s, which is left to it: clients are rejected", k))
+			d.Wrong = append(d.Wrong,
+				fmt.Sprintf("IPVS has no virtual service at %s, which is left to it: clients are rejected", k))
 		}
 	}
 	return d, nil
@@ -119,7 +122,8 @@ func (i *Inspector) scheduled(k dataplane.Key, c *dataplane.Counters) error {
 }
 
 func (s *Statistics) plain(frontend dataplane.Key, endpoint netip.AddrPort) dataplane.SchedulerCount {
-	return dataplane.SchedulerCount{Frontend: frontend, Endpoint: endpoint, Connections: s.Connections, ConnectionRate: s.ConnectionRate,
-		PacketsIn: s.PacketsIn, PacketsOut: s.PacketsOut, BytesIn: s.BytesIn, BytesOut: s.BytesOut, PacketRateIn: s.PacketRateIn,
-		PacketRateOut: s.PacketRateOut, ByteRateIn: s.ByteRateIn, ByteRateOut: s.ByteRateOut}
+	return dataplane.SchedulerCount{Frontend: frontend, Endpoint: endpoint,
+		Connections: s.Connections, ConnectionRate: s.ConnectionRate,
+		PacketsIn: s.PacketsIn, PacketsOut: s.PacketsOut, BytesIn: s.BytesIn, BytesOut: s.BytesOut,
+		PacketRateIn: s.PacketRateIn, PacketRateOut: s.PacketRateOut, ByteRateIn: s.ByteRateIn, ByteRateOut: s.ByteRateOut}
 }

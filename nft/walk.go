@@ -16,8 +16,8 @@ type Packet = dataplane.Packet
 
 // Elements is where a walk looks elements up.
 type Elements interface {
-	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a set
-	// of ranges it gives the range that holds the key.
+	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a
+	// set of ranges it gives the range that holds the key.
 	Get(f ipfamily.Family, set SetID, keys []Element) ([]Listed, error)
 }
 
@@ -27,8 +27,8 @@ type Walk struct {
 	Steps []Step
 	// Endings are what can become of it; their chances add up to 1.
 	Endings []Ending
-	// Unclear says of rules and elements that the packet met what they do is not known, since others wrote them. They are
-	// taken for rules that do not match.
+	// Unclear says of rules and elements that the packet met what they do is not known, since others wrote them. They
+	// are taken for rules that do not match.
 	Unclear []string
 }
 

@@ -150,8 +150,8 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 	return out.Flush()
 }
 
-// compute gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that is
-// wrong with them.
+// compute gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that
+// is wrong with them.
 func compute(config dataplane.Config, from string) (*dataplane.State, []error, error) {
 	snap, problems, err := watch.Load(from, config.NodeName)
 	if err != nil {

@@ -96,20 +96,23 @@ func (t *toy) Differences(_ context.Context, wanted *dataplane.State) (*dataplan
 func (t *toy) Counters(_ context.Context, ask dataplane.CountersAsked) (*dataplane.Counters, error) {
 	out := &dataplane.Counters{Version: "1", Whole: true}
 	for k, f := range t.held {
-		c := dataplane.FrontendCount{Counted: dataplane.Counted{Key: k}, Endpoints: len(f.pool.Endpoints), Packets: f.connections}
+		c := dataplane.FrontendCount{Counted: dataplane.Counted{Key: k}, Endpoints: len(f.pool.Endpoints),
+			Packets: f.connections}
 		if ask.All || slices.ContainsFunc(ask.Frontends, func(a dataplane.FrontendCount) bool { return a.Key == k }) {
 			out.Frontends = append(out.Frontends, dataplane.NamedCount{FrontendCount: c, Port: f.port})
 		}
 	}
 	for _, a := range ask.Endpoints {
 		for i, ep := range t.held[a.Key].pool.Endpoints {
-			out.Endpoints = append(out.Endpoints, dataplane.EndpointCount{Endpoint: ep.AddrPort, Place: dataplane.Place{Slot: uint32(i)}})
+			out.Endpoints = append(out.Endpoints, dataplane.EndpointCount{Endpoint: ep.AddrPort,
+				Place: dataplane.Place{Slot: uint32(i)}})
 		}
 	}
 	return out, nil
 }
 
-// TestToyBackend: a backend is a package and a line in the list. explain, verify, diff and top answer from it as from any other.
+// TestToyBackend: a backend is a package and a line in the list. explain, verify, diff and top answer from it as from
+// any other.
 func TestToyBackend(t *testing.T) {
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")
 	flags := explainFrom["cluster"]
@@ -154,7 +157,8 @@ func TestToyBackend(t *testing.T) {
 			}
 		}
 	}
-	shows(run(0, "explain", "10.244.1.7", "10.96.20.3:8080", "--live", "--trace"), "shop/catalog:http", "0 connections so far",
+	shows(run(0, "explain", "10.244.1.7", "10.96.20.3:8080", "--live", "--trace"), "shop/catalog:http",
+		"0 connections so far",
 		"> toys", "lookup 10.96.20.3:8080/tcp")
 	shows(run(exitSame, "verify"), "the box "+fmt.Sprint(len(box.held))+" toys", "right:")
 	shows(run(exitSame, append([]string{"diff"}, flags...)...), "same:")
@@ -164,7 +168,8 @@ func TestToyBackend(t *testing.T) {
 	maps.DeleteFunc(box.held, func(_ dataplane.Key, f toyFrontend) bool { return f.port.Service == name })
 	var got inspect.ComparisonJSON
 	labtest.Check(t, json.Unmarshal([]byte(run(exitDiffers, append([]string{"diff", "--json"}, flags...)...)), &got))
-	if len(got.Services) != 1 || got.Services[0].Service != name.String() || got.Services[0].Missing != len(got.Differences) {
+	if len(got.Services) != 1 || got.Services[0].Service != name.String() ||
+		got.Services[0].Missing != len(got.Differences) {
 		t.Errorf("%+v", got)
 	}
 	explain := append([]string{"explain", "10.244.1.7", "10.96.20.3:8080", "--live"}, flags...)

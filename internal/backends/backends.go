@@ -31,8 +31,8 @@ var All = []Backend{
 	{Name: string(config.IPTables), Inspect: inspectIPTables},
 }
 
-// Inspect opens the Inspector of the backend that the settings name. With auto, or without settings, it is the first one that finds rules of
-// Verdict on this node; where there are none, the first that can be opened.
+// Inspect opens the Inspector of the backend that the settings name. With auto, or without settings, it is the first
+// one that finds rules of Verdict on this node; where there are none, the first that can be opened.
 func Inspect(ctx context.Context, o InspectOptions) (reconcile.Inspector, error) {
 	name := config.Auto
 	if o.Settings != nil {

@@ -74,7 +74,8 @@ type Source interface {
 	Run(ctx context.Context, sink watch.Sink) error
 }
 
-// Run builds a cluster of network namespaces, shows the proxy in it, and tidies up. It has to be in a process that lab.Enter gave its rights.
+// Run builds a cluster of network namespaces, shows the proxy in it, and tidies up. It has to be in a process that
+// lab.Enter gave its rights.
 func Run(ctx context.Context, o Options) error {
 	return newDemo(o).run(ctx)
 }
@@ -148,7 +149,8 @@ func (d *demo) stage(ctx context.Context) (err error) {
 	}
 	defer func() { err = errors.Join(err, d.proxy.close()) }()
 	for _, step := range []func(context.Context) error{
-		d.showServices, d.showReach, d.showBalance, d.showAffinity, d.showLocal, d.showDatagrams, d.showNoAnswer, d.showScaling,
+		d.showServices, d.showReach, d.showBalance, d.showAffinity, d.showLocal, d.showDatagrams, d.showNoAnswer,
+		d.showScaling,
 	} {
 		if err := step(ctx); err != nil {
 			return err
@@ -408,7 +410,8 @@ func demoPolicy() (dataplane.Config, error) {
 	var policy inspect.Policy
 	f := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	policy.AddFlags(f)
-	if err := f.Parse([]string{"--hostname-override=node", fmt.Sprintf("--cluster-cidr=%s,%s", lab.PodRange[0], lab.PodRange[1])}); err != nil {
+	if err := f.Parse([]string{"--hostname-override=node", fmt.Sprintf("--cluster-cidr=%s,%s", lab.PodRange[0],
+		lab.PodRange[1])}); err != nil {
 		return dataplane.Config{}, err
 	}
 	return policy.Config()

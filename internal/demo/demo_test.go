@@ -56,8 +56,8 @@ func perform(t *testing.T, at string, do func(d *demo, cancel func())) (shown st
 	return shown, d, err
 }
 
-// nothingLeft looks for directories, and for threads and descriptors of this process in other network namespaces. Threads
-// end on their own time.
+// nothingLeft looks for directories, and for threads and descriptors of this process in other network namespaces.
+// Threads end on their own time.
 func nothingLeft(t *testing.T) {
 	t.Helper()
 	if left, _ := filepath.Glob(filepath.Join(os.TempDir(), "verdict-demo-*")); left != nil {
@@ -70,6 +70,10 @@ func TestMain(m *testing.M) { labtest.Main(m) }
 
 // runProxy is the line from sources to the kernel, without what else a node has.
 func runProxy(ctx context.Context, p Proxy) error {
+	const path = "/proc/sys/net/ipv4/conf/all/route_localnet"
+	if err := p.Do(func() error { return os.WriteFile(path, []byte("1"), 0o644) }); err != nil {
+		return err
+	}
 	queue := snapshot.NewQueue(len(p.Sources))
 	cleaner := conntrack.NewCleaner(p.Flows, func(conntrack.Look) {})
 	loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(p.Config), Log: p.Log, Written: p.Written,
@@ -86,7 +90,8 @@ func runProxy(ctx context.Context, p Proxy) error {
 func TestDemo(t *testing.T) {
 	shown, d, err := perform(t, "", nil)
 	if err != nil || len(d.failed) > 0 || d.met < 10 {
-		t.Fatalf("the demo ended with %v; %d expectations were met, and failed %q. It showed:\n%s", err, d.met, d.failed, shown)
+		t.Fatalf("the demo ended with %v; %d expectations were met, and failed %q. It showed:\n%s", err, d.met, d.failed,
+			shown)
 	}
 	story, ruleset, _ := strings.Cut(shown, "\ntable ip verdict {")
 	for _, want := range []string{

@@ -64,11 +64,13 @@ func (s *show) transaction(t reconcile.Transaction) {
 func (s *show) summary(took time.Duration) error {
 	all := s.met + len(s.failed)
 	if len(s.failed) == 0 {
-		s.Line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.Paint(terminal.Green, "✓"), all, units.Brief(took))
+		s.Line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.Paint(terminal.Green, "✓"), all,
+			units.Brief(took))
 		s.Line(`  Next: "verdict render" for the ruleset of your own cluster, "verdict run" to carry its Services.`)
 		return s.status()
 	}
-	s.Line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.Paint(terminal.Red, "✗"), len(s.failed), all, units.Brief(took))
+	s.Line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.Paint(terminal.Red, "✗"),
+		len(s.failed), all, units.Brief(took))
 	for _, f := range s.failed {
 		s.Line("    %s", f)
 	}

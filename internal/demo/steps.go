@@ -27,7 +27,8 @@ func (d *demo) topology() {
 	if len(lab.Families()) > 1 {
 		families = "IPv4 and IPv6"
 	}
-	d.Line("%s in network namespaces, which vanish with the demo. All of it speaks %s.\n", d.Paint(terminal.Bold, "A cluster"), families)
+	d.Line("%s in network namespaces, which vanish with the demo. All of it speaks %s.\n",
+		d.Paint(terminal.Bold, "A cluster"), families)
 	d.Line("   %s──┐", name(d.client))
 	node := d.Paint(terminal.Bold, c.Node.Name) + " " + c.Node.IP4.String()
 	d.Line("   %s──┼── %s ──┬── %s on %s", name(d.pods[0]), node, name(d.pods[2]), c.Node2.Name)
@@ -59,7 +60,8 @@ func (d *demo) showServices(ctx context.Context) error {
 		case d.dns:
 			note = "UDP"
 		}
-		d.Line("     %s", c.Row(s.Name, s.clusterIP(ipfamily.IPv4).Addr().String(), port, balancer, pods, d.Paint(terminal.Dim, note)))
+		d.Line("     %s", c.Row(s.Name, s.clusterIP(ipfamily.IPv4).Addr().String(), port, balancer, pods,
+			d.Paint(terminal.Dim, note)))
 	}
 	d.Line("")
 	return d.await(ctx)
@@ -192,8 +194,8 @@ func (t *tally) String() string {
 	return strings.Join(parts, ", ")
 }
 
-// fair says whether exactly these pods answered, each between half and one and a half of its share. Half a share is five
-// standard deviations for 200 connections to three pods, and more for more connections or fewer pods.
+// fair says whether exactly these pods answered, each between half and one and a half of its share. Half a share is
+// five standard deviations for 200 connections to three pods, and more for more connections or fewer pods.
 func (t *tally) fair(pods []*lab.Host) bool {
 	for _, pod := range pods {
 		if n := 2 * t.answers[pod.Name] * len(pods); n < t.asked || n > 3*t.asked {
@@ -255,7 +257,8 @@ func (d *demo) showBalance(ctx context.Context) error {
 		d.Line("     %s", c.Row(append(row, strings.Join(kernel, " and "))...))
 	}
 	for i, f := range lab.Families() {
-		d.expect(asked[i].fair(d.web.pods), fmt.Sprintf("%s: all were answered, by each pod about as often", f), asked[i].String())
+		d.expect(asked[i].fair(d.web.pods), fmt.Sprintf("%s: all were answered, by each pod about as often", f),
+			asked[i].String())
 	}
 	d.expect(same, "the kernel has counted the same", fmt.Sprint(counted))
 	return nil
@@ -538,7 +541,8 @@ func (d *demo) showScaling(ctx context.Context) error {
 		{"", []*lab.Host{one, two}, nil, []*lab.Host{one, two}},
 		{"pod-3 is added", []*lab.Host{one, two, three}, nil, []*lab.Host{one, two, three}},
 		{"pod-3 is removed", []*lab.Host{one, two}, nil, []*lab.Host{one, two}},
-		{"pod-2 drains: it is terminating and still serving, but no longer ready", []*lab.Host{one, two}, two, []*lab.Host{one}},
+		{"pod-2 drains: it is terminating and still serving, but no longer ready", []*lab.Host{one, two}, two,
+			[]*lab.Host{one}},
 		{"pod-2 is removed, pod-3 is added", []*lab.Host{one, three}, nil, []*lab.Host{one, three}},
 	} {
 		if err := d.scale(ctx, c, s, held); err != nil {
@@ -551,7 +555,8 @@ func (d *demo) showScaling(ctx context.Context) error {
 		asked, failed = asked+t.asked, append(failed, t.failed...)
 	}
 	d.Line("")
-	d.expect(failed == nil, fmt.Sprintf("%d connections were opened while all this went on; %d failed", asked, len(failed)),
+	d.expect(failed == nil, fmt.Sprintf("%d connections were opened while all this went on; %d failed", asked,
+		len(failed)),
 		failed[:min(len(failed), maxFailures)]...)
 	return nil
 }

@@ -105,7 +105,8 @@ type Endpoint struct {
 	// Chance is 0 where IPVS chooses, by its scheduler and the Weight.
 	Chance float64
 	Weight int
-	// Sees says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS chooses from, neither is.
+	// Sees says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS chooses
+	// from, neither is.
 	Sees   *dataplane.Sees
 	Source netip.Addr
 	// Draining says that it terminates.
@@ -165,7 +166,8 @@ func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy) 
 	}
 	by := map[dataplane.DetectLocalMode]string{
 		dataplane.DetectClusterCIDR: "--cluster-cidr", dataplane.DetectNodeCIDR: "the Node's podCIDRs",
-		dataplane.DetectBridgeInterface: "--pod-bridge-interface", dataplane.DetectInterfaceNamePrefix: "--pod-interface-name-prefix",
+		dataplane.DetectBridgeInterface:     "--pod-bridge-interface",
+		dataplane.DetectInterfaceNamePrefix: "--pod-interface-name-prefix",
 	}[o.Config.DetectLocal.Mode]
 	if len(o.Adopted) > 0 && o.Config.DetectLocal.Mode == dataplane.DetectClusterCIDR && !policy.saysPods() {
 		by = "the kernel's rules"
@@ -220,7 +222,8 @@ func (a *Answer) endpoints(v *View, o *Objects) {
 		v.Endpoints = append(v.Endpoints, e)
 	}
 	for _, s := range x.Absent {
-		l := LeftOut{Slice: s.Slice, Reason: otherFamily, Why: terminal.Plural(s.Endpoints, "endpoint") + " of the other family"}
+		l := LeftOut{Slice: s.Slice, Reason: otherFamily,
+			Why: terminal.Plural(s.Endpoints, "endpoint") + " of the other family"}
 		if !s.OtherFamily {
 			l.Reason, l.Why = "other-port", terminal.Plural(s.Endpoints, "endpoint")+" without "+portText(x.Port.Name, s)
 		}
@@ -295,7 +298,8 @@ func orNone(names []string) string {
 // traced fills in what the kernel does.
 func (a *Answer) traced(t *dataplane.Trace) {
 	a.trace = t
-	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Way: t.Chains(), Steps: t.Steps,
+	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Way: t.Chains(),
+		Steps:   t.Steps,
 		Unclear: t.Unclear, Scheduler: t.Scheduler}
 	a.Kernel = v
 	a.Notes = append(a.Notes, t.Notes...)
@@ -326,7 +330,8 @@ func (a *Answer) landed(v *View) {
 		case end.Masquerade:
 			sees = dataplane.SeesNode
 		}
-		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of), Sees: &sees,
+		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of),
+			Sees:   &sees,
 			Source: a.source(sees, end.Endpoint.Addr()), Connections: end.Connections})
 		if end.Remember > 0 {
 			v.Affinity = &Affinity{Timeout: end.Remember}

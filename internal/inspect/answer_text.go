@@ -98,7 +98,8 @@ func (a *Answer) whyKernel(v *View) string {
 		for _, e := range v.Endpoints {
 			whole += e.Chance
 		}
-		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints), percent(1-whole))
+		return fmt.Sprintf("%s, but %s of the connections find an empty slot and are not translated", sentTo(v.Endpoints),
+			percent(1-whole))
 	case v.Cause == dataplane.FrontendFound:
 		return sentTo(v.Endpoints)
 	case v.Cause == dataplane.FrontendScheduled:
@@ -127,7 +128,8 @@ func plainWhy(c dataplane.Cause, dst netip.Addr) string {
 }
 
 func scheduledTo(v *View) string {
-	return fmt.Sprintf("left to IPVS, which chooses from %s by %s", terminal.Plural(len(v.Endpoints), "endpoint"), v.Scheduler)
+	return fmt.Sprintf("left to IPVS, which chooses from %s by %s", terminal.Plural(len(v.Endpoints), "endpoint"),
+		v.Scheduler)
 }
 
 func sentTo(taken []Endpoint) string {
@@ -212,7 +214,8 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 
 // kindText says what a frontend is.
 var kindText = map[string]string{
-	"ClusterIP": "its cluster IP", "LoadBalancerIP": "a load balancer IP", "ExternalIP": "an external IP", "NodePort": "its node port",
+	"ClusterIP": "its cluster IP", "LoadBalancerIP": "a load balancer IP",
+	"ExternalIP": "an external IP", "NodePort": "its node port",
 }
 
 // printView shows the answer of the objects, or that of the kernel alone.
@@ -450,7 +453,8 @@ func (a *Answer) printAgreement(s *terminal.Printer, o TextOptions) {
 	k := a.Kernel
 	s.Line("")
 	if a.Agree() {
-		labelled(s, "Kernel", "%s, by %s%s", s.Paint(terminal.Green, "does the same"), strings.Join(k.Way, " -> "), k.revision())
+		labelled(s, "Kernel", "%s, by %s%s", s.Paint(terminal.Green, "does the same"), strings.Join(k.Way, " -> "),
+			k.revision())
 		if k.Affinity != nil && k.Affinity.Endpoint.IsValid() {
 			bound := &View{Affinity: &Affinity{Endpoint: k.Affinity.Endpoint, Left: k.Affinity.Left}}
 			a.printAffinity(s, bound)

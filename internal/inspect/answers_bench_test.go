@@ -14,7 +14,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// BenchmarkAnswers measures how long each answer takes on a node of 10,000 Services with 10 endpoints each, objects in memory.
+// BenchmarkAnswers measures how long each answer takes on a node of 10,000 Services with 10 endpoints each, objects in
+// memory.
 func BenchmarkAnswers(b *testing.B) {
 	h := labtest.NewHost(b, labtest.NewNet(b), "node")
 	cluster := benchmark.NewCluster(10000, 10)
@@ -36,7 +37,8 @@ func BenchmarkAnswers(b *testing.B) {
 	defer i.Close()
 	_, err := backend.ApplyAll(st, dataplane.Change{})
 	labtest.Check(b, err)
-	q := Question{Source: benchmark.EndpointAddr(7), Key: dataplane.Key{Addr: benchmark.ClusterIP(5000), Protocol: snapshot.TCP, Port: 80}}
+	q := Question{Source: benchmark.EndpointAddr(7), Key: dataplane.Key{Addr: benchmark.ClusterIP(5000),
+		Protocol: snapshot.TCP, Port: 80}}
 	unused := q
 	unused.Key.Port = 81
 	ask := func(q Question, o *Objects) func() error {
@@ -63,7 +65,8 @@ func BenchmarkAnswers(b *testing.B) {
 		{"diff", func() error { return benchDiff(i, snap) }},
 		{"top-all", func() error { return sampler.Sample(b.Context(), nil, nil, time.Second, true) }},
 		{"top-slice", func() error {
-			return sampler.Sample(b.Context(), []string{"team-0/service-0:http"}, []string{"team-0/service-0:http"}, time.Second, false)
+			return sampler.Sample(b.Context(), []string{"team-0/service-0:http"}, []string{"team-0/service-0:http"},
+				time.Second, false)
 		}},
 	} {
 		b.Run(bench.name, func(b *testing.B) {

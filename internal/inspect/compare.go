@@ -17,8 +17,8 @@ type Comparison struct {
 	dataplane.Differences
 	// Same says that nothing differs.
 	Same bool
-	// Objects says where the objects come from that the kernel is compared with; empty if it is compared with itself alone. Services is
-	// how many Services they ask for.
+	// Objects says where the objects come from that the kernel is compared with; empty if it is compared with itself
+	// alone. Services is how many Services they ask for.
 	Objects  string
 	Services int
 	// Counts sum the Differences up by Service, those first that differ most.
@@ -31,9 +31,9 @@ type ServiceCount struct {
 	Missing, Extra, Changed int
 }
 
-// A difference has to last for settleTime before it is believed: a change may be on its way from the objects to the kernel. While
-// the tables are written to all the time, what is read may never have been there at one moment: then it is looked at maxLooks
-// times.
+// A difference has to last for settleTime before it is believed: a change may be on its way from the objects to the
+// kernel. While the tables are written to all the time, what is read may never have been there at one moment: then it
+// is looked at maxLooks times.
 const (
 	settleTime = 500 * time.Millisecond
 	maxLooks   = 3
@@ -151,6 +151,7 @@ func (c *Comparison) finish() {
 		c.Counts = append(c.Counts, *n)
 	}
 	slices.SortFunc(c.Counts, func(a, b ServiceCount) int {
-		return cmp.Or(cmp.Compare(b.Missing+b.Extra+b.Changed, a.Missing+a.Extra+a.Changed), strings.Compare(a.Service, b.Service))
+		return cmp.Or(cmp.Compare(b.Missing+b.Extra+b.Changed, a.Missing+a.Extra+a.Changed),
+			strings.Compare(a.Service, b.Service))
 	})
 }

@@ -82,7 +82,8 @@ func (c *Comparison) PrintDiff(s *terminal.Printer, all bool) {
 		s.Line("%s", s.Paint(terminal.Dim, "# "+n))
 	}
 	if c.Same {
-		s.Line("%s the kernel holds what %s asks for: %d Services (%s)", s.Paint(terminal.Green, "same:"), c.Objects, c.Services, c.describe())
+		s.Line("%s the kernel holds what %s asks for: %d Services (%s)", s.Paint(terminal.Green, "same:"), c.Objects,
+			c.Services, c.describe())
 		return
 	}
 	bounded(s, c.wrongLines(s), MaxDiffLines, all)
@@ -123,7 +124,8 @@ func (c *Comparison) PrintVerify(s *terminal.Printer, all bool) {
 	case !c.Same:
 		s.Line("%s the kernel does not hold what it should", s.Paint(terminal.Red, "wrong:"))
 	case c.Objects != "":
-		s.Line("%s the kernel holds what was written, and what %s asks for: %d Services", s.Paint(terminal.Green, "right:"), c.Objects, c.Services)
+		s.Line("%s the kernel holds what was written, and what %s asks for: %d Services", s.Paint(terminal.Green, "right:"),
+			c.Objects, c.Services)
 	default:
 		s.Line("%s the kernel holds what was written", s.Paint(terminal.Green, "right:"))
 	}

@@ -1,5 +1,5 @@
-// Package inspect answers what is going on on a node: what happens to a packet, in what the kernel differs from what it should hold,
-// and who is connected to. It knows the objects, and asks the kernel by a reconcile.Inspector alone.
+// Package inspect answers what is going on on a node: what happens to a packet, in what the kernel differs from what it
+// should hold, and who is connected to. It knows the objects, and asks the kernel by a reconcile.Inspector alone.
 package inspect
 
 import (
@@ -87,8 +87,9 @@ func (e *explaining) answer(ctx context.Context) (*Answer, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Answer{routes: e.routes, sender: s, Packet: AskedPacket{StandsFor: s.standsFor, Packet: dataplane.Packet{Source: s.addr,
-		Destination: e.q.Key.Addr, Port: e.q.Key.Port, Protocol: e.q.Key.Protocol, Interface: s.iface}}}
+	a := &Answer{routes: e.routes, sender: s, Packet: AskedPacket{StandsFor: s.standsFor,
+		Packet: dataplane.Packet{Source: s.addr,
+			Destination: e.q.Key.Addr, Port: e.q.Key.Port, Protocol: e.q.Key.Protocol, Interface: s.iface}}}
 	if e.objects != nil {
 		x := dataplane.Explain(e.objects.Config, snap, dataplane.Question{Source: s.addr, Interface: s.iface, Key: e.q.Key})
 		a.explain(x, e.objects, &e.Objects.Policy)
@@ -116,7 +117,8 @@ func (e *explaining) answer(ctx context.Context) (*Answer, error) {
 
 // packet gives the first packet of the connection.
 func (e *explaining) packet(s sender) dataplane.Packet {
-	p := dataplane.Packet{Source: s.addr, Destination: e.q.Key.Addr, Protocol: e.q.Key.Protocol, Port: e.q.Key.Port, Interface: s.iface}
+	p := dataplane.Packet{Source: s.addr, Destination: e.q.Key.Addr, Protocol: e.q.Key.Protocol, Port: e.q.Key.Port,
+		Interface: s.iface}
 	if local := slices.Contains(e.here, s.addr) || s.addr.IsLoopback(); p.Interface == "" && !local {
 		p.Interface = unknownInterface
 	}

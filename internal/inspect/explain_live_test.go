@@ -26,7 +26,8 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
+	os.Setenv("XTABLES_LOCKFILE",
+		filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
 	labtest.Main(m)
 }
 
@@ -51,10 +52,12 @@ const (
 	byIPTablesLegacy = "iptables, legacy variant"
 )
 
-func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplane.DetectLocal, by string) *askedCluster {
+func newAskedCluster(t testing.TB, seed uint64, conf lab.Config, detect dataplane.DetectLocal,
+	by string) *askedCluster {
 	t.Helper()
 	conf.LocalPods, conf.RemotePods = 3, 3 // the last of each are no endpoints
-	c := &askedCluster{Cluster: labtest.NewCluster(t, conf), t: t, packets: 120, r: rand.New(rand.NewPCG(seed, 9)), snap: snapshot.New(),
+	c := &askedCluster{Cluster: labtest.NewCluster(t, conf), t: t, packets: 120, r: rand.New(rand.NewPCG(seed, 9)),
+		snap:   snapshot.New(),
 		config: dataplane.Config{NodeName: "node", DetectLocal: detect, LocalhostNodePorts: true}}
 	for _, pod := range slices.Concat(c.Pods, c.RemotePods) {
 		for _, p := range protocolNames {
@@ -150,7 +153,8 @@ func (c *askedCluster) service(n int, d *snapshot.Delta) {
 		svc.Ports = append(svc.Ports, snapshot.Port{Name: p.String(), Protocol: p, Port: 80, NodePort: 30000 + uint16(n)})
 	}
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
-		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: name.Namespace, Name: fmt.Sprintf("%s-%d", name.Name, i)}, Service: name.Name}
+		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: name.Namespace, Name: fmt.Sprintf("%s-%d", name.Name, i)},
+			Service: name.Name}
 		for _, p := range protocolNames {
 			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: askedPort})
 		}
@@ -233,12 +237,14 @@ func TestExplainLive(t *testing.T) {
 		detect dataplane.DetectLocal
 	}{
 		{"cluster CIDR", lab.Config{}, cluster},
-		{"bridge", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+		{"bridge", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface,
+			Interface: "cni0"}},
 		{"plain bridge", lab.Config{PodBridge: "cni0", PlainBridge: true},
 			dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
 		{"bridge, cluster CIDR", lab.Config{PodBridge: "cni0"}, cluster},
 		{"bridge, unknown", lab.Config{PodBridge: "cni0"}, dataplane.DetectLocal{}},
-		{"prefix", lab.Config{PodLinkPrefix: "pod"}, dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
+		{"prefix", lab.Config{PodLinkPrefix: "pod"}, dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix,
+			Interface: "pod"}},
 		{"unknown", lab.Config{}, dataplane.DetectLocal{}},
 	} {
 		for _, by := range []string{byNFTables, byIPTablesNFT, byIPTablesLegacy} {
@@ -328,11 +334,13 @@ func TestExplainDisagrees(t *testing.T) {
 	newer.Apply(d)
 	agree, differ := 0, 0
 	for n := range 24 {
-		q := Question{Source: c.Pods[2].IP(ipfamily.IPv4), Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1), Protocol: snapshot.TCP, Port: 80}}
+		q := Question{Source: c.Pods[2].IP(ipfamily.IPv4), Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], n+1),
+			Protocol: snapshot.TCP, Port: 80}}
 		a := c.ask(q, newer)
 		same := len(a.Objects.Endpoints) == len(a.Kernel.Endpoints)
 		if same != a.Agree() {
-			t.Errorf("%v: the objects have %+v, the kernel %+v; disagreements %v", q.Key, a.Objects.Endpoints, a.Kernel.Endpoints, a.Disagreements)
+			t.Errorf("%v: the objects have %+v, the kernel %+v; disagreements %v", q.Key, a.Objects.Endpoints,
+				a.Kernel.Endpoints, a.Disagreements)
 		}
 		if same {
 			agree++
@@ -344,14 +352,15 @@ func TestExplainDisagrees(t *testing.T) {
 		t.Errorf("%d agree, %d differ", agree, differ)
 	}
 	labtest.Check(t, c.backend.Remove())
-	q := Question{Word: wordPod, Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP, Port: 80}}
+	q := Question{Word: wordPod, Key: dataplane.Key{Addr: lab.Nth(lab.ServiceRange[0], 1), Protocol: snapshot.TCP,
+		Port: 80}}
 	if a := c.ask(q, c.snap); a.Agree() || a.Notes == nil || a.Kernel.Outcome != "untouched" {
 		t.Errorf("without tables: %+v, notes %v", a.Kernel, a.Notes)
 	}
 }
 
-// TestExplainNotCounted asks about a Service while the budget for counters is enough, not for endpoints, and for nothing: explain
-// says why it has no numbers.
+// TestExplainNotCounted asks about a Service while the budget for counters is enough, not for endpoints, and for
+// nothing: explain says why it has no numbers.
 func TestExplainNotCounted(t *testing.T) {
 	c := newAskedCluster(t, 3, lab.Config{}, dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, byNFTables)
 	frontends := 0

@@ -64,8 +64,8 @@ type Objects struct {
 	Adopted  []string
 }
 
-// Load reads the objects once. Settings, if not nil, are what the kernel's rules tell, which stand in for the flags that are
-// not given. Here says that this is the node itself, whatever the Node object says.
+// Load reads the objects once. Settings, if not nil, are what the kernel's rules tell, which stand in for the flags
+// that are not given. Here says that this is the node itself, whatever the Node object says.
 func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, here bool) (*Objects, error) {
 	out := &Objects{}
 	var err error
@@ -149,7 +149,8 @@ func (c *collector) Put(d snapshot.Delta) {
 
 func (c *collector) Synced() { c.synced() }
 
-// hostAddrs reads this host's addresses. It works in the calling goroutine: its thread may be in a network namespace of its own.
+// hostAddrs reads this host's addresses. It works in the calling goroutine: its thread may be in a network namespace of
+// its own.
 func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -166,7 +167,8 @@ func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
 const (
 	// listTimeout bounds how long an API server may take.
 	listTimeout = 30 * time.Second
-	// listGrace is how long a list may still come after an error: the server may only lack a resource that we can do without.
+	// listGrace is how long a list may still come after an error: the server may only lack a resource that we can do
+	// without.
 	listGrace = 2 * time.Second
 )
 

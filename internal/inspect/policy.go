@@ -10,7 +10,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Policy are the flags of run that decide about packets, for commands that only look: kube-proxy's, and its configuration file.
+// Policy are the flags of run that decide about packets, for commands that only look: kube-proxy's, and its
+// configuration file.
 type Policy struct {
 	flags config.Flags
 	// told says that what there is to say about the file was said.
@@ -24,8 +25,8 @@ type Policy struct {
 // AddFlags defines the flags.
 func (p *Policy) AddFlags(f *pflag.FlagSet) { p.flags.AddPolicy(f) }
 
-// Config checks the flags and the file and gives what they say. What is wrong with the file goes to standard error, and the rest of
-// it counts, as in run.
+// Config checks the flags and the file and gives what they say. What is wrong with the file goes to standard error, and
+// the rest of it counts, as in run.
 func (p *Policy) Config() (dataplane.Config, error) {
 	s, problems, err := config.Load(p.flags.Config, &p.flags, nil)
 	if err != nil {

@@ -18,7 +18,8 @@ import (
 func configFile(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.conf")
-	labtest.Check(t, os.WriteFile(path, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
+	labtest.Check(t, os.WriteFile(path,
+		[]byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
 	return path
 }
 
@@ -42,15 +43,19 @@ func TestPolicyFlags(t *testing.T) {
 	}
 	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
-	file := configFile(t, "mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
-	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16", "--iptables-localhost-nodeports=false")
+	file := configFile(t,
+		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
+	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",
+		"--iptables-localhost-nodeports=false")
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("with a file: %+v, %v; want %+v", got, err, want)
 	}
-	if _, err := parsePolicy(t, "--config", file+"x"); err == nil || err.Error() != file+"x: it cannot be read: no such file or directory" {
+	if _, err := parsePolicy(t, "--config", file+"x"); err == nil ||
+		err.Error() != file+"x: it cannot be read: no such file or directory" {
 		t.Error(err)
 	}
-	if _, err := parsePolicy(t, "--detect-local-mode=Magic"); err == nil || !strings.HasPrefix(err.Error(), `--detect-local-mode: "Magic" is none of`) {
+	if _, err := parsePolicy(t, "--detect-local-mode=Magic"); err == nil ||
+		!strings.HasPrefix(err.Error(), `--detect-local-mode: "Magic" is none of`) {
 		t.Error(err)
 	}
 }

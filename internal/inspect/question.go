@@ -107,12 +107,13 @@ type sender struct {
 	addr netip.Addr
 	// standsFor is the word it stands for, if one was given.
 	standsFor string
-	// iface is the interface by which its packets come in: empty if a process on this node sends, or if it is not known.
+	// iface is the interface by which its packets come in: empty if a process on this node sends, or if it is not
+	// known.
 	iface string
 }
 
-// place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells, since
-// that is the one by which answers leave.
+// place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells,
+// since that is the one by which answers leave.
 func (q *Question) place(
 	pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string,
 ) (s sender, err error) {

@@ -37,7 +37,8 @@ func (r *routes) close() {
 	}
 }
 
-// to gives the source address that a packet of this host's own to an address would have, and the interface it would leave by.
+// to gives the source address that a packet of this host's own to an address would have, and the interface it would
+// leave by.
 func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
 	if r == nil {
 		return source, "", false

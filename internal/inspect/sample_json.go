@@ -74,7 +74,8 @@ type SchedulerJSON struct {
 
 // JSON gives the form that is printed.
 func (s *Sample) JSON() *SampleJSON {
-	out := &SampleJSON{Interval: s.Interval.Seconds(), Rate: s.Rate, Counted: s.Counted, Ports: make([]PortSampleJSON, len(s.Ports))}
+	out := &SampleJSON{Interval: s.Interval.Seconds(), Rate: s.Rate, Counted: s.Counted,
+		Ports: make([]PortSampleJSON, len(s.Ports))}
 	for i := range s.Ports {
 		out.Ports[i] = s.Ports[i].json()
 	}
@@ -82,13 +83,15 @@ func (s *Sample) JSON() *SampleJSON {
 }
 
 func (p *PortSample) json() PortSampleJSON {
-	out := PortSampleJSON{Service: p.Name, Rate: p.Rate, Total: p.Total, Choices: p.Choices, Scheduled: p.Scheduled, NotCounted: p.NotCounted,
-		IPVS: schedulerJSON(p.Scheduler)}
+	out := PortSampleJSON{Service: p.Name, Rate: p.Rate, Total: p.Total, Choices: p.Choices, Scheduled: p.Scheduled,
+		NotCounted: p.NotCounted,
+		IPVS:       schedulerJSON(p.Scheduler)}
 	if p.Port != (dataplane.PortName{}) {
 		out.Service, out.Port = p.Port.Service.String(), p.Port.Port
 	}
 	for _, f := range p.Frontends {
-		out.Frontends = append(out.Frontends, FrontendSampleJSON{f.Key.Addr.String(), f.Key.Port, f.Key.Protocol.String(), f.Outside,
+		out.Frontends = append(out.Frontends, FrontendSampleJSON{f.Key.Addr.String(), f.Key.Port, f.Key.Protocol.String(),
+			f.Outside,
 			f.Rate, f.Total})
 	}
 	for _, e := range p.Endpoints {

@@ -16,8 +16,8 @@ import (
 const (
 	// listAlways is how many frontends there may be for all of them to be read each time.
 	listAlways = 4096
-	// keysPerSecond is how many elements are read otherwise, of frontends and of the pools they lead to: first those that are
-	// looked at, the others in turn.
+	// keysPerSecond is how many elements are read otherwise, of frontends and of the pools they lead to: first those
+	// that are looked at, the others in turn.
 	keysPerSecond = 2000
 	// relistAfter is how long new frontends may stay unseen if there are too many to read all of them each time.
 	relistAfter = 30 * time.Second
@@ -69,7 +69,8 @@ type endpointMeter struct {
 	scheduler *dataplane.SchedulerCount
 }
 
-// endpointPlace tells one counter of an endpoint from others: a place of a pool, or the frontend at which IPVS counts it.
+// endpointPlace tells one counter of an endpoint from others: a place of a pool, or the frontend at which IPVS counts
+// it.
 type endpointPlace struct {
 	place    dataplane.Place
 	frontend dataplane.Key
@@ -129,7 +130,8 @@ type Sampler struct {
 
 	frontends map[dataplane.Counted]*frontendMeter
 	ports     map[string]*portMeter
-	// listed is when all frontends were read, with the version of then; round counts such readings, next is whose turn it is.
+	// listed is when all frontends were read, with the version of then; round counts such readings, next is whose turn
+	// it is.
 	listed           time.Time
 	version, counted string
 	round            int
@@ -141,7 +143,8 @@ type Sampler struct {
 
 // NewSampler gives a sampler that has read nothing yet.
 func NewSampler(from reconcile.Inspector) *Sampler {
-	return &Sampler{from: from, now: time.Now, frontends: map[dataplane.Counted]*frontendMeter{}, ports: map[string]*portMeter{}}
+	return &Sampler{from: from, now: time.Now, frontends: map[dataplane.Counted]*frontendMeter{},
+		ports: map[string]*portMeter{}}
 }
 
 // Installed says whether anything was found to count.
@@ -155,8 +158,8 @@ func (s *Sampler) Names() (names []string) {
 	return names
 }
 
-// Sample reads counters. Visible are the ports that somebody looks at, expanded those whose endpoints too. All reads every
-// frontend, whatever it costs; otherwise interval, the time since the last sample, bounds how many are read.
+// Sample reads counters. Visible are the ports that somebody looks at, expanded those whose endpoints too. All reads
+// every frontend, whatever it costs; otherwise interval, the time since the last sample, bounds how many are read.
 func (s *Sampler) Sample(ctx context.Context, visible, expanded []string, interval time.Duration, all bool) error {
 	s.read = 0
 	if all || len(s.frontends) <= listAlways {
@@ -384,11 +387,14 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 	for _, p := range s.ports {
 		rate, total := p.sum()
 		out.Rate += rate
-		out.Ports = append(out.Ports, PortSample{Port: p.port, Name: p.name, Rate: rounded(rate), Total: total, Choices: p.choices(),
+		out.Ports = append(out.Ports, PortSample{Port: p.port, Name: p.name, Rate: rounded(rate), Total: total,
+			Choices:   p.choices(),
 			Scheduled: p.scheduled(), NotCounted: p.notCounted()})
 	}
 	out.Rate = rounded(out.Rate)
-	slices.SortFunc(out.Ports, func(a, b PortSample) int { return compareIn(order, a.Rate, b.Rate, a.Total, b.Total, a.Name, b.Name) })
+	slices.SortFunc(out.Ports, func(a, b PortSample) int {
+		return compareIn(order, a.Rate, b.Rate, a.Total, b.Total, a.Name, b.Name)
+	})
 	return out
 }
 
@@ -451,8 +457,9 @@ func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[st
 
 // Notice says what cannot be seen because it is not counted; empty if all is.
 func (s *Sample) Notice() string {
-	if n := notCounted(s.Counted); n != "" || !slices.ContainsFunc(s.Ports, func(p PortSample) bool { return p.NotCounted }) {
-		return n
+	n := notCounted(s.Counted)
+	if n == "" && slices.ContainsFunc(s.Ports, func(p PortSample) bool { return p.NotCounted }) {
+		return notByWishMany
 	}
-	return notByWishMany
+	return n
 }

@@ -23,8 +23,8 @@ type Top struct {
 	Interval time.Duration
 }
 
-// Once takes one sample over the Interval. It has the frontends of the first ports, at most so many as are shown, and if a Service was
-// named its endpoints.
+// Once takes one sample over the Interval. It has the frontends of the first ports, at most so many as are shown, and
+// if a Service was named its endpoints.
 func (t *Top) Once(ctx context.Context, most int) (sample *Sample, shown int, err error) {
 	s := t.Sampler
 	s.Only = t.Service

@@ -22,7 +22,8 @@ func TestTopIPVS(t *testing.T) {
 	key := dataplane.Key{Addr: netip.MustParseAddr("10.0.0.2"), Protocol: snapshot.TCP, Port: 80}
 	f.statistics = []dataplane.SchedulerCount{
 		{Frontend: key, Connections: 30, BytesIn: 4000, ByteRateIn: 1500, ByteRateOut: 2_340_000},
-		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.4:8080"), Weight: 3, Active: 1200, Inactive: 2, Connections: 10},
+		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.4:8080"), Weight: 3, Active: 1200, Inactive: 2,
+			Connections: 10},
 		{Frontend: key, Endpoint: netip.MustParseAddrPort("10.128.0.5:8080"), Active: 5, Connections: 20, ByteRateOut: 999},
 	}
 	all := []string{"team/web-2:http", "team/web-3:http"}
@@ -48,7 +49,8 @@ func TestTopIPVS(t *testing.T) {
 	}
 	out := s.Result(ByName, time.Second)
 	s.Details(&out.Ports[2], ByName)
-	if p := out.Ports[2]; !p.Scheduled || p.Scheduler == nil || p.Scheduler.Inactive != 2 || p.Scheduler.BytesIn != 4000 || p.Endpoints[0].Scheduler.Weight != 3 {
+	if p := out.Ports[2]; !p.Scheduled || p.Scheduler == nil || p.Scheduler.Inactive != 2 ||
+		p.Scheduler.BytesIn != 4000 || p.Endpoints[0].Scheduler.Weight != 3 {
 		t.Errorf("%+v", p)
 	}
 }

@@ -23,7 +23,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// fakeCounters are tables in memory whose counters a test sets, and which count what is read. They are asked as an Inspector is.
+// fakeCounters are tables in memory whose counters a test sets, and which count what is read. They are asked as an
+// Inspector is.
 type fakeCounters struct {
 	reconcile.Inspector
 	tables   ipfamily.Per[nft.Listing]
@@ -107,7 +108,8 @@ func (f *fakeCounters) countSlot(set nft.SetID, text string, slot uint32, n uint
 	}
 }
 
-// services puts Services with two endpoints each into the tables; the first is sticky, the second Local to clients from outside.
+// services puts Services with two endpoints each into the tables; the first is sticky, the second Local to clients from
+// outside.
 func (f *fakeCounters) services(n int) {
 	snap := snapshot.New()
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
@@ -123,7 +125,8 @@ func (f *fakeCounters) services(n int) {
 		case f.scheduled:
 			svc.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
 		}
-		sl := &snapshot.Slice{Name: name, Service: name.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		sl := &snapshot.Slice{Name: name, Service: name.Name, Ports: []snapshot.SlicePort{{Name: "http",
+			Protocol: snapshot.TCP, Port: 8080}}}
 		for e := range 2 {
 			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: benchmark.EndpointAddr(2*i + e),
 				Node: []string{"here", "there"}[e], Ready: true, Serving: true})
@@ -157,7 +160,8 @@ func newFakeSampler(services int) (*fakeCounters, *Sampler, *clock) {
 	return f, s, c
 }
 
-// TestTopRates: what is counted between two samples is a rate, of frontends and endpoints, inside and outside, sticky or not.
+// TestTopRates: what is counted between two samples is a rate, of frontends and endpoints, inside and outside, sticky
+// or not.
 func TestTopRates(t *testing.T) {
 	f, s, clock := newFakeSampler(4)
 	all := []string{"team/web-0:http", "team/web-1:http", "team/web-2:http"}
@@ -189,7 +193,8 @@ func TestTopRates(t *testing.T) {
 	}
 	want := []string{
 		"team/web-0:http 10.0 20 2: 10.128.0.1 10.0 20 10.128.0.0 0.0 0",
-		"team/web-1:http 7.0 14 2: 10.128.0.2 3.0 6 10.128.0.3 2.0 4", // web-1's services element counts twice: cluster IP and external IP
+		"team/web-1:http 7.0 14 2: 10.128.0.2 3.0 6 10.128.0.3 2.0 4",
+		// web-1's services element counts twice: cluster IP and external IP
 		"team/web-2:http 0.0 0 2: 10.128.0.4 0.0 0 10.128.0.5 0.0 0",
 		"team/web-3:http 0.0 0 2:",
 	}
@@ -217,7 +222,8 @@ func TestTopRates(t *testing.T) {
 	}
 }
 
-// TestTopBounded: of many frontends only some are read each time; those on the screen each time, every other one in its turn.
+// TestTopBounded: of many frontends only some are read each time; those on the screen each time, every other one in its
+// turn.
 func TestTopBounded(t *testing.T) {
 	const services = 10000
 	f, s, clock := newFakeSampler(services)
@@ -271,10 +277,12 @@ func TestTopView(t *testing.T) {
 	}
 	sample := &Sample{Interval: 2 * time.Second, Rate: 1500.5}
 	for i := range 30 {
-		sample.Ports = append(sample.Ports, PortSample{Name: fmt.Sprintf("team/web-%02d:http", i), Rate: math.Max(0, 1234-float64(i*300)),
+		sample.Ports = append(sample.Ports, PortSample{Name: fmt.Sprintf("team/web-%02d:http", i),
+			Rate:  math.Max(0, 1234-float64(i*300)),
 			Total: uint64(40000 - i), Choices: i % 3})
 	}
-	sample.Ports[1].Endpoints = []EndpointSample{{AddrPort: netip.MustParseAddrPort("10.244.1.1:8080"), Rate: 700, Total: 1000}, {AddrPort: netip.MustParseAddrPort("10.244.1.2:8080"), Rate: 234, Total: 900}}
+	sample.Ports[1].Endpoints = []EndpointSample{{AddrPort: netip.MustParseAddrPort("10.244.1.1:8080"), Rate: 700,
+		Total: 1000}, {AddrPort: netip.MustParseAddrPort("10.244.1.2:8080"), Rate: 234, Total: 900}}
 	v.Show(sample, nil)
 	v.Key("j")
 	v.Key("enter")
@@ -295,7 +303,8 @@ q quit   up/down select   enter endpoints   s sort
 		t.Errorf("the screen shows\n%s", got)
 	}
 	for _, test := range []struct{ keys, cursor, top string }{
-		{"G", "team/web-29:http", "team/web-22:http"}, {"g", "team/web-00:http", "team/web-00:http"}, {"pagedown", "team/web-07:http", "team/web-02:http"},
+		{"G", "team/web-29:http", "team/web-22:http"}, {"g", "team/web-00:http", "team/web-00:http"}, {"pagedown",
+			"team/web-07:http", "team/web-02:http"},
 		{"up", "team/web-06:http", "team/web-02:http"}, {"pageup pageup", "team/web-00:http", "team/web-00:http"},
 	} {
 		for _, k := range strings.Fields(test.keys) {

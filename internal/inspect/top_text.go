@@ -31,7 +31,8 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 
 // schedulerText is what stands behind the name of what IPVS schedules.
 func schedulerText(c *dataplane.SchedulerCount) string {
-	return fmt.Sprintf("%s open, in %s/s, out %s/s", units.Thousands(int(c.Active)), bytesText(c.ByteRateIn), bytesText(c.ByteRateOut))
+	return fmt.Sprintf("%s open, in %s/s, out %s/s", units.Thousands(int(c.Active)), bytesText(c.ByteRateIn),
+		bytesText(c.ByteRateOut))
 }
 
 // bytesText writes a number of bytes.

@@ -17,8 +17,8 @@ type TopView struct {
 	// sample is the newest; nil before the first.
 	sample *Sample
 	order  string
-	// cursor is the port that is selected, by its name: it stays selected while others change their places. first is the index of
-	// the port in the topmost line.
+	// cursor is the port that is selected, by its name: it stays selected while others change their places. first is
+	// the index of the port in the topmost line.
 	cursor   string
 	first    int
 	expanded map[string]bool
@@ -218,7 +218,8 @@ func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 
 // portLine is the line of a port.
 func portLine(mark string, p *PortSample) string {
-	return topLine(countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p), topName(mark, p))
+	return topLine(countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p),
+		topName(mark, p))
 }
 
 // countText gives a number of a port's, or a sign that it is not counted.

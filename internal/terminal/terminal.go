@@ -57,7 +57,8 @@ func (s *Screen) Draw(lines []string) error {
 	return err
 }
 
-// Keys sends the names of the keys that are pressed; the channel is closed at the end of the input. It goes on until then.
+// Keys sends the names of the keys that are pressed; the channel is closed at the end of the input. It goes on until
+// then.
 func (s *Screen) Keys() <-chan string {
 	out := make(chan string)
 	go func() {

@@ -26,7 +26,8 @@ func TestSettings(t *testing.T) {
 			Slices: map[snapshot.Name]*snapshot.Slice{name: {Name: name, Service: name.Name,
 				Ports:     []snapshot.SlicePort{{Protocol: key.Protocol, Port: 8080}},
 				Endpoints: []snapshot.Endpoint{{Addr: netip.MustParseAddr("10.244.1.1"), Ready: true, Serving: true}}}}})
-		config := dataplane.Config{NodeName: "node", MasqueradeAll: want.MasqueradeAll, LocalhostNodePorts: want.GuardLoopback}
+		config := dataplane.Config{NodeName: "node", MasqueradeAll: want.MasqueradeAll,
+			LocalhostNodePorts: want.GuardLoopback}
 		switch p := want.Pods; {
 		case p.CIDR.IsValid():
 			config.DetectLocal.ClusterCIDRs = []netip.Prefix{p.CIDR}

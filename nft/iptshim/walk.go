@@ -22,15 +22,15 @@ type Packet = nft.Packet
 type Host struct {
 	// Here says which addresses are this node's own. Loopback addresses are in any case.
 	Here func(netip.Addr) bool
-	// Recent says whether a list of xt_recent, such as "KUBE-SEP-...", holds a sender who was seen within that time; nil
-	// means that nobody is remembered.
+	// Recent says whether a list of xt_recent, such as "KUBE-SEP-...", holds a sender who was seen within that time;
+	// nil means that nobody is remembered.
 	Recent func(list string, sender netip.Addr, within time.Duration) bool
 }
 
 // Walk is the way of a packet through the rules.
 type Walk struct {
-	// Steps are the rules that looked at the packet until it had a destination, or none, in their order. Where it is left
-	// to chance which of several endpoints it has, those before the choice and all that are asked for one.
+	// Steps are the rules that looked at the packet until it had a destination, or none, in their order. Where it is
+	// left to chance which of several endpoints it has, those before the choice and all that are asked for one.
 	Steps []Step
 	// Endings are what can become of it; their chances add up to 1.
 	Endings []Ending

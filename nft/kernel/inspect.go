@@ -55,7 +55,8 @@ func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) {
 const traceTries = 3
 
 // Trace implements reconcile.Inspector.
-func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.LocalNode) (t *dataplane.Trace, err error) {
+func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.LocalNode) (t *dataplane.Trace,
+	err error) {
 	f := ipfamily.Of(p.Destination)
 	for range traceTries {
 		var before, after ipfamily.Per[nft.Revision]
@@ -73,7 +74,8 @@ func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.
 	return t, nil
 }
 
-func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace, error) {
+func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace,
+	error) {
 	table, err := i.Table(f)
 	if err != nil {
 		return nil, err
@@ -86,7 +88,8 @@ func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node datapl
 	t.Unclear = slices.Concat(table.Wrong, t.Unclear)
 	switch {
 	case !table.There:
-		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node", f.NFT(), nft.TableName))
+		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is not there: nobody carries Services on this node", f.NFT(),
+			nft.TableName))
 	case table.Dormant:
 		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", f.NFT(), nft.TableName))
 	}
@@ -127,7 +130,8 @@ func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*da
 	if err != nil {
 		return nil, err
 	}
-	d := &dataplane.Differences{Wrong: contents.Wrong, Quiet: contents.Quiet, Contradictions: plainDifferences(contents.Contradictions)}
+	d := &dataplane.Differences{Wrong: contents.Wrong, Quiet: contents.Quiet,
+		Contradictions: plainDifferences(contents.Contradictions)}
 	if contents.Unchecked > 0 {
 		d.Notes = append(d.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
 			contents.Unchecked))
@@ -149,8 +153,9 @@ func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*da
 func (c *Contents) inspected(n int, f ipfamily.Family, d *dataplane.Differences) {
 	t, found := c.Tables[n], &c.Found[n]
 	name := f.NFT() + " " + nft.TableName
-	out := dataplane.InspectedTable{Family: f.NFT(), Name: name, There: t.There, Owner: t.Owner, Revision: found.Revision.Number,
-		Unit: "elements"}
+	out := dataplane.InspectedTable{Family: f.NFT(), Name: name, There: t.There, Owner: t.Owner,
+		Revision: found.Revision.Number,
+		Unit:     "elements"}
 	for set, elements := range found.Elements {
 		if nft.SetID(set).IsContent() {
 			out.Elements += len(elements)
@@ -167,8 +172,9 @@ func (c *Contents) inspected(n int, f ipfamily.Family, d *dataplane.Differences)
 	default:
 		out.Digest, out.Found = written.Total().String(), held.Total().String()
 		if held != written {
-			d.Wrong = append(d.Wrong, fmt.Sprintf("%s: it does not hold what was last written: its digest should be %s and is %s",
-				name, out.Digest, out.Found))
+			d.Wrong = append(d.Wrong,
+				fmt.Sprintf("%s: it does not hold what was last written: its digest should be %s and is %s",
+					name, out.Digest, out.Found))
 		}
 	}
 	d.Tables = append(d.Tables, out)
@@ -177,7 +183,8 @@ func (c *Contents) inspected(n int, f ipfamily.Family, d *dataplane.Differences)
 func plainDifferences(list []nft.Difference) (out []dataplane.Difference) {
 	for i := range list {
 		d := &list[i]
-		p := dataplane.Difference{Wanted: d.Wanted, Family: d.Family.NFT(), Object: d.Text, Line: d.Family.NFT() + " " + d.Text}
+		p := dataplane.Difference{Wanted: d.Wanted, Family: d.Family.NFT(), Object: d.Text,
+			Line: d.Family.NFT() + " " + d.Text}
 		p.Port, _ = dataplane.ParsePortName(d.Port, 0)
 		if d.Set != nft.NumSets {
 			p.Set = d.Set.String()

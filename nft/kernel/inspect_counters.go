@@ -142,8 +142,8 @@ func (r *counterReading) take(frontends, pools []nft.Listed) {
 // maxEndpointKeys bounds how many counters of endpoints are read at a time.
 const maxEndpointKeys = 4096
 
-// endpoints reads the counters of the endpoints of frontends. Those with session affinity count in sticky-endpoints, where every
-// connection does, and not only that which was balanced.
+// endpoints reads the counters of the endpoints of frontends. Those with session affinity count in sticky-endpoints,
+// where every connection does, and not only that which was balanced.
 func (r *counterReading) endpoints(f ipfamily.Family, of []dataplane.FrontendCount) error {
 	done := map[uint32]bool{} // frontends of a port share a pool
 	asked := 0

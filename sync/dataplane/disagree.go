@@ -57,7 +57,8 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 		}
 	}
 	if remembered != x.Port.Affinity {
-		out = append(out, Disagreement{Affinity: true, Objects: rememberText(x.Port.Affinity), Kernel: rememberText(remembered)})
+		out = append(out, Disagreement{Affinity: true, Objects: rememberText(x.Port.Affinity),
+			Kernel: rememberText(remembered)})
 	}
 	return append(out, t.endpointDisagreements(x)...)
 }
@@ -100,7 +101,8 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: fmt.Sprintf("1 of %d connections", n),
 				Kernel: fmt.Sprintf("%d of %d", chance, of)})
 		case held && masquerade[c.AddrPort] != c.Sees.Node():
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.Sees.Node()), Kernel: seesText(masquerade[c.AddrPort])})
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.Sees.Node()),
+				Kernel: seesText(masquerade[c.AddrPort])})
 		}
 	}
 	for ep := range chances {

@@ -33,10 +33,11 @@ type Packet struct {
 
 // LocalNode is what a Trace has to know of the node. A function that is nil says no to everything.
 type LocalNode struct {
-	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never leaves again.
+	// Local says which addresses are the node's own: a packet that comes in by an interface and goes there never leaves
+	// again.
 	Local func(netip.Addr) bool
-	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which shows it to
-	// netfilter: then the kernel tells no incoming interface in postrouting.
+	// Bridged says whether a packet that came in by an interface and goes to an address stays on a bridge, which shows
+	// it to netfilter: then the kernel tells no incoming interface in postrouting.
 	Bridged func(iface string, to netip.Addr) bool
 }
 
@@ -50,8 +51,8 @@ type Trace struct {
 	Steps []TraceStep
 	// Port is the service port that answers; it has no name if none does, or the rules do not say which.
 	Port PortName
-	// Connections counts those to the frontend; nil if it is not counted. Counted is one of CountedEndpoints and its like, or
-	// empty if it is not known what is counted.
+	// Connections counts those to the frontend; nil if it is not counted. Counted is one of CountedEndpoints and its
+	// like, or empty if it is not known what is counted.
 	Connections *uint64
 	Counted     string
 	// Scheduler is how IPVS chooses from the Destinations, if the packet is left to it.
@@ -61,8 +62,8 @@ type Trace struct {
 	Near []Neighbour
 	// Revision numbers what was written; 0 if the backend numbers nothing.
 	Revision uint32
-	// Unclear says which rules, written by others, could not be read; they are taken for rules that do not match. Notes say what
-	// else a reader should know, such as that nothing is installed.
+	// Unclear says which rules, written by others, could not be read; they are taken for rules that do not match. Notes
+	// say what else a reader should know, such as that nothing is installed.
 	Unclear, Notes []string
 }
 
@@ -88,7 +89,8 @@ type Ending struct {
 	Masquerade, Hairpin bool
 	// Remember is for how long the sender will be sent to this endpoint again; 0 means that it will not.
 	Remember time.Duration
-	// Remembered says that the sender was remembered, and is sent there for that reason; it will be for Left more, if that is known.
+	// Remembered says that the sender was remembered, and is sent there for that reason; it will be for Left more, if
+	// that is known.
 	Remembered bool
 	Left       time.Duration
 	// Connections counts those to this place; nil if it is not counted.
@@ -178,7 +180,8 @@ type InspectedTable struct {
 	// Family is the backend's word for it, and Name how the table is called where people read it.
 	Family, Name string
 	There        bool
-	// Owner is the netlink port that may write it; 0 if everybody may. Revision numbers what was written; 0 if nothing does.
+	// Owner is the netlink port that may write it; 0 if everybody may. Revision numbers what was written; 0 if nothing
+	// does.
 	Owner, Revision uint32
 	// Digest is what the table says it should hold, Found what it was found to hold; empty if that is not known.
 	Digest, Found string
@@ -195,11 +198,11 @@ type Difference struct {
 	Family, Object, Line string
 	// Set is the map or set it is in; empty if it is in none.
 	Set string
-	// Port is the service port it belongs to; the zero PortName says nobody's, and one without a Port and a Protocol may be any of
-	// the Service's.
+	// Port is the service port it belongs to; the zero PortName says nobody's, and one without a Port and a Protocol
+	// may be any of the Service's.
 	Port PortName
-	// Place is the same for two differences, of which one is Wanted, if something is there that should be different; empty if there
-	// is no such pair.
+	// Place is the same for two differences, of which one is Wanted, if something is there that should be different;
+	// empty if there is no such pair.
 	Place string
 }
 
@@ -208,8 +211,8 @@ type CountersAsked struct {
 	// All asks for every frontend; otherwise only those in Frontends are read, which are as they were read before.
 	All       bool
 	Frontends []FrontendCount
-	// Endpoints are frontends, as they were read before, of whose endpoints the counters are read too; those that share a pool are
-	// read once.
+	// Endpoints are frontends, as they were read before, of whose endpoints the counters are read too; those that share
+	// a pool are read once.
 	Endpoints []FrontendCount
 }
 
@@ -219,8 +222,8 @@ type Counters struct {
 	Version string
 	// Counted is one of CountedEndpoints and its like; empty if that is not known.
 	Counted string
-	// Frontends are those that were asked for and are there. Whole says, if All were asked for, that none is missing: it may be if
-	// somebody wrote meanwhile.
+	// Frontends are those that were asked for and are there. Whole says, if All were asked for, that none is missing:
+	// it may be if somebody wrote meanwhile.
 	Frontends []NamedCount
 	Whole     bool
 	// Endpoints have an empty Counted: they are counted over all frontends of their pool.
@@ -238,8 +241,8 @@ type NamedCount struct {
 	Port PortName
 }
 
-// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints, since it was made. Rates are a second each, and follow
-// some seconds behind.
+// SchedulerCount is what IPVS counted at a frontend, or at one of its endpoints, since it was made. Rates are a second
+// each, and follow some seconds behind.
 type SchedulerCount struct {
 	Frontend Key
 	// Endpoint is invalid for the frontend itself, which has no Weight and no connections that are open.

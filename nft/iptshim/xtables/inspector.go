@@ -24,8 +24,8 @@ type Inspector struct {
 
 var _ reconcile.Inspector = (*Inspector)(nil)
 
-// Inspect looks for the programs by which rules of ours are read: of the variant that holds some, or else of the one that this node
-// would have them in. That there are no programs is an error. Options say how the rules are written.
+// Inspect looks for the programs by which rules of ours are read: of the variant that holds some, or else of the one
+// that this node would have them in. That there are no programs is an error. Options say how the rules are written.
 func Inspect(ctx context.Context, o iptshim.Options) (*Inspector, error) {
 	found, err := Find(ctx)
 	if err != nil {
@@ -46,7 +46,8 @@ func Inspect(ctx context.Context, o iptshim.Options) (*Inspector, error) {
 	return &Inspector{found, o, false}, nil
 }
 
-// Liberal says whether the kernel takes TCP packets outside of the window for valid: then none has to be dropped for that.
+// Liberal says whether the kernel takes TCP packets outside of the window for valid: then none has to be dropped for
+// that.
 func Liberal() bool {
 	text, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 	return err == nil && strings.TrimSpace(string(text)) != "0"
@@ -122,13 +123,14 @@ func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplan
 		}
 	}
 	if saved.Rules() == 0 {
-		t.Notes = append(t.Notes, fmt.Sprintf("there are no rules of Verdict for %s: nobody carries Services on this node", f))
+		t.Notes = append(t.Notes, fmt.Sprintf("there are no rules of Verdict for %s: nobody carries Services on this node",
+			f))
 	}
 	return t, nil
 }
 
-// Differences implements reconcile.Inspector. Rules of iptables do not say themselves what they should be: without a State it looks
-// whether those are there that every Service needs.
+// Differences implements reconcile.Inspector. Rules of iptables do not say themselves what they should be: without a
+// State it looks whether those are there that every Service needs.
 func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*dataplane.Differences, error) {
 	d := &dataplane.Differences{Programs: i.programs.String(), Quiet: true}
 	state := wanted
@@ -138,7 +140,8 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 			return nil, err
 		}
 		state = &dataplane.State{LocalhostNodePorts: settings.LocalhostNodePorts}
-		d.Notes = append(d.Notes, "rules of iptables do not say what they should be: give the objects, to have those of Services compared")
+		d.Notes = append(d.Notes,
+			"rules of iptables do not say what they should be: give the objects, to have those of Services compared")
 	}
 	model := iptshim.New(i.options)
 	model.Plan(state, dataplane.Change{})
@@ -175,7 +178,8 @@ func plainDifference(d iptshim.Difference) dataplane.Difference {
 }
 
 // errCounters says why there are no counters.
-var errCounters = fmt.Errorf("iptables: counters of Services: %w: its rules count packets of all kinds, and forget the count whenever "+
+var errCounters = fmt.Errorf("iptables: counters of Services: %w: its rules count packets of all kinds, "+
+	"and forget the count whenever "+
 	"a Service's rules are written anew", reconcile.ErrUnsupported)
 
 // Counters implements reconcile.Inspector: there are none.

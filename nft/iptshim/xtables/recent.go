@@ -41,7 +41,8 @@ func seenAgo(list string, sender netip.Addr) (time.Duration, bool) {
 
 var jiffiesLine = regexp.MustCompile(`(?m)^jiffies: (\d+)$`)
 
-// jiffies gives the kernel's clock, and how many times a second it ticks. The clock begins five minutes before it reaches 2^32.
+// jiffies gives the kernel's clock, and how many times a second it ticks. The clock begins five minutes before it
+// reaches 2^32.
 func jiffies() (now uint64, hz int, err error) {
 	text, err := os.ReadFile("/proc/timer_list")
 	if err != nil {
