@@ -18,10 +18,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Backend is a reconcile.Backend that has IPVS schedule, and another backend do everything else. Its methods may be called at
+// Backend is a reconcile.Writer that has IPVS schedule, and another backend do everything else. Its methods may be called at
 // the same time; all but Statistics wait for each other.
 type Backend struct {
-	inner   reconcile.Backend
+	inner   reconcile.Writer
 	options Options
 	now     func() time.Time
 
@@ -54,11 +54,11 @@ type Backend struct {
 	}
 }
 
-var _ reconcile.Backend = (*Backend)(nil)
+var _ reconcile.Writer = (*Backend)(nil)
 
 // New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet: neither
 // IPVS nor its parameters are as much as looked at before a Service asks for it.
-func New(inner reconcile.Backend, o Options) (*Backend, error) {
+func New(inner reconcile.Writer, o Options) (*Backend, error) {
 	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), behind: true, doubtful: true}
 	if b.options.DrainLimit == 0 {
 		b.options.DrainLimit = DefaultDrainLimit

@@ -894,7 +894,7 @@ func TestIPVSMoves(t *testing.T) {
 
 // failing is a backend that fails.
 type failing struct {
-	reconcile.Backend
+	reconcile.Writer
 	err error
 }
 

@@ -24,7 +24,7 @@ func TestIPVSTaken(t *testing.T) {
 
 	ctx, cancel := context.WithCancel(context.Background())
 	queue := snapshot.NewQueue(1)
-	loop := &reconcile.Loop{Queue: queue, Planner: w.planner, Backend: w.backend, Log: slog.New(slog.DiscardHandler)}
+	loop := &reconcile.Loop{Queue: queue, Planner: w.planner, Writer: w.backend, Log: slog.New(slog.DiscardHandler)}
 	ended := make(chan error, 1)
 	go func() { ended <- w.Node.Do(func() error { return loop.Run(ctx) }) }()
 	t.Cleanup(func() {

@@ -21,7 +21,7 @@ import (
 
 // rules is what writes this node's rules: nftables, with IPVS behind it, or iptables.
 type rules struct {
-	backend reconcile.Backend
+	backend reconcile.Writer
 	// tables and scheduler are nil with iptables, and chains with nftables.
 	tables    *kernel.Backend
 	scheduler *ipvsplugin.Backend

@@ -39,12 +39,12 @@ func TestCompat(t *testing.T) {
 		what := fmt.Sprintf("there are %d chains", want)
 		testkit.Eventually(t, patience, what, func() bool { return chains() == want }, v.said)
 	}
-	v.restart("the kernel carries the Services", "--iptables-compat")
+	v.restart("all Services are programmed", "--iptables-compat")
 	wait(4)
 	labtest.Run(t, v.cluster.Node, "", "iptables", "-t", "nat", "-F")
 	labtest.Run(t, v.cluster.Node, "", "iptables", "-t", "nat", "-X")
 	wait(4)
-	v.restart("the kernel carries the Services")
+	v.restart("all Services are programmed")
 	wait(0)
 	labtest.Check(t, v.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, v.keeper.Wait())
@@ -58,7 +58,7 @@ func TestSwitchBackends(t *testing.T) {
 			v := newVictim(t)
 			v.flags = append(v.flags, "--keeper=none")
 			labtest.Run(t, v.cluster.Node, "", program, "-w", "5", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
-			v.restart("the kernel carries the Services")
+			v.restart("all Services are programmed")
 			stop := v.clients()
 			for range 3 {
 				v.restart("removed the tables of nftables", "--backend=iptables")

@@ -35,7 +35,7 @@ func (r *tuned) start() {
 	r.cmd.Env = append(os.Environ(), beVerdict+"=1")
 	r.cmd.Stdout, r.cmd.Stderr = log, log
 	labtest.Check(r.t, r.cmd.Start())
-	r.wait("the kernel carries the Services", 1)
+	r.wait("all Services are programmed", 1)
 }
 
 func (r *tuned) stop() {

@@ -163,7 +163,7 @@ func TestBlackHole(t *testing.T) {
 	api := newHub(t, s.cluster.Outside, first.IP(ipfamily.IPv4))
 	s.env = []string{"HTTP2_READ_IDLE_TIMEOUT_SECONDS=1", "HTTP2_PING_TIMEOUT_SECONDS=1"}
 	s.startWith("--kubeconfig", api.kubeconfig())
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	s.sends(first)
 
 	labtest.Run(t, s.cluster.Node, hole, "nft", "-f", "-")

@@ -33,7 +33,7 @@ const (
 	// loadPatience is how long an answer may take in an emulated machine where proxies start.
 	loadPatience = 10 * time.Second
 	// carried is what a proxy says when it is at work.
-	carried = "the kernel carries the Services"
+	carried = "all Services are programmed"
 	stamp   = "05.000"
 )
 

@@ -326,7 +326,7 @@ func newVictim(t *testing.T) *victim {
 func TestKilled(t *testing.T) {
 	v := newVictim(t)
 	v.start()
-	v.wait("the kernel carries the Services", 1)
+	v.wait("all Services are programmed", 1)
 
 	stop := v.clients()
 	start := time.Now()
@@ -372,7 +372,7 @@ func (v *victim) settle() {
 	for again := range 2 {
 		if again == 1 {
 			v.start()
-			v.wait("the kernel carries the Services", strings.Count(v.said(), "the kernel carries the Services")+1)
+			v.wait("all Services are programmed", strings.Count(v.said(), "all Services are programmed")+1)
 		}
 		time.Sleep(1500 * time.Millisecond)
 		labtest.Check(v.t, v.keeper.Process.Signal(syscall.SIGTERM))

@@ -128,7 +128,7 @@ func TestLogUnread(t *testing.T) {
 	s.worksOn()
 	var text strings.Builder
 	labtest.Check(t, r.SetReadDeadline(time.Now().Add(patience)))
-	for b := make([]byte, 1<<16); strings.Count(text.String(), "the kernel carries the Services") < 1; {
+	for b := make([]byte, 1<<16); strings.Count(text.String(), "all Services are programmed") < 1; {
 		n, err := r.Read(b)
 		if err != nil {
 			t.Fatalf("%v after\n%s", err, strings.TrimLeft(text.String(), "\x00"))

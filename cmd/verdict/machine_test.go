@@ -34,7 +34,7 @@ func TestClockJumps(t *testing.T) {
 	inGuest(t)
 	s := newShown(t, newLog(t))
 	s.start()
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	readyz := fmt.Sprintf("http://%s:10256/readyz", s.cluster.Node.IP(ipfamily.IPv4))
 	check := fmt.Sprintf("http://%s:30900", s.cluster.Node.IP(ipfamily.IPv4))
 	s.await("at first", s.cluster.Outside, readyz, 200, `"healthy":true`)
@@ -72,7 +72,7 @@ func TestConntrackFull(t *testing.T) {
 	inGuest(t)
 	s := newShown(t, newLog(t))
 	s.start()
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	const limit = "/proc/sys/net/netfilter/nf_conntrack_max"
 	before, err := os.ReadFile(limit)
 	labtest.Check(t, err)

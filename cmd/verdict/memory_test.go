@@ -120,13 +120,13 @@ func TestMemoryLimit(t *testing.T) {
 	s.group = group
 	pod := s.cluster.Pods[0]
 	s.start()
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	least := s.group.Used(t) // as good as nothing is needed for one Service
 	s.ends()
 	url := newCrowd(t, services, endpoints, pod.IP(ipfamily.IPv4)).serve(t, s.cluster.Outside)
 	flags := []string{"--kubeconfig", kubeconfigOf(t, url)}
 	s.startWith(flags...)
-	s.wait("the kernel carries the Services", 2)
+	s.wait("all Services are programmed", 2)
 	s.sends(pod)
 	much := s.group.Used(t)
 	s.ends()
@@ -136,11 +136,11 @@ func TestMemoryLimit(t *testing.T) {
 	s.startWith(flags...)
 	s.wait("the kernel has killed processes of this container", 2)
 	s.sends(pod)
-	if strings.Count(s.said(), "the kernel carries the Services") > 2 || s.group.Killed(t) == 0 {
+	if strings.Count(s.said(), "all Services are programmed") > 2 || s.group.Killed(t) == 0 {
 		t.Fatalf("there was enough memory:\n%s", s.said())
 	}
 	s.group.Limit(t, 4*much)
-	s.wait("the kernel carries the Services", 3)
+	s.wait("all Services are programmed", 3)
 	s.sends(pod)
 	s.ends()
 	said := s.said()

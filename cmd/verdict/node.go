@@ -31,7 +31,7 @@ type source interface {
 type node struct {
 	config  dataplane.Config
 	sources []source
-	backend reconcile.Backend
+	backend reconcile.Writer
 	// tables, if not nil, is what writes nftables, behind or in place of backend.
 	tables *kernel.Backend
 	// scheduler, if not nil, is what writes IPVS, before tables.
@@ -67,8 +67,7 @@ var stuckAfter = 2 * time.Minute
 // run works until ctx is done, and leaves in the kernel what is there.
 func (n *node) run(ctx context.Context) (err error) {
 	queue, planner := snapshot.NewQueue(len(n.sources)), dataplane.NewPlanner(n.config)
-	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log,
-		Unschedules: n.unscheduled, Refuses: n.refused, Contested: n.contested}
+	loop := reconcile.Loop{Queue: queue, Planner: planner, Log: n.log, Writer: n.backend}
 	shown, err := n.surface(queue, &loop)
 	if err != nil {
 		return err
@@ -88,7 +87,6 @@ func (n *node) run(ctx context.Context) (err error) {
 		shown.looked(l)
 	})
 	group.Go(func() error { return cleaner.Run(ctx) })
-	loop.Backend = cleaner.Behind(shown.metrics.Behind(n.backend))
 	var leastRest atomic.Int64
 	leastRest.Store(int64(n.leastRest))
 	loop.LeastRest = func() time.Duration { return time.Duration(leastRest.Load()) }
@@ -97,23 +95,25 @@ func (n *node) run(ctx context.Context) (err error) {
 			leastRest.Store(int64(t.leastRest))
 			planner.SetConfig(t.policy)
 			shown.retune(t.policy)
-			queue.Stir()
+			queue.Notify()
 		})
 		return nil
 	})
 	routed := false
-	loop.Written = func(t reconcile.Transaction) {
+	written := func(t reconcile.Transaction) {
 		if planner.State().LocalhostNodePorts && !routed {
 			routed = true
 			if err := n.routeLocalnet(); err != nil {
 				n.log.Warn("node ports will not answer at 127.0.0.1", "err", err)
 			}
 		}
-		shown.metrics.Written(t)
 		if n.written != nil {
 			n.written(t)
 		}
 	}
+	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
+	loop.Listeners = append(loop.Listeners, reconcile.Listener{
+		Written: written, Unscheduled: n.unscheduled, Quarantined: n.refused, Contested: n.contested})
 	group.Go(func() error { return loop.Run(ctx) })
 	group.Go(func() error {
 		n.watch(ctx, &loop)

@@ -117,8 +117,6 @@ func (n *node) surface(queue *snapshot.Queue, loop *reconcile.Loop) (*surface, e
 		o.Counters = s.counters
 	}
 	s.metrics = metrics.New(o)
-	loop.Settled = s.settled
-	loop.Failed = func(error) { s.health.Failed() }
 	return s, nil
 }
 
@@ -177,13 +175,13 @@ func (s *surface) emit(e watch.Event) {
 	}
 }
 
-// settled is told what the kernel carries.
-func (s *surface) settled(now reconcile.Settled) {
-	s.health.Settled(now.Snapshot.Node)
-	s.metrics.Settled(now)
+// listeners hear what the loop does.
+func (s *surface) listeners() []reconcile.Listener {
+	list := []reconcile.Listener{s.metrics.Listener(), s.health.Listener()}
 	if s.node.serving.nodePorts {
-		s.ports.Settled(now.Snapshot, now.Change)
+		list = append(list, s.ports.Listener())
 	}
+	return list
 }
 
 // retune has another policy count.

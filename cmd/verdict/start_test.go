@@ -110,7 +110,7 @@ func TestBadStart(t *testing.T) {
 		_ = v.keeper.Process.Signal(syscall.SIGTERM)
 		_ = v.keeper.Wait()
 	}()
-	v.wait("the kernel carries the Services", 1)
+	v.wait("all Services are programmed", 1)
 	v.wait("a sysctl is set", 1)
 	if hostState(t, node) == before {
 		t.Fatal("a good start changes nothing, so this shows nothing")

@@ -59,7 +59,7 @@ func TestLoopThatIsStuck(t *testing.T) {
 				b.apply.Store(int64(c.apply))
 				b.check.Store(int64(c.check))
 				queue := snapshot.NewQueue(1)
-				loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(dataplane.Config{}), Backend: &b,
+				loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(dataplane.Config{}), Writer: &b,
 					Log: slog.New(slog.DiscardHandler)}
 				var why []string
 				began, at := time.Now(), time.Duration(0)
@@ -146,7 +146,7 @@ func TestPlaceIsTaken(t *testing.T) {
 	}
 	s.start()
 	s.wait("working without the place", 1)
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	held := func(want float64) {
 		t.Helper()
 		deadline := time.Now().Add(20 * time.Second)
@@ -176,7 +176,7 @@ func TestFewDescriptors(t *testing.T) {
 	s := &shown{victim: newVictim(t)}
 	s.descriptors = 128
 	s.start()
-	s.wait("the kernel carries the Services", 1)
+	s.wait("all Services are programmed", 1)
 	for _, addr := range []string{"127.0.0.1:10256", "127.0.0.1:10249"} {
 		for range 400 {
 			var c net.Conn

@@ -165,7 +165,7 @@ func TestFromKubeProxy(t *testing.T) {
 	t.Logf("1. verdict takeover --dry-run:\n%s", labtest.Run(t, host, "", verdict, "takeover", "--dry-run"))
 
 	said := startVerdict(t, plane, host, config)
-	testkit.Eventually(t, 30*time.Second, "it carries the Services", func() bool { return strings.Contains(said(), "the kernel carries the Services") })
+	testkit.Eventually(t, 30*time.Second, "it carries the Services", func() bool { return strings.Contains(said(), "all Services are programmed") })
 	testkit.Eventually(t, 30*time.Second, "it removes kube-proxy's rules, or sees it", func() bool {
 		return strings.Contains(said(), "removed what kube-proxy made") || strings.Contains(said(), "kube-proxy is at work")
 	})

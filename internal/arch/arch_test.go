@@ -40,7 +40,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/backends":    {ours: []string{"internal/config", "ipvsplugin", "nft/iptshim", "nft/iptshim/xtables", "nft/kernel", "sync/reconcile"}},
 	"internal/cgroup":      {},
 	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
-	"internal/conntrack":   {ours: []string{"internal/netlink", "sync/snapshot", "sync/dataplane"}, others: []string{"golang.org/x/sys"}},
+	"internal/conntrack":   {ours: []string{"internal/netlink", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
 	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/logging":     {},
 	"internal/netlink":     {others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"}},
@@ -52,6 +52,9 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},
 	"internal/takeover":    {ours: []string{"internal/netlink"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
+
+	"sync/reconcile/reconciletest": {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
+
 	// conformance is a module of its own, and held to the same table. It sees a proxy from outside only: of ours it may use
 	// what makes hosts and control planes, and nothing that decides or writes.
 	"conformance/testbed":           {ours: []string{"internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},

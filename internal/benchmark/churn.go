@@ -81,11 +81,11 @@ func Churn(ctx context.Context, o Options, load Load) (_ *ChurnResult, err error
 	run := &churnRun{
 		Options: o, load: load, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
 		queue: snapshot.NewQueue(1),
-		watch: &churnWatch{Backend: h.backend, filled: make(chan dataplane.Receipt, 1), waiting: map[snapshot.Name][]churnChange{}},
+		watch: &churnWatch{Writer: h.backend, filled: make(chan dataplane.Receipt, 1), waiting: map[snapshot.Name][]churnChange{}},
 		out:   &ChurnResult{Rate: load.Rate},
 	}
 	loop := reconcile.Loop{
-		Queue: run.queue, Planner: dataplane.NewPlanner(NodeConfig), Backend: run.watch, Log: slog.New(slog.DiscardHandler),
+		Queue: run.queue, Planner: dataplane.NewPlanner(NodeConfig), Writer: run.watch, Log: slog.New(slog.DiscardHandler),
 	}
 	group, inner := errgroup.WithContext(ctx)
 	inner, stop := context.WithCancelCause(inner)
@@ -224,7 +224,7 @@ type churnChange struct {
 
 // churnWatch is the loop's backend, watched: it knows which changes are not acknowledged yet.
 type churnWatch struct {
-	reconcile.Backend
+	reconcile.Writer
 	// filled gets the receipt of the first transaction.
 	filled chan dataplane.Receipt
 	failed context.CancelCauseFunc
@@ -242,7 +242,7 @@ type churnWatch struct {
 
 // Apply is the backend's; an error ends the measurement.
 func (w *churnWatch) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	r, err := w.Backend.Apply(want, change)
+	r, err := w.Writer.Apply(want, change)
 	now := time.Now()
 	if err != nil {
 		w.failed(err)

@@ -94,7 +94,7 @@ func victimAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{203, 0, byte(
 // victims are the Services of others, of which now and then one has another endpoint, and a tenant at work beside them.
 // The line is the proxy's own, from the queue to a kernel.
 type victims struct {
-	reconcile.Backend
+	reconcile.Writer
 	queue   *snapshot.Queue
 	cluster *Cluster
 	slices  []*snapshot.Slice
@@ -119,7 +119,7 @@ type victimChange struct {
 }
 
 func (v *victims) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	r, err := v.Backend.Apply(want, change)
+	r, err := v.Writer.Apply(want, change)
 	now := time.Now()
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -171,7 +171,7 @@ func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []vi
 	h, err := newHost(small(t))
 	labtest.Check(t, err)
 	defer func() { labtest.Check(t, h.close()) }()
-	v := &victims{Backend: h.backend, queue: snapshot.NewQueue(1), cluster: NewCluster(services, 10),
+	v := &victims{Writer: h.backend, queue: snapshot.NewQueue(1), cluster: NewCluster(services, 10),
 		waiting: map[snapshot.Name]*victimChange{}, filled: make(chan struct{})}
 	all := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range services {
@@ -182,7 +182,7 @@ func runVictims(t testing.TB, attack func(int) snapshot.Delta, changes int) []vi
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	var log strings.Builder
-	loop := reconcile.Loop{Queue: v.queue, Planner: dataplane.NewPlanner(NodeConfig), Backend: v,
+	loop := reconcile.Loop{Queue: v.queue, Planner: dataplane.NewPlanner(NodeConfig), Writer: v,
 		Log: slog.New(logging.NewLimit(slog.NewTextHandler(&log, nil)))}
 	var group sync.WaitGroup
 	group.Go(func() { labtest.Check(t, loop.Run(ctx)) })

@@ -10,15 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
-
-// Backend is what makes the kernel carry states, as package reconcile has it.
-type Backend interface {
-	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
-	Check() (found []string, again time.Duration, err error)
-	Remove() error
-}
 
 // table is the kernel's table of flows: a *Conn.
 type table interface {
@@ -54,21 +47,19 @@ func (l *Look) of(family byte) *Flows {
 	return &l.IPv6
 }
 
-// Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop write by the backend that
-// Behind gives, and Run it.
+// Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop tell its Listener, and Run
+// it.
 type Cleaner struct {
 	table  table
 	looked func(Look)
 	wake   chan struct{}
 
-	// mu is held while the backend writes: as long as it is free, the frontends below are those the kernel carries. Without
+	// mu is held while the loop writes: as long as it is free, the frontends below are those that are programmed. Without
 	// that, a flow to an endpoint which a transaction brought a moment ago would look like one to an endpoint that is gone.
 	mu   sync.Mutex
 	held frontends
-	// sure says that held is what the kernel carries: the last transaction succeeded. Otherwise nothing is deleted.
+	// sure says that held is what is programmed: the last transaction succeeded. Otherwise nothing is deleted.
 	sure bool
-	// left are Services of which the kernel does not carry yet what it should, sorted.
-	left []snapshot.Name
 	// turns are the frontends to look at, everything a look at all of them; it has no turns left when there is none.
 	turns      map[dataplane.Key]turn
 	everything turn
@@ -108,63 +99,33 @@ func newCleaner(t table, looked func(Look)) *Cleaner {
 	if looked == nil {
 		looked = func(Look) {}
 	}
-	return &Cleaner{table: t, looked: looked, wake: make(chan struct{}, 1), held: newFrontends(), turns: map[dataplane.Key]turn{}}
+	return &Cleaner{table: t, looked: looked, wake: make(chan struct{}, 1), held: frontends{}, turns: map[dataplane.Key]turn{}}
 }
 
-// Behind gives a backend that writes by another one, and lets the Cleaner know of it. There is one for a Cleaner. Its Apply
-// waits while the Cleaner deletes a few flows, which takes less than a millisecond, and never while it lists them.
-func (c *Cleaner) Behind(b Backend) Backend { return behind{b, c} }
-
-// behind leaves Check to the other backend: it writes nothing, and the Cleaner need not wait for it.
-type behind struct {
-	Backend
-	cleaner *Cleaner
-}
-
-// without gives a change without the Services that are not written yet, and with those that were not before.
-func (c *Cleaner) without(change dataplane.Change, left []snapshot.Name) dataplane.Change {
-	waited := dataplane.Change{Services: c.left}
-	c.left = slices.SortedFunc(slices.Values(left), snapshot.Name.Compare)
-	change = change.With(waited)
-	change.Services = slices.DeleteFunc(slices.Clone(change.Services), func(n snapshot.Name) bool {
-		_, waits := slices.BinarySearchFunc(c.left, n, snapshot.Name.Compare)
-		return waits
-	})
-	return change
-}
-
-func (b behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	b.cleaner.mu.Lock()
-	defer b.cleaner.mu.Unlock()
-	r, err := b.Backend.Apply(want, change)
-	if err != nil {
-		b.cleaner.sure = false
-		return r, err
+// Listener gives what a loop has to tell the Cleaner. Its Writing waits while the Cleaner deletes a few flows, which takes
+// less than a millisecond, and never while it lists them.
+func (c *Cleaner) Listener() reconcile.Listener {
+	return reconcile.Listener{
+		Writing:   c.mu.Lock,
+		Committed: c.committed,
+		Failed: func(reconcile.Failure) {
+			c.sure = false
+			c.mu.Unlock()
+		},
 	}
-	b.cleaner.follow(want, b.cleaner.without(change, r.Left), r.Full)
-	return r, nil
 }
 
-// Remove leaves the flows alone: what they were translated by is gone, and they are as good as before.
-func (b behind) Remove() error {
-	b.cleaner.mu.Lock()
-	defer b.cleaner.mu.Unlock()
-	b.cleaner.held, b.cleaner.sure, b.cleaner.left = newFrontends(), false, nil
-	clear(b.cleaner.turns)
-	b.cleaner.everything = turn{}
-	return b.Backend.Remove()
-}
-
-// follow takes note of a transaction that the kernel acknowledged. After one that failed, or that wrote everything anew, the
+// committed takes over a transaction that the kernel acknowledged. After one that failed, or that wrote everything anew, the
 // flows of all frontends are worth a look: nobody knows what was in force meanwhile.
-func (c *Cleaner) follow(want *dataplane.State, change dataplane.Change, full bool) {
-	names, now := change.Services, turn{time.Now(), looks}
-	if full = full || !c.sure; full {
-		names = c.held.all(want)
+func (c *Cleaner) committed(commit reconcile.Commit) {
+	defer c.mu.Unlock()
+	now := turn{time.Now(), looks}
+	full := commit.Full || !c.sure
+	if full {
 		c.everything = now
 	}
-	for _, k := range c.held.follow(want, names) {
-		if _, carried := c.held.ports[k]; !carried || !full {
+	for _, k := range c.held.replace(commit.Before, commit.After) {
+		if _, carried := c.held[k]; !carried || !full {
 			c.turns[k] = now
 		}
 	}
@@ -276,7 +237,7 @@ type sweep struct {
 	since  time.Time
 }
 
-// errUnsure ends a look: a transaction failed meanwhile, so that nobody knows what the kernel carries.
+// errUnsure ends a look: a transaction failed meanwhile, so that nobody knows what is programmed.
 var errUnsure = errors.New("conntrack: a transaction failed; flows are left alone until one succeeds")
 
 // look lists the flows to the sweep's frontends and deletes those that are wrong.
@@ -322,7 +283,7 @@ func (s *sweep) frontends() []dataplane.Key {
 		keys = append(keys, k)
 	}
 	if s.everything > 0 {
-		for k := range s.held.ports {
+		for k := range s.held {
 			if _, named := s.keys[k]; !named {
 				keys = append(keys, k)
 			}
@@ -358,7 +319,7 @@ func (s *sweep) judge(flows []flow, count *Flows) error {
 	return err
 }
 
-// lock waits until no transaction is under way, which is no work: a backend may take long.
+// lock waits until no transaction is under way, which is no work: that may take long.
 func (s *sweep) lock() {
 	start := time.Now()
 	s.mu.Lock()
@@ -375,7 +336,7 @@ func (s *sweep) covers(k dataplane.Key) bool {
 	if s.everything == 0 {
 		return false
 	}
-	_, carried := s.held.ports[k]
+	_, carried := s.held[k]
 	return carried
 }
 

@@ -12,6 +12,8 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -89,6 +91,16 @@ func (f backendFunc) Remove() error                           { return nil }
 
 func fine(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, nil }
 
+// loops are those that Cleaners listen to.
+var loops sync.Map
+
+// behind gives a writer that writes by another one, and tells the Cleaner, as the loop does. There is one loop for a Cleaner.
+func behind(c *Cleaner, w reconcile.Writer) reconcile.Writer {
+	loop, _ := loops.LoadOrStore(c, &reconciletest.Loop{Listeners: []reconcile.Listener{c.Listener()}})
+	loop.(*reconciletest.Loop).Writer = w
+	return loop.(*reconciletest.Loop)
+}
+
 // rest lets time pass, and then the Cleaner come to rest too.
 func rest(d time.Duration) {
 	time.Sleep(d)
@@ -108,7 +120,7 @@ func running(t *testing.T, table *fakeTable, st *dataplane.State) (*Cleaner, *[]
 	go c.Run(ctx)
 	t.Cleanup(func() { cancel(); synctest.Wait() })
 	if st != nil {
-		_, err := c.Behind(backendFunc(fine)).Apply(st, dataplane.Change{})
+		_, err := behind(c, backendFunc(fine)).Apply(st, dataplane.Change{})
 		labtest.Check(t, err)
 		rest(time.Minute)
 		table.listed, told = nil, nil
@@ -123,7 +135,7 @@ func TestLooksTwice(t *testing.T) {
 		table.add(dnsKey, "10.0.0.1:53")
 		table.add(dnsKey, "10.0.0.2:53")
 		start := time.Now()
-		_, err := c.Behind(backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.2:53")), dnsChange)
+		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.2:53")), dnsChange)
 		labtest.Check(t, err)
 		rest(lookAgain / 2)
 		if len(table.flows) != 1 {
@@ -149,7 +161,7 @@ func TestNothingToDo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{}
 		c, _ := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53")))
-		_, err := c.Behind(backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dnsChange)
+		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dnsChange)
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.listed) != 0 {
@@ -163,7 +175,7 @@ func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{takes: 50 * time.Millisecond}
 		c, told := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53")))
-		b := c.Behind(backendFunc(fine))
+		b := behind(c, backendFunc(fine))
 		for i := range 1000 {
 			_, err := b.Apply(state(service("dns", dnsKey+">10.0.0."+[]string{"1", "2"}[i%2]+":53")), dnsChange)
 			labtest.Check(t, err)
@@ -185,13 +197,13 @@ func TestEndpointArrivesMeanwhile(t *testing.T) {
 		table := &fakeTable{takes: 5 * time.Millisecond}
 		c, _ := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")))
 		table.during = func() {
-			_, err := c.Behind(backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
+			_, err := behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
 				table.add(dnsKey, "10.0.0.3:53") // translated by the new rules, before the kernel's word is here
 				return dataplane.Receipt{}, nil
 			})).Apply(state(service("dns", dnsKey+">10.0.0.2:53,10.0.0.3:53")), dnsChange)
 			labtest.Check(t, err)
 		}
-		_, err := c.Behind(backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.2:53")), dnsChange)
+		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.2:53")), dnsChange)
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.flows) == 0 {
@@ -208,7 +220,7 @@ func TestFailures(t *testing.T) {
 		c, told := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53"), service("old", "10.96.0.2:53/udp>10.0.0.9:53")))
 		table.add(dnsKey, "10.0.0.2:53")
 		table.add("10.96.0.2:53/udp", "10.0.0.9:53")
-		failing := c.Behind(backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable }))
+		failing := behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable }))
 		oldGone := dataplane.Change{Services: []snapshot.Name{name("old")}}
 		if _, err := failing.Apply(state(service("dns", dnsKey+">10.0.0.2:53")), oldGone); err != errTable {
 			t.Fatal(err)
@@ -219,7 +231,7 @@ func TestFailures(t *testing.T) {
 		}
 		table.fails = 3
 		start := time.Now()
-		_, err := c.Behind(backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dataplane.Change{})
+		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dataplane.Change{})
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.flows) != 1 || table.flows[0].frontend != key(dnsKey) {
@@ -241,60 +253,21 @@ func TestFailureMeanwhile(t *testing.T) {
 		c, told := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")))
 		table.add(dnsKey, "10.0.0.1:53")
 		table.during = func() {
-			c.Behind(backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable })).
+			behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable })).
 				Apply(state(), dnsChange)
 		}
 		st := state(service("dns", dnsKey+">10.0.0.2:53"))
-		_, err := c.Behind(backendFunc(fine)).Apply(st, dnsChange)
+		_, err := behind(c, backendFunc(fine)).Apply(st, dnsChange)
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.flows) != 1 || len(*told) != 1 || !errors.Is((*told)[0].Err, errUnsure) {
 			t.Fatalf("left %v, told %v", table.flows, *told)
 		}
-		_, err = c.Behind(backendFunc(fine)).Apply(st, dataplane.Change{})
+		_, err = behind(c, backendFunc(fine)).Apply(st, dataplane.Change{})
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.flows) != 0 {
 			t.Errorf("left %v", table.flows)
 		}
 	})
-}
-
-// TestRemove: what cleanup takes out of the kernel is looked at no more.
-func TestRemove(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		table := &fakeTable{}
-		c, told := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53")))
-		table.add(dnsKey, "10.0.0.2:53")
-		labtest.Check(t, c.Behind(backendFunc(fine)).Remove())
-		rest(time.Minute)
-		if len(*told) != 0 || len(table.flows) != 1 {
-			t.Errorf("told %v", *told)
-		}
-	})
-}
-
-// backendThatChecks is one whose Check does this.
-type backendThatChecks struct {
-	backendFunc
-	check func()
-}
-
-func (b backendThatChecks) Check() ([]string, time.Duration, error) {
-	b.check()
-	return []string{"a set is gone"}, time.Second, errTable
-}
-
-// TestCheckPassesBy says that a Check is the other backend's, and keeps no look at the flows waiting.
-func TestCheckPassesBy(t *testing.T) {
-	c := newCleaner(&fakeTable{}, nil)
-	found, again, err := c.Behind(backendThatChecks{fine, func() {
-		if !c.mu.TryLock() {
-			t.Fatal("the Cleaner has to wait")
-		}
-		c.mu.Unlock()
-	}}).Check()
-	if len(found) != 1 || again != time.Second || err != errTable {
-		t.Errorf("got %v, %v, %v", found, again, err)
-	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -25,7 +26,7 @@ type proxied struct {
 	snap    *snapshot.Snapshot
 	planner *dataplane.Planner
 	cleaner *Cleaner
-	backend Backend
+	backend reconcile.Writer
 	// flows is for the test's own look at the table.
 	flows *Conn
 }
@@ -68,7 +69,7 @@ func (p *proxied) restart(looked func(Look)) {
 	p.planner = dataplane.NewPlanner(dataplane.Config{NodeName: "node", LocalhostNodePorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}})
 	p.cleaner = NewCleaner(open(p.t, p.Node), looked)
-	p.backend = p.cleaner.Behind(nft)
+	p.backend = behind(p.cleaner, nft)
 }
 
 func (p *proxied) apply(d snapshot.Delta) {

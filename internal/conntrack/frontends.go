@@ -14,59 +14,38 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// frontends is what the kernel carries of UDP and SCTP: where each frontend's flows may go. It keeps pointers into the states
-// it is told, whose Services nobody changes.
-type frontends struct {
-	services map[snapshot.Name]*dataplane.Service
-	ports    map[dataplane.Key]*dataplane.ServicePort
-}
+// frontends says where the flows of each UDP and SCTP frontend that is programmed may go. It keeps pointers into Services,
+// which nobody changes.
+type frontends map[dataplane.Key]*dataplane.ServicePort
 
-func newFrontends() frontends {
-	return frontends{map[snapshot.Name]*dataplane.Service{}, map[dataplane.Key]*dataplane.ServicePort{}}
-}
-
-// follow brings the frontends of the named Services to a state, and gives those whose flows may be wrong now: sorted and
+// replace replaces Services by others, in the same order, and gives the frontends whose flows may be wrong now: sorted and
 // unique, those that are gone among them.
-func (fs *frontends) follow(st *dataplane.State, names []snapshot.Name) []dataplane.Key {
-	before := map[dataplane.Key]*dataplane.ServicePort{}
-	for _, n := range names {
-		eachFrontend(fs.services[n], func(k dataplane.Key, sp *dataplane.ServicePort) {
-			before[k] = sp
-			delete(fs.ports, k)
+func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key {
+	was := map[dataplane.Key]*dataplane.ServicePort{}
+	for _, svc := range before {
+		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
+			if fs[k] == sp { // otherwise another Service has got it already
+				was[k] = sp
+				delete(fs, k)
+			}
 		})
-		delete(fs.services, n)
 	}
 	var look []dataplane.Key
 	// A key may have gone from one Service to another: all are taken out before the first is put in.
-	for _, n := range names {
-		svc := st.Services[n]
+	for _, svc := range after {
 		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
-			fs.services[n], fs.ports[k] = svc, sp
-			if mayHaveWrong(before[k], sp) {
+			fs[k] = sp
+			if mayHaveWrong(was[k], sp) {
 				look = append(look, k)
 			}
-			delete(before, k)
+			delete(was, k)
 		})
 	}
-	for k := range before {
+	for k := range was {
 		look = append(look, k)
 	}
 	slices.SortFunc(look, dataplane.Key.Compare)
 	return look
-}
-
-// all names every Service that is carried, or that a state holds.
-func (fs *frontends) all(st *dataplane.State) []snapshot.Name {
-	names := make([]snapshot.Name, 0, len(st.Services))
-	for n := range st.Services {
-		names = append(names, n)
-	}
-	for n := range fs.services {
-		if st.Services[n] == nil {
-			names = append(names, n)
-		}
-	}
-	return names
 }
 
 // eachFrontend calls do for every UDP and SCTP frontend of a Service, which may be nil.
@@ -111,8 +90,8 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 //
 // In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does: there it
 // is no wonder that one goes by untranslated.
-func (fs *frontends) wrong(f *flow) bool {
-	sp, carried := fs.ports[f.frontend]
+func (fs frontends) wrong(f *flow) bool {
+	sp, carried := fs[f.frontend]
 	if (!carried || f.zoned) && !f.translated() {
 		return false
 	}

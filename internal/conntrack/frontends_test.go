@@ -91,15 +91,15 @@ func TestFollow(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.what, func(t *testing.T) {
-			fs, before, after := newFrontends(), state(), state()
+			fs, before, after := frontends{}, []*dataplane.Service{nil}, []*dataplane.Service{nil}
 			if test.before != nil {
-				before = state(test.before)
+				before[0] = test.before
 			}
 			if test.after != nil {
-				after = state(test.after)
+				after[0] = test.after
 			}
-			fs.follow(before, fs.all(before))
-			got := fs.follow(after, fs.all(after))
+			fs.replace([]*dataplane.Service{nil}, before)
+			got := fs.replace(before, after)
 			if !slices.Equal(got, keys(test.look)) {
 				t.Errorf("look at %v, want %s", got, test.look)
 			}
@@ -110,22 +110,34 @@ func TestFollow(t *testing.T) {
 // TestFrontendMoves: an address goes from one Service to another in one change, in either order of their names.
 func TestFrontendMoves(t *testing.T) {
 	for _, from := range []string{"a", "z"} {
-		fs := newFrontends()
-		fs.follow(state(service(from, "10.96.0.1:53/udp>10.0.0.1:53")), []snapshot.Name{name(from)})
-		st := state(service("m", "10.96.0.1:53/udp>10.0.0.2:53"))
-		if got := fs.follow(st, []snapshot.Name{name(from), name("m")}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
+		fs, old, next := frontends{}, service(from, "10.96.0.1:53/udp>10.0.0.1:53"), service("m", "10.96.0.1:53/udp>10.0.0.2:53")
+		fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{old})
+		if got := fs.replace([]*dataplane.Service{old, nil}, []*dataplane.Service{nil, next}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
 			t.Errorf("from %s: look at %v", from, got)
 		}
-		if sp := fs.ports[key("10.96.0.1:53/udp")]; sp == nil || sp.Name.Service != name("m") {
+		if sp := fs[key("10.96.0.1:53/udp")]; sp == nil || sp.Name.Service != name("m") {
 			t.Errorf("from %s: the frontend belongs to %v", from, sp)
 		}
 	}
 }
 
+// TestFrontendMovesInParts: the Service that gets an address is written before the one that loses it.
+func TestFrontendMovesInParts(t *testing.T) {
+	fs, old, next := frontends{}, service("a", "10.96.0.1:53/udp>10.0.0.1:53"), service("m", "10.96.0.1:53/udp>10.0.0.2:53")
+	fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{old})
+	if got := fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{next}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
+		t.Errorf("look at %v", got)
+	}
+	fs.replace([]*dataplane.Service{old}, []*dataplane.Service{nil})
+	if sp := fs[key("10.96.0.1:53/udp")]; sp == nil || sp.Name.Service != name("m") {
+		t.Errorf("the frontend belongs to %v", sp)
+	}
+}
+
 func TestWrong(t *testing.T) {
-	fs := newFrontends()
-	st := state(service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,192.0.2.1:30053"), service("none", "10.96.0.2:53/udp"))
-	fs.follow(st, fs.all(st))
+	fs := frontends{}
+	fs.replace(nil, []*dataplane.Service{
+		service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,192.0.2.1:30053"), service("none", "10.96.0.2:53/udp")})
 	tests := []struct {
 		what, frontend, endpoint string
 		zoned, wrong             bool
@@ -233,28 +245,32 @@ func (w walk) slice(n snapshot.Name) *snapshot.Slice {
 func TestFollowProperty(t *testing.T) {
 	for seed := range uint64(300) {
 		w := walk{rand.New(rand.NewPCG(seed, 1))}
-		snap, planner, fs := snapshot.New(), dataplane.NewPlanner(dataplane.Config{NodeName: "here"}), newFrontends()
+		snap, planner, fs := snapshot.New(), dataplane.NewPlanner(dataplane.Config{NodeName: "here"}), frontends{}
 		for step := range 60 {
-			before := frontends{maps.Clone(fs.services), maps.Clone(fs.ports)}
+			before := maps.Clone(fs)
 			change, _ := planner.Apply(snap, snap.Apply(w.delta()))
-			look := fs.follow(planner.State(), change.Services)
-			full := newFrontends()
-			full.follow(planner.State(), full.all(planner.State()))
+			var after []*dataplane.Service
+			for _, n := range change.Services {
+				after = append(after, planner.State().Services[n])
+			}
+			look := fs.replace(planner.Before(), after)
+			full := frontends{}
+			full.replace(nil, slices.Collect(maps.Values(planner.State().Services)))
 			if !reflect.DeepEqual(fs, full) {
 				t.Fatalf("seed %d step %d: %v by change, %v from the full state", seed, step, fs, full)
 			}
-			for f := range everyFlow(&before, &fs) {
-				checkFlow(t, &before, &fs, look, snap, &f)
+			for f := range everyFlow(before, fs) {
+				checkFlow(t, before, fs, look, snap, &f)
 			}
 		}
 	}
 }
 
 // everyFlow gives every flow there can be to a frontend of before or after.
-func everyFlow(before, after *frontends) func(func(flow) bool) {
+func everyFlow(before, after frontends) func(func(flow) bool) {
 	return func(yield func(flow) bool) {
-		all := maps.Clone(before.ports)
-		maps.Copy(all, after.ports)
+		all := maps.Clone(before)
+		maps.Copy(all, after)
 		for k := range all {
 			ends := []netip.AddrPort{netip.AddrPortFrom(k.Addr, k.Port)}
 			for i := range 4 {
@@ -269,13 +285,13 @@ func everyFlow(before, after *frontends) func(func(flow) bool) {
 	}
 }
 
-func checkFlow(t *testing.T, before, after *frontends, look []dataplane.Key, snap *snapshot.Snapshot, f *flow) {
+func checkFlow(t *testing.T, before, after frontends, look []dataplane.Key, snap *snapshot.Snapshot, f *flow) {
 	t.Helper()
 	if f.frontend.Protocol == snapshot.TCP {
 		t.Fatal("TCP is followed")
 	}
-	_, had := before.ports[f.frontend]
-	sp, has := after.ports[f.frontend]
+	_, had := before[f.frontend]
+	sp, has := after[f.frontend]
 	// One that was wrong before has had its look.
 	if right := !had || !before.wrong(f); right && after.wrong(f) && !slices.Contains(look, f.frontend) {
 		t.Fatalf("%v -> %v is wrong now, and its frontend gets no look", f.frontend, f.endpoint)

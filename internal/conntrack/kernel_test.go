@@ -204,7 +204,7 @@ func TestExactFlows(t *testing.T) {
 				conn := emptyHost(t)
 				insert(t, conn, entries...)
 				c, full := NewCleaner(conn, nil), &noBackend{true}
-				b := c.Behind(full)
+				b := behind(c, full)
 				port := fmt.Sprintf("%v>%v,%v", k, endpoints[v6][0], endpoints[v6][1])
 				_, err := b.Apply(state(service("dns", port)), dataplane.Change{})
 				labtest.Check(t, err)
@@ -255,7 +255,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 		t.Fatal("nobody noticed")
 	}
 	before := listAll(t, conn)
-	_, err := c.Behind(&noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
+	_, err := behind(c, &noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
 	l := lookNow(t, c)
 	if got := removed(t, before, listAll(t, conn)); len(got) != 3 || l.Lists != 1 {
@@ -313,7 +313,7 @@ func TestAmongMany(t *testing.T) {
 		t.Fatalf("%d flows in the table; want %d", len(before), len(entries))
 	}
 	c := NewCleaner(conn, nil)
-	b := c.Behind(&noBackend{})
+	b := behind(c, &noBackend{})
 	_, err := b.Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
 	l := lookNow(t, c)
@@ -324,7 +324,7 @@ func TestAmongMany(t *testing.T) {
 	// A restart: all is right.
 	again := NewCleaner(conn, nil)
 	before = listAll(t, conn)
-	_, err = again.Behind(&noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
+	_, err = behind(again, &noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
 	l = lookNow(t, again)
 	if after := listAll(t, conn); l.IPv4.Removed != 0 || !maps.Equal(before, after) {
@@ -408,20 +408,18 @@ func BenchmarkRemove(b *testing.B) {
 
 // BenchmarkFollow is what the sync path pays for a change of one Service of 10,000.
 func BenchmarkFollow(b *testing.B) {
-	fs, st := newFrontends(), state()
+	fs, all := frontends{}, []*dataplane.Service{}
 	for i := range 10000 {
-		s := service(fmt.Sprint(i), fmt.Sprintf("10.96.%d.%d:53/udp>10.0.0.1:53,10.0.0.2:53", i>>8, i&255))
-		st.Services[s.Name] = s
+		all = append(all, service(fmt.Sprint(i), fmt.Sprintf("10.96.%d.%d:53/udp>10.0.0.1:53,10.0.0.2:53", i>>8, i&255)))
 	}
-	fs.follow(st, fs.all(st))
+	fs.replace(nil, all)
 	two := [2]*dataplane.Service{
 		service("17", "10.96.0.17:53/udp>10.0.0.1:53"), service("17", "10.96.0.17:53/udp>10.0.0.1:53,10.0.0.2:53"),
 	}
-	names := []snapshot.Name{name("17")}
+	fs.replace(all[17:18], two[1:])
 	b.ReportAllocs()
 	for i := 0; b.Loop(); i++ {
-		st.Services[names[0]] = two[i%2]
-		fs.follow(st, names)
+		fs.replace(two[1-i%2:][:1], two[i%2:][:1])
 	}
 }
 

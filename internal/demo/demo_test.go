@@ -76,8 +76,8 @@ func runProxy(ctx context.Context, p Proxy) error {
 	}
 	queue := snapshot.NewQueue(len(p.Sources))
 	cleaner := conntrack.NewCleaner(p.Flows, func(conntrack.Look) {})
-	loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(p.Config), Log: p.Log, Written: p.Written,
-		Backend: cleaner.Behind(p.Backend)}
+	loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(p.Config), Log: p.Log, Writer: p.Backend,
+		Listeners: []reconcile.Listener{cleaner.Listener(), {Written: p.Written}}}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range p.Sources {
 		group.Go(func() error { return s.Run(ctx, queue) })

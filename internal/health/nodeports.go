@@ -16,6 +16,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -95,9 +96,14 @@ const (
 	retryMost  = 30 * time.Second
 )
 
-// Settled takes over what the kernel carries: change says what may differ from the call before. It costs what the
-// change does, and opens nothing itself.
-func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
+// Listener gives what a loop has to tell the NodePorts.
+func (n *NodePorts) Listener() reconcile.Listener {
+	return reconcile.Listener{InSync: func(s reconcile.InSync) { n.InSync(s.Snapshot, s.Change) }}
+}
+
+// InSync takes over what is programmed: change says what may differ from the call before. It costs what the change does, and
+// opens nothing itself.
+func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.init()
@@ -115,7 +121,7 @@ func (n *NodePorts) Settled(s *snapshot.Snapshot, change snapshot.Change) {
 	}
 }
 
-// SetConfig has another Config count, for addresses from the next Settled on.
+// SetConfig has another Config count, for addresses from the next InSync on.
 func (n *NodePorts) SetConfig(c dataplane.Config) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -138,7 +138,7 @@ func TestPortsOpenAndClose(t *testing.T) {
 			for i := range deltas {
 				d.Merge(deltas[i])
 			}
-			ports.Settled(snap, snap.Apply(d))
+			ports.InSync(snap, snap.Apply(d))
 		}
 		expect := func(what, want string) {
 			t.Helper()
@@ -228,7 +228,7 @@ func TestOnePortOfTwoServices(t *testing.T) {
 		go func() { ports.Run(ctx); close(ended) }()
 		defer func() { cancel(); <-ended }()
 		snap := snapshot.New()
-		apply := func(d snapshot.Delta) { ports.Settled(snap, snap.Apply(d)) }
+		apply := func(d snapshot.Delta) { ports.InSync(snap, snap.Apply(d)) }
 		apply(addrDelta("192.0.2.1"))
 		apply(service("a", 30100, "10.96.0.1"))
 		synctest.Wait()
@@ -310,7 +310,7 @@ func TestPortsAnswer(t *testing.T) {
 		for i := range deltas {
 			d.Merge(deltas[i])
 		}
-		ports.Settled(snap, snap.Apply(d))
+		ports.InSync(snap, snap.Apply(d))
 	}
 	c := client(h)
 	apply(addrDelta("127.0.0.1 ::1"), service("web", 30100, "10.96.0.1 fd00::1"), endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"))
@@ -372,9 +372,9 @@ func BenchmarkSettled(b *testing.B) {
 				d.Merge(service(fmt.Sprint("s", i), uint16(30000+i), "10.96.0.1"))
 			}
 			d.Merge(addrDelta("192.0.2.1"))
-			ports.Settled(snap, snap.Apply(d))
+			ports.InSync(snap, snap.Apply(d))
 			for b.Loop() {
-				ports.Settled(snap, snap.Apply(endpoints("s5", "10.1.0.1 10.1.0.2")))
+				ports.InSync(snap, snap.Apply(endpoints("s5", "10.1.0.1 10.1.0.2")))
 			}
 		})
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -31,10 +32,10 @@ type Options struct {
 
 // Proxy is the proxy's state of health. It is safe for concurrent use. Make one with New.
 //
-//	              first Settled            Late since the oldest change, or the first failure
+//	              first InSync             Late since the oldest change, or the first failure
 //	starting ────────────────▶ in force ──────────────────────────────────▶ late
 //	   │                           ▲                                          │
-//	   │ Late                      └────────────────── Settled ───────────────┘
+//	   │ Late                      └────────────────── InSync ────────────────┘
 //	   └──▶ late
 //
 // It is healthy while it is in force and not late: then the rules are in, and not much older than what is known. It is
@@ -44,8 +45,8 @@ type Proxy struct {
 	o Options
 
 	mu sync.Mutex
-	// settled is when the kernel last carried everything; zero if it never did.
-	settled time.Time
+	// synced is when the kernel last held everything; zero if it never did.
+	synced time.Time
 	// failing is when the first of the transactions failed that failed since.
 	failing time.Time
 	node    snapshot.Node
@@ -59,11 +60,23 @@ func New(o Options) *Proxy {
 	return &Proxy{o: o}
 }
 
-// Settled takes note that the kernel carries everything, and what is known of the node.
-func (p *Proxy) Settled(node snapshot.Node) {
+// Listener gives what a loop has to tell the Proxy.
+func (p *Proxy) Listener() reconcile.Listener {
+	return reconcile.Listener{
+		InSync: func(s reconcile.InSync) { p.InSync(s.Snapshot.Node) },
+		Failed: func(f reconcile.Failure) {
+			if !f.Again {
+				p.Failed()
+			}
+		},
+	}
+}
+
+// InSync takes note that the kernel holds everything, and what is known of the node.
+func (p *Proxy) InSync(node snapshot.Node) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.settled, p.failing, p.node = time.Now(), time.Time{}, node
+	p.synced, p.failing, p.node = time.Now(), time.Time{}, node
 }
 
 // Failed takes note that a transaction failed.
@@ -107,7 +120,7 @@ func (p *Proxy) Status() Status {
 	waiting := p.o.Waiting().Since
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := Status{Now: time.Now(), Updated: p.settled, Leaving: p.node.Leaving}
+	s := Status{Now: time.Now(), Updated: p.synced, Leaving: p.node.Leaving}
 	if p.node.Name == "" && p.o.NeedsNode {
 		s.Leaving = "the Node object is not known"
 	}
@@ -124,7 +137,7 @@ func (p *Proxy) Status() Status {
 			s.Missing = append(s.Missing, fmt.Sprintf("%s since %v", trouble.what, age.Truncate(time.Second)))
 		}
 	}
-	if p.settled.IsZero() {
+	if p.synced.IsZero() {
 		s.Missing = append(s.Missing, p.first())
 	}
 	return s

@@ -63,34 +63,34 @@ func TestStates(t *testing.T) {
 			{600, "no API server for ten minutes: starting again would not help", nothing, "503 200 503",
 				"not listed yet: services, nodes"},
 			{601, "listed", func(s *story) { s.missing, s.waiting = nil, time.Now() }, "503 200 503", "the rules are not in yet"},
-			{602, "in force", func(s *story) { s.waiting = time.Time{}; s.p.Settled(node) }, "200 200 200", ""},
+			{602, "in force", func(s *story) { s.waiting = time.Time{}; s.p.InSync(node) }, "200 200 200", ""},
 			{9999, "nothing changes for hours", nothing, "200 200 200", ""},
 			{10000, "a change comes", func(s *story) { s.waiting = time.Now() }, "200 200 200", ""},
 			{10059, "it waits", nothing, "200 200 200", ""},
 			{10060, "for too long", nothing, "503 503 503", "changes wait for the kernel since 1m0s"},
 			{10075, "still", nothing, "503 503 503", "changes wait for the kernel since 1m15s"},
-			{10076, "it is in", func(s *story) { s.waiting = time.Time{}; s.p.Settled(node) }, "200 200 200", ""},
+			{10076, "it is in", func(s *story) { s.waiting = time.Time{}; s.p.InSync(node) }, "200 200 200", ""},
 		}},
 		{"the first write does not come", Options{}, []step{
 			{0, "listed", func(s *story) { s.waiting = time.Now() }, "503 200 503", "the rules are not in yet"},
 			{60, "late", nothing, "503 503 503", "changes wait for the kernel since 1m0s; the rules are not in yet"},
 		}},
 		{"transactions fail", Options{Late: 10 * time.Second}, []step{
-			{0, "in force", func(s *story) { s.p.Settled(node) }, "200 200 200", ""},
+			{0, "in force", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{1, "a repair fails", func(s *story) { s.p.Failed() }, "200 200 200", ""},
 			{5, "and again", func(s *story) { s.p.Failed() }, "200 200 200", ""},
 			{11, "it goes on from the first failure", nothing, "503 503 503", "the kernel refuses transactions since 10s"},
-			{12, "it works", func(s *story) { s.p.Settled(node) }, "200 200 200", ""},
+			{12, "it works", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{30, "and stays so", nothing, "200 200 200", ""},
 		}},
 		{"the node", Options{NeedsNode: true}, []step{
-			{0, "nobody knows the node", func(s *story) { s.p.Settled(snapshot.Node{}) }, "503 200 200", "the Node object is not known"},
-			{1, "it is known", func(s *story) { s.p.Settled(node) }, "200 200 200", ""},
-			{2, "it leaves", func(s *story) { s.p.Settled(leaving("the Node is tired")) }, "503 200 200", "the Node is tired"},
-			{3, "it stays", func(s *story) { s.p.Settled(node) }, "200 200 200", ""},
+			{0, "nobody knows the node", func(s *story) { s.p.InSync(snapshot.Node{}) }, "503 200 200", "the Node object is not known"},
+			{1, "it is known", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
+			{2, "it leaves", func(s *story) { s.p.InSync(leaving("the Node is tired")) }, "503 200 200", "the Node is tired"},
+			{3, "it stays", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 		}},
 		{"without a cluster", Options{}, []step{
-			{0, "there is no node", func(s *story) { s.p.Settled(snapshot.Node{}) }, "200 200 200", ""},
+			{0, "there is no node", func(s *story) { s.p.InSync(snapshot.Node{}) }, "200 200 200", ""},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -155,7 +155,7 @@ func TestBodies(t *testing.T) {
 			`"missing":["the rules are not in yet"]}`)
 		expect("livez", `200 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","healthy":true,`+
 			`"missing":["the rules are not in yet"]}`)
-		s.p.Settled(node)
+		s.p.InSync(node)
 		s.at(3)
 		expect("healthz", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":true,"healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}}}`)
@@ -163,7 +163,7 @@ func TestBodies(t *testing.T) {
 		expect("livez", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}},"quarantined":2}`)
 		s.quarantined = 0
-		s.p.Settled(leaving("the Node is being deleted"))
+		s.p.InSync(leaving("the Node is being deleted"))
 		expect("healthz", `503 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":false,"healthy":true,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:03Z","healthy":true},"IPv6":{"lastUpdated":"00:00:03Z","healthy":true}},`+
 			`"missing":["the Node is being deleted"]}`)

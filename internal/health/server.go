@@ -120,9 +120,9 @@ func (s *Server) serve(ctx context.Context, late bool) error {
 		return err
 	}
 	if late {
-		s.Log.Info("served at last", "server", s.Name, "address", l.Addr().String())
+		s.Log.Info("now listening", "server", s.Name, "address", l.Addr().String())
 	} else {
-		s.Log.Debug("served", "server", s.Name, "address", l.Addr().String())
+		s.Log.Debug("listening", "server", s.Name, "address", l.Addr().String())
 	}
 	srv := newHTTPServer(s.Handler)
 	ended := make(chan struct{})

@@ -57,7 +57,7 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 		}
 		host.set(func() { clear(host.taken) })
 		time.Sleep(listenMost)
-		if got := host.list(); got != "tcp 0.0.0.0:10256" || !strings.Contains(log.String(), "served at last") {
+		if got := host.list(); got != "tcp 0.0.0.0:10256" || !strings.Contains(log.String(), "now listening") {
 			t.Errorf("open are %q\n%s", got, log)
 		}
 		// A socket that breaks is opened again.

@@ -38,7 +38,7 @@ type askedCluster struct {
 	r       *rand.Rand
 	snap    *snapshot.Snapshot
 	config  dataplane.Config
-	backend reconcile.Backend
+	backend reconcile.Writer
 	// packets is how many are asked about and sent.
 	packets int
 }

@@ -64,8 +64,8 @@ func TestOneWhoFloods(t *testing.T) {
 			t.Errorf("%d lines were written; want %d", n, burst)
 		}
 		log.Warn("Service shop/web: spec.ports[0].port: 80800 is not a port")
-		log.Error("the kernel refused a transaction")
-		log.With("server", "metrics").Info("served at last")
+		log.Error("failed to apply a transaction")
+		log.With("server", "metrics").Info("now listening")
 		if n := len(out.take()); n != 3 {
 			t.Errorf("of others %d lines were written; want 3", n)
 		}
@@ -101,7 +101,7 @@ func TestManyWhoFlood(t *testing.T) {
 		if len(l.kinds) > maxKinds+1 || len(l.skipped) > maxKinds {
 			t.Errorf("%d kinds, %d skipped are kept", len(l.kinds), len(l.skipped))
 		}
-		log.Error("the kernel refused a transaction")
+		log.Error("failed to apply a transaction")
 		if n := len(out.take()); n != 1 {
 			t.Error("an error is crowded out by warnings")
 		}

@@ -66,7 +66,7 @@ func TestIPVS(t *testing.T) {
 	}
 	w.apply(t, true)
 	w.reader.locked(func() {
-		w.reader.ledger.follow([]*dataplane.Service{nil}, []*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, false, 1)
+		w.reader.ledger.replace([]*dataplane.Service{nil}, []*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, false, 1)
 		w.reader.ledger.ports[port].shown = true
 	})
 	read := func() (s ipvsSample) {
@@ -132,7 +132,7 @@ func TestIPVS(t *testing.T) {
 		t.Error("no error")
 	}
 	w.reader.locked(func() {
-		w.reader.ledger.follow([]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, []*dataplane.Service{nil}, false, 2)
+		w.reader.ledger.replace([]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, []*dataplane.Service{nil}, false, 2)
 	})
 	f.broken = nil
 	if s := read(); s.Connections != 0 || len(w.reader.scheduled.ports) != 0 {

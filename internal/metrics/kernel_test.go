@@ -35,7 +35,7 @@ type node struct {
 	t       testing.TB
 	cluster *lab.Cluster
 	kernel  *kernel.Backend
-	backend reconcile.Backend
+	backend reconcile.Writer
 	planner *dataplane.Planner
 	snap    *snapshot.Snapshot
 }
@@ -55,7 +55,7 @@ func newNode(t testing.TB, c *lab.Cluster, o Options) *node {
 	}))
 	o.Counters, o.Report = counters, func(err error) { t.Error(err) }
 	n.Metrics = New(o)
-	n.backend = n.Behind(n.kernel)
+	n.backend = behind(n.Metrics, n.kernel)
 	t.Cleanup(func() {
 		n.Stop()
 		counters.Close()

@@ -173,9 +173,9 @@ func newLedger(detail Detail, room int) *ledger {
 	return &ledger{detail: detail, room: room, ports: map[dataplane.PortName]*port{}, frontends: map[dataplane.Key]*frontend{}}
 }
 
-// follow takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there
-// is none. Full says that everything began at 0.
-func (g *ledger) follow(before, after []*dataplane.Service, full bool, moment uint64) {
+// replace takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there is none. Full
+// says that everything began at 0.
+func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment uint64) {
 	if full {
 		g.renewed, g.opening = moment, false
 	}

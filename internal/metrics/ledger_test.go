@@ -13,6 +13,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -378,12 +379,12 @@ func walk(t *testing.T, seed uint64) {
 		room = 3
 	}
 	m, fake := New(Options{Detail: PerEndpoint, MaxSeries: room, Counters: k}), &fakeBackend{kernel: k}
-	r, backend := m.reader, m.Behind(fake).(*behind)
+	r, backend := m.reader, behind(m, fake)
 	if seed%7 == 0 {
 		r.portions.list = 0
 	}
 	read := func() { r.read(make(chan struct{})) }
-	w := watcher{t: t, k: k, r: r, exact: exact && room > 100}
+	w := watcher{t: t, k: k, r: r, loop: backend, exact: exact && room > 100}
 	write := func(first bool) {
 		full := first && seed%5 > 0 || !first && c.IntN(20) == 0
 		if !exact {
@@ -400,7 +401,7 @@ func walk(t *testing.T, seed uint64) {
 			clear(k.truth)
 			clear(k.truthAt)
 		}
-		opening := !backend.wrote && seed%5 == 0
+		opening := !backend.Filled() && seed%5 == 0
 		if _, err := backend.Apply(c.planner.State(), change); err != nil {
 			t.Fatal(err)
 		}
@@ -422,7 +423,7 @@ func walk(t *testing.T, seed uint64) {
 		case 1, 2:
 			k.connectSome(c.Rand, 1)
 		default:
-			if !exact && backend.wrote && c.IntN(2) == 0 {
+			if !exact && backend.Filled() && c.IntN(2) == 0 {
 				k.meanwhile = func() {
 					k.connectSome(c.Rand, 3)
 					write(false)
@@ -491,6 +492,7 @@ func changed(st *dataplane.State, change dataplane.Change) map[snapshot.Name]*da
 
 // watcher compares what is shown with what was shown before, and with the truth.
 type watcher struct {
+	loop   *reconciletest.Loop
 	t      *testing.T
 	k      *fakeKernel
 	r      *reader
@@ -509,7 +511,7 @@ func (w *watcher) gone() {
 	for _, s := range w.k.slots {
 		there[portText(s.name)+" "+s.endpoint.Endpoint.String()] = true
 	}
-	for _, svc := range w.r.carried { // some of it may be gone already, while the rest is still to be written
+	for _, svc := range w.loop.Held() { // some of it may be gone already, while the rest is still to be written
 		for _, sp := range svc.Ports {
 			for _, what := range []string{"connections", "reject", "drop"} {
 				there[portText(sp.Name)+" "+what] = true

@@ -5,7 +5,6 @@ package metrics
 
 import (
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
@@ -25,8 +24,10 @@ type Metrics struct {
 	slis     *prometheus.Registry
 	reader   *reader
 	begin    time.Time
-	kube     kubeProxy
-	own      own
+	// begun is what was written of the first state; nil before that. Only the loop uses it.
+	begun *dataplane.Receipt
+	kube  kubeProxy
+	own   own
 }
 
 // families are the values of kube-proxy's label ip_family. Both are written in the same transactions, so most of what
@@ -85,68 +86,34 @@ func (c counted) Put(d snapshot.Delta) {
 // seconds is a time as Prometheus has it.
 func seconds(t time.Time) float64 { return float64(t.UnixNano()) / 1e9 }
 
-// Behind gives a backend that writes by another one, and counts what that does. There is one for Metrics.
-func (m *Metrics) Behind(b reconcile.Backend) reconcile.Backend { return &behind{Backend: b, m: m} }
-
-type behind struct {
-	reconcile.Backend
-	m *Metrics
-	// begun, if not nil, is what was written of the first state, and wrote says that it was all of it.
-	begun *dataplane.Receipt
-	wrote bool
-	// left are Services that the kernel does not carry yet as it should, sorted.
-	left []snapshot.Name
-}
-
-// without gives a change without the Services that are not wholly written yet, and with those that were not before.
-// Until they are, they count as what they were.
-func (b *behind) without(change dataplane.Change, left []snapshot.Name) dataplane.Change {
-	change = change.With(dataplane.Change{Services: b.left})
-	b.left = slices.SortedFunc(slices.Values(left), snapshot.Name.Compare)
-	change.Services = slices.DeleteFunc(slices.Clone(change.Services), func(n snapshot.Name) bool {
-		_, waits := slices.BinarySearchFunc(b.left, n, snapshot.Name.Compare)
-		return waits
-	})
-	return change
-}
-
-func (b *behind) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
-	start := time.Now()
-	r, err := b.Backend.Apply(want, change)
-	if err != nil {
-		refused := (*dataplane.Refused)(nil)
-		if !errors.As(err, &refused) || !refused.Scheduling { // the tables are written without it at once
-			b.m.failed(time.Since(start))
-		}
-		return r, err
+// Listener gives what a loop has to tell the Metrics.
+func (m *Metrics) Listener() reconcile.Listener {
+	return reconcile.Listener{
+		Committed: m.committed, Failed: m.failed, Written: m.written, InSync: m.inSync, Checked: m.checked,
 	}
+}
+
+// committed takes over a transaction that the kernel acknowledged.
+func (m *Metrics) committed(c reconcile.Commit) {
 	// What comes after the beginning of new tables has counted nothing before us either.
-	first := !b.wrote && (b.begun == nil || !b.begun.Full)
-	b.m.reader.follow(want, b.without(change, r.Left), &r, first)
-	if !b.wrote {
-		b.start(r)
+	m.reader.committed(&c, c.First && (m.begun == nil || !m.begun.Full))
+	if !c.First {
+		return
 	}
-	return r, nil
-}
-
-// start takes note of a transaction that is all of the first state, or a part of it.
-func (b *behind) start(r dataplane.Receipt) {
-	if b.begun != nil {
-		r = b.begun.Then(r)
+	r := c.Receipt
+	if m.begun != nil {
+		r = m.begun.Then(r)
 	}
-	if b.begun = &r; len(r.Left) == 0 {
-		b.wrote = true
-		b.m.started(&r)
+	if m.begun = &r; len(r.Left) == 0 {
+		m.started(&r)
 	}
 }
 
-func (b *behind) Check() (found []string, again time.Duration, err error) {
-	found, again, err = b.Backend.Check()
-	b.m.own.foreignChanges.Add(float64(len(found)))
-	if err != nil {
-		b.m.own.checkFailures.Inc()
+func (m *Metrics) checked(c reconcile.Check) {
+	m.own.foreignChanges.Add(float64(len(c.Found)))
+	if c.Err != nil {
+		m.own.checkFailures.Inc()
 	}
-	return found, again, err
 }
 
 // started takes note that the first state is written.
@@ -162,16 +129,20 @@ func (m *Metrics) started(r *dataplane.Receipt) {
 	m.own.startDuration.Set(time.Since(m.begin).Seconds())
 }
 
-func (m *Metrics) failed(took time.Duration) {
+// failed takes note of a transaction that failed. One without the Scheduling that IPVS refuses follows at once.
+func (m *Metrics) failed(f reconcile.Failure) {
+	if refused := (*dataplane.Refused)(nil); errors.As(f.Err, &refused) && refused.Scheduling {
+		return
+	}
 	m.own.transactions.WithLabelValues("failed").Inc()
-	for _, f := range families {
-		m.kube.syncFailures.WithLabelValues(f).Inc()
-		m.kube.sync.WithLabelValues(f).Observe(took.Seconds())
+	for _, family := range families {
+		m.kube.syncFailures.WithLabelValues(family).Inc()
+		m.kube.sync.WithLabelValues(family).Observe(f.Took.Seconds())
 	}
 }
 
-// Written takes note of a transaction that succeeded: for reconcile.Loop.
-func (m *Metrics) Written(t reconcile.Transaction) {
+// written takes note of a transaction that is all written.
+func (m *Metrics) written(t reconcile.Transaction) {
 	kind, outcome := m.kube.syncPartial, "partial"
 	switch {
 	case t.Full:
@@ -200,10 +171,10 @@ func (m *Metrics) Written(t reconcile.Transaction) {
 	}
 }
 
-// Settled takes note that the kernel carries everything: for reconcile.Loop. For what has changed in slices, the time
+// inSync takes note that the kernel holds everything. For what has changed in slices, the time
 // since it happened ends here. By this machine's clock it may happen later than that: then it took no time, as a sum
 // that falls would look like a restart to Prometheus.
-func (m *Metrics) Settled(s reconcile.Settled) {
+func (m *Metrics) inSync(s reconcile.InSync) {
 	at := time.Now()
 	setBoth(m.kube.lastSynced, seconds(at))
 	for _, t := range s.Triggers {

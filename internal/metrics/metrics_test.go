@@ -23,6 +23,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -67,12 +68,17 @@ func (b *fakeBackend) Check() ([]string, time.Duration, error) { return b.found,
 
 func (b *fakeBackend) Remove() error { return nil }
 
+// behind gives what writes by a fake, and tells the Metrics of it.
+func behind(m *Metrics, w reconcile.Writer) *reconciletest.Loop {
+	return &reconciletest.Loop{Writer: w, Listeners: []reconcile.Listener{m.Listener()}}
+}
+
 // world is Metrics with everything that it is told and asks for.
 type world struct {
 	*Metrics
 	kernel      *fakeKernel
 	fake        *fakeBackend
-	backend     reconcile.Backend
+	backend     reconcile.Writer
 	cluster     *randomCluster
 	quarantined []reconcile.Quarantined
 	ipvs        *fakeIPVS
@@ -101,7 +107,7 @@ func newWorld(o Options) *world {
 	o.Conntrack = func() (int, int, error) { return 7, 1000, nil }
 	o.Counters = w.kernel
 	w.Metrics = New(o)
-	w.backend = w.Behind(w.fake)
+	w.backend = behind(w.Metrics, w.fake)
 	return w
 }
 
@@ -112,7 +118,7 @@ func (w *world) apply(t testing.TB, full bool) {
 		Plan: time.Microsecond, Encode: time.Millisecond, Commit: time.Second}
 	r, err := w.backend.Apply(w.cluster.planner.State(), w.cluster.step())
 	if err == nil {
-		w.Written(reconcile.Transaction{Receipt: r, Policy: time.Minute, Total: 2 * time.Second, Services: 9})
+		w.written(reconcile.Transaction{Receipt: r, Policy: time.Minute, Total: 2 * time.Second, Services: 9})
 	}
 }
 
@@ -135,7 +141,7 @@ func everything(t testing.TB, detail Detail) *world {
 	}
 	w.kernel.rules[0][dataplane.RefusedUnusedPort] = 5
 	now := time.Now()
-	w.Settled(reconcile.Settled{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), IPv6: true}}})
+	w.inSync(reconcile.InSync{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), IPv6: true}}})
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	w.Before(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
@@ -532,7 +538,7 @@ func TestDocumented(t *testing.T) {
 func TestProgrammedBeforeItChanged(t *testing.T) {
 	w := newWorld(Options{})
 	for _, after := range []time.Duration{-time.Second, time.Hour, -time.Second} {
-		w.Settled(reconcile.Settled{Triggers: []snapshot.Trigger{{At: time.Now().Add(after)}}})
+		w.inSync(reconcile.InSync{Triggers: []snapshot.Trigger{{At: time.Now().Add(after)}}})
 	}
 	for _, f := range gather(t, w) {
 		if f.GetName() != "kubeproxy_network_programming_duration_seconds" {

@@ -9,7 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
 // How the kernel's counters are read.
@@ -25,8 +25,8 @@ const (
 	scrapePatience = 600 * time.Millisecond
 	// affinityPatience is how long remembered clients are counted where the kernel does not know how many they are.
 	affinityPatience = 100 * time.Millisecond
-	// followAtOnce is how many Services are taken over in the goroutine that wrote them.
-	followAtOnce = 16
+	// enterAtOnce is how many Services are entered into the ledger in the goroutine that wrote them.
+	enterAtOnce = 16
 )
 
 // portions are how much is read at once.
@@ -58,7 +58,6 @@ type reader struct {
 	ledger *ledger
 	// scheduled is what IPVS counted.
 	scheduled *ipvsLedger
-	carried   map[snapshot.Name]*dataplane.Service
 	// noLocal counts, by family, Service ports with policy Local, endpoints, and none of them here.
 	noLocal ipfamily.Per[localCount]
 	// atLocalhost counts, by family, Service ports with endpoints whose node port answers at localhost.
@@ -75,11 +74,10 @@ type reader struct {
 	affinity ipfamily.Per[int]
 }
 
-// written is what a transaction wrote: Services as they are now.
+// written is what a transaction wrote: Services before and after.
 type written struct {
-	moment uint64
-	names  []snapshot.Name
-	now    []*dataplane.Service
+	moment        uint64
+	before, after []*dataplane.Service
 	// full says that everything began to count at 0, found that it is of tables that have counted before us.
 	full, found bool
 }
@@ -87,7 +85,7 @@ type written struct {
 func newReader(o *Options) *reader {
 	r := &reader{
 		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries), scheduled: newIPVSLedger(),
-		carried: map[snapshot.Name]*dataplane.Service{}, affinity: ipfamily.Per[int]{-1, -1},
+		affinity: ipfamily.Per[int]{-1, -1},
 	}
 	if o.Detail != Off {
 		r.ipvs = o.IPVS
@@ -95,20 +93,16 @@ func newReader(o *Options) *reader {
 	return r
 }
 
-// follow takes note of what a transaction wrote. First says that it was the first.
-func (r *reader) follow(want *dataplane.State, change dataplane.Change, receipt *dataplane.Receipt, first bool) {
-	w := written{moment: r.moment.Add(1), names: change.Services, now: make([]*dataplane.Service, len(change.Services)),
-		full: receipt.Full, found: first && !receipt.Full}
-	for i, n := range change.Services {
-		w.now[i] = want.Services[n]
-	}
+// committed takes note of what a transaction wrote. First says that it was the first.
+func (r *reader) committed(c *reconcile.Commit, first bool) {
+	w := written{r.moment.Add(1), c.Before, c.After, c.Full, first && !c.Full}
 	r.queueMu.Lock()
 	r.queue = append(r.queue, w)
 	r.queueMu.Unlock()
 	switch {
 	case w.found:
 		go r.begin()
-	case len(w.names) > followAtOnce:
+	case len(w.before) > enterAtOnce:
 		go r.locked(func() {})
 	case r.mu.TryLock():
 		r.catchUp()
@@ -132,18 +126,11 @@ func (r *reader) catchUp() {
 	r.queueMu.Unlock()
 	for i := range queue {
 		w := &queue[i]
-		before := make([]*dataplane.Service, len(w.names))
-		for n, name := range w.names {
-			before[n] = r.carried[name]
-			if w.now[n] == nil {
-				delete(r.carried, name)
-			} else {
-				r.carried[name] = w.now[n]
-			}
-			r.countLocal(before[n], -1)
-			r.countLocal(w.now[n], +1)
+		for i, before := range w.before {
+			r.countLocal(before, -1)
+			r.countLocal(w.after[i], +1)
 		}
-		r.ledger.follow(before, w.now, w.full, w.moment)
+		r.ledger.replace(w.before, w.after, w.full, w.moment)
 		r.ledger.opening = r.ledger.opening || w.found
 	}
 }

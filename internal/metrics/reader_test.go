@@ -3,6 +3,7 @@ package metrics
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -59,13 +61,19 @@ func plain(services, endpoints int) (*dataplane.State, dataplane.Change) {
 	return planner.State(), change
 }
 
+// allNew is a commit of a state's Services.
+func allNew(st *dataplane.State, r dataplane.Receipt) *reconcile.Commit {
+	after := slices.Collect(maps.Values(st.Services))
+	return &reconcile.Commit{Before: make([]*dataplane.Service, len(after)), After: after, Receipt: r}
+}
+
 // prepared gives a reader of a kernel that holds a state, in which each frontend has counted one connection.
 func prepared(k *slowKernel, o Options, services, endpoints int) *reader {
 	o.Counters, o.MaxSeries = k, 1<<20
 	r := newReader(&o)
 	st, change := plain(services, endpoints)
 	k.write(changed(st, change), true)
-	r.follow(st, change, &dataplane.Receipt{Full: true}, true)
+	r.committed(allNew(st, dataplane.Receipt{Full: true}), true)
 	for _, e := range k.frontends {
 		e.count.Packets++
 		k.slots[k.placesOf(e)[0]].endpoint.Packets++
@@ -125,9 +133,9 @@ func TestScrapeIsNotHeldUp(t *testing.T) {
 			t.Error("shown before it was read")
 		}
 		// Transactions do not wait either.
-		st, change := plain(10, 2)
+		st, _ := plain(10, 2)
 		before := time.Now()
-		r.follow(st, change, &dataplane.Receipt{}, false)
+		r.committed(allNew(st, dataplane.Receipt{}), false)
 		if took := time.Since(before); took != 0 {
 			t.Errorf("a transaction waited for %v", took)
 		}
@@ -216,7 +224,7 @@ func TestOpeningReading(t *testing.T) {
 		t.Fatal("read before the first transaction")
 	}
 	k.broken = errors.New("not now")
-	r.follow(st, change, &dataplane.Receipt{Adopted: true}, true)
+	r.committed(allNew(st, dataplane.Receipt{Adopted: true}), true)
 	for done := false; !done; {
 		r.locked(func() { done = r.failures == 1 })
 	}
@@ -242,7 +250,7 @@ func TestWrittenInParts(t *testing.T) {
 		m := New(Options{Detail: PerEndpoint, Counters: k, MaxSeries: 100})
 		st, change := plain(3, 1)
 		fake := &fakeBackend{kernel: newFakeKernel(), receipt: dataplane.Receipt{Full: full}} // it writes somewhere else
-		backend := m.Behind(fake).(*behind)
+		backend := behind(m, fake)
 		k.write(changed(st, change), true)
 		bump := func() {
 			for _, e := range k.frontends {
@@ -256,8 +264,8 @@ func TestWrittenInParts(t *testing.T) {
 			rest := names[last+1:]
 			fake.leave = func(n snapshot.Name) bool { return slices.Contains(rest, n) }
 			_, err := backend.Apply(st, change)
-			if err != nil || backend.wrote != (len(rest) == 0) {
-				t.Fatalf("%d Services are left: %v, %v", len(rest), err, backend.wrote)
+			if err != nil || backend.Filled() != (len(rest) == 0) {
+				t.Fatalf("%d Services are left: %v, %v", len(rest), err, backend.Filled())
 			}
 			change, fake.receipt.Full = dataplane.Change{}, false
 			if running := m.reader.begin(); running != nil {

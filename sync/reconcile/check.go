@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// CheckEvery is how often the loop has the backend look for what others changed, besides once after each transaction, unless the
-// backend asks for another time: so a change is noticed, and repaired, within a second, even if the loop is busy for as long
+// CheckEvery is how often the loop has the Writer look for what others changed, besides once after each transaction, unless the
+// Writer asks for another time: so a change is noticed, and repaired, within a second, even if the loop is busy for as long
 // again.
 const CheckEvery = 500 * time.Millisecond
 
@@ -20,12 +20,13 @@ const maxFindings = 8
 func (l *Loop) check() {
 	begin := time.Now()
 	l.busy.Store(&begin)
-	found, again, err := l.Backend.Check()
+	found, again, err := l.Writer.Check()
 	l.busy.Store(nil)
 	if again <= 0 {
 		again = CheckEvery
 	}
 	l.checkAt = time.Now().Add(again)
+	tell(l, func(h *Listener) func(Check) { return h.Checked }, Check{found, err})
 	if err != nil && !l.blind {
 		l.Log.Warn("what others change in our tables goes unnoticed for now", "err", err)
 	}
@@ -42,7 +43,7 @@ func (l *Loop) check() {
 // so that short rests do not put it off for ever, if it is overdue by as long as it may wait.
 func (l *Loop) checkNow(rested time.Time) bool {
 	now := time.Now()
-	if l.behind || now.Before(l.checkAt) {
+	if l.dirty || now.Before(l.checkAt) {
 		return false
 	}
 	return rested.Sub(now) >= checkRoom || now.Sub(l.checkAt) > CheckEvery

@@ -58,7 +58,7 @@ func TestForeignChange(t *testing.T) {
 		b := &fakeBackend{}
 		log := noted(b)
 		var told []Transaction
-		b.loop.Written = func(tr Transaction) { told = append(told, tr) }
+		listen(b, Listener{Written: func(tr Transaction) { told = append(told, tr) }})
 		q, _ := start(t, b)
 		q.Put(service("a"))
 		q.Synced()
@@ -153,7 +153,7 @@ func TestCheckFails(t *testing.T) {
 // TestChangeBeforeCheck says that a change which comes as a Check is due goes first.
 func TestChangeBeforeCheck(t *testing.T) {
 	b := &fakeBackend{t: t}
-	l := &Loop{Queue: snapshot.NewQueue(0), Backend: b, Log: slog.New(slog.DiscardHandler)}
+	l := &Loop{Queue: snapshot.NewQueue(0), Writer: b, Log: slog.New(slog.DiscardHandler)}
 	b.loop = l
 	alarm := time.NewTimer(0)
 	for range 100 { // where both could be, the runtime chooses at random
@@ -215,7 +215,7 @@ func TestAdopted(t *testing.T) {
 		b := &fakeBackend{receipt: dataplane.Receipt{Adopted: true}}
 		log := noted(b)
 		var told []Transaction
-		b.loop.Written = func(tr Transaction) { told = append(told, tr) }
+		listen(b, Listener{Written: func(tr Transaction) { told = append(told, tr) }})
 		q, _ := start(t, b)
 		q.Put(service("a"))
 		q.Synced()
@@ -223,7 +223,7 @@ func TestAdopted(t *testing.T) {
 		if len(told) != 1 || !told[0].Adopted || told[0].Services != 1 {
 			t.Errorf("told of %+v", told)
 		}
-		if lines := log.take("INFO", "carries the Services"); len(lines) != 1 ||
+		if lines := log.take("INFO", "Services are programmed"); len(lines) != 1 ||
 			!strings.Contains(lines[0], "already; nothing was written") || !strings.Contains(lines[0], "services=1") {
 			t.Errorf("log: %q", lines)
 		}

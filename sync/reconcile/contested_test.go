@@ -19,7 +19,7 @@ func TestConflictsAreSummedUp(t *testing.T) {
 		var log strings.Builder
 		var told []dataplane.Contest
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.NewTextHandler(&log, nil)),
-			Contested: func(c []dataplane.Contest) { told = append(told, c...) }}}
+			Listeners: []Listener{{Contested: func(c []dataplane.Contest) { told = append(told, c...) }}}}}
 		q, _ := start(t, b)
 		claims := func(name string, from, addrs, created int) {
 			d := service(name)

@@ -21,51 +21,51 @@ type Quarantined struct {
 	Since, Next time.Time
 }
 
-// setAsides are the Services that are not carried as they should be, sorted by name.
-type setAsides struct{ quarantined, unscheduled []Quarantined }
+// quarantineLists are the Services that are not programmed as they should be, sorted by name.
+type quarantineLists struct{ quarantined, unscheduled []Quarantined }
 
-// Quarantined gives the Services that are set aside, sorted by name. It is safe for concurrent use; nobody may change the
+// Quarantined gives the Services in quarantine, sorted by name. It is safe for concurrent use; nobody may change the
 // list.
 func (l *Loop) Quarantined() []Quarantined {
-	if asides := l.asides.Load(); asides != nil {
-		return asides.quarantined
+	if lists := l.lists.Load(); lists != nil {
+		return lists.quarantined
 	}
 	return nil
 }
 
-// Unscheduled gives the Services that are carried without the Scheduling they ask for, sorted by name: the kernel
+// Unscheduled gives the Services that are programmed without the Scheduling they ask for, sorted by name: the kernel
 // refuses it, or it would be too much. It is safe for concurrent use; nobody may change the list.
 func (l *Loop) Unscheduled() []Quarantined {
-	if asides := l.asides.Load(); asides != nil {
-		return asides.unscheduled
+	if lists := l.lists.Load(); lists != nil {
+		return lists.unscheduled
 	}
 	return nil
 }
 
-// publish makes what is aside known to Quarantined and Unscheduled.
+// publish makes what is in quarantine known to Quarantined and Unscheduled.
 func (l *Loop) publish() {
-	if len(l.want.aside) == 0 {
-		var asides *setAsides
+	if len(l.want.quarantined) == 0 {
+		var lists *quarantineLists
 		if l.excluded != nil {
-			asides = &setAsides{unscheduled: l.excluded}
+			lists = &quarantineLists{unscheduled: l.excluded}
 		}
-		if asides != nil || l.asides.Load() != nil {
-			l.asides.Store(asides)
+		if lists != nil || l.lists.Load() != nil {
+			l.lists.Store(lists)
 		}
 		return
 	}
-	asides := setAsides{unscheduled: slices.Clone(l.excluded)}
-	for n, a := range l.want.aside {
-		list := &asides.quarantined
-		if a.plain {
-			list = &asides.unscheduled
+	lists := quarantineLists{unscheduled: slices.Clone(l.excluded)}
+	for n, a := range l.want.quarantined {
+		list := &lists.quarantined
+		if a.unscheduled {
+			list = &lists.unscheduled
 		}
 		*list = append(*list, Quarantined{Name: n, Err: a.err, Since: a.since, Next: a.next})
 	}
-	for _, list := range [][]Quarantined{asides.quarantined, asides.unscheduled} {
+	for _, list := range [][]Quarantined{lists.quarantined, lists.unscheduled} {
 		slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
 	}
-	l.asides.Store(&asides)
+	l.lists.Store(&lists)
 }
 
 // A Service that is refused is tried again after trialFirst, then after twice as long each time up to trialMost. Each trial
@@ -73,13 +73,13 @@ func (l *Loop) publish() {
 const (
 	trialFirst = time.Second
 	trialMost  = 5 * time.Minute
-	// trialMostPlain is for those that lack only their Scheduling. It ends when somebody else goes, such as a kube-proxy in IPVS mode,
+	// trialMostUnscheduled is for those that lack only their Scheduling. It ends when somebody else goes, such as a kube-proxy in IPVS mode,
 	// and a trial costs the others no transaction of nftables.
-	trialMostPlain = 30 * time.Second
+	trialMostUnscheduled = 30 * time.Second
 )
 
-// aside is what there is to know of a Service that the kernel refuses.
-type aside struct {
+// quarantine is what there is to know of a Service that the kernel refuses.
+type quarantine struct {
 	err   error
 	since time.Time
 	// next is when it is tried again, wait how long it waits for that.
@@ -90,12 +90,12 @@ type aside struct {
 	changed bool
 	// trial says that the state has it as it should be.
 	trial bool
-	// plain says that only its Scheduling is refused, so that the state has it as it is without.
-	plain bool
+	// unscheduled says that only its Scheduling is refused, so that the state has it as it is without.
+	unscheduled bool
 }
 
 // due gives when it is to be tried.
-func (a *aside) due() time.Time {
+func (a *quarantine) due() time.Time {
 	if a.changed {
 		return a.since
 	}
@@ -103,7 +103,7 @@ func (a *aside) due() time.Time {
 }
 
 // refused takes note of a refusal and says whether it counts: one before the time of a trial does not.
-func (a *aside) refused(err error, now time.Time) (counts bool) {
+func (a *quarantine) refused(err error, now time.Time) (counts bool) {
 	a.err, a.changed, a.trial = err, false, false
 	if now.Before(a.next) {
 		return false
@@ -113,7 +113,7 @@ func (a *aside) refused(err error, now time.Time) (counts bool) {
 }
 
 // unanswered takes note that a trial ended without an answer. For one that changed, what was said of it before means little.
-func (a *aside) unanswered(now time.Time) {
+func (a *quarantine) unanswered(now time.Time) {
 	if a.changed {
 		a.wait = 0
 	}
@@ -121,50 +121,50 @@ func (a *aside) unanswered(now time.Time) {
 	a.backOff(now)
 }
 
-func (a *aside) backOff(now time.Time) {
+func (a *quarantine) backOff(now time.Time) {
 	most := trialMost
-	if a.plain {
-		most = trialMostPlain
+	if a.unscheduled {
+		most = trialMostUnscheduled
 	}
 	a.wait = min(max(2*a.wait, trialFirst), most)
 	a.next = now.Add(a.wait)
 }
 
-// setAside takes out of the state what the kernel refuses, and says whether that makes it another state.
-func (l *Loop) setAside(refused *dataplane.Refused) (progress bool) {
+// quarantine takes out of the state what the kernel refuses, and says whether that makes it another state.
+func (l *Loop) quarantine(refused *dataplane.Refused) (progress bool) {
 	if refused.Scheduling {
 		return l.unschedule(refused)
 	}
 	news := map[snapshot.Name]error{}
 	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
-		moved, counts := l.setOneAside(n, refused.Services[n])
+		moved, counts := l.quarantineOne(n, refused.Services[n])
 		progress = progress || moved
 		if counts {
 			news[n] = refused.Services[n]
 		}
 	}
-	if len(news) > 0 && l.Refuses != nil {
-		l.Refuses(&dataplane.Refused{Services: news})
+	if len(news) > 0 {
+		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Quarantined }, &dataplane.Refused{Services: news})
 	}
 	return progress
 }
 
-// setOneAside goes back from what a Service should be to what the kernel took of it before, and from that to nothing.
+// quarantineOne goes back from what a Service should be to what the kernel took of it before, and from that to nothing.
 // News says that this was not known.
-func (l *Loop) setOneAside(n snapshot.Name, err error) (progress, news bool) {
+func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	w := &l.want
 	if w.planner.State().Services[n] == nil { // it is its end that is refused
 		return false, false
 	}
-	a := w.aside[n]
-	if _, differs := w.held[n]; a != nil && !a.trial && (!a.plain || !differs) {
-		a.plain = false
+	a := w.quarantined[n]
+	if _, differs := w.held[n]; a != nil && !a.trial && (!a.unscheduled || !differs) {
+		a.unscheduled = false
 		return l.giveUp(n, err), false
 	}
-	a = w.setAside(n)
-	a.plain = false
+	a = w.quarantine(n)
+	a.unscheduled = false
 	if news = a.refused(err, time.Now()); news {
-		l.Log.Error("the kernel refuses this Service; what it held of it before stays in force",
+		l.Log.Error("the kernel refuses this Service; it is quarantined, and what the kernel held of it before stays in force",
 			"service", n.String(), "err", err, "retry", a.wait)
 	} else {
 		l.Log.Debug("the kernel refuses this Service as it is now, too", "service", n.String(), "err", err)
@@ -179,7 +179,7 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	var news []string
 	var why error
 	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
-		svc, a := w.planner.State().Services[n], w.aside[n]
+		svc, a := w.planner.State().Services[n], w.quarantined[n]
 		if a != nil && !a.trial { // what is in force in its place is scheduled, too
 			svc = w.state.Services[n]
 		}
@@ -189,8 +189,8 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 		}
 		progress = true
 		if a == nil || a.trial {
-			a = w.setAside(n)
-			a.plain = true
+			a = w.quarantine(n)
+			a.unscheduled = true
 			if a.refused(refused.Services[n], time.Now()) {
 				news, why = append(news, n.String()), cmp.Or(why, a.err)
 			}
@@ -200,9 +200,7 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	if news != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(news), "such as", suchAs(news), "err", why)
-		if l.Unschedules != nil {
-			l.Unschedules(refused)
-		}
+		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, refused)
 	}
 	return progress
 }
@@ -225,16 +223,16 @@ func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {
 func (l *Loop) release(left []snapshot.Name) {
 	l.want.succeed(left)
 	scheduled := 0
-	for n, a := range l.want.aside {
+	for n, a := range l.want.quarantined {
 		switch {
 		case !a.trial, slices.Contains(left, n):
 			continue
-		case a.plain:
+		case a.unscheduled:
 			scheduled++
 		default:
-			l.Log.Info("the kernel takes this Service again", "service", n.String())
+			l.Log.Info("the Service is programmed again; it leaves quarantine", "service", n.String())
 		}
-		delete(l.want.aside, n)
+		delete(l.want.quarantined, n)
 	}
 	if scheduled > 0 {
 		l.Log.Info("IPVS schedules these Services now", "services", scheduled)

@@ -138,20 +138,20 @@ func expectCalls(t *testing.T, b *fakeBackend, since time.Time, want string) {
 	}
 }
 
-// TestSetAside says that everything but the refused Service is written at once, and that it is told of.
-func TestSetAside(t *testing.T) {
+// TestQuarantine says that everything but the refused Service is written at once, and that it is told of.
+func TestQuarantine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{judge: refusesPoison(99)}
 		log := noted(b)
 		var told []Transaction
-		b.loop.Written = func(tr Transaction) {
+		listen(b, Listener{Written: func(tr Transaction) {
 			told = append(told, tr)
 			if list := b.loop.Quarantined(); len(list) != tr.Quarantined {
 				t.Errorf("%d quarantined, and the list is %v", tr.Quarantined, list)
 			}
-		}
+		}})
 		var hooked []*dataplane.Refused
-		b.loop.Refuses = func(r *dataplane.Refused) { hooked = append(hooked, r) }
+		listen(b, Listener{Quarantined: func(r *dataplane.Refused) { hooked = append(hooked, r) }})
 		q, _ := start(t, b)
 		q.Put(merged(with("a", 80), with("x", poison), with("c", 80), with("w", poison)))
 		q.Synced()
@@ -188,7 +188,7 @@ func TestRounds(t *testing.T) {
 		q.Put(merged(with("a", 80, 81), with("x", poison), with("y", poison), with("z", poison)))
 		expectCalls(t, b, time.Now(), "0:failed 0:failed 0:failed 0:1")
 		if n := len(b.loop.Quarantined()); n != 3 {
-			t.Errorf("%d are set aside", n)
+			t.Errorf("%d are quarantined", n)
 		}
 	})
 }
@@ -228,7 +228,7 @@ func TestLastGood(t *testing.T) {
 	})
 }
 
-// TestLastGoodGivesWay says that a Service which is set aside does not keep a key that another Service has got.
+// TestLastGoodGivesWay says that a Service which is quarantined does not keep a key that another Service has got.
 func TestLastGoodGivesWay(t *testing.T) {
 	vip := netip.MustParseAddr("198.51.100.1")
 	key := dataplane.Key{Addr: vip, Protocol: snapshot.TCP, Port: 80}
@@ -310,7 +310,7 @@ func TestTrials(t *testing.T) {
 		if list := b.loop.Quarantined(); list != nil {
 			t.Errorf("quarantined: %v", list)
 		}
-		if lines := log.take("INFO", "takes this Service again", "default/x"); len(lines) != 1 {
+		if lines := log.take("INFO", "leaves quarantine", "default/x"); len(lines) != 1 {
 			t.Errorf("log: %q", lines)
 		}
 	})
@@ -355,9 +355,8 @@ func TestChangeIsTriedAtOnce(t *testing.T) {
 	})
 }
 
-// TestSetAsideIsDeleted says that a Service which is gone is set aside no more, whether the kernel had something of it
-// or not.
-func TestSetAsideIsDeleted(t *testing.T) {
+// TestQuarantinedIsDeleted says that a Service which is gone is quarantined no more, whether the kernel had something of it or not.
+func TestQuarantinedIsDeleted(t *testing.T) {
 	for _, ports := range [][]uint16{{80}, {poison}} {
 		synctest.Test(t, func(t *testing.T) {
 			b := &fakeBackend{judge: refusesPoison(99)}
@@ -514,7 +513,7 @@ func TestNoProgress(t *testing.T) {
 	})
 }
 
-// TestEndIsRefused says that a Service which is gone is not set aside when the kernel does not let it go.
+// TestEndIsRefused says that a Service which is gone is not quarantined when the kernel does not let it go.
 func TestEndIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}

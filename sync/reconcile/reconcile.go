@@ -1,6 +1,7 @@
-// Package reconcile drives one backend to what the cluster asks for: it takes deltas from a queue, keeps the snapshot and the
-// state, and has the difference written. A Service that the kernel refuses is set aside, so that it keeps nothing else from
-// being written; what others change in the kernel is repaired. It does I/O only through its Backend.
+// Package reconcile drives one Writer to what the cluster asks for: it takes deltas from a queue, keeps the snapshot and the
+// state, and has the difference written. A Service that the kernel refuses is quarantined, so that it keeps nothing else from
+// being written; what others change in the kernel is repaired. It does I/O only through its Writer, and tells Listeners what
+// happened.
 package reconcile
 
 import (
@@ -15,81 +16,26 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Backend makes the kernel carry states. It is told states, not chores; a Change only says where to look.
-type Backend interface {
-	// Apply takes the kernel from what it holds to a state, as one transaction, or if that would be too large a part of the way: then
-	// Receipt.Left names the Services that are to be gone on with when it is called again, which may be with another state. After
-	// an error the kernel still holds what it held before, and the next Apply must look at the whole state, whatever its
-	// Change says. That Change is from the last state that was acknowledged: a backend which knows that the kernel holds
-	// just that may as well go by it.
-	//
-	// If the kernel refuses what belongs to some Services, the error wraps a *dataplane.Refused that names them.
-	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
-	// Check looks, for a few milliseconds, whether somebody else changed what is ours in the kernel. It gives what it found in
-	// words, one line each; after it found something the next Apply repairs it, whatever its Change says. again is in how long
-	// it wants to be called next; 0 leaves it to the caller (CheckEvery).
-	Check() (found []string, again time.Duration, err error)
-	// Remove takes everything of ours out of the kernel. That nothing is there is no error.
-	Remove() error
-}
-
-// Transaction is what the loop tells about each transaction.
-type Transaction struct {
-	dataplane.Receipt
-	// Policy is the time spent on deciding; Total the time from taking the deltas to the kernel's acknowledgement.
-	Policy, Total time.Duration
-	// Services is how many Services the state holds.
-	Services int
-	// Quarantined is how many Services are set aside because the kernel refuses them. The state has what the kernel took of
-	// them before.
-	Quarantined int
-	// Unscheduled is how many Services are carried without the Scheduling they ask for: see Loop.Unscheduled.
-	Unscheduled int
-	// Foreign is how many findings of Check were repaired.
-	Foreign int
-}
-
-// Settled is what the kernel carries now.
-type Settled struct {
-	// Snapshot is what is carried. It holds until the call returns.
-	Snapshot *snapshot.Snapshot
-	// Change says which Services may differ in it from the call before.
-	Change snapshot.Change
-	// Triggers are the beginnings of what has changed in slices since the call before.
-	Triggers []snapshot.Trigger
-}
-
-// Loop brings a backend up to date with a queue. Nothing is written before the queue's sources are all synced, and nothing
+// Loop brings a Writer up to date with a queue. Nothing is written before the queue's sources are all synced, and nothing
 // is withdrawn when the loop ends.
 type Loop struct {
 	Queue   *snapshot.Queue
 	Planner *dataplane.Planner
-	Backend Backend
+	Writer  Writer
 	Log     *slog.Logger
-	// Written, if not nil, is called after each transaction that succeeded.
-	Written func(Transaction)
-	// Settled, if not nil, is called whenever the kernel carries all that was taken from the queue, but for what is quarantined;
-	// it may not have taken a transaction. Failed, if not nil, is called after each transaction that failed.
-	Settled func(Settled)
-	Failed  func(error)
-	// Unschedules, if not nil, is called with Services whose Scheduling the kernel refuses, and which it gets without;
-	// and with those that the planner has left without, at all their addresses or at some.
-	Unschedules func(*dataplane.Refused)
-	// Refuses, if not nil, is called with Services that are set aside, in the backend's words.
-	Refuses func(*dataplane.Refused)
-	// Contested, if not nil, is called with new conflicts, summed up; there may be many.
-	Contested func([]dataplane.Contest)
+	// Listeners hear what the loop does. They are set before Run.
+	Listeners []Listener
 	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
 	LeastRest func() time.Duration
 
 	snapshot *snapshot.Snapshot
 	want     wanted
-	// unsettled is what has changed in the snapshot since the kernel carried all of it.
-	unsettled snapshot.Change
+	// unacked is what has changed in the snapshot since the kernel held all of it.
+	unacked snapshot.Change
 	// wrote says that the last step had the backend write.
 	wrote bool
-	// behind says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
-	behind bool
+	// dirty says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
+	dirty bool
 	// left says that the backend has not written all of the state yet, and parts and began are what it has written of it, since when.
 	left  bool
 	parts dataplane.Receipt
@@ -103,7 +49,7 @@ type Loop struct {
 	retryAt   time.Time
 	retryWait time.Duration
 
-	// checkAt is when the next Check is due; it means nothing while the kernel is behind.
+	// checkAt is when the next Check is due; it means nothing while dirty.
 	checkAt time.Time
 	// foreign is how many findings of Check are not repaired yet; blind says that the last Check failed.
 	foreign int
@@ -114,8 +60,8 @@ type Loop struct {
 
 	// excluded are the Services that ask for too much of IPVS, sorted by name. The list is replaced, never changed.
 	excluded []Quarantined
-	// asides is what Quarantined and Unscheduled give; nil if there are none.
-	asides atomic.Pointer[setAsides]
+	// lists are what Quarantined and Unscheduled give; nil if there are none.
+	lists atomic.Pointer[quarantineLists]
 }
 
 // A failed transaction is tried again after retryFirst, then after twice as long each time up to retryMost.
@@ -134,8 +80,8 @@ const (
 
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
-	l.snapshot, l.want, l.behind, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
-	l.unsettled, l.turns, l.filled = snapshot.Change{}, turns{}, false
+	l.snapshot, l.want, l.dirty, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
+	l.unacked, l.turns, l.filled = snapshot.Change{}, turns{}, false
 	l.excluded = nil
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
@@ -158,15 +104,12 @@ func (l *Loop) Run(ctx context.Context) error {
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
 			if !l.left {
-				l.settle()
+				l.ack()
 			}
 			continue
 		}
-		l.Log.Error("the kernel refused a transaction; what it held before stays in force", "err", err, "retry", l.retryWait)
+		l.Log.Error("failed to apply a transaction; what the kernel held before stays in force", "err", err, "retry", l.retryWait)
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, retryMost)
-		if l.Failed != nil {
-			l.Failed(err)
-		}
 	}
 	return nil
 }
@@ -205,13 +148,11 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 	return rest
 }
 
-// settle tells that the kernel carries all that was taken.
-func (l *Loop) settle() {
-	s := Settled{l.snapshot, l.unsettled, l.Queue.Settle(l.turns.held())}
-	l.unsettled = snapshot.Change{}
-	if l.Settled != nil {
-		l.Settled(s)
-	}
+// ack tells that the kernel holds all that was taken.
+func (l *Loop) ack() {
+	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.turns.held())}
+	l.unacked = snapshot.Change{}
+	tell(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
 
 // await waits until there is something to write. While there is not, it looks what others have changed. It returns false when
@@ -247,7 +188,7 @@ func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 
 // turn gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
 func (l *Loop) turn() (due time.Time, check bool) {
-	if l.behind && !l.left {
+	if l.dirty && !l.left {
 		return l.retryAt, false
 	}
 	if l.left {
@@ -280,25 +221,25 @@ func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bo
 func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
 	concerned := l.snapshot.Apply(delta)
-	l.unsettled = l.unsettled.With(concerned)
+	l.unacked = l.unacked.With(concerned)
 	change, contests := l.Planner.Apply(l.snapshot, concerned)
 	before := l.Planner.Before()
-	l.crowded(change, before)
-	l.unscheduled(change, before)
-	l.want.follow(change, before)
+	l.reportCrowded(change, before)
+	l.reportUnscheduled(change, before)
+	l.want.planned(change, before)
 	policy := time.Since(start)
-	l.contested(contests)
-	if !l.behind {
+	l.reportContests(contests)
+	if !l.dirty {
 		l.want.try(start)
 	}
-	if l.want.acknowledged() && !l.behind && l.foreign == 0 && !l.left {
-		l.publish() // a Service that is gone may have been aside, and nothing of it in force
+	if l.want.acknowledged() && !l.dirty && l.foreign == 0 && !l.left {
+		l.publish() // a Service that is gone may have been in quarantine, and nothing of it in force
 		return nil
 	}
 	r, err := l.write(ctx)
 	l.publish()
 	if err != nil {
-		l.behind, l.left, l.parts = true, false, dataplane.Receipt{}
+		l.dirty, l.left, l.parts = true, false, dataplane.Receipt{}
 		return err
 	}
 	if l.left {
@@ -324,7 +265,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 const maxContests = 4
 
 // contested tells of new conflicts.
-func (l *Loop) contested(contests []dataplane.Contest) {
+func (l *Loop) reportContests(contests []dataplane.Contest) {
 	if len(contests) == 0 {
 		return
 	}
@@ -340,13 +281,11 @@ func (l *Loop) contested(contests []dataplane.Contest) {
 	if more > 0 {
 		l.Log.Warn("more Services claim the same addresses", "addresses", more)
 	}
-	if l.Contested != nil {
-		l.Contested(contests)
-	}
+	tell(l, func(h *Listener) func([]dataplane.Contest) { return h.Contested }, contests)
 }
 
 // crowded tells of Services that have become too large.
-func (l *Loop) crowded(change dataplane.Change, before []*dataplane.Service) {
+func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Service) {
 	for i, n := range change.Services {
 		if svc := l.Planner.State().Services[n]; svc != nil && svc.Crowded && (before[i] == nil || !before[i].Crowded) {
 			l.Log.Warn("this Service has more endpoints than are served", "service", n.String())
@@ -358,14 +297,18 @@ func (l *Loop) crowded(change dataplane.Change, before []*dataplane.Service) {
 func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 	l.wrote = true
 	for {
-		r, err := l.Backend.Apply(l.want.ask())
+		start := time.Now()
+		r, err := l.apply()
 		if err == nil {
 			l.release(r.Left)
 			return r, nil
 		}
+		took := time.Since(start)
 		l.want.failed()
 		var refused *dataplane.Refused
-		if !errors.As(err, &refused) || !l.setAside(refused) || ctx.Err() != nil {
+		again := errors.As(err, &refused) && l.quarantine(refused) && ctx.Err() == nil
+		tell(l, func(h *Listener) func(Failure) { return h.Failed }, Failure{Err: err, Took: took, Again: again})
+		if !again {
 			l.want.endTrials()
 			return r, err
 		}
@@ -376,9 +319,9 @@ func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 func (l *Loop) report(t *Transaction) {
 	switch {
 	case t.Adopted:
-		l.Log.Info("the kernel carries the Services already; nothing was written", "services", t.Services)
-	case l.behind:
-		l.Log.Info("the kernel carries the Services", "services", t.Services, "elements", t.Added)
+		l.Log.Info("all Services are programmed already; nothing was written", "services", t.Services)
+	case l.dirty:
+		l.Log.Info("all Services are programmed", "services", t.Services, "elements", t.Added)
 	}
 	if t.Foreign > 0 {
 		l.Log.Info("the tables are repaired", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
@@ -389,13 +332,11 @@ func (l *Loop) report(t *Transaction) {
 	}
 	l.counted = cmp.Or(t.Counted, l.counted)
 	// The backend may have left something for later. A Check that is overdue stays so, or steady changes would put it off.
-	if now := time.Now(); l.behind || l.checkAt.After(now) {
+	if now := time.Now(); l.dirty || l.checkAt.After(now) {
 		l.checkAt = now
 	}
-	l.behind, l.filled = false, true
+	l.dirty, l.filled = false, true
 	l.Log.Debug("transaction", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 		"messages", t.Messages, "bytes", t.Bytes, "policy", t.Policy, "plan", t.Plan, "encode", t.Encode, "commit", t.Commit)
-	if l.Written != nil {
-		l.Written(*t)
-	}
+	tell(l, func(h *Listener) func(Transaction) { return h.Written }, *t)
 }

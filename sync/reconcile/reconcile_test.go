@@ -75,11 +75,11 @@ func (b *fakeBackend) Apply(want *dataplane.State, change dataplane.Change) (dat
 	return b.receipt, nil
 }
 
-// checkState holds a state against the planner's: only what is set aside may differ, and no two Services share a key.
+// checkState holds a state against the planner's: only what is quarantined may differ, and no two Services share a key.
 func (b *fakeBackend) checkState(want *dataplane.State) {
-	aside, full := b.loop.want.aside, b.loop.Planner.State()
-	if len(aside) == 0 && want != full {
-		b.t.Error("nothing is aside, and the state is a copy")
+	quarantined, full := b.loop.want.quarantined, b.loop.Planner.State()
+	if len(quarantined) == 0 && want != full {
+		b.t.Error("nothing is quarantined, and the state is a copy")
 	}
 	owner := map[dataplane.Key]snapshot.Name{}
 	for n, svc := range want.Services {
@@ -94,15 +94,15 @@ func (b *fakeBackend) checkState(want *dataplane.State) {
 		}
 	}
 	for n, svc := range full.Services {
-		a, got := aside[n], want.Services[n]
+		a, got := quarantined[n], want.Services[n]
 		if a == nil || a.trial {
 			if got != svc {
-				b.t.Errorf("%v is not aside, and another in the state", n)
+				b.t.Errorf("%v is not quarantined, and another in the state", n)
 			}
 			continue
 		}
 		if got == svc {
-			b.t.Errorf("%v is aside, and in the state", n)
+			b.t.Errorf("%v is quarantined, and in the state", n)
 		}
 		if got == nil {
 			continue
@@ -110,12 +110,12 @@ func (b *fakeBackend) checkState(want *dataplane.State) {
 		now := keysOf(svc)
 		for k := range keysOf(got) {
 			if !now[k] {
-				b.t.Errorf("%v is aside, and has %v", n, k)
+				b.t.Errorf("%v is quarantined, and has %v", n, k)
 			}
 		}
 		for _, ip := range got.ClusterIPs {
 			if !slices.Contains(svc.ClusterIPs, ip) {
-				b.t.Errorf("%v is aside, and has the cluster IP %v", n, ip)
+				b.t.Errorf("%v is quarantined, and has the cluster IP %v", n, ip)
 			}
 		}
 	}
@@ -160,7 +160,7 @@ func (b *fakeBackend) Check() ([]string, time.Duration, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.checked = append(b.checked, at)
-	if b.loop.behind {
+	if b.loop.dirty {
 		b.t.Error("a Check while the kernel does not hold the state")
 	}
 	if b.look == nil {
@@ -192,6 +192,9 @@ func service(name string) snapshot.Delta {
 	}}}
 }
 
+// listen adds a listener. The loop must not run yet.
+func listen(b *fakeBackend, h Listener) { b.loop.Listeners = append(b.loop.Listeners, h) }
+
 // start runs a loop over a queue with one source until the test ends.
 func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 	t.Helper()
@@ -201,7 +204,7 @@ func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 		b.loop = &Loop{Log: slog.New(slog.DiscardHandler)}
 	}
 	l := b.loop
-	b.t, l.Queue, l.Planner, l.Backend = t, q, dataplane.NewPlanner(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}), b
+	b.t, l.Queue, l.Planner, l.Writer = t, q, dataplane.NewPlanner(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}), b
 	done := make(chan error, 1)
 	go func() { done <- l.Run(ctx) }()
 	t.Cleanup(func() {

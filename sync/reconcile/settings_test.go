@@ -35,7 +35,7 @@ func TestLeastRest(t *testing.T) {
 		time.Sleep(time.Second + time.Millisecond)
 		expect("after the rest", 2)
 		time.Sleep(time.Minute)
-		q.Stir()
+		q.Notify()
 		expect("nothing new", 2)
 		q.Put(service("c"))
 		expect("after quiet", 3)
@@ -58,7 +58,7 @@ func TestOtherConfig(t *testing.T) {
 		q.Synced()
 		synctest.Wait()
 		b.loop.Planner.SetConfig(dataplane.Config{MasqueradeAll: true})
-		q.Stir()
+		q.Notify()
 		synctest.Wait()
 		c := b.calls()
 		if len(c) != 2 || !c[1].change.Globals || !b.loop.Planner.State().MasqueradeAll {
@@ -66,7 +66,7 @@ func TestOtherConfig(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		b.loop.Planner.SetConfig(dataplane.Config{MasqueradeAll: true})
-		q.Stir()
+		q.Notify()
 		synctest.Wait()
 		if c := b.calls(); len(c) != 2 {
 			t.Errorf("the same settings are written once more: %+v", c)

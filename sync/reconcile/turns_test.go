@@ -96,7 +96,7 @@ func startCostly(t *testing.T, each time.Duration) (*costly, *snapshot.Queue) {
 	b := &fakeBackend{}
 	q, _ := start(t, b)
 	c := &costly{fakeBackend: b, namespace: "aaa", each: each, served: map[snapshot.Name]time.Time{}}
-	b.loop.Backend = c
+	b.loop.Writer = c
 	q.Synced()
 	synctest.Wait()
 	return c, q

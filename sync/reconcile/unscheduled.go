@@ -9,9 +9,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// unscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of
+// reportUnscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of
 // ours is against it rather than the kernel.
-func (l *Loop) unscheduled(change dataplane.Change, before []*dataplane.Service) {
+func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Service) {
 	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
 	var wholly []string
 	var why error
@@ -38,8 +38,9 @@ func (l *Loop) unscheduled(change dataplane.Change, before []*dataplane.Service)
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(wholly), "such as", suchAs(wholly), "err", why)
 	}
-	if len(news) > 0 && l.Unschedules != nil {
-		l.Unschedules(&dataplane.Refused{Services: news, Scheduling: true})
+	if len(news) > 0 {
+		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },
+			&dataplane.Refused{Services: news, Scheduling: true})
 	}
 }
 

@@ -28,12 +28,12 @@ func TestUnscheduled(t *testing.T) {
 		log := noted(b)
 		var told Transaction
 		var hooked []snapshot.Name
-		b.loop.Written = func(tr Transaction) { told = tr }
-		b.loop.Unschedules = func(r *dataplane.Refused) {
+		listen(b, Listener{Written: func(tr Transaction) { told = tr }})
+		listen(b, Listener{Unscheduled: func(r *dataplane.Refused) {
 			for n := range r.Services {
 				hooked = append(hooked, n)
 			}
-		}
+		}})
 		q, _ := start(t, b)
 		begin := time.Now()
 		q.Put(merged(with("a", 80), by("lc", with("x", 80)), endpoint("x", "10.1.0.1"), by("rr", with("y", 80))))
@@ -122,11 +122,11 @@ func TestTooMuchForIPVS(t *testing.T) {
 		b := &fakeBackend{}
 		log := noted(b)
 		var told []string
-		b.loop.Unschedules = func(r *dataplane.Refused) {
+		listen(b, Listener{Unscheduled: func(r *dataplane.Refused) {
 			for n, why := range r.Services {
 				told = append(told, n.Name+": "+why.Error())
 			}
-		}
+		}})
 		q, _ := start(t, b)
 		b.loop.Planner.SetConfig(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MostOfService: 3, MostOfNamespace: 5}})
 		expect := func(what, unscheduled, warned string, news ...string) {

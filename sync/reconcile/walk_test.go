@@ -32,7 +32,7 @@ type walk struct {
 	met
 }
 
-// met counts what the walk is about: refusals by name, trials without an answer, Services aside that were kept as they were
+// met counts what the walk is about: refusals by name, trials without an answer, quarantined Services that were kept as they were
 // acknowledged, those that had to give way to others, and those that got no scheduler.
 type met struct{ refused, unanswered, kept, cut, unscheduled int }
 
@@ -95,7 +95,7 @@ func (w *walk) put(d snapshot.Delta) {
 
 // judge is the kernel: it refuses Services with the port, of which it may not name all at once, and now and then everything.
 func (w *walk) judge(st *dataplane.State) error {
-	for n, a := range w.b.loop.want.aside {
+	for n, a := range w.b.loop.want.quarantined {
 		switch svc := st.Services[n]; {
 		case a.trial && w.kernel.IntN(8) == 0:
 			w.unanswered++
@@ -162,7 +162,7 @@ func (w *walk) look() ([]string, time.Duration, error) {
 // settled says what the kernel has when all that can be is in: all but the refused ones, of which it has what it took.
 func (w *walk) settled(what string) {
 	synctest.Wait()
-	aside := w.b.loop.Quarantined()
+	quarantined := w.b.loop.Quarantined()
 	poisonous, unscheduled := 0, 0
 	for n, svc := range w.b.loop.Planner.State().Services {
 		if !poisoned(svc) {
@@ -180,8 +180,8 @@ func (w *walk) settled(what string) {
 			w.t.Fatalf("%s: the kernel has %v", what, n)
 		}
 	}
-	if len(aside) != poisonous {
-		w.t.Fatalf("%s: %d Services are aside; want %d", what, len(aside), poisonous)
+	if len(quarantined) != poisonous {
+		w.t.Fatalf("%s: %d Services are quarantined; want %d", what, len(quarantined), poisonous)
 	}
 	if n := len(w.b.loop.Unscheduled()); n != unscheduled {
 		w.t.Fatalf("%s: %d Services lack their scheduler; want %d", what, n, unscheduled)
@@ -240,7 +240,7 @@ func (w *walk) end(change bool) {
 	synctest.Wait()
 	want, _ := dataplane.Compute(w.b.loop.Planner.Config(), w.cluster)
 	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil || w.b.loop.Unscheduled() != nil {
-		w.t.Errorf("the kernel has %+v; want %+v; aside: %v", w.b.kernel, want, w.b.loop.Quarantined())
+		w.t.Errorf("the kernel has %+v; want %+v; quarantined: %v", w.b.kernel, want, w.b.loop.Quarantined())
 	}
 	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.held) > 0 {
 		w.t.Error("the loop holds on to what is acknowledged")

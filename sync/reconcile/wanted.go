@@ -22,10 +22,12 @@ type wanted struct {
 	// acknowledged last; nil for a Service it has nothing of. globals says the same of what Change.Globals stands for.
 	held    map[snapshot.Name]*dataplane.Service
 	globals bool
+	// partial holds, of every Service that is not wholly written (Receipt.Left), what was programmed before its first part.
+	partial map[snapshot.Name]*dataplane.Service
 
-	// aside are the Services the kernel refuses.
-	aside map[snapshot.Name]*aside
-	// state is the planner's, but for those aside. It is only there while there are some: else its Services are nil.
+	// quarantined are the Services that the kernel refuses.
+	quarantined map[snapshot.Name]*quarantine
+	// state is the planner's, but for those. It is only there while there are some: else its Services are nil.
 	state dataplane.State
 }
 
@@ -55,24 +57,60 @@ func (w *wanted) succeed(left []snapshot.Name) {
 	}
 	for i, n := range w.latest.Services {
 		if waits[n] && w.before[i] != nil {
-			w.note(n, w.before[i])
+			w.hold(n, w.before[i])
 		}
 	}
 	maps.DeleteFunc(w.held, func(n snapshot.Name, svc *dataplane.Service) bool { return !waits[n] || svc == nil })
 	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
+// committed gives the Services that the kernel has now acknowledged wholly: as they were before and as they are. Left are
+// those it has not. It is called before succeed.
+func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Service) {
+	now := w.asked().Services
+	if len(w.held)+len(w.partial)+len(left) == 0 { // mostly
+		for _, n := range w.latest.Services {
+			after = append(after, now[n])
+		}
+		return w.before, after
+	}
+	was := make(map[snapshot.Name]*dataplane.Service, len(w.latest.Services)+len(w.held)+len(w.partial))
+	for i, n := range w.latest.Services {
+		was[n] = w.before[i]
+	}
+	maps.Copy(was, w.held)
+	maps.Copy(was, w.partial)
+	w.partial = nil
+	if len(left) > 0 {
+		w.partial = make(map[snapshot.Name]*dataplane.Service, len(left))
+	}
+	for _, n := range left {
+		svc, changed := was[n]
+		if !changed {
+			svc = now[n]
+		}
+		w.partial[n] = svc
+		delete(was, n)
+	}
+	before, after = make([]*dataplane.Service, 0, len(was)), make([]*dataplane.Service, 0, len(was))
+	for _, n := range slices.SortedFunc(maps.Keys(was), snapshot.Name.Compare) {
+		before, after = append(before, was[n]), append(after, now[n])
+	}
+	return before, after
+}
+
 // failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not been
 // acknowledged but in its oldest version.
 func (w *wanted) failed() {
 	for i, n := range w.latest.Services {
-		w.note(n, w.before[i])
+		w.hold(n, w.before[i])
 	}
 	w.globals = w.globals || w.latest.Globals
 	w.latest, w.before = dataplane.Change{}, nil
 }
 
-func (w *wanted) note(n snapshot.Name, svc *dataplane.Service) {
+// hold files what the kernel acknowledged last of a Service.
+func (w *wanted) hold(n snapshot.Name, svc *dataplane.Service) {
 	if _, noted := w.held[n]; noted {
 		return
 	}
@@ -82,9 +120,9 @@ func (w *wanted) note(n snapshot.Name, svc *dataplane.Service) {
 	w.held[n] = svc
 }
 
-// follow takes over what the planner says of its last Apply.
-func (w *wanted) follow(change dataplane.Change, before []*dataplane.Service) {
-	if len(w.aside) == 0 {
+// planned takes over what the planner says of its last Apply.
+func (w *wanted) planned(change dataplane.Change, before []*dataplane.Service) {
+	if len(w.quarantined) == 0 {
 		w.latest, w.before = change, before
 		return
 	}
@@ -93,17 +131,17 @@ func (w *wanted) follow(change dataplane.Change, before []*dataplane.Service) {
 	}
 	w.globals = w.globals || change.Globals
 	for i, n := range change.Services {
-		svc, a := w.planner.State().Services[n], w.aside[n]
+		svc, a := w.planner.State().Services[n], w.quarantined[n]
 		switch {
 		case a == nil:
 			w.set(n, svc)
 		case svc == nil: // there is nothing left to refuse
-			delete(w.aside, n)
+			delete(w.quarantined, n)
 			w.set(n, nil)
-		case a.plain && svc.Unscheduled() == svc: // it does not ask for what is refused any more
-			delete(w.aside, n)
+		case a.unscheduled && svc.Unscheduled() == svc: // it does not ask for what is refused any more
+			delete(w.quarantined, n)
 			w.set(n, svc)
-		case a.plain:
+		case a.unscheduled:
 			a.changed = a.changed || before[i] == nil || !svc.ScheduledAs(before[i])
 			w.set(n, svc.Unscheduled())
 		default:
@@ -121,37 +159,37 @@ func (w *wanted) copyGlobals() {
 	w.state.Services = services
 }
 
-// part makes the state one of its own, from which Services can be set aside.
+// part makes the state one of its own, from which Services can be taken out.
 func (w *wanted) part() {
 	if w.state.Services != nil {
 		return
 	}
-	w.aside = map[snapshot.Name]*aside{}
+	w.quarantined = map[snapshot.Name]*quarantine{}
 	w.state.Services = maps.Clone(w.planner.State().Services)
 	w.copyGlobals()
 }
 
-// join makes the state the planner's own again once no Service is aside: they are equal then.
+// join makes the state the planner's own again once no Service is in quarantine: they are equal then.
 func (w *wanted) join() {
-	if len(w.aside) == 0 {
+	if len(w.quarantined) == 0 {
 		w.state = dataplane.State{}
 	}
 }
 
-// setAside gives what there is to know of a Service that the kernel refuses; from now on there is.
-func (w *wanted) setAside(n snapshot.Name) *aside {
+// quarantine gives what there is to know of a Service that the kernel refuses; from now on there is.
+func (w *wanted) quarantine(n snapshot.Name) *quarantine {
 	w.part()
-	a := w.aside[n]
+	a := w.quarantined[n]
 	if a == nil {
-		a = &aside{since: time.Now()}
-		w.aside[n] = a
+		a = &quarantine{since: time.Now()}
+		w.quarantined[n] = a
 	}
 	return a
 }
 
 // set replaces a Service in the state, which is not the planner's own.
 func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
-	w.note(n, w.state.Services[n])
+	w.hold(n, w.state.Services[n])
 	if w.held[n] == svc {
 		delete(w.held, n)
 	}
@@ -162,7 +200,7 @@ func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
 	}
 }
 
-// keepLast gives a Service that is aside what the kernel acknowledged of it, as far as the planner gives that to no other
+// keepLast gives a Service in quarantine what the kernel acknowledged of it, as far as the planner gives that to no other
 // Service now. One that is refused as it was acknowledged has nothing to fall back on.
 func (w *wanted) keepLast(n snapshot.Name) {
 	now := w.planner.State().Services[n]
@@ -176,9 +214,9 @@ func (w *wanted) keepLast(n snapshot.Name) {
 	w.set(n, last.Within(now))
 }
 
-// try puts the Services aside whose time has come into the state as they should be.
+// try puts the quarantined Services whose time has come into the state as they should be.
 func (w *wanted) try(now time.Time) {
-	for n, a := range w.aside {
+	for n, a := range w.quarantined {
 		if !a.due().After(now) {
 			a.trial = true
 			w.set(n, w.planner.State().Services[n])
@@ -186,9 +224,9 @@ func (w *wanted) try(now time.Time) {
 	}
 }
 
-// nextTrial gives when the first of those aside is due.
+// nextTrial gives when the first of those in quarantine is due.
 func (w *wanted) nextTrial() (due time.Time, any bool) {
-	for _, a := range w.aside {
+	for _, a := range w.quarantined {
 		if at := a.due(); !any || at.Before(due) {
 			due, any = at, true
 		}
@@ -198,10 +236,10 @@ func (w *wanted) nextTrial() (due time.Time, any bool) {
 
 // endTrials takes back out of the state what is on trial: the transaction failed as a whole, and it may be because of them.
 func (w *wanted) endTrials() {
-	for n, a := range w.aside {
+	for n, a := range w.quarantined {
 		if a.trial {
 			a.unanswered(time.Now())
-			if a.plain {
+			if a.unscheduled {
 				w.set(n, w.planner.State().Services[n].Unscheduled())
 			} else {
 				w.keepLast(n)

@@ -8,7 +8,7 @@ import (
 // Queue gathers deltas from any number of sources for one reader. What arrives while the reader is busy is merged, so a
 // slow reader sees fewer, larger deltas and never an old object after a newer one. Call NewQueue.
 //
-// It also keeps the book of what is waiting: from Put until the reader, having taken it, calls Settle.
+// It also keeps the book of what is waiting: from Put until the reader, having taken it, calls Ack.
 type Queue struct {
 	mu      sync.Mutex
 	pending Delta
@@ -99,8 +99,8 @@ func (q *Queue) Synced() {
 	q.signal()
 }
 
-// Stir has the reader call Take though nothing came: what it makes of it has changed.
-func (q *Queue) Stir() { q.signal() }
+// Notify has the reader call Take though nothing came: what it makes of it has changed.
+func (q *Queue) Notify() { q.signal() }
 
 // Wake gives a channel that receives whenever Take is worth calling.
 func (q *Queue) Wake() <-chan struct{} { return q.wake }
@@ -120,9 +120,9 @@ func (q *Queue) Take() (d Delta, ready bool) {
 	return d, true
 }
 
-// Settle says that whatever was taken so far is in force, but for what the reader holds for later, and gives the
+// Ack says that whatever was taken so far is in force, but for what the reader holds for later, and gives the
 // triggers of that. What is held for later is not late: it only counts as not settled.
-func (q *Queue) Settle(held Waiting) []Trigger {
+func (q *Queue) Ack(held Waiting) []Trigger {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.taken = Waiting{Services: held.Services, Slices: held.Slices}

@@ -118,7 +118,7 @@ func TestQueueLosesNothing(t *testing.T) {
 	})
 }
 
-// TestQueueKeepsTheBook: something waits from Put to Settle, and nothing does before it could be taken.
+// TestQueueKeepsTheBook: something waits from Put to Ack, and nothing does before it could be taken.
 func TestQueueKeepsTheBook(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		begin := time.Now()
@@ -152,7 +152,7 @@ func TestQueueKeepsTheBook(t *testing.T) {
 		expect(at(20), 2, 2) // taken is not settled
 		till(40)
 		q.Put(Delta{Slices: slice(35, "10.0.0.1")})
-		if got, want := q.Settle(Waiting{}), []Trigger{{at(25), true}}; !reflect.DeepEqual(got, want) {
+		if got, want := q.Ack(Waiting{}), []Trigger{{at(25), true}}; !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(at(40), 0, 1)
@@ -161,11 +161,11 @@ func TestQueueKeepsTheBook(t *testing.T) {
 		q.Put(Delta{Slices: slice(45, "")}) // the transaction failed, and it is taken together with the next
 		q.Take()
 		expect(at(40), 0, 2)
-		if got, want := q.Settle(Waiting{}), []Trigger{{at(35), false}, {at(45), false}}; !reflect.DeepEqual(got, want) {
+		if got, want := q.Ack(Waiting{}), []Trigger{{at(35), false}, {at(45), false}}; !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(time.Time{}, 0, 0)
-		if got := q.Settle(Waiting{}); got != nil {
+		if got := q.Ack(Waiting{}); got != nil {
 			t.Errorf("triggers twice: %v", got)
 		}
 	})
@@ -182,7 +182,7 @@ func TestTriggersAreBounded(t *testing.T) {
 		}
 	}
 	q.Take()
-	if n := len(q.Settle(Waiting{})); n > maxTriggers {
+	if n := len(q.Ack(Waiting{})); n > maxTriggers {
 		t.Errorf("%d triggers are kept; want at most %d", n, maxTriggers)
 	}
 }

@@ -34,18 +34,18 @@ func (b *book) take() string {
 	return lines
 }
 
-// TestSettled: the loop tells when the kernel carries everything, whether that took a transaction or not, and what of
-// the snapshot that concerns since the last time, failures included; and it settles the queue.
-func TestSettled(t *testing.T) {
+// TestInSync: the loop tells when the kernel holds everything, whether that took a transaction or not, and what of the
+// snapshot that concerns since the last time, failures included; and it acknowledges the queue.
+func TestInSync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var noted book
 		begin := time.Now()
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.DiscardHandler)}}
-		b.loop.Failed = func(err error) { noted.note("failed: %v", err) }
-		b.loop.Settled = func(s Settled) {
+		listen(b, Listener{Failed: func(f Failure) { noted.note("failed: %v", f.Err) }})
+		listen(b, Listener{InSync: func(s InSync) {
 			noted.note("%d Services, %v %v, triggers %d, node %q", len(s.Snapshot.Services), s.Change.Services, s.Change.All,
 				len(s.Triggers), s.Snapshot.Node.Leaving)
-		}
+		}})
 		q, _ := start(t, b)
 		slice := snapshot.Name{Namespace: "default", Name: "a-1"}
 		changed := func() snapshot.Delta {
