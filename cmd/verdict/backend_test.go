@@ -61,11 +61,11 @@ func TestSwitchBackends(t *testing.T) {
 			v.restart("all Services are programmed")
 			stop := v.clients()
 			for range 3 {
-				v.restart("removed the tables of nftables", "--backend=iptables")
+				v.restart("what=\"the tables of nftables\"", "--backend=iptables")
 				if tables := labtest.Run(t, v.cluster.Node, "", "nft", "list", "tables"); strings.Contains(tables, "verdict") {
 					t.Errorf("with iptables there are\n%s", tables)
 				}
-				v.restart("Verdict had written before nftables")
+				v.restart("what=\"iptables rules")
 				for _, family := range []string{program, "ip6" + strings.TrimPrefix(program, "ip")} {
 					if left := labtest.Run(t, v.cluster.Node, "", family+"-save", "-t", "nat"); strings.Contains(left, "KUBE-") {
 						t.Errorf("with nftables there is\n%s", left)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/benchmark"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -84,7 +85,9 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 	ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGHUP)
 	defer stop()
 	p := newProgress(cmd.ErrOrStderr())
-	b.Open = func() (*kernel.Backend, error) { return openWithin(kernel.Options{}, config.DefaultCounterMemoryMiB) }
+	b.Open = func() (*kernel.Backend, error) {
+		return backends.OpenCounting(kernel.Options{}, config.DefaultCounterMemoryMiB)
+	}
 	b.Progress = p.show
 	result, err := measure(ctx)
 	p.clear()

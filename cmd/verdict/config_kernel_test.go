@@ -105,12 +105,12 @@ func TestReloadInKernel(t *testing.T) {
 		}
 		got := list()
 		r.stop()
-		labtest.Check(t, r.host.Do(func() error { return removeTables(nil) }))
+		labtest.Check(t, r.host.Do(removeRules))
 		r.start()
 		if want := list(); got != want {
 			t.Errorf("%q: after a change and after a start it is not the same:\n%s", steps, labtest.FirstDifference(got, want))
 		}
 		r.stop()
-		labtest.Check(t, r.host.Do(func() error { return removeTables(nil) }))
+		labtest.Check(t, r.host.Do(removeRules))
 	}
 }

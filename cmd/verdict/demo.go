@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os/signal"
@@ -15,7 +14,7 @@ import (
 )
 
 func newDemo() *cobra.Command {
-	o := demo.Options{StageTime: time.Second, RunProxy: runDemoProxy}
+	o := demo.Options{StageTime: time.Second}
 	var hideRuleset bool
 	cmd := &cobra.Command{
 		Use:   "demo",
@@ -50,14 +49,4 @@ external tool. The exit status is 1 if something did not happen as it should.`,
 	}
 	cmd.Flags().BoolVar(&hideRuleset, "no-ruleset", false, "do not print the ruleset at the end")
 	return cmd
-}
-
-// runDemoProxy runs a node as "verdict run" does.
-func runDemoProxy(ctx context.Context, p demo.Proxy) error {
-	n := node{config: p.Config, backend: p.Backend, flows: p.Flows, log: p.Log, written: p.Written,
-		routeLocalnet: func() error { return p.Do(routeLocalnet) }}
-	for _, s := range p.Sources {
-		n.sources = append(n.sources, s)
-	}
-	return n.run(ctx)
 }

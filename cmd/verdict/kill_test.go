@@ -385,7 +385,7 @@ func (v *victim) settle() {
 	if !strings.Contains(last, "nothing was written") || strings.Contains(said, "somebody else changed") {
 		v.t.Errorf("the kernel did not hold what the files ask for:\n%s", said)
 	}
-	labtest.Check(v.t, v.cluster.Node.Do(func() error { return removeTables(nil) }))
+	labtest.Check(v.t, v.cluster.Node.Do(removeRules))
 }
 
 // said gives the log of all proxies, if it is a file.

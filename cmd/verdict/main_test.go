@@ -1,10 +1,13 @@
 package main
 
 import (
+	"context"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"testing"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
@@ -17,4 +20,10 @@ func TestMain(m *testing.M) {
 	}
 	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
 	labtest.Main(m)
+}
+
+// removeRules removes what nftables has of ours, in the network namespace of the calling thread.
+func removeRules() error {
+	_, err := backends.All[0].Remove(context.Background(), backends.RemoveOptions{Log: slog.New(slog.DiscardHandler)})
+	return err
 }

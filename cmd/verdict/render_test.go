@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft/kernel"
@@ -119,7 +120,7 @@ func write(t *testing.T, file string, flags []string) error {
 	labtest.Check(t, err)
 	st, _, err := compute(config, file)
 	labtest.Check(t, err)
-	backend, err := openBackend(kernel.Options{})
+	backend, err := backends.OpenKernel(kernel.Options{})
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/logging"
+	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
 
@@ -35,19 +37,17 @@ func run() int {
 	case errors.As(err, &status):
 		return int(status)
 	}
-	last := newLossyWriter(os.Stderr, func(io.Writer, int) {}) // whoever runs may have a log that nobody reads
+	last := logging.NewLossy(os.Stderr, func(io.Writer, int) {}) // whoever runs may have a log that nobody reads
 	fmt.Fprintln(last, "verdict:", err)
-	last.close()
+	last.Close()
 	if errors.As(err, &unsupported) || errors.Is(err, kernel.ErrRights) {
 		return exitUnsupported
 	}
 	return exitError
 }
 
-// exitStatus is an error that has been shown already.
-type exitStatus int
-
-func (s exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(s)) }
+// exitStatus is an error that has been reported already.
+type exitStatus = node.ExitStatus
 
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
@@ -59,7 +59,7 @@ called "verdict"; look at them with "nft list table ip verdict".
 
   verdict demo                      see it work in network namespaces of its own, in under 30 seconds
   verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no rights
-  verdict run --from dump.yaml      carry the Services of a file or directory on this node
+  verdict run --from dump.yaml      program the Services of a file or directory on this node
   verdict run --kubeconfig FILE     the same from an API server; without --kubeconfig, from inside the cluster
   verdict explain SRC DST:PORT      say what happens to a packet, and why: from the objects, or --live from the kernel
   verdict diff, verdict verify      compare the kernel with what the objects ask for, or with what it says itself

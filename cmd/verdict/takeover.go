@@ -5,110 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
-	"net/netip"
-	"sync"
-	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/takeover"
-	"github.com/verdict-proxy/verdict/ipvsplugin"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/nft/iptshim/xtables"
-	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
-
-// successor removes what a kube-proxy programmed, once the kernel carries every Service by our tables. It works in the network
-// namespace of its process, so it is for verdict run alone.
-type successor struct {
-	runner takeover.Runner
-	ready  chan struct{}
-	// leave, if not nil, removes what another backend of ours wrote before this one.
-	leave func(context.Context, *slog.Logger) error
-	// done says that ready is closed, waits that it was said why it is not.
-	done, waits bool
-}
-
-func newSuccessor(mode takeover.Mode, log *slog.Logger) *successor {
-	return &successor{runner: takeover.Runner{Mode: mode, Log: log}, ready: make(chan struct{})}
-}
-
-// written is told of each transaction. As long as the kernel refuses a Service, it may be that kube-proxy's rules carry it.
-func (s *successor) written(t reconcile.Transaction) {
-	switch {
-	case s.done:
-	case t.Quarantined == 0:
-		s.done = true
-		close(s.ready)
-	case !s.waits && s.runner.Mode == takeover.Auto:
-		s.waits = true
-		s.runner.Log.Warn("what kube-proxy may have programmed stays as long as the kernel refuses Services", "refused", t.Quarantined)
-	}
-}
-
-// run works until the context ends.
-func (s *successor) run(ctx context.Context) {
-	select {
-	case <-ctx.Done():
-		return
-	case <-s.ready:
-	}
-	var beside sync.WaitGroup
-	if s.leave != nil {
-		if err := s.leave(ctx, s.runner.Log); err != nil && ctx.Err() == nil {
-			s.runner.Log.Warn("what Verdict wrote before with its other backend is still there; it will be tried again", "err", err)
-			beside.Go(func() { s.leaveLater(ctx) })
-		}
-	}
-	s.runner.Run(ctx, s.ready)
-	beside.Wait()
-}
-
-// leaveAgain is how long a removal that failed waits for the next try.
-const leaveAgain = 30 * time.Second
-
-// leaveLater removes what another backend wrote, and tries again until that succeeds.
-func (s *successor) leaveLater(ctx context.Context) {
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-time.After(leaveAgain):
-		}
-		if s.leave(ctx, s.runner.Log) == nil {
-			return
-		}
-	}
-}
-
-// heir decides which virtual services of IPVS go on as ours: those that a kube-proxy left, if it is not at work any more.
-type heir struct {
-	mode takeover.Mode
-
-	mu    sync.Mutex
-	found *takeover.Found
-	at    time.Time
-}
-
-// lookAgain is how long what was found holds: one transaction may ask about thousands.
-const lookAgain = 5 * time.Second
-
-func (h *heir) adopt(vs ipvsplugin.VirtualService) bool {
-	if h.mode != takeover.Auto {
-		return false
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.found == nil || time.Since(h.at) > lookAgain {
-		found, err := takeover.Find(context.Background(), takeover.Own{})
-		if err != nil {
-			return false
-		}
-		h.found, h.at = found, time.Now()
-	}
-	return len(h.found.Running()) == 0 && h.found.Made(netip.AddrPortFrom(vs.Key.Addr, vs.Key.Port), uint8(vs.Key.Protocol))
-}
 
 func newTakeover() *cobra.Command {
 	var dryRun bool
@@ -190,7 +94,7 @@ func (p *printer) line(format string, args ...any) {
 // ownRules says which rules of iptables are ours on this node, for commands beside a running proxy. The error says that there are no
 // rules of ours at all, so that nobody would carry the Services without kube-proxy's.
 func ownRules(ctx context.Context) (takeover.Own, error) {
-	if hasTables() {
+	if backends.HasTables() {
 		return takeover.Own{}, nil
 	}
 	errNobody := errors.New("there are no rules of Verdict's here, so that nobody would carry the Services: start verdict run first")

@@ -2,8 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,7 +12,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -63,34 +60,6 @@ func TestTakeoverCommand(t *testing.T) {
 	if !strings.Contains(remark.String(), "nobody carries Services") {
 		t.Errorf("cleanup says %q", remark.String())
 	}
-}
-
-// TestSuccessorWaits has the kernel refuse a Service at first: kube-proxy's rules may be what carries it.
-func TestSuccessorWaits(t *testing.T) {
-	var log bytes.Buffer
-	s := newSuccessor(takeover.Auto, slog.New(slog.NewTextHandler(&log, nil)))
-	for _, c := range []struct {
-		quarantined int
-		ready       bool
-	}{{2, false}, {1, false}, {0, true}, {0, true}, {3, true}} {
-		s.written(reconcile.Transaction{Quarantined: c.quarantined})
-		ready := false
-		select {
-		case <-s.ready:
-			ready = true
-		default:
-		}
-		if ready != c.ready {
-			t.Errorf("after a transaction without %d Services: ready is %v", c.quarantined, ready)
-		}
-	}
-	if n := strings.Count(log.String(), "\n"); n != 1 {
-		t.Errorf("said %d lines, want one:\n%s", n, log.String())
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	s.runner.Mode = takeover.Never // this process is the machine's own
-	s.run(ctx)
 }
 
 // TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone, unless they are to stay.

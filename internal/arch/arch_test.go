@@ -33,11 +33,11 @@ var layers = map[string]struct{ ours, others []string }{
 	"nft/iptshim/xtables":  {ours: []string{"internal/netlink", "nft/iptshim", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
 	"ipvsplugin":           {ours: []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
 	"internal/benchmark":   {ours: []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sync", "golang.org/x/sys"}},
-	"internal/demo":        {ours: []string{"internal/conntrack", "internal/inspect", "internal/lab", "internal/terminal", "internal/units", "nft", "nft/kernel", "sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"}, others: []string{"github.com/spf13/pflag"}},
+	"internal/demo":        {ours: []string{"internal/backends", "internal/conntrack", "internal/inspect", "internal/lab", "internal/node", "internal/terminal", "internal/units", "nft", "nft/kernel", "sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"}, others: []string{"github.com/spf13/pflag"}},
 	"internal/inspect":     {ours: []string{"internal/config", "internal/terminal", "internal/units", "sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"}, others: []string{"github.com/spf13/pflag", "github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/terminal":    {others: []string{"golang.org/x/term"}},
 	"internal/units":       {},
-	"internal/backends":    {ours: []string{"internal/config", "ipvsplugin", "nft/iptshim", "nft/iptshim/xtables", "nft/kernel", "sync/reconcile"}},
+	"internal/backends":    {ours: []string{"internal/config", "internal/metrics", "internal/sysctl", "internal/takeover", "ipvsplugin", "nft", "nft/iptshim", "nft/iptshim/xtables", "nft/kernel", "sync/dataplane", "sync/reconcile"}},
 	"internal/cgroup":      {},
 	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
 	"internal/conntrack":   {ours: []string{"internal/netlink", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
@@ -53,6 +53,13 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/takeover":    {ours: []string{"internal/netlink"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 
+	// A running proxy knows no backend but by internal/backends; of nft/kernel it has the socket that owns the tables.
+	"internal/node": {
+		ours: []string{
+			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack", "internal/health", "internal/keeper",
+			"internal/logging", "internal/metrics", "internal/sysctl", "internal/takeover", "nft/kernel",
+			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
+		others: []string{"golang.org/x/sync"}},
 	"sync/reconcile/reconciletest": {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 
 	// conformance is a module of its own, and held to the same table. It sees a proxy from outside only: of ours it may use

@@ -114,7 +114,7 @@ var fields = []field{
 
 	{verdictKind + ".manifests", Restart, "take the objects from this file or directory, which is watched, in place of the Kubernetes API", nil},
 	{verdictKind + ".backend", Restart, "what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
-		oneOf(string(Auto), string(NFTables), string(IPTables))},
+		knownBackend},
 	{verdictKind + ".iptablesDispatch", Restart, "how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
 		oneOf("tree", "list")},
 	{verdictKind + ".iptablesCompat", Restart, "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
@@ -173,6 +173,15 @@ func oneOf(words ...string) func(any) string {
 		known := slices.DeleteFunc(slices.Clone(words), func(w string) bool { return w == "" })
 		return quote(word) + " is none of " + strings.Join(known, ", ")
 	}
+}
+
+// knownBackend takes a backend that there is.
+func knownBackend(v any) string {
+	words := []string{string(Auto)}
+	for _, b := range Backends {
+		words = append(words, string(b))
+	}
+	return oneOf(words...)(v)
 }
 
 // accepted are lists of content types of which we can read at least one.

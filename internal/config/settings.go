@@ -101,6 +101,9 @@ const (
 	IPTables Backend = "iptables"
 )
 
+// Backends are those that a file or a flag may name besides Auto. Package backends sets them to those there are.
+var Backends = []Backend{NFTables, IPTables}
+
 // kube-proxy's words.
 const (
 	modeIPTables = "iptables"

@@ -18,10 +18,12 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -52,26 +54,6 @@ type Options struct {
 	Ruleset bool
 	// StageTime is how long each stage of scaling takes at least.
 	StageTime time.Duration
-	// RunProxy runs the proxy of a node until the context ends.
-	RunProxy func(context.Context, Proxy) error
-}
-
-// Proxy is what a proxy in the demo is put together from.
-type Proxy struct {
-	Config  dataplane.Config
-	Sources []Source
-	Backend *kernel.Backend
-	Flows   *conntrack.Conn
-	Log     *slog.Logger
-	// Written is told of each transaction.
-	Written func(reconcile.Transaction)
-	// Do calls a function in the node's network namespace.
-	Do func(func() error) error
-}
-
-// Source is where objects come from.
-type Source interface {
-	Run(ctx context.Context, sink watch.Sink) error
 }
 
 // Run builds a cluster of network namespaces, shows the proxy in it, and tidies up. It has to be in a process that
@@ -425,7 +407,7 @@ func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
 	}
 	p := &demoProxy{transactions: make(chan reconcile.Transaction, 16), done: make(chan struct{})}
 	err = d.cluster.Node.Do(func() (err error) {
-		if p.backend, err = kernel.Open(kernel.Options{}); err != nil {
+		if p.backend, err = backends.OpenKernel(kernel.Options{}); err != nil {
 			return err
 		}
 		if p.reader, err = kernel.Dial(0); err != nil {
@@ -442,26 +424,26 @@ func (d *demo) startProxy(ctx context.Context) (*demoProxy, error) {
 	ctx, p.cancel = context.WithCancel(ctx)
 	log := slog.New(slog.NewTextHandler(d.Warnings, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	report := func(err error) { log.Warn(err.Error()) }
-	proxy := Proxy{
+	proxy := node.Node{
 		Config: config,
-		Sources: []Source{
+		Sources: []node.Source{
 			&watch.Files{Path: d.dir, NodeName: config.NodeName, Report: report},
 			inHost{d.cluster.Node, &watch.Host{Report: report}},
 		},
-		Backend: p.backend,
+		Backend: &backends.Opened{Writer: p.backend},
 		Flows:   p.flows,
 		Log:     log,
-		Written: func(t reconcile.Transaction) {
+		Listeners: []reconcile.Listener{{Written: func(t reconcile.Transaction) {
 			select {
 			case p.transactions <- t:
 			case <-ctx.Done():
 			}
-		},
-		Do: d.cluster.Node.Do,
+		}}},
+		RouteLocalnet: func() error { return d.cluster.Node.Do(node.RouteLocalnet) },
 	}
 	go func() {
 		defer close(p.done)
-		p.err = d.RunProxy(ctx, proxy)
+		p.err = proxy.Run(ctx)
 	}()
 	return p, nil
 }
@@ -480,7 +462,7 @@ func (p *demoProxy) close() error {
 // inHost is a source that works inside a host.
 type inHost struct {
 	host *lab.Host
-	Source
+	node.Source
 }
 
 func (s inHost) Run(ctx context.Context, sink watch.Sink) error {

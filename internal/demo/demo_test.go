@@ -12,15 +12,9 @@ import (
 	"syscall"
 	"testing"
 
-	"golang.org/x/sync/errgroup"
-
-	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/terminal"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/reconcile"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // stageWriter keeps what is shown, and does something once a text has come.
@@ -46,7 +40,7 @@ func perform(t *testing.T, at string, do func(d *demo, cancel func())) (shown st
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	w := &stageWriter{at: at}
-	d = newDemo(Options{Out: w, Warnings: t.Output(), Ruleset: true, RunProxy: runProxy})
+	d = newDemo(Options{Out: w, Warnings: t.Output(), Ruleset: true})
 	if do != nil {
 		w.do = func() { do(d, cancel) }
 	}
@@ -67,25 +61,6 @@ func nothingLeft(t *testing.T) {
 }
 
 func TestMain(m *testing.M) { labtest.Main(m) }
-
-// runProxy is the line from sources to the kernel, without what else a node has.
-func runProxy(ctx context.Context, p Proxy) error {
-	const path = "/proc/sys/net/ipv4/conf/all/route_localnet"
-	if err := p.Do(func() error { return os.WriteFile(path, []byte("1"), 0o644) }); err != nil {
-		return err
-	}
-	queue := snapshot.NewQueue(len(p.Sources))
-	cleaner := conntrack.NewCleaner(p.Flows, func(conntrack.Look) {})
-	loop := reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(p.Config), Log: p.Log, Writer: p.Backend,
-		Listeners: []reconcile.Listener{cleaner.Listener(), {Written: p.Written}}}
-	group, ctx := errgroup.WithContext(ctx)
-	for _, s := range p.Sources {
-		group.Go(func() error { return s.Run(ctx, queue) })
-	}
-	group.Go(func() error { return cleaner.Run(ctx) })
-	group.Go(func() error { return loop.Run(ctx) })
-	return group.Wait()
-}
 
 func TestDemo(t *testing.T) {
 	shown, d, err := perform(t, "", nil)
@@ -205,7 +180,7 @@ func TestDemoCannotWrite(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	labtest.Check(t, err)
 	defer full.Close()
-	d := newDemo(Options{Out: full, Warnings: t.Output(), RunProxy: runProxy})
+	d := newDemo(Options{Out: full, Warnings: t.Output()})
 	if err := d.run(t.Context()); !errors.Is(err, syscall.ENOSPC) {
 		t.Errorf("the demo ended with %v", err)
 	}

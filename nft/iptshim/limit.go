@@ -23,6 +23,9 @@ func (e *TooManyRules) Error() string {
 	return fmt.Sprintf("the Service would have about %d rules of iptables in %v: %d at most", e.Rules, e.Family, MaxRules)
 }
 
+// OnlyOfService says that the text tells of nothing but what the Service asks for: its author may read it.
+func (e *TooManyRules) OnlyOfService() {}
+
 // Check gives a *TooManyRules for a Service that is too large to be written. The Service may be nil.
 func Check(s *dataplane.Service) error {
 	if s == nil {

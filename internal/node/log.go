@@ -1,4 +1,4 @@
-package main
+package node
 
 import (
 	"io"
@@ -27,7 +27,7 @@ func newLogger(w io.Writer, c config.Log) *logger {
 	return &logger{slog.New(limit), level, limit}
 }
 
-// problem logs one thing there is to say about the configuration.
+// problem logs one thing that the configuration check found.
 func (l *logger) problem(p *config.Problem) {
 	switch p.Severity {
 	case config.Note:

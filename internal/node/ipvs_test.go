@@ -1,4 +1,4 @@
-package main
+package node
 
 import (
 	"bytes"
@@ -8,25 +8,24 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// TestMissingForAll: where IPVS is to schedule all Services and cannot, nftables does. That is said once, and the kernel is asked once.
+// TestMissingForAll: where IPVS is to schedule all Services and cannot, nftables does. That is said once, and the
+// kernel is asked once.
 func TestMissingForAll(t *testing.T) {
 	var log bytes.Buffer
 	asked := 0
-	l := &live{log: &logger{Logger: slog.New(slog.NewTextHandler(&log, nil)), level: &slog.LevelVar{}}}
+	l := &ipvsChoice{log: slog.New(slog.NewTextHandler(&log, nil))}
 	said := dataplane.IPVS{Mode: dataplane.IPVSAlways, Default: dataplane.Scheduling{Scheduler: "mh"}}
-	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: said}})
-	l.schedulers.probe = func(...string) error {
+	l.probe = func(...string) error {
 		asked++
 		return errors.New("ip_vs_mh is missing")
 	}
 	for range 2 {
-		if got := l.policy().IPVS.Mode; got != dataplane.IPVSAuto {
+		if got := l.possible(said).Mode; got != dataplane.IPVSAuto {
 			t.Errorf("mode %d", got)
 		}
 	}
@@ -34,9 +33,8 @@ func TestMissingForAll(t *testing.T) {
 		t.Errorf("said %d times, asked %d times:\n%s", n, asked, log.String())
 	}
 	said.Default.Scheduler = "rr"
-	l.schedulers.probe = func(...string) error { return nil }
-	l.settings.Store(&config.Settings{Policy: dataplane.Config{IPVS: said}})
-	if got := l.policy().IPVS.Mode; got != dataplane.IPVSAlways {
+	l.probe = func(...string) error { return nil }
+	if got := l.possible(said).Mode; got != dataplane.IPVSAlways {
 		t.Errorf("mode %d", got)
 	}
 }

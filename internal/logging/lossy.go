@@ -1,4 +1,4 @@
-package main
+package logging
 
 import (
 	"bytes"
@@ -14,9 +14,9 @@ const (
 	lossyPatience = time.Second
 )
 
-// lossyWriter is a log that nobody waits for: a pipe that is not read, or a disk that hangs, would otherwise hold up
+// Lossy is a log that nobody waits for: a pipe that is not read, or a disk that hangs, would otherwise hold up
 // whoever logs, and with it the Services. Lines that find no room, or cannot be written, are lost, and counted.
-type lossyWriter struct {
+type Lossy struct {
 	out io.Writer
 	// tell writes that so many lines were lost.
 	tell func(w io.Writer, lines int)
@@ -29,15 +29,15 @@ type lossyWriter struct {
 	closed  bool
 }
 
-// newLossyWriter gives a log that goes to out, until it is closed.
-func newLossyWriter(out io.Writer, tell func(w io.Writer, lines int)) *lossyWriter {
-	l := &lossyWriter{out: out, tell: tell, wake: make(chan struct{}, 1), ended: make(chan struct{})}
+// NewLossy gives a log that goes to out, until it is closed.
+func NewLossy(out io.Writer, tell func(w io.Writer, lines int)) *Lossy {
+	l := &Lossy{out: out, tell: tell, wake: make(chan struct{}, 1), ended: make(chan struct{})}
 	go l.run()
 	return l
 }
 
 // Write takes whole lines. It never fails, and never waits for anybody who reads them.
-func (l *lossyWriter) Write(lines []byte) (int, error) {
+func (l *Lossy) Write(lines []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -47,23 +47,23 @@ func (l *lossyWriter) Write(lines []byte) (int, error) {
 	default:
 		l.waiting = append(l.waiting, lines...)
 	}
-	l.stir()
+	l.notify()
 	return len(lines), nil
 }
 
-// stir has run look; the lock is held.
-func (l *lossyWriter) stir() {
+// notify wakes run; the lock is held.
+func (l *Lossy) notify() {
 	select {
 	case l.wake <- struct{}{}:
 	default:
 	}
 }
 
-// close writes what is left, if that takes no longer than lossyPatience.
-func (l *lossyWriter) close() {
+// Close writes what is left, if that takes no longer than lossyPatience.
+func (l *Lossy) Close() {
 	l.mu.Lock()
 	l.closed = true
-	l.stir()
+	l.notify()
 	l.mu.Unlock()
 	select {
 	case <-l.ended:
@@ -72,7 +72,7 @@ func (l *lossyWriter) close() {
 }
 
 // run writes until the log is closed and everything is written.
-func (l *lossyWriter) run() {
+func (l *Lossy) run() {
 	defer close(l.ended)
 	for range l.wake {
 		for {
@@ -98,7 +98,7 @@ func (l *lossyWriter) run() {
 
 // write writes lines one by one, as there may be other writers, and how many were lost after them. It says how many
 // are lost now.
-func (l *lossyWriter) write(lines []byte, lost int) (unwritten int) {
+func (l *Lossy) write(lines []byte, lost int) (unwritten int) {
 	for line := range bytes.Lines(lines) {
 		if _, err := l.out.Write(line); err != nil {
 			lost++

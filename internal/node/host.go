@@ -1,4 +1,4 @@
-package main
+package node
 
 import (
 	"errors"
@@ -6,13 +6,13 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"runtime/debug"
 	"strings"
 	"syscall"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
-	"github.com/verdict-proxy/verdict/ipvsplugin"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // setSysctls sets what the settings say of connection tracking, and logs it. The parameters are there once something
@@ -38,25 +38,16 @@ func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 	}
 }
 
-// makesLiberal says whether setSysctls will have the kernel take TCP packets outside of the window for valid.
-func makesLiberal(host sysctl.Host, s *config.Settings) bool {
-	if !s.Document.KubeProxy.Conntrack.TCPBeLiberal {
-		return false
-	}
-	only := []sysctl.Setting{{Path: "proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal", Value: 1}}
-	return len(host.Check(only)) == 0
-}
-
-// setOOMScore says how willing the kernel should be to end this process when there is no memory left. To be less willing than before
-// takes CAP_SYS_RESOURCE.
+// setOOMScore says how willing the kernel should be to end this process when there is no memory left. To be less
+// willing than before takes CAP_SYS_RESOURCE.
 func setOOMScore(host sysctl.Host, score int) error {
 	_, errs := host.Apply([]sysctl.Setting{{Path: "proc/self/oom_score_adj", Value: score}})
 	return errors.Join(errs...)
 }
 
-// initOnly does what needs a privileged container, once: the sysctls. What run itself cannot set then, it finds set. An error is one
-// line for each that could not be set.
-func initOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, out io.Writer) error {
+// InitOnly does what needs a privileged container, once: the sysctls. What run itself cannot set then, it finds
+// set. An error is one line for each that could not be set.
+func InitOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, out io.Writer) error {
 	for _, p := range problems {
 		fmt.Fprintln(os.Stderr, "verdict:", p)
 	}
@@ -64,11 +55,10 @@ func initOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 	if s.Policy.AnswersLocalhost() {
 		wanted = append(wanted, sysctl.Setting{Path: "proc/sys/net/ipv4/conf/all/route_localnet", Value: 1})
 	}
-	if s.Policy.IPVS.Mode == dataplane.IPVSAlways {
-		_ = ipvsplugin.Probe(s.Policy.IPVS.Default.Scheduler) // which loads it; that it is missing, run itself will say
-	}
-	if s.Policy.IPVS.Mode != dataplane.IPVSNever && ipvsplugin.Loaded() {
-		wanted = append(wanted, ipvsplugin.Sysctls()...)
+	for _, b := range backends.All {
+		if b.Sysctls != nil {
+			wanted = append(wanted, b.Sysctls(s)...)
+		}
 	}
 	changed, errs := host.Apply(wanted)
 	for _, c := range changed {
@@ -77,8 +67,8 @@ func initOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 	return errors.Join(errs...)
 }
 
-// writeConfig writes the settings to a file. Values that cannot be meant are not replaced silently.
-func writeConfig(path string, s *config.Settings, problems []*config.Problem) error {
+// WriteConfig writes the settings to a file. Values that cannot be meant are not replaced silently.
+func WriteConfig(path string, s *config.Settings, problems []*config.Problem) error {
 	var bad []error
 	for _, p := range problems {
 		if p.Severity == config.Bad {
@@ -95,4 +85,23 @@ func writeConfig(path string, s *config.Settings, problems []*config.Problem) er
 		return fmt.Errorf("--write-config-to: %w", err)
 	}
 	return errors.Join(s.Write(f), f.Close())
+}
+
+// Version says what this program is.
+func Version() string {
+	text := "verdict (unknown version)"
+	if info, ok := debug.ReadBuildInfo(); ok {
+		text = "verdict " + info.Main.Version + " " + info.GoVersion
+	}
+	return text
+}
+
+// RouteLocalnet sets the sysctl without which the kernel does not let a packet from 127.0.0.1 leave the host, in
+// the network namespace of the calling thread.
+func RouteLocalnet() error {
+	const path = "/proc/sys/net/ipv4/conf/all/route_localnet"
+	if v, err := os.ReadFile(path); err == nil && string(v) == "1\n" {
+		return nil
+	}
+	return os.WriteFile(path, []byte("1"), 0o644)
 }

@@ -1,4 +1,4 @@
-package main
+package node
 
 import (
 	"bytes"
@@ -46,7 +46,8 @@ func hostFiles(t *testing.T, missing ...string) sysctl.Host {
 func configFile(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.conf")
-	labtest.Check(t, os.WriteFile(path, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+text), 0o644))
+	text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n" + text
+	labtest.Check(t, os.WriteFile(path, []byte(text), 0o644))
 	return path
 }
 
@@ -64,7 +65,8 @@ func TestSetSysctls(t *testing.T) {
 	log := newLogger(&b, s.Log)
 	host := hostFiles(t, "nf_conntrack_tcp_timeout_close_wait")
 	setSysctls(host, s, log)
-	for _, want := range []string{"name=net.netfilter.nf_conntrack_max value=262144 was=65536", "hashsize value=65536 was=16384",
+	for _, want := range []string{"name=net.netfilter.nf_conntrack_max value=262144 was=65536",
+		"hashsize value=65536 was=16384",
 		"tcp_timeout_established value=86400 was=432000"} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("it does not say %q:\n%s", want, b.String())
@@ -81,7 +83,7 @@ func TestInitOnly(t *testing.T) {
 	s, problems := loadConfig(t, configFile(t, "mode: nftables\nconntrack: {tcpBeLiberal: true}\n"))
 	var out bytes.Buffer
 	host := hostFiles(t)
-	labtest.Check(t, initOnly(host, s, problems, &out))
+	labtest.Check(t, InitOnly(host, s, problems, &out))
 	want := `net.netfilter.nf_conntrack_max = 262144 (was 65536)
 /sys/module/nf_conntrack/parameters/hashsize = 65536 (was 16384)
 net.netfilter.nf_conntrack_tcp_timeout_established = 86400 (was 432000)
@@ -93,36 +95,12 @@ net.ipv4.conf.all.route_localnet = 1 (was 0)
 		t.Errorf("it says\n%swant\n%s", out.String(), want)
 	}
 	out.Reset()
-	if labtest.Check(t, initOnly(host, s, problems, &out)); out.Len() > 0 {
+	if labtest.Check(t, InitOnly(host, s, problems, &out)); out.Len() > 0 {
 		t.Errorf("once more it says %s", out.String())
 	}
-	if err := initOnly(hostFiles(t, "nf_conntrack_max", "route_localnet"), s, nil, &out); err == nil || strings.Count(err.Error(), "\n") != 1 {
+	if err := InitOnly(hostFiles(t, "nf_conntrack_max", "route_localnet"), s, nil, &out); err == nil ||
+		strings.Count(err.Error(), "\n") != 1 {
 		t.Errorf("two are missing: %v", err)
-	}
-}
-
-// TestOtherThanRun: --write-config-to, --version and --cleanup do not run, and wrong values are not written as if nothing were.
-func TestOtherThanRun(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "written.conf")
-	_, err := command("run", "--write-config-to", path, "--cluster-cidr=10.244.0.0/16", "--keeper=none")
-	labtest.Check(t, err)
-	s, problems := loadConfig(t, path)
-	if len(problems) > 0 || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 || s.Keeper != "none" {
-		t.Errorf("%+v, %v", s, problems)
-	}
-	_, err = command("run", "--config", configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"), "--write-config-to", path+"2")
-	if err == nil || strings.Count(err.Error(), "\n") != 2 {
-		t.Errorf("it does not name each value that is wrong: %v", err)
-	}
-	if _, err := os.Stat(path + "2"); err == nil {
-		t.Error("it is written all the same")
-	}
-	out, err := command("run", "--version")
-	if labtest.Check(t, err); !strings.HasPrefix(out, "verdict ") {
-		t.Errorf("--version: %q", out)
-	}
-	if _, err := command("run", "more"); err == nil {
-		t.Error("arguments are taken")
 	}
 }
 
@@ -148,25 +126,35 @@ func TestMisfits(t *testing.T) {
 		noIPv6 bool
 		want   []string
 	}{
-		{"all is well", dataplane.Config{DetectLocal: pods}, snapshot.Node{Addresses: addrs("192.0.2.1", "fd00::1")}, true, nil},
+		{"all is well", dataplane.Config{DetectLocal: pods}, snapshot.Node{Addresses: addrs("192.0.2.1", "fd00::1")}, true,
+			nil},
 		{"no address", dataplane.Config{DetectLocal: pods}, snapshot.Node{}, false,
 			[]string{"the Node has no address: node ports answer at none of its own; --bind-address can say what it is"}},
-		{"the operator says the address", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]}, snapshot.Node{}, false, nil},
+		{"the operator says the address", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]},
+			snapshot.Node{}, false, nil},
 		{"no ranges", dataplane.Config{}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false,
-			[]string{"clusterCIDR is not set: pods cannot be told from others, so nothing that is sent to a cluster IP is masqueraded"}},
-		{"IPv6 first", dataplane.Config{DetectLocal: pods, NodePortAddresses: ranges("10.0.0.0/8")}, snapshot.Node{Addresses: addrs("fd00::1")}, true, []string{
-			"the Node's first address is an IPv6 one, and this host has IPv6 disabled",
-			"the Node is IPv6 first, and clusterCIDR (10.244.0.0/16) has no IPv6 range",
-			"the Node is IPv6 first, and nodePortAddresses (10.0.0.0/8) has no IPv6 range: node ports do not answer in IPv6"}},
+			[]string{"clusterCIDR is not set: pods cannot be told from others, so nothing that is sent to a cluster IP is " +
+				"masqueraded"}},
+		{"IPv6 first", dataplane.Config{DetectLocal: pods, NodePortAddresses: ranges("10.0.0.0/8")},
+			snapshot.Node{Addresses: addrs("fd00::1")}, true, []string{
+				"the Node's first address is an IPv6 one, and this host has IPv6 disabled",
+				"the Node is IPv6 first, and clusterCIDR (10.244.0.0/16) has no IPv6 range",
+				"the Node is IPv6 first, and nodePortAddresses (10.0.0.0/8) has no IPv6 range: node ports do not answer in IPv6"}},
 		{"a range of the other family, and primary",
 			dataplane.Config{DetectLocal: pods, NodePortAddresses: ranges("fd00::/8"), NodePortPrimary: true},
 			snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
-		{"the operator says which family is first", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]}, snapshot.Node{Addresses: addrs("fd00::1")}, false, nil},
-		{"the node's ranges", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}, snapshot.Node{Addresses: addrs("192.0.2.1"), PodCIDRs: ranges("fd00::/64")}, false,
+		{"the operator says which family is first", dataplane.Config{DetectLocal: pods, NodeIP: addrs("192.0.2.1")[0]},
+			snapshot.Node{Addresses: addrs("fd00::1")}, false, nil},
+		{"the node's ranges", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}},
+			snapshot.Node{Addresses: addrs("192.0.2.1"), PodCIDRs: ranges("fd00::/64")}, false,
 			[]string{"the Node is IPv4 first, and its podCIDRs (fd00::/64) have no IPv4 range"}},
-		{"the node's ranges are to come", dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false,
-			[]string{"detectLocalMode is NodeCIDR, and the Node has no podCIDRs yet: until then pods cannot be told from others"}},
-		{"closed node ports", dataplane.Config{DetectLocal: pods, NodePortAddresses: []netip.Prefix{{}}}, snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
+		{"the node's ranges are to come",
+			dataplane.Config{DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}},
+			snapshot.Node{Addresses: addrs("192.0.2.1")}, false,
+			[]string{"detectLocalMode is NodeCIDR, and the Node has no podCIDRs yet: until then pods cannot be told from " +
+				"others"}},
+		{"closed node ports", dataplane.Config{DetectLocal: pods, NodePortAddresses: []netip.Prefix{{}}},
+			snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
 	} {
 		if got := misfits(row.config, &row.node, row.noIPv6); !slices.Equal(got, row.want) {
 			t.Errorf("%s: %s", row.what, strings.Join(got, "\n"))
@@ -200,7 +188,7 @@ func (l *logBuffer) Reset() {
 
 // reloading is a proxy's configuration that follows a file.
 type reloading struct {
-	*live
+	*proxy
 	t    *testing.T
 	path string
 	said *logBuffer
@@ -211,13 +199,14 @@ func followFile(t *testing.T, text string) *reloading {
 	t.Helper()
 	r := &reloading{t: t, path: configFile(t, text), said: &logBuffer{}}
 	s, problems := loadConfig(t, r.path)
-	r.live = newLive(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
-	r.host = hostFiles(t)
-	r.begin()
-	r.policyName("node")
+	w := newConfigWatcher(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
+	w.host = hostFiles(t)
+	w.begin()
+	r.proxy = &proxy{config: w, object: &nodeObject{name: "node", config: w}, tunings: make(chan tuning),
+		ipvs: &ipvsChoice{log: w.log.Logger, probe: func(...string) error { return nil }}}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
-	go func() { defer close(done); r.follow(ctx) }()
+	go func() { defer close(done); w.run(ctx, r.listener(ctx)) }()
 	t.Cleanup(func() { cancel(); <-done })
 	return r
 }
@@ -258,29 +247,36 @@ func TestReload(t *testing.T) {
 	r.written(t.Context(), reconcile.Transaction{})
 	r.expect(false)
 
-	r.edit(begin + "nodePortAddresses: [10.0.0.0/8]\nnftables: {masqueradeAll: true, minSyncPeriod: 2s}\nhostnameOverride: other\nlogging: {verbosity: 2}\n")
+	r.edit(begin + "nodePortAddresses: [10.0.0.0/8]\nnftables: {masqueradeAll: true, " +
+		"minSyncPeriod: 2s}\nhostnameOverride: other\nlogging: {verbosity: 2}\n")
 	got := r.expect(true, `the configuration has changed: nodePortAddresses" is="[\"10.0.0.0/8\"]" was=null`,
-		"nftables.masqueradeAll", "nftables.minSyncPeriod", `level=WARN msg="the configuration has changed: hostnameOverride takes effect at the next start" is=other was="\"\""`)
-	if p := got.policy; p.NodeName != "node" || !p.MasqueradeAll || len(p.NodePortAddresses) != 1 || got.leastRest != 2*time.Second {
+		"nftables.masqueradeAll", "nftables.minSyncPeriod",
+		`level=WARN msg="the configuration has changed: hostnameOverride takes effect at the next start" `+
+			`is=other was="\"\""`)
+	if p := got.policy; p.NodeName != "node" || !p.MasqueradeAll || len(p.NodePortAddresses) != 1 ||
+		got.leastRest != 2*time.Second {
 		t.Errorf("%+v", got)
 	}
-	if r.log.level.Level() >= 0 {
+	if r.config.log.level.Level() >= 0 {
 		t.Error("the level of the log stays")
 	}
 
 	good := begin + "conntrack: {min: 524288}\noomScoreAdj: 1000\nnodePortAddresses: [10.0.0.0/8, 192.168.0.0/99]\n"
 	r.edit(good)
-	got = r.expect(true, `level=ERROR`, `nodePortAddresses[1]: \"192.168.0.0/99\" is no range of addresses such as 10.244.0.0/16; it stays [\"10.0.0.0/8\"]`,
+	got = r.expect(true, `level=ERROR`,
+		`nodePortAddresses[1]: \"192.168.0.0/99\" is no range of addresses such as 10.244.0.0/16; it stays [\"10.0.0.0/8\"]`,
 		"name=net.netfilter.nf_conntrack_max value=524288 was=262144")
 	if len(got.policy.NodePortAddresses) != 1 || got.policy.MasqueradeAll {
 		t.Errorf("%+v", got)
 	}
-	if score, err := os.ReadFile(filepath.Join(r.host.Root, "proc/self/oom_score_adj")); err != nil || string(score) != "1000" {
+	if score, err := os.ReadFile(filepath.Join(r.config.host.Root, "proc/self/oom_score_adj")); err != nil ||
+		string(score) != "1000" {
 		t.Errorf("oom_score_adj is %s, %v", score, err)
 	}
 
 	r.edit(good + "conntrack: [\n")
-	r.expect(false, `level=ERROR msg="the configuration file is of no use; what was before stays in force" err="`+r.path+":", "this is no YAML")
+	r.expect(false, `level=ERROR msg="failed to read the configuration file; its last good version stays in force" err="`+
+		r.path+":", "this is no YAML")
 	r.edit(good)
 	time.Sleep(200 * time.Millisecond)
 	if said := r.said.String(); strings.Contains(said, "ERROR") {
@@ -289,7 +285,8 @@ func TestReload(t *testing.T) {
 	labtest.Check(t, os.Remove(r.path))
 	r.expect(false, "no such file or directory")
 	r.edit(begin + "clusterCIDR: 10.245.0.0/16\n")
-	if got = r.expect(true, "it is there twice", "clusterCIDR"); got.policy.DetectLocal.ClusterCIDRs[0].String() != "10.245.0.0/16" {
+	got = r.expect(true, "it is there twice", "clusterCIDR")
+	if got.policy.DetectLocal.ClusterCIDRs[0].String() != "10.245.0.0/16" {
 		t.Errorf("%+v", got)
 	}
 }
@@ -298,7 +295,7 @@ func TestReload(t *testing.T) {
 func TestLateSysctls(t *testing.T) {
 	const begin = "mode: nftables\nclusterCIDR: 10.244.0.0/16\n"
 	r := followFile(t, begin)
-	path := filepath.Join(r.host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
+	path := filepath.Join(r.config.host.Root, "proc/sys/net/netfilter/nf_conntrack_max")
 	is := func(want string) {
 		t.Helper()
 		if text, err := os.ReadFile(path); err != nil || string(text) != want {
@@ -320,7 +317,7 @@ func TestNodeIsTold(t *testing.T) {
 	r := followFile(t, "mode: nftables\nclusterCIDR: 10.244.0.0/16\n")
 	r.expect(false)
 	queue := snapshot.NewQueue(1)
-	sink := &nodeSink{Sink: queue, live: r.live}
+	sink := &nodeSink{Sink: queue, node: r.object, ipvs: r.ipvs}
 	sink.Synced()
 	r.expect(false, `level=ERROR msg="there is no such Node yet`)
 	n := snapshot.Node{Name: "node", Addresses: []netip.Addr{netip.MustParseAddr("192.0.2.1")}, Zone: "a"}

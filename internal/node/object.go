@@ -1,4 +1,4 @@
-package main
+package node
 
 import (
 	"context"
@@ -7,6 +7,8 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -14,43 +16,56 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// nodeWatch is a source that tells what the Node object says, at first and when it changes, and what does not fit to it. Nothing has
-// to be done about that: the data plane follows it by itself.
-type nodeWatch struct {
-	source source
-	live   *live
+// nodeObject is what the Node object of this node says. It reports what does not fit to the settings; nothing has
+// to be done about that, as the data plane follows the Node by itself.
+type nodeObject struct {
+	name   string
+	config *configWatcher
+
+	// last is the Node as it was seen last, and misfits what was reported about it and the settings.
+	last    atomic.Pointer[snapshot.Node]
+	mu      sync.Mutex
+	misfits []string
+}
+
+// nodeSource is a source that tells a nodeObject what it sees.
+type nodeSource struct {
+	Source
+	node *nodeObject
+	ipvs *ipvsChoice
 }
 
 // Run is the source's.
-func (w *nodeWatch) Run(ctx context.Context, sink watch.Sink) error {
-	return w.source.Run(ctx, &nodeSink{Sink: sink, live: w.live})
+func (s *nodeSource) Run(ctx context.Context, sink watch.Sink) error {
+	return s.Source.Run(ctx, &nodeSink{Sink: sink, node: s.node, ipvs: s.ipvs})
 }
 
 // nodeSink is told everything on its way to another sink.
 type nodeSink struct {
 	watch.Sink
-	live *live
+	node *nodeObject
+	ipvs *ipvsChoice
 }
 
 func (s *nodeSink) Put(d snapshot.Delta) {
 	if d.Node != nil {
-		s.live.saw(d.Node)
+		s.node.saw(d.Node)
 	}
-	s.live.leftToChance(d)
+	s.ipvs.warnSchedulerIgnored(d)
 	s.Sink.Put(d)
 }
 
 func (s *nodeSink) Synced() {
-	if s.live.node.Load() == nil {
-		s.live.log.Error("there is no such Node yet: until it comes, node ports answer at no address of its own, and no endpoint "+
-			"is in its zone (is --hostname-override right?)", "node", s.live.name)
+	if s.node.last.Load() == nil {
+		s.node.config.log.Error("there is no such Node yet: until it comes, node ports answer at no address of its own, "+
+			"and no endpoint is in its zone (is --hostname-override right?)", "node", s.node.name)
 	}
 	s.Sink.Synced()
 }
 
 // saw logs a Node that is new or another one.
-func (l *live) saw(n *snapshot.Node) {
-	last := l.node.Swap(n)
+func (o *nodeObject) saw(n *snapshot.Node) {
+	last := o.last.Swap(n)
 	text := "the Node is known"
 	if last != nil {
 		text = "the Node has changed"
@@ -58,26 +73,39 @@ func (l *live) saw(n *snapshot.Node) {
 			return
 		}
 	}
-	l.log.Info(text, "addresses", list(n.Addresses), "primary", primaryFamily(l.policy().NodeIP, n.Addresses).String(),
+	primary := primaryFamily(o.config.settings.Load().Policy.NodeIP, n.Addresses)
+	o.config.log.Info(text, "addresses", list(n.Addresses), "primary", primary.String(),
 		"pods", list(n.PodCIDRs), "zone", n.Zone)
-	l.compareNode()
+	o.compare()
 }
 
-// compareNode says what does not fit between the settings and the Node, and was not said before.
-func (l *live) compareNode() {
-	n := l.node.Load()
+// compare reports what does not fit between the settings and the Node, and was not reported before.
+func (o *nodeObject) compare() {
+	n := o.last.Load()
 	if n == nil {
 		return
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	found := misfits(l.policy(), n, ipv6Disabled())
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	found := misfits(o.config.settings.Load().Policy, n, ipv6Disabled())
 	for _, text := range found {
-		if !slices.Contains(l.misfit, text) {
-			l.log.Warn(text)
+		if !slices.Contains(o.misfits, text) {
+			o.config.log.Warn(text)
 		}
 	}
-	l.misfit = found
+	o.misfits = found
+}
+
+// addrs gives the node's addresses, best first.
+func (o *nodeObject) addrs() []netip.Addr {
+	var addrs []netip.Addr
+	if said := o.config.settings.Load().Policy.NodeIP; said.IsValid() {
+		addrs = append(addrs, said)
+	}
+	if n := o.last.Load(); n != nil {
+		addrs = append(addrs, n.Addresses...)
+	}
+	return slices.Compact(addrs)
 }
 
 func list[T fmt.Stringer](values []T) string {
@@ -88,8 +116,8 @@ func list[T fmt.Stringer](values []T) string {
 	return strings.Join(texts, ",")
 }
 
-// primaryFamily returns the family that the node belongs to first: that of its own address if the operator gives one, else that
-// of the Node's first address, else IPv4.
+// primaryFamily returns the family that the node belongs to first: that of its own address if the operator gives
+// one, else that of the Node's first address, else IPv4.
 func primaryFamily(said netip.Addr, addrs []netip.Addr) ipfamily.Family {
 	if !said.IsValid() && len(addrs) > 0 {
 		said = addrs[0]
@@ -100,7 +128,8 @@ func primaryFamily(said netip.Addr, addrs []netip.Addr) ipfamily.Family {
 	return ipfamily.Of(said)
 }
 
-// misfits says what in the settings does not fit to a Node: something is there for one family of addresses, and not for its first.
+// misfits says what in the settings does not fit to a Node: something is there for one family of addresses, and not
+// for its first.
 func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
 	family := primaryFamily(c.NodeIP, n.Addresses)
 	add := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
@@ -125,7 +154,8 @@ func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string)
 	}
 	ranges := len(c.NodePortAddresses) > 0 && c.NodePortAddresses[0].IsValid()
 	if ranges && !c.NodePortPrimary && lacks(c.NodePortAddresses) {
-		add("the Node is %s first, and nodePortAddresses (%s) has no %s range: node ports do not answer in %s", family, list(c.NodePortAddresses), family, family)
+		add("the Node is %s first, and nodePortAddresses (%s) has no %s range: node ports do not answer in %s",
+			family, list(c.NodePortAddresses), family, family)
 	}
 	return found
 }

@@ -1,0 +1,80 @@
+package node
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+)
+
+// kubeProxyCleaner removes what a kube-proxy programmed, once all Services are programmed by our rules. It works in
+// the network namespace of its process, so it is for verdict run alone.
+type kubeProxyCleaner struct {
+	runner takeover.Runner
+	// removeOthers removes what another backend of ours wrote before this one.
+	removeOthers func(context.Context) error
+
+	ready chan struct{}
+	// done says that ready is closed, waits that it was reported why it is not.
+	done, waits bool
+}
+
+func newKubeProxyCleaner(runner takeover.Runner, removeOthers func(context.Context) error) *kubeProxyCleaner {
+	return &kubeProxyCleaner{runner: runner, removeOthers: removeOthers, ready: make(chan struct{})}
+}
+
+// written is told of each transaction. As long as the kernel refuses a Service, kube-proxy's rules may be what
+// serves it.
+func (c *kubeProxyCleaner) written(t reconcile.Transaction) {
+	switch {
+	case c.done:
+	case t.Quarantined == 0:
+		c.done = true
+		close(c.ready)
+	case !c.waits && c.runner.Mode == takeover.Auto:
+		c.waits = true
+		c.runner.Log.Warn("what kube-proxy may have programmed stays as long as the kernel refuses Services",
+			"refused", t.Quarantined)
+	}
+}
+
+// removeAgain is how long a removal that failed waits for the next try.
+const removeAgain = 30 * time.Second
+
+// run works until the context ends.
+func (c *kubeProxyCleaner) run(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-c.ready:
+	}
+	var beside sync.WaitGroup
+	if err := c.removeOthers(ctx); err != nil && ctx.Err() == nil {
+		c.runner.Log.Warn("failed to remove what Verdict had written with another backend; it will be retried", "err", err)
+		beside.Go(func() { c.retry(ctx) })
+	}
+	c.runner.Run(ctx, c.ready)
+	beside.Wait()
+}
+
+// retry removes what another backend wrote, and tries again until that succeeds.
+func (c *kubeProxyCleaner) retry(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(removeAgain):
+		}
+		if c.removeOthers(ctx) == nil {
+			return
+		}
+	}
+}
+
+// reporter logs what a source finds wrong. Nothing of it stops the proxy.
+func reporter(log *slog.Logger) func(error) {
+	return func(err error) { log.Warn(err.Error()) }
+}

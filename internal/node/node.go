@@ -1,0 +1,165 @@
+// Package node is a running proxy: it wires the line from sources to the kernel with health, metrics, live
+// configuration, the keeper and the takeover from kube-proxy.
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// Source is where objects come from: a *watch.Files, a *watch.Kubernetes or a *watch.Host.
+type Source interface {
+	Run(ctx context.Context, sink watch.Sink) error
+}
+
+// Node is the proxy of one node, from its sources to the kernel.
+type Node struct {
+	Config  dataplane.Config
+	Sources []Source
+	// Backend writes; it is closed by the caller.
+	Backend *backends.Opened
+	// Flows is the kernel's connection tracking table, out of which UDP and SCTP flows go that a change leaves wrong.
+	Flows *conntrack.Conn
+	Log   *slog.Logger
+	// Listeners hear what the loop does, after the node's own.
+	Listeners []reconcile.Listener
+	// RouteLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
+	RouteLocalnet func() error
+
+	// tunings, if not nil, gives what is in force from then on in place of Config and leastRest.
+	tunings <-chan tuning
+	// leastRest is the least time between two transactions.
+	leastRest time.Duration
+	// serving says what the node shows of itself. With the zero value it listens nowhere.
+	serving serving
+	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is
+	// to end the process.
+	stuck func(what string)
+}
+
+// tuning is what may change while a node works.
+type tuning struct {
+	policy dataplane.Config
+	// leastRest is the least time between two transactions.
+	leastRest time.Duration
+}
+
+// stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change
+// is late, and six failures of /livez.
+var stuckAfter = 2 * time.Minute
+
+// Run works until ctx is done, and leaves in the kernel what is there.
+func (n *Node) Run(ctx context.Context) (err error) {
+	var leastRest atomic.Int64
+	leastRest.Store(int64(n.leastRest))
+	queue := snapshot.NewQueue(len(n.Sources))
+	loop := &reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(n.Config), Writer: n.Backend, Log: n.Log,
+		LeastRest: func() time.Duration { return time.Duration(leastRest.Load()) }}
+	shown, err := newTelemetry(n, queue, loop)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shown.close()) }()
+	cleaner := conntrack.NewCleaner(n.Flows, func(l conntrack.Look) {
+		n.looked(l)
+		shown.looked(l)
+	})
+	// The cleaner is the first to hear of a commit, since it keeps its look at the flows waiting for that.
+	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
+	loop.Listeners = append(append(loop.Listeners, n.localnet(loop.Planner)), n.Listeners...)
+
+	group, ctx := errgroup.WithContext(ctx)
+	for _, s := range n.Sources {
+		sink := shown.sink(s, queue)
+		group.Go(func() error { return s.Run(ctx, sink) })
+	}
+	shown.run(ctx, group)
+	group.Go(func() error { return cleaner.Run(ctx) })
+	group.Go(func() error {
+		n.retune(ctx, func(t tuning) {
+			leastRest.Store(int64(t.leastRest))
+			loop.Planner.SetConfig(t.policy)
+			shown.ports.SetConfig(t.policy)
+			queue.Notify()
+		})
+		return nil
+	})
+	group.Go(func() error { return loop.Run(ctx) })
+	group.Go(func() error {
+		n.watchdog(ctx, loop)
+		return nil
+	})
+	return group.Wait()
+}
+
+// localnet has the host route its loopback range once node ports are to answer there.
+func (n *Node) localnet(planner *dataplane.Planner) reconcile.Listener {
+	routed := false
+	return reconcile.Listener{Written: func(reconcile.Transaction) {
+		if !planner.State().LocalhostNodePorts || routed {
+			return
+		}
+		routed = true
+		if err := n.RouteLocalnet(); err != nil {
+			n.Log.Warn("node ports will not answer at 127.0.0.1", "err", err)
+		}
+	}}
+}
+
+// watchdog sees to it that the loop gets on, until the context ends. Time does not count in which this process was
+// stopped, too.
+func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
+	const looks = 20
+	tick := time.NewTicker(stuckAfter / looks)
+	defer tick.Stop()
+	var since time.Time
+	for seen := 0; n.stuck != nil; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		busy := loop.Busy()
+		if seen++; busy.IsZero() || busy != since {
+			since, seen = busy, 0
+		}
+		if seen == looks {
+			n.stuck(fmt.Sprintf("the kernel has not answered since %v", busy.Format(time.RFC3339)))
+		}
+	}
+}
+
+// retune has what changes take effect until the context ends.
+func (n *Node) retune(ctx context.Context, apply func(tuning)) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case t := <-n.tunings:
+			apply(t)
+		}
+	}
+}
+
+// looked logs a look at the flows.
+func (n *Node) looked(l conntrack.Look) {
+	if l.Err != nil {
+		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
+	}
+	if removed := l.IPv4.Removed + l.IPv6.Removed; removed > 0 {
+		n.Log.Info("flows to endpoints that are gone were removed", "flows", removed, "frontends", l.Frontends)
+	}
+}

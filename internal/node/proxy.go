@@ -1,0 +1,287 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/keeper"
+	"github.com/verdict-proxy/verdict/internal/logging"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// PlaceName is the abstract socket that stands for the one proxy of a network namespace.
+const PlaceName = "verdict"
+
+// errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.
+var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
+
+// ExitStatus is an error that has been reported already, of a process that is to end with this status.
+type ExitStatus int
+
+func (s ExitStatus) Error() string { return fmt.Sprintf("exit status %d", int(s)) }
+
+// Run becomes the keeper, or takes this network namespace's place and runs a proxy there until ctx ends. Settings
+// and problems are what the flags gave first. The log goes to out, and nobody waits for who reads it.
+func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems []*config.Problem,
+	out io.Writer) error {
+	if _, err := s.Node(); err != nil {
+		return err
+	}
+	// A log whose reader has gone is an error like others, and not a signal that ends the process.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	lossy := logging.NewLossy(out, func(w io.Writer, lines int) {
+		newLogger(w, s.Log).Warn("some of the log is lost: it was not read, or could not be written", "lines", lines)
+	})
+	defer lossy.Close()
+	log := newLogger(lossy, s.Log)
+	held, err := keeper.Inherited()
+	if err != nil {
+		return err
+	}
+	mode, err := held.Choose(keeper.Mode(s.Keeper))
+	if err != nil {
+		return err
+	}
+	socket := held.Socket
+	if socket == nil {
+		if socket, err = kernel.OpenSocket(); err != nil {
+			return err
+		}
+	}
+	if mode == keeper.Process {
+		return keep(ctx, held, socket, s, log)
+	}
+	if held.Restarts == 0 {
+		if err := checkStart(ctx, s); err != nil {
+			return err
+		}
+	}
+	return takePlace(ctx, held, socket, newConfigWatcher(flags, s, problems, log))
+}
+
+// keep is the keeper.
+func keep(ctx context.Context, held *keeper.Held, socket *os.File, s *config.Settings, log *logger) error {
+	_ = setOOMScore(sysctl.Host{}, s.OOMScoreAdj) // the child does the same, and complains
+	status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Place: held.Place, Log: log.Logger})
+	if err == nil && status != 0 {
+		err = ExitStatus(status)
+	}
+	return err
+}
+
+// takePlace runs a proxy each time this process gets the place.
+func takePlace(ctx context.Context, held *keeper.Held, socket *os.File, w *configWatcher) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-held.Orphaned():
+			cancel(errOrphaned)
+		case <-ctx.Done():
+		}
+	}()
+	heedMemory(os.DirFS("/"), held.Restarts, w.log)
+	go held.Beat(context.Background()) // for as long as this process lives
+	var hasPlace atomic.Bool
+	stuck := func(what string) { abort(w.log.Logger, what) }
+	seat := keeper.Seat{
+		Name: PlaceName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: w.log.Logger,
+		Held: held, Holds: hasPlace.Store, Stuck: stuck,
+	}
+	err := seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
+		if err := held.Keep(socket); err != nil {
+			w.log.Warn("the tables will be unprotected while this is restarted", "err", err)
+		}
+		return runProxy(ctx, socket, w, hasPlace.Load)
+	})
+	switch {
+	case errors.Is(err, keeper.ErrEvicted):
+		w.log.Info("stopped, as another process asked for; all Services stay programmed")
+		return nil
+	case errors.Is(context.Cause(ctx), errOrphaned):
+		return errOrphaned
+	}
+	return err
+}
+
+// checkStart says whether a proxy could work here, before one that does is asked to make room: whether there is
+// something to read objects from, and something that writes rules. It changes nothing.
+func checkStart(ctx context.Context, s *config.Settings) error {
+	if s.Manifests != "" {
+		if err := watch.CheckFiles(s.Manifests); err != nil {
+			return err
+		}
+	} else if _, err := watch.Client(s.Client).Config(); err != nil {
+		return err
+	}
+	return backends.Probe(ctx, s)
+}
+
+// abort ends this process because it is stuck: by SIGABRT, so that it says what its goroutines are doing, and
+// otherwise by SIGKILL. To whoever watches over it, that is a crash. What the kernel holds stays in force.
+func abort(log *slog.Logger, what string) {
+	log.Error("stuck; ending, so that it can be started again", "why", what)
+	pid := os.Getpid()
+	time.AfterFunc(5*time.Second, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
+	_ = syscall.Kill(pid, syscall.SIGABRT)
+}
+
+// proxy is a Node with what works beside it on a real host.
+type proxy struct {
+	config *configWatcher
+	object *nodeObject
+	ipvs   *ipvsChoice
+	events clusterEvents
+	// tunings take what the Node is to go by from now on.
+	tunings chan tuning
+	// wrote says that all Services are programmed. Before that, nothing on the host is touched.
+	wrote atomic.Bool
+}
+
+// runProxy runs a proxy until the context ends. It writes by a socket, which it does not close.
+func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasPlace func() bool) error {
+	log, s := w.log.Logger, w.begin()
+	name, err := s.Node()
+	if err != nil {
+		return err
+	}
+	starting := time.AfterFunc(stuckAfter, func() { abort(log, "the kernel does not answer at the start") })
+	defer starting.Stop()
+	object := &nodeObject{name: name, config: w}
+	opened, err := backends.Open(ctx, backends.OpenOptions{
+		Settings: s, Socket: socket, NodeAddrs: object.addrs, Host: w.host, Log: log})
+	if err != nil {
+		return err
+	}
+	defer opened.Close()
+	objects, events, err := openSource(s, name, log)
+	if err != nil {
+		return err
+	}
+	flows, err := conntrack.Dial(0)
+	if err != nil {
+		return err
+	}
+	defer flows.Close()
+	p := &proxy{config: w, object: object, events: events, tunings: make(chan tuning),
+		ipvs: &ipvsChoice{log: log, backend: opened.Mode, probe: opened.ProbeScheduler}}
+	p.ipvs.warnIgnored(s.Policy.IPVS)
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	cleaner := newKubeProxyCleaner(takeover.Runner{Mode: takeover.Mode(s.Takeover), Own: opened.Named, Log: log},
+		func(ctx context.Context) error {
+			return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: opened, Log: log})
+		})
+	n := Node{
+		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet,
+		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
+		Listeners: []reconcile.Listener{events.listener(),
+			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
+		tunings: p.tunings, leastRest: s.MinSyncPeriod, serving: servingOf(w, s, events, hasPlace),
+		stuck: func(what string) { abort(log, what) },
+	}
+	log.Info("verdict starts", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
+		"owns tables", opened.Owns != nil && opened.Owns())
+	if err := keeper.Notify("READY=1"); err != nil {
+		log.Warn(err.Error())
+	}
+	beside.Go(func() { p.runBeside(ctx, opened, cleaner) })
+	starting.Stop()
+	return n.Run(ctx)
+}
+
+// openSource gives what the objects come from. If that is the API server, it takes events, too.
+func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, clusterEvents, error) {
+	report := reporter(log)
+	if s.Manifests != "" {
+		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Report: report}, clusterEvents{}, nil
+	}
+	client, err := watch.Client(s.Client).Config()
+	if err != nil {
+		return nil, clusterEvents{}, err
+	}
+	events := clusterEvents{watch.NewEvents(client, nodeName, report)}
+	return &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}, events, nil
+}
+
+// runBeside runs what works beside the node, until the context ends.
+func (p *proxy) runBeside(ctx context.Context, opened *backends.Opened, cleaner *kubeProxyCleaner) {
+	var all sync.WaitGroup
+	defer all.Wait()
+	if p.events.Events != nil {
+		all.Go(func() {
+			if err := p.events.Run(ctx); err != nil {
+				p.config.log.Warn(err.Error())
+			}
+		})
+	}
+	if p.config.invalid != "" {
+		p.events.invalid(p.config.invalid)
+	}
+	p.events.Emit(watch.Event{Reason: "Starting", Action: "StartKubeProxy"})
+	all.Go(func() { p.config.run(ctx, p.listener(ctx)) })
+	all.Go(func() { cleaner.run(ctx) })
+	if opened.Run != nil {
+		all.Go(func() { opened.Run(ctx) })
+	}
+}
+
+// policy gives what decides about packets.
+func (p *proxy) policy() dataplane.Config {
+	policy := p.config.settings.Load().Policy
+	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.possible(policy.IPVS)
+	return policy
+}
+
+// listener has changes of the settings take effect.
+func (p *proxy) listener(ctx context.Context) configListener {
+	return configListener{
+		invalid: p.events.invalid,
+		changed: func(s *config.Settings, fields map[string]bool) {
+			p.object.compare()
+			if anyOf(fields, "conntrack.") && p.wrote.Load() {
+				setSysctls(p.config.host, s, p.config.log)
+			}
+			p.tune(ctx)
+		},
+	}
+}
+
+// tune has the settings take effect in the node.
+func (p *proxy) tune(ctx context.Context) {
+	select {
+	case p.tunings <- tuning{p.policy(), p.config.settings.Load().MinSyncPeriod}:
+	case <-ctx.Done():
+	}
+}
+
+// written is told of each transaction. The first one says that all sources can be read and the kernel does what it is
+// asked, and by then there is connection tracking.
+func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
+	s := p.config.settings.Load()
+	if p.ipvs.count(t.Services, s.IPVSServices, s.Policy.IPVS) {
+		go p.tune(ctx) // who takes it waits for the loop
+	}
+	if !p.wrote.Swap(true) {
+		setSysctls(p.config.host, s, p.config.log)
+	}
+}

@@ -1,0 +1,264 @@
+package node
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/health"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/metrics"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// serving says what a node shows of itself. With the zero value it listens nowhere.
+type serving struct {
+	// healthz and metrics are where the servers listen; empty means that there is none.
+	healthz, metrics string
+	// hardFail ends the node if one of them cannot; profiling adds profiles to the metrics.
+	hardFail, profiling bool
+	// nodePorts has the health check node ports of Services answered.
+	nodePorts bool
+	// late is how long a change may wait until the node counts as unhealthy; 0 means health.DefaultLate.
+	late time.Duration
+	// needsNode says that clients are only to be sent to a node that is known as a Node.
+	needsNode bool
+	// detail says how finely connections are counted, and maxSeries how many series that may take; 0 means
+	// metrics.DefaultMaxSeries.
+	detail    metrics.Detail
+	maxSeries int
+	// configz gives what is shown as the configuration.
+	configz func() any
+	// place, if not nil, says whether another proxy could take over.
+	place func() bool
+	// logLeftOut, if not nil, counts the lines that the log left out.
+	logLeftOut func() uint64
+	// events take what the cluster's operators should see.
+	events clusterEvents
+}
+
+// servingOf gives what the settings ask for.
+func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place func() bool) serving {
+	v := serving{
+		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
+		maxSeries: s.MetricsMaxSeries, logLeftOut: w.log.limit.LeftOut, events: events, place: place,
+		configz: func() any {
+			d := &w.settings.Load().Document
+			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}
+		},
+	}
+	if err := v.detail.Set(s.MetricsConnections); err != nil {
+		w.log.Error(err.Error()) // the settings were checked
+	}
+	if s.Healthz.IsValid() {
+		v.healthz = s.Healthz.String()
+	}
+	if s.Metrics.IsValid() {
+		v.metrics = s.Metrics.String()
+	}
+	return v
+}
+
+// telemetry is what others see of a node: its health and its metrics.
+type telemetry struct {
+	serving  serving
+	name     string
+	log      *slog.Logger
+	health   *health.Proxy
+	ports    *health.NodePorts
+	metrics  *metrics.Metrics
+	counters backends.Counters
+	missing  *missing
+	servers  []*health.Server
+}
+
+// newTelemetry makes what a node shows, and has those servers listen without which it is not to work.
+func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *telemetry, err error) {
+	v := n.serving
+	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, missing: &missing{}}
+	t.health = health.New(health.Options{
+		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.missing.list,
+		Quarantined: func() int { return len(loop.Quarantined()) },
+	})
+	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.portFailed}
+	o := metrics.Options{
+		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
+		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: t.health.Healthy,
+		NodePorts: t.ports.Ports, Conntrack: tracked, Report: reporter(n.Log), Place: v.place, LogLeftOut: v.logLeftOut,
+		Fill: n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
+	}
+	if v.metrics != "" && n.Backend.Counters != nil {
+		if t.counters, err = n.Backend.Counters(); err != nil {
+			return nil, err
+		}
+		o.Counters = t.counters
+	}
+	t.metrics = metrics.New(o)
+	t.servers = t.makeServers(cmp.Or(n.Backend.Mode, string(config.NFTables)))
+	for _, server := range t.servers {
+		if err := server.Bind(); err != nil {
+			return nil, errors.Join(err, t.close())
+		}
+	}
+	return t, nil
+}
+
+// makeServers makes the servers of health checks and metrics.
+func (t *telemetry) makeServers(mode string) []*health.Server {
+	v := &t.serving
+	return []*health.Server{
+		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log,
+			Handler: t.health.Handler(func(p health.Probe, code int) { t.metrics.Answered(p.String(), code) }),
+			Failed:  t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
+		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: t.log,
+			Handler: t.metrics.Handler(metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}),
+			Failed:  t.failed("FailedToStartMetricServer", "StartKubeproxy")},
+	}
+}
+
+// run serves until ctx is done.
+func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
+	for _, server := range t.servers {
+		group.Go(func() error { return server.Run(ctx) })
+	}
+	if t.serving.nodePorts {
+		group.Go(func() error { return t.ports.Run(ctx) })
+	}
+}
+
+// close ends what is left once run has ended.
+func (t *telemetry) close() error {
+	t.metrics.Stop()
+	if t.counters == nil {
+		return nil
+	}
+	return t.counters.Close()
+}
+
+// listeners hear what the loop does.
+func (t *telemetry) listeners() []reconcile.Listener {
+	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener()}
+	if t.serving.nodePorts {
+		list = append(list, t.ports.Listener())
+	}
+	return list
+}
+
+// failed gives what tells the cluster of a server that cannot listen, with kube-proxy's words.
+func (t *telemetry) failed(reason, action string) func(error) {
+	return func(err error) {
+		t.serving.events.Emit(watch.Event{Warning: true, Reason: reason, Action: action, Note: err.Error()})
+	}
+}
+
+func (t *telemetry) portFailed(e *health.ListenError) {
+	t.log.Error("failed to listen at a health check node port", "service", e.Service.String(), "err", e)
+	t.serving.events.Emit(watch.Event{Warning: true, Reason: "FailedToStartServiceHealthcheck", Action: "Listen",
+		Service: e.Service,
+		Note:    fmt.Sprintf("node %s: %v", t.name, e)})
+}
+
+// looked is told of a look at the flows.
+func (t *telemetry) looked(l conntrack.Look) {
+	t.metrics.Looked(metrics.Flows{Took: l.Took, Failed: l.Err != nil,
+		Judged: ipfamily.Per[int]{l.IPv4.Judged, l.IPv6.Judged}, Removed: ipfamily.Per[int]{l.IPv4.Removed, l.IPv6.Removed}})
+}
+
+// sink gives where a source is to put what it sees, and has its requests counted.
+func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
+	if s, ok := from.(*nodeSource); ok {
+		from = s.Source
+	}
+	name := "objects"
+	switch from := from.(type) {
+	case *watch.Kubernetes:
+		from.Requested = func(r watch.Request) { t.metrics.Requested(r.Method, r.Host, r.Code, r.Took) }
+		t.missing.parts(from.Missing)
+		return t.metrics.Before(queue)
+	case *watch.Files:
+		name = "manifests"
+	case *watch.Host:
+		name = "the host's addresses"
+	}
+	return synced{t.metrics.Before(queue), t.missing.part(name)}
+}
+
+// synced is a sink that takes note of the first complete list.
+type synced struct {
+	watch.Sink
+	done func()
+}
+
+func (s synced) Synced() {
+	s.done()
+	s.Sink.Synced()
+}
+
+// missing is what has not been listed yet.
+type missing struct {
+	mu    sync.Mutex
+	names []string
+	more  []func() []string
+}
+
+// part adds something, until what it gives is called.
+func (m *missing) part(name string) (done func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	i := len(m.names)
+	m.names = append(m.names, name)
+	return func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.names[i] = ""
+	}
+}
+
+// parts adds what somebody else knows.
+func (m *missing) parts(of func() []string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.more = append(m.more, of)
+}
+
+func (m *missing) list() (out []string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, more := range m.more {
+		out = append(out, more()...)
+	}
+	for _, name := range m.names {
+		if name != "" {
+			out = append(out, name)
+		}
+	}
+	return out
+}
+
+// tracked says how many connections the kernel tracks, and how many it can.
+func tracked() (entries, most int, err error) {
+	read := func(name string) int {
+		text, rerr := os.ReadFile("/proc/sys/net/netfilter/" + name)
+		n, nerr := strconv.Atoi(strings.TrimSpace(string(text)))
+		if rerr != nil {
+			nerr = rerr
+		}
+		err = errors.Join(err, nerr)
+		return n
+	}
+	return read("nf_conntrack_count"), read("nf_conntrack_max"), err
+}

@@ -1,0 +1,152 @@
+package node
+
+import (
+	"context"
+	"strings"
+	"sync/atomic"
+
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// configWatcher holds the settings that are in force, and reads their file again when it changes.
+type configWatcher struct {
+	flags *config.Flags
+	log   *logger
+	// host is where sysctls are.
+	host sysctl.Host
+
+	settings atomic.Pointer[config.Settings]
+	// reported is what was reported about the file when it was read last, and failed why it could not be read.
+	reported map[string]bool
+	failed   string
+	// invalid is what is wrong with the file.
+	invalid string
+}
+
+// newConfigWatcher begins with settings, and reports what was found in them.
+func newConfigWatcher(flags *config.Flags, s *config.Settings, problems []*config.Problem, log *logger) *configWatcher {
+	w := &configWatcher{flags: flags, log: log, reported: map[string]bool{}}
+	w.settings.Store(s)
+	w.report(problems)
+	return w
+}
+
+// begin is called when the proxy gets its place, which may be long after it was started, and gives the settings.
+// Also what takes effect at a restart is in force from now on.
+func (w *configWatcher) begin() *config.Settings {
+	if s, _ := w.read(nil); s != nil {
+		w.settings.Store(s)
+	}
+	s := w.settings.Load()
+	w.log.level.Set(s.Log.Level)
+	w.setOOMScore(s)
+	return s
+}
+
+// read reads the file, and reports what is wrong with it. It gives nil if the file cannot be read, and in news what
+// was not wrong before.
+func (w *configWatcher) read(last *config.Settings) (s *config.Settings, news string) {
+	s, problems, err := config.Load(w.flags.Config, w.flags, last)
+	if err == nil {
+		w.failed = ""
+		return s, w.report(problems)
+	}
+	if w.failed == err.Error() {
+		return nil, ""
+	}
+	w.failed = err.Error()
+	w.log.Error("failed to read the configuration file; its last good version stays in force", "err", err)
+	return nil, w.failed
+}
+
+// report logs what was found in the file, unless it was reported when it was read last. News says what is wrong, if
+// anything was not before.
+func (w *configWatcher) report(problems []*config.Problem) (news string) {
+	reported := map[string]bool{}
+	var invalid []string
+	changed := false
+	for _, p := range problems {
+		key := *p
+		key.Then = "" // what is done about it is another thing at the start than later
+		if !w.reported[key.Error()] && !reported[key.Error()] {
+			w.log.problem(p)
+			changed = changed || p.Severity == config.Bad
+		}
+		if p.Severity == config.Bad {
+			invalid = append(invalid, p.Error())
+		}
+		reported[key.Error()] = true
+	}
+	w.reported, w.invalid = reported, strings.Join(invalid, "; ")
+	if changed {
+		return w.invalid
+	}
+	return ""
+}
+
+// configListener hears of changes of the file.
+type configListener struct {
+	// invalid is called with what is wrong with the file, and was not before.
+	invalid func(what string)
+	// changed is called after settings changed that take effect now; fields names them.
+	changed func(s *config.Settings, fields map[string]bool)
+}
+
+// run takes in changes of the file until the context ends.
+func (w *configWatcher) run(ctx context.Context, listener configListener) {
+	if w.flags.Config == "" {
+		return
+	}
+	watch.Changes(ctx, w.flags.Config, func() { w.reload(listener) }, reporter(w.log.Logger))
+}
+
+// reload reads the file again, and has what changed take effect.
+func (w *configWatcher) reload(listener configListener) {
+	before := w.settings.Load()
+	s, news := w.read(before)
+	if news != "" {
+		listener.invalid(news)
+	}
+	if s == nil {
+		return
+	}
+	changes := s.Changes(before)
+	if len(changes) == 0 {
+		return
+	}
+	now := map[string]bool{}
+	for _, c := range changes {
+		switch c.Effect {
+		case config.Live:
+			now[c.Field] = true
+			w.log.Info("the configuration has changed: "+c.Field, "is", c.Now, "was", c.Before)
+		case config.Restart:
+			w.log.Warn("the configuration has changed: "+c.Field+" takes effect at the next start", "is", c.Now, "was", c.Before)
+		default:
+			w.log.Info("the configuration has changed: "+c.Field+" has no effect", "is", c.Now, "was", c.Before)
+		}
+	}
+	w.settings.Store(s)
+	w.log.level.Set(s.Log.Level)
+	if now["oomScoreAdj"] {
+		w.setOOMScore(s)
+	}
+	listener.changed(s, now)
+}
+
+func (w *configWatcher) setOOMScore(s *config.Settings) {
+	if err := setOOMScore(w.host, s.OOMScoreAdj); err != nil {
+		w.log.Info(err.Error())
+	}
+}
+
+func anyOf(fields map[string]bool, section string) bool {
+	for f := range fields {
+		if strings.HasPrefix(f, section) {
+			return true
+		}
+	}
+	return false
+}
