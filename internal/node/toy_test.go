@@ -81,8 +81,8 @@ ports: [{name: http, port: 8080, protocol: TCP}]
 endpoints: [{addresses: ["ADDRESS"], conditions: {ready: true}}]
 `
 
-// TestToyBackend: a backend is one package and one line that registers it. A proxy runs with it, from a manifest to what is
-// written, follows an edit, and answers health checks and metrics in its name.
+// TestToyBackend: a backend is one package and one line that registers it. A proxy runs with it, from a manifest to
+// what is written, follows an edit, and answers health checks and metrics in its name.
 func TestToyBackend(t *testing.T) {
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")
 	dir := t.TempDir()
