@@ -30,7 +30,7 @@ is, since others may rely on it. That there is nothing to remove is no error.
 While "verdict run" is at work in the same network namespace, cleanup refuses, unless it is told to end it (--stop).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			holder, err := keeper.Holder(node.PlaceName)
+			holder, err := keeper.Holder(node.LeaseName)
 			switch {
 			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
 				return fmt.Errorf("%w; verdict run may be at work without it: stop it first, then give --stop", err)
@@ -39,8 +39,10 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 			}
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 			// So long that a proxy which does not hear has been ended meanwhile.
-			seat := keeper.Seat{Name: node.PlaceName, Owner: kernel.OwnsTables, Log: log, Patience: 30 * time.Second}
-			err = seat.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
+			lease := keeper.Lease{
+				Name: node.LeaseName, OwnsTables: kernel.OwnsTables, Log: log, HandOverTimeout: 30 * time.Second,
+			}
+			err = lease.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
 				removed, err := backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
 				for _, what := range removed {
 					fmt.Fprintln(cmd.ErrOrStderr(), "verdict: removed", what)

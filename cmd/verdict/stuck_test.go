@@ -29,7 +29,7 @@ func init() {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var none [2]unix.CapUserData
 	err := unix.Capset(&header, &none[0])
-	l, lerr := net.Listen("unixpacket", "@"+node.PlaceName)
+	l, lerr := net.Listen("unixpacket", "@"+node.LeaseName)
 	if err := errors.Join(err, lerr); err != nil {
 		panic(err)
 	}
@@ -54,7 +54,7 @@ func TestPlaceIsTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.start()
-	s.wait("working without the place", 1)
+	s.wait("running without the lease", 1)
 	s.wait("all Services are programmed", 1)
 	held := func(want float64) {
 		t.Helper()

@@ -41,7 +41,6 @@ internal/config
 internal/conntrack
 internal/health
 internal/ipfamily
-internal/keeper
 internal/lab
 internal/lab/control
 internal/lab/labtest

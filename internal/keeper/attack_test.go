@@ -43,7 +43,7 @@ func init() {
 	panic(unix.Exec("/proc/self/exe", os.Args, append(os.Environ(), "KEEPER_TEST_DROPPED=1")))
 }
 
-// strangerMain does to the place KEEPER_TEST_NAME what it is told.
+// strangerMain does to the lease KEEPER_TEST_NAME what it is told.
 func strangerMain() int {
 	name := &unix.SockaddrUnix{Name: "@" + os.Getenv("KEEPER_TEST_NAME")}
 	tell("stranger uid=%d", os.Getuid())
@@ -228,23 +228,24 @@ func TestFloodOfStrangers(t *testing.T) {
 		if n := len(a.told("level=WARN")); n > 5 {
 			t.Errorf("user %d: %d lines", uid, n)
 		}
-		seat := Seat{Name: name}
-		labtest.Check(t, seat.Evict(t.Context(), func(_ context.Context, _ *os.File) error { return nil }))
+		lease := Lease{Name: name}
+		labtest.Check(t, lease.Evict(t.Context(), func(_ context.Context, _ *os.File) error { return nil }))
 		b.expect("run ended: " + ErrEvicted.Error())
 	}
 }
 
-// kept starts a keeper whose child wants the place.
+// kept starts a keeper whose child wants the lease.
 func kept(t *testing.T, name string, env ...string) *process {
 	t.Helper()
-	return launch(t, "keeper", append(env, "KEEPER_TEST_CHILD=seat", "KEEPER_TEST_NAME="+name, newcomer)...)
+	return launch(t, "keeper", append(env, "KEEPER_TEST_CHILD=lease", "KEEPER_TEST_NAME="+name, newcomer)...)
 }
 
 // setuidMain binds the name, listens, and becomes a program with rights that knows nothing of that: as one that is
 // installed with the set-user-ID bit does for whoever starts it.
 func setuidMain() int {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET, 0)
-	err = errors.Join(err, unix.Bind(fd, &unix.SockaddrUnix{Name: "@" + os.Getenv("KEEPER_TEST_NAME")}), unix.Listen(fd, 1))
+	name := &unix.SockaddrUnix{Name: "@" + os.Getenv("KEEPER_TEST_NAME")}
+	err = errors.Join(err, unix.Bind(fd, name), unix.Listen(fd, 1))
 	tell("bound %v", err)
 	tell("error %v", unix.Exec("/bin/sleep", []string{"verdict", "1000"}, nil))
 	return 99
@@ -260,10 +261,10 @@ func TestNameOfAnotherProgram(t *testing.T) {
 		return err == nil && !strings.Contains(exe, "keeper.test")
 	})
 	a, socket := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
-	a.expect("working without the place")
+	a.expect("running without the lease")
 	a.works(socket)
 	thief.signal(unix.SIGKILL)
-	a.expect("the place is free at last")
+	a.expect("acquired the lease")
 }
 
 // Who takes the name in the moment a killed proxy lets it go must find that there is no such moment.
@@ -288,7 +289,7 @@ func TestNameStaysWhenTheProxyIsKilled(t *testing.T) {
 	}
 }
 
-// The proxy that took over crashes: who stands by goes on, with the same socket, and the next child of its keeper
+// The proxy that took over crashes: the standby goes on, with the same socket, and the next child of its keeper
 // stands by.
 func TestCrashGivesThePlaceToWhoStandsBy(t *testing.T) {
 	name := randomName()
@@ -318,7 +319,7 @@ func holdsUp(t *testing.T, k *process) {
 	}
 }
 
-// Between two children the keeper has the place: who wants it gets it from there, with the socket, and can end it all.
+// Between two children the keeper has the lease: who wants it gets it from there, with the socket, and can end it all.
 func TestPlaceBetweenTwoChildren(t *testing.T) {
 	t.Run("newcomer", func(t *testing.T) {
 		t.Parallel()
@@ -327,7 +328,7 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 		socket := k.expect("working ")
 		holdsUp(t, k)
 		b, _ := proxy(t, name, newcomer)
-		b.expect(fmt.Sprintf("taking over\" holder=\"pid %d\"", k.cmd.Process.Pid))
+		b.expect(fmt.Sprintf("taking over from the running proxy\" holder=\"pid %d\"", k.cmd.Process.Pid))
 		b.works(socket)
 		k.expect("standing by")
 		checkHolder(t, name, b)
@@ -338,8 +339,8 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 		k := kept(t, name)
 		socket := k.expect("working ")
 		holdsUp(t, k)
-		seat := Seat{Name: name}
-		labtest.Check(t, seat.Evict(t.Context(), func(_ context.Context, got *os.File) error {
+		lease := Lease{Name: name}
+		labtest.Check(t, lease.Evict(t.Context(), func(_ context.Context, got *os.File) error {
 			if "socket="+identity(got) != socket {
 				t.Errorf("got %s, should be %s", identity(got), socket)
 			}
@@ -351,13 +352,13 @@ func TestPlaceBetweenTwoChildren(t *testing.T) {
 	})
 }
 
-// A proxy that is asked for the place, or told to end, and does not hear is ended: then who asked gets it.
+// A proxy that is asked for the lease, or told to end, and does not hear is ended: then who asked gets it.
 func TestProxyThatDoesNotHear(t *testing.T) {
 	name := randomName()
 	k := kept(t, name, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_SEAT_GRACE=200ms")
 	socket := k.expect("working ")
 	b, _ := proxy(t, name, newcomer)
-	k.expect("stuck: the proxy was told to end and does not")
+	k.expect("stuck: the proxy was told to stop and did not")
 	k.expect("crashed")
 	b.works(socket)
 	k.signal(unix.SIGTERM) // it stands by, and hears
@@ -388,11 +389,11 @@ func TestSilentChildIsStartedAgain(t *testing.T) {
 		}
 	}
 	time.Sleep(600 * time.Millisecond)
-	if lines := p.told("silent"); len(lines) > 0 {
+	if lines := p.told("heartbeats"); len(lines) > 0 {
 		t.Fatal(lines)
 	}
 	labtest.Check(t, unix.Kill(first.pid, unix.SIGSTOP))
-	p.expect("verdict is silent and is ended")
+	p.expect("verdict stopped sending heartbeats: aborting it")
 	if next := p.child(); next.socket != first.socket || next.restarts != 1 {
 		t.Errorf("%+v after %+v", next, first)
 	}
@@ -414,15 +415,15 @@ func TestHolderWithoutDescriptors(t *testing.T) {
 	b.works(socket)
 }
 
-// announce gets a ticket for a name from the holder of a place.
-func announce(t *testing.T, place, name, secret string) {
+// announce gets a ticket for a name from the holder of a lease.
+func announce(t *testing.T, lease, name, secret string) {
 	t.Helper()
-	port, _, err := findDoor(t.Context(), place, time.Now().Add(deadline))
+	port, _, err := askPort(t.Context(), lease, time.Now().Add(deadline))
 	labtest.Check(t, err)
 	n, err := openNetlinkPort()
 	labtest.Check(t, err)
 	t.Cleanup(n.close)
-	labtest.Check(t, n.send(port, wordCome+name+" "+secret))
+	labtest.Check(t, n.send(port, wordAnnounce+name+" "+secret))
 }
 
 // A newcomer announces itself and dies. Who connects from its name then has no secret, and one who knows a secret has
@@ -448,7 +449,7 @@ func TestTicketsOfOthers(t *testing.T) {
 		for err == nil {
 			var files []*os.File
 			var text string
-			if text, files, err = receive(conn); len(files) > 0 || err == nil && !strings.HasPrefix(text, greeting) {
+			if text, files, err = receive(conn); len(files) > 0 || err == nil && !strings.HasPrefix(text, wordPort) {
 				t.Errorf("%+v: %q with %d files", c, text, len(files))
 			}
 		}
@@ -466,9 +467,9 @@ func TestManInTheMiddle(t *testing.T) {
 	name, theirs := randomName(), randomName()
 	a, socket := proxy(t, name, newcomer)
 	a.works(socket)
-	port, _, err := findDoor(t.Context(), name, time.Now().Add(deadline))
+	port, _, err := askPort(t.Context(), name, time.Now().Add(deadline))
 	labtest.Check(t, err)
-	l, err := net.ListenUnix("unixpacket", address(theirs))
+	l, err := net.ListenUnix("unixpacket", leaseAddress(theirs))
 	labtest.Check(t, err)
 	defer l.Close()
 	heard := make(chan string, 100)
@@ -478,7 +479,7 @@ func TestManInTheMiddle(t *testing.T) {
 			if err != nil {
 				return
 			}
-			_ = send(conn, fmt.Sprint(greeting, port))
+			_ = send(conn, fmt.Sprint(wordPort, port))
 			go func() {
 				defer conn.Close()
 				if text, files, err := receive(conn); err == nil {
@@ -488,13 +489,13 @@ func TestManInTheMiddle(t *testing.T) {
 			}()
 		}
 	}()
-	m, _, err := meet(t.Context(), theirs, time.Now().Add(500*time.Millisecond))
-	if err == nil || !errors.Is(err, errUnproven) {
+	m, _, err := authenticate(t.Context(), theirs, time.Now().Add(500*time.Millisecond))
+	if err == nil || !errors.Is(err, errUnauthenticated) {
 		t.Error(m, err)
 	}
-	seat := Seat{Name: theirs, Newcomer: true, Socket: socketHere(t), Patience: 200 * time.Millisecond}
+	lease := Lease{Name: theirs, TakeOver: true, Socket: socketHere(t), HandOverTimeout: 200 * time.Millisecond}
 	// That is this process, which has the rights: it could be a proxy that does not answer.
-	err = seat.Run(t.Context(), func(context.Context, *os.File) error { return nil })
+	err = lease.Run(t.Context(), func(context.Context, *os.File) error { return nil })
 	if err == nil || !strings.Contains(err.Error(), "did not hand over") {
 		t.Error(err)
 	}

@@ -2,11 +2,11 @@
 //
 // A table with the flags owner and persist can be changed only through the socket that owns it, as long as any process
 // holds that socket. So the socket must survive a crash of the proxy, its restart, and its replacement by another one.
-// There are three concerns:
+// There are three parts:
 //
-//   - Keep is a parent process that holds the socket and starts the proxy again after a crash.
-//   - Inherited and Held are the proxy's side: the socket it was given by that parent, or by systemd.
-//   - Seat is the place of the one proxy of a network namespace, and how another proxy takes it over.
+//   - Keep is a parent process that holds the socket and restarts the proxy after a crash.
+//   - Inherited and Inheritance are the proxy's side: the socket it got from that parent, or from systemd.
+//   - Lease lets one proxy at a time work in a network namespace, and lets another proxy take over from it.
 package keeper
 
 import (
@@ -28,84 +28,85 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What the keeper tells its child.
+// The environment by which the keeper passes descriptors to its child.
 const (
-	// envSocket is the number of the descriptor that is the socket.
+	// envSocket is the number of the socket's descriptor.
 	envSocket = "VERDICT_KEPT_SOCKET"
-	// envKeeper is that of a connection to the keeper.
+	// envKeeper is the descriptor of the connection to the keeper.
 	envKeeper = "VERDICT_KEEPER"
-	// envPlace is that of the place, if there is one.
-	envPlace = "VERDICT_KEPT_PLACE"
+	// envLease is the descriptor of the lease, if there is one.
+	envLease = "VERDICT_KEPT_PLACE"
 	// envRestarts is how many children there were before this one.
 	envRestarts = "VERDICT_KEEPER_RESTARTS"
 )
 
-// The child's descriptors, behind its standard files.
+// The child's descriptors, after its standard files.
 const (
 	socketFD = 3
 	keeperFD = 4
-	placeFD  = 5
+	leaseFD  = 5
 )
 
-// What the child tells its keeper.
+// The messages of the child to its keeper.
 const (
-	// messageKeep comes with the socket that the keeper shall hold from now on.
+	// messageKeep carries the socket that the keeper is to hold from now on.
 	messageKeep = "keep"
-	// messagePlace comes with the place that it shall hold; messageNoPlace says that the place is another's.
-	messagePlace   = "place"
-	messageNoPlace = "no place"
-	// messageStandby says how many stand by.
+	// messageLease carries the lease that it is to hold; messageNoLease says that another proxy has it.
+	messageLease   = "place"
+	messageNoLease = "no place"
+	// messageStandby says how many proxies stand by.
 	messageStandby = "standby "
-	// messageBeat says that the child runs.
+	// messageBeat is the child's heartbeat.
 	messageBeat = "beat"
 )
 
-// Options are what Keep needs. Only Socket is required.
+// Options configures Keep. Only Socket is required.
 type Options struct {
-	// Socket is what is kept. It belongs to Keep from then on.
+	// Socket is the socket to keep. It belongs to Keep from then on.
 	Socket *os.File
-	// Place, if not nil, is the place of the one proxy that outlived a former process. It belongs to Keep, too.
-	Place *os.File
-	// Path, Args and Env are the child's program, its arguments without the name, and its environment; by default those of
-	// this process.
+	// Lease, if not nil, is the lease that outlived a former process. It belongs to Keep, too.
+	Lease *os.File
+	// Path, Args and Env are the child's program, its arguments without the name, and its environment. The default is
+	// those of this process.
 	Path string
 	Args []string
 	Env  []string
-	// Grace is how long the child may take to end, by default 30 seconds.
+	// Grace is how long the child may take to stop, by default 30 seconds.
 	Grace time.Duration
-	// Silence is how long a child that has told of itself once (Held.Beat) may be silent, by default a minute. Then
-	// it is ended by SIGABRT, and by SIGKILL if that does not help, and started again.
+	// Silence is how long a child that has sent a heartbeat (Inheritance.Beat) may then send none, by default a minute.
+	// After that the keeper aborts it with SIGABRT, kills it with SIGKILL if that does not help, and starts it again.
 	Silence time.Duration
-	// Log is told of crashes.
+	// Log gets crashes and restarts.
 	Log *slog.Logger
 }
 
-// Keep holds a socket while a child works with it. It returns when the child has ended by itself or on demand, with the
-// exit status for this process; a child that crashes is started again and gets the same socket.
+// Keep holds a socket while a child works with it. It returns when the child has exited by itself or on request, with
+// the exit status for this process. A child that crashes is restarted and gets the same socket.
 //
-//   - A child that ends by itself with an exit status ends Keep, which returns that status. What is wrong with flags or
-//     rights would be wrong again.
-//   - A child that is killed by a signal nobody sent through the keeper (SIGKILL, out of memory, SIGSEGV, a panic) is started
-//     again: at once the first time, then after pauses that begin at 100 ms and double up to 30 s. A child that has lived for
-//     a minute has the pauses begin anew. A panic of Go ends with status 2, like any program that exits with 2, unless
-//     GOTRACEBACK is crash: then it is SIGABRT. So the child gets that, if GOTRACEBACK is not set already.
-//   - SIGTERM, SIGINT, SIGQUIT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on. After SIGTERM, SIGINT or SIGQUIT, or the end of
-//     ctx, which is SIGTERM to the child, the child has Grace to end, and is killed then. Keep returns its status, 128 plus
-//     the number of the signal if one ended it, as shells do. SIGQUIT is for a dump of the child's stacks.
-//   - If the keeper itself is killed, the child is told by the end of their connection (Held.Orphaned).
-//   - A child that runs no more, such as one that was stopped, is ended like that after Silence.
-//   - Between two children the keeper itself has the place of the one proxy, if its child had it: nobody else can
-//     take the name meanwhile, and whoever wants the place gets it at once. If somebody stood by when the child
-//     crashed, the keeper waits a moment for him.
-//   - The child may send another socket to be kept in place of the first one (Held.Keep): it has taken over from a former
-//     proxy. A restart gets that one.
+//   - A child that exits by itself ends Keep, which returns the child's exit status. What is wrong with flags or rights
+//     would be wrong again.
+//   - A child that is killed by a signal that did not come through the keeper (SIGKILL, out of memory, SIGSEGV, a
+//     panic) is restarted: at once the first time, then after pauses that begin at 100 ms and double up to 30 s. The
+//     pauses begin anew after a child that has lived for a minute. A Go panic exits with status 2, like any program
+//     that exits with 2, unless GOTRACEBACK is crash: then it is SIGABRT. So the child gets that, unless GOTRACEBACK is
+//     set already.
+//   - SIGTERM, SIGINT, SIGQUIT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. After SIGTERM, SIGINT or SIGQUIT, or the end
+//     of ctx, which sends SIGTERM to the child, the child has Grace to stop, and is killed then. Keep returns its
+//     status, or 128 plus the number of the signal that ended it, as shells do. SIGQUIT makes the child dump its
+//     stacks.
+//   - If the keeper itself is killed, the child learns it from the end of their connection (Inheritance.Orphaned).
+//   - A child that runs no more, such as one that was stopped, is aborted after Silence.
+//   - Between two children the keeper itself holds the lease, if its child held it: nobody else can take the name
+//     meanwhile, and a proxy that wants to take over gets the lease at once. If a proxy stood by when the child
+//     crashed, the keeper gives it a moment to acquire the lease.
+//   - The child may send another socket to be kept instead of the first one (Inheritance.Keep), because it took over
+//     from a former proxy. A restarted child gets that one.
 //
-// The child is in a process group of its own: a ^C on the terminal comes to it once, by the keeper.
+// The child is in a process group of its own: a ^C on the terminal reaches it once, through the keeper.
 //
-// The error is that the first child could not be started, and nothing else. Keep reaps all children of this process,
-// since it may be the first process of a container, which orphans are given to. So nothing else in this process may
-// start any. It looks for ended children and sends signals in the same goroutine: a pid cannot get another meaning in
-// between.
+// The error says that the first child could not be started, and nothing else. Keep reaps all children of this process,
+// since it may be the first process of a container, which inherits orphans. So nothing else in this process may start
+// any. It reaps children and sends signals in the same goroutine, so that a pid cannot get another meaning in between.
 func Keep(ctx context.Context, o Options) (status int, err error) {
 	k, err := newKeep(o)
 	if err != nil {
@@ -114,55 +115,55 @@ func Keep(ctx context.Context, o Options) (status int, err error) {
 	defer k.close()
 	var pauses backoff
 	for restarts := 0; ctx.Err() == nil; restarts++ {
-		born := time.Now()
+		started := time.Now()
 		c, err := k.start(restarts)
 		switch {
 		case err == nil:
-			if status, crashed := k.attend(ctx, c); !crashed {
+			if status, crashed := k.supervise(ctx, c); !crashed {
 				return status, nil
 			}
 		case restarts == 0:
 			return 0, fmt.Errorf("keeper: start %s: %w", k.Path, err)
 		default:
-			// Perhaps the program is being replaced. To give up would be to give up the socket.
-			k.Log.Error("verdict could not be started again", "err", err)
+			// Perhaps the program is being replaced. If Keep gave up, the socket would be lost.
+			k.Log.Error("failed to restart verdict; retrying", "err", err)
 		}
-		pause := pauses.next(time.Since(born))
-		k.Log.Info("verdict will be started again; its socket is kept", "in", pause)
-		if k.standsBy() {
+		pause := pauses.next(time.Since(started))
+		k.Log.Info("restarting verdict; its socket is kept", "in", pause)
+		if k.hasStandby() {
 			pause = max(pause, standbyPause)
 		}
-		stop := k.offer(pause)
-		told := k.told(ctx, pause)
-		if evicted := stop(); told || evicted {
+		stop := k.offerLease(pause)
+		terminated := k.waitForRestart(ctx, pause)
+		if evicted := stop(); terminated || evicted {
 			break
 		}
 	}
 	return 0, nil
 }
 
-// standbyPause is how long who stands by has to take the place of a proxy that crashed.
+// standbyPause is how long a standby has to acquire the lease of a proxy that crashed.
 const standbyPause = time.Second
 
 type keep struct {
 	Options
-	signals  chan os.Signal // to be passed on
-	children chan os.Signal // SIGCHLD: one is enough, since all are looked at
+	signals  chan os.Signal // to be forwarded
+	children chan os.Signal // SIGCHLD: one is enough, since all children are reaped
 
 	mu     sync.Mutex
 	socket *os.File
-	place  *os.File // nil if the child does not have it
-	// waiters is how many stood by when the child told last.
-	waiters int
+	lease  *os.File // nil if the child does not hold it
+	// standbys is how many stood by when the child told last.
+	standbys int
 }
 
-// passed are the signals that the child gets. Those that stop and continue a job are not among them: they should do
-// that to the keeper, which a shell looks at.
-var passed = []os.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
+// forwardedSignals are the signals that the child gets. Those that stop and continue a job are not among them: they
+// should stop the keeper, which a shell watches.
+var forwardedSignals = []os.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
 func newKeep(o Options) (*keep, error) {
 	if o.Socket == nil {
-		return nil, errors.New("keeper: there is no socket to keep")
+		return nil, errors.New("keeper: no socket to keep")
 	}
 	if o.Path == "" {
 		path, err := os.Executable()
@@ -186,9 +187,9 @@ func newKeep(o Options) (*keep, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	k := &keep{Options: o, socket: o.Socket, place: o.Place}
+	k := &keep{Options: o, socket: o.Socket, lease: o.Lease}
 	k.signals, k.children = make(chan os.Signal, 16), make(chan os.Signal, 1)
-	signal.Notify(k.signals, passed...)
+	signal.Notify(k.signals, forwardedSignals...)
 	signal.Notify(k.children, unix.SIGCHLD)
 	return k, nil
 }
@@ -197,33 +198,34 @@ func (k *keep) close() {
 	signal.Stop(k.signals)
 	signal.Stop(k.children)
 	k.socket.Close()
-	closeFile(k.place)
+	closeFile(k.lease)
 }
 
-// standsBy says whether somebody is there to take the place.
-func (k *keep) standsBy() bool {
+// hasStandby says whether a proxy stands by that can acquire the lease.
+func (k *keep) hasStandby() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.place != nil && k.waiters > 0
+	return k.lease != nil && k.standbys > 0
 }
 
-// offer has whoever wants the place get it, until stop is called. That says whether the place was taken from all.
-func (k *keep) offer(pause time.Duration) (stop func() (evicted bool)) {
+// offerLease gives the lease to the first proxy that asks, until stop is called. stop says whether the lease was
+// evicted.
+func (k *keep) offerLease(pause time.Duration) (stop func() (evicted bool)) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.place == nil || pause == 0 {
+	if k.lease == nil || pause == 0 {
 		return func() bool { return false }
 	}
-	s := Seat{Log: k.Log, Socket: duplicate(k.socket)}
-	place := duplicate(k.place)
-	if s.Socket == nil || place == nil {
-		closeFile(place)
+	s := Lease{Log: k.Log, Socket: duplicate(k.socket)}
+	lease := duplicate(k.lease)
+	if s.Socket == nil || lease == nil {
+		closeFile(lease)
 		s.close()
 		return func() bool { return false }
 	}
-	l, err := listenerOf(place)
+	l, err := listenerOf(lease)
 	if err != nil {
-		k.Log.Error("nobody can take over until verdict is started again", "err", err)
+		k.Log.Error("failed to offer the lease: no proxy can take over until verdict is restarted", "err", err)
 		s.close()
 		return func() bool { return false }
 	}
@@ -233,9 +235,9 @@ func (k *keep) offer(pause time.Duration) (stop func() (evicted bool)) {
 	result := make(chan error)
 	go func() {
 		defer s.close()
-		p := s.take(l)
-		p.offered = true
-		result <- p.occupy(ctx, func(ctx context.Context, _ *os.File) error {
+		h := s.hold(l)
+		h.vacant = true
+		result <- h.run(ctx, func(ctx context.Context, _ *os.File) error {
 			<-ctx.Done()
 			return nil
 		})
@@ -243,14 +245,14 @@ func (k *keep) offer(pause time.Duration) (stop func() (evicted bool)) {
 	return func() bool {
 		cancel()
 		err := <-result
-		if err != nil { // it is another's
-			k.holdPlace(nil)
+		if err != nil { // another proxy has it
+			k.setLease(nil)
 		}
 		return errors.Is(err, ErrEvicted)
 	}
 }
 
-// duplicate gives a descriptor of its own for a socket, nil if there is none left.
+// duplicate returns a new descriptor for a socket, nil if none is available.
 func duplicate(f *os.File) (d *os.File) {
 	_ = withDescriptors(filesOf(f), nil, func(fds []int) error {
 		fd, err := unix.FcntlInt(uintptr(fds[0]), unix.F_DUPFD_CLOEXEC, 0)
@@ -262,22 +264,23 @@ func duplicate(f *os.File) (d *os.File) {
 	return d
 }
 
-// child is a running one.
+// child is a running child process.
 type child struct {
-	pid  int
-	born time.Time
-	link *net.UnixConn
-	// heard is closed when all that the child said has been read.
-	heard chan struct{}
-	// beats counts what it told of itself.
+	pid     int
+	started time.Time
+	link    *net.UnixConn
+	// drained is closed when all that the child said has been read.
+	drained chan struct{}
+	// beats counts its heartbeats.
 	beats atomic.Int64
-	// stopping says that it was asked to end, stuck that it was ended because it was silent, sent what it was sent.
-	stopping, stuck bool
-	sent            []syscall.Signal
+	// stopping says that it was asked to stop, aborted that it was aborted because its heartbeat stopped; signals are
+	// those that it was sent.
+	stopping, aborted bool
+	signals           []syscall.Signal
 }
 
-// start starts a child. The connection to it is a pair of sockets, not a pipe, so that it can send another socket; that
-// it ends with its holder, they have in common.
+// start starts a child. The connection to it is a pair of sockets, not a pipe, so that the child can send another
+// socket. Like a pipe, it ends with its holder.
 func (k *keep) start(restarts int) (*child, error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -288,19 +291,19 @@ func (k *keep) start(restarts int) (*child, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &child{born: time.Now(), link: link, heard: make(chan struct{})}
+	c := &child{started: time.Now(), link: link, drained: make(chan struct{})}
 	k.mu.Lock()
-	k.waiters = 0
+	k.standbys = 0
 	kept := filesOf(k.socket)
-	if k.place != nil {
-		kept = append(kept, k.place)
+	if k.lease != nil {
+		kept = append(kept, k.lease)
 	}
 	err = withDescriptors(kept, nil, func(fds []int) error {
 		files := []uintptr{0, 1, 2, socketFD: uintptr(fds[0]), keeperFD: uintptr(pair[1])}
-		if k.place != nil {
+		if k.lease != nil {
 			files = append(files, uintptr(fds[1])) // placeFD
 		}
-		env := childEnv(k.Env, restarts, k.place != nil)
+		env := childEnv(k.Env, restarts, k.lease != nil)
 		c.pid, err = syscall.ForkExec(k.Path, append([]string{os.Args[0]}, k.Args...),
 			&syscall.ProcAttr{Env: env, Files: files, Sys: &syscall.SysProcAttr{Setpgid: true}})
 		return err
@@ -310,53 +313,53 @@ func (k *keep) start(restarts int) (*child, error) {
 		link.Close()
 		return nil, err
 	}
-	go k.listen(c)
+	go k.readMessages(c)
 	return c, nil
 }
 
-// childEnv is the environment of a child.
-func childEnv(env []string, restarts int, place bool) []string {
+// childEnv returns the environment of a child.
+func childEnv(env []string, restarts int, lease bool) []string {
 	env = slices.DeleteFunc(slices.Clone(env), func(v string) bool {
 		name, _, _ := strings.Cut(v, "=")
-		return name == envSocket || name == envKeeper || name == envPlace || name == envRestarts
+		return name == envSocket || name == envKeeper || name == envLease || name == envRestarts
 	})
 	if !slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, "GOTRACEBACK=") }) {
 		env = append(env, "GOTRACEBACK=crash")
 	}
-	if place {
-		env = append(env, fmt.Sprintf("%s=%d", envPlace, placeFD))
+	if lease {
+		env = append(env, fmt.Sprintf("%s=%d", envLease, leaseFD))
 	}
 	return append(env, fmt.Sprintf("%s=%d", envSocket, socketFD), fmt.Sprintf("%s=%d", envKeeper, keeperFD),
 		fmt.Sprintf("%s=%d", envRestarts, restarts))
 }
 
-// listen reads what the child says until it ends.
-func (k *keep) listen(c *child) {
-	defer close(c.heard)
+// readMessages reads the child's messages until it ends.
+func (k *keep) readMessages(c *child) {
+	defer close(c.drained)
 	for {
 		text, files, err := receive(c.link)
 		if err != nil {
 			return
 		}
-		k.learn(c, text, files)
+		k.handleMessage(c, text, files)
 	}
 }
 
-// learn takes note of what the child says.
-func (k *keep) learn(c *child, text string, files []*os.File) {
+// handleMessage handles one message of the child.
+func (k *keep) handleMessage(c *child, text string, files []*os.File) {
 	waiters, standby := strings.CutPrefix(text, messageStandby)
 	switch {
 	case text == messageKeep && len(files) == 1:
-		k.hold(files[0])
+		k.setSocket(files[0])
 		return
-	case text == messagePlace && len(files) == 1:
-		k.holdPlace(files[0])
+	case text == messageLease && len(files) == 1:
+		k.setLease(files[0])
 		return
-	case text == messageNoPlace:
-		k.holdPlace(nil)
+	case text == messageNoLease:
+		k.setLease(nil)
 	case standby:
 		k.mu.Lock()
-		k.waiters, _ = strconv.Atoi(waiters)
+		k.standbys, _ = strconv.Atoi(waiters)
 		k.mu.Unlock()
 	case text == messageBeat:
 		c.beats.Add(1)
@@ -364,19 +367,19 @@ func (k *keep) learn(c *child, text string, files []*os.File) {
 	closeFiles(files)
 }
 
-// holdPlace keeps another place in place of the one so far, or none.
-func (k *keep) holdPlace(place *os.File) {
+// setLease replaces the lease that is kept; nil keeps none.
+func (k *keep) setLease(lease *os.File) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	closeFile(k.place)
-	k.place = place
+	closeFile(k.lease)
+	k.lease = lease
 }
 
-// hold keeps another socket in place of the one so far.
-func (k *keep) hold(socket *os.File) {
+// setSocket replaces the socket that is kept.
+func (k *keep) setSocket(socket *os.File) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if same(k.socket, socket) {
+	if sameSocket(k.socket, socket) {
 		socket.Close()
 		return
 	}
@@ -384,31 +387,31 @@ func (k *keep) hold(socket *os.File) {
 	k.socket = socket
 }
 
-// attend waits for the child's end and says whether it was a crash, else with which status to exit.
-func (k *keep) attend(ctx context.Context, c *child) (status int, crashed bool) {
-	told := ctx.Done()
-	var late <-chan time.Time
+// supervise waits for the child's end. It says whether that was a crash, and otherwise with which status to exit.
+func (k *keep) supervise(ctx context.Context, c *child) (status int, crashed bool) {
+	cancelled := ctx.Done()
+	var overdue <-chan time.Time
 	stop := func(s syscall.Signal) {
-		if !c.stopping { // twice, it would look like a user in a hurry
-			c.stopping, late = true, time.After(k.Grace)
+		if !c.stopping { // a second signal would look like an impatient user
+			c.stopping, overdue = true, time.After(k.Grace)
 			c.signal(s)
 		}
 	}
 	tick := time.NewTicker(max(k.Silence/silenceTicks, time.Millisecond))
 	defer tick.Stop()
-	var heard silence
+	var silence heartbeatWatch
 	for {
 		select {
 		case <-tick.C:
-			if !c.stopping && !c.stuck && heard.lasts(c.beats.Load()) {
-				k.Log.Error("verdict is silent and is ended", "pid", c.pid, "for", k.Silence)
-				c.stuck, late = true, time.After(abortGrace)
+			if !c.stopping && !c.aborted && silence.expired(c.beats.Load()) {
+				k.Log.Error("verdict stopped sending heartbeats: aborting it", "pid", c.pid, "for", k.Silence)
+				c.aborted, overdue = true, time.After(abortGrace)
 				_ = unix.Kill(c.pid, unix.SIGABRT)
 			}
 		case <-k.children:
 			if ws, ended := reap(c.pid); ended {
-				k.bury(c)
-				return k.judge(c, ws)
+				k.drain(c)
+				return k.classifyExit(c, ws)
 			}
 		case s := <-k.signals:
 			if s == unix.SIGTERM || s == unix.SIGINT {
@@ -416,11 +419,11 @@ func (k *keep) attend(ctx context.Context, c *child) (status int, crashed bool) 
 			} else {
 				c.signal(s.(syscall.Signal))
 			}
-		case <-told:
-			told = nil
+		case <-cancelled:
+			cancelled = nil
 			stop(unix.SIGTERM)
-		case <-late:
-			k.Log.Error("verdict did not end and is killed", "pid", c.pid)
+		case <-overdue:
+			k.Log.Error("verdict did not stop in time: killing it", "pid", c.pid)
 			if c.stopping {
 				c.signal(unix.SIGKILL)
 			} else {
@@ -430,21 +433,21 @@ func (k *keep) attend(ctx context.Context, c *child) (status int, crashed bool) 
 	}
 }
 
-// silenceTicks is how often a child is looked at in the time it may be silent.
+// silenceTicks is how often a child is checked in the time it may be silent.
 const silenceTicks = 30
 
-// abortGrace is how long a child may take to end by SIGABRT, and to say what its goroutines were doing.
+// abortGrace is how long a child may take to end by SIGABRT, and to dump its goroutines.
 const abortGrace = 5 * time.Second
 
-// silence counts how often nothing was heard. It counts looks, not time: who was stopped together with its child, as
-// containers and machines are, has not looked.
-type silence struct {
+// heartbeatWatch counts checks without a heartbeat. It counts checks, not time: if the keeper was stopped together with
+// its child, as containers and machines are, it did not check.
+type heartbeatWatch struct {
 	beats int64
 	ticks int
 }
 
-// lasts says that a child which has told of itself does so no more.
-func (s *silence) lasts(beats int64) bool {
+// expired says that a child that has sent heartbeats has stopped sending them.
+func (s *heartbeatWatch) expired(beats int64) bool {
 	if s.ticks++; beats != s.beats {
 		s.beats, s.ticks = beats, 0
 	}
@@ -453,33 +456,32 @@ func (s *silence) lasts(beats int64) bool {
 
 // signal sends a signal to the child, which is not reaped yet.
 func (c *child) signal(s syscall.Signal) {
-	c.sent = append(c.sent, s)
-	_ = unix.Kill(c.pid, s) // a zombie does not mind
+	c.signals = append(c.signals, s)
+	_ = unix.Kill(c.pid, s) // harmless if it is a zombie
 }
 
-// bury takes leave of a child that has ended. What it sent before is read first: it may be the socket that the next one
-// needs.
-func (k *keep) bury(c *child) {
-	_ = c.link.SetReadDeadline(time.Now().Add(time.Second)) // if a child of its own has got hold of its end
-	<-c.heard
+// drain reads what a child sent before it ended: it may be the socket that the next one needs.
+func (k *keep) drain(c *child) {
+	_ = c.link.SetReadDeadline(time.Now().Add(time.Second)) // a child of its own may still hold its end
+	<-c.drained
 	c.link.Close()
 }
 
-// judge says what a child's end means.
-func (k *keep) judge(c *child, ws syscall.WaitStatus) (status int, crashed bool) {
+// classifyExit says whether a child's end was a crash, and otherwise which status to exit with.
+func (k *keep) classifyExit(c *child, ws syscall.WaitStatus) (status int, crashed bool) {
 	if !ws.Signaled() {
 		return ws.ExitStatus(), false
 	}
-	if c.stopping || slices.Contains(c.sent, ws.Signal()) || slices.Contains(c.sent, unix.SIGQUIT) {
+	if c.stopping || slices.Contains(c.signals, ws.Signal()) || slices.Contains(c.signals, unix.SIGQUIT) {
 		return 128 + int(ws.Signal()), false
 	}
 	k.Log.Error("verdict crashed", "pid", c.pid, "signal", ws.Signal().String(), "core", ws.CoreDump(),
-		"lived", time.Since(c.born).Round(time.Millisecond))
+		"lived", time.Since(c.started).Round(time.Millisecond))
 	return 0, true
 }
 
-// reap takes note of all children that have ended, and says whether one of them is the one with this pid. Others are
-// orphans that were given to the first process of a container.
+// reap reaps all children that have ended, and says whether one of them has this pid. Others are orphans that the first
+// process of a container inherits.
 func reap(pid int) (status syscall.WaitStatus, ended bool) {
 	for {
 		var ws syscall.WaitStatus
@@ -494,14 +496,14 @@ func reap(pid int) (status syscall.WaitStatus, ended bool) {
 	}
 }
 
-// told waits between two children, and says whether this process was told to end meanwhile.
-func (k *keep) told(ctx context.Context, pause time.Duration) bool {
+// waitForRestart waits before the next child is started, and says whether this process was told to stop meanwhile.
+func (k *keep) waitForRestart(ctx context.Context, pause time.Duration) bool {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	for {
 		select { // first, and also if there is no pause at all
 		case s := <-k.signals:
-			if ends(s) {
+			if isTermination(s) {
 				return true
 			}
 			continue
@@ -511,7 +513,7 @@ func (k *keep) told(ctx context.Context, pause time.Duration) bool {
 		case <-ctx.Done():
 			return true
 		case s := <-k.signals:
-			if ends(s) {
+			if isTermination(s) {
 				return true
 			}
 		case <-k.children:
@@ -522,30 +524,32 @@ func (k *keep) told(ctx context.Context, pause time.Duration) bool {
 	}
 }
 
-// ends says whether a signal asks for an end.
-func ends(s os.Signal) bool { return s == unix.SIGTERM || s == unix.SIGINT || s == unix.SIGQUIT }
+// isTermination says whether a signal asks the keeper to stop.
+func isTermination(s os.Signal) bool {
+	return s == unix.SIGTERM || s == unix.SIGINT || s == unix.SIGQUIT
+}
 
-// backoff gives the pauses before restarts.
+// backoff computes the pauses before restarts.
 type backoff struct{ pause time.Duration }
 
 const (
 	firstPause = 100 * time.Millisecond
-	mostPause  = 30 * time.Second
-	// longLife is how long a child lives that has nothing to do with the crash before.
-	longLife = time.Minute
+	maxPause   = 30 * time.Second
+	// stableAfter is how long a child lives if its end has nothing to do with the crash before.
+	stableAfter = time.Minute
 )
 
-// next gives the pause after a child that lived for so long.
+// next returns the pause after a child that lived for so long.
 func (b *backoff) next(lived time.Duration) time.Duration {
-	if lived >= longLife {
+	if lived >= stableAfter {
 		b.pause = 0
 	}
 	p := b.pause
-	b.pause = min(max(2*p, firstPause), mostPause)
+	b.pause = min(max(2*p, firstPause), maxPause)
 	return p
 }
 
-// connOf makes a connection of a file, which is closed.
+// connOf turns a file into a connection and closes the file.
 func connOf(f *os.File) (*net.UnixConn, error) {
 	defer f.Close()
 	c, err := net.FileConn(f)
@@ -555,7 +559,7 @@ func connOf(f *os.File) (*net.UnixConn, error) {
 	u, ok := c.(*net.UnixConn)
 	if !ok {
 		c.Close()
-		return nil, errors.New("no unix socket")
+		return nil, errors.New("not a unix socket")
 	}
 	return u, nil
 }

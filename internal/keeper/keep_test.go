@@ -115,7 +115,7 @@ func TestChildThatDoesNotEndIsKilled(t *testing.T) {
 	p, _ := keeperWithChild(t, "KEEPER_TEST_STUBBORN=1", "KEEPER_TEST_GRACE=300ms")
 	p.signal(unix.SIGTERM)
 	p.expect("got terminated")
-	p.expect("did not end and is killed")
+	p.expect("did not stop in time: killing it")
 	if got := p.status(); got != 128+9 {
 		t.Errorf("status %d", got)
 	}
@@ -239,13 +239,15 @@ func TestFirstProcessReapsOrphans(t *testing.T) {
 	for range 3 {
 		p.order("orphan")
 		p.expect("orphan ")
-		testkit.Eventually(t, deadline, "the orphan is the keeper's", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 2 })
+		testkit.Eventually(t, deadline, "the orphan is the keeper's",
+			func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 2 })
 		for _, pid := range childrenOf(t, cmd.Process.Pid) {
 			if pid != child[0] {
 				labtest.Check(t, unix.Kill(pid, unix.SIGKILL))
 			}
 		}
-		testkit.Eventually(t, deadline, "the orphan is reaped", func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 1 })
+		testkit.Eventually(t, deadline, "the orphan is reaped",
+			func() bool { return len(childrenOf(t, cmd.Process.Pid)) == 1 })
 	}
 	p.order("panic")
 	if next := p.child(); next.socket != first.socket {
@@ -324,7 +326,8 @@ func TestTableStaysOwned(t *testing.T) {
 	nobodyElse := func() {
 		t.Helper()
 		labtest.Run(t, h, "", "nft", "flush", "ruleset")
-		if out, err := h.Run("nft", "delete", "table", "ip", "kept"); err == nil || !strings.Contains(out, "Operation not permitted") {
+		out, err := h.Run("nft", "delete", "table", "ip", "kept")
+		if err == nil || !strings.Contains(out, "Operation not permitted") {
 			t.Errorf("nft delete table: %v", err)
 		}
 		if out := labtest.Run(t, h, "", "nft", "list", "tables"); !strings.Contains(out, "kept") {

@@ -36,10 +36,10 @@ func TestMain(m *testing.M) {
 var roles = map[string]func() int{
 	"keeper":   keeperMain,
 	"child":    childMain,
-	"seat":     seatMain,
+	"lease":    leaseMain,
 	"quick":    func() int { return 0 },
 	"stranger": strangerMain,
-	"weak":     seatMain,
+	"weak":     leaseMain,
 	"setuid":   setuidMain,
 }
 
@@ -149,7 +149,7 @@ func childMain() int {
 }
 
 // obey does what a test wants of a child.
-func obey(h *Held, command string) (status int, ends bool) {
+func obey(h *Inheritance, command string) (status int, ends bool) {
 	name, arg, _ := strings.Cut(command, " ")
 	switch name {
 	case "exit":
@@ -177,7 +177,7 @@ func obey(h *Held, command string) (status int, ends bool) {
 	case "beat":
 		go func() {
 			for ; ; time.Sleep(5 * time.Millisecond) {
-				_ = h.tell(messageBeat)
+				_ = h.sendToKeeper(messageBeat)
 			}
 		}()
 		tell("beating")
@@ -194,8 +194,8 @@ func look() string {
 	return strings.TrimSpace(string(out))
 }
 
-// seatMain is a proxy that wants the place KEEPER_TEST_NAME.
-func seatMain() int {
+// leaseMain is a proxy that wants the lease KEEPER_TEST_NAME.
+func leaseMain() int {
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	held, err := Inherited()
@@ -207,19 +207,19 @@ func seatMain() int {
 		tell("error %v", err)
 		return 99
 	}
-	tell("seat pid=%d socket=%s", os.Getpid(), identity(socket))
+	tell("lease pid=%d socket=%s", os.Getpid(), identity(socket))
 	commands := commands()
-	seat := Seat{Name: os.Getenv("KEEPER_TEST_NAME"), Socket: socket, Held: held, Log: tellingLog()}
-	seat.Newcomer = os.Getenv("KEEPER_TEST_NEWCOMER") != "" && held.Restarts == 0
+	lease := Lease{Name: os.Getenv("KEEPER_TEST_NAME"), Socket: socket, Inherited: held, Log: tellingLog()}
+	lease.TakeOver = os.Getenv("KEEPER_TEST_NEWCOMER") != "" && held.Restarts == 0
 	if grace, err := time.ParseDuration(os.Getenv("KEEPER_TEST_SEAT_GRACE")); err == nil {
-		seat.Grace = grace
-		seat.Stuck = func(what string) {
+		lease.Grace = grace
+		lease.OnStuck = func(what string) {
 			tell("stuck: %s", what)
 			unix.Kill(os.Getpid(), unix.SIGABRT)
 		}
 	}
-	seat.Patience, _ = time.ParseDuration(os.Getenv("KEEPER_TEST_PATIENCE"))
-	err = seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
+	lease.HandOverTimeout, _ = time.ParseDuration(os.Getenv("KEEPER_TEST_PATIENCE"))
+	err = lease.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		if err := held.Keep(socket); err != nil {
 			return err
 		}
@@ -393,7 +393,8 @@ type life struct {
 
 func (p *process) child() (l life) {
 	p.t.Helper()
-	if _, err := fmt.Sscanf(p.expect("child "), "pid=%d socket=%s restarts=%d", &l.pid, &l.socket, &l.restarts); err != nil {
+	_, err := fmt.Sscanf(p.expect("child "), "pid=%d socket=%s restarts=%d", &l.pid, &l.socket, &l.restarts)
+	if err != nil {
 		p.t.Fatal(err)
 	}
 	return l

@@ -26,8 +26,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// PlaceName is the abstract socket that stands for the one proxy of a network namespace.
-const PlaceName = "verdict"
+// LeaseName is the abstract socket that stands for the one proxy of a network namespace.
+const LeaseName = "verdict"
 
 // errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.
 var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
@@ -73,21 +73,21 @@ func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems 
 			return err
 		}
 	}
-	return takePlace(ctx, held, socket, newConfigWatcher(flags, s, problems, log))
+	return holdLease(ctx, held, socket, newConfigWatcher(flags, s, problems, log))
 }
 
 // keep is the keeper.
-func keep(ctx context.Context, held *keeper.Held, socket *os.File, s *config.Settings, log *logger) error {
+func keep(ctx context.Context, held *keeper.Inheritance, socket *os.File, s *config.Settings, log *logger) error {
 	_ = setOOMScore(sysctl.Host{}, s.OOMScoreAdj) // the child does the same, and complains
-	status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Place: held.Place, Log: log.Logger})
+	status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Lease: held.Lease, Log: log.Logger})
 	if err == nil && status != 0 {
 		err = ExitStatus(status)
 	}
 	return err
 }
 
-// takePlace runs a proxy each time this process gets the place.
-func takePlace(ctx context.Context, held *keeper.Held, socket *os.File, w *configWatcher) error {
+// holdLease runs a proxy each time this process gets the lease.
+func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w *configWatcher) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -99,17 +99,17 @@ func takePlace(ctx context.Context, held *keeper.Held, socket *os.File, w *confi
 	}()
 	heedMemory(os.DirFS("/"), held.Restarts, w.log)
 	go held.Beat(context.Background()) // for as long as this process lives
-	var hasPlace atomic.Bool
+	var hasLease atomic.Bool
 	stuck := func(what string) { abort(w.log.Logger, what) }
-	seat := keeper.Seat{
-		Name: PlaceName, Socket: socket, Newcomer: held.Restarts == 0, Owner: kernel.OwnsTables, Log: w.log.Logger,
-		Held: held, Holds: hasPlace.Store, Stuck: stuck,
+	lease := keeper.Lease{
+		Name: LeaseName, Socket: socket, TakeOver: held.Restarts == 0, OwnsTables: kernel.OwnsTables, Log: w.log.Logger,
+		Inherited: held, OnHeld: hasLease.Store, OnStuck: stuck,
 	}
-	err := seat.Run(ctx, func(ctx context.Context, socket *os.File) error {
+	err := lease.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		if err := held.Keep(socket); err != nil {
 			w.log.Warn("the tables will be unprotected while this is restarted", "err", err)
 		}
-		return runProxy(ctx, socket, w, hasPlace.Load)
+		return runProxy(ctx, socket, w, hasLease.Load)
 	})
 	switch {
 	case errors.Is(err, keeper.ErrEvicted):
@@ -156,7 +156,7 @@ type proxy struct {
 }
 
 // runProxy runs a proxy until the context ends. It writes by a socket, which it does not close.
-func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasPlace func() bool) error {
+func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease func() bool) error {
 	log, s := w.log.Logger, w.begin()
 	name, err := s.Node()
 	if err != nil {
@@ -196,7 +196,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasPlace f
 		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		tunings: p.tunings, leastRest: s.MinSyncPeriod, serving: servingOf(w, s, events, hasPlace),
+		tunings: p.tunings, leastRest: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),
 		stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("verdict starts", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,

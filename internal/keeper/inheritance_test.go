@@ -19,7 +19,7 @@ import (
 // clearEnv has a test begin without what this process may have been started with.
 func clearEnv(t *testing.T) {
 	for _, name := range []string{
-		envSocket, envKeeper, envRestarts, envPlace, "WATCHDOG_USEC",
+		envSocket, envKeeper, envRestarts, envLease, "WATCHDOG_USEC",
 		"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE",
 	} {
 		t.Setenv(name, "")
@@ -53,15 +53,20 @@ func TestMalformedInheritance(t *testing.T) {
 		env  map[string]string
 		want string
 	}{
-		{map[string]string{envSocket: "x", envKeeper: isSocket, envRestarts: "0"}, `VERDICT_KEPT_SOCKET="x" is no number`},
-		{map[string]string{envSocket: "-1", envKeeper: isSocket, envRestarts: "0"}, `VERDICT_KEPT_SOCKET="-1" is no number`},
-		{map[string]string{envSocket: isSocket, envRestarts: "0"}, `VERDICT_KEEPER="" is no number; a keeper sets all of`},
-		{map[string]string{envSocket: isSocket, envKeeper: isSocket, envRestarts: "often"}, `VERDICT_KEEPER_RESTARTS="often"`},
-		{map[string]string{envSocket: "9999", envKeeper: isSocket, envRestarts: "0"}, "VERDICT_KEPT_SOCKET=9999: descriptor 9999: bad file descriptor"},
-		{map[string]string{envSocket: isFile, envKeeper: isSocket, envRestarts: "0"}, "descriptor " + isFile + " is no socket"},
-		{map[string]string{"LISTEN_PID": "me", "LISTEN_FDS": "1"}, `LISTEN_PID="me" is no number`},
-		{map[string]string{"LISTEN_PID": self, "LISTEN_FDS": "-1"}, `LISTEN_FDS="-1" is no number`},
-		{map[string]string{"LISTEN_PID": self, "LISTEN_FDS": "3", "LISTEN_FDNAMES": "verdict"}, "does not name 3 descriptors"},
+		{map[string]string{envSocket: "x", envKeeper: isSocket, envRestarts: "0"}, `VERDICT_KEPT_SOCKET="x" is not a number`},
+		{map[string]string{envSocket: "-1", envKeeper: isSocket, envRestarts: "0"},
+			`VERDICT_KEPT_SOCKET="-1" is not a number`},
+		{map[string]string{envSocket: isSocket, envRestarts: "0"}, `VERDICT_KEEPER="" is not a number; a keeper sets all of`},
+		{map[string]string{envSocket: isSocket, envKeeper: isSocket, envRestarts: "often"},
+			`VERDICT_KEEPER_RESTARTS="often"`},
+		{map[string]string{envSocket: "9999", envKeeper: isSocket, envRestarts: "0"},
+			"VERDICT_KEPT_SOCKET=9999: descriptor 9999: bad file descriptor"},
+		{map[string]string{envSocket: isFile, envKeeper: isSocket, envRestarts: "0"},
+			"descriptor " + isFile + " is not a socket"},
+		{map[string]string{"LISTEN_PID": "me", "LISTEN_FDS": "1"}, `LISTEN_PID="me" is not a number`},
+		{map[string]string{"LISTEN_PID": self, "LISTEN_FDS": "-1"}, `LISTEN_FDS="-1" is not a number`},
+		{map[string]string{"LISTEN_PID": self, "LISTEN_FDS": "3", "LISTEN_FDNAMES": "verdict"},
+			"does not name 3 descriptors"},
 	} {
 		clearEnv(t)
 		for name, value := range c.env {
@@ -129,21 +134,21 @@ func TestSocketOfSystemd(t *testing.T) {
 			t.Errorf("descriptors and number of variables: %s, without systemd %s", got, want)
 		}
 	}
-	t.Run("with the place", func(t *testing.T) {
+	t.Run("with the lease", func(t *testing.T) {
 		name := randomName()
-		l, err := net.ListenUnix("unixpacket", address(name))
+		l, err := net.ListenUnix("unixpacket", leaseAddress(name))
 		labtest.Check(t, err)
-		place, err := l.File()
+		lease, err := l.File()
 		labtest.Check(t, err)
 		labtest.Check(t, l.Close())
 		names := "LISTEN_FDNAMES=verdict-place:verdict"
-		cmd := prepare("seat", "LISTEN_FDS=2", names, "KEEPER_TEST_NAME="+name, newcomer)
+		cmd := prepare("lease", "LISTEN_FDS=2", names, "KEEPER_TEST_NAME="+name, newcomer)
 		cmd.Path, cmd.Args = "/bin/sh", []string{"sh", "-c", `LISTEN_PID=$$ exec "$0"`, executable(t)}
-		cmd.ExtraFiles = []*os.File{place, files[0]}
+		cmd.ExtraFiles = []*os.File{lease, files[0]}
 		p := begin(t, cmd, cmd.Start)
 		p.works("socket=" + identity(files[0]))
 		checkHolder(t, name, p)
-		labtest.Check(t, place.Close())
+		labtest.Check(t, lease.Close())
 		next, _ := proxy(t, name, newcomer)
 		next.works("socket=" + identity(files[0]))
 	})
@@ -183,7 +188,8 @@ func TestStoreOfSystemd(t *testing.T) {
 	socket, err := openNetlink()
 	labtest.Check(t, err)
 	defer socket.Close()
-	for kind, name := range map[string]string{"path": filepath.Join(t.TempDir(), "notify"), "abstract": "@" + randomName()} {
+	names := map[string]string{"path": filepath.Join(t.TempDir(), "notify"), "abstract": "@" + randomName()}
+	for kind, name := range names {
 		t.Run(kind, func(t *testing.T) {
 			clearEnv(t)
 			systemd := fakeSystemd(t, name)
@@ -198,7 +204,7 @@ func TestStoreOfSystemd(t *testing.T) {
 			other, err := openNetlink()
 			labtest.Check(t, err)
 			defer other.Close()
-			h := &Held{Socket: socket, stored: true}
+			h := &Inheritance{Socket: socket, fromStore: true}
 			if m, err := h.Choose(Auto); m != Systemd || err != nil {
 				t.Fatal(m, err)
 			}
@@ -207,21 +213,21 @@ func TestStoreOfSystemd(t *testing.T) {
 			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict", "nothing")
 			hears(t, systemd, "FDSTORE=1\nFDNAME=verdict\nFDPOLL=0", identity(other))
 
-			// So is the place, until it is another's, if there is room for it.
-			l, err := net.ListenUnix("unixpacket", address(randomName()))
+			// So is the lease, until it is another's, if there is room for it.
+			l, err := net.ListenUnix("unixpacket", leaseAddress(randomName()))
 			labtest.Check(t, err)
 			defer l.Close()
 			file, err := l.File()
 			labtest.Check(t, err)
 			defer file.Close()
 			t.Setenv("FDSTORE", "2")
-			labtest.Check(t, h.keepPlace(l))
-			labtest.Check(t, h.keepPlace(nil))
+			labtest.Check(t, h.keepLease(l))
+			labtest.Check(t, h.keepLease(nil))
 			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict-place", "nothing")
 			hears(t, systemd, "FDSTORE=1\nFDNAME=verdict-place\nFDPOLL=0", identity(file))
 			hears(t, systemd, "FDSTOREREMOVE=1\nFDNAME=verdict-place", "nothing")
 			t.Setenv("FDSTORE", "1")
-			if err := h.keepPlace(l); err == nil {
+			if err := h.keepLease(l); err == nil {
 				t.Error("there is no room for it")
 			}
 
@@ -238,7 +244,10 @@ func TestStoreOfSystemd(t *testing.T) {
 	clearEnv(t)
 	labtest.Check(t, Store(socket))
 	labtest.Check(t, Notify("READY=1"))
-	for name, want := range map[string]string{"vsock:2:1234": "neither a path nor an abstract socket", "/nowhere/notify": "no such file"} {
+	for name, want := range map[string]string{
+		"vsock:2:1234":    "neither a path nor an abstract socket",
+		"/nowhere/notify": "no such file",
+	} {
 		t.Setenv("NOTIFY_SOCKET", name)
 		if err := Notify("READY=1"); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", name, err)
@@ -250,31 +259,31 @@ func TestChoice(t *testing.T) {
 	socket, err := openNetlink()
 	labtest.Check(t, err)
 	defer socket.Close()
-	childOf := Held{Socket: socket, link: new(net.UnixConn)}
-	fromStore := Held{Socket: socket, stored: true}
+	childOf := Inheritance{Socket: socket, link: new(net.UnixConn)}
+	fromStore := Inheritance{Socket: socket, fromStore: true}
 	for _, c := range []struct {
 		what            string
-		held            Held
+		held            Inheritance
 		mode            Mode
 		fdstore, notify string
 		want            Mode
 	}{
-		{"plain", Held{}, Auto, "", "", Process},
-		{"a unit without a store", Held{}, Auto, "", "/run/notify", Process},
-		{"a unit with one of size 0", Held{}, Auto, "0", "/run/notify", Process},
-		{"a unit with one", Held{}, Auto, "2", "/run/notify", Systemd},
-		{"a unit with one, and nowhere to send to", Held{}, Auto, "2", "", Process},
-		{"garbage", Held{}, Auto, "many", "/run/notify", Process},
+		{"plain", Inheritance{}, Auto, "", "", Process},
+		{"a unit without a store", Inheritance{}, Auto, "", "/run/notify", Process},
+		{"a unit with one of size 0", Inheritance{}, Auto, "0", "/run/notify", Process},
+		{"a unit with one", Inheritance{}, Auto, "2", "/run/notify", Systemd},
+		{"a unit with one, and nowhere to send to", Inheritance{}, Auto, "2", "", Process},
+		{"garbage", Inheritance{}, Auto, "many", "/run/notify", Process},
 		{"out of the store", fromStore, Auto, "1", "/run/notify", Systemd},
 		{"out of the store of an old systemd", fromStore, Auto, "", "/run/notify", Systemd},
 		{"out of a store that does not listen", fromStore, Auto, "", "", None},
 		{"a keeper's child", childOf, Auto, "", "", None},
 		{"a keeper's child in a unit with a store", childOf, Auto, "1", "/run/notify", None},
 		{"a keeper's child, as its keeper was told", childOf, Process, "", "", None},
-		{"told process", Held{}, Process, "1", "/run/notify", Process},
-		{"told systemd", Held{}, Systemd, "", "/run/notify", Systemd},
-		{"told systemd without any", Held{}, Systemd, "", "", ""},
-		{"told none", Held{}, None, "1", "/run/notify", None},
+		{"told process", Inheritance{}, Process, "1", "/run/notify", Process},
+		{"told systemd", Inheritance{}, Systemd, "", "/run/notify", Systemd},
+		{"told systemd without any", Inheritance{}, Systemd, "", "", ""},
+		{"told none", Inheritance{}, None, "1", "/run/notify", None},
 	} {
 		clearEnv(t)
 		t.Setenv("FDSTORE", c.fdstore)

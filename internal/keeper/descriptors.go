@@ -11,13 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxFiles is how many descriptors a message of ours may carry: a listener and a socket.
+// maxFiles is how many descriptors one of our messages may carry: a listener and a socket.
 const maxFiles = 2
 
-// maxText is longer than any message of ours.
+// maxText is longer than any of our messages.
 const maxText = 512
 
-// send sends one message with files. It may be used on a unixpacket connection only, which keeps messages apart.
+// send sends one message with files. The connection must be unixpacket, which keeps messages apart.
 func send(conn *net.UnixConn, text string, files ...syscall.Conn) error {
 	return withDescriptors(files, nil, func(fds []int) error {
 		_, _, err := conn.WriteMsgUnix([]byte(text), rights(fds), nil)
@@ -33,12 +33,12 @@ func rights(fds []int) []byte {
 	return unix.UnixRights(fds...)
 }
 
-// receive reads one message. The files are the caller's to close, and no child of this process will see them. The end
-// of the connection is an error.
+// receive reads one message. The caller closes the files; no child of this process inherits them. The end of the
+// connection is an error.
 func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
 	b, oob := make([]byte, maxText), make([]byte, unix.CmsgSpace(4*maxFiles))
 	n, oobn, flags, _, err := conn.ReadMsgUnix(b, oob)
-	// A message of no bytes is an end, too, and may carry files nevertheless.
+	// An empty message ends the connection, too, and may carry files nevertheless.
 	messages, parseErr := unix.ParseSocketControlMessage(oob[:max(oobn, 0)])
 	for i := range messages {
 		fds, err := unix.ParseUnixRights(&messages[i])
@@ -56,7 +56,7 @@ func receive(conn *net.UnixConn) (text string, files []*os.File, err error) {
 	case parseErr != nil:
 		err = parseErr
 	case flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0:
-		err = fmt.Errorf("keeper: a message from the other side was cut off: %w", unix.EMSGSIZE)
+		err = fmt.Errorf("keeper: received a truncated message: %w", unix.EMSGSIZE)
 	}
 	if err != nil {
 		closeFiles(files)
@@ -73,11 +73,11 @@ func closeFiles(files []*os.File) {
 	}
 }
 
-// filesOf gives what withDescriptors takes.
+// filesOf builds the argument of withDescriptors.
 func filesOf(files ...syscall.Conn) []syscall.Conn { return files }
 
-// withDescriptors calls do with the descriptors of files, which cannot be closed meanwhile. os.File.Fd would do more:
-// it makes the socket a blocking one, for all processes that hold it.
+// withDescriptors calls do with the descriptors of files, which stay open meanwhile. os.File.Fd would also make the
+// socket blocking, for all processes that hold it.
 func withDescriptors(files []syscall.Conn, fds []int, do func(fds []int) error) error {
 	if len(files) == 0 {
 		return do(fds)
@@ -91,8 +91,8 @@ func withDescriptors(files []syscall.Conn, fds []int, do func(fds []int) error) 
 	return errors.Join(err, done)
 }
 
-// same says whether two files are the same socket: each socket of a machine has an inode of its own.
-func same(a, b *os.File) bool {
+// sameSocket says whether two files are the same socket: each socket of a machine has an inode of its own.
+func sameSocket(a, b *os.File) bool {
 	x, err := a.Stat()
 	if err != nil {
 		return false
@@ -101,15 +101,14 @@ func same(a, b *os.File) bool {
 	return err == nil && os.SameFile(x, y)
 }
 
-// checkSocket says what is wrong with a descriptor that should be a socket, and keeps it from the children of this
-// process.
+// checkSocket returns what is wrong with a descriptor that should be a socket, and sets close-on-exec on it.
 func checkSocket(fd int) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return fmt.Errorf("descriptor %d: %w", fd, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFSOCK {
-		return fmt.Errorf("descriptor %d is no socket", fd)
+		return fmt.Errorf("descriptor %d is not a socket", fd)
 	}
 	unix.CloseOnExec(fd)
 	return nil

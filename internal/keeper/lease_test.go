@@ -20,11 +20,11 @@ import (
 	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
-// proxy starts a process that wants the place, and gives its own socket.
+// proxy starts a process that wants the lease, and gives its own socket.
 func proxy(t *testing.T, name string, env ...string) (p *process, socket string) {
 	t.Helper()
-	p = launch(t, "seat", append(env, "KEEPER_TEST_NAME="+name)...)
-	return p, strings.Fields(p.expect("seat "))[1]
+	p = launch(t, "lease", append(env, "KEEPER_TEST_NAME="+name)...)
+	return p, strings.Fields(p.expect("lease "))[1]
 }
 
 const newcomer = "KEEPER_TEST_NEWCOMER=1"
@@ -65,7 +65,7 @@ func TestTakingOver(t *testing.T) {
 	if own == socket {
 		t.Fatal("two processes with one socket")
 	}
-	b.expect("another proxy is at work: taking over")
+	b.expect("taking over from the running proxy")
 	a.expect("told " + ErrHandedOver.Error())
 	a.expect("resting")
 	b.works(socket)
@@ -85,7 +85,7 @@ func TestTakingOver(t *testing.T) {
 	a.expect("run ended: <nil>")
 	c.expect("working ")
 
-	// A proxy that ends with an error gives the place up.
+	// A proxy that ends with an error gives the lease up.
 	d, _ := proxy(t, name)
 	d.expect("standing by")
 	c.order("end")
@@ -109,7 +109,7 @@ func TestChainOfProxies(t *testing.T) {
 	checkHolder(t, name, c)
 	b.signal(unix.SIGTERM)
 	if b.status() != 0 {
-		t.Error("who stands by does not end on demand")
+		t.Error("the standby does not end on demand")
 	}
 	c.signal(unix.SIGTERM)
 	a.works(socket)
@@ -138,7 +138,7 @@ func TestManyNewcomersAtOnce(t *testing.T) {
 	var group errgroup.Group
 	run := func(socket *os.File) {
 		group.Go(func() error {
-			return (&Seat{Name: name, Socket: socket, Newcomer: true}).Run(ctx, work)
+			return (&Lease{Name: name, Socket: socket, TakeOver: true}).Run(ctx, work)
 		})
 	}
 	run(first)
@@ -167,8 +167,8 @@ func TestEviction(t *testing.T) {
 	b.works(socket)
 	a.expect("standing by")
 	var c *process
-	seat := Seat{Name: name}
-	labtest.Check(t, seat.Evict(t.Context(), func(ctx context.Context, got *os.File) error {
+	lease := Lease{Name: name}
+	labtest.Check(t, lease.Evict(t.Context(), func(ctx context.Context, got *os.File) error {
 		if identity(got) != strings.TrimPrefix(socket, "socket=") {
 			t.Errorf("got %s, should be %s", identity(got), socket)
 		}
@@ -179,7 +179,7 @@ func TestEviction(t *testing.T) {
 			}
 		}
 		c, socket = proxy(t, name, newcomer)
-		c.expect("another proxy is at work: taking over") // this one
+		c.expect("taking over from the running proxy") // this one
 		d, _ := proxy(t, name)
 		d.expect("run ended: " + ErrEvicted.Error())
 		return nil
@@ -189,16 +189,17 @@ func TestEviction(t *testing.T) {
 }
 
 func TestEvictionWithoutHolder(t *testing.T) {
-	seat := Seat{Name: randomName()}
+	lease := Lease{Name: randomName()}
 	called := false
-	labtest.Check(t, seat.Evict(t.Context(), func(_ context.Context, socket *os.File) error {
+	labtest.Check(t, lease.Evict(t.Context(), func(_ context.Context, socket *os.File) error {
 		called = socket == nil
 		return nil
 	}))
 	if !called {
 		t.Error("not called, or with a socket from nowhere")
 	}
-	if err := seat.Evict(t.Context(), func(context.Context, *os.File) error { return unix.EPERM }); !errors.Is(err, unix.EPERM) {
+	err := lease.Evict(t.Context(), func(context.Context, *os.File) error { return unix.EPERM })
+	if !errors.Is(err, unix.EPERM) {
 		t.Error(err)
 	}
 }
@@ -208,7 +209,8 @@ func TestHolderThatDoesNotEnd(t *testing.T) {
 	a, socket := proxy(t, name, newcomer, "KEEPER_TEST_STUBBORN=1")
 	a.works(socket)
 	b, _ := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
-	if got := b.expect("run ended: "); got != fmt.Sprintf("keeper: pid %d is at work and did not hand over within 200ms", a.cmd.Process.Pid) {
+	want := fmt.Sprintf("keeper: pid %d holds the lease and did not hand over within 200ms", a.cmd.Process.Pid)
+	if got := b.expect("run ended: "); got != want {
 		t.Error(got)
 	}
 	b.status()
@@ -229,7 +231,7 @@ func TestHolderThatDoesNotAnswer(t *testing.T) {
 	a.works(socket)
 	a.signal(unix.SIGSTOP)
 	b, _ := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=200ms")
-	if got := b.expect("run ended: "); !strings.Contains(got, fmt.Sprintf("pid %d is at work", a.cmd.Process.Pid)) {
+	if got := b.expect("run ended: "); !strings.Contains(got, fmt.Sprintf("pid %d holds the lease", a.cmd.Process.Pid)) {
 		t.Error(got)
 	}
 	a.signal(unix.SIGCONT)
@@ -241,17 +243,17 @@ func TestHolderThatDoesNotAnswer(t *testing.T) {
 	name = randomName()
 	labtest.Check(t, unix.Bind(fd, &unix.SockaddrUnix{Name: "@" + name}))
 	told := make(chan string, 1)
-	seat := Seat{Name: name, Newcomer: true, Patience: 100 * time.Millisecond, Log: slog.New(said{told})}
-	labtest.Check(t, seat.Run(t.Context(), func(context.Context, *os.File) error { return nil }))
-	if got := <-told; !strings.Contains(got, "without the place") {
+	lease := Lease{Name: name, TakeOver: true, HandOverTimeout: 100 * time.Millisecond, Log: slog.New(said{told})}
+	labtest.Check(t, lease.Run(t.Context(), func(context.Context, *os.File) error { return nil }))
+	if got := <-told; !strings.Contains(got, "without the lease") {
 		t.Error(got)
 	}
 }
 
-// askHere sends requests to a place, as another version of this program might.
+// askHere sends requests to a lease, as another version of this program might.
 func askHere(t *testing.T, name, request string, files ...syscall.Conn) *net.UnixConn {
 	t.Helper()
-	m, _, err := meet(t.Context(), name, time.Now().Add(deadline))
+	m, _, err := authenticate(t.Context(), name, time.Now().Add(deadline))
 	labtest.Check(t, err)
 	t.Cleanup(func() { m.Close() })
 	labtest.Check(t, m.SetReadDeadline(time.Now().Add(deadline)))
@@ -274,13 +276,13 @@ func TestUnknownRequests(t *testing.T) {
 		t.Error(text, err)
 	}
 	conn := askHere(t, name, requestHandOver)
-	conn.Close() // it has changed its mind, perhaps after the place was sent
+	conn.Close() // it has changed its mind, perhaps after the lease was sent
 	a.expect("resting")
 	a.works(socket)
 	checkHolder(t, name, a)
 }
 
-// A holder crashed, and somebody with a socket of his own was first to take the place. Who stands by knows better.
+// A holder crashed, and somebody with a socket of his own was first to take the lease. The standby knows better.
 func TestStandbyBringsTheSocket(t *testing.T) {
 	for _, owner := range []string{"nobody knows", "neither", "holder", "standby"} {
 		t.Run(owner, func(t *testing.T) {
@@ -290,14 +292,14 @@ func TestStandbyBringsTheSocket(t *testing.T) {
 			mine, theirs := socketHere(t), socketHere(t)
 			mineID, theirsID := identity(mine), identity(theirs)
 			works := make(chan string, 10)
-			holder := Seat{Name: name, Socket: mine, Newcomer: true}
+			holder := Lease{Name: name, Socket: mine, TakeOver: true}
 			switch owner {
 			case "standby":
-				holder.Owner = func(f *os.File) bool { return identity(f) == theirsID }
+				holder.OwnsTables = func(f *os.File) bool { return identity(f) == theirsID }
 			case "neither":
-				holder.Owner = func(*os.File) bool { return false }
+				holder.OwnsTables = func(*os.File) bool { return false }
 			case "holder":
-				holder.Owner = func(f *os.File) bool { return identity(f) == mineID }
+				holder.OwnsTables = func(f *os.File) bool { return identity(f) == mineID }
 			}
 			var group errgroup.Group
 			group.Go(func() error {
@@ -311,7 +313,7 @@ func TestStandbyBringsTheSocket(t *testing.T) {
 				t.Errorf("works with %s at first", got)
 			}
 			standing := make(chan string, 1)
-			standby := Seat{Name: name, Socket: theirs, Log: slog.New(said{standing})}
+			standby := Lease{Name: name, Socket: theirs, Log: slog.New(said{standing})}
 			group.Go(func() error {
 				return standby.Run(ctx, func(context.Context, *os.File) error { return nil })
 			})
@@ -356,8 +358,9 @@ func TestNewcomerKnowsBetter(t *testing.T) {
 	a.works(socket)
 	mine := socketHere(t)
 	id := identity(mine)
-	seat := Seat{Name: name, Socket: mine, Newcomer: true, Owner: func(f *os.File) bool { return identity(f) == id }}
-	labtest.Check(t, seat.Run(t.Context(), func(_ context.Context, socket *os.File) error {
+	owns := func(f *os.File) bool { return identity(f) == id }
+	lease := Lease{Name: name, Socket: mine, TakeOver: true, OwnsTables: owns}
+	labtest.Check(t, lease.Run(t.Context(), func(_ context.Context, socket *os.File) error {
 		if got := identity(socket); got != id {
 			t.Errorf("works with %s, should be %s", got, id)
 		}
@@ -375,7 +378,7 @@ func TestWithoutSockets(t *testing.T) {
 	works := make(chan bool, 10)
 	for i := range 2 {
 		group.Go(func() error {
-			return (&Seat{Name: name, Newcomer: i > 0}).Run(ctx, func(ctx context.Context, socket *os.File) error {
+			return (&Lease{Name: name, TakeOver: i > 0}).Run(ctx, func(ctx context.Context, socket *os.File) error {
 				works <- socket == nil
 				<-ctx.Done()
 				return nil
@@ -398,7 +401,7 @@ func TestProxiesWithoutRights(t *testing.T) {
 			a, socket := proxy(t, name, newcomer)
 			a.works(socket)
 			for _, env := range []string{newcomer, "x=y"} {
-				if got := weak(t, name, uid, env).expect("run ended: "); got != errRights.Error() {
+				if got := weak(t, name, uid, env).expect("run ended: "); got != errNotPermitted.Error() {
 					t.Error(got)
 				}
 			}
@@ -410,13 +413,13 @@ func TestProxiesWithoutRights(t *testing.T) {
 			name := randomName()
 			thief := weak(t, name, uid, "")
 			thief.expect("working ")
-			want := fmt.Sprintf("of user %d, which is no proxy of ours", uid&^ownNamespace)
+			want := fmt.Sprintf("of user %d, which is not a Verdict proxy", uid&^ownNamespace)
 			if _, err := Holder(name); err == nil || !strings.Contains(err.Error(), want) {
 				t.Error(err)
 			}
-			seat := Seat{Name: name, Patience: 100 * time.Millisecond}
+			lease := Lease{Name: name, HandOverTimeout: 100 * time.Millisecond}
 			called := false
-			labtest.Check(t, seat.Evict(t.Context(), func(context.Context, *os.File) error {
+			labtest.Check(t, lease.Evict(t.Context(), func(context.Context, *os.File) error {
 				called = true
 				return nil
 			}))
@@ -424,11 +427,11 @@ func TestProxiesWithoutRights(t *testing.T) {
 				t.Error("nobody can be evicted")
 			}
 			a, socket := proxy(t, name, newcomer, "KEEPER_TEST_PATIENCE=100ms")
-			a.expect("working without the place")
+			a.expect("running without the lease")
 			a.works(socket)
 			thief.signal(unix.SIGKILL)
-			a.expect("the place is free at last")
-			testkit.Eventually(t, deadline, "it has the place", func() bool {
+			a.expect("acquired the lease")
+			testkit.Eventually(t, deadline, "it has the lease", func() bool {
 				h, err := Holder(name)
 				return err == nil && h.PID == a.cmd.Process.Pid
 			})
@@ -456,15 +459,15 @@ func hasUser(uid int) bool {
 	return err == nil && e == nil && inside+size > uid
 }
 
-// The same name in two network namespaces is two places, as the tables are.
+// The same name in two network namespaces is two leases, as the tables are.
 func TestNamesBelongToNetworkNamespaces(t *testing.T) {
 	net, name := labtest.NewNet(t), randomName()
 	for _, node := range []string{"node-1", "node-2"} {
 		h := labtest.NewHost(t, net, node)
 		cmd := h.Command("/proc/self/exe")
-		cmd.Cmd.Env = prepare("seat", newcomer, "KEEPER_TEST_NAME="+name).Env
+		cmd.Cmd.Env = prepare("lease", newcomer, "KEEPER_TEST_NAME="+name).Env
 		p := begin(t, cmd.Cmd, cmd.Start)
-		p.works(strings.Fields(p.expect("seat "))[1])
+		p.works(strings.Fields(p.expect("lease "))[1])
 	}
 	if _, err := Holder(name); !errors.Is(err, ErrNoHolder) {
 		t.Error(err)
@@ -476,10 +479,10 @@ func TestHolderInAnotherContainer(t *testing.T) {
 	name := randomName()
 	a, socket := proxy(t, name, newcomer)
 	a.works(socket)
-	cmd := prepare("seat", newcomer, "KEEPER_TEST_NAME="+name)
+	cmd := prepare("lease", newcomer, "KEEPER_TEST_NAME="+name)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
 	b := begin(t, cmd, cmd.Start)
-	if got := b.expect("another proxy is at work: taking over"); !strings.Contains(got, "a process in another container") {
+	if got := b.expect("taking over from the running proxy"); !strings.Contains(got, "a process in another container") {
 		t.Error(got)
 	}
 	b.works(socket)

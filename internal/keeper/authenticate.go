@@ -15,106 +15,108 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Both sides of a connection to the place have to show that they may change nf_tables in this network namespace. The
-// kernel is the judge: it lets a process send a netlink message to another process (not to the kernel) only if the
-// sender, at that moment, has CAP_NET_ADMIN in the user namespace that the socket's network namespace belongs to.
-// That is what nf_tables asks of a writer. Such a message reaches sockets of the same network namespace only, and it
-// tells the sender's port id.
+// Both sides of a connection to the lease must prove that they may change nf_tables in this network namespace. The
+// kernel decides: it lets a process send a netlink message to another process (not to the kernel) only if the sender,
+// at that moment, has CAP_NET_ADMIN in the user namespace that the socket's network namespace belongs to. nf_tables
+// requires the same of a writer. Such a message reaches sockets of the same network namespace only, and it carries the
+// sender's port id.
 //
-//	newcomer                                  holder
+//	claimant                                  holder
 //	connects, with no name        ──────────▶ answers "door PORT" and closes: no state is kept for anybody
 //	netlink to PORT: NAME SECRET  ══════════▶ has a ticket: the sender is privileged
 //	connects from the name NAME   ──────────▶ finds the ticket of NAME, else answers as above
-//	                              ◀══════════ netlink to the newcomer: NAME SECRET. The holder is privileged, too
-//	SECRET and its request        ──────────▶ deals with it
+//	                              ◀══════════ netlink to the claimant: NAME SECRET. The holder is privileged, too
+//	SECRET and its request        ──────────▶ handles it
 //
-// NAME is a random abstract name that the newcomer's socket is bound to, so nobody else can connect from it
-// meanwhile, and nobody can sit in the middle: the holder vouches for a connection that comes from NAME. SECRET is
-// only sent by netlink to who keeps the door, and to who has shown to have it. So neither a name, nor a port id that
-// becomes free is of use to others.
+// NAME is a random abstract name that the claimant's socket is bound to, so nobody else can connect from it meanwhile.
+// Nobody can sit in the middle either, because the holder confirms a connection that comes from NAME. SECRET is only
+// sent by netlink to the holder's port, and to the process that has proved to have it. So neither a name, nor a port id
+// that becomes free, is of use to others.
 
 var (
-	// errRights says that this process cannot show that it may change nf_tables.
-	errRights = errors.New("keeper: another process has the place, and this one has no right to take over: " +
-		"it takes CAP_NET_ADMIN in the network namespace")
-	// errUnproven says that whoever has the name did not show that he may change nf_tables.
-	errUnproven = errors.New("it has not shown that it may change nf_tables")
+	// errNotPermitted says that this process cannot prove that it may change nf_tables.
+	errNotPermitted = errors.New("keeper: another process holds the lease, and this one may not take over: " +
+		"CAP_NET_ADMIN in the network namespace is required")
+	// errUnauthenticated says that the holder of the name did not prove that it may change nf_tables.
+	errUnauthenticated = errors.New("it did not prove that it may change nf_tables")
 )
 
-// What is said for a proof. A "door" is told to everybody, the rest goes by netlink.
+// Messages of the authentication. Everybody gets the port; the rest goes by netlink.
 const (
-	greeting = "verdict/2 door "
-	wordCome = "verdict/2 come "
-	wordHere = "verdict/2 here "
+	wordPort     = "verdict/2 door "
+	wordAnnounce = "verdict/2 come "
+	wordConfirm  = "verdict/2 here "
 )
 
-// mostTickets bounds how many newcomers may be about to connect. Only privileged processes get a ticket.
-const mostTickets = 64
+// maxTickets bounds how many claimants may be about to connect. Only privileged processes get a ticket.
+const maxTickets = 64
 
-// ticketLife is how long a newcomer may take to connect after it has announced itself.
+// ticketLife is how long a claimant may take to connect after its announcement.
 const ticketLife = 10 * time.Second
 
-// ticket is a newcomer's announcement.
+// ticket is a claimant's announcement.
 type ticket struct {
 	name, secret string
 	port         uint32 // its sender's
-	until        time.Time
+	expires      time.Time
 }
 
-// door is where newcomers announce themselves to the holder. It is not safe for concurrent use.
-type door struct {
+// authenticator receives the announcements of claimants. It is not safe for concurrent use.
+type authenticator struct {
 	*netlink
 	tickets []ticket // the oldest first
 }
 
-func openDoor() (*door, error) {
+func newAuthenticator() (*authenticator, error) {
 	n, err := openNetlinkPort()
 	if err != nil {
 		return nil, err
 	}
-	return &door{netlink: n}, nil
+	return &authenticator{netlink: n}, nil
 }
 
-// admit gives the ticket of a name and takes it away. What was sent before the call is known to it: netlink delivers
-// at once.
-func (d *door) admit(name string) (ticket, bool) {
+// redeem removes and returns the ticket of a name. It knows all that was sent before the call: netlink delivers
+// synchronously.
+func (a *authenticator) redeem(name string) (ticket, bool) {
 	for {
-		from, text, err := d.receive()
+		from, text, err := a.receive()
 		if err != nil && !errors.Is(err, unix.ENOBUFS) {
 			break
 		}
-		rest, ok := strings.CutPrefix(text, wordCome)
-		who, secret, both := strings.Cut(rest, " ")
-		if err != nil || from == 0 || !ok || !both { // 0 is the kernel
+		rest, ok := strings.CutPrefix(text, wordAnnounce)
+		owner, secret, hasSecret := strings.Cut(rest, " ")
+		if err != nil || from == 0 || !ok || !hasSecret { // 0 is the kernel
 			continue
 		}
-		if len(d.tickets) == mostTickets {
-			d.tickets = d.tickets[1:]
+		if len(a.tickets) == maxTickets {
+			a.tickets = a.tickets[1:]
 		}
-		d.tickets = append(d.tickets, ticket{who, secret, from, time.Now().Add(ticketLife)})
+		a.tickets = append(a.tickets, ticket{owner, secret, from, time.Now().Add(ticketLife)})
 	}
-	for i, t := range d.tickets {
+	for i, t := range a.tickets {
 		if t.name == name {
-			d.tickets = append(d.tickets[:i:i], d.tickets[i+1:]...)
-			return t, time.Now().Before(t.until)
+			a.tickets = append(a.tickets[:i:i], a.tickets[i+1:]...)
+			return t, time.Now().Before(t.expires)
 		}
 	}
 	return ticket{}, false
 }
 
-// vouch tells a newcomer that the connection from its name is here.
-func (d *door) vouch(t ticket) error { return d.send(t.port, wordHere+t.name+" "+t.secret) }
+// confirm tells a claimant that the connection from its name has arrived.
+func (a *authenticator) confirm(t ticket) error {
+	return a.send(t.port, wordConfirm+t.name+" "+t.secret)
+}
 
-// meeting is a connection to the holder, after both sides have shown that they may change nf_tables.
-type meeting struct {
+// session is a connection to the holder, after both sides have proved that they may change nf_tables.
+type session struct {
 	*net.UnixConn
 	secret string
 }
 
-// meet connects to whoever has the name. The peer is who that is, as far as it is known, even if there is an error:
-// errRights, one that wraps errUnproven, or that of a connection which is refused or ends.
-func meet(ctx context.Context, name string, deadline time.Time) (m *meeting, peer Peer, err error) {
-	port, peer, err := findDoor(ctx, name, deadline)
+// authenticate connects to the holder of the name. It returns the peer as far as it is known, even with an error:
+// errNotPermitted, one that wraps errUnauthenticated, or that of a refused or closed connection.
+func authenticate(ctx context.Context, name string, deadline time.Time) (m *session, peer Peer, err error) {
+	port, peer, err := askPort(ctx, name, deadline)
 	if err != nil {
 		return nil, peer, err
 	}
@@ -129,27 +131,27 @@ func meet(ctx context.Context, name string, deadline time.Time) (m *meeting, pee
 		return nil, peer, err
 	}
 	announcement := own + " " + secret
-	switch err := n.send(port, wordCome+announcement); {
+	switch err := n.send(port, wordAnnounce+announcement); {
 	case errors.Is(err, unix.EPERM):
 		unix.Close(fd)
-		return nil, peer, errRights
+		return nil, peer, errNotPermitted
 	case err != nil: // there is no such port, or no longer
 		unix.Close(fd)
-		return nil, peer, fmt.Errorf("%w: its door: %w", errUnproven, err)
+		return nil, peer, fmt.Errorf("%w: its netlink port: %w", errUnauthenticated, err)
 	}
 	conn, peer, err := connect(ctx, fd, name, deadline)
 	if err != nil {
 		return nil, peer, err
 	}
-	if err := n.await(ctx, conn, port, wordHere+announcement, deadline); err != nil {
+	if err := n.awaitConfirmation(ctx, conn, port, wordConfirm+announcement, deadline); err != nil {
 		conn.Close()
 		return nil, peer, err
 	}
-	return &meeting{conn, secret}, peer, nil
+	return &session{conn, secret}, peer, nil
 }
 
-// findDoor asks where to announce oneself.
-func findDoor(ctx context.Context, name string, deadline time.Time) (port uint32, peer Peer, err error) {
+// askPort asks the holder for the port of its authenticator.
+func askPort(ctx context.Context, name string, deadline time.Time) (port uint32, peer Peer, err error) {
 	fd, err := newUnixSocket("")
 	if err != nil {
 		return 0, Peer{}, err
@@ -159,8 +161,8 @@ func findDoor(ctx context.Context, name string, deadline time.Time) (port uint32
 		return 0, peer, err
 	}
 	defer conn.Close()
-	if peer.lacksRights() {
-		return 0, peer, errUnproven
+	if peer.lacksNetAdmin() {
+		return 0, peer, errUnauthenticated
 	}
 	defer context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })()
 	_ = conn.SetReadDeadline(deadline)
@@ -172,16 +174,18 @@ func findDoor(ctx context.Context, name string, deadline time.Time) (port uint32
 	if err != nil {
 		return 0, peer, err
 	}
-	number, ok := strings.CutPrefix(text, greeting)
+	number, ok := strings.CutPrefix(text, wordPort)
 	n, err := strconv.ParseUint(number, 10, 32)
 	if !ok || err != nil || n == 0 {
-		return 0, peer, fmt.Errorf("%w: it says %.40q", errUnproven, text)
+		return 0, peer, fmt.Errorf("%w: it answered %.40q", errUnauthenticated, text)
 	}
 	return uint32(n), peer, nil
 }
 
-// await waits until the keeper of the door vouches for a connection, which that keeps open meanwhile.
-func (n *netlink) await(ctx context.Context, conn *net.UnixConn, port uint32, word string, deadline time.Time) error {
+// awaitConfirmation waits until the process behind a port confirms a connection, which it keeps open meanwhile.
+func (n *netlink) awaitConfirmation(
+	ctx context.Context, conn *net.UnixConn, port uint32, word string, deadline time.Time,
+) error {
 	for {
 		from, text, err := n.receive()
 		switch {
@@ -194,19 +198,19 @@ func (n *netlink) await(ctx context.Context, conn *net.UnixConn, port uint32, wo
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case time.Now().After(deadline):
-			return errUnproven
+			return errUnauthenticated
 		}
 		ended, err := n.poll(conn, 50*time.Millisecond)
 		if err != nil {
 			return err
 		}
 		if ended {
-			return fmt.Errorf("%w: it closes the connection", errUnproven)
+			return fmt.Errorf("%w: it closed the connection", errUnauthenticated)
 		}
 	}
 }
 
-// poll waits until there is something to receive, and says whether a connection has ended.
+// poll waits until there is a message to receive, and says whether a connection has ended.
 func (n *netlink) poll(conn *net.UnixConn, most time.Duration) (ended bool, err error) {
 	err = withDescriptors(filesOf(conn), nil, func(fds []int) error {
 		p := []unix.PollFd{{Fd: int32(n.fd), Events: unix.POLLIN}, {Fd: int32(fds[0])}}
@@ -226,7 +230,7 @@ func randomText() string {
 	return fmt.Sprintf("%x", b)
 }
 
-// newUnixSocket gives a socket that blocks, bound to a name unless that is empty.
+// newUnixSocket opens a blocking socket, bound to a name unless that is empty.
 func newUnixSocket(name string) (int, error) {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err == nil && name != "" {
@@ -240,11 +244,11 @@ func newUnixSocket(name string) (int, error) {
 	return fd, nil
 }
 
-// connectSlice is how long a connect may block until the context is looked at.
+// connectSlice is how long a connect may block before the context is checked.
 const connectSlice = 200 * time.Millisecond
 
-// connect connects a socket, which it takes over, to a name. While the queue there is full it waits in the kernel's
-// order, so that others who connect again and again do not keep it out. A process that connects is told who called
+// connect connects a socket, which it takes over, to a name. If the queue there is full, it waits in the kernel's
+// order, so that others who connect again and again do not keep it out. The returned peer is the process that called
 // listen.
 func connect(ctx context.Context, fd int, name string, deadline time.Time) (*net.UnixConn, Peer, error) {
 	slice := unix.NsecToTimeval(int64(connectSlice))
@@ -264,7 +268,7 @@ func connect(ctx context.Context, fd int, name string, deadline time.Time) (*net
 		unix.Close(fd)
 		return nil, Peer{}, fmt.Errorf("keeper: %w", err)
 	}
-	conn, err := connOf(os.NewFile(uintptr(fd), "place"))
+	conn, err := connOf(os.NewFile(uintptr(fd), "lease"))
 	if err != nil {
 		return nil, Peer{}, fmt.Errorf("keeper: %w", err)
 	}
@@ -281,7 +285,7 @@ type netlink struct {
 	port uint32
 }
 
-// openNetlinkPort opens a socket of the protocol that the proxy needs anyway, whatever a security module grants.
+// openNetlinkPort opens a socket of the protocol that the proxy needs anyway, whatever a security module permits.
 func openNetlinkPort() (*netlink, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_NETFILTER)
 	if err != nil {
@@ -302,8 +306,8 @@ func openNetlinkPort() (*netlink, error) {
 
 func (n *netlink) close() { unix.Close(n.fd) }
 
-// send sends a text to another process. Should the port be somebody else's, he passes the message over: such is
-// NLMSG_NOOP.
+// send sends a text to another process. If the port belongs to another program by now, that program skips the message,
+// because its type is NLMSG_NOOP.
 func (n *netlink) send(to uint32, text string) error {
 	b := binary.NativeEndian.AppendUint32(nil, uint32(unix.NLMSG_HDRLEN+len(text)))
 	b = binary.NativeEndian.AppendUint16(b, unix.NLMSG_NOOP)
@@ -311,8 +315,8 @@ func (n *netlink) send(to uint32, text string) error {
 	return unix.Sendto(n.fd, append(b, text...), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Pid: to})
 }
 
-// receive gives the next message without waiting (EAGAIN), and the port id of its sender as the kernel tells it. The
-// text is empty if it is no such message.
+// receive returns the next message without waiting (EAGAIN), and the port id of its sender as the kernel reports it.
+// The text is empty if the message has another type.
 func (n *netlink) receive() (from uint32, text string, err error) {
 	b := make([]byte, maxText)
 	got, sender, err := unix.Recvfrom(n.fd, b, 0)
