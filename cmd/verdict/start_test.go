@@ -60,7 +60,7 @@ func badStarts(t *testing.T, good string) []badStart {
 	return []badStart{
 		{"no such manifests", "manifests: " + missing, nil, []string{"--from", missing}},
 		{"no such directory", "not a directory", nil, []string{"--from", good + "/slices"}},
-		{"manifests that cannot be read", "it can't be read: permission denied", unprivileged, []string{"--from", secret}},
+		{"manifests that cannot be read", "cannot read it: permission denied", unprivileged, []string{"--from", secret}},
 		{"no such kubeconfig", missing, nil, []string{"--kubeconfig", missing}},
 		{"a kubeconfig that is none", "kubeconfig", nil, []string{"--kubeconfig", file("kubeconfig", "clusters: 7\n")}},
 		{"neither kubeconfig nor cluster", "in-cluster configuration", nil, nil},

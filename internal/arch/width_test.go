@@ -56,8 +56,6 @@ nft/iptshim/xtables
 nft/kernel
 sync/dataplane
 sync/reconcile
-sync/snapshot
-sync/watch
 `)
 	long []string
 )

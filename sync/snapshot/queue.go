@@ -5,32 +5,32 @@ import (
 	"time"
 )
 
-// Queue gathers deltas from any number of sources for one reader. What arrives while the reader is busy is merged, so a
-// slow reader sees fewer, larger deltas and never an old object after a newer one. Call NewQueue.
+// Queue collects deltas from any number of sources for one reader. Deltas that arrive while the reader is busy are
+// merged, so a slow reader sees fewer, larger deltas and never an old object after a newer one. Call NewQueue.
 //
-// It also keeps the book of what is waiting: from Put until the reader, having taken it, calls Ack.
+// The queue also counts what is waiting: from Put until the reader, having taken it, calls Ack.
 type Queue struct {
-	mu      sync.Mutex
-	pending Delta
-	unready int
-	wake    chan struct{}
-	made    time.Time
+	mu       sync.Mutex
+	pending  Delta
+	unsynced int
+	wake     chan struct{}
+	created  time.Time
 
-	// put is of what is still in the queue, taken of what the reader has.
-	put, taken Waiting
-	triggers   struct{ put, taken []Trigger }
+	// queued counts what is still in the queue, taken what the reader has.
+	queued, taken Waiting
+	triggers      struct{ queued, taken []Trigger }
 }
 
-// Waiting says what has not been settled yet.
+// Waiting counts changes that are not settled yet.
 type Waiting struct {
-	// Since is when the oldest of it came, or when the last source was synced if that is later: before, nobody could have taken
-	// it. Zero means that nothing is waiting.
+	// Since is when the oldest of them came, or when the last source was synced if that is later: before, nobody could
+	// have taken it. Zero means that nothing is waiting.
 	Since time.Time
 	// Services and Slices count changes of objects. One that changed twice counts twice.
 	Services, Slices int
 }
 
-func (w Waiting) and(o Waiting) Waiting {
+func (w Waiting) merge(o Waiting) Waiting {
 	since := w.Since
 	if since.IsZero() || !o.Since.IsZero() && o.Since.Before(since) {
 		since = o.Since
@@ -38,27 +38,27 @@ func (w Waiting) and(o Waiting) Waiting {
 	return Waiting{since, w.Services + o.Services, w.Slices + o.Slices}
 }
 
-// Trigger is the beginning of a change to a slice, somewhere in the cluster.
+// Trigger is when a change of a slice began, somewhere in the cluster.
 type Trigger struct {
 	At time.Time
-	// IPv6 says that the slice holds IPv6 addresses. One that is empty now counts as IPv4.
+	// IPv6 says that the slice holds IPv6 addresses. A slice that is empty now counts as IPv4.
 	IPv6 bool
 }
 
-// maxTriggers bounds the triggers that are kept while nothing is settled, which may be for hours. Later ones are left out.
+// maxTriggers bounds the triggers that are kept while nothing is settled, which may take hours. Later ones are dropped.
 const maxTriggers = 1 << 16
 
-// NewQueue gives a queue that is ready once Synced has been called sources times.
+// NewQueue returns a queue that is ready once Synced has been called sources times.
 func NewQueue(sources int) *Queue {
-	q := &Queue{unready: sources, wake: make(chan struct{}, 1), made: time.Now()}
-	q.begin()
+	q := &Queue{unsynced: sources, wake: make(chan struct{}, 1), created: time.Now()}
+	q.startWaiting()
 	return q
 }
 
-// begin begins the time of waiting, if there is a reader: even an empty cluster has to be written once.
-func (q *Queue) begin() {
-	if q.unready == 0 {
-		q.put.Since = time.Now()
+// startWaiting sets the time of waiting once the queue is ready: even an empty cluster has to be programmed once.
+func (q *Queue) startWaiting() {
+	if q.unsynced == 0 {
+		q.queued.Since = time.Now()
 	}
 }
 
@@ -68,24 +68,24 @@ func (q *Queue) Put(d Delta) {
 		return
 	}
 	q.mu.Lock()
-	q.note(&d)
+	q.account(&d)
 	q.pending.Merge(d)
 	q.mu.Unlock()
 	q.signal()
 }
 
-// note enters a delta into the book.
-func (q *Queue) note(d *Delta) {
-	if q.unready == 0 && q.put.Since.IsZero() {
-		q.put.Since = time.Now()
+// account counts a delta as waiting.
+func (q *Queue) account(d *Delta) {
+	if q.unsynced == 0 && q.queued.Since.IsZero() {
+		q.queued.Since = time.Now()
 	}
-	q.put.Services += len(d.Services)
-	q.put.Slices += len(d.Slices)
+	q.queued.Services += len(d.Services)
+	q.queued.Slices += len(d.Slices)
 	for _, sl := range d.Slices {
-		// What happened before there was a queue is no change to us, but part of a first list.
-		if sl != nil && sl.Triggered.After(q.made) && len(q.triggers.put)+len(q.triggers.taken) < maxTriggers {
+		// Triggers from before this queue are not changes to us, but part of a first list.
+		if sl != nil && sl.Triggered.After(q.created) && len(q.triggers.queued)+len(q.triggers.taken) < maxTriggers {
 			ipv6 := len(sl.Endpoints) > 0 && sl.Endpoints[0].Addr.Is6()
-			q.triggers.put = append(q.triggers.put, Trigger{sl.Triggered, ipv6})
+			q.triggers.queued = append(q.triggers.queued, Trigger{sl.Triggered, ipv6})
 		}
 	}
 }
@@ -93,8 +93,8 @@ func (q *Queue) note(d *Delta) {
 // Synced says that one source has delivered its first complete list. Each source calls it once.
 func (q *Queue) Synced() {
 	q.mu.Lock()
-	q.unready--
-	q.begin()
+	q.unsynced--
+	q.startWaiting()
 	q.mu.Unlock()
 	q.signal()
 }
@@ -102,21 +102,21 @@ func (q *Queue) Synced() {
 // Notify has the reader call Take though nothing came: what it makes of it has changed.
 func (q *Queue) Notify() { q.signal() }
 
-// Wake gives a channel that receives whenever Take is worth calling.
+// Wake returns a channel that receives whenever Take is worth calling.
 func (q *Queue) Wake() <-chan struct{} { return q.wake }
 
-// Take gives what was gathered since the last call, which may be nothing: an empty cluster is an answer too. Until every
-// source is synced it gives ready == false and keeps what it has.
+// Take returns what was collected since the last call, which may be nothing: an empty cluster is an answer too. Until
+// every source is synced it returns ready == false and keeps what it has.
 func (q *Queue) Take() (d Delta, ready bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.unready > 0 {
+	if q.unsynced > 0 {
 		return Delta{}, false
 	}
 	d, q.pending = q.pending, Delta{}
-	q.taken, q.put = q.taken.and(q.put), Waiting{}
-	q.triggers.taken = append(q.triggers.taken, q.triggers.put...)
-	q.triggers.put = nil
+	q.taken, q.queued = q.taken.merge(q.queued), Waiting{}
+	q.triggers.taken = append(q.triggers.taken, q.triggers.queued...)
+	q.triggers.queued = nil
 	return d, true
 }
 
@@ -131,11 +131,11 @@ func (q *Queue) Ack(held Waiting) []Trigger {
 	return triggers
 }
 
-// Waiting gives what was put and is not settled. Safe for concurrent use.
+// Waiting returns what was put and is not settled. Safe for concurrent use.
 func (q *Queue) Waiting() Waiting {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.taken.and(q.put)
+	return q.taken.merge(q.queued)
 }
 
 func (q *Queue) signal() {

@@ -75,8 +75,8 @@ func TestQueueMerges(t *testing.T) {
 	}
 }
 
-// TestQueueLosesNothing runs sources against one reader. Each source counts its own object up; the reader must never see a
-// count go back, and must see the last one without polling.
+// TestQueueLosesNothing runs sources against one reader. Each source counts its own object up; the reader must never
+// see a count go back, and must see the last one without polling.
 func TestQueueLosesNothing(t *testing.T) {
 	const sources, updates = 8, 500
 	synctest.Test(t, func(t *testing.T) {
@@ -118,8 +118,8 @@ func TestQueueLosesNothing(t *testing.T) {
 	})
 }
 
-// TestQueueKeepsTheBook: something waits from Put to Ack, and nothing does before it could be taken.
-func TestQueueKeepsTheBook(t *testing.T) {
+// TestQueueCountsWhatWaits: something waits from Put to Ack, and nothing does before it could be taken.
+func TestQueueCountsWhatWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		begin := time.Now()
 		at := func(seconds int) time.Time { return begin.Add(time.Duration(seconds) * time.Second) }

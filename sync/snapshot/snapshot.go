@@ -1,11 +1,11 @@
-// Package snapshot holds what a proxy may know about the cluster at one moment: Services, EndpointSlices, this node,
-// the service ranges and this host's addresses, trimmed to what decides where a packet goes.
+// Package snapshot holds what a proxy knows about the cluster at one moment: Services, EndpointSlices, this node, the
+// service ranges and this host's addresses, trimmed to what decides where a packet goes.
 //
-// Objects are values that nobody changes once they are handed over: an update replaces the whole object. A Snapshot is
-// moved forward by a Delta, which names only the objects that differ, so that the cost of an update follows its size.
+// Objects are values that nobody changes once they are handed over: an update replaces the whole object. A Delta names
+// only the objects that differ and moves a Snapshot forward, so the cost of an update follows its size.
 //
-// Addresses are plain: IPv4 ones are never written as IPv6 (::ffff:10.0.0.1), and none has a zone. Whoever reads them
-// in unmaps them.
+// Addresses are plain: IPv4 addresses are never in IPv6 notation (::ffff:10.0.0.1), and none has a zone. Sources unmap
+// them.
 package snapshot
 
 import (
@@ -22,7 +22,7 @@ type Name struct {
 	Namespace, Name string
 }
 
-// String gives "namespace/name".
+// String returns "namespace/name".
 func (n Name) String() string { return n.Namespace + "/" + n.Name }
 
 // Compare orders names by namespace, then name.
@@ -40,7 +40,7 @@ const (
 	SCTP Protocol = 132
 )
 
-// String gives the name nft and the Kubernetes tools print, in lower case.
+// String returns the lower-case name that nft and the Kubernetes tools print.
 func (p Protocol) String() string {
 	switch p {
 	case TCP:
@@ -53,10 +53,10 @@ func (p Protocol) String() string {
 	return "unknown"
 }
 
-// Service is a v1 Service that has at least one cluster IP; headless and ExternalName Services never become one.
+// Service is a v1 Service that has at least one cluster IP. Headless and ExternalName Services are left out.
 type Service struct {
 	Name Name
-	// Age is the object's.
+	// Age is the object's age.
 	Age Age
 	// ClusterIPs has one or two addresses, at most one of each family. A family without one is not served at all.
 	ClusterIPs []netip.Addr
@@ -75,9 +75,9 @@ type Service struct {
 	Affinity time.Duration
 	// HealthCheckNodePort is 0 when there is none.
 	HealthCheckNodePort uint16
-	// Scheduling is what the Service's annotations ask of IPVS; nil means that they say nothing.
+	// Scheduling is what the Service's annotations ask of IPVS; nil means that there are none.
 	Scheduling *Scheduling
-	// Counters is what its annotation asks of the budget for counters.
+	// Counters is what the Service's annotation asks of the budget for counters.
 	Counters Counters
 	Ports    []Port
 }
@@ -86,16 +86,16 @@ type Service struct {
 type Counters uint8
 
 const (
-	// CountersByBudget counts what the budget is enough for.
+	// CountersByBudget counts as far as the budget allows.
 	CountersByBudget Counters = iota
-	// CountersFirst counts addresses and endpoints before those of others, within the Service's share of the budget.
+	// CountersFirst counts the Service before others, within its share of the budget.
 	CountersFirst
 	// CountersNever counts nothing.
 	CountersNever
 )
 
-// Age tells which of two objects was there first. Both are the API server's words, which no author of an object can
-// choose. The zero Age is unknown, as in manifests that a person wrote.
+// Age tells which of two objects is older. The API server sets both fields; the author of an object cannot choose them.
+// The zero Age is unknown, as in manifests that a person wrote.
 type Age struct {
 	// Created is the creation time in seconds since 1970; 0 is unknown.
 	Created int64
@@ -133,7 +133,8 @@ type Slice struct {
 	Service   string
 	Ports     []SlicePort
 	Endpoints []Endpoint
-	// Triggered is when what the slice was last changed for happened, as its controller noted it; zero if it did not.
+	// Triggered is when the event happened for which the controller last changed the slice; zero if the controller did not
+	// note it.
 	Triggered time.Time
 }
 
@@ -154,7 +155,7 @@ type Endpoint struct {
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
 	Ready, Serving, Terminating bool
-	// Weight is the endpoint's share for IPVS, up to 65535; 0 means that nobody says.
+	// Weight is the endpoint's weight for IPVS, up to 65535; 0 means unset.
 	Weight uint16
 }
 
@@ -167,8 +168,8 @@ type Node struct {
 	Addresses []netip.Addr
 	// PodCIDRs are spec.podCIDRs in their order.
 	PodCIDRs []netip.Prefix
-	// Leaving says why the cluster is about to do without the node, so that load balancers should not send it new clients.
-	// Empty means that it stays. It decides nothing about a packet: a change of it alone concerns no Service.
+	// Leaving says why the cluster is about to remove the node, so that load balancers should not send it new clients.
+	// Empty means that it stays. It affects no packet: a change of Leaving alone concerns no Service.
 	Leaving string
 }
 
@@ -182,14 +183,14 @@ type Snapshot struct {
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
 	ServiceCIDRs []netip.Prefix
-	// HostAddrs are the unicast addresses on this host's interfaces, sorted, loopback and link-local ones included; nil
-	// means unknown. Addresses that a backend of ours binds, as IPVS needs it, are not among them.
+	// HostAddrs are the unicast addresses on this host's interfaces, sorted, including loopback and link-local ones; nil
+	// means unknown. Addresses that Verdict itself binds for IPVS are not among them.
 	HostAddrs []netip.Addr
 
 	sliceService map[Name]Name
 }
 
-// New gives an empty Snapshot.
+// New returns an empty Snapshot.
 func New() *Snapshot {
 	return &Snapshot{
 		Services:     map[Name]*Service{},
@@ -198,7 +199,7 @@ func New() *Snapshot {
 	}
 }
 
-// Delta names what differs from the snapshot before it. The zero Delta says that nothing does.
+// Delta names the objects that differ from the snapshot before it. The zero Delta changes nothing.
 type Delta struct {
 	// Services maps a name to its new object, or to nil if the Service is gone.
 	Services map[Name]*Service
@@ -240,15 +241,15 @@ func (d *Delta) Merge(later Delta) {
 	}
 }
 
-// Change says which Services are worth looking at again. The zero Change says none.
+// Change names the Services to look at again. The zero Change names none.
 type Change struct {
-	// Services are sorted and unique. Some of them may turn out to be the same as before.
+	// Services are sorted and unique. Some of them may be unchanged.
 	Services []Name
 	// All means that something every Service depends on changed: the node, its addresses, or the service ranges.
 	All bool
 }
 
-// With gives a change that names what either names.
+// With returns the union of two changes.
 func (c Change) With(o Change) Change {
 	all := c.All || o.All
 	switch {
@@ -262,8 +263,8 @@ func (c Change) With(o Change) Change {
 	return Change{slices.Compact(names), all}
 }
 
-// Apply moves the snapshot forward by one delta and says which Services that may concern. Naming as gone what the
-// snapshot does not hold is no error and concerns nobody.
+// Apply applies one delta to the snapshot and returns the Services that it may concern. It is no error to delete what
+// the snapshot does not hold.
 func (s *Snapshot) Apply(d Delta) Change {
 	s.reserve(&d)
 	touched := make(map[Name]struct{}, max(len(d.Services), len(d.Slices)))
@@ -298,10 +299,10 @@ func (s *Snapshot) Apply(d Delta) Change {
 	return c
 }
 
-// Owner gives the Service that a slice belongs to, the zero Name if the slice is not known.
+// Owner returns the Service that a slice belongs to, the zero Name if the slice is not known.
 func (s *Snapshot) Owner(slice Name) Name { return s.sliceService[slice] }
 
-// reserve makes room for a first delta: maps that grow are copied again and again.
+// reserve allocates maps for a first delta, because maps that grow are copied again and again.
 func (s *Snapshot) reserve(d *Delta) {
 	if len(s.Services) == 0 && len(d.Services) > 0 {
 		s.Services = make(map[Name]*Service, len(d.Services))
@@ -312,7 +313,7 @@ func (s *Snapshot) reserve(d *Delta) {
 	}
 }
 
-// applySlice files one slice under its Service. A slice may change the Service it belongs to: both are touched.
+// applySlice stores one slice under its Service. A slice may move to another Service: both are touched.
 func (s *Snapshot) applySlice(n Name, sl *Slice, touched map[Name]struct{}) {
 	before, held := s.sliceService[n]
 	if held {

@@ -67,7 +67,8 @@ func TestApply(t *testing.T) {
 	}{
 		{"nothing", Delta{}, ""},
 		{"gone, and never there", Delta{Services: map[Name]*Service{a: nil}, Slices: map[Name]*Slice{s1: nil}}, ""},
-		{"two Services, sorted", Delta{Services: map[Name]*Service{b: named(b), in("w", "z"): named(in("w", "z")), a: named(a)}},
+		{"two Services, sorted",
+			Delta{Services: map[Name]*Service{b: named(b), in("w", "z"): named(in("w", "z")), a: named(a)}},
 			"w/z x/a x/b"},
 		{"a slice", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a"},
 		{"its new self", Delta{Slices: map[Name]*Slice{s1: sliceFor(s1, "a")}}, "x/a"},

@@ -278,8 +278,9 @@ func (s *apiServer) watch(w http.ResponseWriter, r *http.Request, resource strin
 		apiTypes.EncoderForVersion(info.StreamSerializer.Serializer, gv))
 	for {
 		for _, c := range first {
-			event := &metav1.WatchEvent{Type: string(c.kind), Object: runtime.RawExtension{Raw: s.encode(c.object.(runtime.Object),
-				gv)}}
+			event := &metav1.WatchEvent{Type: string(c.kind),
+				Object: runtime.RawExtension{Raw: s.encode(c.object.(runtime.Object),
+					gv)}}
 			if err := stream.Encode(event); err != nil {
 				return
 			}

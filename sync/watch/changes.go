@@ -10,34 +10,34 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lookEvery is how often a file is looked at where nobody tells of changes: inotify knows nothing of what other hosts
-// do on a file system they share with us.
-const lookEvery = 10 * time.Second
+// pollInterval is how often a file is checked in addition to inotify, which does not report what other hosts do on a
+// shared file system.
+const pollInterval = 10 * time.Second
 
-// Changes calls changed after each change of a file, until ctx is done. What leads to the file is followed too: a
-// mounted ConfigMap is a link to a link, of which the second one is replaced. A file that is being written counts when
-// its writer closes it. Changed is called once at the start, when it is made sure that no later change is missed; it
-// may also be called for no reason.
+// Changes calls changed after each change of a file, until ctx is done. It follows symbolic links: a mounted ConfigMap
+// is a link to a link, of which the second one is replaced. A file that is being written counts when its writer closes
+// it. Changes calls changed once at the start, when no later change can be missed any more. It may also call changed
+// without need.
 //
-// Report is told, once, if changes are only noticed by looking now and then; nil drops that.
+// Report gets an error once if changes are only noticed by polling; nil drops it.
 func Changes(ctx context.Context, path string, changed func(), report func(error)) {
-	c := changes{path: path, last: look(path)}
+	watcher := fileWatcher{path: path, last: statFile(path)}
 	w, err := newInotify()
 	if err != nil {
 		if report != nil {
 			report(err)
 		}
-		c.poll(ctx, changed)
+		watcher.poll(ctx, changed)
 		return
 	}
 	defer w.close()
-	if err := c.follow(w); err != nil && report != nil {
+	if err := watcher.rewatch(w); err != nil && report != nil {
 		report(err)
 	}
 	changed()
-	quietly := time.NewTimer(0)
-	<-quietly.C
-	ticker := time.NewTicker(lookEvery)
+	debounceTimer := time.NewTimer(0)
+	<-debounceTimer.C
+	ticker := time.NewTicker(pollInterval)
 	defer ticker.Stop()
 	for {
 		select {
@@ -45,66 +45,66 @@ func Changes(ctx context.Context, path string, changed func(), report func(error
 			return
 		case events, ok := <-w.events:
 			if !ok {
-				c.poll(ctx, changed)
+				watcher.poll(ctx, changed)
 				return
 			}
-			if c.concern(events) {
-				quietly.Reset(quiet)
+			if watcher.affected(events) {
+				debounceTimer.Reset(debounce)
 			}
 		case <-ticker.C:
-			if now := look(path); now != c.last {
-				quietly.Reset(quiet)
+			if now := statFile(path); now != watcher.last {
+				debounceTimer.Reset(debounce)
 			}
-		case <-quietly.C:
-			_ = c.follow(w)
-			c.last = look(path)
+		case <-debounceTimer.C:
+			_ = watcher.rewatch(w)
+			watcher.last = statFile(path)
 			changed()
 		}
 	}
 }
 
-type changes struct {
+type fileWatcher struct {
 	path  string
-	trail trail
-	last  looks
+	paths watchedPaths
+	last  fileState
 }
 
-// follow finds out again where the file lies, and watches that.
-func (c *changes) follow(w *inotify) error {
-	c.trail = trail{places: map[place]string{}, dirs: map[string]bool{}}
+// rewatch resolves the file's path again and watches all directories on the way.
+func (c *fileWatcher) rewatch(w *inotify) error {
+	c.paths = watchedPaths{entries: map[dirEntry]string{}, dirs: map[string]bool{}}
 	path, err := filepath.Abs(c.path)
 	if err != nil {
 		path = c.path
 	}
-	c.trail.file(filepath.Base(path), path)
-	return w.set(c.trail.dirs)
+	c.paths.addFile(filepath.Base(path), path)
+	return w.set(c.paths.dirs)
 }
 
-// concern says whether events may have to do with the file.
-func (c *changes) concern(events []event) bool {
+// affected says whether events may concern the file.
+func (c *fileWatcher) affected(events []event) bool {
 	for _, e := range events {
 		if e.name == "" {
 			return true
 		}
-		_, ours := c.trail.places[e.place]
-		if ours && (e.mask&unix.IN_CREATE == 0 || !beingWritten(e.place)) {
+		_, ours := c.paths.entries[e.dirEntry]
+		if ours && (e.mask&unix.IN_CREATE == 0 || !beingWritten(e.dirEntry)) {
 			return true
 		}
 	}
 	return false
 }
 
-// poll only looks now and then.
-func (c *changes) poll(ctx context.Context, changed func()) {
+// poll checks the file at intervals, without inotify.
+func (c *fileWatcher) poll(ctx context.Context, changed func()) {
 	changed()
-	ticker := time.NewTicker(lookEvery)
+	ticker := time.NewTicker(pollInterval)
 	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
-			if now := look(c.path); now != c.last {
+			if now := statFile(c.path); now != c.last {
 				c.last = now
 				changed()
 			}
@@ -112,18 +112,18 @@ func (c *changes) poll(ctx context.Context, changed func()) {
 	}
 }
 
-// looks are what a file looks like from outside.
-type looks struct {
+// fileState is what stat says about a file.
+type fileState struct {
 	dev, ino    uint64
 	size, mtime int64
 }
 
-func look(path string) looks {
+func statFile(path string) fileState {
 	info, err := os.Stat(path)
 	if err != nil {
-		return looks{}
+		return fileState{}
 	}
-	l := looks{size: info.Size(), mtime: info.ModTime().UnixNano()}
+	l := fileState{size: info.Size(), mtime: info.ModTime().UnixNano()}
 	if st, ok := info.Sys().(*syscall.Stat_t); ok {
 		l.dev, l.ino = uint64(st.Dev), st.Ino
 	}

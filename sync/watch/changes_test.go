@@ -113,7 +113,7 @@ func TestChangesAreNotReadHalfway(t *testing.T) {
 	for range 5 {
 		_, err = f.WriteString("slow")
 		w.check(err)
-		time.Sleep(3 * quiet / 2)
+		time.Sleep(3 * debounce / 2)
 	}
 	select {
 	case got := <-w.read:
@@ -127,15 +127,16 @@ func TestChangesAreNotReadHalfway(t *testing.T) {
 // TestChangesByLooking: where inotify does not help, a change shows in what the file looks like.
 func TestChangesByLooking(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config.conf")
-	seen := map[looks]bool{look(path): true}
+	seen := map[fileState]bool{statFile(path): true}
 	for _, text := range []string{"a", "ab", "ba"} {
 		if err := os.WriteFile(path+".tmp", []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(os.Chtimes(path+".tmp", time.Time{}, time.Unix(1, int64(len(seen)))), os.Rename(path+".tmp", path)); err != nil {
+		if err := errors.Join(os.Chtimes(path+".tmp", time.Time{}, time.Unix(1, int64(len(seen)))),
+			os.Rename(path+".tmp", path)); err != nil {
 			t.Fatal(err)
 		}
-		if now := look(path); seen[now] {
+		if now := statFile(path); seen[now] {
 			t.Errorf("%q looks as before: %+v", text, now)
 		} else {
 			seen[now] = true

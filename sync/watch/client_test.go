@@ -29,7 +29,8 @@ contexts: [{name: x, context: {cluster: c}}], current-context: x}`
 			t.Errorf("%+v: %v", row.client, err)
 			continue
 		}
-		if c.Host != row.host || c.ContentType != row.content || c.AcceptContentTypes != row.accepted || c.QPS != row.client.QPS || c.Burst != row.client.Burst {
+		if c.Host != row.host || c.ContentType != row.content || c.AcceptContentTypes != row.accepted ||
+			c.QPS != row.client.QPS || c.Burst != row.client.Burst {
 			t.Errorf("%+v: %+v", row.client, c)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The labels that decide whether an object is ours. kube-proxy's informers select by them on the server.
+// The labels that decide whether an object is for this proxy. kube-proxy's informers select by them on the server.
 const (
 	labelProxyName = "service.kubernetes.io/service-proxy-name"
 	labelHeadless  = corev1.IsHeadlessService
@@ -29,21 +29,21 @@ const (
 	maxAffinity     = 86400 * time.Second
 )
 
-// How much of one object is taken. All of it is in the kernel of every node, whoever wrote it and whatever for; the API
-// server only bounds the size of an object, to some 1.5 MB.
+// Limits for one object. Every node programs all of it, whoever wrote it and for whatever purpose; the API server only
+// bounds the size of an object, to some 1.5 MB.
 const (
-	// maxAddresses is for spec.externalIPs and the addresses of a load balancer, each.
+	// maxAddresses bounds spec.externalIPs and the addresses of a load balancer, each.
 	maxAddresses = 1024
 	maxRanges    = 1024
-	// maxPorts is for the ports of a Service, and those of a slice.
+	// maxPorts bounds the ports of a Service, and those of a slice.
 	maxPorts = 1024
-	// maxFrontends is for addresses times ports, node ports not counted.
+	// maxFrontends bounds addresses times ports, not counting node ports.
 	maxFrontends = 32768
 )
 
-// atMost cuts a list and says so. What is cut off comes last in the object, so what was served stays served when more
-// is added.
-func atMost[T any](f *findings, field string, list []T, most int) []T {
+// truncate cuts a list and reports it. It drops the last entries of the object, so what was served stays served when
+// more is added.
+func truncate[T any](f *problemList, field string, list []T, most int) []T {
 	if len(list) <= most {
 		return list
 	}
@@ -51,52 +51,53 @@ func atMost[T any](f *findings, field string, list []T, most int) []T {
 	return list[:most]
 }
 
-// converter turns API objects into snapshot values, as kube-proxy reads them. A field that makes no sense is reported
-// and left out alone. What is missing has the API's default, so that it takes both what a server sent and what a person
+// converter converts API objects into snapshot values, as kube-proxy reads them. It reports an invalid field and skips
+// that field alone. Missing fields get the API's defaults, so it accepts both what a server sent and what a person
 // wrote.
 type converter struct {
-	shared
+	interner
 }
 
-// service gives nil for a Service nobody is to serve: headless, ExternalName, another proxy's, or without a cluster IP.
+// service returns nil for a Service that is not to be served: headless, ExternalName, another proxy's, or without a
+// cluster IP.
 func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
-	f := &findings{object: objectName("Service", nameOf(o))}
-	if !ours(o) || !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.all()
+	f := &problemList{object: objectName("Service", nameOf(o))}
+	if !isForThisProxy(o) || !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
+		return nil, f.problems()
 	}
 	spec := &o.Spec
 	s := &snapshot.Service{
-		Name:          snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
-		Age:           age(o),
+		Name:          snapshot.Name{Namespace: c.intern(o.Namespace), Name: string([]byte(o.Name))},
+		Age:           readAge(o),
 		ClusterIPs:    clusterIPs(f, spec),
 		ExternalIPs:   addrs(f, "spec.externalIPs[%d]", spec.ExternalIPs, unicast),
 		Affinity:      affinity(f, spec),
-		InternalLocal: local(f, "spec.internalTrafficPolicy", deref(spec.InternalTrafficPolicy, "")),
+		InternalLocal: isLocal(f, "spec.internalTrafficPolicy", deref(spec.InternalTrafficPolicy, "")),
 		Ports:         c.servicePorts(f, spec.Ports),
 	}
 	if len(s.ClusterIPs) == 0 {
-		return nil, f.all()
+		return nil, f.problems()
 	}
 	s.LoadBalancerIPs = loadBalancerIPs(f, o.Status.LoadBalancer.Ingress)
 	limitFrontends(f, s)
 	s.SourceRanges = sourceRanges(f, spec.LoadBalancerSourceRanges)
 	s.Scheduling = scheduling(f, o.Annotations)
 	s.Counters = counters(f, o.Annotations)
-	// The policy means nothing for a Service that can't be reached from outside (ExternallyAccessible in
+	// The policy has no meaning for a Service that cannot be reached from outside (ExternallyAccessible in
 	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
 	external := balanced || spec.Type == corev1.ServiceTypeNodePort || len(spec.ExternalIPs) > 0
-	s.ExternalLocal = local(f, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy) && external
+	s.ExternalLocal = isLocal(f, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy) && external
 	if s.ExternalLocal && balanced && spec.HealthCheckNodePort != 0 {
 		field := func(name string) string { return "spec." + name }
 		s.HealthCheckNodePort = port(f, field, "healthCheckNodePort", spec.HealthCheckNodePort)
 	}
-	return s, f.all()
+	return s, f.problems()
 }
 
-// limitFrontends leaves out addresses that would make too many frontends with all ports: external IPs first, and the
-// last ones of each list first.
-func limitFrontends(f *findings, s *snapshot.Service) {
+// limitFrontends drops addresses that would make too many frontends with all ports: external IPs first, and the last
+// ones of each list first.
+func limitFrontends(f *problemList, s *snapshot.Service) {
 	room := maxFrontends/max(len(s.Ports), 1) - len(s.ClusterIPs)
 	if n := len(s.LoadBalancerIPs) + len(s.ExternalIPs); n > room {
 		f.add("spec.ports", "%d ports at %d addresses are too many: only the first %d addresses are served", len(s.Ports),
@@ -106,11 +107,11 @@ func limitFrontends(f *findings, s *snapshot.Service) {
 	s.ExternalIPs = s.ExternalIPs[:min(len(s.ExternalIPs), room-len(s.LoadBalancerIPs))]
 }
 
-// maxUID is longer than any UID that an API server makes.
+// maxUID is longer than any UID that an API server generates.
 const maxUID = 64
 
-// age reads when an object was made. It keeps no part of the message that the object came in.
-func age(o metav1.Object) snapshot.Age {
+// readAge reads when an object was created. It keeps no part of the message that the object came in.
+func readAge(o metav1.Object) snapshot.Age {
 	a := snapshot.Age{UID: string([]byte(cut(string(o.GetUID()), maxUID)))}
 	if t := o.GetCreationTimestamp(); !t.IsZero() {
 		a.Created = t.Unix()
@@ -118,16 +119,16 @@ func age(o metav1.Object) snapshot.Age {
 	return a
 }
 
-// ours says whether a Service is for a proxy, and for this one.
-func ours(o *corev1.Service) bool {
+// isForThisProxy says whether a Service is to be served, and by this proxy.
+func isForThisProxy(o *corev1.Service) bool {
 	if _, other := o.Labels[labelProxyName]; other || o.Spec.Type == corev1.ServiceTypeExternalName {
 		return false
 	}
 	return o.Spec.ClusterIP != corev1.ClusterIPNone && !slices.Contains(o.Spec.ClusterIPs, corev1.ClusterIPNone)
 }
 
-// clusterIPs reads clusterIPs, and clusterIP where the list is missing, as it is in objects from before dual stack.
-func clusterIPs(f *findings, spec *corev1.ServiceSpec) []netip.Addr {
+// clusterIPs reads clusterIPs, or clusterIP if the list is missing, as it is in objects from before dual stack.
+func clusterIPs(f *problemList, spec *corev1.ServiceSpec) []netip.Addr {
 	if len(spec.ClusterIPs) == 0 {
 		if spec.ClusterIP == "" {
 			return nil
@@ -158,43 +159,43 @@ func clusterIPs(f *findings, spec *corev1.ServiceSpec) []netip.Addr {
 	return ips
 }
 
-// loadBalancerIPs leaves out the entries whose traffic is meant to go out to the load balancer: those with a host name
-// only, and those with ipMode Proxy (KEP-1860).
-func loadBalancerIPs(f *findings, ingress []corev1.LoadBalancerIngress) []netip.Addr {
+// loadBalancerIPs skips the entries whose traffic is meant to go out to the load balancer: those with only a host name,
+// and those with ipMode Proxy (KEP-1860).
+func loadBalancerIPs(f *problemList, ingress []corev1.LoadBalancerIngress) []netip.Addr {
 	var (
 		ips   []netip.Addr
-		known seen[netip.Addr]
+		known uniqueSet[netip.Addr]
 	)
-	for i, in := range atMost(f, "status.loadBalancer.ingress", ingress, maxAddresses) {
+	for i, in := range truncate(f, "status.loadBalancer.ingress", ingress, maxAddresses) {
 		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
 			continue
 		}
 		a, err := parseAddr(in.IP, servable)
 		if err != nil {
 			f.add(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "%w", err)
-		} else if !known.before(a) {
+		} else if !known.addSeen(a) {
 			ips = append(ips, a)
 		}
 	}
 	return ips
 }
 
-// nobody are the source ranges of a load balancer whose own ranges can't be read. No packet that could be answered has
-// the unspecified address as its source.
-var nobody = ipfamily.Per[netip.Prefix]{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}
+// noSource holds the source ranges of a load balancer whose own ranges are invalid. No packet that could be answered
+// has the unspecified address as its source.
+var noSource = ipfamily.Per[netip.Prefix]{netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("::/128")}
 
-// sourceRanges reads loadBalancerSourceRanges. A range that can't be read may be of either family, and a family without
-// ranges is open to everybody: so that a typing error never opens a Service, it closes each family that has no readable
-// range of its own. So does a list that is too long.
-func sourceRanges(f *findings, texts []string) []netip.Prefix {
+// sourceRanges reads loadBalancerSourceRanges. An invalid range may be of either family, and a family without ranges is
+// open to everybody. So that a typing error never opens a Service, it closes each family that has no valid range. So
+// does a list that is too long.
+func sourceRanges(f *problemList, texts []string) []netip.Prefix {
 	var (
 		ranges   []netip.Prefix
 		families ipfamily.Per[bool]
 		bad      bool
-		known    seen[netip.Prefix]
+		known    uniqueSet[netip.Prefix]
 	)
 	bad = len(texts) > maxRanges
-	for i, text := range atMost(f, "spec.loadBalancerSourceRanges", texts, maxRanges) {
+	for i, text := range truncate(f, "spec.loadBalancerSourceRanges", texts, maxRanges) {
 		p, err := parsePrefix(strings.TrimSpace(text))
 		if err != nil {
 			f.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%w; a family with no good range is closed", err)
@@ -202,19 +203,19 @@ func sourceRanges(f *findings, texts []string) []netip.Prefix {
 			continue
 		}
 		families[ipfamily.Of(p.Addr())] = true
-		if !known.before(p) {
+		if !known.addSeen(p) {
 			ranges = append(ranges, p)
 		}
 	}
 	for fam, good := range families {
 		if bad && !good {
-			ranges = append(ranges, nobody[fam])
+			ranges = append(ranges, noSource[fam])
 		}
 	}
 	return ranges
 }
 
-func affinity(f *findings, spec *corev1.ServiceSpec) time.Duration {
+func affinity(f *problemList, spec *corev1.ServiceSpec) time.Duration {
 	switch spec.SessionAffinity {
 	case "", corev1.ServiceAffinityNone:
 		return 0
@@ -236,8 +237,8 @@ func affinity(f *findings, spec *corev1.ServiceSpec) time.Duration {
 	return d
 }
 
-// local reads a traffic policy.
-func local[T ~string](f *findings, field string, policy T) bool {
+// isLocal reads a traffic policy.
+func isLocal[T ~string](f *problemList, field string, policy T) bool {
 	switch string(policy) {
 	case "", string(corev1.ServiceInternalTrafficPolicyCluster):
 		return false
@@ -260,13 +261,13 @@ type (
 	}
 )
 
-func (c *converter) servicePorts(f *findings, ports []corev1.ServicePort) []snapshot.Port {
+func (c *converter) servicePorts(f *problemList, ports []corev1.ServicePort) []snapshot.Port {
 	var (
 		out     = make([]snapshot.Port, 0, min(len(ports), maxPorts))
-		names   seen[portName]
-		numbers seen[portNumber]
+		names   uniqueSet[portName]
+		numbers uniqueSet[portNumber]
 	)
-	ports = atMost(f, "spec.ports", ports, maxPorts)
+	ports = truncate(f, "spec.ports", ports, maxPorts)
 	for i := range ports {
 		p := &ports[i]
 		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
@@ -274,14 +275,14 @@ func (c *converter) servicePorts(f *findings, ports []corev1.ServicePort) []snap
 		switch {
 		case proto == 0 || number == 0 || p.Name != "" && !validName(f, field("name"), p.Name):
 			continue
-		case names.before(portName{p.Name, proto}):
+		case names.addSeen(portName{p.Name, proto}):
 			f.add(field("name"), "%s is the name of two ports: the first one counts", quote(p.Name))
 			continue
-		case numbers.before(portNumber{number, proto}):
+		case numbers.addSeen(portNumber{number, proto}):
 			f.add(field("port"), "%d/%s is there twice: the first one counts", number, proto)
 			continue
 		}
-		sp := snapshot.Port{Name: c.text(p.Name), Protocol: proto, Port: number}
+		sp := snapshot.Port{Name: c.intern(p.Name), Protocol: proto, Port: number}
 		if p.NodePort != 0 {
 			sp.NodePort = port(f, field, "nodePort", p.NodePort)
 		}
@@ -290,11 +291,11 @@ func (c *converter) servicePorts(f *findings, ports []corev1.ServicePort) []snap
 	return out
 }
 
-// inObject makes a field's path from its name in the part that is being read.
+// inObject builds a field's path from its name in the part that is being read.
 type inObject func(name string) string
 
-// port gives 0 for what is no port.
-func port(f *findings, field inObject, name string, n int32) uint16 {
+// port returns 0 for an invalid port.
+func port(f *problemList, field inObject, name string, n int32) uint16 {
 	if n < 1 || n > 65535 {
 		f.add(field(name), "%d is not a port (1-65535)", n)
 		return 0
@@ -302,8 +303,8 @@ func port(f *findings, field inObject, name string, n int32) uint16 {
 	return uint16(n)
 }
 
-// protocol gives 0 for what Services can't have.
-func protocol(f *findings, field inObject, p corev1.Protocol) snapshot.Protocol {
+// protocol returns 0 for a protocol that Services cannot have.
+func protocol(f *problemList, field inObject, p corev1.Protocol) snapshot.Protocol {
 	switch p {
 	case "", corev1.ProtocolTCP:
 		return snapshot.TCP
@@ -316,37 +317,37 @@ func protocol(f *findings, field inObject, p corev1.Protocol) snapshot.Protocol 
 	return 0
 }
 
-// slice gives nil for a slice nobody is to serve: headless, of names instead of addresses, or of no Service.
+// slice returns nil for a slice that is not to be served: headless, of names instead of addresses, or of no Service.
 func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Problem) {
-	f := &findings{object: objectName("EndpointSlice", nameOf(o))}
+	f := &problemList{object: objectName("EndpointSlice", nameOf(o))}
 	if _, headless := o.Labels[labelHeadless]; headless || o.AddressType == discoveryv1.AddressTypeFQDN {
 		return nil, nil
 	}
 	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.all()
+		return nil, f.problems()
 	}
 	owner := o.Labels[discoveryv1.LabelServiceName]
 	if owner == "" {
 		f.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing: it says which Service the slice belongs to")
-		return nil, f.all()
+		return nil, f.problems()
 	}
 	if o.AddressType != discoveryv1.AddressTypeIPv4 && o.AddressType != discoveryv1.AddressTypeIPv6 {
 		f.add("addressType", "%s is unknown: write IPv4 or IPv6", quote(string(o.AddressType)))
-		return nil, f.all()
+		return nil, f.problems()
 	}
 	s := &snapshot.Slice{
-		Name:      snapshot.Name{Namespace: c.text(o.Namespace), Name: string([]byte(o.Name))},
+		Name:      snapshot.Name{Namespace: c.intern(o.Namespace), Name: string([]byte(o.Name))},
 		Service:   string([]byte(owner)),
 		Ports:     c.slicePorts(f, o.Ports),
 		Endpoints: c.endpointsOf(f, o),
 		Triggered: triggered(f, o.Annotations),
 	}
-	weigh(f, o.Annotations, s.Endpoints)
-	return s, f.all()
+	applyWeight(f, o.Annotations, s.Endpoints)
+	return s, f.problems()
 }
 
-// triggered reads when the controller saw what it last changed a slice for.
-func triggered(f *findings, annotations map[string]string) time.Time {
+// triggered reads when the event happened for which the controller last changed a slice.
+func triggered(f *problemList, annotations map[string]string) time.Time {
 	text, ok := annotations[corev1.EndpointsLastChangeTriggerTime]
 	if !ok {
 		return time.Time{}
@@ -354,15 +355,15 @@ func triggered(f *findings, annotations map[string]string) time.Time {
 	t, err := time.Parse(time.RFC3339Nano, text)
 	if err != nil {
 		f.add("metadata.annotations["+corev1.EndpointsLastChangeTriggerTime+"]",
-			"%s is no time such as 2006-01-02T15:04:05Z", quote(text))
+			"%s is not a time such as 2006-01-02T15:04:05Z", quote(text))
 	}
 	return t
 }
 
-func (c *converter) slicePorts(f *findings, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
-	ports = atMost(f, "ports", ports, maxPorts)
+func (c *converter) slicePorts(f *problemList, ports []discoveryv1.EndpointPort) []snapshot.SlicePort {
+	ports = truncate(f, "ports", ports, maxPorts)
 	out := make([]snapshot.SlicePort, 0, len(ports))
-	var names seen[portName]
+	var names uniqueSet[portName]
 	for i := range ports {
 		p := &ports[i]
 		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
@@ -380,8 +381,8 @@ func (c *converter) slicePorts(f *findings, ports []discoveryv1.EndpointPort) []
 	return out
 }
 
-// slicePort reads one port of a slice or of a subset. The number 0 stands for a port that was never resolved.
-func (c *converter) slicePort(f *findings, field inObject, names *seen[portName],
+// slicePort reads one port of a slice or of a subset. The number 0 means a port that was never resolved.
+func (c *converter) slicePort(f *problemList, field inObject, names *uniqueSet[portName],
 	name string, asked corev1.Protocol, n int32,
 ) (snapshot.SlicePort, bool) {
 	if n == 0 {
@@ -391,17 +392,17 @@ func (c *converter) slicePort(f *findings, field inObject, names *seen[portName]
 	if proto == 0 || number == 0 {
 		return snapshot.SlicePort{}, false
 	}
-	if names.before(portName{name, proto}) {
+	if names.addSeen(portName{name, proto}) {
 		f.add(field("name"), "%s is the name of two ports: the first one counts", quote(name))
 		return snapshot.SlicePort{}, false
 	}
-	return snapshot.SlicePort{Name: c.text(name), Protocol: proto, Port: number}, true
+	return snapshot.SlicePort{Name: c.intern(name), Protocol: proto, Port: number}, true
 }
 
-// endpointsOf reads only the first address of each endpoint, as the API says all consumers do.
-func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []snapshot.Endpoint {
+// endpointsOf reads only the first address of each endpoint, as the API requires of all consumers.
+func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []snapshot.Endpoint {
 	out := make([]snapshot.Endpoint, 0, len(o.Endpoints))
-	at := newPlaces(len(o.Endpoints))
+	at := newAddrIndex(len(o.Endpoints))
 	for i := range o.Endpoints {
 		e := &o.Endpoints[i]
 		if len(e.Addresses) == 0 {
@@ -420,7 +421,7 @@ func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []sna
 		}
 		ep := snapshot.Endpoint{
 			Addr:        a,
-			Node:        c.text(deref(e.NodeName, "")),
+			Node:        c.intern(deref(e.NodeName, "")),
 			Ready:       deref(e.Conditions.Ready, true),
 			Serving:     deref(e.Conditions.Serving, true),
 			Terminating: deref(e.Conditions.Terminating, false),
@@ -433,22 +434,21 @@ func (c *converter) endpointsOf(f *findings, o *discoveryv1.EndpointSlice) []sna
 	return out
 }
 
-// places says where in a list an address is. A nil map means that the list is so short that looking through it costs
-// less.
-type places map[netip.Addr]int
+// addrIndex maps an address to its index in a list. A nil map means that the list is short enough for a linear search.
+type addrIndex map[netip.Addr]int
 
-// fewEndpoints is how many can be looked through in the time a map takes.
-const fewEndpoints = 16
+// linearSearchMax is the length up to which a linear search is faster than a map.
+const linearSearchMax = 16
 
-func newPlaces(most int) places {
-	if most <= fewEndpoints {
+func newAddrIndex(most int) addrIndex {
+	if most <= linearSearchMax {
 		return nil
 	}
-	return make(places, most)
+	return make(addrIndex, most)
 }
 
-// find gives the place of an address in the list.
-func (p places) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
+// find returns the index of an address in the list.
+func (p addrIndex) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
 	if p != nil {
 		i, ok := p[a]
 		return i, ok
@@ -457,9 +457,9 @@ func (p places) find(list []snapshot.Endpoint, a netip.Addr) (int, bool) {
 	return i, i >= 0
 }
 
-// addEndpoint keeps one of two endpoints with the same address: the one that isn't terminating, else the first. The
-// path of the field is only made if something is wrong with it.
-func addEndpoint(f *findings, field func() string, list []snapshot.Endpoint, at places, e snapshot.Endpoint,
+// addEndpoint keeps one of two endpoints with the same address: the one that is not terminating, else the first. It
+// builds the field's path only if there is something to report.
+func addEndpoint(f *problemList, field func() string, list []snapshot.Endpoint, at addrIndex, e snapshot.Endpoint,
 ) []snapshot.Endpoint {
 	j, again := at.find(list, e.Addr)
 	if !again {
@@ -482,23 +482,25 @@ func (c *converter) hints(h *discoveryv1.EndpointHints) (zones, nodes []string) 
 	for _, n := range h.ForNodes {
 		nodes = append(nodes, n.Name)
 	}
-	return c.list(zones), c.list(nodes)
+	return c.internList(zones), c.internList(nodes)
 }
 
-// endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names hold a colon, which no object
-// of the API can have in its own.
+// endpoints reads a v1 Endpoints object as one slice for each subset. The slices' names contain a colon, which no API
+// object's name can.
+//
+// lint:ignore SA1019 manifests still have it
 //
 //lint:ignore SA1019 manifests still have it
 func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Problem) {
-	f := &findings{object: objectName("Endpoints", nameOf(o))}
+	f := &problemList{object: objectName("Endpoints", nameOf(o))}
 	if _, headless := o.Labels[labelHeadless]; headless {
 		return nil, nil
 	}
 	if !validName(f, "metadata.namespace", o.Namespace) || !validName(f, "metadata.name", o.Name) {
-		return nil, f.all()
+		return nil, f.problems()
 	}
 	var out []*snapshot.Slice
-	ns, owner := c.text(o.Namespace), string([]byte(o.Name))
+	ns, owner := c.intern(o.Namespace), string([]byte(o.Name))
 	for i := range o.Subsets {
 		sub := &o.Subsets[i]
 		s := &snapshot.Slice{
@@ -506,22 +508,23 @@ func (c *converter) endpoints(o *corev1.Endpoints) ([]*snapshot.Slice, []*Proble
 			Service: owner,
 			Ports:   make([]snapshot.SlicePort, 0, len(sub.Ports)),
 		}
-		var names seen[portName]
+		var names uniqueSet[portName]
 		for j, p := range sub.Ports {
 			field := func(name string) string { return fmt.Sprintf("subsets[%d].ports[%d].%s", i, j, name) }
 			if sp, ok := c.slicePort(f, field, &names, p.Name, p.Protocol, p.Port); ok {
 				s.Ports = append(s.Ports, sp)
 			}
 		}
-		at := newPlaces(len(sub.Addresses) + len(sub.NotReadyAddresses))
+		at := newAddrIndex(len(sub.Addresses) + len(sub.NotReadyAddresses))
 		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].addresses", i), s.Endpoints, at, sub.Addresses, true)
-		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses, false)
+		s.Endpoints = c.subset(f, fmt.Sprintf("subsets[%d].notReadyAddresses", i), s.Endpoints, at, sub.NotReadyAddresses,
+			false)
 		out = append(out, s)
 	}
-	return out, f.all()
+	return out, f.problems()
 }
 
-func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, at places,
+func (c *converter) subset(f *problemList, field string, list []snapshot.Endpoint, at addrIndex,
 	addresses []corev1.EndpointAddress, ready bool,
 ) []snapshot.Endpoint {
 	for i, e := range addresses {
@@ -531,17 +534,17 @@ func (c *converter) subset(f *findings, field string, list []snapshot.Endpoint, 
 			f.add(path(), "%w", err)
 			continue
 		}
-		ep := snapshot.Endpoint{Addr: a, Node: c.text(deref(e.NodeName, "")), Ready: ready, Serving: ready}
+		ep := snapshot.Endpoint{Addr: a, Node: c.intern(deref(e.NodeName, "")), Ready: ready, Serving: ready}
 		list = addEndpoint(f, path, list, at, ep)
 	}
 	return list
 }
 
-// node gives what is known of a node; it is never nil.
+// node converts a Node; the result is never nil.
 func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
-	f := &findings{object: objectName("Node", snapshot.Name{Name: o.Name})}
-	n := &snapshot.Node{Name: string([]byte(o.Name)), Zone: c.text(o.Labels[corev1.LabelTopologyZone])}
-	var known seen[netip.Addr]
+	f := &problemList{object: objectName("Node", snapshot.Name{Name: o.Name})}
+	n := &snapshot.Node{Name: string([]byte(o.Name)), Zone: c.intern(o.Labels[corev1.LabelTopologyZone])}
+	var known uniqueSet[netip.Addr]
 	for _, kind := range []corev1.NodeAddressType{corev1.NodeInternalIP, corev1.NodeExternalIP} {
 		for i, na := range o.Status.Addresses {
 			if na.Type != kind {
@@ -550,7 +553,7 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 			a, err := parseAddr(na.Address, valid)
 			if err != nil {
 				f.add(fmt.Sprintf("status.addresses[%d].address", i), "%w", err)
-			} else if !known.before(a) {
+			} else if !known.addSeen(a) {
 				n.Addresses = append(n.Addresses, a)
 			}
 		}
@@ -560,15 +563,15 @@ func (c *converter) node(o *corev1.Node) (*snapshot.Node, []*Problem) {
 		field, cidrs = "spec.podCIDR", []string{o.Spec.PodCIDR}
 	}
 	n.PodCIDRs = prefixes(f, field, cidrs)
-	n.Leaving = leaving(o)
-	return n, f.all()
+	n.Leaving = leavingReason(o)
+	return n, f.problems()
 }
 
-// taintToBeDeleted is what the cluster autoscaler puts on a node before it drains and deletes it.
+// taintToBeDeleted is the taint that the cluster autoscaler puts on a node before it drains and deletes it.
 const taintToBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
-// leaving says why a node is about to go, as kube-proxy's health check sees it.
-func leaving(o *corev1.Node) string {
+// leavingReason says why a node is about to be removed, by the rules of kube-proxy's health check.
+func leavingReason(o *corev1.Node) string {
 	if !o.DeletionTimestamp.IsZero() {
 		return "the Node is being deleted"
 	}
@@ -580,15 +583,15 @@ func leaving(o *corev1.Node) string {
 	return ""
 }
 
-// serviceCIDR gives the ranges of one object in their order; it is never nil.
+// serviceCIDR returns the ranges of one object in their order; the result is never nil.
 func (c *converter) serviceCIDR(o *networkingv1.ServiceCIDR) (*[]netip.Prefix, []*Problem) {
-	f := &findings{object: objectName("ServiceCIDR", snapshot.Name{Name: o.Name})}
+	f := &problemList{object: objectName("ServiceCIDR", snapshot.Name{Name: o.Name})}
 	p := prefixes(f, "spec.cidrs[%d]", o.Spec.CIDRs)
-	return &p, f.all()
+	return &p, f.problems()
 }
 
-// union gives all ranges, sorted and unique; nil if there are none.
-func union(lists []*[]netip.Prefix) []netip.Prefix {
+// mergePrefixes returns all ranges, sorted and unique; nil if there are none.
+func mergePrefixes(lists []*[]netip.Prefix) []netip.Prefix {
 	var all []netip.Prefix
 	for _, l := range lists {
 		all = append(all, *l...)
@@ -597,7 +600,7 @@ func union(lists []*[]netip.Prefix) []netip.Prefix {
 	return slices.Compact(all)
 }
 
-func prefixes(f *findings, field string, texts []string) []netip.Prefix {
+func prefixes(f *problemList, field string, texts []string) []netip.Prefix {
 	var out []netip.Prefix
 	for i, text := range texts {
 		if p, err := parsePrefix(text); err != nil {
@@ -609,42 +612,42 @@ func prefixes(f *findings, field string, texts []string) []netip.Prefix {
 	return out
 }
 
-// addrs reads a list of addresses, each once.
-func addrs(f *findings, field string, texts []string, need need) []netip.Addr {
+// addrs reads a list of addresses and drops duplicates.
+func addrs(f *problemList, field string, texts []string, need addrClass) []netip.Addr {
 	var (
 		out   []netip.Addr
-		known seen[netip.Addr]
+		known uniqueSet[netip.Addr]
 	)
-	for i, text := range atMost(f, strings.TrimSuffix(field, "[%d]"), texts, maxAddresses) {
+	for i, text := range truncate(f, strings.TrimSuffix(field, "[%d]"), texts, maxAddresses) {
 		if a, err := parseAddr(text, need); err != nil {
 			f.add(indexed(field, i), "%w", err)
-		} else if !known.before(a) {
+		} else if !known.addSeen(a) {
 			out = append(out, a)
 		}
 	}
 	return out
 }
 
-// indexed puts i where the path has a %d, if it has one.
+// indexed replaces the %d in a path by i, if there is one.
 func indexed(field string, i int) string {
 	return strings.Replace(field, "%d", fmt.Sprint(i), 1)
 }
 
-// need says which addresses make sense in a place.
-type need uint8
+// addrClass says which addresses are valid in a field.
+type addrClass uint8
 
 const (
 	// valid is every address.
-	valid need = iota
-	// servable is what a packet of somebody else can be addressed to. Link-local ranges do serve as service ranges.
+	valid addrClass = iota
+	// servable is an address that packets of others can be sent to. Link-local ranges do serve as service ranges.
 	servable
-	// unicast is what the API server allows as an endpoint or external IP: nothing link-local either.
+	// unicast is what the API server allows as an endpoint or external IP: not link-local either.
 	unicast
 )
 
-// parseAddr takes an address as the API server writes it. Zones mean nothing beyond one host, and an IPv4 address in
-// IPv6 notation would be compared with IPv4 addresses and never be equal.
-func parseAddr(text string, need need) (netip.Addr, error) {
+// parseAddr parses an address as the API server writes it. A zone means nothing beyond one host, and an IPv4 address in
+// IPv6 notation would never equal an IPv4 address.
+func parseAddr(text string, need addrClass) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	switch {
 	case err != nil:
@@ -662,12 +665,13 @@ func parseAddr(text string, need need) (netip.Addr, error) {
 	return a, nil
 }
 
-// parsePrefix takes a range and clears the bits of its address that lie outside, as kube-proxy does.
+// parsePrefix parses a range and clears the host bits of its address, as kube-proxy does.
 func parsePrefix(text string) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(text)
 	if err != nil {
 		if _, err := netip.ParseAddr(text); err == nil {
-			return netip.Prefix{}, fmt.Errorf("%s is an address, not a range: add /32 or /128 for this address alone", quote(text))
+			return netip.Prefix{},
+				fmt.Errorf("%s is an address, not a range: add /32 or /128 for this address alone", quote(text))
 		}
 		return netip.Prefix{}, fmt.Errorf("%s is not an address range like 10.0.0.0/8", quote(text))
 	}
@@ -679,9 +683,10 @@ func parsePrefix(text string) (netip.Prefix, error) {
 
 var errName = errors.New("a name has letters, digits, '-' and '.' only")
 
-// validName is what names must be for us, less than what the API server asks. Names end up in comments in the kernel,
-// in metrics and in texts that are fed to nft, where a quotation mark or a line feed would be somebody else's command.
-func validName(f *findings, field, s string) bool {
+// validName says whether a name is safe to use. It allows less than the API server does, because names end up in
+// comments in the kernel, in metrics and in texts for nft, where a quotation mark or a line feed would inject a
+// command.
+func validName(f *problemList, field, s string) bool {
 	switch {
 	case s == "":
 		f.add(field, "missing")
@@ -700,15 +705,15 @@ func validName(f *findings, field, s string) bool {
 	return true
 }
 
-// seen tells which values came before. Nearly every list has one value, which costs no map.
-type seen[T comparable] struct {
+// uniqueSet finds duplicates. Nearly every list has one value, which needs no map.
+type uniqueSet[T comparable] struct {
 	first T
 	count int
 	more  map[T]struct{}
 }
 
-// before says whether v came before, and remembers it.
-func (s *seen[T]) before(v T) bool {
+// addSeen adds v and says whether it was in the set already.
+func (s *uniqueSet[T]) addSeen(v T) bool {
 	if s.count == 0 {
 		s.first, s.count = v, 1
 		return false

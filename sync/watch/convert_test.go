@@ -89,23 +89,29 @@ func TestService(t *testing.T) {
 		{"scheduled by IPVS", func(s *corev1.Service) {
 			s.Annotations = map[string]string{"verdict/scheduler": "mh, port,fallback", "verdict/weights": "node-1=3, node-2=1"}
 		}, func(s *snapshot.Service) {
-			s.Scheduling = &snapshot.Scheduling{Scheduler: "mh", Port: true, Fallback: true, Weights: map[string]uint16{"node-1": 3, "node-2": 1}}
+			s.Scheduling = &snapshot.Scheduling{Scheduler: "mh", Port: true, Fallback: true,
+				Weights: map[string]uint16{"node-1": 3, "node-2": 1}}
 		}, nil},
-		{"not scheduled by IPVS", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "nftables"} },
+		{"not scheduled by IPVS",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "nftables"} },
 			func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: "nftables"} }, nil},
 		{"an unknown scheduler", func(s *corev1.Service) {
 			s.Annotations = map[string]string{"verdict/scheduler": "best", "verdict/weights": "node-1=0,node-2,node-3=2"}
 		}, func(s *snapshot.Service) {
 			s.Scheduling = &snapshot.Scheduling{Weights: map[string]uint16{"node-3": 2}}
 		}, []string{
-			`Service default/web: metadata.annotations[verdict/scheduler]: "best" is none of nftables, rr, wrr, lc, wlc, fo, ovf, lblc, ` +
+			`Service default/web: metadata.annotations[verdict/scheduler]: ` +
+				`"best" is unknown: write one of nftables, rr, wrr, lc, wlc, fo, ovf, lblc, ` +
 				`lblcr, dh, sh, mh, sed, nq, twos`,
-			`Service default/web: metadata.annotations[verdict/weights]: "node-1=0" is no weight of a node such as node-1=3; weights are 1 to 65535`,
-			`Service default/web: metadata.annotations[verdict/weights]: "node-2" is no weight of a node such as node-1=3; weights are 1 to 65535`,
+			`Service default/web: metadata.annotations[verdict/weights]: ` +
+				`"node-1=0" is not a node's weight such as node-1=3; weights are 1 to 65535`,
+			`Service default/web: metadata.annotations[verdict/weights]: ` +
+				`"node-2" is not a node's weight such as node-1=3; weights are 1 to 65535`,
 		}},
-		{"flags of a scheduler without", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "lc,port"} },
+		{"flags of a scheduler without",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "lc,port"} },
 			func(*snapshot.Service) {}, []string{
-				"Service default/web: metadata.annotations[verdict/scheduler]: lc has no flags, only sh and mh have"}},
+				"Service default/web: metadata.annotations[verdict/scheduler]: lc takes no flags; only sh and mh do"}},
 		{"counted first", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "true"} },
 			func(s *snapshot.Service) { s.Counters = snapshot.CountersFirst }, nil},
 		{"never counted", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "false"} },
@@ -118,8 +124,10 @@ func TestService(t *testing.T) {
 		{"two cluster IPs of a family", func(s *corev1.Service) {
 			s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "10.96.0.2", "fd00::1", "fd00::2")
 		}, func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, []string{
-			"Service default/web: spec.clusterIPs[1]: 10.96.0.2 is a second address of its family: a Service has one of each at most",
-			"Service default/web: spec.clusterIPs[3]: fd00::2 is a second address of its family: a Service has one of each at most",
+			"Service default/web: spec.clusterIPs[1]: " +
+				"10.96.0.2 is a second address of its family: a Service has one of each at most",
+			"Service default/web: spec.clusterIPs[3]: " +
+				"fd00::2 is a second address of its family: a Service has one of each at most",
 		}},
 		{"one bad cluster IP of two", func(s *corev1.Service) {
 			s.Spec.ClusterIPs = append(s.Spec.ClusterIPs,
@@ -134,7 +142,8 @@ func TestService(t *testing.T) {
 			func(*snapshot.Service) {},
 			[]string{`Service default/web: spec.clusterIP: "10.96.0.7" is not the first of clusterIPs: the list counts`}},
 		{"external IPs", func(s *corev1.Service) {
-			s.Spec.ExternalIPs = []string{"192.0.2.1", "fe80::1%eth0", "2001:db8::1", "192.0.2.1", "127.0.0.1", "fe80::1", "x\ny", ""}
+			s.Spec.ExternalIPs = []string{"192.0.2.1", "fe80::1%eth0", "2001:db8::1", "192.0.2.1", "127.0.0.1", "fe80::1",
+				"x\ny", ""}
 		}, func(s *snapshot.Service) { s.ExternalIPs = ips("192.0.2.1", "2001:db8::1") }, []string{
 			`Service default/web: spec.externalIPs[1]: "fe80::1%eth0" has a zone: write fe80::1`,
 			`Service default/web: spec.externalIPs[4]: 127.0.0.1 is special: nothing can be served there`,
@@ -171,7 +180,8 @@ func TestService(t *testing.T) {
 			s.Spec.Ports[0].NodePort = 30080
 		}, func(s *snapshot.Service) { s.ExternalLocal, s.Ports[0].NodePort = true, 30080 }, nil},
 		{"health check port", func(s *corev1.Service) {
-			s.Spec.Type, s.Spec.ExternalTrafficPolicy, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, "Local", 32000
+			s.Spec.Type, s.Spec.ExternalTrafficPolicy, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, "Local",
+				32000
 		}, func(s *snapshot.Service) { s.ExternalLocal, s.HealthCheckNodePort = true, 32000 }, nil},
 		{"health check port with policy Cluster", func(s *corev1.Service) {
 			s.Spec.Type, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, 32000
@@ -190,13 +200,15 @@ func TestService(t *testing.T) {
 			s.Spec.SessionAffinity = "ClientIP"
 			s.Spec.SessionAffinityConfig = stickyFor(86401)
 		}, func(s *snapshot.Service) { s.Affinity = 3 * time.Hour }, []string{
-			"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400: using 10800",
+			"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: " +
+				"86401 is not between 1 and 86400: using 10800",
 		}},
 		{"unknown affinity", func(s *corev1.Service) { s.Spec.SessionAffinity = "Cookie" }, func(*snapshot.Service) {},
 			[]string{`Service default/web: spec.sessionAffinity: "Cookie" is unknown: write ClientIP or None`}},
 		{"ports", func(s *corev1.Service) {
 			s.Spec.Ports = []corev1.ServicePort{
-				{Name: "a", Port: 53}, {Name: "b", Port: 53, Protocol: "UDP"}, {Name: "c", Port: 9, Protocol: "SCTP", NodePort: 70000},
+				{Name: "a", Port: 53}, {Name: "b", Port: 53, Protocol: "UDP"},
+				{Name: "c", Port: 9, Protocol: "SCTP", NodePort: 70000},
 				{Name: "d", Port: 0}, {Name: "e", Port: 1, Protocol: "ICMP"}, {Name: "a", Port: 54}, {Name: "f", Port: 53},
 				{Name: `g"; flush ruleset`, Port: 2},
 			}
@@ -255,13 +267,13 @@ func TestSourceRanges(t *testing.T) {
 		{[]string{"10.0.0.0/8", "10.0.0.0/99", "fd00::/48"}, nets("10.0.0.0/8", "fd00::/48"), 1},
 	}
 	for _, test := range tests {
-		f := &findings{object: "Service default/web"}
+		f := &problemList{object: "Service default/web"}
 		got := sourceRanges(f, test.in)
 		if !slices.Equal(got, test.want) || len(f.list) != test.problems {
 			t.Errorf("%q: got %v and %q, want %v and %d problems", test.in, got, lines(f.list), test.want, test.problems)
 		}
 	}
-	f := &findings{object: "Service default/web"}
+	f := &problemList{object: "Service default/web"}
 	sourceRanges(f, []string{"10.0.0.1"})
 	want := `Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.1" is an address, not a range: ` +
 		"add /32 or /128 for this address alone; a family with no good range is closed"
@@ -276,8 +288,9 @@ func apiSlice() *discoveryv1.EndpointSlice {
 			Namespace: "default", Name: "web-abc", Labels: map[string]string{"kubernetes.io/service-name": "web"},
 		},
 		AddressType: discoveryv1.AddressTypeIPv4,
-		Ports:       []discoveryv1.EndpointPort{{Name: ptr("http"), Port: ptr(int32(8080)), Protocol: ptr(corev1.ProtocolTCP)}},
-		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"10.1.0.1", "10.1.0.99"}}},
+		Ports: []discoveryv1.EndpointPort{{Name: ptr("http"), Port: ptr(int32(8080)),
+			Protocol: ptr(corev1.ProtocolTCP)}},
+		Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.1.0.1", "10.1.0.99"}}},
 	}
 }
 
@@ -310,7 +323,8 @@ func TestSlice(t *testing.T) {
 			s.Ports = []discoveryv1.EndpointPort{
 				{Name: ptr("all")}, {Name: ptr("zero"), Port: ptr(int32(0))}, {Port: ptr(int32(1))}, {Name: ptr(""),
 					Port: ptr(int32(1))},
-				{Name: ptr("big"), Port: ptr(int32(65536))}, {Name: ptr("udp"), Port: ptr(int32(53)), Protocol: ptr(corev1.ProtocolUDP)},
+				{Name: ptr("big"), Port: ptr(int32(65536))},
+				{Name: ptr("udp"), Port: ptr(int32(53)), Protocol: ptr(corev1.ProtocolUDP)},
 				{Name: ptr("udp"), Port: ptr(int32(54)), Protocol: ptr(corev1.ProtocolUDP)},
 				{Name: ptr("x"), Port: ptr(int32(54)), Protocol: ptr(corev1.Protocol("tcp"))},
 			}
@@ -328,7 +342,8 @@ func TestSlice(t *testing.T) {
 					s.Endpoints[i].Weight = 7
 				}
 			}, nil},
-		{"weighed with too much", func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "70000"} },
+		{"weighed with too much",
+			func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "70000"} },
 			func(*snapshot.Slice) {}, []string{
 				`EndpointSlice default/web-abc: metadata.annotations[verdict/weight]: "70000" is not a number from 1 to 65535`}},
 		{"when it happened", func(s *discoveryv1.EndpointSlice) {
@@ -338,7 +353,7 @@ func TestSlice(t *testing.T) {
 			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "noon"}
 		}, func(*snapshot.Slice) {}, []string{
 			`EndpointSlice default/web-abc: metadata.annotations[endpoints.kubernetes.io/last-change-trigger-time]: ` +
-				`"noon" is no time such as 2006-01-02T15:04:05Z`,
+				`"noon" is not a time such as 2006-01-02T15:04:05Z`,
 		}},
 		{"endpoints", func(s *discoveryv1.EndpointSlice) {
 			s.Endpoints = []discoveryv1.Endpoint{
@@ -346,7 +361,8 @@ func TestSlice(t *testing.T) {
 					Terminating: ptr(true)}, NodeName: ptr("n1")},
 				{Addresses: nil},
 				{Addresses: []string{"fd00::1"}},
-				{Addresses: []string{"10.1.0.2"}, Conditions: discoveryv1.EndpointConditions{Serving: ptr(false), Ready: ptr(false)},
+				{Addresses: []string{"10.1.0.2"},
+					Conditions: discoveryv1.EndpointConditions{Serving: ptr(false), Ready: ptr(false)},
 					Hints: &discoveryv1.EndpointHints{
 						ForZones: []discoveryv1.ForZone{{Name: "a"}, {Name: "b"}}, ForNodes: []discoveryv1.ForNode{{Name: "n1"}},
 					}},
@@ -445,7 +461,8 @@ func TestNode(t *testing.T) {
 		}},
 	})
 	want := &snapshot.Node{
-		Name: "n1", Zone: "a", Addresses: ips("10.0.0.1", "fd00::1", "192.0.2.1"), PodCIDRs: nets("10.244.1.0/24", "fd00:1::/64"),
+		Name: "n1", Zone: "a", Addresses: ips("10.0.0.1", "fd00::1", "192.0.2.1"),
+		PodCIDRs: nets("10.244.1.0/24", "fd00:1::/64"),
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
@@ -492,7 +509,8 @@ func TestServiceCIDRs(t *testing.T) {
 	})
 	b, _ := c.serviceCIDR(&networkingv1.ServiceCIDR{Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/12",
 		"10.0.0.0/16"}}})
-	if got, want := union([]*[]netip.Prefix{a, b}), nets("10.0.0.0/16", "10.96.0.0/12", "fd00::/108"); !slices.Equal(got,
+	if got, want := mergePrefixes([]*[]netip.Prefix{a, b}),
+		nets("10.0.0.0/16", "10.96.0.0/12", "fd00::/108"); !slices.Equal(got,
 		want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
@@ -501,25 +519,25 @@ func TestServiceCIDRs(t *testing.T) {
 	if !slices.Equal(lines(problems), []string{want}) {
 		t.Errorf("problems: %q", lines(problems))
 	}
-	if union(nil) != nil {
+	if mergePrefixes(nil) != nil {
 		t.Error("no objects: the ranges must be unknown, which is nil")
 	}
 }
 
 func TestSharedStrings(t *testing.T) {
-	var s shared
+	var s interner
 	big := strings.Repeat("x", 100) + "node-1"
-	if s.text(big[100:]) != "node-1" || s.text("") != "" {
+	if s.intern(big[100:]) != "node-1" || s.intern("") != "" {
 		t.Error("text changed its argument")
 	}
-	a, b := s.list([]string{big[100:]}), s.list([]string{"node-1"})
+	a, b := s.internList([]string{big[100:]}), s.internList([]string{"node-1"})
 	if &a[0] != &b[0] {
 		t.Error("equal lists are not shared")
 	}
-	for i := range 3 * maxShared {
-		s.text(strings.Repeat("y", i%7) + string(rune(i)))
+	for i := range 3 * maxInterned {
+		s.intern(strings.Repeat("y", i%7) + string(rune(i)))
 	}
-	if len(s.strings) > maxShared {
+	if len(s.strings) > maxInterned {
 		t.Errorf("%d strings are kept", len(s.strings))
 	}
 }

@@ -14,19 +14,19 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// decoder fills an API object from a tree. The libraries for this lose either the lines or the time: they go through
-// interface values and JSON.
+// decoder decodes a tree into an API object. The libraries for this lose either the line numbers or the time: they go
+// through interface values and JSON.
 type decoder struct {
 	object string
-	// path is where in the object we are; its parts are put together only when there is something to say.
+	// path is the current position in the object. Its parts are joined only when there is something to report.
 	path []string
-	// problems are all there are; the object can't be used if bad is set.
+	// problems are all that were found; bad means that the object cannot be used.
 	problems []*Problem
 	bad      bool
 }
 
-// at is a problem at the current path, or at a field below it.
-func (d *decoder) at(line int, field, format string, args ...any) {
+// report adds a problem at the current path, or at a field below it.
+func (d *decoder) report(line int, field, format string, args ...any) {
 	path := strings.Join(d.path, "") + field
 	d.problems = append(d.problems, &Problem{
 		Line: line, Object: d.object, Field: strings.TrimPrefix(path, "."), Err: fmt.Errorf(format, args...),
@@ -35,11 +35,11 @@ func (d *decoder) at(line int, field, format string, args ...any) {
 
 func (d *decoder) fail(line int, format string, args ...any) {
 	d.bad = true
-	d.at(line, "", format, args...)
+	d.report(line, "", format, args...)
 }
 
-// unmarshaler are types that read themselves: times, quantities, ports by number or name. Only the time at which an
-// object was created matters to a proxy; all others keep their zero values.
+// unmarshaler is implemented by types that decode themselves: times, quantities, ports by number or name. Only the
+// creation time of an object matters to a proxy; all others keep their zero values.
 var unmarshaler = reflect.TypeFor[json.Unmarshaler]()
 
 func (d *decoder) decode(t *tree, v reflect.Value) {
@@ -57,29 +57,29 @@ func (d *decoder) decode(t *tree, v reflect.Value) {
 		v.Set(reflect.New(v.Type().Elem()))
 		d.decode(t, v.Elem())
 	case reflect.Struct:
-		if d.is(t, mapping) {
+		if d.expect(t, mapping) {
 			d.decodeStruct(t, v)
 		}
 	case reflect.Map:
-		if d.is(t, mapping) {
+		if d.expect(t, mapping) {
 			d.decodeMap(t, v)
 		}
 	case reflect.Slice:
-		if v.Type().Elem().Kind() != reflect.Uint8 && d.is(t, list) {
+		if v.Type().Elem().Kind() != reflect.Uint8 && d.expect(t, list) {
 			v.Set(reflect.MakeSlice(v.Type(), len(t.parts), len(t.parts)))
 			for i := range t.parts {
-				d.below("["+strconv.Itoa(i)+"]", &t.parts[i], v.Index(i))
+				d.descend("["+strconv.Itoa(i)+"]", &t.parts[i], v.Index(i))
 			}
 		}
 	case reflect.String, reflect.Bool, reflect.Int32, reflect.Int64:
-		if d.is(t, scalar) {
+		if d.expect(t, scalar) {
 			d.decodeScalar(t, v)
 		}
 	}
 }
 
-// is says whether t is of the kind its place asks for.
-func (d *decoder) is(t *tree, want treeKind) bool {
+// expect says whether t is of the kind that its field asks for, and reports it if not.
+func (d *decoder) expect(t *tree, want treeKind) bool {
 	if t.kind != want {
 		d.fail(t.line, "this is %s: write %s", kindWords[t.kind], kindWords[want])
 		return false
@@ -87,7 +87,7 @@ func (d *decoder) is(t *tree, want treeKind) bool {
 	return true
 }
 
-func (d *decoder) below(step string, t *tree, v reflect.Value) {
+func (d *decoder) descend(step string, t *tree, v reflect.Value) {
 	d.path = append(d.path, step)
 	d.decode(t, v)
 	d.path = d.path[:len(d.path)-1]
@@ -100,17 +100,17 @@ func (d *decoder) decodeStruct(t *tree, v reflect.Value) {
 		key := &t.parts[i]
 		f, ok := fields[key.text]
 		if !ok {
-			d.at(key.line, "."+short(key.text), "unknown field%s", guess(fields, key.text))
+			d.report(key.line, "."+short(key.text), "unknown field%s", suggest(fields, key.text))
 			continue
 		}
 		field := v.FieldByIndex(f.index)
 		if bit := uint64(1) << f.number; done&bit != 0 {
-			d.at(key.line, "."+key.text, "there twice: the last one counts")
+			d.report(key.line, "."+key.text, "there twice: the last one counts")
 			field.SetZero()
 		} else {
 			done |= bit
 		}
-		d.below(f.step, &t.parts[i+1], field)
+		d.descend(f.step, &t.parts[i+1], field)
 	}
 }
 
@@ -118,7 +118,7 @@ func (d *decoder) decodeMap(t *tree, v reflect.Value) {
 	v.Set(reflect.MakeMapWithSize(v.Type(), len(t.parts)/2))
 	for i := 0; i+1 < len(t.parts); i += 2 {
 		value := reflect.New(v.Type().Elem()).Elem()
-		d.below("["+short(t.parts[i].text)+"]", &t.parts[i+1], value)
+		d.descend("["+short(t.parts[i].text)+"]", &t.parts[i+1], value)
 		v.SetMapIndex(reflect.ValueOf(t.parts[i].text).Convert(v.Type().Key()), value)
 	}
 }
@@ -126,13 +126,13 @@ func (d *decoder) decodeMap(t *tree, v reflect.Value) {
 func (d *decoder) decodeScalar(t *tree, v reflect.Value) {
 	switch v.Kind() {
 	case reflect.String:
-		if t.quoted || looksLike(t.text) == "" {
+		if t.quoted || nonTextKind(t.text) == "" {
 			v.SetString(t.text)
 			return
 		}
-		d.fail(t.line, "%s is %s, not text: put it in quotation marks", short(t.text), looksLike(t.text))
+		d.fail(t.line, "%s is %s, not text: put it in quotation marks", short(t.text), nonTextKind(t.text))
 	case reflect.Bool:
-		if b, ok := boolean[t.text]; ok && !t.quoted {
+		if b, ok := booleans[t.text]; ok && !t.quoted {
 			v.SetBool(b)
 			return
 		}
@@ -153,22 +153,22 @@ func (d *decoder) decodeScalar(t *tree, v reflect.Value) {
 func (d *decoder) decodeTime(t *tree, to *metav1.Time) {
 	at, err := time.Parse(time.RFC3339, t.text)
 	if err != nil {
-		d.at(t.line, "", "%s is no time such as 2006-01-02T15:04:05Z: the object counts as younger than all others",
+		d.report(t.line, "", "%s is not a time such as 2006-01-02T15:04:05Z: the object counts as younger than all others",
 			quote(t.text))
 		return
 	}
 	*to = metav1.NewTime(at)
 }
 
-// boolean are the words of the YAML 1.2 core schema, those of JSON among them.
-var boolean = map[string]bool{"true": true, "True": true, "TRUE": true, "false": false, "False": false, "FALSE": false}
+// booleans are the words of the YAML 1.2 core schema, including those of JSON.
+var booleans = map[string]bool{"true": true, "True": true, "TRUE": true, "false": false, "False": false, "FALSE": false}
 
-// looksLike says what a scalar without quotation marks is if it isn't text.
-func looksLike(s string) string {
+// nonTextKind says what an unquoted scalar is if it is not text.
+func nonTextKind(s string) string {
 	if s == "" {
 		return ""
 	}
-	if _, ok := boolean[s]; ok {
+	if _, ok := booleans[s]; ok {
 		return "true or false"
 	}
 	if strings.IndexByte("+-.0123456789", s[0]) < 0 {
@@ -184,7 +184,7 @@ func looksLike(s string) string {
 	return ""
 }
 
-// structField is where a field of the API's notation lies in the Go struct.
+// structField is where an API field lies in the Go struct.
 type structField struct {
 	index  []int
 	number int
@@ -203,7 +203,7 @@ func fieldsOf(t reflect.Type) map[string]structField {
 	return fields
 }
 
-// addFields takes in embedded structs that have no name of their own in the API's notation: TypeMeta, not ObjectMeta.
+// addFields descends into embedded structs that have no name of their own in the API: TypeMeta, not ObjectMeta.
 func addFields(fields map[string]structField, t reflect.Type, outer []int) {
 	for i := range t.NumField() {
 		f := t.Field(i)
@@ -217,8 +217,8 @@ func addFields(fields map[string]structField, t reflect.Type, outer []int) {
 	}
 }
 
-// guess names the field that was probably meant.
-func guess(fields map[string]structField, key string) string {
+// suggest names the field that was probably meant.
+func suggest(fields map[string]structField, key string) string {
 	for name := range fields {
 		if strings.EqualFold(name, key) {
 			return ": did you mean " + name + "?"

@@ -15,24 +15,24 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Event is something that the cluster's operators should see at an object, with "kubectl get events".
+// Event is a Kubernetes event about an object, as in "kubectl get events".
 type Event struct {
-	// Warning makes it one; else it is normal.
+	// Warning makes the event a warning; else it is normal.
 	Warning bool
 	// Reason and Action are single words, Note is a sentence.
 	Reason, Action, Note string
-	// Service is what it is about; zero stands for this Node.
+	// Service is the object of the event; the zero value stands for this Node.
 	Service snapshot.Name
 }
 
-// Events sends Events to the Kubernetes API. It is not what anything depends on: what cannot be sent within some
-// minutes is dropped, and so is what was sent already a short while ago.
+// Events sends Events to the Kubernetes API. Nothing depends on it: it drops events that cannot be sent within some
+// minutes, and repetitions of recent ones.
 type Events struct {
-	// Config is the server, as in Kubernetes.
+	// Config says how to reach the server, as in Kubernetes.
 	Config *rest.Config
 	// NodeName is the name of this Node.
 	NodeName string
-	// Report is told, once, that the server does not take an event; nil drops that.
+	// Report gets, once, the error of the first event that the server does not accept; nil drops it.
 	Report func(error)
 
 	queue chan Event
@@ -43,95 +43,98 @@ type Events struct {
 	since   time.Time
 }
 
-// NewEvents gives an Events that keeps what is emitted until Run is called.
+// NewEvents returns an Events that queues what is emitted until Run is called.
 func NewEvents(config *rest.Config, nodeName string, report func(error)) *Events {
 	return &Events{Config: config, NodeName: nodeName, Report: report, queue: make(chan Event, 64)}
 }
 
-// reporter is the name of the controller that events come from. Rules of monitoring systems match on kube-proxy's.
+// reporter is the controller name of the events. Rules of monitoring systems match on kube-proxy's.
 const reporter = "kube-proxy"
 
 const (
-	// eventEvery is how soon the same event is sent again.
-	eventEvery = 10 * time.Minute
-	// eventsEach is how many events a namespace gets within eventEvery, so that what happens in one keeps no others back.
-	eventsEach = 20
-	// eventTries and eventWait are how often an event is tried and how long is waited at first, and twice as long each
+	// eventInterval is the shortest time after which the same event is sent again.
+	eventInterval = 10 * time.Minute
+	// eventsPerNamespace is how many events a namespace gets within eventInterval, so that one namespace does not crowd
+	// out others.
+	eventsPerNamespace = 20
+	// maxEventAttempts is how often an event is sent. eventRetryDelay is the first delay between attempts; it doubles each
 	// time.
-	eventTries = 6
-	eventWait  = 2 * time.Second
+	maxEventAttempts = 6
+	eventRetryDelay  = 2 * time.Second
 	// maxNote is how long a note may be: the API server takes 1024 bytes.
 	maxNote = 1000
 )
 
-// Emit has an event sent. It never waits; safe for concurrent use, also on nil, which has nobody to send to.
+// Emit queues an event. It never waits. It is safe for concurrent use, also on nil, which drops everything.
 func (e *Events) Emit(event Event) {
-	if e == nil || !e.admit(event.Service.Namespace, time.Now()) {
+	if e == nil || !e.allow(event.Service.Namespace, time.Now()) {
 		return
 	}
 	select {
 	case e.queue <- event:
-	default: // there are too many to be read
+	default: // the queue is full: drop it
 	}
 }
 
-// admit says whether a namespace may have one more event now. What is about the Node itself always goes.
-func (e *Events) admit(namespace string, now time.Time) bool {
+// allow says whether a namespace may have one more event now. Events about the Node itself are always allowed.
+func (e *Events) allow(namespace string, now time.Time) bool {
 	if namespace == "" {
 		return true
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.emitted == nil || now.Sub(e.since) >= eventEvery {
+	if e.emitted == nil || now.Sub(e.since) >= eventInterval {
 		e.emitted, e.since = map[string]int{}, now
 	}
 	e.emitted[namespace]++
-	return e.emitted[namespace] <= eventsEach
+	return e.emitted[namespace] <= eventsPerNamespace
 }
 
-// Run sends events until ctx is done. It fails if Config makes no sense.
+// Run sends events until ctx is done. It fails if Config is invalid.
 func (e *Events) Run(ctx context.Context) error {
 	client, err := (&Kubernetes{Config: e.Config}).client(eventsv1.SchemeGroupVersion)
 	if err != nil {
 		return fmt.Errorf("events: %w", err)
 	}
 	sent := map[Event]time.Time{}
-	told := false
+	reported := false
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case event := <-e.queue:
 			now := time.Now()
-			if now.Sub(sent[event]) < eventEvery {
+			if now.Sub(sent[event]) < eventInterval {
 				continue
 			}
 			if len(sent) > 1000 {
 				clear(sent)
 			}
 			sent[event] = now
-			if err := e.send(ctx, client, event, now); err != nil && ctx.Err() == nil && !told && e.Report != nil {
-				told = true
+			if err := e.send(ctx, client, event, now); err != nil && ctx.Err() == nil && !reported && e.Report != nil {
+				reported = true
 				e.Report(fmt.Errorf("event %s: %w; events that cannot be sent are left out", event.Reason, err))
 			}
 		}
 	}
 }
 
-// send tries to send one event. What the server refuses is not tried again.
+// send sends one event, with retries. It does not retry what the server rejects.
 func (e *Events) send(ctx context.Context, client *rest.RESTClient, event Event, at time.Time) error {
 	o := e.object(event, at)
 	body, err := json.Marshal(o)
 	if err != nil {
 		return err
 	}
-	wait := eventWait
-	for try := 1; ; try++ {
-		err := client.Post().Namespace(o.Namespace).Resource("events").SetHeader("Content-Type", "application/json").Body(body).Do(ctx).Error()
+	wait := eventRetryDelay
+	for attempt := 1; ; attempt++ {
+		err := client.Post().Namespace(o.Namespace).Resource("events").SetHeader("Content-Type",
+			"application/json").Body(body).Do(ctx).Error()
 		if err == nil || apierrors.IsAlreadyExists(err) {
 			return nil
 		}
-		if try == eventTries || apierrors.IsForbidden(err) || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) || apierrors.IsNotFound(err) {
+		if attempt == maxEventAttempts || apierrors.IsForbidden(err) || apierrors.IsInvalid(err) ||
+			apierrors.IsBadRequest(err) || apierrors.IsNotFound(err) {
 			return err
 		}
 		select {
@@ -143,7 +146,7 @@ func (e *Events) send(ctx context.Context, client *rest.RESTClient, event Event,
 	}
 }
 
-// object gives an event as the API has it. Those about a Node, which is in no namespace, are in the default one.
+// object converts an event to the API's type. A Node is in no namespace, so events about it are in the default one.
 func (e *Events) object(event Event, at time.Time) *eventsv1.Event {
 	o := &eventsv1.Event{
 		TypeMeta:            metav1.TypeMeta{APIVersion: eventsv1.SchemeGroupVersion.String(), Kind: "Event"},

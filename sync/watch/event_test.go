@@ -52,7 +52,8 @@ func TestEvents(t *testing.T) {
 	start := Event{Reason: "Starting", Action: "StartKubeProxy"}
 	e.Emit(start)
 	e.Emit(start) // the same
-	service := Event{Warning: true, Reason: "FailedToStartServiceHealthcheck", Action: "Listen", Note: strings.Repeat("x", 3000),
+	service := Event{Warning: true, Reason: "FailedToStartServiceHealthcheck", Action: "Listen",
+		Note:    strings.Repeat("x", 3000),
 		Service: snapshot.Name{Namespace: "shop", Name: "web"}}
 	e.Emit(service)
 	g := <-received
@@ -93,7 +94,8 @@ func TestEvents(t *testing.T) {
 func TestEventsOfOneNamespaceKeepNoOthersBack(t *testing.T) {
 	e := NewEvents(&rest.Config{}, "node-1", nil)
 	for i := range 1000 {
-		e.Emit(Event{Reason: "AddressConflict", Note: strings.Repeat("x", i), Service: snapshot.Name{Namespace: "evil", Name: "web"}})
+		e.Emit(Event{Reason: "AddressConflict", Note: strings.Repeat("x", i),
+			Service: snapshot.Name{Namespace: "evil", Name: "web"}})
 	}
 	e.Emit(Event{Reason: "AddressConflict", Service: snapshot.Name{Namespace: "shop", Name: "web"}})
 	e.Emit(Event{Reason: "Starting"})
@@ -101,10 +103,10 @@ func TestEventsOfOneNamespaceKeepNoOthersBack(t *testing.T) {
 	for len(e.queue) > 0 {
 		of[(<-e.queue).Service.Namespace]++
 	}
-	if of["evil"] != eventsEach || of["shop"] != 1 || of[""] != 1 {
+	if of["evil"] != eventsPerNamespace || of["shop"] != 1 || of[""] != 1 {
 		t.Errorf("events by namespace: %v", of)
 	}
-	if e.admit("evil", time.Now()) || !e.admit("evil", time.Now().Add(eventEvery)) {
+	if e.allow("evil", time.Now()) || !e.allow("evil", time.Now().Add(eventInterval)) {
 		t.Error("a namespace gets events again after some time, and not before")
 	}
 }

@@ -19,19 +19,19 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Files is a source that reads manifests: YAML or JSON as kubectl prints and takes it, one object, many documents or
-// lists. It reads Services, EndpointSlices, Endpoints, ServiceCIDRs and the Node with our name; other kinds are passed
-// over, so that a dump of everything will do.
+// Files is a source that reads manifests: YAML or JSON as kubectl prints and accepts it, one object, many documents or
+// lists. It reads Services, EndpointSlices, Endpoints, ServiceCIDRs and the Node with our name. It skips other kinds,
+// so a dump of everything will do.
 //
-// What the API server would do to an object is done here too (namespace, defaults) except for allocating addresses and
+// It applies what the API server would do to an object (namespace, defaults), except for allocating addresses and
 // ports. Endpoints are read unless there are EndpointSlices for the same Service.
 //
-// A file that can't be read, or has a document that can't, is reported and what it said before stays in force, all of
-// it. On first reading there is nothing before: then the good documents count. An object that is in two files is taken
-// from the first by name. A file that is being written counts when its writer closes it. Changes made by other hosts on
-// a file system they share with us are not noticed.
+// If a file cannot be read, or one of its documents cannot, the file is reported and its last good version stays in
+// force as a whole. On first reading there is no such version: then the valid documents count. If an object is in two
+// files, the first file by name wins. A file that is being written counts when its writer closes it. Changes that other
+// hosts make on a shared file system are not noticed.
 //
-// If Path itself goes away everything stays in force until it is back; an empty directory or file means that there is
+// If Path itself disappears, everything stays in force until it is back. An empty directory or file means that there is
 // nothing.
 type Files struct {
 	// Path is a file, or a directory whose *.yaml, *.yml and *.json are read; those that start with a dot or a hash mark
@@ -39,38 +39,38 @@ type Files struct {
 	Path string
 	// NodeName is the name of the Node to read; empty means none.
 	NodeName string
-	// Report takes what is wrong, mostly a *Problem; nil drops it. Calls don't overlap.
+	// Report gets errors, mostly a *Problem; nil drops them. Calls do not overlap.
 	Report func(error)
 }
 
-// Changes are gathered until there was none for quiet, but never for longer than gather.
+// A refresh starts when there was no change for debounce, at the latest after maxDebounce.
 const (
-	quiet  = 20 * time.Millisecond
-	gather = 60 * time.Millisecond
+	debounce    = 20 * time.Millisecond
+	maxDebounce = 60 * time.Millisecond
 )
 
-// Run puts what the files say into sink, and then each change as it happens, until ctx is done; then it gives nil. It
-// fails if Path, or every file of it, can't be read at the start, or if it can't be watched.
+// Run puts the content of the files into sink, and then each change as it happens, until ctx is done; then it returns
+// nil. It fails if Path, or every file of it, cannot be read at the start, or if it cannot be watched.
 func (f *Files) Run(ctx context.Context, sink Sink) error {
-	d := newFolder(f.Path, f.NodeName, quietly(f.Report))
+	d := newManifestDir(f.Path, f.NodeName, serialized(f.Report))
 	w, err := newInotify()
 	if err != nil {
 		return fmt.Errorf("watch %s: %w", f.Path, err)
 	}
 	defer w.close()
-	d.follow(w)
-	// Where nothing can be read, nothing is known: that there are no Services would be another thing.
+	d.rewatch(w)
+	// If nothing can be read, nothing is known. That is not the same as having no Services.
 	if err := CheckFiles(f.Path); err != nil {
 		return err
 	}
 	if err := d.refresh(); err != nil {
 		return err
 	}
-	d.tell(sink)
+	d.publish(sink)
 	sink.Synced()
 	timer := time.NewTimer(0)
 	<-timer.C
-	var until time.Time
+	var deadline time.Time
 	for {
 		select {
 		case <-ctx.Done():
@@ -79,27 +79,27 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 			if !ok {
 				return fmt.Errorf("watch %s: %w", f.Path, w.err)
 			}
-			if !d.note(events) {
+			if !d.handleEvents(events) {
 				continue
 			}
-			if until.IsZero() {
-				until = time.Now().Add(gather)
+			if deadline.IsZero() {
+				deadline = time.Now().Add(maxDebounce)
 			}
-			timer.Reset(min(quiet, time.Until(until)))
+			timer.Reset(min(debounce, time.Until(deadline)))
 		case <-timer.C:
-			until = time.Time{}
-			d.follow(w)
-			d.once("lost", d.refresh(), "; what was there stays in force")
-			d.tell(sink)
+			deadline = time.Time{}
+			d.rewatch(w)
+			d.reportOnce("lost", d.refresh(), "; the last good version stays in force")
+			d.publish(sink)
 		}
 	}
 }
 
-// CheckFiles says whether Files could read a path: it is a file that can be read, or a directory that is empty or has
-// one. What the files hold is not looked at.
+// CheckFiles says whether Files could read a path: a readable file, or a directory that is empty or has a readable
+// file. It does not look at the content of files.
 func CheckFiles(path string) error {
-	d := newFolder(path, "", nil)
-	dir, names, err := d.list()
+	d := newManifestDir(path, "", nil)
+	dir, names, err := d.listFiles()
 	if err != nil {
 		return fmt.Errorf("manifests: %s: %w", path, pathless(err))
 	}
@@ -110,17 +110,17 @@ func CheckFiles(path string) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("manifests: %s: it can't be read: %w", path, pathless(err))
+		return fmt.Errorf("manifests: %s: cannot read it: %w", path, pathless(err))
 	}
 	return nil
 }
 
-// Load reads what Files would, once; path may also be a pipe, such as /dev/stdin, which is read to its end. The errors
-// in the list are problems of single files and objects, of which the snapshot has the rest. The last error says that
-// path could not be read at all; then there is no snapshot.
+// Load reads once what Files would. Path may also be a pipe, such as /dev/stdin, which is read to its end. The listed
+// errors are problems of single files and objects; the snapshot has the rest. If path cannot be read at all, the last
+// error is set and the snapshot is nil.
 func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
 	var problems []error
-	d := newFolder(path, nodeName, func(err error) { problems = append(problems, err) })
+	d := newManifestDir(path, nodeName, func(err error) { problems = append(problems, err) })
 	d.pipes = true
 	if err := d.refresh(); err != nil {
 		return nil, problems, err
@@ -130,40 +130,41 @@ func Load(path, nodeName string) (*snapshot.Snapshot, []error, error) {
 	return s, problems, nil
 }
 
-// folder is the state of a Files source: what each file said, what was told to the sink, and what has changed since.
-type folder struct {
+// manifestDir is the state of a Files source: the content of each file, what was published to the sink, and what has
+// changed since.
+type manifestDir struct {
 	path   string
 	reader *reader
 	report func(error)
 
-	// files are by name. A Path that is a file is the only one, and has its base name.
-	files map[string]*manifest
-	said  *content
-	// reported are the errors and conflicts that last and have been told.
+	// files are keyed by name. A Path that is a file is the only one, and has its base name.
+	files     map[string]*manifest
+	published *content
+	// reported holds the errors and conflicts that persist and have been reported.
 	reported map[string]bool
 
-	trail trail
-	// dirty files are to be read again; all means every file, and the directory. Files in creating have been opened but
-	// not closed by who writes them.
+	paths watchedPaths
+	// dirty files are to be read again; allDirty means every file, and the directory. Files in creating have been opened
+	// but not closed by their writer.
 	dirty    map[string]bool
-	all      bool
+	allDirty bool
 	creating map[string]bool
-	// pipes says that a path that is a pipe is waited for.
+	// pipes allows a path that is a pipe, and waits for it.
 	pipes bool
 	// dir says that the path is a directory.
 	dir bool
-	// lost says that the path was not there when last looked at.
-	lost bool
+	// missing says that the path did not exist at the last refresh.
+	missing bool
 }
 
-func newFolder(path, nodeName string, report func(error)) *folder {
-	return &folder{
-		path: path, reader: newReader(nodeName), report: report, all: true, said: &content{},
+func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
+	return &manifestDir{
+		path: path, reader: newReader(nodeName), report: report, allDirty: true, published: &content{},
 		files: map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{}, creating: map[string]bool{},
 	}
 }
 
-// isManifest says whether a file of a directory counts, by its name.
+// isManifest says whether a file of a directory is read, by its name.
 func isManifest(name string) bool {
 	if name == "" || name[0] == '.' || name[0] == '#' {
 		return false
@@ -175,8 +176,8 @@ func isManifest(name string) bool {
 	return false
 }
 
-// list gives the names of the files that are there, sorted.
-func (d *folder) list() (dir bool, names []string, err error) {
+// listFiles returns the names of the existing files, sorted.
+func (d *manifestDir) listFiles() (dir bool, names []string, err error) {
 	info, err := os.Stat(d.path)
 	if err != nil {
 		return false, nil, err
@@ -193,21 +194,21 @@ func (d *folder) list() (dir bool, names []string, err error) {
 	return true, names, err
 }
 
-// refresh reads what has changed. An error means that the path can't be read; then nothing has changed.
-func (d *folder) refresh() error {
-	dir, names, err := d.list()
+// refresh reads what has changed. An error means that the path cannot be read; then nothing has changed.
+func (d *manifestDir) refresh() error {
+	dir, names, err := d.listFiles()
 	if err != nil {
-		d.all, d.lost = true, true
+		d.allDirty, d.missing = true, true
 		clear(d.creating)
 		return fmt.Errorf("manifests: %s: %w", d.path, pathless(err))
 	}
 	d.dir = dir
-	if d.lost && len(names) == 0 {
-		return nil // it has just come back, and its files are yet to come
+	if d.missing && len(names) == 0 {
+		return nil // the directory has just been created again, and its files are yet to come
 	}
-	d.lost = false
+	d.missing = false
 	for _, name := range names {
-		if d.creating[name] && d.files[name] != nil || !d.all && !d.dirty[name] {
+		if d.creating[name] && d.files[name] != nil || !d.allDirty && !d.dirty[name] {
 			continue
 		}
 		d.read(name, d.file(name))
@@ -216,25 +217,25 @@ func (d *folder) refresh() error {
 		_, there := slices.BinarySearch(names, name)
 		return !there
 	})
-	d.all = false
+	d.allDirty = false
 	clear(d.dirty)
 	return nil
 }
 
 // read reads one file.
-func (d *folder) read(name, file string) {
+func (d *manifestDir) read(name, file string) {
 	text, err := readText(file, d.pipes && !d.dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, err := os.Lstat(file); err != nil {
 			delete(d.files, name)
 			return
 		}
-		err = errors.New("it is a link to nothing")
+		err = errors.New("dangling symbolic link")
 	}
 	if err != nil {
-		err = &Problem{File: file, Err: fmt.Errorf("it can't be read: %w", pathless(err))}
+		err = &Problem{File: file, Err: fmt.Errorf("cannot read it: %w", pathless(err))}
 	}
-	if d.once("read "+name, err, ""); err != nil {
+	if d.reportOnce("read "+name, err, ""); err != nil {
 		return
 	}
 	before := d.files[name]
@@ -246,24 +247,24 @@ func (d *folder) read(name, file string) {
 		d.report(p)
 	}
 	if bad && before != nil {
-		d.report(&Problem{File: file, Err: errors.New("what this file said before stays in force")})
+		d.report(&Problem{File: file, Err: errors.New("the last good version of this file stays in force")})
 		before.hash = m.hash
 		return
 	}
 	d.files[name] = m
 }
 
-// once reports an error that may last the first time only, until it was nil once. The key says which error it is.
-func (d *folder) once(key string, err error, and string) {
+// reportOnce reports an error once, until it was nil in between. The key identifies the error.
+func (d *manifestDir) reportOnce(key string, err error, suffix string) {
 	if err == nil {
 		delete(d.reported, key)
 	} else if !d.reported[key] {
 		d.reported[key] = true
-		d.report(fmt.Errorf("%w%s", err, and))
+		d.report(fmt.Errorf("%w%s", err, suffix))
 	}
 }
 
-// pathless takes the path off an error that is about to be shown after it.
+// pathless removes the path from an error, for messages that show it already.
 func pathless(err error) error {
 	if p := (*fs.PathError)(nil); errors.As(err, &p) {
 		return p.Err
@@ -271,7 +272,7 @@ func pathless(err error) error {
 	return err
 }
 
-// readText reads a regular file; also a pipe, if we may wait for somebody who writes.
+// readText reads a regular file, and also a pipe if pipes is set.
 func readText(file string, pipes bool) (string, error) {
 	f, err := os.OpenFile(file, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
@@ -283,7 +284,7 @@ func readText(file string, pipes bool) (string, error) {
 		return "", err
 	}
 	if !info.Mode().IsRegular() && !(pipes && info.Mode()&fs.ModeNamedPipe != 0) {
-		return "", errors.New("it is not a regular file")
+		return "", errors.New("not a regular file")
 	}
 	var b strings.Builder
 	b.Grow(int(min(info.Size(), 1<<30)))
@@ -291,7 +292,7 @@ func readText(file string, pipes bool) (string, error) {
 	return b.String(), err
 }
 
-// content is what all files say together.
+// content is the merged content of all files.
 type content struct {
 	services map[snapshot.Name]*snapshot.Service
 	slices   map[snapshot.Name]*snapshot.Slice
@@ -299,8 +300,8 @@ type content struct {
 	cidrs    []netip.Prefix
 }
 
-// merge puts the files together. The first file by name wins, and within a file the first object.
-func (d *folder) merge() *content {
+// merge merges the files. The first file by name wins, and within a file the first object.
+func (d *manifestDir) merge() *content {
 	c := &content{services: map[snapshot.Name]*snapshot.Service{}, slices: map[snapshot.Name]*snapshot.Slice{}}
 	owner := map[objectKey]string{}
 	sliced := map[snapshot.Name]bool{} // the Services that have EndpointSlices
@@ -340,16 +341,16 @@ func (d *folder) merge() *content {
 			}
 		}
 	}
-	c.cidrs = union(cidrs)
+	c.cidrs = mergePrefixes(cidrs)
 	maps.DeleteFunc(d.reported, func(key string, _ bool) bool {
 		return strings.HasPrefix(key, "twice ") && !conflicts[key]
 	})
 	return c
 }
 
-// conflict reports an object that is there twice, unless that has been said. A dump given twice has as many as objects:
-// the first few tell.
-func (d *folder) conflict(conflicts map[string]bool, o object, name, first string) {
+// conflict reports a duplicate object, unless it was reported before. It reports only the first few: a copied dump has
+// as many as objects.
+func (d *manifestDir) conflict(conflicts map[string]bool, o object, name, first string) {
 	if len(conflicts) >= maxProblems {
 		return
 	}
@@ -358,31 +359,31 @@ func (d *folder) conflict(conflicts map[string]bool, o object, name, first strin
 	conflicts[key] = true
 	if !d.reported[key] {
 		d.reported[key] = true
-		err := fmt.Errorf("it is in %s already, which counts", d.file(first))
+		err := fmt.Errorf("duplicate: the one in %s counts", d.file(first))
 		d.report(&Problem{File: d.file(name), Line: o.line, Object: object, Err: err})
 	}
 }
 
-// file gives the path of one of the files.
-func (d *folder) file(name string) string {
+// file returns the path of one of the files.
+func (d *manifestDir) file(name string) string {
 	if d.dir {
 		return filepath.Join(d.path, name)
 	}
 	return d.path
 }
 
-// tell puts what has changed into sink.
-func (d *folder) tell(sink Sink) {
+// publish puts what has changed into sink.
+func (d *manifestDir) publish(sink Sink) {
 	if delta := d.delta(); !delta.Empty() {
 		sink.Put(delta)
 	}
 }
 
-// delta gives what the files say now and was not told yet.
-func (d *folder) delta() snapshot.Delta {
+// delta returns what was not published yet.
+func (d *manifestDir) delta() snapshot.Delta {
 	now := d.merge()
-	before := d.said
-	d.said = now
+	before := d.published
+	d.published = now
 	delta := snapshot.Delta{
 		Services: difference(before.services, now.services, sameService),
 		Slices:   difference(before.slices, now.slices, sameSlice),
@@ -399,7 +400,7 @@ func (d *folder) delta() snapshot.Delta {
 	return delta
 }
 
-// difference gives what is new or other in now, and nil for what is gone.
+// difference returns what is new or changed in now, and nil for what is gone.
 func difference[T any](before, now map[snapshot.Name]*T, same func(a, b *T) bool) map[snapshot.Name]*T {
 	changed := map[snapshot.Name]*T{}
 	for n, v := range now {

@@ -171,8 +171,10 @@ func TestFilesFollowsADirectory(t *testing.T) {
 	dir := t.TempDir()
 	in := func(name string) string { return filepath.Join(dir, name) }
 	write(t, in("a.yaml"), service("web", "10.96.0.1"))
-	write(t, in("b.json"), `{"apiVersion":"v1","kind":"Service","metadata":{"name":"api"},"spec":{"clusterIP":"10.96.0.2"}}`)
-	for _, ignored := range []string{".a.yaml.swp", ".hidden.yaml", "#a.yaml", "#a.yaml#", "a.yaml~", "notes.txt", "4913"} {
+	write(t, in("b.json"),
+		`{"apiVersion":"v1","kind":"Service","metadata":{"name":"api"},"spec":{"clusterIP":"10.96.0.2"}}`)
+	for _, ignored := range []string{".a.yaml.swp", ".hidden.yaml", "#a.yaml", "#a.yaml#", "a.yaml~", "notes.txt",
+		"4913"} {
 		write(t, in(ignored), service("ignored", "10.96.0.99"))
 	}
 	must(t, os.Mkdir(in("sub.yaml"), 0o755))
@@ -201,7 +203,8 @@ func TestFilesFollowsADirectory(t *testing.T) {
 	must(t, os.Link(in("notes.txt"), in("linked.yaml")))
 	v.awaitServices("default/ignored 10.96.0.99", "default/web 10.96.0.5")
 	must(t, os.Symlink("a.yaml", in("z.yaml")))
-	v.wantProblems(in("z.yaml") + ":1: Service default/web: it is in " + in("a.yaml") + " already, which counts")
+	v.wantProblems(in("z.yaml") +
+		":1: Service default/web: duplicate: the one in " + in("a.yaml") + " counts")
 }
 
 // A file counts when its writer closes it: not while it is empty, and not while half of it is there.
@@ -247,8 +250,8 @@ func TestFilesKeepsTheLastGood(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.yaml")
 	bad := service("api", "10.96.0.2") + "---\n" + strings.Replace(service("web", "10.96.0.1"), "  ports", " ports", 1)
-	problem := path + ":13: Service default/web: this is no YAML: did not find expected key"
-	stays := path + ": what this file said before stays in force"
+	problem := path + ":13: Service default/web: not valid YAML: did not find expected key"
+	stays := path + ": the last good version of this file stays in force"
 
 	write(t, path, bad)
 	v := watchFiles(t, dir)
@@ -262,14 +265,14 @@ func TestFilesKeepsTheLastGood(t *testing.T) {
 	v.wantProblems(path+`:6: Service default/web: spec.ports[0].port: "x" is not a number`, stays)
 	must(t, os.Chmod(path, 0o200))
 	if _, err := os.ReadFile(path); err != nil { // root may read it all the same
-		v.wantProblems(path + ": it can't be read: permission denied")
+		v.wantProblems(path + ": cannot read it: permission denied")
 	}
 	must(t, os.Chmod(path, 0o644))
 	write(t, filepath.Join(dir, "b.yaml"), service("other", "10.96.0.8"))
 	v.awaitServices("default/other 10.96.0.8", "default/web 10.96.0.1")
 	must(t, os.Remove(path))
 	must(t, unix.Mkfifo(path, 0o644))
-	v.wantProblems(path + ": it can't be read: it is not a regular file")
+	v.wantProblems(path + ": cannot read it: not a regular file")
 	must(t, os.Remove(path))
 	v.awaitServices("default/other 10.96.0.8")
 }
@@ -318,7 +321,7 @@ func TestFilesPathGoesAway(t *testing.T) {
 		if kind == "file" {
 			path = filepath.Join(top, "a.yaml")
 		}
-		lost := "manifests: " + path + ": no such file or directory; what was there stays in force"
+		lost := "manifests: " + path + ": no such file or directory; the last good version stays in force"
 		write(t, filepath.Join(top, "a.yaml"), service("web", "10.96.0.1"))
 		v := watchFiles(t, path)
 		v.awaitServices("default/web 10.96.0.1")
@@ -357,7 +360,7 @@ func TestFilesSameObjectTwice(t *testing.T) {
 	write(t, b, "# two\n"+service("api", "10.96.0.3")+"---\n"+service("web", "10.96.0.2"))
 	v := watchFiles(t, dir)
 	v.awaitServices("default/api 10.96.0.3", "default/web 10.96.0.1")
-	v.wantProblems(b + ":9: Service default/web: it is in " + a + " already, which counts")
+	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + " counts")
 	write(t, filepath.Join(dir, "c.yaml"), service("c", "10.96.0.4")) // not reported again
 	v.awaitServices("default/api 10.96.0.3", "default/c 10.96.0.4", "default/web 10.96.0.1")
 	must(t, os.Remove(a))
@@ -367,7 +370,7 @@ func TestFilesSameObjectTwice(t *testing.T) {
 	}
 	write(t, a, service("web", "10.96.0.1"))
 	v.awaitServices("default/api 10.96.0.3", "default/c 10.96.0.4", "default/web 10.96.0.1")
-	v.wantProblems(b + ":9: Service default/web: it is in " + a + " already, which counts")
+	v.wantProblems(b + ":9: Service default/web: duplicate: the one in " + a + " counts")
 }
 
 func TestLoad(t *testing.T) {
@@ -376,8 +379,10 @@ func TestLoad(t *testing.T) {
 apiVersion: v1
 kind: List
 items:
-- {apiVersion: v1, kind: Endpoints, metadata: {name: web}, subsets: [{addresses: [{ip: 10.1.0.9}], ports: [{port: 8080}]}]}
-- {apiVersion: v1, kind: Endpoints, metadata: {name: api}, subsets: [{addresses: [{ip: 10.1.0.2}], ports: [{port: 8080}]}]}
+- {apiVersion: v1, kind: Endpoints, metadata: {name: web},
+   subsets: [{addresses: [{ip: 10.1.0.9}], ports: [{port: 8080}]}]}
+- {apiVersion: v1, kind: Endpoints, metadata: {name: api},
+   subsets: [{addresses: [{ip: 10.1.0.2}], ports: [{port: 8080}]}]}
 - {apiVersion: v1, kind: Node, metadata: {name: n1, labels: {topology.kubernetes.io/zone: a}}}
 - {apiVersion: v1, kind: Node, metadata: {name: n2}, spec: {podCIDRs: [10.244.0.0/24]}}
 - {apiVersion: networking.k8s.io/v1, kind: ServiceCIDR, metadata: {name: b}, spec: {cidrs: [10.96.0.0/12]}}
@@ -402,16 +407,18 @@ endpoints: [{addresses: [10.1.0.1]}]
 	if want := map[string]string{"web-1": "10.1.0.1", "api:0": "10.1.0.2"}; !reflect.DeepEqual(endpoints, want) {
 		t.Errorf("endpoints %v, want %v", endpoints, want)
 	}
-	if !reflect.DeepEqual(s.Node, snapshot.Node{Name: "n1", Zone: "a"}) || !slices.Equal(s.ServiceCIDRs, nets("10.0.0.0/16",
-		"10.96.0.0/12")) {
+	if !reflect.DeepEqual(s.Node, snapshot.Node{Name: "n1", Zone: "a"}) ||
+		!slices.Equal(s.ServiceCIDRs, nets("10.0.0.0/16",
+			"10.96.0.0/12")) {
 		t.Errorf("node %+v, ranges %v", s.Node, s.ServiceCIDRs)
 	}
-	want := filepath.Join(dir, "dump.yaml") + `:17: Service default/bad: spec.clusterIP: "10.96.0.300" is not an IP address`
+	want := filepath.Join(dir, "dump.yaml") +
+		`:19: Service default/bad: spec.clusterIP: "10.96.0.300" is not an IP address`
 	if !slices.Equal(lines(problems), []string{want}) {
 		t.Errorf("problems %q, want %q", lines(problems), want)
 	}
 	var p *Problem
-	if !errors.As(problems[0], &p) || p.Line != 17 || errors.Unwrap(p) != p.Err {
+	if !errors.As(problems[0], &p) || p.Line != 19 || errors.Unwrap(p) != p.Err {
 		t.Errorf("problem is %#v", problems[0])
 	}
 	file, _, err := Load(filepath.Join(dir, "slices.yaml"), "")
@@ -441,7 +448,8 @@ func TestFilesUnderLoad(t *testing.T) {
 			case <-end:
 				return
 			default:
-				os.WriteFile(filepath.Join(dir, "busy.yaml"), []byte(service("busy", fmt.Sprintf("10.97.%d.%d", i/250%250, i%250+1))),
+				os.WriteFile(filepath.Join(dir, "busy.yaml"),
+					[]byte(service("busy", fmt.Sprintf("10.97.%d.%d", i/250%250, i%250+1))),
 					0o644)
 			}
 		}
@@ -466,11 +474,11 @@ func BenchmarkLoad(b *testing.B) {
 			b.SetBytes(int64(len(text)))
 			text = ""
 			var (
-				d *folder
+				d *manifestDir
 				s *snapshot.Snapshot
 			)
 			for b.Loop() {
-				d, s = newFolder(path, "n1", func(err error) { b.Error(err) }), snapshot.New()
+				d, s = newManifestDir(path, "n1", func(err error) { b.Error(err) }), snapshot.New()
 				if err := d.refresh(); err != nil {
 					b.Fatal(err)
 				}
@@ -511,7 +519,7 @@ func TestCheckFiles(t *testing.T) {
 	must(t, unix.Mkfifo(path("pipe"), 0o644))
 	for name, want := range map[string]string{
 		"empty": "", "some": "", "some/b.yaml": "", "missing": "missing: no such file or directory",
-		"none": "none: it can't be read: no such file or directory", "pipe": "pipe: it can't be read: it is not a regular file",
+		"none": "none: cannot read it: no such file or directory", "pipe": "pipe: cannot read it: not a regular file",
 	} {
 		err := CheckFiles(path(name))
 		if (err == nil) != (want == "") || err != nil && !strings.HasSuffix(err.Error(), want) {

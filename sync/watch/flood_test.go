@@ -33,14 +33,17 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		}
 		return out
 	}
-	service("weights of commas", func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat(",", 255_000) })
-	service("many wrong weights", func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat("a=0,", 4000) })
+	service("weights of commas",
+		func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat(",", 255_000) })
+	service("many wrong weights",
+		func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat("a=0,", 4000) })
 	service("many weights", func(s *corev1.Service) {
 		s.Annotations[annotationWeights] = strings.Join(many(50_000, "n%d=1"), ",")
 	})
 	service("a long wish for counters", func(s *corev1.Service) { s.Annotations[annotationCounters] = long })
 	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = long })
-	service("many flags of a scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = "mh" + strings.Repeat(",port", 50_000) })
+	service("many flags of a scheduler",
+		func(s *corev1.Service) { s.Annotations[annotationScheduler] = "mh" + strings.Repeat(",port", 50_000) })
 	service("wrong external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, long[:300]+"%d") })
 	service("many external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, "198.18.%d") })
 	service("many load balancer addresses", func(s *corev1.Service) {
@@ -66,20 +69,25 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	})
 	service("ports without a good name", func(s *corev1.Service) {
 		for i := range 1000 {
-			s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: long[:400] + fmt.Sprint(i), Port: int32(i + 1), Protocol: "x"})
+			s.Spec.Ports = append(s.Spec.Ports,
+				corev1.ServicePort{Name: long[:400] + fmt.Sprint(i), Port: int32(i + 1), Protocol: "x"})
 		}
 	})
 	service("source ranges", func(s *corev1.Service) { s.Spec.LoadBalancerSourceRanges = many(50_000, "10.9.%d/32") })
-	service("wrong source ranges", func(s *corev1.Service) { s.Spec.LoadBalancerSourceRanges = many(50_000, "10.9.%d/99") })
+	service("wrong source ranges",
+		func(s *corev1.Service) { s.Spec.LoadBalancerSourceRanges = many(50_000, "10.9.%d/99") })
 	service("affinity for ages", func(s *corev1.Service) {
 		s.Spec.SessionAffinity, s.Spec.SessionAffinityConfig = corev1.ServiceAffinityClientIP, stickyFor(1<<31-1)
 	})
 	service("words that are none", func(s *corev1.Service) {
-		s.Spec.SessionAffinity, s.Spec.ExternalTrafficPolicy = corev1.ServiceAffinity(long), corev1.ServiceExternalTrafficPolicy(long)
+		s.Spec.SessionAffinity, s.Spec.ExternalTrafficPolicy = corev1.ServiceAffinity(long),
+			corev1.ServiceExternalTrafficPolicy(long)
 		s.Spec.ClusterIP, s.Spec.ClusterIPs = long, []string{long}
 	})
-	slice("a time that is none", func(s *discoveryv1.EndpointSlice) { s.Annotations[corev1.EndpointsLastChangeTriggerTime] = long })
-	slice("a weight that is none", func(s *discoveryv1.EndpointSlice) { s.Annotations[annotationWeight] = strings.Repeat("1", 250_000) })
+	slice("a time that is none",
+		func(s *discoveryv1.EndpointSlice) { s.Annotations[corev1.EndpointsLastChangeTriggerTime] = long })
+	slice("a weight that is none",
+		func(s *discoveryv1.EndpointSlice) { s.Annotations[annotationWeight] = strings.Repeat("1", 250_000) })
 	slice("a type that is none", func(s *discoveryv1.EndpointSlice) { s.AddressType = discoveryv1.AddressType(long) })
 	slice("the same endpoint", func(s *discoveryv1.EndpointSlice) {
 		for range 1000 {
@@ -87,7 +95,8 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		}
 	})
 	slice("special endpoints", func(s *discoveryv1.EndpointSlice) {
-		for _, a := range []string{"127.0.0.1", "169.254.169.254", "224.0.0.1", "0.0.0.0", "255.255.255.255", "::1", "fe80::1%eth0", long} {
+		for _, a := range []string{"127.0.0.1", "169.254.169.254", "224.0.0.1", "0.0.0.0", "255.255.255.255", "::1",
+			"fe80::1%eth0", long} {
 			s.Endpoints = append(s.Endpoints, discoveryv1.Endpoint{Addresses: []string{a}}, discoveryv1.Endpoint{})
 		}
 	})
@@ -106,11 +115,12 @@ func TestNoObjectFloodsTheLog(t *testing.T) {
 	c := &converter{}
 	check := func(what string, problems []*Problem, begin time.Time) {
 		t.Helper()
-		if n := len(problems); n == 0 || n > maxFindings+1 {
+		if n := len(problems); n == 0 || n > maxObjectProblems+1 {
 			t.Errorf("%s: %d problems", what, n)
 		}
 		for _, p := range problems {
-			if text := p.Error(); len(text) > 700 || !strings.Contains(text, "default/web") || strings.ContainsAny(text, "\x00\u202e") {
+			if text := p.Error(); len(text) > 700 || !strings.Contains(text, "default/web") ||
+				strings.ContainsAny(text, "\x00\u202e") {
 				t.Errorf("%s: %d bytes: %.200q", what, len(text), text)
 			}
 		}
@@ -150,13 +160,14 @@ func TestLimitsKeepWhatIsFirst(t *testing.T) {
 	services, _ := hostile()
 	c := &converter{}
 	s, _ := c.service(services["many ports at many addresses"])
-	if n := len(s.ExternalIPs); n != maxFrontends/1000-1 || s.ExternalIPs[0].String() != "198.18.0.1" || len(s.Ports) != 1000 {
+	if n := len(s.ExternalIPs); n != maxFrontends/1000-1 || s.ExternalIPs[0].String() != "198.18.0.1" ||
+		len(s.Ports) != 1000 {
 		t.Errorf("%d ports at %d addresses", len(s.Ports), n)
 	}
 	ranges := services["source ranges"]
 	ranges.Spec.LoadBalancerSourceRanges = append(ranges.Spec.LoadBalancerSourceRanges, "fd00::/8")
 	s, _ = c.service(ranges)
-	if n := len(s.SourceRanges); n != maxRanges+1 || s.SourceRanges[n-1] != nobody[1] {
+	if n := len(s.SourceRanges); n != maxRanges+1 || s.SourceRanges[n-1] != noSource[1] {
 		t.Errorf("%d ranges, the last is %v", n, s.SourceRanges[n-1])
 	}
 	fits := apiService()

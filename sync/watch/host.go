@@ -15,32 +15,33 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Host is a source that follows the addresses on this host's interfaces over rtnetlink: all unicast addresses,
-// loopback, link-local and tentative ones included, sorted, each once.
+// Host is a source that watches the addresses on this host's interfaces over rtnetlink: all unicast addresses,
+// including loopback, link-local and tentative ones, sorted and unique.
 type Host struct {
-	// Namespace is a handle of the network namespace to follow, which must stay open; nil means the one Run is called in.
+	// Namespace is a handle of the network namespace to watch, which must stay open; nil means the one Run is called in.
 	Namespace *netns.NsHandle
-	// Report takes errors that are tried again; nil drops them. Calls don't overlap.
+	// Report gets errors that are retried; nil drops them. Calls do not overlap.
 	Report func(error)
 
-	// receiveBuffer is that of the subscription's socket in bytes; 0 means the system's default. Tests make it small.
+	// receiveBuffer is the size of the subscription's socket buffer in bytes; 0 means the system's default. Tests make it
+	// small.
 	receiveBuffer int
 }
 
 const (
-	// settle is how long changes are gathered: an interface that comes up gets several addresses.
-	settle = 20 * time.Millisecond
-	// retryAfter is the time between two tries to listen again.
-	retryAfter = time.Second
+	// addrDebounce is how long changes are collected: an interface that comes up gets several addresses.
+	addrDebounce = 20 * time.Millisecond
+	// resubscribeDelay is the delay before the next attempt to subscribe.
+	resubscribeDelay = time.Second
 )
 
-// Run puts the addresses into sink, and again whenever they change, until ctx is done; then it gives nil. It fails if
-// they can't be read and followed at the start; later it tries again.
+// Run puts the addresses into sink, and again whenever they change, until ctx is done; then it returns nil. It fails if
+// they cannot be read and watched at the start; later it retries.
 func (h *Host) Run(ctx context.Context, sink Sink) error {
-	report := quietly(h.Report)
+	report := serialized(h.Report)
 	var last []netip.Addr
 	for synced := false; ; {
-		err := h.follow(ctx, func(now []netip.Addr) {
+		err := h.watchAddrs(ctx, func(now []netip.Addr) {
 			if !synced || !slices.Equal(now, last) {
 				last = now
 				sink.Put(snapshot.Delta{HostAddrs: &now})
@@ -56,27 +57,27 @@ func (h *Host) Run(ctx context.Context, sink Sink) error {
 		case !synced:
 			return fmt.Errorf("host addresses: %w", err)
 		}
-		report(fmt.Errorf("host addresses: %w; reading them again", err))
+		report(fmt.Errorf("host addresses: %w; retrying", err))
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(retryAfter):
+		case <-time.After(resubscribeDelay):
 		}
 	}
 }
 
-// errLost says that the kernel has dropped messages, or closed the socket.
-var errLost = errors.New("the subscription was lost")
+// errSubscriptionLost says that the kernel dropped messages, or closed the socket.
+var errSubscriptionLost = errors.New("the subscription was lost")
 
-// follow lists the addresses whenever there may be a change. It listens before it lists, so that it misses nothing, and
-// lists anew instead of adding up the messages, so that it can't go wrong. It ends with an error.
-func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
+// watchAddrs lists the addresses whenever they may have changed. It subscribes before it lists, so it misses nothing.
+// It lists again instead of applying the messages, so it cannot drift. It only returns with an error.
+func (h *Host) watchAddrs(ctx context.Context, put func([]netip.Addr)) error {
 	handle, err := h.handle()
 	if err != nil {
 		return err
 	}
 	defer handle.Close()
-	updates, lost, stop, err := h.subscribe()
+	updates, failed, stop, err := h.subscribe()
 	if err != nil {
 		return err
 	}
@@ -90,22 +91,22 @@ func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
 		case _, ok := <-updates:
 			if !ok {
 				select {
-				case err := <-lost:
+				case err := <-failed:
 					return err
 				default:
-					return errLost
+					return errSubscriptionLost
 				}
 			}
 			if !pending {
 				pending = true
-				timer.Reset(settle)
+				timer.Reset(addrDebounce)
 			}
 		case <-timer.C:
 			pending = false
 			now, err := addresses(handle)
 			if errors.Is(err, netlink.ErrDumpInterrupted) {
 				pending = true
-				timer.Reset(settle)
+				timer.Reset(addrDebounce)
 				continue
 			}
 			if err != nil {
@@ -116,13 +117,13 @@ func (h *Host) follow(ctx context.Context, put func([]netip.Addr)) error {
 	}
 }
 
-// subscribe has every change of an address sent. updates is closed when the subscription ends; lost
-// says why then, if the kernel says so. stop ends it, and must be called.
+// subscribe subscribes to address changes. updates is closed when the subscription ends; lost then has the kernel's
+// reason, if it gave one. stop ends the subscription and must be called.
 func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost <-chan error, stop func(), err error) {
 	done := make(chan struct{})
-	sent := make(chan netlink.AddrUpdate, 64)
+	changes := make(chan netlink.AddrUpdate, 64)
 	failed := make(chan error, 1)
-	err = netlink.AddrSubscribeWithOptions(sent, done, netlink.AddrSubscribeOptions{
+	err = netlink.AddrSubscribeWithOptions(changes, done, netlink.AddrSubscribeOptions{
 		Namespace:         h.Namespace,
 		ReceiveBufferSize: h.receiveBuffer,
 		ErrorCallback: func(err error) {
@@ -135,9 +136,9 @@ func (h *Host) subscribe() (updates <-chan netlink.AddrUpdate, lost <-chan error
 	if err != nil {
 		return nil, nil, nil, fmt.Errorf("subscribe: %w", err)
 	}
-	return sent, failed, func() {
+	return changes, failed, func() {
 		close(done)
-		for range sent { // the subscription may be waiting for us to take one
+		for range changes { // the subscription may be waiting for us to take one
 		}
 	}, nil
 }

@@ -162,7 +162,7 @@ func TestHostOverflow(t *testing.T) {
 		t.Error("no overflow was reported")
 	}
 	for _, p := range v.problems {
-		if !strings.HasPrefix(p, "host addresses: ") || !strings.HasSuffix(p, "; reading them again") {
+		if !strings.HasPrefix(p, "host addresses: ") || !strings.HasSuffix(p, "; retrying") {
 			t.Errorf("reported %q", p)
 		}
 	}

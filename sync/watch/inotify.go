@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inotify tells of changes in directories. It is used as it is and not through fsnotify, because fsnotify keeps the one
-// event to itself that says when a file is complete: without it, whoever writes a large file, or takes his time, is
-// read half-way, and half a list of Services is a good list.
+// inotify watches directories for changes. fsnotify does not fit here because it hides the event that says when a file
+// is complete. Without that event, a large file that is still being written would be read half-way, and half a list of
+// Services is a valid list.
 type inotify struct {
 	fd   int
 	file *os.File
@@ -29,19 +29,19 @@ type inotify struct {
 	dirs map[int]string
 }
 
-// event is a change of a name in a directory. An empty name stands for the directory itself, or for events that were
-// lost.
+// event is a change of a name in a directory. An empty name stands for the directory itself, or for lost events.
 type event struct {
-	place
+	dirEntry
 	mask uint32
 }
 
-// place is an entry of a directory, given without symbolic links.
-type place struct {
+// dirEntry is an entry of a directory, given without symbolic links.
+type dirEntry struct {
 	dir, name string
 }
 
-// Writing shows only when it is finished, with CLOSE_WRITE. CREATE is for links; ATTRIB for files that become readable.
+// A write is reported only when it is finished, by CLOSE_WRITE. CREATE is for links; ATTRIB for files that become
+// readable.
 const inotifyMask = unix.IN_CLOSE_WRITE | unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
 	unix.IN_ATTRIB | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
 
@@ -58,14 +58,14 @@ func newInotify() (*inotify, error) {
 	return w, nil
 }
 
-// close ends reading; no event comes after it.
+// close stops reading; no event comes after it.
 func (w *inotify) close() {
 	close(w.done)
 	w.file.Close()
 }
 
-// set watches these directories and no others. Directories that are gone or closed to us are left out, and the first
-// error with one of the others is given.
+// set watches these directories and no others. It skips directories that do not exist or are not readable, and returns
+// the first other error.
 func (w *inotify) set(dirs map[string]bool) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -78,7 +78,7 @@ func (w *inotify) set(dirs map[string]bool) error {
 			now[wd] = dir
 		case errors.Is(err, fs.ErrNotExist) || err == unix.ENOTDIR || errors.Is(err, fs.ErrPermission) && !needed:
 		case first == nil:
-			first = fmt.Errorf("changes in %s go unnoticed: %w (fs.inotify.max_user_watches is the limit)", dir, err)
+			first = fmt.Errorf("cannot watch %s: %w (fs.inotify.max_user_watches is the limit)", dir, err)
 		}
 	}
 	for wd := range w.dirs {
@@ -124,17 +124,17 @@ func (w *inotify) parse(b []byte) []event {
 		case mask&unix.IN_IGNORED != 0:
 			delete(w.dirs, wd)
 		case known:
-			events = append(events, event{place{dir, name}, mask})
+			events = append(events, event{dirEntry{dir, name}, mask})
 		}
 	}
 	return events
 }
 
-// trail is where the path and its files lie and what leads there.
-type trail struct {
-	// places are the entries whose change matters: those on the way, with an empty string, and the files themselves with
-	// the name they are read by.
-	places map[place]string
+// watchedPaths holds the path, its files and everything that leads to them.
+type watchedPaths struct {
+	// entries are the directory entries whose change matters: those on the way, with an empty string, and the files
+	// themselves with the name they are read by.
+	entries map[dirEntry]string
 	// folder is the directory of the path if it is one, without symbolic links.
 	folder string
 	// dirs are the directories to watch. True is for those without which changes of a file would be missed.
@@ -144,10 +144,10 @@ type trail struct {
 // maxLinks is how many symbolic links the kernel follows in one path (path_resolution(7)).
 const maxLinks = 40
 
-// walk notes each step to path, up to where it ends: at what the path means, or at the first step that is missing.
-func (t *trail) walk(path string) (place, bool) {
+// resolve records each step to path and returns where it ends: at the target of the path, or at the first missing step.
+func (t *watchedPaths) resolve(path string) (dirEntry, bool) {
 	rest := strings.Split(path, "/")
-	dir, last := "/", place{"/", ""}
+	dir, last := "/", dirEntry{"/", ""}
 	for links := 0; len(rest) > 0; {
 		name := rest[0]
 		rest = rest[1:]
@@ -158,9 +158,9 @@ func (t *trail) walk(path string) (place, bool) {
 			dir = filepath.Dir(dir)
 			continue
 		}
-		last = place{dir, name}
-		if _, known := t.places[last]; !known {
-			t.places[last] = ""
+		last = dirEntry{dir, name}
+		if _, known := t.entries[last]; !known {
+			t.entries[last] = ""
 		}
 		if !t.dirs[dir] {
 			t.dirs[dir] = false
@@ -186,61 +186,60 @@ func (t *trail) walk(path string) (place, bool) {
 	return last, true
 }
 
-// file notes the way to a file, and the file itself by its name.
-func (t *trail) file(name, path string) {
-	at, ok := t.walk(path)
+// addFile records the way to a file, and the file itself by its name.
+func (t *watchedPaths) addFile(name, path string) {
+	at, ok := t.resolve(path)
 	t.dirs[at.dir] = true
 	switch {
 	case !ok:
-	case t.places[at] == "":
-		t.places[at] = name
+	case t.entries[at] == "":
+		t.entries[at] = name
 	default:
-		t.places[at] = "" // one file by several names
+		t.entries[at] = "" // one file by several names
 	}
 }
 
-// follow finds out again where everything lies, and watches it. That must come before reading: what changes later makes
-// an event.
-func (d *folder) follow(w *inotify) {
-	t := trail{places: map[place]string{}, dirs: map[string]bool{}}
+// rewatch resolves all paths again and watches them. Call it before reading: a later change makes an event.
+func (d *manifestDir) rewatch(w *inotify) {
+	t := watchedPaths{entries: map[dirEntry]string{}, dirs: map[string]bool{}}
 	path, err := filepath.Abs(d.path)
 	if err != nil {
 		path = d.path
 	}
-	dir, names, _ := d.list()
+	dir, names, _ := d.listFiles()
 	if !dir {
-		t.file(filepath.Base(d.path), path)
-	} else if at, ok := t.walk(path); ok {
+		t.addFile(filepath.Base(d.path), path)
+	} else if at, ok := t.resolve(path); ok {
 		t.folder = filepath.Join(at.dir, at.name)
 		t.dirs[t.folder] = true
 		for _, name := range names {
-			t.file(name, filepath.Join(t.folder, name))
+			t.addFile(name, filepath.Join(t.folder, name))
 		}
 	}
-	d.trail = t
-	d.once("watch", w.set(t.dirs), "")
+	d.paths = t
+	d.reportOnce("watch", w.set(t.dirs), "")
 }
 
-// note takes in what has happened and says whether there is something to read.
-func (d *folder) note(events []event) bool {
+// handleEvents marks changed files as dirty and says whether there is something to read.
+func (d *manifestDir) handleEvents(events []event) bool {
 	for _, e := range events {
 		if e.name == "" {
-			d.all = true
+			d.allDirty = true
 			clear(d.creating)
 			continue
 		}
-		name, ok := d.trail.places[e.place]
+		name, ok := d.paths.entries[e.dirEntry]
 		switch {
-		case !ok && (e.dir != d.trail.folder || !isManifest(e.name)):
+		case !ok && (e.dir != d.paths.folder || !isManifest(e.name)):
 			continue
 		case !ok:
 			name = e.name
 		case name == "":
-			d.all = true
+			d.allDirty = true
 			continue
 		}
 		switch {
-		case e.mask&unix.IN_CREATE != 0 && beingWritten(e.place):
+		case e.mask&unix.IN_CREATE != 0 && beingWritten(e.dirEntry):
 			d.creating[name] = true
 		case e.mask&unix.IN_ATTRIB != 0 && d.creating[name]:
 		default:
@@ -248,12 +247,12 @@ func (d *folder) note(events []event) bool {
 			d.dirty[name] = true
 		}
 	}
-	return d.all || len(d.dirty) > 0
+	return d.allDirty || len(d.dirty) > 0
 }
 
-// beingWritten says whether a new entry is a file that somebody has opened to write it, who will close it. Links are
-// complete as they are.
-func beingWritten(p place) bool {
+// beingWritten says whether a new entry is a file that somebody has opened to write and will close. Links are complete
+// as they are.
+func beingWritten(p dirEntry) bool {
 	info, err := os.Lstat(filepath.Join(p.dir, p.name))
 	if err != nil || !info.Mode().IsRegular() {
 		return false

@@ -7,12 +7,12 @@ import (
 	"strings"
 )
 
-// jsonParser makes trees of JSON. encoding/json keeps no lines, and the YAML parser, which could read JSON too, is ten
-// times slower and does not take all of its escapes.
+// jsonParser parses JSON into trees. encoding/json keeps no line numbers. The YAML parser could read JSON too, but is
+// ten times slower and does not accept all of its escapes.
 type jsonParser struct {
 	text string
 	pos  int
-	// line is where counted bytes of the text end up.
+	// line is the line number after the first counted bytes of the text.
 	line, counted int
 }
 
@@ -24,16 +24,16 @@ func parseJSON(text string) (*tree, *syntaxError) {
 	err := p.value(t, 0)
 	if err == nil {
 		if p.space(); p.pos < len(text) {
-			err = errors.New("there is more after its end; put --- between documents")
+			err = errors.New("more text after its end; put --- between documents")
 		}
 	}
 	if err != nil {
-		return t, &syntaxError{p.lineAt(p.pos), fmt.Errorf("this is no JSON: %w", err)}
+		return t, &syntaxError{p.lineAt(p.pos), fmt.Errorf("not valid JSON: %w", err)}
 	}
 	return t, nil
 }
 
-// lineAt must be called with growing positions.
+// lineAt returns the line of a position. Positions must not decrease from call to call.
 func (p *jsonParser) lineAt(pos int) int {
 	p.line += strings.Count(p.text[p.counted:pos], "\n")
 	p.counted = pos
@@ -51,7 +51,7 @@ func (p *jsonParser) space() {
 	}
 }
 
-// peek gives the next byte that is no white space, or 0 at the end.
+// peek returns the next byte that is not white space, or 0 at the end.
 func (p *jsonParser) peek() byte {
 	if p.space(); p.pos < len(p.text) {
 		return p.text[p.pos]
@@ -59,18 +59,18 @@ func (p *jsonParser) peek() byte {
 	return 0
 }
 
-var errEnd = errors.New("it ends too early")
+var errUnexpectedEnd = errors.New("unexpected end")
 
 func (p *jsonParser) unexpected() error {
 	if p.pos >= len(p.text) {
-		return errEnd
+		return errUnexpectedEnd
 	}
-	return fmt.Errorf("%q makes no sense here", p.text[p.pos])
+	return fmt.Errorf("unexpected %q", p.text[p.pos])
 }
 
 func (p *jsonParser) value(t *tree, depth int) error {
 	if depth > maxDepth {
-		return errDeep
+		return errTooDeep
 	}
 	c := p.peek()
 	t.line = p.lineAt(p.pos)
@@ -97,7 +97,7 @@ func (p *jsonParser) value(t *tree, depth int) error {
 	}
 	if !json.Valid([]byte(t.text)) {
 		p.pos = start
-		return fmt.Errorf("%s is no value", quote(t.text))
+		return fmt.Errorf("%s is not a value", quote(t.text))
 	}
 	return nil
 }
@@ -141,7 +141,7 @@ func (p *jsonParser) sequence(t *tree, closing byte, depth int) error {
 	}
 }
 
-// str reads a string. Without escapes, which is the rule, it is a piece of the text.
+// str reads a string. Without escapes, the usual case, the string shares the text's memory.
 func (p *jsonParser) str() (string, error) {
 	start := p.pos
 	end, escaped, err := p.skipString()
@@ -158,7 +158,7 @@ func (p *jsonParser) str() (string, error) {
 	return s, nil
 }
 
-// skipString moves behind the string at pos.
+// skipString moves past the string at pos.
 func (p *jsonParser) skipString() (end int, escaped bool, err error) {
 	for i := p.pos + 1; i < len(p.text); i++ {
 		switch c := p.text[i]; {
@@ -176,13 +176,13 @@ func (p *jsonParser) skipString() (end int, escaped bool, err error) {
 	return 0, false, errors.New("a string does not end")
 }
 
-// skip moves behind the value at pos, without looking whether it is right inside.
+// skip moves past the value at pos, without validating its inside.
 func (p *jsonParser) skip() error {
 	depth := 0
 	for {
 		switch p.peek() {
 		case 0:
-			return errEnd
+			return errUnexpectedEnd
 		case '{', '[':
 			depth++
 			p.pos++

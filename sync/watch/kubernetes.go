@@ -32,30 +32,30 @@ import (
 )
 
 // Kubernetes is a source that watches the Kubernetes API: Services, EndpointSlices, ServiceCIDRs and the Node with our
-// name, with kube-proxy's selectors. Objects are converted as they arrive and only the result is kept.
+// name, with kube-proxy's selectors. It converts objects as they arrive and keeps only the result.
 //
-// Losing the API server withdraws nothing; what changed meanwhile comes once it is back. A Node that is deleted stays
-// known, as one that is leaving: it usually comes back, and its addresses are those of this host in any case. An API
-// server that has no ServiceCIDRs, or forbids reading them, is reported once and asked again from time to time.
+// If the API server is lost, nothing is withdrawn; changes follow once it is back. A deleted Node stays known, as one
+// that is leaving: it usually comes back, and its addresses are those of this host in any case. If an API server does
+// not have ServiceCIDRs, or forbids reading them, that is reported once and retried from time to time.
 type Kubernetes struct {
-	// Config is the server to ask; see ClientConfig.
+	// Config says how to reach the server; see ClientConfig.
 	Config *rest.Config
 	// NodeName is the name of the Node to watch.
 	NodeName string
-	// Report takes what is wrong: a *Problem of an object, or an error of the connection, which is told once and then no
-	// more than every five minutes. Nil drops it. Calls don't overlap.
+	// Report gets a *Problem of an object, or an error of the connection, which is reported once and then at most every
+	// five minutes. Nil drops them. Calls do not overlap.
 	Report func(error)
-	// Requested, if not nil, is told of each HTTP request. Calls may overlap.
+	// Requested, if not nil, is called after each HTTP request. Calls may overlap.
 	Requested func(Request)
 
 	mu     sync.Mutex
 	listed map[string]bool
 }
 
-// apiResources are what is watched, as in the URL.
+// apiResources are the watched resources, as in the URL.
 var apiResources = [...]string{"services", "endpointslices", "nodes", "servicecidrs"}
 
-// Missing gives the resources of which the first list is not in yet. Safe for concurrent use.
+// Missing returns the resources that are not synced yet. Safe for concurrent use.
 func (k *Kubernetes) Missing() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -68,8 +68,8 @@ func (k *Kubernetes) Missing() []string {
 	return missing
 }
 
-// list takes note that a resource's first list is in, or that there will be none, and says whether it was the last one.
-func (k *Kubernetes) list(name string) (all bool) {
+// markListed marks a resource as synced, or as one that will not be, and says whether it was the last one.
+func (k *Kubernetes) markListed(name string) (all bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.listed == nil {
@@ -79,26 +79,26 @@ func (k *Kubernetes) list(name string) (all bool) {
 	return len(k.listed) == len(apiResources)
 }
 
-// ClientConfig is Client.Config with kube-proxy's defaults for all but the kubeconfig file.
+// ClientConfig is Client.Config with kube-proxy's defaults for everything but the kubeconfig file.
 func ClientConfig(kubeconfig string) (*rest.Config, error) {
 	return Client{Kubeconfig: kubeconfig, QPS: 5, Burst: 10}.Config()
 }
 
 // Client says how to reach an API server. The fields are those of clientConnection in kube-proxy's configuration.
 type Client struct {
-	// Kubeconfig is a file, and Master the address of a server, in place of the one in that file. If both are empty it is
-	// the server of the cluster that this process is a pod of.
+	// Kubeconfig is a file, and Master the address of a server, which overrides the one in that file. If both are empty,
+	// it is the server of the cluster that this process is a pod of.
 	Kubeconfig, Master string
-	// ContentType is what to send, by default protobuf; AcceptContentTypes what to ask for, by default that and then JSON.
+	// ContentType is the format of requests, by default protobuf; AcceptContentTypes are those of responses, by default
+	// protobuf and then JSON.
 	ContentType, AcceptContentTypes string
-	// QPS bounds the requests each second of each kind of object, and Burst those that come at once; a QPS below 0 is no
-	// bound.
+	// QPS limits the requests per second for each resource, and Burst those at once; a QPS below 0 means no limit.
 	QPS   float32
 	Burst int
 }
 
-// Config gives the configuration for a client. Mind that a pod is told the cluster IP of the API server, which is one
-// of those we are to serve: on a node where nobody serves it yet, set KUBERNETES_SERVICE_HOST and
+// Config returns the configuration for a client. A pod's environment has the cluster IP of the API server, which is one
+// of those that we are to program. On a node where no proxy serves it yet, set KUBERNETES_SERVICE_HOST and
 // KUBERNETES_SERVICE_PORT to the server's own address.
 func (c Client) Config() (*rest.Config, error) {
 	var (
@@ -124,7 +124,8 @@ func (c Client) Config() (*rest.Config, error) {
 // apiTypes are the only types we decode. Registering whole API groups would link all their types into the binary.
 var apiTypes = func() serializer.CodecFactory {
 	s := runtime.NewScheme()
-	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Node{}, &corev1.NodeList{})
+	s.AddKnownTypes(corev1.SchemeGroupVersion, &corev1.Service{}, &corev1.ServiceList{}, &corev1.Node{},
+		&corev1.NodeList{})
 	s.AddKnownTypes(discoveryv1.SchemeGroupVersion, &discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{})
 	s.AddKnownTypes(networkingv1.SchemeGroupVersion, &networkingv1.ServiceCIDR{}, &networkingv1.ServiceCIDRList{})
 	for _, gv := range []schema.GroupVersion{
@@ -135,13 +136,13 @@ var apiTypes = func() serializer.CodecFactory {
 	return serializer.NewCodecFactory(s)
 }()
 
-// klogQuiet silences client-go, which logs by itself what our callback is told anyway.
+// klogQuiet silences client-go, which would log what our callback gets anyway.
 var klogQuiet sync.Once
 
-// Run puts what the API says into sink until ctx is done; then it gives nil. It fails only if Config makes no sense: a
-// server that doesn't answer is waited for.
+// Run puts the objects of the API into sink until ctx is done; then it returns nil. It fails only if Config is invalid:
+// it waits for a server that does not answer.
 func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
-	report := quietly(k.Report)
+	report := serialized(k.Report)
 	ctx = klog.NewContext(ctx, klog.Logger{})
 	var reflectors []*cache.Reflector
 	for _, res := range k.resources(sink, report) {
@@ -161,12 +162,12 @@ func (k *Kubernetes) Run(ctx context.Context, sink Sink) error {
 	return nil
 }
 
-// resources gives what is to be watched. The selectors are kube-proxy's.
+// resources returns what to watch. The selectors are kube-proxy's.
 func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 	c := &converter{}
 	complete := func(name string) func() {
 		return func() {
-			if k.list(name) {
+			if k.markListed(name) {
 				sink.Synced()
 			}
 		}
@@ -176,10 +177,10 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 	endpointSlices := newStore(c.slice, sameSlice, report, complete("endpointslices"))
 	endpointSlices.put = func(m map[snapshot.Name]*snapshot.Slice) { sink.Put(snapshot.Delta{Slices: m}) }
 	nodes := newStore(c.node, sameNode, report, complete("nodes"))
-	nodes.put = k.nodePut(sink)
+	nodes.put = k.putNode(sink)
 	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete("servicecidrs"))
 	cidrs.put = func(map[snapshot.Name]*[]netip.Prefix) {
-		all := union(slices.Collect(maps.Values(cidrs.known)))
+		all := mergePrefixes(slices.Collect(maps.Values(cidrs.known)))
 		sink.Put(snapshot.Delta{ServiceCIDRs: &all})
 	}
 	resources := []resource{
@@ -198,13 +199,13 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 	return resources
 }
 
-// nodePut passes our Node on. When it is deleted it stays as it was, but for the fact itself.
-func (k *Kubernetes) nodePut(sink Sink) func(map[snapshot.Name]*snapshot.Node) {
+// putNode passes our Node on. A deleted Node stays as it was, and is marked as leaving.
+func (k *Kubernetes) putNode(sink Sink) func(map[snapshot.Name]*snapshot.Node) {
 	var last snapshot.Node
 	return func(m map[snapshot.Name]*snapshot.Node) {
-		n, ours := m[snapshot.Name{Name: k.NodeName}]
+		n, found := m[snapshot.Name{Name: k.NodeName}]
 		switch {
-		case !ours:
+		case !found:
 			return
 		case n == nil:
 			last.Leaving = "the Node is deleted"
@@ -219,7 +220,7 @@ func (k *Kubernetes) nodePut(sink Sink) func(map[snapshot.Name]*snapshot.Node) {
 // apiStore is a store of any type.
 type apiStore interface {
 	cache.TransformingStore
-	takeMessage([]byte) (runtime.Object, error)
+	convertMessage([]byte) (runtime.Object, error)
 }
 
 // resource is what one reflector watches.
@@ -229,8 +230,8 @@ type resource struct {
 	object    runtime.Object
 	store     apiStore
 	selectors metav1.ListOptions
-	// refused is called when the server refuses the resource for good; nil means that we can't do without it.
-	refused func()
+	// onRefused is called when the server refuses the resource for good; nil means that the resource is required.
+	onRefused func()
 }
 
 func samePrefixes(a, b *[]netip.Prefix) bool { return slices.Equal(*a, *b) }
@@ -251,24 +252,24 @@ func (k *Kubernetes) client(gv schema.GroupVersion) (*rest.RESTClient, error) {
 		c.UserAgent = rest.DefaultKubernetesUserAgent()
 	}
 	if k.Requested != nil {
-		c.Wrap(func(next http.RoundTripper) http.RoundTripper { return observer{next, k.Requested} })
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper { return requestObserver{next, k.Requested} })
 	}
 	return rest.RESTClientFor(c)
 }
 
-// store is the reflector's end of one resource. It converts what comes, keeps the values it has passed on, and passes
-// on what differs from them. Only the reflector's goroutine calls it.
+// store is the reflector's end of one resource. It converts objects, keeps the values that it has passed on, and passes
+// on what differs. Only the reflector's goroutine calls it.
 type store[In, Out any] struct {
 	convert func(*In) (*Out, []*Problem)
 	same    func(a, b *Out) bool
 	put     func(map[snapshot.Name]*Out)
 	report  func(error)
-	// complete says that the first list is in, or that there will be none; calls after the first do nothing.
+	// complete is called when the first list is complete, or when there will be none; calls after the first do nothing.
 	complete func()
 
 	known map[snapshot.Name]*Out
-	// faulty are the problems last reported of each object that has any.
-	faulty map[snapshot.Name]string
+	// problems are the problems last reported of each object that has any.
+	problems map[snapshot.Name]string
 }
 
 func newStore[In, Out any](convert func(*In) (*Out, []*Problem), same func(a, b *Out) bool, report func(error),
@@ -276,33 +277,33 @@ func newStore[In, Out any](convert func(*In) (*Out, []*Problem), same func(a, b 
 ) *store[In, Out] {
 	return &store[In, Out]{
 		convert: convert, same: same, report: report, complete: sync.OnceFunc(complete),
-		known: map[snapshot.Name]*Out{}, faulty: map[snapshot.Name]string{},
+		known: map[snapshot.Name]*Out{}, problems: map[snapshot.Name]string{},
 	}
 }
 
-// converted is an object on its way through a reflector that collects a list before it hands it over.
+// converted is a converted object on its way through a reflector, which collects a list before it hands it over.
 type converted[Out any] struct {
 	name  snapshot.Name
 	value *Out
 }
 
 // Transformer makes the reflector convert the objects of a streamed list one by one, so that they never exist all at
-// once. The selectors are on the server, so a list has hardly any objects that convert to nothing.
+// once. The server applies the selectors, so hardly any objects of a list convert to nothing.
 func (s *store[In, Out]) Transformer() cache.TransformFunc {
-	return func(o any) (any, error) { return s.take(o) }
+	return func(o any) (any, error) { return s.convertObject(o) }
 }
 
-// takeMessage is take for an object that is still encoded.
-func (s *store[In, Out]) takeMessage(message []byte) (runtime.Object, error) {
+// convertMessage is convertObject for an object that is still encoded.
+func (s *store[In, Out]) convertMessage(message []byte) (runtime.Object, error) {
 	var o any = new(In)
 	if err := o.(interface{ Unmarshal([]byte) error }).Unmarshal(message); err != nil {
 		return nil, err
 	}
-	return s.take(o)
+	return s.convertObject(o)
 }
 
-// take converts an object, unless that is done, and reports what is new about its problems.
-func (s *store[In, Out]) take(o any) (*converted[Out], error) {
+// convertObject converts an object, unless it is converted already, and reports new problems.
+func (s *store[In, Out]) convertObject(o any) (*converted[Out], error) {
 	if c, done := o.(*converted[Out]); done {
 		return c, nil
 	}
@@ -313,40 +314,40 @@ func (s *store[In, Out]) take(o any) (*converted[Out], error) {
 	name := nameOf(o.(metav1.Object))
 	value, problems := s.convert(in)
 	text := ""
-	if err := texts(problems); err != nil {
+	if err := joinProblems(problems); err != nil {
 		text = err.Error()
 	}
-	if text != s.faulty[name] {
+	if text != s.problems[name] {
 		for _, p := range problems {
 			s.report(p)
 		}
-		s.faulty[name] = text
+		s.problems[name] = text
 	}
 	if text == "" {
-		delete(s.faulty, name)
+		delete(s.problems, name)
 	}
 	return &converted[Out]{name, value}, nil
 }
 
-// Replace takes a complete list: what isn't in it is gone.
+// Replace takes a complete list: objects that are not in it are gone.
 func (s *store[In, Out]) Replace(list []any, _ string) error {
 	changed := map[snapshot.Name]*Out{}
 	there := make(map[snapshot.Name]bool, len(list))
 	for i, o := range list {
-		c, err := s.take(o)
+		c, err := s.convertObject(o)
 		if err != nil {
 			return err
 		}
 		list[i] = nil // an object in JSON is garbage once it is converted
 		there[c.name] = true
-		s.change(changed, c)
+		s.record(changed, c)
 	}
 	for n := range s.known {
 		if !there[n] {
-			s.change(changed, &converted[Out]{name: n})
+			s.record(changed, &converted[Out]{name: n})
 		}
 	}
-	maps.DeleteFunc(s.faulty, func(n snapshot.Name, _ string) bool { return !there[n] })
+	maps.DeleteFunc(s.problems, func(n snapshot.Name, _ string) bool { return !there[n] })
 	if len(changed) > 0 {
 		s.put(changed)
 	}
@@ -354,8 +355,8 @@ func (s *store[In, Out]) Replace(list []any, _ string) error {
 	return nil
 }
 
-// change moves known forward by one object and notes in changed if that makes a difference.
-func (s *store[In, Out]) change(changed map[snapshot.Name]*Out, c *converted[Out]) {
+// record updates known with one object and adds it to changed if it differs.
+func (s *store[In, Out]) record(changed map[snapshot.Name]*Out, c *converted[Out]) {
 	old := s.known[c.name]
 	switch {
 	case c.value == nil && old == nil:
@@ -372,12 +373,12 @@ func (s *store[In, Out]) change(changed map[snapshot.Name]*Out, c *converted[Out
 
 // Update takes a new or changed object.
 func (s *store[In, Out]) Update(o any) error {
-	c, err := s.take(o)
+	c, err := s.convertObject(o)
 	if err != nil {
 		return err
 	}
 	changed := map[snapshot.Name]*Out{}
-	if s.change(changed, c); len(changed) > 0 {
+	if s.record(changed, c); len(changed) > 0 {
 		s.put(changed)
 	}
 	return nil
@@ -393,9 +394,9 @@ func (s *store[In, Out]) Delete(o any) error {
 		return fmt.Errorf("watch: unexpected object %T", o)
 	}
 	name := nameOf(object)
-	delete(s.faulty, name)
+	delete(s.problems, name)
 	changed := map[snapshot.Name]*Out{}
-	if s.change(changed, &converted[Out]{name: name}); len(changed) > 0 {
+	if s.record(changed, &converted[Out]{name: name}); len(changed) > 0 {
 		s.put(changed)
 	}
 	return nil
@@ -404,48 +405,48 @@ func (s *store[In, Out]) Delete(o any) error {
 // Resync does nothing: every value was passed on.
 func (s *store[In, Out]) Resync() error { return nil }
 
-// Errors that last are told again after repeatAfter. A resource that is refused and that we can do without is asked for
-// again after askFirst, then after twice as long each time up to askMost: an API server that has just started refuses
-// everything until it has read its roles.
+// Errors that persist are reported again after repeatInterval. If the server refuses an optional resource, it is asked
+// again after minRefusedDelay, then after twice as long each time up to maxRefusedDelay: an API server that has just
+// started refuses everything until it has read its roles.
 const (
-	repeatAfter = 5 * time.Minute
-	askFirst    = time.Second
-	askMost     = 10 * time.Minute
+	repeatInterval  = 5 * time.Minute
+	minRefusedDelay = time.Second
+	maxRefusedDelay = 10 * time.Minute
 )
 
-// lister asks the API for one resource, and reports the errors of that. Reflectors try again by themselves, less and
-// less often, up to twice a minute.
+// lister requests one resource from the API, and reports errors. Reflectors retry by themselves, with a growing delay
+// of up to half a minute.
 type lister struct {
 	resource
 	client *rest.RESTClient
 	report func(error)
 
-	mu    sync.Mutex
-	cause string
-	told  time.Time
-	// refusedFor is how long the last refusal held up the next request; 0 if the last answer was none.
-	refusedFor time.Duration
+	mu         sync.Mutex
+	cause      string
+	reportedAt time.Time
+	// refusedDelay is how long the last refusal delayed the next request; 0 if the last answer was not a refusal.
+	refusedDelay time.Duration
 }
 
-// ListWithContext gives the objects there are.
+// ListWithContext lists the objects.
 func (l *lister) ListWithContext(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-	list, err := decodeList(l.request(&o).Do(ctx), l.store.takeMessage)
+	list, err := decodeList(l.request(&o).Do(ctx), l.store.convertMessage)
 	l.result(ctx, "list", err)
 	return list, err
 }
 
-// WatchWithContext starts a stream of changes, which begins with a list if asked so.
+// WatchWithContext starts a watch, which begins with a list if asked so.
 func (l *lister) WatchWithContext(ctx context.Context, o metav1.ListOptions) (apiwatch.Interface, error) {
 	o.Watch = true
 	w, err := l.request(&o).Watch(ctx)
 	if o.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)) {
-		return w, err // many servers before 1.34 can't stream lists; the reflector asks for one in the old way then
+		return w, err // many servers before 1.34 cannot stream lists; the reflector then falls back to a plain list
 	}
 	l.result(ctx, "watch", err)
 	return w, err
 }
 
-// List is ListWithContext, for an interface the reflector doesn't use any more.
+// List is ListWithContext, for an interface that the reflector no longer uses.
 func (l *lister) List(o metav1.ListOptions) (runtime.Object, error) {
 	return l.ListWithContext(context.Background(), o)
 }
@@ -460,35 +461,35 @@ func (l *lister) request(o *metav1.ListOptions) *rest.Request {
 	return l.client.Get().Resource(l.name).VersionedParams(o, metav1.ParameterCodec)
 }
 
-// result reports the error of a request, unless the last one had the same cause not long ago. It holds up the next
-// request for a resource that is refused.
+// result reports the error of a request, unless the last one had the same cause not long ago. It delays the next
+// request for a refused resource.
 func (l *lister) result(ctx context.Context, verb string, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err == nil || ctx.Err() != nil || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
-		l.cause, l.refusedFor = "", 0
+		l.cause, l.refusedDelay = "", 0
 		return
 	}
-	refused := l.refused != nil &&
+	refused := l.onRefused != nil &&
 		(apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || apierrors.IsMethodNotSupported(err))
-	if cause := rootCause(err); cause != l.cause || time.Since(l.told) >= repeatAfter && !refused {
-		l.cause, l.told = cause, time.Now()
+	if cause := rootCause(err); cause != l.cause || time.Since(l.reportedAt) >= repeatInterval && !refused {
+		l.cause, l.reportedAt = cause, time.Now()
 		if u := (*url.Error)(nil); errors.As(err, &u) {
 			err = u.Err // the URL has a random timeout in it and says nothing new
 		}
 		l.report(fmt.Errorf("%s %s: %w", verb, l.name, err))
 	}
 	if refused {
-		l.refused()
-		l.refusedFor = min(max(2*l.refusedFor, askFirst), askMost)
+		l.onRefused()
+		l.refusedDelay = min(max(2*l.refusedDelay, minRefusedDelay), maxRefusedDelay)
 		select {
 		case <-ctx.Done():
-		case <-time.After(l.refusedFor):
+		case <-time.After(l.refusedDelay):
 		}
 	}
 }
 
-// rootCause is the text of the innermost error, which unlike those around it has no port of ours in it.
+// rootCause returns the text of the innermost error, which unlike those around it has no local port in it.
 func rootCause(err error) string {
 	for {
 		inner := errors.Unwrap(err)

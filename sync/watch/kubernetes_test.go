@@ -54,7 +54,8 @@ func TestKubernetes(t *testing.T) {
 			t.Errorf("services %q", got)
 		}
 		web := snapshot.Name{Namespace: "default", Name: "web"}
-		if len(v.snap.Slices[web]) != 1 || v.snap.Node.Zone != "a" || !slices.Equal(v.snap.ServiceCIDRs, nets("10.96.0.0/12")) {
+		if len(v.snap.Slices[web]) != 1 || v.snap.Node.Zone != "a" ||
+			!slices.Equal(v.snap.ServiceCIDRs, nets("10.96.0.0/12")) {
 			t.Errorf("slices %v, node %+v, ranges %v", v.snap.Slices, v.snap.Node, v.snap.ServiceCIDRs)
 		}
 		v.mu.Unlock()
@@ -168,7 +169,8 @@ func TestListMessageCutOff(t *testing.T) {
 			t.Errorf("complete after %d of %d bytes", i, len(body))
 		}
 	}
-	for _, b := range []string{"\x80", "\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "\x0b", "\x09\x00", "\x0d", "\x08", "\x0a"} {
+	for _, b := range []string{"\x80", "\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "\x0b", "\x09\x00", "\x0d", "\x08",
+		"\x0a"} {
 		if err := eachField([]byte(b), func(protowire.Number, []byte) error { return nil }); err == nil {
 			t.Errorf("%q is good", b)
 		}
@@ -222,7 +224,7 @@ func TestReportsAreFew(t *testing.T) {
 	ctx := t.Context()
 	l.result(ctx, "watch", refused(1))
 	l.result(ctx, "list", refused(2))
-	l.told = l.told.Add(-repeatAfter)
+	l.reportedAt = l.reportedAt.Add(-repeatInterval)
 	l.result(ctx, "watch", refused(3))
 	l.result(ctx, "watch", errors.New("other"))
 	l.result(ctx, "watch", nil)

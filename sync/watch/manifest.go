@@ -17,13 +17,14 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// reader turns the text of manifests into snapshot values.
+// reader converts the text of manifests into snapshot values.
 type reader struct {
 	converter
 	nodeName string
 	seed     maphash.Seed
-	// searches counts down the errors whose lines are worth searching for, so that a file full of them can't hold us up.
-	searches atomic.Int32
+	// lineSearches counts down the errors whose lines are searched for, so that a file full of errors cannot block the
+	// source.
+	lineSearches atomic.Int32
 }
 
 func newReader(nodeName string) *reader {
@@ -34,18 +35,19 @@ func newReader(nodeName string) *reader {
 // each of ten thousand objects.
 const maxProblems = 50
 
-// manifest is what a file said.
+// manifest is the content of one file.
 type manifest struct {
 	objects []object
-	// hash is that of the file's text.
+	// hash is the hash of the file's text.
 	hash uint64
-	// chunks are the objects of each flawless chunk by the hash of its text: an edit of a large file costs what it
-	// changes.
+	// chunks are the objects of each chunk without problems, by the hash of its text: an edit of a large file costs what
+	// it changes.
 	chunks map[uint64][]object
 }
 
 // object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an
-// Endpoints object), *snapshot.Node or *[]netip.Prefix (of a ServiceCIDR), and nil for objects that nobody is to serve.
+// Endpoints object), *snapshot.Node or *[]netip.Prefix (of a ServiceCIDR), and nil for objects that are not to be
+// served.
 type object struct {
 	key   objectKey
 	value any
@@ -57,19 +59,19 @@ type objectKey struct {
 	name snapshot.Name
 }
 
-// reading is what one chunk gave. If bad is set, there is something in it that could not be used at all.
-type reading struct {
+// chunkResult is the result of reading one chunk. bad means that some of it could not be used at all.
+type chunkResult struct {
 	objects  []object
 	problems []*Problem
 	bad      bool
-	// unparsed is set if the chunk as a whole was no YAML or JSON.
+	// unparsed means that the chunk as a whole was not valid YAML or JSON.
 	unparsed bool
 }
 
-// manifest reads a file's text; before is what the file said until now, or nil. What is right about the text is in the
-// result even if bad is true.
+// manifest reads a file's text; before is the file's last content, or nil. The result has the valid part of the text
+// even if bad is true.
 func (r *reader) manifest(file, text string, before *manifest) (m *manifest, problems []error, bad bool) {
-	r.searches.Store(20)
+	r.lineSearches.Store(20)
 	m = &manifest{hash: maphash.String(r.seed, text), chunks: map[uint64][]object{}}
 	var chunks []chunk
 	docs := documents(text)
@@ -102,14 +104,14 @@ func (r *reader) manifest(file, text string, before *manifest) (m *manifest, pro
 		bad = bad || got.bad
 	}
 	if hidden > 0 {
-		problems = append(problems, &Problem{File: file, Err: fmt.Errorf("%d problems more", hidden)})
+		problems = append(problems, &Problem{File: file, Err: fmt.Errorf("... and %d more problems", hidden)})
 	}
 	return m, problems, bad
 }
 
-// chunks reads all chunks, on all processors: YAML takes its time.
-func (r *reader) chunks(chunks []chunk, before *manifest) []reading {
-	out := make([]reading, len(chunks))
+// chunks reads all chunks on all processors, because parsing YAML is slow.
+func (r *reader) chunks(chunks []chunk, before *manifest) []chunkResult {
+	out := make([]chunkResult, len(chunks))
 	var (
 		next atomic.Int64
 		wg   sync.WaitGroup
@@ -128,12 +130,13 @@ func (r *reader) chunks(chunks []chunk, before *manifest) []reading {
 		})
 	}
 	wg.Wait()
-	r.rejoin(chunks, out)
+	r.reparseWhole(chunks, out)
 	return out
 }
 
-// rejoin reads documents whole whose parts did not parse, if they are of a size that somebody wrote by hand.
-func (r *reader) rejoin(chunks []chunk, out []reading) {
+// reparseWhole reads a document as a whole if one of its parts did not parse, unless the document is too large to have
+// been written by hand.
+func (r *reader) reparseWhole(chunks []chunk, out []chunkResult) {
 	for i := 0; i < len(chunks); i++ {
 		doc := chunks[i].whole
 		if doc == nil {
@@ -152,7 +155,7 @@ func (r *reader) rejoin(chunks []chunk, out []reading) {
 		}
 		chunks[first], out[first] = *doc, whole
 		for j := first + 1; j <= i; j++ {
-			chunks[j], out[j] = chunk{}, reading{}
+			chunks[j], out[j] = chunk{}, chunkResult{}
 		}
 	}
 }
@@ -168,7 +171,7 @@ func (r *reader) hash(c *chunk) uint64 {
 	return h.Sum64()
 }
 
-func (r *reader) chunk(c *chunk) reading {
+func (r *reader) chunk(c *chunk) chunkResult {
 	t, err := r.tree(c)
 	if err == nil && c.item {
 		if t.kind != list || len(t.parts) != 1 {
@@ -179,19 +182,19 @@ func (r *reader) chunk(c *chunk) reading {
 	}
 	if err != nil {
 		p := &Problem{Line: err.line, Object: objectIn(t, c.text), Err: err.err}
-		return reading{problems: []*Problem{p}, bad: true, unparsed: true}
+		return chunkResult{problems: []*Problem{p}, bad: true, unparsed: true}
 	}
-	var out reading
-	r.objects(t, c.kind, c.apiVersion, &out)
+	var out chunkResult
+	r.readObjects(t, c.kind, c.apiVersion, &out)
 	return out
 }
 
 func (r *reader) tree(c *chunk) (*tree, *syntaxError) {
-	search := r.searches.Load() > 0
+	search := r.lineSearches.Load() > 0
 	if !c.json {
 		t, err := parseYAML(c.text, search)
 		if err != nil {
-			r.searches.Add(-1)
+			r.lineSearches.Add(-1)
 		}
 		return t, err
 	}
@@ -205,14 +208,14 @@ func (r *reader) tree(c *chunk) (*tree, *syntaxError) {
 	return t, err
 }
 
-// kind is how objects of one kind are read.
+// kind says how objects of one kind are read.
 type kind struct {
 	apiVersion string
 	namespaced bool
 	read       func(*reader, *decoder, *tree) (any, []*Problem)
 }
 
-// kinds are those a proxy reads, by the name they have in a manifest.
+// kinds are the kinds that a proxy reads, by their name in a manifest.
 var kinds = map[string]kind{
 	"Service":       {"v1", true, (*reader).readService},
 	"EndpointSlice": {discoveryv1.SchemeGroupVersion.String(), true, (*reader).readSlice},
@@ -221,33 +224,33 @@ var kinds = map[string]kind{
 	"ServiceCIDR":   {networkingv1.SchemeGroupVersion.String(), false, (*reader).readServiceCIDR},
 }
 
-// objects reads the objects of a tree: one, those of a list, or none if nobody needs the kind. kind and apiVersion are
-// for those that have none of their own.
-func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
+// readObjects reads the objects of a tree: one, those of a list, or none if the kind is not needed. kind and apiVersion
+// are defaults for objects without their own.
+func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult) {
 	if t.null() {
 		return
 	}
-	refuse := func(object, field, format string, args ...any) {
+	reject := func(object, field, format string, args ...any) {
 		p := &Problem{Line: t.lineOf(field), Object: object, Field: field, Err: fmt.Errorf(format, args...)}
 		out.problems, out.bad = append(out.problems, p), true
 	}
 	if t.kind != mapping {
-		refuse("", "", "this is no Kubernetes object but %s", kindWords[t.kind])
+		reject("", "", "not a Kubernetes object but %s", kindWords[t.kind])
 		return
 	}
-	if own := t.str("kind"); own != "" {
-		kind, apiVersion = own, ""
+	if named := t.str("kind"); named != "" {
+		kind, apiVersion = named, ""
 	}
-	if own := t.str("apiVersion"); own != "" {
-		apiVersion = own
+	if named := t.str("apiVersion"); named != "" {
+		apiVersion = named
 	}
 	if kind == "" {
-		refuse("", "kind", "missing: this is no Kubernetes object")
+		reject("", "kind", "missing: not a Kubernetes object")
 		return
 	}
-	of := strings.TrimSuffix(kind, "List")
-	if _, known := kinds[of]; kind != of && (known || of == "") {
-		r.listed(t.get("items"), of, apiVersion, out)
+	item := strings.TrimSuffix(kind, "List")
+	if _, known := kinds[item]; kind != item && (known || item == "") {
+		r.readItems(t.get("items"), item, apiVersion, out)
 		return
 	}
 	k, known := kinds[kind]
@@ -258,9 +261,9 @@ func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
 	name := objectName(kind, key.name)
 	if apiVersion != k.apiVersion {
 		if apiVersion == "" {
-			refuse(name, "apiVersion", "missing: write %s", k.apiVersion)
+			reject(name, "apiVersion", "missing: write %s", k.apiVersion)
 		} else if group, _, ok := strings.Cut(apiVersion, "/"); !ok || strings.HasSuffix(group, ".k8s.io") {
-			refuse(name, "apiVersion", "%s is not supported: write %s", quote(apiVersion), k.apiVersion)
+			reject(name, "apiVersion", "%s is not supported: write %s", quote(apiVersion), k.apiVersion)
 		} // else it is another API's kind of the same name: Knative has Services too
 		return
 	}
@@ -276,13 +279,14 @@ func (r *reader) objects(t *tree, kind, apiVersion string, out *reading) {
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	// Nothing that is kept may be a piece of the file's text.
-	key = objectKey{r.text(kind), snapshot.Name{Namespace: r.text(key.name.Namespace), Name: string([]byte(key.name.Name))}}
+	// Copy the strings: nothing that is kept may reference the file's text.
+	key = objectKey{r.intern(kind),
+		snapshot.Name{Namespace: r.intern(key.name.Namespace), Name: string([]byte(key.name.Name))}}
 	out.objects = append(out.objects, object{key, value, t.line})
 }
 
-// listed reads the items of a list; kind is empty for a v1 List, whose items all name their own.
-func (r *reader) listed(items *tree, kind, apiVersion string, out *reading) {
+// readItems reads the items of a list; kind is empty for a v1 List, whose items name their own.
+func (r *reader) readItems(items *tree, kind, apiVersion string, out *chunkResult) {
 	if items == nil || items.null() {
 		return
 	}
@@ -292,11 +296,11 @@ func (r *reader) listed(items *tree, kind, apiVersion string, out *reading) {
 		return
 	}
 	for i := range items.parts {
-		r.objects(&items.parts[i], kind, apiVersion, out)
+		r.readObjects(&items.parts[i], kind, apiVersion, out)
 	}
 }
 
-// nameIn gives an object's name before it is decoded.
+// nameIn returns an object's name before it is decoded.
 func nameIn(t *tree, namespaced bool) snapshot.Name {
 	meta := t.get("metadata")
 	if meta == nil {
@@ -318,7 +322,7 @@ func decode[T any](d *decoder, t *tree) *T {
 	return o
 }
 
-// setNamespace is what the API server does for a request without one.
+// setNamespace sets the default namespace, as the API server does.
 func setNamespace(ns *string) {
 	if *ns == "" {
 		*ns = corev1.NamespaceDefault
@@ -331,23 +335,25 @@ func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
 		return nil, nil
 	}
 	setNamespace(&o.Namespace)
-	f := &findings{object: d.object}
+	f := &problemList{object: d.object}
 	switch o.Spec.Type {
 	case "", corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer,
 		corev1.ServiceTypeExternalName:
 	default:
-		f.add("spec.type", "%s is unknown: write ClusterIP, NodePort, LoadBalancer or ExternalName", quote(string(o.Spec.Type)))
+		f.add("spec.type", "%s is unknown: write ClusterIP, NodePort, LoadBalancer or ExternalName",
+			quote(string(o.Spec.Type)))
 	}
-	if ours(o) && o.Spec.ClusterIP == "" && len(o.Spec.ClusterIPs) == 0 {
-		f.add("spec.clusterIP", "no cluster IP: a manifest has nobody to allocate one, write an address or None")
+	if isForThisProxy(o) && o.Spec.ClusterIP == "" && len(o.Spec.ClusterIPs) == 0 {
+		f.add("spec.clusterIP", "no cluster IP: nothing allocates one for a manifest; write an address or None")
 	}
 	for i, p := range o.Spec.Ports {
 		if p.NodePort == 0 && o.Spec.Type == corev1.ServiceTypeNodePort {
-			f.add(fmt.Sprintf("spec.ports[%d].nodePort", i), "no node port: a manifest has nobody to allocate one, write a number")
+			f.add(fmt.Sprintf("spec.ports[%d].nodePort", i),
+				"no node port: nothing allocates one for a manifest; write a number")
 		}
 	}
 	s, problems := r.service(o)
-	return s, append(f.all(), problems...)
+	return s, append(f.problems(), problems...)
 }
 
 func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
@@ -362,11 +368,11 @@ func (r *reader) readSlice(d *decoder, t *tree) (any, []*Problem) {
 		}
 	}
 	if o.AddressType == "" {
-		f := &findings{object: d.object}
+		f := &problemList{object: d.object}
 		f.add("addressType", "missing: write IPv4 or IPv6")
-		return (*snapshot.Slice)(nil), f.all()
+		return (*snapshot.Slice)(nil), f.problems()
 	}
-	return pair(r.slice(o))
+	return asAny(r.slice(o))
 }
 
 func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
@@ -376,21 +382,21 @@ func (r *reader) readEndpoints(d *decoder, t *tree) (any, []*Problem) {
 		return nil, nil
 	}
 	setNamespace(&o.Namespace)
-	return pair(r.endpoints(o))
+	return asAny(r.endpoints(o))
 }
 
 func (r *reader) readNode(d *decoder, t *tree) (any, []*Problem) {
-	return pair(r.node(decode[corev1.Node](d, t)))
+	return asAny(r.node(decode[corev1.Node](d, t)))
 }
 
 func (r *reader) readServiceCIDR(d *decoder, t *tree) (any, []*Problem) {
-	return pair(r.serviceCIDR(decode[networkingv1.ServiceCIDR](d, t)))
+	return asAny(r.serviceCIDR(decode[networkingv1.ServiceCIDR](d, t)))
 }
 
-func pair[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
+func asAny[T any](v T, problems []*Problem) (any, []*Problem) { return v, problems }
 
-// objectIn names the object in a text that did not parse, as far as it can be told: by the tree of what did parse,
-// which may be nil, else by the lines of the text.
+// objectIn names the object in a text that did not parse, as far as possible: by the tree of what did parse, which may
+// be nil, else by the lines of the text.
 func objectIn(t *tree, text string) string {
 	if t != nil && t.kind == list && len(t.parts) == 1 {
 		t = &t.parts[0]
@@ -411,7 +417,7 @@ func objectIn(t *tree, text string) string {
 	return objectName(kind, name)
 }
 
-// objectOnLines reads kind and name as they stand in block style, by their indentation.
+// objectOnLines reads kind and name from block style, by their indentation.
 func objectOnLines(text string) (kind string, name snapshot.Name) {
 	section, top, inner := "", -1, -1
 	for line := range strings.Lines(text) {

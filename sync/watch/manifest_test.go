@@ -48,13 +48,13 @@ func manifestTests(t testing.TB) []manifestTest {
 		{
 			name:     "not UTF-8",
 			text:     "kind: Service\nmetadata: {name: \xff\xfe}\n",
-			problems: []string{"f.yaml:2: Service: this is no YAML: invalid leading UTF-8 octet"},
+			problems: []string{"f.yaml:2: Service: not valid YAML: invalid leading UTF-8 octet"},
 			bad:      true,
 		},
 		{
 			name:     "a control character for a kind",
 			text:     "kind: a\x00\n",
-			problems: []string{`f.yaml:1: "a\x00": this is no YAML: control characters are not allowed`},
+			problems: []string{`f.yaml:1: "a\x00": not valid YAML: control characters are not allowed`},
 			bad:      true,
 		},
 	}
@@ -173,7 +173,8 @@ func dumped(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 		i%50), uid, "12345", metav1.Date(2026, 1, 1, 0, 0, i, 0, time.UTC)
 	s.Labels = map[string]string{"app": "x", "app.kubernetes.io/name": "y", "version": "1.20"}
 	s.Annotations = map[string]string{corev1.LastAppliedConfigAnnotation: `{"apiVersion":"v1","kind":"Service",` +
-		`"metadata":{"annotations":{},"labels":{"app":"x"},"name":"svc","namespace":"ns"},"spec":{"ports":[{"port":80}]}}` + "\n"}
+		`"metadata":{"annotations":{},"labels":{"app":"x"},"name":"svc","namespace":"ns"},"spec":{"ports":[{"port":80}]}}` +
+		"\n"}
 	s.Spec.ClusterIP = fmt.Sprintf("10.%d.%d.%d", 96+i/60000, i/250%240, i%250+1)
 	s.Spec.ClusterIPs = []string{s.Spec.ClusterIP}
 	s.Spec.IPFamilies, s.Spec.IPFamilyPolicy = []corev1.IPFamily{"IPv4"}, ptr(corev1.IPFamilyPolicySingleStack)
@@ -251,7 +252,7 @@ func TestManyProblems(t *testing.T) {
 	if len(problems) != maxProblems+1 || bad {
 		t.Fatalf("%d problems", len(problems))
 	}
-	if got, want := problems[maxProblems].Error(), "f.yaml: 950 problems more"; got != want {
+	if got, want := problems[maxProblems].Error(), "f.yaml: ... and 950 more problems"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 }
@@ -260,7 +261,8 @@ func TestManyProblems(t *testing.T) {
 func TestBombs(t *testing.T) {
 	bomb := "kind: Service\napiVersion: v1\nmetadata: {name: web}\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
 	for i := range 12 {
-		bomb += fmt.Sprintf("a%d: &a%d [%s]\n", i+1, i+1, strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i), 10), ","))
+		bomb += fmt.Sprintf("a%d: &a%d [%s]\n", i+1, i+1,
+			strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i), 10), ","))
 	}
 	texts := map[string]string{
 		"aliases":     bomb,
@@ -285,8 +287,8 @@ func FuzzManifest(f *testing.F) {
 	}
 	f.Add(kubectlList(f, 1, "yaml"))
 	f.Add(kubectlList(f, 1, "json"))
-	f.Add("kind: EndpointsList\napiVersion: v1\nitems:\n- metadata: {name: e}\n  subsets: [{addresses: [{ip: 10.0.0.1}], " +
-		"ports: [{port: 1}]}]\n")
+	f.Add("kind: EndpointsList\napiVersion: v1\nitems:\n- metadata: {name: e}\n" +
+		"  subsets: [{addresses: [{ip: 10.0.0.1}], ports: [{port: 1}]}]\n")
 	path := filepath.Join(f.TempDir(), "f.yaml")
 	f.Fuzz(func(t *testing.T, text string) {
 		r := newReader("n1")

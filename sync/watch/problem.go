@@ -11,7 +11,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Problem is one thing that is wrong with the input. It prints like
+// Problem is one error in the input. It prints like
+//
+// \tservices.yaml:12: Service default/web: spec.ports[0].nodePort: 70000 is not a port (1-65535)
+//
+// and omits the parts that are unknown, which are zero.
 //
 //	services.yaml:12: Service default/web: spec.ports[0].nodePort: 70000 is not a port (1-65535)
 //
@@ -25,7 +29,7 @@ type Problem struct {
 	Object string
 	// Field is the path in the object, with list indices and map keys in brackets.
 	Field string
-	// Err says what is wrong and, where that isn't plain from it, what to do.
+	// Err says what is wrong and, if that is not obvious, what to do.
 	Err error
 }
 
@@ -47,20 +51,20 @@ func (p *Problem) Error() string {
 	return b.String()
 }
 
-// Unwrap gives Err.
+// Unwrap returns Err.
 func (p *Problem) Unwrap() error { return p.Err }
 
-// findings gathers the problems of one object.
-type findings struct {
+// problemList collects the problems of one object.
+type problemList struct {
 	object string
 	list   []*Problem
-	// more is how many there are beyond those in the list.
-	more int
+	// omitted is how many there are beyond those in the list.
+	omitted int
 }
 
-// maxFindings is how many problems of one object are reported. Whoever writes objects may write as many wrong entries
-// as the API server takes, which is a hundred thousand and more.
-const maxFindings = 8
+// maxObjectProblems is how many problems of one object are reported. An object may have as many invalid entries as the
+// API server accepts, which is more than a hundred thousand.
+const maxObjectProblems = 8
 
 func objectName(kind string, n snapshot.Name) string {
 	kind = short(kind)
@@ -75,25 +79,25 @@ func objectName(kind string, n snapshot.Name) string {
 	return kind + " " + short(n.Namespace) + "/" + short(n.Name)
 }
 
-// add notes a problem. The arguments must be bounded in length: see quote.
-func (f *findings) add(field, format string, args ...any) {
-	if len(f.list) == maxFindings {
-		f.more++
+// add adds a problem. The arguments must be bounded in length: see quote.
+func (f *problemList) add(field, format string, args ...any) {
+	if len(f.list) == maxObjectProblems {
+		f.omitted++
 		return
 	}
 	f.list = append(f.list, &Problem{Object: f.object, Field: field, Err: fmt.Errorf(format, args...)})
 }
 
-// all gives the problems, the last of which says how many more there are.
-func (f *findings) all() []*Problem {
-	if f.more == 0 {
+// problems returns the problems; the last one says how many were omitted.
+func (f *problemList) problems() []*Problem {
+	if f.omitted == 0 {
 		return f.list
 	}
-	return append(slices.Clip(f.list), &Problem{Object: f.object, Err: fmt.Errorf("... and %d more problems", f.more)})
+	return append(slices.Clip(f.list), &Problem{Object: f.object, Err: fmt.Errorf("... and %d more problems", f.omitted)})
 }
 
-// texts is the problems as one error, for comparing with what was said before; nil if there are none.
-func texts(problems []*Problem) error {
+// joinProblems joins the problems into one error, for comparing with what was reported before; nil if there are none.
+func joinProblems(problems []*Problem) error {
 	errs := make([]error, len(problems))
 	for i, p := range problems {
 		errs[i] = p
@@ -101,14 +105,14 @@ func texts(problems []*Problem) error {
 	return errors.Join(errs...)
 }
 
-// maxQuoted is how much of a bad value an error repeats, and maxReason how much of another package's error. Values are
-// whatever somebody wrote into a manifest.
+// maxQuoted is how much of an invalid value an error repeats, and maxReason how much of another package's error. A
+// manifest may hold values of any length.
 const (
 	maxQuoted = 64
 	maxReason = 200
 )
 
-// short cuts s for a message and makes control characters visible.
+// short truncates s for a message and escapes control characters.
 func short(s string) string { return clip(s, maxQuoted) }
 
 func clip(s string, n int) string {
@@ -121,7 +125,7 @@ func clip(s string, n int) string {
 	return s
 }
 
-// quote is short in quotation marks always.
+// quote is short, but always with quotation marks.
 func quote(s string) string {
 	return strconv.Quote(cut(s, maxQuoted))
 }

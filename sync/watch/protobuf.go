@@ -11,27 +11,27 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Servers before 1.34 mostly don't stream their lists but send each in one piece. Decoded in one piece, 10,000 Services
-// and their slices take more than 100 MiB for a moment; so protobuf lists are taken apart here and converted one by
-// one.
+// Servers before 1.34 mostly do not stream their lists but send each in one piece. Decoded in one piece, 10,000
+// Services and their slices take more than 100 MiB for a moment. So protobuf lists are split here and their items
+// converted one by one.
 
-// convertedList is a list whose items are converted already.
+// convertedList is a list whose items are already converted.
 type convertedList struct {
 	metav1.TypeMeta
 	metav1.ListMeta
 	Items []runtime.Object
 }
 
-// DeepCopyObject gives the list itself: nobody changes it.
+// DeepCopyObject returns the list itself: nobody changes it.
 func (l *convertedList) DeepCopyObject() runtime.Object { return l }
 
-// GetObjectKind gives nothing, as for all objects that did not come from a decoder.
+// GetObjectKind returns nothing, as for all objects that did not come from a decoder.
 func (c *converted[Out]) GetObjectKind() schema.ObjectKind { return schema.EmptyObjectKind }
 
-// DeepCopyObject gives the object itself: nobody changes it.
+// DeepCopyObject returns the object itself: nobody changes it.
 func (c *converted[Out]) DeepCopyObject() runtime.Object { return c }
 
-// decodeList reads the answer to a list request; item converts the message of one object.
+// decodeList decodes the answer to a list request; item converts the message of one object.
 func decodeList(r rest.Result, item func([]byte) (runtime.Object, error)) (runtime.Object, error) {
 	body, err := r.Raw()
 	if err != nil {
@@ -55,8 +55,8 @@ func decodeList(r rest.Result, item func([]byte) (runtime.Object, error)) (runti
 	return r.Get()
 }
 
-// listMessage gives the message of a list in the envelope objects are sent in, runtime.Unknown ("Kubernetes Protobuf
-// encoding" in the API concepts). It is not ok if it is anything else: then it is left to apimachinery's decoders.
+// listMessage returns the message of a list from the envelope that objects are sent in, runtime.Unknown ("Kubernetes
+// Protobuf encoding" in the API concepts). ok is false for anything else, which is left to apimachinery's decoders.
 func listMessage(body []byte) (raw []byte, ok bool) {
 	body, ok = bytes.CutPrefix(body, []byte("k8s\x00"))
 	if !ok {
@@ -80,7 +80,7 @@ func listMessage(body []byte) (raw []byte, ok bool) {
 	return raw, err == nil && list && plain
 }
 
-// eachField calls f with each string, bytes or message field, and passes over the others.
+// eachField calls f with each string, bytes or message field, and skips the others.
 func eachField(b []byte, f func(number protowire.Number, value []byte) error) error {
 	for len(b) > 0 {
 		number, kind, n := protowire.ConsumeTag(b)

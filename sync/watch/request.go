@@ -9,19 +9,19 @@ import (
 type Request struct {
 	// Method is "GET"; Host the server's address and port.
 	Method, Host string
-	// Code is the status of the answer; 0 means that there was none.
+	// Code is the status of the response; 0 means that there was none.
 	Code int
-	// Took is the time until the answer began.
+	// Took is the time until the response began.
 	Took time.Duration
 }
 
-// observer tells of the requests that go through it.
-type observer struct {
+// requestObserver reports the requests that go through it.
+type requestObserver struct {
 	next      http.RoundTripper
 	requested func(Request)
 }
 
-func (o observer) RoundTrip(r *http.Request) (*http.Response, error) {
+func (o requestObserver) RoundTrip(r *http.Request) (*http.Response, error) {
 	start := time.Now()
 	resp, err := o.next.RoundTrip(r)
 	done := Request{Method: r.Method, Host: r.URL.Host, Took: time.Since(start)}
@@ -33,4 +33,4 @@ func (o observer) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // WrappedRoundTripper lets client-go find the transport below.
-func (o observer) WrappedRoundTripper() http.RoundTripper { return o.next }
+func (o requestObserver) WrappedRoundTripper() http.RoundTripper { return o.next }

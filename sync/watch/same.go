@@ -7,8 +7,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// What a proxy doesn't read changes all the time: annotations, resource versions, conditions of other controllers. Only
-// what differs after conversion is passed on.
+// What a proxy does not read changes all the time: annotations, resource versions, conditions of other controllers.
+// Only objects that differ after conversion are passed on.
 
 func sameService(a, b *snapshot.Service) bool {
 	return a == b || a.Name == b.Name && a.Age == b.Age &&
@@ -24,7 +24,7 @@ func sameScheduling(a, b *snapshot.Scheduling) bool {
 		maps.Equal(a.Weights, b.Weights)
 }
 
-// sameSlice leaves out Triggered: that alone changes nothing.
+// sameSlice ignores Triggered: that alone changes nothing.
 func sameSlice(a, b *snapshot.Slice) bool {
 	return a == b || a.Name == b.Name && a.Service == b.Service && slices.Equal(a.Ports, b.Ports) &&
 		slices.EqualFunc(a.Endpoints, b.Endpoints, sameEndpoint)

@@ -7,16 +7,16 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The annotations by which a Service asks for IPVS, and an EndpointSlice weighs its endpoints.
+// The annotations by which a Service asks for IPVS, and an EndpointSlice sets the weight of its endpoints.
 const (
 	annotationScheduler = "verdict/scheduler"
 	annotationWeights   = "verdict/weights"
 	annotationWeight    = "verdict/weight"
 )
 
-// scheduling reads what a Service asks of IPVS: nil if that is nothing. What makes no sense leaves the choice to the
-// node.
-func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling {
+// scheduling reads what a Service asks of IPVS: nil if nothing. An invalid value is reported, and the node's default
+// applies.
+func scheduling(f *problemList, annotations map[string]string) *snapshot.Scheduling {
 	var s snapshot.Scheduling
 	if text, ok := annotations[annotationScheduler]; ok {
 		field := "metadata.annotations[" + annotationScheduler + "]"
@@ -37,7 +37,7 @@ func scheduling(f *findings, annotations map[string]string) *snapshot.Scheduling
 	return &s
 }
 
-// How much of annotations is read. Whoever may write a Service may write 256 KiB of them, as often as he likes.
+// Limits for annotations. Whoever may write a Service may write 256 KiB of them, as often as they like.
 const (
 	maxScheduler  = 128
 	maxWeight     = 16
@@ -45,9 +45,8 @@ const (
 	maxWeightList = 4096
 )
 
-// weights reads "node-1=3,node-2=1". An entry that makes no sense is left out, and so is all of a list that is too
-// long.
-func weights(f *findings, text string) map[string]uint16 {
+// weights parses "node-1=3,node-2=1". It skips invalid entries, and all of a list that is too long.
+func weights(f *problemList, text string) map[string]uint16 {
 	out, field := map[string]uint16{}, "metadata.annotations["+annotationWeights+"]"
 	if n := 1 + strings.Count(text, ","); len(text) > maxWeights || n > maxWeightList {
 		f.add(field, "%d bytes with %d entries are too many: the weights are left out; %d bytes with %d entries at most",
@@ -58,7 +57,7 @@ func weights(f *findings, text string) map[string]uint16 {
 		node, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
 		n, good := weightOf(number)
 		if !ok || !good || node == "" {
-			f.add(field, "%s is no weight of a node such as node-1=3; weights are 1 to 65535", quote(entry))
+			f.add(field, "%s is not a node's weight such as node-1=3; weights are 1 to 65535", quote(entry))
 			continue
 		}
 		out[strings.TrimSpace(node)] = n
@@ -71,8 +70,8 @@ func weightOf(text string) (uint16, bool) {
 	return uint16(n), err == nil && n > 0
 }
 
-// weigh gives the endpoints of a slice the weight that its annotation says.
-func weigh(f *findings, annotations map[string]string, endpoints []snapshot.Endpoint) {
+// applyWeight sets the weight of a slice's endpoints from its annotation.
+func applyWeight(f *problemList, annotations map[string]string, endpoints []snapshot.Endpoint) {
 	text, ok := annotations[annotationWeight]
 	if !ok {
 		return

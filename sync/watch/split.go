@@ -3,7 +3,7 @@ package watch
 import "strings"
 
 // chunk is a part of a manifest that can be parsed by itself: a document, or one item of a list. Large dumps are one
-// list, and taking them apart before they are parsed keeps one item's tree in memory instead of all.
+// list. Splitting them before parsing keeps one item's tree in memory instead of all.
 type chunk struct {
 	text string
 	// line is the chunk's first line in the file, from 1.
@@ -11,14 +11,14 @@ type chunk struct {
 	json bool
 	// item says that text is a YAML list of one element.
 	item bool
-	// kind and apiVersion are those of items that have none of their own, as in a ServiceList.
+	// kind and apiVersion apply to items that have none of their own, as in a ServiceList.
 	kind, apiVersion string
 	// whole is the document the item came from.
 	whole *chunk
 }
 
-// documents takes a file apart at its document markers ("---", "..."). What stands on a marker's own line belongs to
-// the document after it.
+// documents splits a file at its document markers ("---", "..."). Text on a marker's own line belongs to the document
+// after it.
 func documents(text string) []chunk {
 	text = strings.TrimPrefix(text, "\uFEFF") // a byte order mark
 	var docs []chunk
@@ -61,11 +61,11 @@ func blank(text string) bool {
 	return true
 }
 
-// items takes a list as kubectl prints it apart. It gives nil if the document is anything else; then it must be parsed
-// whole.
+// items splits a list as kubectl prints it. It returns nil if the document is anything else; then the document must be
+// parsed as a whole.
 //
-// In YAML it goes by indentation alone. Where that is wrong, in a quoted text that spans lines and has a dash at the
-// very column of the items, or with an anchor in another item, one of the parts is no good YAML.
+// In YAML it only uses the indentation. That is wrong for a quoted text that spans lines and has a dash at the very
+// column of the items, and for an anchor in another item. In both cases one of the parts is not valid YAML.
 func items(doc *chunk) []chunk {
 	var head *tree
 	var parts []chunk
@@ -88,7 +88,8 @@ func items(doc *chunk) []chunk {
 	return parts
 }
 
-// yamlItems gives the list without its items and the items, with the lines before them. Both are nil if it can't.
+// yamlItems returns the list without its items, and the items with the lines before them. Both are nil if it cannot
+// split the text.
 func yamlItems(text string) (*tree, []chunk) {
 	const key = "items:"
 	at := 0
@@ -131,8 +132,8 @@ func isItem(line string) bool {
 	return line != "" && line[0] == '-' && (len(line) == 1 || strings.IndexByte(" \r\n", line[1]) >= 0)
 }
 
-// itemLength gives the bytes and lines of the item body starts with: up to the next line that is indented no deeper
-// than the item's dash and is neither empty nor a comment.
+// itemLength returns the bytes and lines of the item that body starts with: up to the next line that is indented no
+// deeper than the item's dash and is neither empty nor a comment.
 func itemLength(body string, indent int) (n, lines int) {
 	for n < len(body) {
 		end := strings.IndexByte(body[n:], '\n') + 1
@@ -186,7 +187,7 @@ func jsonItems(text string) (*tree, []chunk) {
 	return head, parts
 }
 
-// elements gives the elements of the list at pos, or nil if they can't be told apart.
+// elements splits the list at pos into its elements, or returns nil if it cannot.
 func (p *jsonParser) elements() []chunk {
 	var parts []chunk
 	for {

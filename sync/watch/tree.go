@@ -9,16 +9,16 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// tree is a parsed YAML or JSON value that knows the lines it came from. Aliases and merge keys are resolved.
+// tree is a parsed YAML or JSON value with line numbers. Aliases and merge keys are resolved.
 type tree struct {
 	kind treeKind
-	// quoted scalars are text whatever they look like.
+	// quoted scalars are text, whatever they look like.
 	quoted bool
 	// line counts from 1 in the text that was parsed.
 	line int
-	// text is a scalar's.
+	// text is the text of a scalar.
 	text string
-	// parts are a list's values, or a mapping's keys and values in turn.
+	// parts are a list's values, or a mapping's keys and values alternating.
 	parts []tree
 }
 
@@ -35,7 +35,7 @@ var kindWords = [...]string{"a single value", "a list", "a mapping"}
 // maxDepth is how deep values may nest. The objects we know need about ten levels.
 const maxDepth = 100
 
-// get gives the value of a key, the last one if there are several, or nil.
+// get returns the value of a key, the last one if there are several, or nil.
 func (t *tree) get(key string) *tree {
 	if t.kind != mapping {
 		return nil
@@ -48,7 +48,7 @@ func (t *tree) get(key string) *tree {
 	return nil
 }
 
-// str gives the text of a key's scalar, or "".
+// str returns the text of a key's scalar, or "".
 func (t *tree) str(key string) string {
 	if v := t.get(key); v != nil && v.kind == scalar && !v.null() {
 		return v.text
@@ -67,7 +67,7 @@ func (t *tree) null() bool {
 	return false
 }
 
-// lineOf gives the line of a field, written as Problem.Field is, or that of the nearest part around it.
+// lineOf returns the line of a field, written as in Problem.Field, or that of its nearest parent.
 func (t *tree) lineOf(field string) int {
 	at := t
 	line := t.line
@@ -95,7 +95,7 @@ func (t *tree) lineOf(field string) int {
 	return line
 }
 
-// child goes one step down: to a list's index or a mapping's key, whose line is the better one to show.
+// child returns a list's element or a mapping's value, and the line to report for it.
 func (t *tree) child(key string, line int) (*tree, int) {
 	if t.kind == list {
 		var i int
@@ -114,21 +114,21 @@ func (t *tree) child(key string, line int) (*tree, int) {
 	return nil, line
 }
 
-// syntaxError is text that is no YAML or JSON.
+// syntaxError says that a text is not valid YAML or JSON.
 type syntaxError struct {
 	line int // in the text that was parsed, from 1
 	err  error
 }
 
 // parseYAML parses one document. With search it finds the line of an error, which takes a dozen times as long, and
-// gives the tree of what comes before; else the error's line is the text's first and there is no tree.
+// returns the tree of what comes before it. Without, it reports the first line and no tree.
 func parseYAML(text string, search bool) (*tree, *syntaxError) {
 	n, err := yamlNode(text)
 	if err == nil {
 		return buildYAML(n, len(text))
 	}
 	reason := clip(yamlPlace.ReplaceAllString(err.Error(), ""), maxReason)
-	problem := &syntaxError{1, fmt.Errorf("this is no YAML: %s", reason)}
+	problem := &syntaxError{1, fmt.Errorf("not valid YAML: %s", reason)}
 	if !search || len(text) > maxErrorText {
 		return nil, problem
 	}
@@ -146,8 +146,8 @@ func buildYAML(n *yaml.Node, size int) (*tree, *syntaxError) {
 	if n.Kind == yaml.DocumentNode && len(n.Content) == 1 {
 		n = n.Content[0]
 	}
-	// Aliases may stand for each other in turn and grow exponentially; ten times the size of the text is more than anybody
-	// writes by hand.
+	// Aliases may refer to each other and grow exponentially. Ten times the size of the text is more than anybody writes
+	// by hand.
 	b := &yamlBuilder{budget: 10*size + 1000}
 	t := &tree{}
 	if err := b.build(n, t, 0); err != nil {
@@ -156,11 +156,11 @@ func buildYAML(n *yaml.Node, size int) (*tree, *syntaxError) {
 	return t, nil
 }
 
-// yamlNode calls the parser. It has had crashes of its own (CVE-2022-28948); one bad file must not end the data plane.
+// yamlNode calls the YAML parser. It has had crashes (CVE-2022-28948); one bad file must not end the data plane.
 func yamlNode(text string) (n *yaml.Node, err error) {
 	defer func() {
 		if r := recover(); r != nil {
-			n, err = nil, fmt.Errorf("the parser gave up: %v", r)
+			n, err = nil, fmt.Errorf("the parser crashed: %v", r)
 		}
 	}()
 	n = &yaml.Node{}
@@ -169,15 +169,15 @@ func yamlNode(text string) (n *yaml.Node, err error) {
 
 var yamlPlace = regexp.MustCompile(`^yaml: (line \d+: )?`)
 
-// maxErrorText is how large a text may be for its error to be searched for, and maxOpen how many lines a quoted text or
-// a bracket may span for the search to see beyond it.
+// maxErrorText is the largest text whose error is searched for. maxOpen is how many lines a quoted text or a bracket
+// may span for the search to see beyond it.
 const (
 	maxErrorText = 64 << 10
 	maxOpen      = 30
 )
 
-// goodLines gives the length of the longest beginning that is good: the error is on the line after it. The parser
-// itself names the line where the block around the error starts, or the one before that.
+// goodLines returns the length of the longest valid beginning: the error is on the line after it. The parser itself
+// names the line where the block around the error starts, or the one before that.
 func goodLines(lines []string) int {
 	lo, hi := 0, len(lines) // the first lo lines are good
 search:
@@ -198,10 +198,10 @@ search:
 	return lo
 }
 
-// yamlOpen are the errors of a text that would be good if it went on.
+// yamlOpen matches the errors of a text that would be valid if it went on.
 var yamlOpen = regexp.MustCompile(`unexpected end of stream|expected ',' or|expected node content`)
 
-// yamlBuilder copies nodes of the YAML library to trees.
+// yamlBuilder converts nodes of the YAML library to trees.
 type yamlBuilder struct {
 	budget int
 }
@@ -211,7 +211,7 @@ func (b *yamlBuilder) build(n *yaml.Node, t *tree, depth int) *syntaxError {
 		return &syntaxError{n.Line, errors.New("aliases make this too large")}
 	}
 	if depth > maxDepth {
-		return &syntaxError{n.Line, errDeep}
+		return &syntaxError{n.Line, errTooDeep}
 	}
 	t.line = n.Line
 	switch n.Kind {
@@ -263,7 +263,8 @@ func (b *yamlBuilder) mapping(n *yaml.Node, t *tree, depth int) *syntaxError {
 		t.parts = own
 		return nil
 	}
-	// A merged key that is overridden is not there twice; the mapping's own are kept for the reader to complain about.
+	// A merged key that is overridden is no duplicate; the mapping's own duplicates are kept, so that the decoder reports
+	// them.
 	known := make(map[string]bool, len(own)/2)
 	for i := 0; i < len(own); i += 2 {
 		known[own[i].text] = true
@@ -279,7 +280,7 @@ func (b *yamlBuilder) mapping(n *yaml.Node, t *tree, depth int) *syntaxError {
 	return nil
 }
 
-// merged gives the keys and values of a mapping, or of a list of mappings of which the first ones count more.
+// merged returns the keys and values of a mapping, or of a list of mappings of which the first ones take precedence.
 func merged(v *tree) []tree {
 	if v.kind == mapping {
 		return v.parts
@@ -293,4 +294,4 @@ func merged(v *tree) []tree {
 	return parts
 }
 
-var errDeep = fmt.Errorf("values nest deeper than %d levels", maxDepth)
+var errTooDeep = fmt.Errorf("values nest deeper than %d levels", maxDepth)
