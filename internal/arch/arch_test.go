@@ -28,7 +28,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"sync/watch":           {ours: []string{"sync/snapshot"}, others: []string{"*"}},
 	"sync/reconcile":       {ours: []string{"sync/snapshot", "sync/dataplane"}},
 	"nft":                  {ours: []string{"sync/snapshot", "sync/dataplane"}},
-	"nft/kernel":           {ours: []string{"nft", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "github.com/mdlayher/socket", "golang.org/x/sys"}},
+	"nft/kernel":           {ours: []string{"internal/netlink", "nft", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
 	"nft/iptshim":          {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
 	"nft/iptshim/xtables":  {ours: []string{"internal/netlink", "nft/iptshim", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
 	"ipvsplugin":           {ours: []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
@@ -80,6 +80,7 @@ var layers = map[string]struct{ ours, others []string }{
 var reserved = map[string][]string{
 	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/testbed", "conformance/cases", "conformance/run", "conformance/benchmark", "internal/lab/control"},
 	"github.com/google/nftables": {"ipvsplugin", "nft/kernel"},
+	"github.com/mdlayher/":       {"internal/netlink"},
 }
 
 func TestLayers(t *testing.T) {

@@ -44,13 +44,6 @@ func (w *Buffer) Count() int { return int(w.count) }
 // Grow makes room for n more bytes.
 func (w *Buffer) Grow(n int) { w.b = slices.Grow(w.b, n) }
 
-// Trim frees the memory if there is more than n bytes of it.
-func (w *Buffer) Trim(n int) {
-	if cap(w.b) > n {
-		*w = Buffer{}
-	}
-}
-
 // Message starts a message with the header of its protocol and returns its place, for End. It is always a request.
 func (w *Buffer) Message(typ, flags uint16, header ...byte) int {
 	start := len(w.b)

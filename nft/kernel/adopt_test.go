@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -68,7 +69,7 @@ func (s *site) restart(o Options) {
 
 func (s *site) generation() uint32 {
 	s.t.Helper()
-	g, err := s.backend.reader.generation()
+	g, err := s.backend.reader.Generation()
 	labtest.Check(s.t, err)
 	return g
 }
@@ -268,7 +269,7 @@ func TestOwnership(t *testing.T) {
 
 func (s *site) generationOf(b *Backend) uint32 {
 	s.t.Helper()
-	g, err := b.reader.generation()
+	g, err := b.reader.Generation()
 	labtest.Check(s.t, err)
 	return g
 }
@@ -361,14 +362,14 @@ func leads(svc *dataplane.Service) bool {
 
 // faulty is a wire that breaks now and then.
 type faulty struct {
-	wire
+	netlink.Wire
 	// sendErr and recvErr are given instead of the next calls' answers; a nil among them lets one call through.
 	sendErr, recvErr []error
 	// most is the largest datagram it sends; 0 means any.
 	most int
 }
 
-func (w *faulty) send(b []byte) error {
+func (w *faulty) Send(b []byte) error {
 	if len(w.sendErr) > 0 {
 		err := w.sendErr[0]
 		w.sendErr = w.sendErr[1:]
@@ -379,10 +380,10 @@ func (w *faulty) send(b []byte) error {
 	if w.most > 0 && len(b) > w.most {
 		return unix.EMSGSIZE
 	}
-	return w.wire.send(b)
+	return w.Wire.Send(b)
 }
 
-func (w *faulty) recv(b []byte, wait bool) (int, error) {
+func (w *faulty) Recv(b []byte, wait bool) (int, error) {
 	if len(w.recvErr) > 0 {
 		err := w.recvErr[0]
 		w.recvErr = w.recvErr[1:]
@@ -390,14 +391,14 @@ func (w *faulty) recv(b []byte, wait bool) (int, error) {
 			return 0, err
 		}
 	}
-	return w.wire.recv(b, wait)
+	return w.Wire.Recv(b, wait)
 }
 
-func (w *faulty) room(n int) (int, error) {
+func (w *faulty) Room(n int) (int, error) {
 	if w.most > 0 {
-		return (w.most + sendMargin) / 2, nil
+		return (w.most + netlink.SendMargin) / 2, nil
 	}
-	return w.wire.room(n)
+	return w.Wire.Room(n)
 }
 
 // TestFaults breaks the wire in every way it can break, in the middle of changes. After at most one error the kernel holds what it
@@ -424,7 +425,7 @@ func TestFaults(t *testing.T) {
 				if change.Empty() {
 					continue
 				}
-				s.backend.conn.wire = &faulty{wire: s.backend.conn.wire, sendErr: c.send, recvErr: c.recv}
+				s.backend.conn.Wire = &faulty{Wire: s.backend.conn.Wire, sendErr: c.send, recvErr: c.recv}
 				_, err := s.backend.ApplyAll(s.planner.State(), change)
 				if (err != nil) != c.fails {
 					t.Fatalf("got %v", err)
@@ -449,7 +450,7 @@ func TestSmallDatagrams(t *testing.T) {
 	s.snap = cluster(s.random, 250, false)
 	s.planner.Apply(s.snap, snapshot.Change{})
 	const most = 120 << 10
-	b.conn.wire = &faulty{wire: b.conn.wire, most: most}
+	b.conn.Wire = &faulty{Wire: b.conn.Wire, most: most}
 	s.apply(dataplane.Change{})
 	quiet(t, b)
 	var all snapshot.Delta
@@ -529,7 +530,7 @@ func TestLostAnswerOfAPart(t *testing.T) {
 	s := newSite(t, 30, Options{})
 	labtest.Check(t, s.backend.Remove())
 	s.backend.room, s.backend.trust = 16, broken
-	s.backend.conn.wire = &faulty{wire: s.backend.conn.wire, recvErr: []error{unix.ENOBUFS}}
+	s.backend.conn.Wire = &faulty{Wire: s.backend.conn.Wire, recvErr: []error{unix.ENOBUFS}}
 	_, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{})
 	labtest.Check(t, err)
 	if got, want := held(t, s.backend), wanted(s.planner.State()); got != want {

@@ -84,32 +84,14 @@ func (b *Backend) sweepOn() (done bool, err error) {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
 	if !s.running {
-		if err := b.sweeper.fresh(); err != nil {
-			return false, err
-		}
-		err := b.sweeper.send(listRequest(f, nft.Affinity))
-		b.sweeper.stale = err != nil
-		return false, err
+		return false, b.sweeper.Ask(listRequest(f, nft.Affinity))
 	}
-	n, err := b.sweeper.recv(true)
-	if err != nil {
-		b.sweeper.stale = true
-		return false, err
+	done, err = b.sweeper.Next(withAttributes(func(attrs []byte) {
+		eachElement(f, nft.Affinity, attrs, func(e nft.Listed) { s.note(&e.Element, b.model.Remembers(f, &e.Element)) })
+	}))
+	if done && (errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EINTR)) {
+		err = nil
 	}
-	err = eachMessage(b.sweeper.receive[:n], func(h header, body []byte) error {
-		if h.typ == unix.NLMSG_DONE || h.typ == unix.NLMSG_ERROR {
-			done = true
-			if err := endOf(h, body); !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
-				return err
-			}
-		} else if len(body) >= 4 {
-			eachElement(f, nft.Affinity, body[4:], func(e nft.Listed) {
-				s.note(&e.Element, b.model.Remembers(f, &e.Element))
-			})
-		}
-		return nil
-	})
-	b.sweeper.stale = err != nil
 	return done, err
 }
 
@@ -149,15 +131,15 @@ func (b *Backend) endSweep() error {
 // which fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
 func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
-		b.batch.reset()
+		b.batch.Reset()
 		b.batch.notes = b.batch.notes[:0]
-		b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
-		first, n := b.batch.seq, min(len(entries), deleteAtOnce)
+		b.batch.Begin()
+		first, n := uint32(b.batch.Count())+1, min(len(entries), deleteAtOnce)
 		for i := range n {
 			b.batch.elements(f, unix.NFT_MSG_DELSETELEM, nft.Affinity, entries[i:i+1])
 		}
-		b.batch.batch(unix.NFNL_MSG_BATCH_END)
-		refused, err := b.conn.transact(b.batch.b)
+		b.batch.Finish()
+		refused, err := b.conn.Commit(b.batch.Bytes())
 		if err == nil && len(refused) == 0 {
 			b.generation = next(b.generation)
 			entries = entries[n:]
@@ -168,10 +150,10 @@ func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error
 		}
 		missing := map[int]bool{}
 		for _, r := range refused {
-			if r.errno != unix.ENOENT || r.seq < first || r.seq >= first+uint32(n) {
+			if r.Errno != unix.ENOENT || r.Seq < first || r.Seq >= first+uint32(n) {
 				return b.refusals(refused)
 			}
-			missing[int(r.seq-first)] = true
+			missing[int(r.Seq-first)] = true
 		}
 		left := entries[:0]
 		for i := range entries {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -293,7 +294,7 @@ func (b *Backend) number() error {
 	generation := b.generation
 	if generation == 0 {
 		var err error
-		if generation, err = b.reader.generation(); err != nil {
+		if generation, err = b.reader.Generation(); err != nil {
 			return err
 		}
 	}
@@ -304,7 +305,7 @@ func (b *Backend) number() error {
 // planFrom is plan for a kernel that may hold anything.
 func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	// What others write from now on will be seen.
-	generation, err := b.reader.generation()
+	generation, err := b.reader.Generation()
 	if err != nil {
 		return nil, err
 	}
@@ -388,7 +389,7 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	describe(txn, r)
 	bytes := b.batch.encode(txn)
 	r.Encode += time.Since(start)
-	r.Bytes, r.Messages = len(bytes), int(b.batch.seq)-1
+	r.Bytes, r.Messages = len(bytes), b.batch.Count()
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
 	err := b.send(bytes)
@@ -408,8 +409,8 @@ func describe(txn *nft.Txn, r *dataplane.Receipt) {
 const maxElementBytes = 512
 
 // shrink has later transactions be so small that they can be sent. It says whether that could help.
-func (b *Backend) shrink(large *errTooLarge) bool {
-	room := max(large.room/maxElementBytes, 1)
+func (b *Backend) shrink(large *netlink.TooLarge) bool {
+	room := max(large.Room/maxElementBytes, 1)
 	if b.room > 0 && room >= b.room {
 		room = b.room / 2
 	}
@@ -422,7 +423,7 @@ func (b *Backend) shrink(large *errTooLarge) bool {
 
 // rejected is what the kernel refused of a batch.
 type rejected struct {
-	refused []refusal
+	refused []netlink.Error
 	// text names the objects.
 	text error
 }
@@ -436,7 +437,7 @@ func (r *rejected) all(errnos ...unix.Errno) bool {
 	for _, x := range r.refused {
 		found := false
 		for _, e := range errnos {
-			found = found || x.errno == e
+			found = found || x.Errno == e
 		}
 		if !found {
 			return false
@@ -447,7 +448,7 @@ func (r *rejected) all(errnos ...unix.Errno) bool {
 
 func (r *rejected) any(errno unix.Errno) bool {
 	for _, x := range r.refused {
-		if x.errno == errno {
+		if x.Errno == errno {
 			return true
 		}
 	}
@@ -456,7 +457,7 @@ func (r *rejected) any(errno unix.Errno) bool {
 
 // send sends a batch's bytes and turns what was refused into an error that names the objects.
 func (b *Backend) send(bytes []byte) error {
-	refused, err := b.conn.transact(bytes)
+	refused, err := b.conn.Commit(bytes)
 	if len(refused) > 0 {
 		return &rejected{refused, errors.Join(err, b.refusals(refused))}
 	}
@@ -478,7 +479,7 @@ func next(generation uint32) uint32 {
 // maxRefusals bounds the length of an error: when one object is refused, often all are.
 const maxRefusals = 8
 
-func (b *Backend) refusals(refused []refusal) error {
+func (b *Backend) refusals(refused []netlink.Error) error {
 	var errs []error
 	for i, r := range refused {
 		if i == maxRefusals {
@@ -534,19 +535,18 @@ func (b *Backend) Remove() error {
 		return err
 	}
 	b.model, b.trust, b.missed = nft.Model{Counters: b.options.Counters}, stranger, dataplane.Change{}
-	b.sweeper.stale = b.sweeper.stale || b.sweep.running
 	b.sweep, b.inspection, b.room = sweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = ipfamily.Per[tableInfo]{}
-	b.batch.reset()
+	b.batch.Reset()
 	b.batch.notes = b.batch.notes[:0]
-	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.batch.Begin()
 	for _, f := range ipfamily.All {
-		b.batch.end(b.batch.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
+		b.batch.End(b.batch.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 		b.batch.deleteTable(f)
 	}
-	b.batch.batch(unix.NFNL_MSG_BATCH_END)
-	return b.owned(b.send(b.batch.b))
+	b.batch.Finish()
+	return b.owned(b.send(b.batch.Bytes()))
 }
 
 // List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -40,7 +41,7 @@ func (c *Counters) Close() error { return errors.Join(c.conn.Close(), c.netns.Cl
 
 // ready opens the socket anew if an error has left it of no use.
 func (c *Counters) ready() error {
-	if c.conn.fresh() == nil {
+	if c.conn.Fresh() == nil {
 		return nil
 	}
 	return c.reopen()
@@ -87,8 +88,8 @@ func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.Fronte
 // list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it will be read
 // again.
 func (c *Counters) list(f ipfamily.Family, set nft.SetID, do func(nft.Listed)) error {
-	_, err := c.conn.query(listRequest(f, set), true, func(attrs []byte) { eachElement(f, set, attrs, do) })
-	if err != nil && !errors.Is(err, unix.ENOENT) {
+	err := c.conn.query(listRequest(f, set), func(attrs []byte) { eachElement(f, set, attrs, do) })
+	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
 		return fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	return nil
@@ -218,12 +219,12 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	var packets ipfamily.Per[[dataplane.NumRefusals]uint64]
 	for i, f := range ipfamily.All {
 		for _, kind := range refusing {
-			_, err := c.conn.query(rulesRequest(f, nft.ChainID{Kind: kind}.Name()), true, func(attrs []byte) {
+			err := c.conn.query(rulesRequest(f, nft.ChainID{Kind: kind}.Name()), func(attrs []byte) {
 				if refusal, n, ok := refusedBy(attrs); ok {
 					packets[i][refusal] += n
 				}
 			})
-			if err != nil && !errors.Is(err, unix.ENOENT) {
+			if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
 				return nil, fmt.Errorf("nft: count packets refused in %s %s: %w", f.NFT(), nft.TableName, err)
 			}
 		}
@@ -239,38 +240,27 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 
 // rulesRequest asks for the rules of a chain.
 func rulesRequest(f ipfamily.Family, chain string) []byte {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
-	w.text(unix.NFTA_RULE_TABLE, nft.TableName)
-	w.text(unix.NFTA_RULE_CHAIN, chain)
-	w.end(m)
-	return w.b
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETRULE), unix.NLM_F_DUMP, f.NFProto())
+	w.Text(unix.NFTA_RULE_TABLE, nft.TableName)
+	w.Text(unix.NFTA_RULE_CHAIN, chain)
+	w.End(m)
+	return w.Bytes()
 }
 
 // refusedBy reads a rule that looks at one of our sets and counts what it turns away.
 func refusedBy(attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool) {
 	known := false
-	eachAttr(attrs, func(typ uint16, v []byte) {
-		if typ != unix.NFTA_RULE_EXPRESSIONS {
-			return
-		}
-		eachAttr(v, func(_ uint16, e []byte) {
-			switch expressionName(e) {
-			case "counter":
-				ok, packets, _ = counter(e)
-			case "lookup":
-				if known { // the first set says which packets; others make exceptions
-					return
-				}
-				eachAttr(expressionData(e), func(typ uint16, v []byte) {
-					if typ == unix.NFTA_LOOKUP_SET {
-						refusal, known = nft.Refuses(unix.ByteSliceToString(v))
-					}
-				})
+	for _, e := range netlink.Each(netlink.Find(attrs, unix.NFTA_RULE_EXPRESSIONS)) {
+		switch expressionName(e) {
+		case "counter":
+			ok, packets, _ = counter(e)
+		case "lookup":
+			if !known { // the first set says which packets; others make exceptions
+				refusal, known = nft.Refuses(netlink.Find(expressionData(e), unix.NFTA_LOOKUP_SET).Text())
 			}
-		})
-	})
+		}
+	}
 	return refusal, packets, ok && known
 }
 
@@ -296,25 +286,14 @@ func (c *Counters) Affinity(patience time.Duration) (counts ipfamily.Per[int], e
 
 // countAffinity lists them. A list cannot be ended early but with its socket.
 func (c *Counters) countAffinity(f ipfamily.Family, deadline time.Time) (n int, err error) {
-	if err := c.conn.send(listRequest(f, nft.Affinity)); err != nil {
+	if err := c.conn.Ask(listRequest(f, nft.Affinity)); err != nil {
 		return 0, err
 	}
 	for done := false; !done; {
 		if time.Now().After(deadline) {
 			return -1, c.reopen()
 		}
-		got, err := c.conn.recv(true)
-		if err != nil {
-			c.conn.stale = true
-			return 0, err
-		}
-		err = eachMessage(c.conn.receive[:got], func(h header, body []byte) error {
-			if done = h.typ == unix.NLMSG_DONE || h.typ == unix.NLMSG_ERROR; done {
-				return endOf(h, body)
-			}
-			n += elementsIn(body)
-			return nil
-		})
+		done, err = c.conn.Next(withAttributes(func(attrs []byte) { n += elementsIn(attrs) }))
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return 0, err
 		}
@@ -323,15 +302,10 @@ func (c *Counters) countAffinity(f ipfamily.Family, deadline time.Time) (n int, 
 }
 
 // elementsIn counts the elements of one message.
-func elementsIn(body []byte) (n int) {
-	if len(body) < 4 {
-		return 0
+func elementsIn(attrs []byte) (n int) {
+	for range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+		n++
 	}
-	eachAttr(body[4:], func(typ uint16, list []byte) {
-		if typ == unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-			eachAttr(list, func(uint16, []byte) { n++ })
-		}
-	})
 	return n
 }
 

@@ -7,8 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/nft"
@@ -111,11 +109,11 @@ func remember(t *testing.T, b *Backend, pool uint32, endpoint netip.AddrPort, n 
 		}
 		entries = append(entries, nft.Listed{Element: e, Timeout: time.Hour, Expires: time.Hour})
 	}
-	b.batch.reset()
-	b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.batch.Reset()
+	b.batch.Begin()
 	b.batch.affinity(ipfamily.IPv4, entries)
-	b.batch.batch(unix.NFNL_MSG_BATCH_END)
-	refused, err := b.conn.transact(b.batch.b)
+	b.batch.Finish()
+	refused, err := b.conn.Commit(b.batch.Bytes())
 	if err != nil || len(refused) > 0 {
 		t.Fatalf("%v, refused %v", err, refused)
 	}

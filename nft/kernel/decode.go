@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -11,11 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
-
-func be32(b []byte) uint32 { return binary.BigEndian.Uint32(b) }
 
 // heldRules are the chains and rules of one of our tables, as they are on the wire.
 type heldRules struct {
@@ -26,14 +24,14 @@ type heldRules struct {
 
 func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 	h := &heldRules{rules: map[string][][]byte{}}
-	err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
-		h.chains = append(h.chains, unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME]))
+	err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
+		h.chains = append(h.chains, attrs[unix.NFTA_CHAIN_NAME].Text())
 	})
 	if err != nil {
 		return nil, err
 	}
-	err = c.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
-		chain := unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])
+	err = c.objects(f, unix.NFT_MSG_GETRULE, func(attrs netlink.Attributes) {
+		chain := attrs[unix.NFTA_RULE_CHAIN].Text()
 		h.rules[chain] = append(h.rules[chain], attrs[unix.NFTA_RULE_EXPRESSIONS])
 	})
 	slices.Sort(h.chains)
@@ -68,25 +66,17 @@ func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 }
 
 func expressions(rule []byte) (list [][]byte) {
-	eachAttr(rule, func(_ uint16, e []byte) { list = append(list, e) })
+	for _, e := range netlink.Each(rule) {
+		list = append(list, e)
+	}
 	return list
 }
 
 // looksUp says whether a rule looks into a set.
 func looksUp(rule []byte, set nft.SetID) bool {
 	return slices.ContainsFunc(expressions(rule), func(e []byte) bool {
-		return expressionName(e) == "lookup" && unix.ByteSliceToString(attrOf(expressionData(e), unix.NFTA_LOOKUP_SET)) == set.String()
+		return expressionName(e) == "lookup" && netlink.Find(expressionData(e), unix.NFTA_LOOKUP_SET).Text() == set.String()
 	})
-}
-
-// attrOf gives the value of the first attribute of a type; nil if there is none.
-func attrOf(attrs []byte, typ uint16) (value []byte) {
-	eachAttr(attrs, func(t uint16, v []byte) {
-		if t == typ && value == nil {
-			value = v
-		}
-	})
-	return value
 }
 
 // decodePods is matchPods' inverse: it reads the match that a rule begins with.
@@ -97,15 +87,15 @@ func decodePods(f ipfamily.Family, list [][]byte) (p dataplane.Pods) {
 	data := expressionData(list[0])
 	mask, compared := []byte(nil), list[1]
 	if expressionName(compared) == "bitwise" && len(list) > 2 {
-		mask, compared = dataValue(attrOf(expressionData(compared), unix.NFTA_BITWISE_MASK)), list[2]
+		mask, compared = dataValue(netlink.Find(expressionData(compared), unix.NFTA_BITWISE_MASK)), list[2]
 	}
 	if expressionName(compared) != "cmp" {
 		return p
 	}
-	value := dataValue(attrOf(expressionData(compared), unix.NFTA_CMP_DATA))
+	value := dataValue(netlink.Find(expressionData(compared), unix.NFTA_CMP_DATA))
 	switch expressionName(list[0]) {
 	case "meta":
-		if key := attrOf(data, unix.NFTA_META_KEY); len(key) != 4 || be32(key) != unix.NFT_META_IIFNAME {
+		if key := netlink.Find(data, unix.NFTA_META_KEY); key.Big32() != unix.NFT_META_IIFNAME {
 			return p
 		}
 		if name := string(bytes.TrimRight(value, "\x00")); len(value) == unix.IFNAMSIZ {
@@ -114,8 +104,8 @@ func decodePods(f ipfamily.Family, list [][]byte) (p dataplane.Pods) {
 			p.InterfacePrefix = name
 		}
 	case "payload":
-		offset := attrOf(data, unix.NFTA_PAYLOAD_OFFSET)
-		if len(offset) != 4 || be32(offset) != addrOffset(f, nft.SourceAddr) || len(value) > f.AddrLen() {
+		offset := netlink.Find(data, unix.NFTA_PAYLOAD_OFFSET)
+		if offset.Big32() != addrOffset(f, nft.SourceAddr) || len(value) > f.AddrLen() {
 			return p
 		}
 		bits := 8 * len(value)
@@ -172,9 +162,9 @@ func describeRule(rule []byte) string {
 		name, data := expressionName(e), expressionData(e)
 		switch name {
 		case "lookup", "dynset":
-			name += " @" + unix.ByteSliceToString(attrOf(data, unix.NFTA_LOOKUP_SET)) // the same attribute in both
+			name += " @" + netlink.Find(data, unix.NFTA_LOOKUP_SET).Text() // the same attribute in both
 		case "immediate":
-			if v := attrOf(attrOf(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT); v != nil {
+			if v := netlink.Find(netlink.Find(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT); v != nil {
 				name = verdictText(v)
 			}
 		}
@@ -184,16 +174,13 @@ func describeRule(rule []byte) string {
 }
 
 func verdictText(v []byte) string {
-	code := int32(0)
-	if b := attrOf(v, unix.NFTA_VERDICT_CODE); len(b) == 4 {
-		code = int32(be32(b))
-	}
+	code := int32(netlink.Find(v, unix.NFTA_VERDICT_CODE).Big32())
 	names := map[int32]string{0: "drop", 1: "accept", -1: "continue", -3: "jump", -4: "goto", -5: "return"}
 	name, ok := names[code]
 	if !ok {
 		name = fmt.Sprintf("verdict %d", code)
 	}
-	if chain := unix.ByteSliceToString(attrOf(v, unix.NFTA_VERDICT_CHAIN)); chain != "" {
+	if chain := netlink.Find(v, unix.NFTA_VERDICT_CHAIN).Text(); chain != "" {
 		name += " " + chain
 	}
 	return name

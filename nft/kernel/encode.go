@@ -1,9 +1,10 @@
+// Package kernel carries package nft's values to and from the kernel's nf_tables by netlink. Every transaction is one batch in
+// one datagram, so that it happens as a whole or not at all.
 package kernel
 
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"sort"
 	"time"
 
@@ -11,8 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
+
+// headerLen is the length of the headers of a message of nf_tables.
+const headerLen = netlink.HeaderLen + netlink.NetfilterLen
 
 // Attributes that package unix lacks.
 const (
@@ -25,7 +30,7 @@ const (
 	nftaSetFieldLen         = 1
 	nfAccept                = 1
 	dataTypeVerdict         = 0xffffff00 // NFT_DATA_VERDICT
-	maxNest                 = maxAttr - 512
+	maxNest                 = netlink.MaxAttr - 512
 	intervalEnd             = 1 // NFT_SET_ELEM_INTERVAL_END
 	gotoCode          int32 = -4
 )
@@ -35,7 +40,7 @@ var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "
 
 // batch is a transaction on its way into bytes. What each message holds is noted, so that an error can name its object.
 type batch struct {
-	buffer
+	netlink.Buffer
 	notes []note
 	// tableName is another name than our tables have, for a probe.
 	tableName string
@@ -59,19 +64,19 @@ type note struct {
 
 // encode turns a transaction into one batch. The bytes hold until the next call.
 func (b *batch) encode(txn *nft.Txn) []byte {
-	b.reset()
+	b.Reset()
 	b.notes = b.notes[:0]
 	if txn.Tables[0].Create != nil {
 		b.reserve(txn)
 	}
-	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.Begin()
 	for i, f := range ipfamily.All {
 		b.table(f, &txn.Tables[i])
 	}
 	if !b.unfinished {
-		b.batch(unix.NFNL_MSG_BATCH_END)
+		b.Finish()
 	}
-	return b.b
+	return b.Bytes()
 }
 
 // keepBytes is what a batch may keep for the next: the usual change takes far less, and a node full of Services should not hold
@@ -80,15 +85,15 @@ const keepBytes = 1 << 20
 
 // trim lets go of what only a large transaction needed.
 func (b *batch) trim() {
-	if cap(b.b) > keepBytes {
-		b.b, b.notes = nil, nil
+	if cap(b.Bytes()) > keepBytes {
+		b.Buffer, b.notes = netlink.Buffer{}, nil
 	}
 }
 
 // reserve makes room for a transaction's elements, which would otherwise be copied each time they outgrow it.
 func (b *batch) reserve(txn *nft.Txn) {
 	// An element with its key and data is four nested attributes; one with a verdict has two more and the chain's name.
-	const perElement, perVerdict, perComment = 6 * attrLen, 2*attrLen + 4 + 32, attrLen + 6
+	const perElement, perVerdict, perComment = 6 * netlink.AttrLen, 2*netlink.AttrLen + 4 + 32, netlink.AttrLen + 6
 	n := 64 << 10 // structure
 	for i := range txn.Tables {
 		for _, elements := range txn.Tables[i].Add {
@@ -103,7 +108,7 @@ func (b *batch) reserve(txn *nft.Txn) {
 			}
 		}
 	}
-	b.b = slices.Grow(b.b, n)
+	b.Grow(n)
 }
 
 // table writes a table's part in the order TableTxn gives.
@@ -149,81 +154,81 @@ func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 // affinity writes entries of the affinity map with the time that is left to them.
 func (b *batch) affinity(f ipfamily.Family, entries []nft.Listed) {
 	for len(entries) > 0 {
-		m := b.object(f, unix.NFT_MSG_NEWSETELEM, flagsCreate, "add element "+nft.Affinity.String())
-		b.text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
-		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
-		for len(entries) > 0 && len(b.b)-list < maxNest {
+		m := b.object(f, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, "add element "+nft.Affinity.String())
+		b.Text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
+		list := b.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		for len(entries) > 0 && b.Len()-list < maxNest {
 			e := &entries[0]
-			start := b.nest(unix.NFTA_LIST_ELEM)
+			start := b.Nest(unix.NFTA_LIST_ELEM)
 			b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
 			b.value(unix.NFTA_SET_ELEM_DATA, e.Data())
 			if e.Timeout > 0 {
-				b.u64(unix.NFTA_SET_ELEM_TIMEOUT, uint64(e.Timeout.Milliseconds()))
-				b.u64(unix.NFTA_SET_ELEM_EXPIRATION, uint64(max(e.Expires, time.Millisecond).Milliseconds()))
+				b.Big64(unix.NFTA_SET_ELEM_TIMEOUT, uint64(e.Timeout.Milliseconds()))
+				b.Big64(unix.NFTA_SET_ELEM_EXPIRATION, uint64(max(e.Expires, time.Millisecond).Milliseconds()))
 			}
-			b.close(start)
+			b.Close(start)
 			entries = entries[1:]
 		}
-		b.close(list)
-		b.end(m)
+		b.Close(list)
+		b.End(m)
 	}
 }
 
 // object starts a message about something of our table and notes what it is for.
 func (b *batch) object(f ipfamily.Family, msg uint16, flags uint16, what string) int {
-	b.notes = append(b.notes, note{seq: b.seq, start: len(b.b), what: what, family: f})
-	m := b.message(subsystem|msg, flags, f)
+	b.notes = append(b.notes, note{seq: uint32(b.Count()) + 1, start: b.Len(), what: what, family: f})
+	m := b.Netfilter(netlink.NFTables(msg), flags, f.NFProto())
 	name := nft.TableName
 	if b.tableName != "" {
 		name = b.tableName
 	}
-	b.text(1, name) // attribute 1 is the table's name in every message of nf_tables
+	b.Text(1, name) // attribute 1 is the table's name in every message of nf_tables
 	return m
 }
 
 // replaceTable makes the table anew: it is added first, so that deleting it succeeds whether it was there or not.
 func (b *batch) replaceTable(f ipfamily.Family, t *nft.Table) {
-	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table"))
+	b.End(b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 	b.deleteTable(f)
-	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "add table")
+	m := b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table")
 	if b.tableFlags != 0 {
-		b.u32(nftaTableFlags, b.tableFlags)
+		b.Big32(nftaTableFlags, b.tableFlags)
 	}
-	b.attr(nftaTableUserdata, commentUserdata(t.Comment))
-	b.end(m)
+	b.Attr(nftaTableUserdata, commentUserdata(t.Comment)...)
+	b.End(m)
 }
 
 // claimTable makes a table that nobody owns ours.
 func (b *batch) claimTable(f ipfamily.Family, flags uint32) {
-	m := b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, "own table")
-	b.u32(nftaTableFlags, flags)
-	b.end(m)
+	m := b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "own table")
+	b.Big32(nftaTableFlags, flags)
+	b.End(m)
 }
 
 func (b *batch) deleteTable(f ipfamily.Family) {
-	b.end(b.object(f, unix.NFT_MSG_DELTABLE, flagsRequest, "delete table"))
+	b.End(b.object(f, unix.NFT_MSG_DELTABLE, 0, "delete table"))
 }
 
 func (b *batch) newSet(f ipfamily.Family, s *nft.Set) {
-	m := b.object(f, unix.NFT_MSG_NEWSET, flagsCreate, "add set "+s.Name())
-	b.text(unix.NFTA_SET_NAME, s.Name())
-	b.u32(unix.NFTA_SET_FLAGS, setFlags(s))
-	b.u32(unix.NFTA_SET_KEY_TYPE, dataType(f, s.Key))
-	b.u32(unix.NFTA_SET_KEY_LEN, uint32(nft.PaddedLen(f, s.Key)))
+	m := b.object(f, unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, "add set "+s.Name())
+	b.Text(unix.NFTA_SET_NAME, s.Name())
+	b.Big32(unix.NFTA_SET_FLAGS, setFlags(s))
+	b.Big32(unix.NFTA_SET_KEY_TYPE, dataType(f, s.Key))
+	b.Big32(unix.NFTA_SET_KEY_LEN, uint32(nft.PaddedLen(f, s.Key)))
 	switch {
 	case s.Verdicts:
-		b.u32(unix.NFTA_SET_DATA_TYPE, dataTypeVerdict)
+		b.Big32(unix.NFTA_SET_DATA_TYPE, dataTypeVerdict)
 	case s.IsMap():
-		b.u32(unix.NFTA_SET_DATA_TYPE, dataType(f, s.Data))
-		b.u32(unix.NFTA_SET_DATA_LEN, uint32(nft.PaddedLen(f, s.Data)))
+		b.Big32(unix.NFTA_SET_DATA_TYPE, dataType(f, s.Data))
+		b.Big32(unix.NFTA_SET_DATA_LEN, uint32(nft.PaddedLen(f, s.Data)))
 	}
 	b.setDescription(f, s)
-	b.u32(unix.NFTA_SET_ID, uint32(s.ID)+1)
-	b.attr(unix.NFTA_SET_USERDATA, setUserdata(f, s))
+	b.Big32(unix.NFTA_SET_ID, uint32(s.ID)+1)
+	b.Attr(unix.NFTA_SET_USERDATA, setUserdata(f, s)...)
 	if s.Counter {
-		b.attr(nftaSetExpr|nestedAttr, marshal(f, &expr.Counter{}))
+		b.Attr(nftaSetExpr|unix.NLA_F_NESTED, marshal(f, &expr.Counter{})...)
 	}
-	b.end(m)
+	b.End(m)
 }
 
 func setFlags(s *nft.Set) uint32 {
@@ -249,37 +254,37 @@ func (b *batch) setDescription(f ipfamily.Family, s *nft.Set) {
 	if s.Size == 0 && !concat {
 		return
 	}
-	d := b.nest(unix.NFTA_SET_DESC)
+	d := b.Nest(unix.NFTA_SET_DESC)
 	if s.Size > 0 {
-		b.u32(unix.NFTA_SET_DESC_SIZE, s.Size)
+		b.Big32(unix.NFTA_SET_DESC_SIZE, s.Size)
 	}
 	if concat {
-		c := b.nest(nftaSetDescConcat)
+		c := b.Nest(nftaSetDescConcat)
 		for _, field := range s.Key {
-			e := b.nest(unix.NFTA_LIST_ELEM)
-			b.u32(nftaSetFieldLen, uint32(field.Len(f)))
-			b.close(e)
+			e := b.Nest(unix.NFTA_LIST_ELEM)
+			b.Big32(nftaSetFieldLen, uint32(field.Len(f)))
+			b.Close(e)
 		}
-		b.close(c)
+		b.Close(c)
 	}
-	b.close(d)
+	b.Close(d)
 }
 
 func (b *batch) newChain(f ipfamily.Family, c *nft.Chain) {
-	m := b.object(f, unix.NFT_MSG_NEWCHAIN, flagsCreate, "add chain "+c.ID.Name())
-	b.text(unix.NFTA_CHAIN_NAME, c.ID.Name())
+	m := b.object(f, unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "add chain "+c.ID.Name())
+	b.Text(unix.NFTA_CHAIN_NAME, c.ID.Name())
 	if c.Hook != nil {
-		h := b.nest(unix.NFTA_CHAIN_HOOK)
-		b.u32(unix.NFTA_HOOK_HOOKNUM, hookNumbers[c.Hook.Name])
-		b.u32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
-		b.close(h)
-		b.u32(unix.NFTA_CHAIN_POLICY, nfAccept)
-		b.text(unix.NFTA_CHAIN_TYPE, c.Hook.Type)
+		h := b.Nest(unix.NFTA_CHAIN_HOOK)
+		b.Big32(unix.NFTA_HOOK_HOOKNUM, hookNumbers[c.Hook.Name])
+		b.Big32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
+		b.Close(h)
+		b.Big32(unix.NFTA_CHAIN_POLICY, nfAccept)
+		b.Text(unix.NFTA_CHAIN_TYPE, c.Hook.Type)
 	}
 	if c.Comment != "" {
-		b.attr(nftaChainUserdata, commentUserdata(c.Comment))
+		b.Attr(nftaChainUserdata, commentUserdata(c.Comment)...)
 	}
-	b.end(m)
+	b.End(m)
 }
 
 // chainNamed writes a message that needs no more than a chain's name, which is attribute 3 of chains and 2 of rules.
@@ -288,21 +293,21 @@ func (b *batch) chainNamed(f ipfamily.Family, msg uint16, name, what string) {
 	if msg == unix.NFT_MSG_DELRULE {
 		attr = unix.NFTA_RULE_CHAIN
 	}
-	m := b.object(f, msg, flagsRequest, what)
-	b.text(attr, name)
-	b.end(m)
+	m := b.object(f, msg, 0, what)
+	b.Text(attr, name)
+	b.End(m)
 }
 
 func (b *batch) rules(f ipfamily.Family, c *nft.Chain) {
 	for _, r := range c.Rules {
-		m := b.object(f, unix.NFT_MSG_NEWRULE, flagsCreate|unix.NLM_F_APPEND, "add rule "+c.ID.Name()+" "+r.Text(f))
-		b.text(unix.NFTA_RULE_CHAIN, c.ID.Name())
-		x := b.nest(unix.NFTA_RULE_EXPRESSIONS)
+		m := b.object(f, unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND, "add rule "+c.ID.Name()+" "+r.Text(f))
+		b.Text(unix.NFTA_RULE_CHAIN, c.ID.Name())
+		x := b.Nest(unix.NFTA_RULE_EXPRESSIONS)
 		for _, e := range ruleExprs(f, r) {
-			b.attr(unix.NFTA_LIST_ELEM|nestedAttr, marshal(f, e))
+			b.Attr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, marshal(f, e)...)
 		}
-		b.close(x)
-		b.end(m)
+		b.Close(x)
+		b.End(m)
 	}
 }
 
@@ -319,20 +324,20 @@ func marshal(f ipfamily.Family, e expr.Any) []byte {
 func (b *batch) elements(f ipfamily.Family, msg uint16, set nft.SetID, elements []nft.Element) {
 	for len(elements) > 0 {
 		what := "add element " + set.String()
-		flags := uint16(flagsCreate)
+		flags := uint16(unix.NLM_F_CREATE)
 		if msg == unix.NFT_MSG_DELSETELEM {
-			what, flags = "delete element "+set.String(), flagsRequest
+			what, flags = "delete element "+set.String(), 0
 		}
 		m := b.object(f, msg, flags, what)
-		b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
-		list := b.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		b.Text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+		list := b.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		n := 0
-		for n < len(elements) && len(b.b)-list < maxNest && !(b.single && n == 1 && msg == unix.NFT_MSG_NEWSETELEM) {
+		for n < len(elements) && b.Len()-list < maxNest && !(b.single && n == 1 && msg == unix.NFT_MSG_NEWSETELEM) {
 			b.element(f, &elements[n], msg == unix.NFT_MSG_NEWSETELEM)
 			n++
 		}
-		b.close(list)
-		b.end(m)
+		b.Close(list)
+		b.End(m)
 		b.notes[len(b.notes)-1].elements = elements[:n]
 		elements = elements[n:]
 	}
@@ -340,31 +345,30 @@ func (b *batch) elements(f ipfamily.Family, msg uint16, set nft.SetID, elements 
 
 // element writes one element; whole says whether with its data and comment, or only the key.
 func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
-	start := b.nest(unix.NFTA_LIST_ELEM)
+	start := b.Nest(unix.NFTA_LIST_ELEM)
 	b.value(unix.NFTA_SET_ELEM_KEY, e.Key())
 	switch e.Set {
 	case nft.SourceRanges:
 		b.value(nftaSetElemKeyEnd, e.KeyEnd(f))
 	case nft.ServiceCIDRs:
-		b.close(start)
+		b.Close(start)
 		b.rangeEnd(f, e)
 		return
 	}
 	if whole {
 		if e.Chain.Kind != nft.NoChain {
-			b.b = append(b.b, b.verdict(e.Chain)...)
+			b.Append(b.verdict(e.Chain)...)
 		} else if data := e.Data(); len(data) > 0 {
 			b.value(unix.NFTA_SET_ELEM_DATA, data)
 		}
 		if e.Comment != "" {
-			n := len(e.Comment) + 1
-			b.attrHeader(unix.NFTA_SET_ELEM_USERDATA, 2+n)
-			b.b = append(append(b.b, udataComment, byte(n)), e.Comment...)
-			b.b = append(b.b, 0)
-			b.pad()
+			u := b.Open(unix.NFTA_SET_ELEM_USERDATA)
+			b.Append(udataComment, byte(len(e.Comment)+1))
+			b.AppendText(e.Comment)
+			b.Close(u)
 		}
 	}
-	b.close(start)
+	b.Close(start)
 }
 
 // rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has none.
@@ -374,17 +378,17 @@ func (b *batch) rangeEnd(f ipfamily.Family, e *nft.Element) {
 	if !next.IsValid() {
 		return
 	}
-	start := b.nest(unix.NFTA_LIST_ELEM)
+	start := b.Nest(unix.NFTA_LIST_ELEM)
 	b.value(unix.NFTA_SET_ELEM_KEY, next.AsSlice())
-	b.u32(unix.NFTA_SET_ELEM_FLAGS, intervalEnd)
-	b.close(start)
+	b.Big32(unix.NFTA_SET_ELEM_FLAGS, intervalEnd)
+	b.Close(start)
 }
 
 // value writes a nested attribute that holds one data value.
 func (b *batch) value(typ uint16, v []byte) {
-	n := b.nest(typ)
-	b.attr(unix.NFTA_DATA_VALUE, v)
-	b.close(n)
+	n := b.Nest(typ)
+	b.Attr(unix.NFTA_DATA_VALUE, v...)
+	b.Close(n)
 }
 
 // verdict gives the data of an element that goes to a chain.
@@ -392,19 +396,19 @@ func (b *batch) verdict(id nft.ChainID) []byte {
 	if v, ok := b.chains[id]; ok {
 		return v
 	}
-	var w buffer
-	d := w.nest(unix.NFTA_SET_ELEM_DATA)
-	v := w.nest(unix.NFTA_DATA_VERDICT)
+	var w netlink.Buffer
+	d := w.Nest(unix.NFTA_SET_ELEM_DATA)
+	v := w.Nest(unix.NFTA_DATA_VERDICT)
 	code := gotoCode
-	w.u32(unix.NFTA_VERDICT_CODE, uint32(code))
-	w.text(unix.NFTA_VERDICT_CHAIN, id.Name())
-	w.close(v)
-	w.close(d)
+	w.Big32(unix.NFTA_VERDICT_CODE, uint32(code))
+	w.Text(unix.NFTA_VERDICT_CHAIN, id.Name())
+	w.Close(v)
+	w.Close(d)
 	if b.chains == nil {
 		b.chains = map[nft.ChainID][]byte{}
 	}
-	b.chains[id] = w.b
-	return w.b
+	b.chains[id] = w.Bytes()
+	return w.Bytes()
 }
 
 // describe names the object of the message with a sequence number; offset is where in the message the kernel points to, or 0.
@@ -429,14 +433,14 @@ func (b *batch) describe(seq uint32, offset int) string {
 }
 
 // elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody knows which.
-func (b *batch) elementOf(r refusal) (f ipfamily.Family, e nft.Element, ok bool) {
-	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.seq })
-	if i == len(b.notes) || b.notes[i].seq != r.seq || len(b.notes[i].elements) == 0 {
+func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok bool) {
+	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.Seq })
+	if i == len(b.notes) || b.notes[i].seq != r.Seq || len(b.notes[i].elements) == 0 {
 		return 0, e, false
 	}
 	n, at := &b.notes[i], 0
 	if len(n.elements) > 1 {
-		at = b.elementAt(n, r.offset)
+		at = b.elementAt(n, r.Offset)
 	}
 	if at < 0 {
 		return 0, e, false
@@ -447,13 +451,22 @@ func (b *batch) elementOf(r refusal) (f ipfamily.Family, e nft.Element, ok bool)
 // elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements, as it does
 // with kernels that do not say which one they refuse (5.10 does not, 6.1 does). Ranges of a tree are two on the wire.
 func (b *batch) elementAt(n *note, offset int) int {
-	list := n.start + headerLen
-	list += int(native16(b.b[list:])+3) &^ 3 // table
-	list += int(native16(b.b[list:])+3) &^ 3 // set
-	end := list + int(native16(b.b[list:]))
+	at := headerLen + netlink.AttrLen // of the list's first element, after the table and the set
+	var list []byte
+	for typ, v := range netlink.Each(b.Bytes()[n.start+headerLen:]) {
+		if typ == unix.NFTA_SET_ELEM_LIST_ELEMENTS {
+			list = v
+			break
+		}
+		at += netlink.AttrLen + (len(v)+3)&^3
+	}
 	index := -1
-	for at := list + attrLen; at < end && at <= n.start+offset; at += int(native16(b.b[at:])+3) &^ 3 {
+	for _, v := range netlink.Each(list) {
+		if at > offset {
+			break
+		}
 		index++
+		at += netlink.AttrLen + (len(v)+3)&^3
 	}
 	if n.elements[0].Set == nft.ServiceCIDRs && index > 0 {
 		index /= 2

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -27,7 +28,7 @@ func (e *Owned) Error() string {
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
-	var large *errTooLarge
+	var large *netlink.TooLarge
 	if errors.As(err, &large) {
 		b.model.Rollback(txn)
 		again := b.room > 0
@@ -82,7 +83,7 @@ func (b *Backend) meets(err error) bool {
 
 // alone says whether nobody else wrote to nf_tables since we know what is there.
 func (b *Backend) alone() bool {
-	generation, err := b.reader.generation()
+	generation, err := b.reader.Generation()
 	return err == nil && generation == b.generation
 }
 
@@ -129,7 +130,7 @@ func (b *Backend) heal() error {
 		conn **Conn
 		open func() (*Conn, error)
 	}{{&b.reader, b.openReader}, {&b.sweeper, b.openReader}, {&b.conn, b.openWriter}} {
-		if (*c.conn).fresh() == nil {
+		if (*c.conn).Fresh() == nil {
 			continue
 		}
 		if c.conn == &b.conn { // it may have owned the tables
@@ -152,7 +153,7 @@ func (b *Backend) owned(err error) error {
 	}
 	for _, f := range ipfamily.All {
 		info, terr := b.reader.table(f)
-		port, perr := b.conn.wire.port()
+		port, perr := b.conn.Wire.Port()
 		if terr == nil && perr == nil && info.owner != 0 && info.owner != port {
 			return &Owned{f, info.owner}
 		}
@@ -211,7 +212,7 @@ func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 			added += len(elements)
 		}
 	}
-	var large *errTooLarge
+	var large *netlink.TooLarge
 	for size := added; size > 0; size = (size + 1) / 2 {
 		var err error
 		out, err = nil, nil
@@ -244,13 +245,13 @@ func part(step *nft.Txn, from, to int) *nft.Txn {
 // then throws all of it away.
 func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
 	offer := &batch{unfinished: true, single: true, tableFlags: b.batch.tableFlags}
-	refused, err := b.conn.transact(offer.encode(step))
+	refused, err := b.conn.Commit(offer.encode(step))
 	if err != nil && !errors.Is(err, unix.ENOBUFS) { // there is only so much room for answers
 		return nil, err
 	}
 	for _, r := range refused {
 		f, e, ok := offer.elementOf(r)
-		if !ok || slices.Contains(blameless, r.errno) {
+		if !ok || slices.Contains(blameless, r.Errno) {
 			return nil, fmt.Errorf("no element is to blame: %w", offer.refusalError(r))
 		}
 		out = append(out, objection{f, e, offer.refusalError(r)})

@@ -9,6 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -67,8 +68,8 @@ func TestSweepWhileGrowing(t *testing.T) {
 			remember(t, b, id, netip.AddrPortFrom(delta.Slices[name].Endpoints[0].Addr, 8080), 10)
 		}
 	}
-	wire := &torn{wire: b.sweeper.wire, without: gone.Addr(), left: sweepTurns}
-	b.sweeper.wire = wire
+	wire := &torn{Wire: b.sweeper.Wire, without: gone.Addr(), left: sweepTurns}
+	b.sweeper.Wire = wire
 	b.sweep.order(0, sweepTurns, time.Now())
 	for b.sweep.turns[0] > 0 {
 		clear(b.sweep.due[:]) // as if it were later
@@ -84,33 +85,28 @@ func TestSweepWhileGrowing(t *testing.T) {
 // torn is a wire to a kernel that moves a map's entries while it lists them: in place of an entry it lists another
 // one twice.
 type torn struct {
-	wire
+	netlink.Wire
 	without netip.Addr
 	left    int
 }
 
-func (w *torn) recv(b []byte, wait bool) (int, error) {
-	n, err := w.wire.recv(b, wait)
+func (w *torn) Recv(b []byte, wait bool) (int, error) {
+	n, err := w.Wire.Recv(b, wait)
 	var other, lacking []byte
-	_ = eachMessage(b[:max(n, 0)], func(h header, body []byte) error {
-		if h.typ == unix.NLMSG_DONE || h.typ == unix.NLMSG_ERROR {
-			return nil
+	for m := range netlink.Messages(b[:max(n, 0)]) {
+		if m.Type == unix.NLMSG_DONE || m.Type == unix.NLMSG_ERROR {
+			continue
 		}
-		eachAttr(body[4:], func(typ uint16, list []byte) {
-			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-				return
+		list := netlink.Find(m.Body[netlink.NetfilterLen:], unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		for _, elem := range netlink.Each(list) {
+			p := parseElement(elem)
+			if addr := netip.AddrFrom4([4]byte(p.data)); addr == w.without {
+				lacking = elem
+			} else {
+				other = elem
 			}
-			eachAttr(list, func(_ uint16, elem []byte) {
-				p := parseElement(elem)
-				if addr := netip.AddrFrom4([4]byte(p.data)); addr == w.without {
-					lacking = elem
-				} else {
-					other = elem
-				}
-			})
-		})
-		return nil
-	})
+		}
+	}
 	if lacking != nil && w.left > 0 {
 		w.left--
 		copy(lacking, other)

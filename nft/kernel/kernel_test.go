@@ -16,6 +16,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -202,13 +203,13 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 	t.Helper()
 	out := map[string]string{}
 	for _, f := range ipfamily.All {
-		var w buffer
-		w.reset()
-		w.end(w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f))
-		labtest.Check(t, c.dump(w.b, func() {}, func(attrs []byte) {
+		var w netlink.Buffer
+		w.Reset()
+		w.End(w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSET), unix.NLM_F_DUMP, f.NFProto()))
+		labtest.Check(t, c.dump(w.Bytes(), func() {}, func(attrs []byte) {
 			var name string
 			var lines []string
-			eachAttr(attrs, func(typ uint16, v []byte) {
+			for typ, v := range netlink.Each(attrs) {
 				const handle, id, typeName, count = 16, unix.NFTA_SET_ID, 21, 22
 				switch typ {
 				case unix.NFTA_SET_NAME:
@@ -217,7 +218,7 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 				default:
 					lines = append(lines, fmt.Sprintf("%d=%s", typ, hex.EncodeToString(v)))
 				}
-			})
+			}
 			slices.Sort(lines)
 			out[f.NFT()+" "+name] = strings.Join(lines, " ")
 		}))
@@ -438,14 +439,14 @@ func TestProbe(t *testing.T) {
 		{"", "5.4.0-generic", "counters in elements of maps (Linux 5.7; this is 5.4.0-generic)"},
 	} {
 		var p batch
-		p.reset()
+		p.Reset()
 		p.table(ipfamily.IPv4, probeTable(ipfamily.IPv4))
-		var refused []refusal
+		var refused []netlink.Error
 		for _, n := range p.notes {
 			what := p.describe(n.seq, 0)
 			if c.refuse != "" && strings.HasPrefix(what, c.refuse) ||
 				strings.HasPrefix(c.refuse, "ip verdict: add chain") && strings.Contains(what, "add rule prerouting ") {
-				refused = append(refused, refusal{seq: n.seq, errno: unix.ENOENT})
+				refused = append(refused, netlink.Error{Seq: n.seq, Errno: unix.ENOENT})
 			}
 		}
 		err := p.judge(refused, c.release)

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -29,12 +30,12 @@ var ErrRights = errors.New("no right to change nf_tables: run as root, or with C
 // message by message and then thrown away. It returns nil, ErrRights, an *Unsupported, or another error.
 func (c *Conn) Probe() error {
 	b := batch{tableName: probeName}
-	b.reset()
-	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.Reset()
+	b.Begin()
 	for _, f := range ipfamily.All {
 		b.table(f, probeTable(f))
 	}
-	refused, err := c.transact(b.b)
+	refused, err := c.Commit(b.Bytes())
 	if err != nil {
 		return fmt.Errorf("nft: probe: %w", err)
 	}
@@ -52,10 +53,10 @@ const probeName = nft.TableName + "-probe"
 // 5.12 to 6.8) a table would vanish with the last process that holds the socket, and all Services with it.
 func (c *Conn) ownership() (bool, error) {
 	b := batch{tableName: probeName}
-	b.reset()
-	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	b.Reset()
+	b.Begin()
 	b.claimTable(ipfamily.IPv4, tableOwner|tablePersist)
-	refused, err := c.transact(b.b)
+	refused, err := c.Commit(b.Bytes())
 	if err != nil {
 		return false, fmt.Errorf("nft: probe: %w", err)
 	}
@@ -71,7 +72,7 @@ func probeTable(f ipfamily.Family) *nft.TableTxn {
 
 // judge turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are known
 // by the kernel's version alone.
-func (b *batch) judge(refused []refusal, release string) error {
+func (b *batch) judge(refused []netlink.Error, release string) error {
 	var missing []string
 	add := func(s string) {
 		for _, m := range missing {
@@ -86,14 +87,14 @@ func (b *batch) judge(refused []refusal, release string) error {
 	}
 	var refusedObjects []string
 	for _, r := range refused {
-		what := b.describe(r.seq, r.offset)
+		what := b.describe(r.Seq, r.Offset)
 		if dependsOn(what, refusedObjects) {
 			continue
 		}
 		if _, object, ok := strings.Cut(what, ": add "); ok && !strings.HasPrefix(object, "rule ") {
 			refusedObjects = append(refusedObjects, object)
 		}
-		switch r.errno {
+		switch r.Errno {
 		case unix.EPERM:
 			return ErrRights
 		case unix.EOPNOTSUPP, unix.ENOENT, unix.EINVAL, unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT:
@@ -148,21 +149,21 @@ var features = []struct{ in, feature string }{
 	{"add chain", "nat chains in nf_tables (Linux 4.18, CONFIG_NF_NAT)"},
 }
 
-func (b *batch) feature(r refusal) string {
-	what := b.describe(r.seq, r.offset)
+func (b *batch) feature(r netlink.Error) string {
+	what := b.describe(r.Seq, r.Offset)
 	for _, f := range features {
 		if strings.Contains(what, f.in) {
 			return f.feature
 		}
 	}
-	return what + ": " + r.errno.Error()
+	return what + ": " + r.Errno.Error()
 }
 
 // refusalError names the object that was refused.
-func (b *batch) refusalError(r refusal) error {
-	what := b.describe(r.seq, r.offset)
-	if r.text != "" {
-		what += ": " + r.text
+func (b *batch) refusalError(r netlink.Error) error {
+	what := b.describe(r.Seq, r.Offset)
+	if r.Text != "" {
+		what += ": " + r.Text
 	}
-	return fmt.Errorf("nft: %s: %w", what, r.errno)
+	return fmt.Errorf("nft: %s: %w", what, r.Errno)
 }

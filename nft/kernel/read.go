@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -12,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -23,7 +23,7 @@ func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err
 	if s := nft.SetByID(set); s.Interval {
 		return c.ranges(f, set)
 	}
-	for range maxDumps {
+	for range maxLists {
 		twice := false
 		if out, twice, err = c.list(f, set); err != nil {
 			return nil, err
@@ -42,6 +42,9 @@ func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err
 	}
 	return out, nil
 }
+
+// maxLists bounds how often a set is listed again because the kernel was moving its elements.
+const maxLists = 10
 
 // growPause is how long the kernel is given to move a set's elements to new buckets.
 const growPause = time.Millisecond
@@ -82,18 +85,15 @@ func (c *Conn) ranges(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err e
 
 // setCount asks how many elements a set has. Before Linux 6.16 the kernel does not tell.
 func (c *Conn) setCount(f ipfamily.Family, set nft.SetID) (n int, told bool, err error) {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETSET, unix.NLM_F_REQUEST, f)
-	w.text(unix.NFTA_SET_TABLE, nft.TableName)
-	w.text(unix.NFTA_SET_NAME, set.String())
-	w.end(m)
-	_, err = c.query(w.b, false, func(attrs []byte) {
-		eachAttr(attrs, func(typ uint16, v []byte) {
-			if typ == nftaSetCount && len(v) == 4 {
-				n, told = int(be32(v)), true
-			}
-		})
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSET), 0, f.NFProto())
+	w.Text(unix.NFTA_SET_TABLE, nft.TableName)
+	w.Text(unix.NFTA_SET_NAME, set.String())
+	w.End(m)
+	err = c.query(w.Bytes(), func(attrs []byte) {
+		if v := netlink.Find(attrs, nftaSetCount); len(v) == 4 {
+			n, told = int(v.Big32()), true
+		}
 	})
 	return n, told, err
 }
@@ -101,16 +101,11 @@ func (c *Conn) setCount(f ipfamily.Family, set nft.SetID) (n int, told bool, err
 // rawElements lists a set that the layout may not have.
 func (c *Conn) rawElements(f ipfamily.Family, set string) (out []parsed, err error) {
 	err = c.dump(listNamed(f, set), func() { out = nil }, func(attrs []byte) {
-		eachAttr(attrs, func(typ uint16, list []byte) {
-			if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-				return
-			}
-			eachAttr(list, func(_ uint16, elem []byte) {
-				p := parseElement(elem)
-				p.data = bytes.Clone(p.data)
-				out = append(out, p)
-			})
-		})
+		for _, elem := range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+			p := parseElement(elem)
+			p.data = bytes.Clone(p.data)
+			out = append(out, p)
+		}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
@@ -122,31 +117,25 @@ func (c *Conn) rawElements(f ipfamily.Family, set string) (out []parsed, err err
 func listRequest(f ipfamily.Family, set nft.SetID) []byte { return listNamed(f, set.String()) }
 
 func listNamed(f ipfamily.Family, set string) []byte {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETSETELEM, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
-	w.text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
-	w.text(unix.NFTA_SET_ELEM_LIST_SET, set)
-	w.end(m)
-	return w.b
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETSETELEM), unix.NLM_F_DUMP, f.NFProto())
+	w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+	w.Text(unix.NFTA_SET_ELEM_LIST_SET, set)
+	w.End(m)
+	return w.Bytes()
 }
 
 // eachElement calls do with the elements of one message, and gives the ends of ranges among them.
 func eachElement(f ipfamily.Family, set nft.SetID, attrs []byte, do func(nft.Listed)) (ends [][]byte) {
-	eachAttr(attrs, func(typ uint16, list []byte) {
-		if typ != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-			return
+	for _, elem := range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+		p := parseElement(elem)
+		if p.isEnd {
+			ends = append(ends, p.key)
+		} else if e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, p.data, p.chain, p.comment); ok {
+			p.Element = e
+			do(p.Listed)
 		}
-		eachAttr(list, func(_ uint16, elem []byte) {
-			p := parseElement(elem)
-			if p.isEnd {
-				ends = append(ends, p.key)
-			} else if e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, p.data, p.chain, p.comment); ok {
-				p.Element = e
-				do(p.Listed)
-			}
-		})
-	})
+	}
 	return ends
 }
 
@@ -177,7 +166,7 @@ type parsed struct {
 }
 
 func parseElement(elem []byte) (p parsed) {
-	eachAttr(elem, func(typ uint16, v []byte) {
+	for typ, v := range netlink.Each(elem) {
 		switch typ {
 		case unix.NFTA_SET_ELEM_KEY:
 			p.key = bytes.Clone(dataValue(v))
@@ -186,50 +175,39 @@ func parseElement(elem []byte) (p parsed) {
 		case unix.NFTA_SET_ELEM_DATA:
 			p.data, p.chain = dataValue(v), verdictChain(v)
 		case unix.NFTA_SET_ELEM_FLAGS:
-			p.isEnd = len(v) == 4 && binary.BigEndian.Uint32(v)&intervalEnd != 0
+			p.isEnd = v.Big32()&intervalEnd != 0
 		case unix.NFTA_SET_ELEM_USERDATA:
 			if len(v) > 2 && v[0] == udataComment {
 				p.comment = unix.ByteSliceToString(v[2:])
 			}
 		case unix.NFTA_SET_ELEM_TIMEOUT:
-			p.Timeout = milliseconds(v)
+			p.Timeout = time.Duration(v.Big64()) * time.Millisecond
 		case unix.NFTA_SET_ELEM_EXPIRATION:
-			p.Expires = milliseconds(v)
+			p.Expires = time.Duration(v.Big64()) * time.Millisecond
 		case unix.NFTA_SET_ELEM_EXPR:
 			p.Counted, p.Packets, p.Bytes = counter(v)
 		}
-	})
+	}
 	return p
 }
 
 // ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their chain.
 func (c *Conn) ruleCounters(f ipfamily.Family, chains []nft.Chain) error {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETRULE, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
-	w.text(unix.NFTA_RULE_TABLE, nft.TableName)
-	w.end(m)
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETRULE), unix.NLM_F_DUMP, f.NFProto())
+	w.Text(unix.NFTA_RULE_TABLE, nft.TableName)
+	w.End(m)
 	var seen map[string]int
-	err := c.dump(w.b, func() { seen = map[string]int{} }, func(attrs []byte) {
-		var table, chain string
-		var expressions []byte
-		eachAttr(attrs, func(typ uint16, v []byte) {
-			switch typ {
-			case unix.NFTA_RULE_TABLE:
-				table = unix.ByteSliceToString(v)
-			case unix.NFTA_RULE_CHAIN:
-				chain = unix.ByteSliceToString(v)
-			case unix.NFTA_RULE_EXPRESSIONS:
-				expressions = v
-			}
-		})
-		if table != nft.TableName { // kernels before 4.10 do not look at the table that was asked for
+	err := c.dump(w.Bytes(), func() { seen = map[string]int{} }, func(attrs []byte) {
+		a := netlink.Decode(attrs)
+		chain := a[unix.NFTA_RULE_CHAIN].Text()
+		if a[unix.NFTA_RULE_TABLE].Text() != nft.TableName { // kernels before 4.10 do not look at the table that was asked for
 			return
 		}
 		n := seen[chain]
 		seen[chain]++
 		if i := slices.IndexFunc(chains, func(c nft.Chain) bool { return c.ID.Name() == chain }); i >= 0 && n < len(chains[i].Rules) {
-			countRule(chains[i].Rules[n], expressions)
+			countRule(chains[i].Rules[n], a[unix.NFTA_RULE_EXPRESSIONS])
 		}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -244,74 +222,37 @@ func countRule(r nft.Rule, expressions []byte) {
 	if i < 0 {
 		return
 	}
-	eachAttr(expressions, func(_ uint16, e []byte) {
+	for _, e := range netlink.Each(expressions) {
 		if ok, packets, bytes := counter(e); ok && expressionName(e) == "counter" {
 			r[i] = nft.Counter{Counted: true, Packets: packets, Bytes: bytes}
 		}
-	})
+	}
 }
 
-func expressionName(e []byte) (name string) {
-	eachAttr(e, func(typ uint16, v []byte) {
-		if typ == unix.NFTA_EXPR_NAME {
-			name = unix.ByteSliceToString(v)
-		}
-	})
-	return name
-}
+func expressionName(e []byte) string { return netlink.Find(e, unix.NFTA_EXPR_NAME).Text() }
+
+func expressionData(e []byte) []byte { return netlink.Find(e, unix.NFTA_EXPR_DATA) }
 
 // dataValue gives the bytes of a nested data attribute; nil if it holds a verdict.
-func dataValue(nested []byte) (value []byte) {
-	eachAttr(nested, func(typ uint16, v []byte) {
-		if typ == unix.NFTA_DATA_VALUE {
-			value = v
-		}
-	})
-	return value
-}
+func dataValue(nested []byte) []byte { return netlink.Find(nested, unix.NFTA_DATA_VALUE) }
 
 // verdictChain gives the chain a verdict goes to; empty if it is another verdict, such as a jump.
-func verdictChain(nested []byte) (chain string) {
-	eachAttr(nested, func(typ uint16, v []byte) {
-		if typ != unix.NFTA_DATA_VERDICT {
-			return
-		}
-		goes := false
-		eachAttr(v, func(typ uint16, v []byte) {
-			switch {
-			case typ == unix.NFTA_VERDICT_CHAIN:
-				chain = unix.ByteSliceToString(v)
-			case typ == unix.NFTA_VERDICT_CODE && len(v) == 4:
-				goes = int32(binary.BigEndian.Uint32(v)) == gotoCode
-			}
-		})
-		if !goes {
-			chain = ""
-		}
-	})
-	return chain
+func verdictChain(nested []byte) string {
+	v := netlink.Find(nested, unix.NFTA_DATA_VERDICT)
+	if int32(netlink.Find(v, unix.NFTA_VERDICT_CODE).Big32()) != gotoCode {
+		return ""
+	}
+	return netlink.Find(v, unix.NFTA_VERDICT_CHAIN).Text()
 }
 
 func counter(expression []byte) (ok bool, packets, bytes uint64) {
-	eachAttr(expression, func(typ uint16, v []byte) {
-		if typ != unix.NFTA_EXPR_DATA {
-			return
+	for typ, v := range netlink.Each(expressionData(expression)) {
+		switch {
+		case typ == unix.NFTA_COUNTER_PACKETS && len(v) == 8:
+			ok, packets = true, v.Big64()
+		case typ == unix.NFTA_COUNTER_BYTES:
+			bytes = v.Big64()
 		}
-		eachAttr(v, func(typ uint16, v []byte) {
-			switch {
-			case typ == unix.NFTA_COUNTER_PACKETS && len(v) == 8:
-				ok, packets = true, binary.BigEndian.Uint64(v)
-			case typ == unix.NFTA_COUNTER_BYTES && len(v) == 8:
-				bytes = binary.BigEndian.Uint64(v)
-			}
-		})
-	})
-	return ok, packets, bytes
-}
-
-func milliseconds(v []byte) time.Duration {
-	if len(v) != 8 {
-		return 0
 	}
-	return time.Duration(binary.BigEndian.Uint64(v)) * time.Millisecond
+	return ok, packets, bytes
 }

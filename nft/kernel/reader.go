@@ -7,6 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -107,10 +108,10 @@ const ListMost = dumpMost
 
 // Sizes gives how many elements each set of a table has, where the kernel tells (Linux 6.16); else it is not known.
 func (r *Reader) Sizes(f ipfamily.Family) (n [nft.NumSets]int, known bool, err error) {
-	err = r.conn.objects(f, unix.NFT_MSG_GETSET, func(attrs map[uint16][]byte) {
+	err = r.conn.objects(f, unix.NFT_MSG_GETSET, func(attrs netlink.Attributes) {
 		for set := range nft.NumSets {
-			if v := attrs[nftaSetCount]; len(v) == 4 && unix.ByteSliceToString(attrs[unix.NFTA_SET_NAME]) == set.String() {
-				n[set], known = int(be32(v)), true
+			if v := attrs[nftaSetCount]; len(v) == 4 && attrs[unix.NFTA_SET_NAME].Text() == set.String() {
+				n[set], known = int(v.Big32()), true
 			}
 		}
 	})

@@ -39,7 +39,7 @@ func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 // claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it stays
 // everybody's, since the kernel does not change that: it has to be made anew.
 func (b *Backend) claim() error {
-	port, err := b.conn.wire.port()
+	port, err := b.conn.Wire.Port()
 	if err != nil {
 		return err
 	}
@@ -54,12 +54,12 @@ func (b *Backend) claim() error {
 		case !b.owns || !t.there || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
-		b.batch.reset()
+		b.batch.Reset()
 		b.batch.notes = b.batch.notes[:0]
-		b.batch.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		b.batch.Begin()
 		b.batch.claimTable(f, b.batch.tableFlags)
-		b.batch.batch(unix.NFNL_MSG_BATCH_END)
-		if err := b.send(b.batch.b); err != nil {
+		b.batch.Finish()
+		if err := b.send(b.batch.Bytes()); err != nil {
 			return b.owned(err)
 		}
 		t.owner, t.flags = port, t.flags|b.batch.tableFlags
@@ -247,7 +247,7 @@ func (b *Backend) recount() (more bool, err error) {
 // lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our tables, and
 // begins an inspection unless nobody else could have written to them.
 func (b *Backend) lookAround() ([]string, error) {
-	generation, err := b.reader.generation()
+	generation, err := b.reader.Generation()
 	if err != nil || generation == b.generation {
 		return nil, err
 	}

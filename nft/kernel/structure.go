@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -10,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -35,23 +35,14 @@ const (
 
 // table looks for our table of a family.
 func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|unix.NFT_MSG_GETTABLE, unix.NLM_F_REQUEST, f)
-	w.text(unix.NFTA_TABLE_NAME, nft.TableName)
-	w.end(m)
-	_, err = c.query(w.b, false, func(attrs []byte) {
-		info.there = true
-		eachAttr(attrs, func(typ uint16, v []byte) {
-			switch {
-			case typ == nftaTableFlags && len(v) == 4:
-				info.flags = binary.BigEndian.Uint32(v)
-			case typ == nftaTableOwner && len(v) == 4:
-				info.owner = binary.BigEndian.Uint32(v)
-			case typ == nftaTableHandle && len(v) == 8:
-				info.handle = binary.BigEndian.Uint64(v)
-			}
-		})
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), 0, f.NFProto())
+	w.Text(unix.NFTA_TABLE_NAME, nft.TableName)
+	w.End(m)
+	err = c.query(w.Bytes(), func(attrs []byte) {
+		a := netlink.Decode(attrs)
+		info = tableInfo{there: true, flags: a[nftaTableFlags].Big32(), owner: a[nftaTableOwner].Big32(),
+			handle: a[nftaTableHandle].Big64()}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return info, fmt.Errorf("nft: look for table %s %s: %w", f.NFT(), nft.TableName, err)
@@ -103,17 +94,15 @@ func (s *structure) note(f ipfamily.Family, format string, args ...any) {
 }
 
 // objects dumps all of a table's objects of a kind. A table that is not there has none.
-func (c *Conn) objects(f ipfamily.Family, msg uint16, do func(attrs map[uint16][]byte)) error {
-	var w buffer
-	w.reset()
-	m := w.message(subsystem|msg, unix.NLM_F_REQUEST|unix.NLM_F_DUMP, f)
-	w.text(1, nft.TableName)
-	w.end(m)
-	var all []map[uint16][]byte
-	err := c.dump(w.b, func() { all = nil }, func(b []byte) {
-		attrs := map[uint16][]byte{}
-		eachAttr(b, func(typ uint16, v []byte) { attrs[typ] = bytes.Clone(v) })
-		if unix.ByteSliceToString(attrs[1]) == nft.TableName { // not every kernel looks at the table that was asked for
+func (c *Conn) objects(f ipfamily.Family, msg uint16, do func(attrs netlink.Attributes)) error {
+	var w netlink.Buffer
+	m := w.Netfilter(netlink.NFTables(msg), unix.NLM_F_DUMP, f.NFProto())
+	w.Text(1, nft.TableName)
+	w.End(m)
+	var all []netlink.Attributes
+	err := c.dump(w.Bytes(), func() { all = nil }, func(b []byte) {
+		attrs := netlink.Decode(b)
+		if attrs[1].Text() == nft.TableName { // not every kernel looks at the table that was asked for
 			all = append(all, attrs)
 		}
 	})
@@ -133,8 +122,8 @@ const nftaSetCount = 20
 func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) error {
 	var seen [nft.NumSets]bool
 	s.sets = true
-	err := c.objects(f, unix.NFT_MSG_GETSET, func(attrs map[uint16][]byte) {
-		name := unix.ByteSliceToString(attrs[unix.NFTA_SET_NAME])
+	err := c.objects(f, unix.NFT_MSG_GETSET, func(attrs netlink.Attributes) {
+		name := attrs[unix.NFTA_SET_NAME].Text()
 		i := slices.IndexFunc(want.Sets, func(s nft.Set) bool { return s.Name() == name })
 		if i < 0 {
 			s.sets = false
@@ -144,7 +133,7 @@ func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) erro
 		id := want.Sets[i].ID
 		seen[id] = true
 		if v := attrs[nftaSetCount]; len(v) == 4 {
-			s.counted, s.counts[id] = true, int(binary.BigEndian.Uint32(v))
+			s.counted, s.counts[id] = true, int(v.Big32())
 			s.Counts[id] = s.counts[id]
 		}
 		if !sameSet(f, want.Sets[i], attrs) {
@@ -162,15 +151,14 @@ func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) erro
 }
 
 // sameSet compares a set with the attributes the kernel lists.
-func sameSet(f ipfamily.Family, want nft.Set, attrs map[uint16][]byte) bool {
+func sameSet(f ipfamily.Family, want nft.Set, attrs netlink.Attributes) bool {
 	var w batch
-	w.reset()
 	w.newSet(f, &want)
 	same := true
-	eachAttr(attrs[unix.NFTA_SET_DESC], func(typ uint16, v []byte) { // one that others made may take only so many elements
-		same = same && (typ != unix.NFTA_SET_DESC_SIZE || len(v) == 4 && be32(v) == want.Size)
-	})
-	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {
+	for typ, v := range netlink.Each(attrs[unix.NFTA_SET_DESC]) { // one that others made may take only so many elements
+		same = same && (typ != unix.NFTA_SET_DESC_SIZE || len(v) == 4 && v.Big32() == want.Size)
+	}
+	for typ, v := range netlink.Each(w.Bytes()[headerLen:]) {
 		switch typ {
 		case unix.NFTA_SET_ID: // only meant for the transaction
 		case unix.NFTA_SET_FLAGS: // not listed if there are none
@@ -182,15 +170,15 @@ func sameSet(f ipfamily.Family, want nft.Set, attrs map[uint16][]byte) bool {
 		default:
 			same = same && bytes.Equal(v, attrs[typ])
 		}
-	})
+	}
 	return same
 }
 
 // compareChains looks at the chains and their rules.
 func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Structure, s *structure) error {
-	chains := map[string]map[uint16][]byte{}
-	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
-		name := unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])
+	chains := map[string]netlink.Attributes{}
+	if err := c.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
+		name := attrs[unix.NFTA_CHAIN_NAME].Text()
 		if chains[name] != nil { // the kernel adds a chain by a name that the same transaction gives to another
 			s.sets = false // a name leads to only one of them, so that the other could be neither emptied nor deleted
 			s.note(f, "there is more than one chain %s", name)
@@ -200,8 +188,8 @@ func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Struc
 		return err
 	}
 	rules := map[string][][]byte{}
-	if err := c.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
-		chain := unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])
+	if err := c.objects(f, unix.NFT_MSG_GETRULE, func(attrs netlink.Attributes) {
+		chain := attrs[unix.NFTA_RULE_CHAIN].Text()
 		rules[chain] = append(rules[chain], attrs[unix.NFTA_RULE_EXPRESSIONS])
 	}); err != nil {
 		return err
@@ -235,19 +223,18 @@ func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Struc
 }
 
 // sameChain compares a chain, without its rules, with the attributes the kernel lists.
-func sameChain(f ipfamily.Family, want nft.Chain, attrs map[uint16][]byte) bool {
+func sameChain(f ipfamily.Family, want nft.Chain, attrs netlink.Attributes) bool {
 	var w batch
-	w.reset()
 	w.newChain(f, &want)
 	_, based := attrs[unix.NFTA_CHAIN_HOOK]
 	same := based == (want.Hook != nil)
-	eachAttr(w.b[headerLen:], func(typ uint16, v []byte) {
+	for typ, v := range netlink.Each(w.Bytes()[headerLen:]) {
 		if typ == unix.NFTA_CHAIN_HOOK {
 			same = same && covers(v, attrs[typ])
 		} else {
 			same = same && bytes.Equal(v, attrs[typ])
 		}
-	})
+	}
 	return same
 }
 
@@ -260,10 +247,10 @@ func sameRules(f ipfamily.Family, want []nft.Rule, listed [][]byte) bool {
 		ours := ruleExprs(f, r)
 		n := 0
 		same := true
-		eachAttr(listed[i], func(_ uint16, theirs []byte) {
+		for _, theirs := range netlink.Each(listed[i]) {
 			same = same && n < len(ours) && sameExpression(marshal(f, ours[n]), theirs)
 			n++
-		})
+		}
 		if !same || n != len(ours) {
 			return false
 		}
@@ -288,30 +275,18 @@ func sameExpression(ours, theirs []byte) bool {
 	return name == "counter" || coversBut(skip, expressionData(ours), expressionData(theirs))
 }
 
-func expressionData(e []byte) (data []byte) {
-	eachAttr(e, func(typ uint16, v []byte) {
-		if typ == unix.NFTA_EXPR_DATA {
-			data = v
-		}
-	})
-	return data
-}
-
 // covers says whether all attributes of ours are among theirs.
 func covers(ours, theirs []byte) bool { return coversBut(0, ours, theirs) }
 
 // coversBut is covers without the attributes of one type. Those of the same type are compared in their order.
 func coversBut(skip uint16, ours, theirs []byte) bool {
 	listed := map[uint16][][]byte{}
-	eachAttr(theirs, func(typ uint16, v []byte) { listed[typ] = append(listed[typ], v) })
-	for b := ours; len(b) >= attrLen; {
-		n := int(native16(b))
-		if n < attrLen || n > len(b) {
-			return false
-		}
-		nested := native16(b[2:])&nestedAttr != 0
-		typ, v := native16(b[2:])&^(nestedAttr|unix.NLA_F_NET_BYTEORDER), b[attrLen:n]
-		b = b[min((n+3)&^3, len(b)):]
+	for typ, v := range netlink.Each(theirs) {
+		listed[typ] = append(listed[typ], v)
+	}
+	for typ, v := range netlink.EachFlagged(ours) {
+		nested := typ&unix.NLA_F_NESTED != 0
+		typ &^= unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER
 		if skip != 0 && typ == skip {
 			continue
 		}

@@ -79,12 +79,12 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 	// One from outside, which has the pool of this node's endpoints; and one whose pool nobody has any more.
 	labtest.Run(t, h, "add element ip verdict affinity { 198.51.100.9 . 5655:8609 timeout 3h expires 2h : 10.244.1.2 . 8080,"+
 		" 10.244.7.9 . 5600:1 timeout 3h expires 2h : 10.244.1.2 . 8080 }", n.Path, "-f", "-")
-	before, err := b.reader.generation()
+	before, err := b.reader.Generation()
 	labtest.Check(t, err)
 	st := cart()
 	r, err := b.Apply(st, dataplane.Change{})
 	labtest.Check(t, err)
-	if after, err := b.reader.generation(); err != nil || after != before+1 || !r.Full || len(r.Left) > 0 {
+	if after, err := b.reader.Generation(); err != nil || after != before+1 || !r.Full || len(r.Left) > 0 {
 		t.Errorf("generation %d became %d: %+v", before, after, r)
 	}
 	got := regexp.MustCompile(`(?m)^ip6? affinity .*\n`).ReplaceAllString(held(t, b), "")
@@ -137,12 +137,12 @@ func upgradeRules(t *testing.T, file string, n labtest.Nft) {
 	labtest.Check(t, err)
 	const client = "7057:c068 . 5 timeout 3h expires 2h : 10.244.1.2 . 8080"
 	labtest.Run(t, h, string(text)+"add element ip verdict affinity { "+client+" }", n.Path, "-f", "-")
-	before, err := b.reader.generation()
+	before, err := b.reader.Generation()
 	labtest.Check(t, err)
 	st := cart()
 	r, err := b.Apply(st, dataplane.Change{})
 	labtest.Check(t, err)
-	if after, err := b.reader.generation(); err != nil || after != before+1 || r.Full || len(r.Left) > 0 {
+	if after, err := b.reader.Generation(); err != nil || after != before+1 || r.Full || len(r.Left) > 0 {
 		t.Errorf("generation %d became %d: %+v", before, after, r)
 	}
 	got := held(t, b)

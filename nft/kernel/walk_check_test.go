@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -35,11 +36,11 @@ func (w *walker) content() (c content) {
 		t := &c[i]
 		w.readElements(t, i)
 		t.chains, t.handles = map[string]string{}, map[string][]byte{}
-		w.must(w.eye.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+		w.must(w.eye.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
 			t.handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] += string(attrs[unix.NFTA_CHAIN_HOOK]) + "\n"
 		}))
-		w.must(w.eye.objects(f, unix.NFT_MSG_GETRULE, func(attrs map[uint16][]byte) {
+		w.must(w.eye.objects(f, unix.NFT_MSG_GETRULE, func(attrs netlink.Attributes) {
 			t.chains[unix.ByteSliceToString(attrs[unix.NFTA_RULE_CHAIN])] += string(attrs[unix.NFTA_RULE_EXPRESSIONS]) + "\n"
 		}))
 	}
@@ -259,7 +260,7 @@ func (w *walker) verifyStructure(st *dataplane.State, list ipfamily.Per[nft.List
 // verifyQuiet says that there is nothing left to do, and that nothing is done.
 func (w *walker) verifyQuiet() {
 	w.t.Helper()
-	before, err := w.eye.generation()
+	before, err := w.eye.Generation()
 	w.must(err)
 	if got := w.backend.generation; got != before {
 		w.fail("the backend knows of generation %d; it is %d", got, before)
@@ -269,7 +270,7 @@ func (w *walker) verifyQuiet() {
 	}
 	r, err := w.backend.ApplyAll(w.planner.State(), w.change(w.planner.State()))
 	w.must(err)
-	if after, err := w.eye.generation(); err != nil || after != before || r.Bytes > 0 {
+	if after, err := w.eye.Generation(); err != nil || after != before || r.Bytes > 0 {
 		w.fail("there was nothing to write; generation %d became %d: %+v", before, after, r)
 	}
 	for i, f := range ipfamily.All {
@@ -278,7 +279,7 @@ func (w *walker) verifyQuiet() {
 		if info.flags&tableDormant != 0 {
 			w.fail("%s: the table sleeps", f.NFT())
 		}
-		if port, err := w.backend.conn.wire.port(); info.owner != 0 && (err != nil || info.owner != port) {
+		if port, err := w.backend.conn.Wire.Port(); info.owner != 0 && (err != nil || info.owner != port) {
 			w.fail("%s: the table belongs to %d, not to %d (%v)", f.NFT(), info.owner, port, err)
 		}
 		if w.backend.owns && info.owner == 0 && info.flags&tablePersist != 0 {
@@ -361,12 +362,12 @@ func (w *walker) remember() {
 		if len(entries) == 0 {
 			continue
 		}
-		b.reset()
+		b.Reset()
 		b.notes = b.notes[:0]
-		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		b.Begin()
 		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.Affinity, entries)
-		b.batch(unix.NFNL_MSG_BATCH_END)
-		refused, err := w.backend.conn.transact(b.b)
+		b.Finish()
+		refused, err := w.backend.conn.Commit(b.Bytes())
 		if err != nil || len(refused) > 0 {
 			w.fail("%v", errors.Join(err, w.backend.refusals(refused)))
 		}

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -88,26 +89,26 @@ var edits = []edit{
 		if set == nft.Affinity {
 			set = nft.Services
 		}
-		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, flagsRequest, "")
-		h.b.text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
-		h.b.end(m)
+		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, 0, "")
+		h.b.Text(unix.NFTA_SET_ELEM_LIST_SET, set.String())
+		h.b.End(m)
 	}},
 	{"flush chain", func(h *hand) { h.b.chainNamed(h.family(), unix.NFT_MSG_DELRULE, h.anyChain(), "") }},
-	{"flush all chains", func(h *hand) { h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, "")) }},
+	{"flush all chains", func(h *hand) { h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, "")) }},
 	{"delete chain", (*hand).deleteChain},
 	{"rename chain", (*hand).rename},
 	{"add chain", (*hand).addChain},
 	{"add rule", func(h *hand) { h.rule(h.anyChain(), unix.NLM_F_APPEND*uint16(h.w.r.IntN(2))) }},
 	{"chain with another policy", func(h *hand) {
-		m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
-		h.b.text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "prerouting", "output", "postrouting"))
-		h.b.u32(unix.NFTA_CHAIN_POLICY, 0)
-		h.b.end(m)
+		m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
+		h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "prerouting", "output", "postrouting"))
+		h.b.Big32(unix.NFTA_CHAIN_POLICY, 0)
+		h.b.End(m)
 	}},
 	{"chain with another priority", (*hand).moveChain},
 	{"add set", func(h *hand) { h.set("mine") }},
 	{"set of another kind", func(h *hand) {
-		h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
 		name := oneOf(h.w.r, nft.Hairpin, nft.ClusterIPs, nft.Pools, nft.Affinity).String()
 		h.deleteSet(name)
 		if h.w.r.IntN(2) == 0 {
@@ -115,7 +116,7 @@ var edits = []edit{
 		}
 	}},
 	{"smaller set", func(h *hand) {
-		h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+		h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
 		set := nft.SetByID(oneOf(h.w.r, nft.Endpoints, nft.Hairpin, nft.ClusterIPs, nft.Affinity, nft.RevisionSet))
 		set.Size = 1
 		h.deleteSet(set.Name())
@@ -124,14 +125,14 @@ var edits = []edit{
 	{"delete table", func(h *hand) { h.b.deleteTable(h.family()) }},
 	{"empty table", func(h *hand) {
 		h.b.deleteTable(h.family())
-		h.b.end(h.b.object(h.family(), unix.NFT_MSG_NEWTABLE, flagsCreate, ""))
+		h.b.End(h.b.object(h.family(), unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, ""))
 	}},
 	{"table sleeps", func(h *hand) { h.b.claimTable(h.family(), tableDormant) }},
-	{"flush ruleset", func(h *hand) { h.b.end(h.b.message(subsystem|unix.NFT_MSG_DELTABLE, flagsRequest, 0)) }},
+	{"flush ruleset", func(h *hand) { h.b.End(h.b.Netfilter(netlink.NFTables(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_UNSPEC)) }},
 	{"forget affinity", func(h *hand) {
-		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, flagsRequest, "")
-		h.b.text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
-		h.b.end(m)
+		m := h.b.object(h.family(), unix.NFT_MSG_DELSETELEM, 0, "")
+		h.b.Text(unix.NFTA_SET_ELEM_LIST_SET, nft.Affinity.String())
+		h.b.End(m)
 	}},
 }
 
@@ -182,28 +183,28 @@ func (h *hand) jump() {
 	h.b.elements(h.family(), unix.NFT_MSG_DELSETELEM, e.Set, []nft.Element{e})
 	was := h.b.chains
 	code := int32(unix.NFT_JUMP)
-	var v buffer
-	d := v.nest(unix.NFTA_SET_ELEM_DATA)
-	n := v.nest(unix.NFTA_DATA_VERDICT)
-	v.u32(unix.NFTA_VERDICT_CODE, uint32(code))
-	v.text(unix.NFTA_VERDICT_CHAIN, e.Chain.Name())
-	v.close(n)
-	v.close(d)
-	h.b.chains = map[nft.ChainID][]byte{e.Chain: v.b}
+	var v netlink.Buffer
+	d := v.Nest(unix.NFTA_SET_ELEM_DATA)
+	n := v.Nest(unix.NFTA_DATA_VERDICT)
+	v.Big32(unix.NFTA_VERDICT_CODE, uint32(code))
+	v.Text(unix.NFTA_VERDICT_CHAIN, e.Chain.Name())
+	v.Close(n)
+	v.Close(d)
+	h.b.chains = map[nft.ChainID][]byte{e.Chain: v.Bytes()}
 	h.b.elements(h.family(), unix.NFT_MSG_NEWSETELEM, e.Set, []nft.Element{e})
 	h.b.chains = was
 }
 
 // rule adds a rule.
 func (h *hand) rule(chain string, flags uint16, does ...nft.Statement) {
-	m := h.b.object(h.family(), unix.NFT_MSG_NEWRULE, flagsCreate|flags, "")
-	h.b.text(unix.NFTA_RULE_CHAIN, chain)
-	x := h.b.nest(unix.NFTA_RULE_EXPRESSIONS)
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|flags, "")
+	h.b.Text(unix.NFTA_RULE_CHAIN, chain)
+	x := h.b.Nest(unix.NFTA_RULE_EXPRESSIONS)
 	for _, e := range ruleExprs(h.family(), append(nft.Rule{nft.Counter{}}, does...)) {
-		h.b.attr(unix.NFTA_LIST_ELEM|nestedAttr, marshal(h.family(), e))
+		h.b.Attr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, marshal(h.family(), e)...)
 	}
-	h.b.close(x)
-	h.b.end(m)
+	h.b.Close(x)
+	h.b.End(m)
 }
 
 // addChain adds a chain: of a strange name, or of a name of ours, with or without what that name promises.
@@ -215,9 +216,9 @@ func (h *hand) addChain() {
 		h.b.rules(h.family(), &c)
 		return
 	}
-	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
-	h.b.text(unix.NFTA_CHAIN_NAME, name)
-	h.b.end(m)
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
+	h.b.Text(unix.NFTA_CHAIN_NAME, name)
+	h.b.End(m)
 	if h.w.r.IntN(2) == 0 {
 		h.rule(name, 0)
 	}
@@ -229,17 +230,17 @@ func (h *hand) addChain() {
 // deleteChain deletes a chain, which succeeds if nothing leads there.
 func (h *hand) deleteChain() {
 	name := h.anyChain()
-	h.b.end(h.b.object(h.family(), unix.NFT_MSG_DELRULE, flagsRequest, ""))
+	h.b.End(h.b.object(h.family(), unix.NFT_MSG_DELRULE, 0, ""))
 	h.b.chainNamed(h.family(), unix.NFT_MSG_DELCHAIN, name, "")
 }
 
 // rename gives a chain another name. What leads there leads there still.
 func (h *hand) rename() {
 	name := h.anyChain()
-	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
-	h.b.attr(unix.NFTA_CHAIN_HANDLE, h.table().handles[name])
-	h.b.text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "mine", "pick-76"))
-	h.b.end(m)
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWCHAIN, 0, "")
+	h.b.Attr(unix.NFTA_CHAIN_HANDLE, h.table().handles[name]...)
+	h.b.Text(unix.NFTA_CHAIN_NAME, oneOf(h.w.r, "mine", "pick-76"))
+	h.b.End(m)
 }
 
 // moveChain makes a base chain anew with another priority.
@@ -251,40 +252,40 @@ func (h *hand) moveChain() {
 }
 
 func (h *hand) deleteSet(name string) {
-	m := h.b.object(h.family(), unix.NFT_MSG_DELSET, flagsRequest, "")
-	h.b.text(unix.NFTA_SET_NAME, name)
-	h.b.end(m)
+	m := h.b.object(h.family(), unix.NFT_MSG_DELSET, 0, "")
+	h.b.Text(unix.NFTA_SET_NAME, name)
+	h.b.End(m)
 }
 
 // set adds a set of marks.
 func (h *hand) set(name string) {
-	m := h.b.object(h.family(), unix.NFT_MSG_NEWSET, flagsCreate, "")
-	h.b.text(unix.NFTA_SET_NAME, name)
-	h.b.u32(unix.NFTA_SET_FLAGS, 0)
-	h.b.u32(unix.NFTA_SET_KEY_TYPE, typeMark)
-	h.b.u32(unix.NFTA_SET_KEY_LEN, 4)
-	h.b.u32(unix.NFTA_SET_ID, 99)
-	h.b.end(m)
+	m := h.b.object(h.family(), unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, "")
+	h.b.Text(unix.NFTA_SET_NAME, name)
+	h.b.Big32(unix.NFTA_SET_FLAGS, 0)
+	h.b.Big32(unix.NFTA_SET_KEY_TYPE, typeMark)
+	h.b.Big32(unix.NFTA_SET_KEY_LEN, 4)
+	h.b.Big32(unix.NFTA_SET_ID, 99)
+	h.b.End(m)
 }
 
 // meddleOnce does something to our tables, if their owner lets others. It says whether anything changed.
 func (w *walker) meddleOnce() {
 	w.t.Helper()
 	h := &hand{w: w, c: w.content(), i: w.r.IntN(len(ipfamily.All))}
-	h.b.reset()
-	h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+	h.b.Reset()
+	h.b.Begin()
 	var names []string
 	for range 1 + w.r.IntN(2) {
 		e := oneOf(w.r, edits...)
 		e.do(h)
 		names = append(names, e.name)
 	}
-	h.b.batch(unix.NFNL_MSG_BATCH_END)
+	h.b.Finish()
 	w.watch.pause()
-	refused, err := w.other.transact(h.b.b)
+	refused, err := w.other.Commit(h.b.Bytes())
 	w.must(err)
 	if len(refused) > 0 {
-		w.note("  others fail to do: %s: %v", strings.Join(names, ", "), refused[0].errno)
+		w.note("  others fail to do: %s: %v", strings.Join(names, ", "), refused[0].Errno)
 		w.count["foreign: refused"]++
 		return
 	}
@@ -307,21 +308,21 @@ func (w *walker) othersTables() {
 		families = families[:2]
 	}
 	const f = ipfamily.IPv4 // replaced below by one that Verdict does not know
-	b.reset()
-	b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-	b.end(b.object(f, unix.NFT_MSG_NEWTABLE, flagsCreate, ""))
-	m := b.object(f, unix.NFT_MSG_NEWCHAIN, flagsCreate, "")
-	b.text(unix.NFTA_CHAIN_NAME, oneOf(w.r, "services", "pick-1"))
-	b.end(m)
+	b.Reset()
+	b.Begin()
+	b.End(b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, ""))
+	m := b.object(f, unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "")
+	b.Text(unix.NFTA_CHAIN_NAME, oneOf(w.r, "services", "pick-1"))
+	b.End(m)
 	if w.r.IntN(3) == 0 {
 		b.deleteTable(f)
 	}
 	family := oneOf(w.r, families...)
 	for _, n := range b.notes {
-		b.b[n.start+unix.NLMSG_HDRLEN] = family
+		b.Bytes()[n.start+unix.NLMSG_HDRLEN] = family
 	}
-	b.batch(unix.NFNL_MSG_BATCH_END)
-	refused, err := w.other.transact(b.b)
+	b.Finish()
+	refused, err := w.other.Commit(b.Bytes())
 	if err != nil || len(refused) > 0 {
 		w.fail("another table: %v, %v", err, refused)
 	}
@@ -334,18 +335,18 @@ func (w *walker) mustNotChange() {
 	for range 3 {
 		e := oneOf(w.r, edits...)
 		h := &hand{w: w, c: before, i: w.r.IntN(len(ipfamily.All))}
-		h.b.reset()
-		h.b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		h.b.Reset()
+		h.b.Begin()
 		e.do(h)
-		h.b.batch(unix.NFNL_MSG_BATCH_END)
-		refused, err := w.other.transact(h.b.b)
+		h.b.Finish()
+		refused, err := w.other.Commit(h.b.Bytes())
 		w.must(err)
 		for _, r := range refused {
-			if !errors.Is(r.errno, unix.EPERM) {
-				w.fail("%s: %v, not EPERM", e.name, r.errno)
+			if !errors.Is(r.Errno, unix.EPERM) {
+				w.fail("%s: %v, not EPERM", e.name, r.Errno)
 			}
 		}
-		if len(refused) == 0 && e.name != "flush ruleset" && h.b.seq > 3 {
+		if len(refused) == 0 && e.name != "flush ruleset" && h.b.Count() > 2 {
 			w.fail("%s: others may do that to tables that are ours", e.name)
 		}
 	}

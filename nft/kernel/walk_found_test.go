@@ -14,6 +14,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -28,7 +29,7 @@ func (s *site) nft(script string) {
 }
 
 // sick puts a faulty wire into a connection.
-func sick(c *Conn, send, recv []error) { c.wire = &faulty{wire: c.wire, sendErr: send, recvErr: recv} }
+func sick(c *Conn, send, recv []error) { c.Wire = &faulty{Wire: c.Wire, sendErr: send, recvErr: recv} }
 
 // TestErrorsLeaveNothingBehind: what an error left unread in a socket is not taken for the answer to the next question.
 func TestErrorsLeaveNothingBehind(t *testing.T) {
@@ -44,14 +45,6 @@ func TestErrorsLeaveNothingBehind(t *testing.T) {
 		if got, err := r.table(ipfamily.IPv4); got != want || err != nil {
 			t.Errorf("%v: the next answer is %+v, %v; want %+v", recv, got, err, want)
 		}
-	}
-	// A list that ends with an error is none.
-	done := header{typ: unix.NLMSG_DONE}
-	if err := endOf(done, []byte{0, 0, 0, 0}); err != nil {
-		t.Errorf("the end of a list is the error %v", err)
-	}
-	if err := endOf(done, slices.Repeat([]byte{0xff}, 4)); !errors.Is(err, unix.EPERM) {
-		t.Errorf("the end with error 1 is %v", err)
 	}
 }
 
@@ -235,7 +228,7 @@ func TestFailedLookIsRepeated(t *testing.T) {
 		if found == nil {
 			t.Errorf("%s: nothing was found after the error at answer %d", edits[n%len(edits)], n)
 		}
-		s.backend.reader.wire.(*faulty).recvErr = nil
+		s.backend.reader.Wire.(*faulty).recvErr = nil
 		s.apply(dataplane.Change{})
 		quiet(t, s.backend)
 	}
@@ -290,10 +283,10 @@ func TestNearlyOurs(t *testing.T) {
 	chain, _ := nft.ChainNamed(nft.Everything(ipfamily.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
 	for want, edit := range map[string]func(b *batch){
 		"set affinity is another one": func(b *batch) {
-			b.end(b.object(ipfamily.IPv4, unix.NFT_MSG_DELRULE, flagsRequest, ""))
-			m := b.object(ipfamily.IPv4, unix.NFT_MSG_DELSET, flagsRequest, "")
-			b.text(unix.NFTA_SET_NAME, set.Name())
-			b.end(m)
+			b.End(b.object(ipfamily.IPv4, unix.NFT_MSG_DELRULE, 0, ""))
+			m := b.object(ipfamily.IPv4, unix.NFT_MSG_DELSET, 0, "")
+			b.Text(unix.NFTA_SET_NAME, set.Name())
+			b.End(m)
 			b.newSet(ipfamily.IPv4, &set)
 		},
 		"nothing needs chain pick-77": func(b *batch) {
@@ -302,11 +295,11 @@ func TestNearlyOurs(t *testing.T) {
 		},
 	} {
 		var b batch
-		b.reset()
-		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
+		b.Reset()
+		b.Begin()
 		edit(&b)
-		b.batch(unix.NFNL_MSG_BATCH_END)
-		if refused, err := other.conn.transact(b.b); err != nil || len(refused) > 0 {
+		b.Finish()
+		if refused, err := other.conn.Commit(b.Bytes()); err != nil || len(refused) > 0 {
 			t.Fatal(err, refused)
 		}
 		if found := check(t, s.backend); !strings.Contains(strings.Join(found, "\n"), want) {
@@ -367,7 +360,7 @@ func TestNobodyIsToBlame(t *testing.T) {
 		f := newFaults()
 		f.armed, f.random = armed, s.random
 		f.meddle = func() { s.nft("delete table ip verdict\nadd table ip verdict") }
-		s.backend.conn.wire = &walkWire{wire: s.backend.conn.wire, f: f}
+		s.backend.conn.Wire = &walkWire{Wire: s.backend.conn.Wire, f: f}
 		var change dataplane.Change
 		for i := 0; change.Empty(); i++ {
 			change = s.change(i % 6)
@@ -385,16 +378,15 @@ func TestNobodyIsToBlame(t *testing.T) {
 }
 
 // terse is a wire to a kernel like those before Linux 6.1: it does not say which element of a message it refuses.
-type terse struct{ wire }
+type terse struct{ netlink.Wire }
 
-func (w *terse) recv(b []byte, wait bool) (int, error) {
-	n, err := w.wire.recv(b, wait)
-	_ = eachMessage(b[:max(n, 0)], func(h header, body []byte) error {
-		if h.typ == unix.NLMSG_ERROR && len(body) > 20 {
-			clear(body[20:]) // the attributes after the header of what was refused
+func (w *terse) Recv(b []byte, wait bool) (int, error) {
+	n, err := w.Wire.Recv(b, wait)
+	for m := range netlink.Messages(b[:max(n, 0)]) {
+		if m.Type == unix.NLMSG_ERROR && len(m.Body) > 20 {
+			clear(m.Body[20:]) // the attributes after the header of what was refused
 		}
-		return nil
-	})
+	}
 	return n, err
 }
 
@@ -410,16 +402,16 @@ func TestRefusedInSteps(t *testing.T) {
 	}
 	state := *s.planner.State()
 	state.Services = map[snapshot.Name]*dataplane.Service{bad: poison(state.Services[bad])}
-	f := &faulty{wire: s.backend.conn.wire}
-	for _, wire := range []wire{f, &terse{f}} {
+	f := &faulty{Wire: s.backend.conn.Wire}
+	for _, wire := range []netlink.Wire{f, &terse{f}} {
 		for most := 10000; most < 60000; most += 5000 {
-			f.most, s.backend.conn.wire, s.backend.conn.sendMax = most, wire, 0
+			f.most, s.backend.conn.Conn = most, netlink.New(wire, false)
 			var refused *dataplane.Refused
 			_, err := s.backend.ApplyAll(&state, dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
 			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
 				t.Errorf("with %d bytes, %T: %v", most, wire, err)
 			}
-			f.most, s.backend.conn.wire, s.backend.conn.sendMax, s.backend.room = 0, f, 0, 0
+			f.most, s.backend.conn.Conn, s.backend.room = 0, netlink.New(f, false), 0
 			s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
 			quiet(t, s.backend)
 		}
@@ -449,8 +441,8 @@ func TestLittleRoom(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, b := host(t)
 			apply(t, b, state(0))
-			b.conn.wire = &faulty{wire: b.conn.wire, most: 60 << 10}
-			b.conn.sendMax, b.trust = 0, c.trust
+			b.conn.Conn = netlink.New(&faulty{Wire: b.conn.Wire, most: 60 << 10}, false)
+			b.trust = c.trust
 			st := state(1)
 			may := map[string]bool{}
 			for _, s := range []*dataplane.State{state(0), st} {
@@ -537,15 +529,15 @@ func TestChainsOfOneName(t *testing.T) {
 	for _, name := range []string{"mine", "pick-77"} {
 		handles := chainHandles(t, s.backend.reader)
 		var b batch
-		b.reset()
-		b.batch(unix.NFNL_MSG_BATCH_BEGIN)
-		m := b.object(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, flagsRequest, "")
-		b.attr(unix.NFTA_CHAIN_HANDLE, handles["input"])
-		b.text(unix.NFTA_CHAIN_NAME, name)
-		b.end(m)
+		b.Reset()
+		b.Begin()
+		m := b.object(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, 0, "")
+		b.Attr(unix.NFTA_CHAIN_HANDLE, handles["input"]...)
+		b.Text(unix.NFTA_CHAIN_NAME, name)
+		b.End(m)
 		b.chainNamed(ipfamily.IPv4, unix.NFT_MSG_NEWCHAIN, name, "")
-		b.batch(unix.NFNL_MSG_BATCH_END)
-		if refused, err := open(t, s.host, Options{}).conn.transact(b.b); err != nil || len(refused) > 0 {
+		b.Finish()
+		if refused, err := open(t, s.host, Options{}).conn.Commit(b.Bytes()); err != nil || len(refused) > 0 {
 			t.Fatal(err, refused)
 		}
 		want := "there is more than one chain " + name
@@ -568,7 +560,7 @@ func TestChainsOfOneName(t *testing.T) {
 func chainHandles(t *testing.T, c *Conn) map[string][]byte {
 	t.Helper()
 	handles := map[string][]byte{}
-	labtest.Check(t, c.objects(ipfamily.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+	labtest.Check(t, c.objects(ipfamily.IPv4, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
 		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 	}))
 	return handles

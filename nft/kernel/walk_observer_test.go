@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -182,7 +183,7 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 	o.mu.Lock()
 	epoch, idle := o.epoch, o.may == nil
 	o.mu.Unlock()
-	before, err := o.conn.generation()
+	before, err := o.conn.Generation()
 	if err != nil || idle {
 		return err
 	}
@@ -198,7 +199,7 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 		return nil
 	}
 	chains := map[string]bool{}
-	err = o.conn.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs map[uint16][]byte) {
+	err = o.conn.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
 		chains[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = true
 	})
 	if err != nil {
@@ -214,7 +215,7 @@ func (o *observer) look(f ipfamily.Family, side [2]nft.SetID, r *rand.Rand) erro
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return err
 	}
-	after, err := o.conn.generation()
+	after, err := o.conn.Generation()
 	if err != nil || before != after {
 		return err
 	}

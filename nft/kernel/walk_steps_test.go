@@ -176,10 +176,10 @@ func (w *walker) reopen() {
 func (w *walker) restart() {
 	w.t.Helper()
 	w.reopen()
-	generation, err := w.eye.generation()
+	generation, err := w.eye.Generation()
 	w.must(err)
 	w.settle()
-	if after, err := w.eye.generation(); err == nil && after == generation {
+	if after, err := w.eye.Generation(); err == nil && after == generation {
 		w.count["adopted"]++
 	}
 	switch {
@@ -238,7 +238,7 @@ func (w *walker) small() {
 	}
 	w.faults.most = oneOf(w.r, 600, 2000, 8000, 30000, 100000)
 	w.note("  datagrams of %d bytes", w.faults.most)
-	w.backend.conn.sendMax = 0
+	askForRoom(w.backend.conn)
 	if w.r.IntN(3) == 0 {
 		w.note("  %s", w.faults.arm(w.r, w.owned()))
 	}
@@ -247,7 +247,8 @@ func (w *walker) small() {
 	harm := w.faults.harm
 	w.faults.disarm()
 	w.faults.harm = harm // a socket that was lost after the commit is found out only now
-	w.backend.conn.sendMax, w.backend.room = 0, 0
+	askForRoom(w.backend.conn)
+	w.backend.room = 0
 	w.settle()
 }
 
@@ -260,7 +261,7 @@ func (w *walker) kill() {
 	}
 	if w.r.IntN(4) == 0 {
 		w.faults.most = oneOf(w.r, 2000, 8000, 30000)
-		w.backend.conn.sendMax = 0
+		askForRoom(w.backend.conn)
 	}
 	w.faults.left = oneOf(w.r, w.r.IntN(6), w.r.IntN(60))
 	w.note("  killed after %d calls, datagrams of %d bytes", w.faults.left, w.faults.most)
@@ -345,10 +346,10 @@ func (w *walker) run(input string, args ...string) string {
 // others lets others write to tables of theirs, which is no business of ours.
 func (w *walker) others() {
 	w.othersTables()
-	generation, err := w.eye.generation()
+	generation, err := w.eye.Generation()
 	w.must(err)
 	w.settle()
-	if now, err := w.eye.generation(); err != nil || now != generation {
+	if now, err := w.eye.Generation(); err != nil || now != generation {
 		w.fail("another table is no reason to write: %v", err)
 	}
 }
@@ -422,7 +423,7 @@ func (w *walker) poison() {
 func (w *walker) poisonInSteps(bad []snapshot.Name) {
 	w.note("  in steps")
 	w.faults.most = oneOf(w.r, 2000, 8000, 30000)
-	w.backend.conn.sendMax = 0
+	askForRoom(w.backend.conn)
 	for left := bad; ; {
 		w.refusable = true
 		err := w.apply(w.without(left, poison))
@@ -441,7 +442,8 @@ func (w *walker) poisonInSteps(bad []snapshot.Name) {
 		left = slices.DeleteFunc(slices.Clone(left), func(n snapshot.Name) bool { return refused.Services[n] != nil })
 	}
 	w.faults.disarm()
-	w.backend.conn.sendMax, w.backend.room = 0, 0
+	askForRoom(w.backend.conn)
+	w.backend.room = 0
 }
 
 // within says whether all of some names are among others.

@@ -301,7 +301,7 @@ func (w *walker) dial(netns int) (*Conn, error) {
 	}
 	c, err := Dial(netns)
 	if err == nil {
-		c.wire = &walkWire{wire: c.wire, f: w.faults}
+		c.Wire = &walkWire{Wire: c.Wire, f: w.faults}
 	}
 	return c, err
 }
@@ -309,8 +309,8 @@ func (w *walker) dial(netns int) (*Conn, error) {
 // wrap puts the faults into the wires the backend has.
 func (w *walker) wrap() {
 	for _, c := range []*Conn{w.backend.conn, w.backend.reader, w.backend.sweeper} {
-		if _, ok := c.wire.(*walkWire); !ok {
-			c.wire = &walkWire{wire: c.wire, f: w.faults}
+		if _, ok := c.Wire.(*walkWire); !ok {
+			c.Wire = &walkWire{Wire: c.Wire, f: w.faults}
 		}
 	}
 }
@@ -434,7 +434,7 @@ func (w *walker) settle() {
 		}
 	}
 	w.faults.disarm()
-	w.backend.conn.sendMax = 0
+	askForRoom(w.backend.conn)
 	w.verify()
 }
 
@@ -442,13 +442,13 @@ func (w *walker) settle() {
 func (w *walker) let(found []string) bool {
 	return w.faults.harm > 0 && w.options.Own && w.options.Socket == nil &&
 		!slices.ContainsFunc(found, func(s string) bool {
-		return !strings.Contains(s, "the table's owner is netlink port 0")
-	})
+			return !strings.Contains(s, "the table's owner is netlink port 0")
+		})
 }
 
 // unseen says how many transactions were written since the backend looked around, by others.
 func (w *walker) unseen() uint32 {
-	generation, err := w.eye.generation()
+	generation, err := w.eye.Generation()
 	w.must(err)
 	if w.backend.trust != certain {
 		return 0

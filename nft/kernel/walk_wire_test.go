@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -33,19 +34,20 @@ var verbNames = [numVerbs]string{"batch", "generation", "table", "sets", "chains
 
 // verbOf reads what a datagram asks for.
 func verbOf(b []byte) verb {
-	const setName = headerLen + attrLen + len(nft.TableName) + 1 + attrLen // after the table's name, which is 8 bytes with its zero
-	switch typ, dump := native16(b[4:]), native16(b[6:])&unix.NLM_F_DUMP == unix.NLM_F_DUMP; typ {
-	case subsystem | unix.NFT_MSG_GETGEN:
+	const setName = headerLen + netlink.AttrLen + len(nft.TableName) + 1 + netlink.AttrLen // after the table's name, which is 8 bytes with its zero
+	typ, dump := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:])&unix.NLM_F_DUMP == unix.NLM_F_DUMP
+	switch typ {
+	case netlink.NFTables(unix.NFT_MSG_GETGEN):
 		return verbGeneration
-	case subsystem | unix.NFT_MSG_GETTABLE:
+	case netlink.NFTables(unix.NFT_MSG_GETTABLE):
 		return verbTable
-	case subsystem | unix.NFT_MSG_GETSET:
+	case netlink.NFTables(unix.NFT_MSG_GETSET):
 		return verbSets
-	case subsystem | unix.NFT_MSG_GETCHAIN:
+	case netlink.NFTables(unix.NFT_MSG_GETCHAIN):
 		return verbChains
-	case subsystem | unix.NFT_MSG_GETRULE:
+	case netlink.NFTables(unix.NFT_MSG_GETRULE):
 		return verbRules
-	case subsystem | unix.NFT_MSG_GETSETELEM:
+	case netlink.NFTables(unix.NFT_MSG_GETSETELEM):
 		switch {
 		case !dump:
 			return verbKeys
@@ -183,7 +185,7 @@ func (f *faults) judge(t *trouble) {
 
 // walkWire is a wire that breaks as its faults say.
 type walkWire struct {
-	wire
+	netlink.Wire
 	f *faults
 	// ill strikes while the answer is read; again is an interrupted call that is made once more. Answers are made up and come
 	// before the kernel's.
@@ -191,7 +193,7 @@ type walkWire struct {
 	answers    [][]byte
 }
 
-func (w *walkWire) send(b []byte) error {
+func (w *walkWire) Send(b []byte) error {
 	if err := w.f.call(); err != nil {
 		return err
 	}
@@ -209,7 +211,7 @@ func (w *walkWire) send(b []byte) error {
 	case sendFails:
 		return t.errno
 	case closedBefore:
-		return errors.Join(os.ErrClosed, w.wire.Close())
+		return errors.Join(os.ErrClosed, w.Wire.Close())
 	case recvFails, answerLost, closedAfter:
 		w.ill = t
 	case refusedFalsely:
@@ -230,10 +232,10 @@ func (w *walkWire) sendWell(b []byte) error {
 	if w.f.most > 0 && len(b) > w.f.most {
 		return unix.EMSGSIZE
 	}
-	return w.wire.send(b)
+	return w.Wire.Send(b)
 }
 
-func (w *walkWire) recv(b []byte, wait bool) (int, error) {
+func (w *walkWire) Recv(b []byte, wait bool) (int, error) {
 	if err := w.f.call(); err != nil {
 		return 0, err
 	}
@@ -244,39 +246,38 @@ func (w *walkWire) recv(b []byte, wait bool) (int, error) {
 	}
 	t := w.ill
 	if t == nil || t.round != w.f.round {
-		return w.wire.recv(b, wait)
+		return w.Wire.Recv(b, wait)
 	}
 	if t.later > 0 {
 		t.later--
-		return w.wire.recv(b, wait)
+		return w.Wire.Recv(b, wait)
 	}
 	w.ill = nil
 	switch t.illness {
 	case interrupted:
 		return 0, unix.EINTR
 	case answerLost:
-		_, _ = w.wire.recv(b, false)
+		_, _ = w.Wire.Recv(b, false)
 		return 0, unix.ENOBUFS
 	case closedAfter:
-		return 0, errors.Join(os.ErrClosed, w.wire.Close())
+		return 0, errors.Join(os.ErrClosed, w.Wire.Close())
 	}
 	return 0, t.errno
 }
 
-func (w *walkWire) room(n int) (int, error) {
+func (w *walkWire) Room(n int) (int, error) {
 	if w.f.most > 0 {
-		return (w.f.most + sendMargin) / 2, nil
+		return (w.f.most + netlink.SendMargin) / 2, nil
 	}
-	return w.wire.room(n)
+	return w.Wire.Room(n)
 }
 
 // falseRefusal makes an answer that refuses one of the messages in a datagram.
 func falseRefusal(b []byte, errno unix.Errno, r *rand.Rand) []byte {
 	var seqs []uint32
-	_ = eachMessage(b, func(h header, _ []byte) error {
-		seqs = append(seqs, h.seq)
-		return nil
-	})
+	for m := range netlink.Messages(b) {
+		seqs = append(seqs, m.Seq)
+	}
 	const n = unix.NLMSG_HDRLEN + 4 + unix.NLMSG_HDRLEN
 	var m []byte
 	m = binary.NativeEndian.AppendUint32(m, n)
@@ -319,3 +320,6 @@ func (f *faults) arm(r *rand.Rand, owned bool) string {
 	f.armed = append(f.armed, t)
 	return fmt.Sprintf("%s %s (%v) after %d and %d", verbNames[t.verb], illnessNames[t.illness], t.errno, t.skip, t.later)
 }
+
+// askForRoom has a connection forget how much it could send at once, so that it asks its wire again.
+func askForRoom(c *Conn) { c.Conn = netlink.New(c.Wire, true) }
