@@ -138,7 +138,7 @@ func ipvsSysctls(s *config.Settings) []sysctl.Setting {
 func crowded(log *slog.Logger) func([]kernel.AffinityShare) {
 	return func(of []kernel.AffinityShare) {
 		log.Warn("session affinity: the map of clients is nearly full; when it is, new clients are not remembered",
-			"service", of[0].Service.String(), "entries", of[0].Entries, "ipv6", of[0].IPv6, "size", nft.AffinitySize)
+			"service", of[0].Service.String(), "entries", of[0].Entries, "ipv6", of[0].Family == ipfamily.IPv6, "size", nft.AffinitySize)
 	}
 }
 
@@ -240,7 +240,7 @@ func fill(b *kernel.Backend) (out []metrics.Fill) {
 	for i, f := range ipfamily.All {
 		for set, size := range tables[i] {
 			if id := nft.SetID(set); id.IsContent() || id == nft.Affinity {
-				out = append(out, metrics.Fill{IPv6: f == ipfamily.IPv6, Set: id.String(), Elements: size.Elements,
+				out = append(out, metrics.Fill{Family: f, Set: id.String(), Elements: size.Elements,
 					Size: size.Size})
 			}
 		}

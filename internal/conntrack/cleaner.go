@@ -7,8 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
@@ -25,8 +24,8 @@ type table interface {
 type Look struct {
 	// Frontends is how many were looked at, Lists how often the kernel walked its table for that.
 	Frontends, Lists int
-	// IPv4 and IPv6 count what was found.
-	IPv4, IPv6 Flows
+	// Flows counts what was found.
+	Flows ipfamily.Per[Flows]
 	// Took is the time from begin to end, Worked what is left of it without the pauses.
 	Took, Worked time.Duration
 	// Err says why the look ended early. It will be repeated.
@@ -38,13 +37,6 @@ type Flows struct {
 	// Judged are those to the frontends that were looked at, Removed those of them that were deleted. One that is listed anew
 	// counts anew.
 	Judged, Removed int
-}
-
-func (l *Look) of(family byte) *Flows {
-	if family == unix.AF_INET {
-		return &l.IPv4
-	}
-	return &l.IPv6
 }
 
 // Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop tell its Listener, and Run
@@ -257,7 +249,7 @@ func (s *sweep) work(ctx context.Context, keys []dataplane.Key, l *Look) error {
 	for _, q := range queries(keys, filters) {
 		l.Lists++
 		err := s.table.list(q, func(flows []flow) error {
-			if err := s.judge(flows, l.of(q.family)); err != nil {
+			if err := s.judge(flows, &l.Flows[q.family]); err != nil {
 				return err
 			}
 			s.breathe(ctx)

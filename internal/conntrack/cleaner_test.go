@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -149,7 +150,7 @@ func TestLooksTwice(t *testing.T) {
 		if got := table.since(start); !slices.Equal(got, []float64{0, 1.005}) {
 			t.Errorf("looked at %v", got)
 		}
-		want := Look{Frontends: 1, Lists: 1, IPv4: Flows{Judged: 2, Removed: 1}, Took: table.takes, Worked: table.takes}
+		want := Look{Frontends: 1, Lists: 1, Flows: ipfamily.Per[Flows]{{Judged: 2, Removed: 1}}, Took: table.takes, Worked: table.takes}
 		if !slices.Equal(*told, []Look{want, want}) {
 			t.Errorf("told %+v", *told)
 		}

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -45,7 +46,7 @@ func Load() error {
 	if err != nil {
 		return err
 	}
-	nobody := query{family: unix.AF_INET, protocol: snapshot.UDP, addr: netip.IPv4Unspecified(), port: 1}
+	nobody := query{family: ipfamily.IPv4, protocol: snapshot.UDP, addr: netip.IPv4Unspecified(), port: 1}
 	if err := errors.Join(c.list(nobody, func([]flow) error { return nil }), c.Close()); err != nil {
 		return fmt.Errorf("conntrack: %w", err)
 	}

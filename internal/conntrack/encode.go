@@ -3,6 +3,7 @@ package conntrack
 import (
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
@@ -21,7 +22,7 @@ const (
 
 // writeList writes the message that asks for a list.
 func writeList(w *netlink.Buffer, q query) {
-	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, q.family)
+	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, q.family.NFProto())
 	if q.protocol != 0 {
 		writeFilter(w, q)
 	}
@@ -56,7 +57,7 @@ func writeFilter(w *netlink.Buffer, q query) {
 // then. Looked up by the original one, a flow that began anew meanwhile, to another endpoint, would be found, and often has the
 // old one's place and so its id. A message without a tuple would delete everything: parseFlow sees to it that there is one.
 func writeDelete(w *netlink.Buffer, f *flow) {
-	m := w.Netfilter(messageDelete, 0, queryFor(f.frontend).family)
+	m := w.Netfilter(messageDelete, 0, ipfamily.Of(f.frontend.Addr).NFProto())
 	w.Attr(ctaTupleReply|unix.NLA_F_NESTED, f.reply...)
 	if f.zone != nil {
 		w.Attr(ctaZone, f.zone...)

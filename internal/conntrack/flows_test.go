@@ -86,7 +86,7 @@ func (p *proxied) apply(d snapshot.Delta) {
 func (p *proxied) look() int {
 	p.t.Helper()
 	l := lookNow(p.t, p.cleaner)
-	return l.IPv4.Removed + l.IPv6.Removed
+	return l.Flows[ipfamily.IPv4].Removed + l.Flows[ipfamily.IPv6].Removed
 }
 
 // end is an endpoint and its state: "" is ready, "draining" or "unready".

@@ -10,8 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -166,8 +165,8 @@ func TestWrong(t *testing.T) {
 func TestQueries(t *testing.T) {
 	few := keys("10.96.0.1:53/udp 10.96.0.2:53/sctp 10.96.0.2:54/sctp [fd00::1]:53/udp [fd00::2]:53/udp [fd00::2]:53/sctp")
 	want := []query{
-		{unix.AF_INET, snapshot.UDP, few[0].Addr, 53}, {unix.AF_INET, snapshot.SCTP, few[1].Addr, 0},
-		{family: unix.AF_INET6, protocol: snapshot.UDP, port: 53}, {family: unix.AF_INET6, protocol: snapshot.SCTP},
+		{ipfamily.IPv4, snapshot.UDP, few[0].Addr, 53}, {ipfamily.IPv4, snapshot.SCTP, few[1].Addr, 0},
+		{family: ipfamily.IPv6, protocol: snapshot.UDP, port: 53}, {family: ipfamily.IPv6, protocol: snapshot.SCTP},
 	}
 	if got := queries(few, true); !slices.Equal(got, want) {
 		t.Errorf("few: %v", got)
@@ -176,10 +175,10 @@ func TestQueries(t *testing.T) {
 	for i := range maxSingle + 1 {
 		many = append(many, key(fmt.Sprintf("10.96.0.%d:53/udp", i)))
 	}
-	if got := queries(many, true); !slices.Equal(got, []query{{family: unix.AF_INET, protocol: snapshot.UDP}, want[2]}) {
+	if got := queries(many, true); !slices.Equal(got, []query{{family: ipfamily.IPv4, protocol: snapshot.UDP}, want[2]}) {
 		t.Errorf("many: %v", got)
 	}
-	if got := queries(few, false); !slices.Equal(got, []query{{family: unix.AF_INET}, {family: unix.AF_INET6}}) {
+	if got := queries(few, false); !slices.Equal(got, []query{{family: ipfamily.IPv4}, {family: ipfamily.IPv6}}) {
 		t.Errorf("without filters: %v", got)
 	}
 	if got := queries(nil, true); len(got) != 0 {

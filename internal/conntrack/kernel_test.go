@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/netlink"
@@ -74,7 +75,7 @@ func insert(t testing.TB, c *Conn, entries ...entry) {
 
 func writeInsert(w *netlink.Buffer, e entry) {
 	frontend := netip.AddrPortFrom(e.frontend.Addr, e.frontend.Port)
-	m := w.Netfilter(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, queryFor(e.frontend).family)
+	m := w.Netfilter(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, ipfamily.Of(e.frontend.Addr).NFProto())
 	tuple := func(typ uint16, src, dst netip.AddrPort) {
 		from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)
 		if src.Addr().Is4() {
@@ -113,7 +114,7 @@ func writeInsert(w *netlink.Buffer, e entry) {
 func listAll(t testing.TB, c *Conn) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	for _, family := range []byte{unix.AF_INET, unix.AF_INET6} {
+	for _, family := range ipfamily.All {
 		labtest.Check(t, c.list(query{family: family}, func(flows []flow) error {
 			for i := range flows {
 				f := &flows[i]
@@ -220,7 +221,7 @@ func TestExactFlows(t *testing.T) {
 				if k.Protocol == snapshot.TCP {
 					want = 0
 				}
-				if len(got) != want || l.IPv4.Removed+l.IPv6.Removed != want {
+				if len(got) != want || l.Flows[0].Removed+l.Flows[1].Removed != want {
 					t.Errorf("removed %d: %q, look %+v", len(got), got, l)
 				}
 				for _, f := range got {
@@ -244,7 +245,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 	k := key("10.96.0.1:53/udp")
 	c := NewCleaner(conn, nil)
 	// What take would have seen of such a kernel.
-	labtest.Check(t, conn.list(query{family: unix.AF_INET}, func(flows []flow) error {
+	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for i := range flows {
 			q := queryFor(k)
 			conn.unfiltered = conn.unfiltered || !q.answers(&flows[i])
@@ -269,7 +270,7 @@ func TestGoneMeanwhile(t *testing.T) {
 	e := entry{client: clientOf(1, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]}
 	insert(t, conn, e)
 	var seen []flow
-	labtest.Check(t, conn.list(query{family: unix.AF_INET}, func(flows []flow) error {
+	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for _, f := range flows {
 			seen = append(seen, flow{frontend: f.frontend, reply: slices.Clone(f.reply), id: slices.Clone(f.id)})
 		}
@@ -318,7 +319,7 @@ func TestAmongMany(t *testing.T) {
 	labtest.Check(t, err)
 	l := lookNow(t, c)
 	t.Logf("%+v", l)
-	if got := removed(t, before, listAll(t, conn)); len(got) != 10000 || l.IPv4.Removed != 10000 || l.IPv4.Judged < 20000 {
+	if got := removed(t, before, listAll(t, conn)); len(got) != 10000 || l.Flows[0].Removed != 10000 || l.Flows[0].Judged < 20000 {
 		t.Errorf("removed %d, look %+v", len(got), l)
 	}
 	// A restart: all is right.
@@ -327,7 +328,7 @@ func TestAmongMany(t *testing.T) {
 	_, err = behind(again, &noBackend{true}).Apply(state(service("dns", k.String()+">10.244.1.10:53")), dataplane.Change{})
 	labtest.Check(t, err)
 	l = lookNow(t, again)
-	if after := listAll(t, conn); l.IPv4.Removed != 0 || !maps.Equal(before, after) {
+	if after := listAll(t, conn); l.Flows[0].Removed != 0 || !maps.Equal(before, after) {
 		t.Errorf("look %+v", l)
 	}
 }
@@ -365,8 +366,8 @@ func BenchmarkList(b *testing.B) {
 		query
 	}{
 		{"frontend", queryFor(k)},
-		{"protocol", query{family: unix.AF_INET, protocol: snapshot.UDP}},
-		{"family", query{family: unix.AF_INET}},
+		{"protocol", query{family: ipfamily.IPv4, protocol: snapshot.UDP}},
+		{"family", query{family: ipfamily.IPv4}},
 	} {
 		b.Run(q.name, func(b *testing.B) {
 			b.ReportAllocs()
@@ -391,7 +392,7 @@ func BenchmarkRemove(b *testing.B) {
 		b.StopTimer()
 		insert(b, conn, entries...)
 		var all []flow
-		labtest.Check(b, conn.list(query{family: unix.AF_INET}, func(flows []flow) error {
+		labtest.Check(b, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 			for _, f := range flows {
 				f.reply, f.id = slices.Clone(f.reply), slices.Clone(f.id)
 				all = append(all, f)
@@ -438,7 +439,7 @@ func TestSmallBuffers(t *testing.T) {
 	}
 	insert(t, conn, entries...)
 	var seen []flow
-	labtest.Check(t, conn.list(query{family: unix.AF_INET}, func(flows []flow) error {
+	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for _, f := range flows {
 			seen = append(seen, flow{frontend: f.frontend, reply: slices.Clone(f.reply), id: slices.Clone(f.id)})
 		}

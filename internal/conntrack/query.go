@@ -5,16 +5,14 @@ import (
 	"net/netip"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // query is what the kernel is asked to list. All but the family may be zero, and is not compared then.
 type query struct {
-	// family is AF_INET or AF_INET6.
-	family   byte
+	family   ipfamily.Family
 	protocol snapshot.Protocol
 	// addr and port are what the flow was sent to first.
 	addr netip.Addr
@@ -25,9 +23,9 @@ type query struct {
 // IPv6 addresses it compares the wrong way round, and lists just the others: ctnetlink_filter_match_tuple, from 5.8 on and
 // still in 6.18.
 func queryFor(k dataplane.Key) query {
-	q := query{family: unix.AF_INET6, protocol: k.Protocol}
-	if k.Addr.Is4() {
-		q.family, q.addr = unix.AF_INET, k.Addr
+	q := query{family: ipfamily.Of(k.Addr), protocol: k.Protocol}
+	if q.family == ipfamily.IPv4 {
+		q.addr = k.Addr
 	}
 	if k.Protocol == snapshot.UDP {
 		q.port = k.Port

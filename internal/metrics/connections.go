@@ -2,7 +2,6 @@ package metrics
 
 import (
 	"net/netip"
-	"slices"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 
@@ -142,7 +141,7 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 	if c.o.AffinityShares != nil {
 		for _, s := range c.o.AffinityShares() {
 			ch <- prometheus.MustNewConstMetric(affinityEntriesDesc, prometheus.GaugeValue, float64(s.Entries),
-				familyName(s.IPv6), s.Service.Namespace, s.Service.Name)
+				families[s.Family], s.Service.Namespace, s.Service.Name)
 		}
 	}
 }
@@ -182,15 +181,14 @@ func (c *connections) collectRefused(ch chan<- prometheus.Metric, p *picture) {
 
 func (c *connections) collectFill(ch chan<- prometheus.Metric, p *picture) {
 	for _, f := range c.o.Fill() {
-		i := slices.Index(families[:], familyName(f.IPv6))
 		if f.Set == AffinitySet {
-			f.Elements = p.affinity[i]
+			f.Elements = p.affinity[f.Family]
 		}
 		if f.Elements >= 0 {
-			ch <- prometheus.MustNewConstMetric(mapElementsDesc, prometheus.GaugeValue, float64(f.Elements), families[i], f.Set)
+			ch <- prometheus.MustNewConstMetric(mapElementsDesc, prometheus.GaugeValue, float64(f.Elements), families[f.Family], f.Set)
 		}
 		if f.Size > 0 {
-			ch <- prometheus.MustNewConstMetric(mapMaxElementsDesc, prometheus.GaugeValue, float64(f.Size), families[i], f.Set)
+			ch <- prometheus.MustNewConstMetric(mapMaxElementsDesc, prometheus.GaugeValue, float64(f.Size), families[f.Family], f.Set)
 		}
 	}
 }

@@ -554,10 +554,6 @@ func (g *ledger) enterRules(counts []dataplane.RefusedCount, began uint64) {
 		return
 	}
 	for _, c := range counts {
-		family := 0
-		if c.IPv6 {
-			family = 1
-		}
-		g.refused[family][c.Refusal] += g.advance(&g.rules[family][c.Refusal], c.Packets, true, began)
+		g.refused[c.Family][c.Refusal] += g.advance(&g.rules[c.Family][c.Refusal], c.Packets, true, began)
 	}
 }

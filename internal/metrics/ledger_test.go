@@ -301,7 +301,7 @@ func (k *fakeKernel) Endpoints(of []dataplane.FrontendCount, members func(datapl
 func (k *fakeKernel) Refused() (out []dataplane.RefusedCount, err error) {
 	for i := range k.rules {
 		for r := dataplane.RefusedSourceRanges; r < dataplane.NumRefusals; r++ {
-			out = append(out, dataplane.RefusedCount{IPv6: i == 1, Refusal: r, Packets: k.rules[i][r]})
+			out = append(out, dataplane.RefusedCount{Family: ipfamily.All[i], Refusal: r, Packets: k.rules[i][r]})
 		}
 	}
 	return out, k.broken

@@ -34,13 +34,6 @@ type Metrics struct {
 // is counted is counted for both.
 var families = [...]string{"IPv4", "IPv6"}
 
-func familyName(ipv6 bool) string {
-	if ipv6 {
-		return families[1]
-	}
-	return families[0]
-}
-
 // New gives Metrics that show what the options say.
 func New(o Options) *Metrics {
 	if o.MaxSeries == 0 {
@@ -178,11 +171,7 @@ func (m *Metrics) inSync(s reconcile.InSync) {
 	at := time.Now()
 	setBoth(m.kube.lastSynced, seconds(at))
 	for _, t := range s.Triggers {
-		f := families[0]
-		if t.IPv6 {
-			f = families[1]
-		}
-		m.kube.programming.WithLabelValues(f).Observe(max(at.Sub(t.At), 0).Seconds())
+		m.kube.programming.WithLabelValues(families[t.Family]).Observe(max(at.Sub(t.At), 0).Seconds())
 	}
 }
 

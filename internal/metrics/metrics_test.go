@@ -99,7 +99,7 @@ func newWorld(o Options) *world {
 	o.Place = func() bool { return true }
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
-		return []Fill{{Set: "services", Elements: 5, Size: 1024}, {IPv6: true, Set: AffinitySet, Size: 9}, {Set: "source-ranges"}}
+		return []Fill{{Set: "services", Elements: 5, Size: 1024}, {Family: ipfamily.IPv6, Set: AffinitySet, Size: 9}, {Set: "source-ranges"}}
 	}
 	o.AffinityShares = func() []AffinityShare {
 		return []AffinityShare{{Service: snapshot.Name{Namespace: "ns", Name: "a"}, Entries: 8}}
@@ -141,7 +141,7 @@ func everything(t testing.TB, detail Detail) *world {
 	}
 	w.kernel.rules[0][dataplane.RefusedUnusedPort] = 5
 	now := time.Now()
-	w.inSync(reconcile.InSync{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), IPv6: true}}})
+	w.inSync(reconcile.InSync{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), Family: ipfamily.IPv6}}})
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	w.Before(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})

@@ -86,8 +86,8 @@ type Options struct {
 
 // Fill says how full a set of the kernel is.
 type Fill struct {
-	IPv6 bool
-	Set  string
+	Family ipfamily.Family
+	Set    string
 	// Size is how many elements it takes, 0 if there is no limit.
 	Elements, Size int
 }
@@ -95,7 +95,7 @@ type Fill struct {
 // AffinityShare is how many entries of a family's set of remembered clients are a Service's.
 type AffinityShare struct {
 	Service snapshot.Name
-	IPv6    bool
+	Family  ipfamily.Family
 	Entries int
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -159,7 +160,7 @@ func (n *Node) looked(l conntrack.Look) {
 	if l.Err != nil {
 		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
 	}
-	if removed := l.IPv4.Removed + l.IPv6.Removed; removed > 0 {
+	if removed := l.Flows[ipfamily.IPv4].Removed + l.Flows[ipfamily.IPv6].Removed; removed > 0 {
 		n.Log.Info("flows to endpoints that are gone were removed", "flows", removed, "frontends", l.Frontends)
 	}
 }

@@ -18,7 +18,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/health"
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -174,8 +173,11 @@ func (t *telemetry) portFailed(e *health.ListenError) {
 
 // looked is told of a look at the flows.
 func (t *telemetry) looked(l conntrack.Look) {
-	t.metrics.Looked(metrics.Flows{Took: l.Took, Failed: l.Err != nil,
-		Judged: ipfamily.Per[int]{l.IPv4.Judged, l.IPv6.Judged}, Removed: ipfamily.Per[int]{l.IPv4.Removed, l.IPv6.Removed}})
+	flows := metrics.Flows{Took: l.Took, Failed: l.Err != nil}
+	for f, found := range l.Flows {
+		flows.Judged[f], flows.Removed[f] = found.Judged, found.Removed
+	}
+	t.metrics.Looked(flows)
 }
 
 // sink gives where a source is to put what it sees, and has its requests counted.

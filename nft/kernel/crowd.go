@@ -18,7 +18,7 @@ import (
 // AffinityShare is how many entries of a family's map of remembered clients are a Service's.
 type AffinityShare struct {
 	Service snapshot.Name
-	IPv6    bool
+	Family  ipfamily.Family
 	Entries int
 }
 
@@ -73,7 +73,7 @@ func (b *Backend) share(family int, entries map[uint32]int) {
 	var shares []AffinityShare
 	if total >= crowded {
 		for name, n := range services {
-			shares = append(shares, AffinityShare{Service: name, IPv6: ipfamily.All[family] == ipfamily.IPv6, Entries: n})
+			shares = append(shares, AffinityShare{Service: name, Family: ipfamily.All[family], Entries: n})
 		}
 		slices.SortFunc(shares, func(a, b AffinityShare) int {
 			return cmp.Or(cmp.Compare(b.Entries, a.Entries), a.Service.Compare(b.Service))

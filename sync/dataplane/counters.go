@@ -1,6 +1,10 @@
 package dataplane
 
-import "net/netip"
+import (
+	"net/netip"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+)
 
 // What a kernel counts. These are plain values, for whoever shows them; a backend reads them.
 
@@ -58,7 +62,7 @@ type Place struct {
 
 // RefusedCount is what was counted of packets that got no endpoint, whatever they were sent to.
 type RefusedCount struct {
-	IPv6    bool
+	Family  ipfamily.Family
 	Refusal Refusal
 	Packets uint64
 }

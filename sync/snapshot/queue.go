@@ -3,6 +3,8 @@ package snapshot
 import (
 	"sync"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // Queue collects deltas from any number of sources for one reader. Deltas that arrive while the reader is busy are
@@ -41,8 +43,8 @@ func (w Waiting) merge(o Waiting) Waiting {
 // Trigger is when a change of a slice began, somewhere in the cluster.
 type Trigger struct {
 	At time.Time
-	// IPv6 says that the slice holds IPv6 addresses. A slice that is empty now counts as IPv4.
-	IPv6 bool
+	// Family is that of the slice's addresses; a slice that is empty now counts as IPv4.
+	Family ipfamily.Family
 }
 
 // maxTriggers bounds the triggers that are kept while nothing is settled, which may take hours. Later ones are dropped.
@@ -82,10 +84,13 @@ func (q *Queue) account(d *Delta) {
 	q.queued.Services += len(d.Services)
 	q.queued.Slices += len(d.Slices)
 	for _, sl := range d.Slices {
-		// Triggers from before this queue are not changes to us, but part of a first list.
+		// What happened before there was a queue is no change to us, but part of a first list.
 		if sl != nil && sl.Triggered.After(q.created) && len(q.triggers.queued)+len(q.triggers.taken) < maxTriggers {
-			ipv6 := len(sl.Endpoints) > 0 && sl.Endpoints[0].Addr.Is6()
-			q.triggers.queued = append(q.triggers.queued, Trigger{sl.Triggered, ipv6})
+			t := Trigger{At: sl.Triggered}
+			if len(sl.Endpoints) > 0 {
+				t.Family = ipfamily.Of(sl.Endpoints[0].Addr)
+			}
+			q.triggers.queued = append(q.triggers.queued, t)
 		}
 	}
 }

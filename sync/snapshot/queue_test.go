@@ -8,6 +8,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
 // woken says whether the queue asks to be read, and reads the request.
@@ -152,7 +154,7 @@ func TestQueueCountsWhatWaits(t *testing.T) {
 		expect(at(20), 2, 2) // taken is not settled
 		till(40)
 		q.Put(Delta{Slices: slice(35, "10.0.0.1")})
-		if got, want := q.Ack(Waiting{}), []Trigger{{at(25), true}}; !reflect.DeepEqual(got, want) {
+		if got, want := q.Ack(Waiting{}), []Trigger{{at(25), ipfamily.IPv6}}; !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(at(40), 0, 1)
