@@ -25,7 +25,7 @@ type Conn struct {
 
 // receiveLen holds whatever the kernel puts into one datagram of a list, and no less should: for each datagram it
 // walks a set of nf_tables from its beginning again. A single object may be larger, and gets a larger buffer then.
-const receiveLen = 64 << 10
+const receiveLen = 256 << 10
 
 // New returns a Conn over a wire. Unread says that the wire may hold answers to somebody else's requests.
 func New(w Wire, unread bool) *Conn {

@@ -110,7 +110,7 @@ func TestDump(t *testing.T) {
 	const torn = unix.NLM_F_DUMP_INTR
 	a, b := message(object, 0, 'a'), message(object, 0, 'b')
 	whole := [][]byte{append(slices.Clone(a), b...), done}
-	large := message(object, 0, append([]byte{'c'}, make([]byte, 200<<10)...)...)
+	large := message(object, 0, append([]byte{'c'}, make([]byte, 600<<10)...)...)
 	for name, c := range map[string]struct {
 		replies [][][]byte
 		want    string
