@@ -138,7 +138,8 @@ func ipvsSysctls(s *config.Settings) []sysctl.Setting {
 func crowded(log *slog.Logger) func([]kernel.AffinityShare) {
 	return func(of []kernel.AffinityShare) {
 		log.Warn("session affinity: the map of clients is nearly full; when it is, new clients are not remembered",
-			"service", of[0].Service.String(), "entries", of[0].Entries, "ipv6", of[0].Family == ipfamily.IPv6, "size", nft.AffinitySize)
+			"service", of[0].Service.String(), "entries", of[0].Entries,
+			"ipv6", of[0].Family == ipfamily.IPv6, "size", nft.AffinitySize)
 	}
 }
 

@@ -163,7 +163,8 @@ func TestQueueCountsWhatWaits(t *testing.T) {
 		q.Put(Delta{Slices: slice(45, "")}) // the transaction failed, and it is taken together with the next
 		q.Take()
 		expect(at(40), 0, 2)
-		if got, want := q.Ack(Waiting{}), []Trigger{{at(35), false}, {at(45), false}}; !reflect.DeepEqual(got, want) {
+		want := []Trigger{{at(35), ipfamily.IPv4}, {at(45), ipfamily.IPv4}}
+		if got := q.Ack(Waiting{}); !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(time.Time{}, 0, 0)
