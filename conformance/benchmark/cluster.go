@@ -136,13 +136,16 @@ func (c *cluster) ipAddress(i int) *networking.IPAddress {
 }
 
 // slice gives the EndpointSlice of a Service as it is now.
-func (c *cluster) slice(i int) *discovery.EndpointSlice {
+func (c *cluster) slice(i int) *discovery.EndpointSlice { return c.sliceOf(i, c.endpoints[i]) }
+
+// sliceOf gives the EndpointSlice of a Service with these endpoints.
+func (c *cluster) sliceOf(i int, endpoints []netip.Addr) *discovery.EndpointSlice {
 	s := &discovery.EndpointSlice{ObjectMeta: c.meta(i, c.name(i)+"-0", "cccc"), AddressType: discovery.AddressTypeIPv4}
 	s.Labels = map[string]string{
 		discovery.LabelServiceName: c.name(i), discovery.LabelManagedBy: "endpointslice-controller.k8s.io", "app": c.name(i),
 	}
 	s.Ports = []discovery.EndpointPort{{Name: new("http"), Port: new(c.targetPort(i)), Protocol: new(v1.ProtocolTCP)}}
-	for j, a := range c.endpoints[i] {
+	for j, a := range endpoints {
 		s.Endpoints = append(s.Endpoints, discovery.Endpoint{
 			Addresses:  []string{a.String()},
 			Conditions: discovery.EndpointConditions{Ready: new(true), Serving: new(true), Terminating: new(false)},

@@ -157,7 +157,11 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 		return err
 	}
 	c.Memory = &results.Memory{Resident: n.usage.resident(), Kernel: n.usage.kernel()}
-	defer func() { c.Memory.Peak = n.usage.highest() }()
+	defer func() {
+		if c.Giant == nil {
+			c.Memory.Peak = n.usage.highest()
+		}
+	}()
 	if err := n.wrote(k); err != nil {
 		return err
 	}
@@ -176,7 +180,7 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 	return p.changes(ctx, n, c, step)
 }
 
-// changes measures single changes and all rates in a proxy that has started.
+// changes measures single changes, all rates and, in a small cluster, the giant in a proxy that has started.
 func (p *Plan) changes(ctx context.Context, n *node, c *results.Cell, step func(string)) (err error) {
 	s := p.Results.Settings
 	rest := func() error {
@@ -202,7 +206,16 @@ func (p *Plan) changes(ctx context.Context, n *node, c *results.Cell, step func(
 		}
 		c.Churn = append(c.Churn, *churn)
 	}
-	return nil
+	if c.Size.Services > giantMost {
+		return nil
+	}
+	if err := rest(); err != nil {
+		return err
+	}
+	step("a giant Service")
+	c.Memory.Peak = n.usage.highest()
+	c.Giant, err = n.giant(ctx, seconds(s.GiantLimit))
+	return err
 }
 
 // settle is how long a proxy that has just started is left alone.
@@ -242,6 +255,9 @@ func summary(c *results.Cell) string {
 	}
 	if c.Data != nil {
 		fmt.Fprintf(&b, "  connect %.0f µs", c.Data.First)
+	}
+	if c.Giant != nil {
+		fmt.Fprintf(&b, "  giant %s, deleted %s", results.WaitText(c.Giant.Created.Wait), results.WaitText(c.Giant.Deleted.Wait))
 	}
 	if c.Error != "" {
 		fmt.Fprintf(&b, "  failed: %s", results.Shortened(c.Error))

@@ -115,6 +115,13 @@ func (u *usage) highest() uint64 {
 	return u.peak
 }
 
+// forgetHighest has highest count from now on.
+func (u *usage) forgetHighest() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.peak = 0
+}
+
 // kernel is what the kernel charged to the control group, in bytes; 0 if there is none.
 func (u *usage) kernel() uint64 {
 	if u.group == "" {

@@ -171,19 +171,24 @@ func (n *node) addPod(pod *lab.Host, a netip.Addr) error {
 
 // answerForAll has the server's host take every address of endpoints for its own.
 func (n *node) answerForAll() error {
+	return errors.Join(n.ownAddresses(endpointRange), n.serve(serverPort, greet), n.serve(sinkPort, swallow))
+}
+
+// ownAddresses makes all addresses of a range the server's own.
+func (n *node) ownAddresses(all netip.Prefix) error {
 	nl := n.server.Netlink()
 	lo, err := nl.LinkByName("lo")
 	if err != nil {
 		return err
 	}
-	all := &net.IPNet{IP: endpointRange.Addr().AsSlice(), Mask: net.CIDRMask(endpointRange.Bits(), 32)}
 	err = nl.RouteAdd(&netlink.Route{
-		LinkIndex: lo.Attrs().Index, Dst: all, Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST,
+		LinkIndex: lo.Attrs().Index, Dst: &net.IPNet{IP: all.Addr().AsSlice(), Mask: net.CIDRMask(all.Bits(), 32)},
+		Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST,
 	})
 	if err != nil {
-		return fmt.Errorf("server: local route %s: %w", endpointRange, err)
+		return fmt.Errorf("server: local route %s: %w", all, err)
 	}
-	return errors.Join(n.serve(serverPort, greet), n.serve(sinkPort, swallow))
+	return nil
 }
 
 // prepare makes all that the proxy needs for its start.

@@ -51,6 +51,8 @@ type Settings struct {
 	DrainLimit float64   `json:"drain_limit_s"`
 	// DataTime is how long connections are counted, and then bytes.
 	DataTime float64 `json:"data_s"`
+	// GiantLimit is how long the giant may take to come, and to go; 0 in results that are older than it.
+	GiantLimit float64 `json:"giant_limit_s,omitempty"`
 }
 
 // Method is the number of the way in which is measured now. It is counted up when figures would no longer compare with those before.
@@ -104,6 +106,7 @@ type Cell struct {
 	Churn   []Churn `json:"churn,omitempty"`
 	Memory  *Memory `json:"memory,omitempty"`
 	Data    *Data   `json:"data,omitempty"`
+	Giant   *Giant  `json:"giant,omitempty"`
 }
 
 // Wait is how long something took, in seconds. Limit says that it was not done by then.
@@ -156,6 +159,25 @@ type Data struct {
 	// Flow is the processor time of the first packet of a new flow above that of one straight to an endpoint, in microseconds; nil
 	// without a proxy.
 	Flow *float64 `json:"flow_us,omitempty"`
+}
+
+// Giant is what a Service of 20 KB costs, with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it is created,
+// and when it is deleted again.
+type Giant struct {
+	Created GiantStep `json:"created"`
+	Deleted GiantStep `json:"deleted"`
+}
+
+// GiantStep lasts from the write until the last of some frontends answers, or answers no more.
+type GiantStep struct {
+	Wait
+	// Others are the changes of other Services' endpoints meanwhile, one after the other.
+	Others Spans `json:"others"`
+	// Resident and Kernel are how much more memory there was than before the Giant, in bytes, when the proxy was at rest; Peak is
+	// how much the resident memory's highest lay above that. The kernel's is 0 if it could not be measured.
+	Resident int64 `json:"resident"`
+	Peak     int64 `json:"peak"`
+	Kernel   int64 `json:"kernel"`
 }
 
 // Find gives a cell; nil if there is none.

@@ -25,6 +25,15 @@ type Row struct {
 	Resident, Peak, Kernel Spread
 	// First, Slowest and Flow are in microseconds, Connections a second, Gigabits a second.
 	First, Slowest, Flow, Connections, Gigabits Spread
+	GiantCreated, GiantDeleted                  GiantRow
+}
+
+// GiantRow is what all repeats say of the giant when it was created, or deleted.
+type GiantRow struct {
+	// Wait and Processor are in seconds, Longest, of the changes meanwhile, in milliseconds.
+	Wait, Processor, Longest Spread
+	// Resident, Peak and Kernel are the growth in bytes.
+	Resident, Peak, Kernel Spread
 }
 
 // ChurnRow is what all repeats say of one rate.
@@ -75,7 +84,29 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	}), 0)
 	row.Connections = data(func(d Data) float64 { return d.Connections })
 	row.Gigabits = data(func(d Data) float64 { return d.Gigabits })
+	row.GiantCreated = giantRow(cells, func(g Giant) GiantStep { return g.Created })
+	row.GiantDeleted = giantRow(cells, func(g Giant) GiantStep { return g.Deleted })
 	return row
+}
+
+func giantRow(cells []*Cell, step func(Giant) GiantStep) (row GiantRow) {
+	steps := gather(cells, func(c *Cell) (GiantStep, bool) { return step(deref(c.Giant)), c.Giant != nil })
+	var waits, longest []Wait
+	var processor, resident, peak, kernel []float64
+	for _, s := range steps {
+		waits = append(waits, s.Wait)
+		processor = append(processor, s.Processor)
+		longest = append(longest, Wait{Seconds: slices.Max(append(s.Others.Milliseconds, 0)), Limit: s.Others.Open > 0})
+		resident = append(resident, float64(s.Resident))
+		peak = append(peak, float64(s.Peak))
+		if s.Kernel != 0 {
+			kernel = append(kernel, float64(s.Kernel))
+		}
+	}
+	return GiantRow{
+		waitSpread(waits), spreadOf(processor, 0), waitSpread(longest),
+		spreadOf(resident, 0), spreadOf(peak, 0), spreadOf(kernel, 0),
+	}
 }
 
 // gather calls get for every cell and keeps what it says there is.

@@ -77,6 +77,7 @@ func behind(s float64) string {
 	return Milliseconds(s * 1000)
 }
 
+func growth(b float64) string        { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
 func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
 func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
 func microseconds(us float64) string { return fmt.Sprintf("%.0f µs", us) }
@@ -148,7 +149,23 @@ func (r *Results) tables() []table {
 				}
 				return row.Connections.short(thousands) + " / " + row.Gigabits.short(gigabits)
 			}, true},
+		table{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the last of 64 frontends answers / " +
+			"the longest change of one endpoint of another Service meanwhile / processor time of the proxy until then / " +
+			"growth of its resident memory, at the peak and at rest / growth of what the kernel charged to it.",
+			func(row *Row) string { return row.GiantCreated.text() }, false},
+		table{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. Growth is still that since before it was written.",
+			func(row *Row) string { return row.GiantDeleted.text() }, false},
 	)
+}
+
+func (g GiantRow) text() string {
+	if g.Wait.N == 0 {
+		return none
+	}
+	return strings.Join([]string{
+		g.Wait.text(Seconds), g.Longest.text(Milliseconds), g.Processor.short(Seconds),
+		g.Peak.short(growth), g.Resident.short(growth), g.Kernel.short(growth),
+	}, " / ")
 }
 
 // text prints the median and the 99th percentile.
@@ -222,8 +239,12 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	fmt.Fprintf(b, "Measured %s %s, %d cores, %.0f GiB, Linux %s, in %s. ", where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent))
 	repeats, low, high := r.span()
 	fmt.Fprintf(b, "Repeats: %s. Load average before each measurement: %.1f to %.1f. ", repeats, low, high)
-	fmt.Fprintf(b, "Limits: %v s for a start or restart, after which nothing else of that proxy is measured, %v s for single changes, and %v s after %v s of churn for what was behind.\n\n",
+	fmt.Fprintf(b, "Limits: %v s for a start or restart, after which nothing else of that proxy is measured, %v s for single changes, and %v s after %v s of churn for what was behind.",
 		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
+	if s.GiantLimit > 0 {
+		fmt.Fprintf(b, " The giant Service has %v s to come, and to go.", s.GiantLimit)
+	}
+	b.WriteString("\n\n")
 	for _, name := range r.columns(false) {
 		fmt.Fprintf(b, "- %s: %s\n", name, r.Versions[name])
 	}
