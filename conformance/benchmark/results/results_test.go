@@ -141,6 +141,7 @@ func example() *Results {
 		Machine: Machine{CPU: "Example", Cores: 2, Memory: 8 << 30, Kernel: "6.18.0"},
 		Settings: Settings{
 			StartLimit: 300, Changes: 3, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
+			GiantLimit: 60,
 		},
 		Versions: map[string]string{"verdict-nftables": "verdict v1", "kube-proxy-nftables": "Kubernetes v1.36.3", "kube-proxy-iptables": "Kubernetes v1.36.3"},
 		LeftOut:  map[string]string{"verdict-iptables": "left out: it has no --backend"},
@@ -181,7 +182,29 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	for _, rate := range exampleRates {
 		c.Churn = append(c.Churn, Churn{Rate: rate, Written: rate - 1, Spans: Spans{Milliseconds: []float64{n, 3 * n}, Write: 2}, Cores: rate / 2000, Behind: Wait{Seconds: n / 1000}})
 	}
+	if size.Services == 1000 {
+		c.Giant = exampleGiant(n, repeat)
+	}
 	return c
+}
+
+// exampleGiant has a change in its second repeat that was not seen in time.
+func exampleGiant(n float64, repeat int) *Giant {
+	const mebibyte = 1 << 20
+	g := &Giant{
+		Created: GiantStep{
+			Wait: Wait{Seconds: n / 4, Processor: n / 8}, Others: Spans{Milliseconds: []float64{3 * n, 2 * n}, Write: 2},
+			Resident: int64(n) * mebibyte, Peak: int64(2*n) * mebibyte, Kernel: 5 * mebibyte,
+		},
+		Deleted: GiantStep{
+			Wait: Wait{Seconds: 10, Limit: n > 40, Processor: n / 10}, Others: Spans{Milliseconds: []float64{n, 9000}, Write: 2},
+			Resident: -2 * mebibyte, Peak: 1000, Kernel: -1000,
+		},
+	}
+	if repeat > 1 {
+		g.Deleted.Others.Open = 1
+	}
+	return g
 }
 
 var exampleRates = []float64{100, 1000}
@@ -353,6 +376,22 @@ func TestReadBad(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %q", bad, err, want)
 		}
+	}
+}
+
+// Results that are older than the giant are read, and their tables say that it was not measured.
+func TestReadOld(t *testing.T) {
+	r, err := Read(strings.NewReader(`{"settings":{"method":2,"start_limit_s":30},
+		"cells":[{"size":{"services":1000,"endpoints":10},"proxy":"a","repeat":1,"start":{"s":1}}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text := r.Row(r.Cells[0].Size, "a").GiantCreated.text(); text != none {
+		t.Errorf("the giant is %q", text)
+	}
+	var b strings.Builder
+	if err := r.WriteTables(&b); err != nil || strings.Contains(b.String(), "The giant Service has") {
+		t.Errorf("%v\n%s", err, b.String())
 	}
 }
 

@@ -65,6 +65,14 @@ func TestDefaults(t *testing.T) {
 	if o.budget != quickBudget || o.repeat != 7 || !reflect.DeepEqual(o.settings, quickSettings) || filepath.Base(o.out) != "bench-quick" {
 		t.Errorf("--quick --repeat 7: %+v", o)
 	}
+	o = &options{quick: true, giant: true}
+	o.defaults()
+	if o.settings.Changes != 0 || o.settings.Rates != nil || o.settings.GiantLimit != quickSettings.GiantLimit {
+		t.Errorf("--quick --giant: %+v", o.settings)
+	}
+	if quickSettings.Changes == 0 || quickSettings.Rates == nil {
+		t.Error("--giant changed the settings of --quick")
+	}
 	o = &options{guest: "6.12"}
 	o.defaults()
 	if !slices.Contains(o.proxies, "kube-proxy-ipvs") || filepath.Base(o.out) != "bench-guest-6.12" {
