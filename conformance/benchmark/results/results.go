@@ -161,8 +161,8 @@ type Data struct {
 	Flow *float64 `json:"flow_us,omitempty"`
 }
 
-// Giant is what a Service of 20 KB costs, with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it is created,
-// and when it is deleted again.
+// Giant is what a Service of 20 KB costs, with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it
+// is created, and when it is deleted again.
 type Giant struct {
 	Created GiantStep `json:"created"`
 	Deleted GiantStep `json:"deleted"`
@@ -173,8 +173,8 @@ type GiantStep struct {
 	Wait
 	// Others are the changes of other Services' endpoints meanwhile, one after the other.
 	Others Spans `json:"others"`
-	// Resident and Kernel are how much more memory there was than before the Giant, in bytes, when the proxy was at rest; Peak is
-	// how much the resident memory's highest lay above that. The kernel's is 0 if it could not be measured.
+	// Resident and Kernel are how much more memory there was than before the giant, in bytes, when the proxy was at rest;
+	// Peak is how much the highest resident memory lay above that. Kernel is 0 if it could not be measured.
 	Resident int64 `json:"resident"`
 	Peak     int64 `json:"peak"`
 	Kernel   int64 `json:"kernel"`

@@ -193,11 +193,13 @@ func exampleGiant(n float64, repeat int) *Giant {
 	const mebibyte = 1 << 20
 	g := &Giant{
 		Created: GiantStep{
-			Wait: Wait{Seconds: n / 4, Processor: n / 8}, Others: Spans{Milliseconds: []float64{3 * n, 2 * n}, Write: 2},
+			Wait:     Wait{Seconds: n / 4, Processor: n / 8},
+			Others:   Spans{Milliseconds: []float64{3 * n, 2 * n}, Write: 2},
 			Resident: int64(n) * mebibyte, Peak: int64(2*n) * mebibyte, Kernel: 5 * mebibyte,
 		},
 		Deleted: GiantStep{
-			Wait: Wait{Seconds: 10, Limit: n > 40, Processor: n / 10}, Others: Spans{Milliseconds: []float64{n, 9000}, Write: 2},
+			Wait:     Wait{Seconds: 10, Limit: n > 40, Processor: n / 10},
+			Others:   Spans{Milliseconds: []float64{n, 9000}, Write: 2},
 			Resident: -2 * mebibyte, Peak: 1000, Kernel: -1000,
 		},
 	}

@@ -149,11 +149,13 @@ func (r *Results) tables() []table {
 				}
 				return row.Connections.short(thousands) + " / " + row.Gigabits.short(gigabits)
 			}, true},
-		table{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the last of 64 frontends answers / " +
-			"the longest change of one endpoint of another Service meanwhile / processor time of the proxy until then / " +
-			"growth of its resident memory, at the peak and at rest / growth of what the kernel charged to it.",
+		table{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
+			"last of 64 frontends answers / the longest change of one endpoint of another Service " +
+			"meanwhile / processor time of the proxy until then / growth of its resident memory, at the peak / at rest / " +
+			"growth of what the kernel charged to it.",
 			func(row *Row) string { return row.GiantCreated.text() }, false},
-		table{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. Growth is still that since before it was written.",
+		table{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. " +
+			"Growth is still that since before it was written.",
 			func(row *Row) string { return row.GiantDeleted.text() }, false},
 	)
 }

@@ -52,7 +52,7 @@ var (
 	}
 	quickSettings = results.Settings{
 		Method: results.Method, StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5, DrainLimit: 10, DataTime: 1,
-		GiantLimit: 10,
+		GiantLimit: 30,
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
 	quickSizes = []string{"1000x10", "5000x10"}
@@ -102,7 +102,7 @@ func (o *options) addFlags(cmd *cobra.Command) {
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and pictures of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and pictures into docs/BENCHMARKS.md, docs/images and README.md")
-	f.BoolVar(&o.giant, "giant", false, "leave out changes, so that a giant Service in a cluster of at most 1,000 comes soon")
+	f.BoolVar(&o.giant, "giant", false, "leave out changes: what is measured last, a giant Service in 1,000 at most, comes soon")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
 	f.StringVar(&o.guest, "guest", "", "measure in a guest with this kernel, which has IPVS: 6.1, 6.12, ...; slow, so its figures compare only with each other")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")

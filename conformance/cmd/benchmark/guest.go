@@ -109,7 +109,8 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 	for _, dir := range extensions {
 		args = append(args, "-f", dir)
 	}
-	inner := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), fmt.Sprintf("--giant=%v", o.giant), "--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
+	inner := []string{"--cells", "--fresh", fmt.Sprintf("--quick=%v", o.quick), fmt.Sprintf("--giant=%v", o.giant),
+		"--budget=" + o.budget.String(), fmt.Sprintf("--repeat=%d", o.repeat)}
 	for name, path := range programs {
 		args = append(args, "-f", path)
 		inner = append(inner, "--program="+name+"="+path)
