@@ -161,7 +161,7 @@ type Data struct {
 	Flow *float64 `json:"flow_us,omitempty"`
 }
 
-// Giant is what a Service of 20 KB costs, with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it
+// Giant is what a Service costs with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it
 // is created, and when it is deleted again.
 type Giant struct {
 	Created GiantStep `json:"created"`

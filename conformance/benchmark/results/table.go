@@ -120,7 +120,7 @@ func (r *Results) tables() []table {
 				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took / how long it took for one, a part of the times above.",
 				func(row *Row) string { return row.Churn[rate].load() }, false})
 	}
-	return append(all,
+	all = append(all,
 		table{"Memory", "Resident memory of the process and its children after the start / at the peak / what the kernel charged to it after the start.",
 			func(row *Row) string {
 				if row.Resident.N == 0 {
@@ -149,15 +149,19 @@ func (r *Results) tables() []table {
 				}
 				return row.Connections.short(thousands) + " / " + row.Gigabits.short(gigabits)
 			}, true},
-		table{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
-			"last of 64 frontends answers / the longest change of one endpoint of another Service " +
-			"meanwhile / processor time of the proxy until then / growth of its resident memory, at the peak / at rest / " +
-			"growth of what the kernel charged to it.",
-			func(row *Row) string { return row.GiantCreated.text() }, false},
-		table{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. " +
-			"Growth is still that since before it was written.",
-			func(row *Row) string { return row.GiantDeleted.text() }, false},
 	)
+	return append(all, giantTables...)
+}
+
+var giantTables = []table{
+	{"A giant Service", "One with 300 externalIPs, 50 ports and 100 endpoints, from before it is written until the " +
+		"last of 64 frontends answers / the longest change of one endpoint of another Service " +
+		"meanwhile / processor time of the proxy until then / growth of its resident memory, at the peak / at rest / " +
+		"growth of what the kernel charged to it.",
+		func(row *Row) string { return row.GiantCreated.text() }, false},
+	{"A giant Service deleted", "The same from before it is deleted until the last of 64 frontends answers no more. " +
+		"Growth is still that since before it was written.",
+		func(row *Row) string { return row.GiantDeleted.text() }, false},
 }
 
 func (g GiantRow) text() string {
