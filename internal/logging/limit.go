@@ -58,6 +58,8 @@ type limits struct {
 	// all are the buckets of severities: errors, others. kinds are those of lines that are alike.
 	all   [2]bucket
 	kinds map[kind]*bucket
+	// pruned is when full buckets were last dropped from kinds.
+	pruned time.Time
 	// skipped counts what was left out since the time since, and others that of kinds that have no room there.
 	skipped map[kind]int
 	others  int
@@ -130,12 +132,14 @@ func (l *limits) admit(k kind, now time.Time) bool {
 	return false
 }
 
-// bucket gives the bucket of a kind. One that is full again is as good as none.
+// bucket gives the bucket of a kind. One that is full again is as good as none; no bucket gets full in less than an
+// interval, and looking at all of them for each line of a flood would cost more than writing it.
 func (l *limits) bucket(k kind, now time.Time) *bucket {
 	if b := l.kinds[k]; b != nil {
 		return b
 	}
-	if len(l.kinds) >= maxKinds {
+	if len(l.kinds) >= maxKinds && now.Sub(l.pruned) >= interval {
+		l.pruned = now
 		maps.DeleteFunc(l.kinds, func(_ kind, b *bucket) bool { return b.full(now, interval) })
 	}
 	if len(l.kinds) >= maxKinds {

@@ -138,3 +138,22 @@ func TestWhatIsNotLimited(t *testing.T) {
 		}
 	})
 }
+
+// TestKindsComeBack: a kind that said nothing for a while makes room for another one.
+func TestKindsComeBack(t *testing.T) {
+	limited(t, func(t *testing.T, l *Limit, log *slog.Logger, out *output) {
+		for i := range maxKinds {
+			log.Warn(fmt.Sprintf("message %d", i))
+		}
+		time.Sleep(interval)
+		for range burst + 1 {
+			log.Warn("a flood of one kind")
+		}
+		if n := len(l.kinds); n != 1 {
+			t.Errorf("%d kinds are kept; want the new one", n)
+		}
+		if n := len(out.take()); n != maxKinds+burst {
+			t.Errorf("%d lines were written; want %d", n, maxKinds+burst)
+		}
+	})
+}
