@@ -167,7 +167,7 @@ func (w *walk) meddle() {
 // kernel ends with what one transaction for the state alone would leave, and nothing is written when that is there
 // already.
 func FuzzRestartAndRepair(f *testing.F) {
-	for seed := range uint64(60) {
+	for seed := range seeds() {
 		f.Add(seed, uint8(40), uint8(seed%5))
 	}
 	f.Fuzz(func(t *testing.T, seed uint64, steps, limit uint8) {
