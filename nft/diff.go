@@ -25,8 +25,6 @@ type planner struct {
 	bucket int
 	// chainsBefore holds the count of each numbered chain that this transaction touches, as it was.
 	chainsBefore ipfamily.Per[map[ChainID]int]
-	// slotsFound, if not nil, are the slots of the pools in the kernel, whatever the model says of them.
-	slotsFound map[slotsKey][]netip.AddrPort
 }
 
 // slotsKey names a pool of a family.

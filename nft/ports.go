@@ -23,11 +23,7 @@ func (p *planner) settle(name snapshot.Name, before, now *service) {
 		want.sourceID = now.sources[want.id.family].id
 		p.ids(old, want)
 		for i := range want.pools {
-			pl, slots := &want.pools[i], old.pools[i].slots
-			if p.slotsFound != nil {
-				slots = p.slotsFound[slotsKey{want.id.family, pl.id}]
-			}
-			pl.slots = assign(slots, pl.slots)
+			want.pools[i].slots = assign(old.pools[i].slots, want.pools[i].slots)
 		}
 	}
 	for _, old := range before.ports {

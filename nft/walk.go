@@ -47,8 +47,6 @@ type Ending struct {
 	dataplane.Ending
 	// Element is what sent the packet to the Endpoint: one of Endpoints, UncountedEndpoints or Affinity.
 	Element Listed
-	// Pool is the id under which the sender is remembered.
-	Pool uint32
 	// priority is the packet's when it was translated.
 	priority uint32
 	// Steps are the rules that looked at the packet after it was translated.
@@ -319,7 +317,7 @@ func (w *walker) lookup(st Statement, s *traveller, at int) (course, error) {
 		return course{}, nil
 	case Update:
 		if s.end != nil {
-			s.end.Remember, s.end.Pool = st.Timeout, s.priority
+			s.end.Remember = st.Timeout
 		}
 		return course{}, nil
 	case DNAT:

@@ -1,7 +1,6 @@
 package health
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,8 +25,6 @@ type Server struct {
 	Failed func(error)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
-	// Connections is how many there may be at a time; 0 means that of DefaultLimits. More close older ones.
-	Connections int
 
 	// bound is what Bind listens with, until Run serves there.
 	bound net.Listener
@@ -135,7 +132,7 @@ func (s *Server) serve(ctx context.Context, late bool) error {
 			srv.Close()
 		}
 	})
-	err = srv.Serve(newRoom(cmp.Or(s.Connections, DefaultLimits().Connections)).listen(l))
+	err = srv.Serve(newRoom(DefaultLimits().Connections).listen(l))
 	if stop() {
 		close(ended)
 		srv.Close()

@@ -7,7 +7,11 @@ import (
 	"time"
 )
 
-type inner struct{ A, b int }
+type inner struct {
+	A int
+	//lint:ignore U1000 only reflection looks at it
+	b int
+}
 
 type outer struct {
 	Name  string

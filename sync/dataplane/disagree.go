@@ -8,11 +8,9 @@ import (
 	"time"
 )
 
-// Disagreement says in what the objects and the kernel differ about one packet. Exactly one of Outcome, Endpoint and
-// Affinity is set.
+// Disagreement says in what the objects and the kernel differ about one packet. At most one of Endpoint
+// and Affinity is set; if none is, the packet's fate is another one.
 type Disagreement struct {
-	// Outcome says that the packet's fate is another one.
-	Outcome bool
 	// Endpoint is whom it is about.
 	Endpoint netip.AddrPort
 	// Affinity says that the sender is remembered for another time.
@@ -37,7 +35,7 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	want := x.Cause.Outcome()
 	sent := func(e Ending) bool { return e.Outcome == Sent }
 	if fate := t.Outcome(); fate != want.String() && !(want == Sent && slices.ContainsFunc(t.Endings, sent)) {
-		return []Disagreement{{Outcome: true, Objects: want.String(), Kernel: fate}}
+		return []Disagreement{{Objects: want.String(), Kernel: fate}}
 	}
 	if want != Sent {
 		return nil
@@ -50,7 +48,7 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	for _, e := range t.Endings {
 		switch {
 		case e.Outcome != Sent:
-			out = append(out, Disagreement{Outcome: true, Objects: want.String(),
+			out = append(out, Disagreement{Objects: want.String(),
 				Kernel: fmt.Sprintf("%s in %d of %d cases", e.Outcome, e.Share, e.Of)})
 		case taken[e.Endpoint] && e.Remember != x.Port.Affinity:
 			remembered = e.Remember

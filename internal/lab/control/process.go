@@ -23,7 +23,6 @@ type Process struct {
 	mu   sync.Mutex
 	pid  int           // 0 if it was never started
 	done chan struct{} // closed when it has ended
-	end  error
 }
 
 // NewProcess prepares a program. What it writes is appended to the file log.
@@ -51,10 +50,7 @@ func (p *Process) Start() error {
 	done := make(chan struct{})
 	p.pid, p.done = cmd.Process.Pid, done
 	go func() {
-		err := cmd.Wait()
-		p.mu.Lock()
-		p.end = err
-		p.mu.Unlock()
+		_ = cmd.Wait() // how it ended is in its log
 		close(done)
 	}()
 	return nil

@@ -11,11 +11,9 @@ import (
 type Stalls struct {
 	mu   sync.Mutex
 	last time.Time
-	list []stall
+	// end is when the process ran again after the last time in which something should have run and did not.
+	end time.Time
 }
-
-// stall is a time in which something should have run and did not.
-type stall struct{ from, to time.Time }
 
 const (
 	stallTick = 10 * time.Millisecond
@@ -52,7 +50,7 @@ func (s *Stalls) ran(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if now.Sub(s.last) >= stallTick+stallLeast {
-		s.list = append(s.list, stall{s.last, now})
+		s.end = now
 	}
 	s.last = now
 }
@@ -61,5 +59,5 @@ func (s *Stalls) ran(now time.Time) {
 func (s *Stalls) Since(then time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return time.Since(s.last) >= stallTick+stallLeast || len(s.list) > 0 && s.list[len(s.list)-1].to.After(then)
+	return time.Since(s.last) >= stallTick+stallLeast || s.end.After(then)
 }
