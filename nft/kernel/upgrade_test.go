@@ -53,12 +53,9 @@ func TestUpgrade(t *testing.T) {
 	if len(layouts) == 0 {
 		t.Fatal("there are no earlier layouts")
 	}
-	nfts := slices.DeleteFunc(labtest.Nfts(t), func(n labtest.Nft) bool { return !n.LoadsWideUpdates() })
-	if len(nfts) == 0 {
-		t.Skip("no nft here loads IPv6 session affinity, as those from 1.1 on do: make test brings one")
-	}
+	n := labtest.NewNft(t)
 	for _, file := range layouts {
-		t.Run(filepath.Base(file), func(t *testing.T) { upgrade(t, file, nfts[0]) })
+		t.Run(filepath.Base(file), func(t *testing.T) { upgrade(t, file, n) })
 	}
 }
 
@@ -122,12 +119,9 @@ func TestUpgradeRules(t *testing.T) {
 	if len(files) == 0 {
 		t.Fatal("there are no earlier rules")
 	}
-	nfts := slices.DeleteFunc(labtest.Nfts(t), func(n labtest.Nft) bool { return !n.LoadsWideUpdates() })
-	if len(nfts) == 0 {
-		t.Skip("no nft here loads IPv6 session affinity, as those from 1.1 on do: make test brings one")
-	}
+	n := labtest.NewNft(t)
 	for _, file := range files {
-		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, nfts[0]) })
+		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, n) })
 	}
 }
 

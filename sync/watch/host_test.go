@@ -58,6 +58,8 @@ func inNamespace(t *testing.T) (ns netns.NsHandle, h *netlink.Handle, here bool)
 		switch exit := (*exec.ExitError)(nil); {
 		case errors.As(err, &exit):
 			t.Fatalf("in a user namespace: %v\n%s", err, out)
+		case err != nil && !errors.Is(err, unix.EPERM) && !errors.Is(err, unix.ENOSPC): // what forbids them says one of these
+			t.Fatal(err)
 		case err != nil:
 			t.Skipf("neither a network namespace nor a user namespace can be made: %v", err)
 		}
