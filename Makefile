@@ -76,7 +76,7 @@ conformance: tools ## every case of the conformance suite: Verdict, and kube-pro
 
 CASE ?= ^$$
 conformance-case: tools ## the cases whose names hold the regular expression CASE, with every failure at once
-	$(CONFORMANCE) --proxy verdict -v --run '$(CASE)'
+	$(CONFORMANCE) --proxy verdict --v --run '$(CASE)'
 
 # The second run shows that the suite notices a wrong proxy: status 1 says that cases failed, and nothing else did.
 conformance-slice: tools build ## some cases of every theme: Verdict and kube-proxy, and a proxy that must fail
