@@ -8,12 +8,13 @@ import (
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/snapshot/snapshottest"
 )
 
 // walk is a proxy at work: restarted, refused by its kernel, and with others' hands in its tables.
 type walk struct {
 	t       *testing.T
-	world   world
+	world   snapshottest.Cluster
 	snap    *snapshot.Snapshot
 	planner *dataplane.Planner
 	model   Model
@@ -136,13 +137,13 @@ func (k *fakeKernel) lines() []string { return slices.Concat(k[0].lines(), k[1].
 
 // meddle does what a foreign hand might, and says whether it did anything.
 func (w *walk) meddle() {
-	t := &w.kernel[w.world.r.IntN(2)]
-	for range 1 + w.world.r.IntN(3) {
-		set := SetID(w.world.r.IntN(int(NumSets)))
+	t := &w.kernel[w.world.IntN(2)]
+	for range 1 + w.world.IntN(3) {
+		set := SetID(w.world.IntN(int(NumSets)))
 		for key, e := range t.sets[set] {
 			switch {
 			case set == Affinity:
-			case w.world.yes():
+			case w.world.Yes():
 				delete(t.sets[set], key)
 			case set == Pools:
 				e.Chain = NoLocalEndpoints.id()
@@ -157,7 +158,7 @@ func (w *walk) meddle() {
 			break
 		}
 	}
-	if w.world.r.IntN(4) == 0 {
+	if w.world.IntN(4) == 0 {
 		e := addrElement(ClusterIPs, addr("192.0.2.77"), 1)
 		w.kernel[0].sets[ClusterIPs][string(e.Key())] = e
 	}
@@ -171,16 +172,16 @@ func FuzzRestartAndRepair(f *testing.F) {
 		f.Add(seed, uint8(40), uint8(seed%5))
 	}
 	f.Fuzz(func(t *testing.T, seed uint64, steps, limit uint8) {
-		w := &walk{t: t, world: world{rand.New(rand.NewPCG(seed, 2))}, snap: snapshot.New(),
+		w := &walk{t: t, world: newCluster(rand.New(rand.NewPCG(seed, 2))), snap: snapshot.New(),
 			planner: dataplane.NewPlanner(testConfig), kernel: newFakeKernel()}
-		w.behind, _ = w.planner.Apply(w.snap, w.snap.Apply(w.world.host()))
+		w.behind, _ = w.planner.Apply(w.snap, w.snap.Apply(w.world.Host()))
 		w.change(false, int(limit))
 		for w.step = range int(steps) {
-			change, _ := w.planner.Apply(w.snap, w.snap.Apply(w.world.step()))
+			change, _ := w.planner.Apply(w.snap, w.snap.Apply(w.world.Step()))
 			w.behind.Globals = w.behind.Globals || change.Globals
 			w.behind.Services = slices.Compact(slices.SortedFunc(slices.Values(slices.Concat(w.behind.Services, change.Services)),
 				snapshot.Name.Compare))
-			switch w.world.r.IntN(8) {
+			switch w.world.IntN(8) {
 			case 0:
 				w.change(true, int(limit))
 			case 1:

@@ -14,11 +14,11 @@ import (
 
 // randomState gives what a planner makes of a random cluster.
 func randomState(seed uint64) *dataplane.State {
-	w := world{rand.New(rand.NewPCG(seed, 5))}
+	w := newCluster(rand.New(rand.NewPCG(seed, 5)))
 	s := snapshot.New()
-	s.Apply(w.host())
+	s.Apply(w.Host())
 	for range 60 {
-		d := w.step()
+		d := w.Step()
 		for _, svc := range d.Services {
 			if svc != nil { // all are counted
 				svc.Counters = snapshot.CountersByBudget

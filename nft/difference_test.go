@@ -53,11 +53,11 @@ func reslot(elements []Element, r *rand.Rand) {
 
 // stateOfWorld is that of a random cluster.
 func stateOfWorld(seed uint64) *dataplane.State {
-	w, snap := world{rand.New(rand.NewPCG(seed, 3))}, snapshot.New()
-	delta := w.host()
+	w, snap := newCluster(rand.New(rand.NewPCG(seed, 3))), snapshot.New()
+	delta := w.Host()
 	for range 15 {
 		snap.Apply(delta)
-		delta = w.step()
+		delta = w.Step()
 	}
 	st, _ := dataplane.Compute(testConfig, snap)
 	return st

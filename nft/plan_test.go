@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/snapshot/snapshottest"
 )
 
 func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
@@ -35,92 +36,10 @@ func seeds() uint64 {
 	return 60
 }
 
-// world gives the deltas of a random cluster that keeps changing.
-type world struct{ r *rand.Rand }
-
-func (w world) yes() bool { return w.r.IntN(2) == 0 }
-
-func (w world) host() snapshot.Delta {
-	addrs := []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("2001:db8::1")}
-	if w.yes() {
-		addrs = append(addrs, addr("2001:db8::2"))
-	}
-	cidrs := []netip.Prefix{prefix("10.96.0.0/16")}
-	if w.yes() {
-		cidrs = append(cidrs, prefix("10.97.0.0/16"), prefix("fd00:96::/112"))
-	}
-	node := snapshot.Node{Name: "node-1", Addresses: addrs[1:]}
-	return snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &node}
-}
-
-func (w world) service(i int) *snapshot.Service {
-	n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", i)}
-	s := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{addr(fmt.Sprintf("10.96.0.%d", i+1))}}
-	if w.yes() {
-		s.ClusterIPs = append(s.ClusterIPs, addr(fmt.Sprintf("fd00:96::%d", i+1)))
-	}
-	s.InternalLocal, s.ExternalLocal = w.yes(), w.yes()
-	if w.yes() {
-		s.Affinity = time.Duration(1+w.r.IntN(2)) * time.Hour
-	}
-	if w.r.IntN(4) == 0 {
-		s.Scheduling = &snapshot.Scheduling{Scheduler: "lc"}
-	}
-	if w.yes() {
-		s.LoadBalancerIPs = []netip.Addr{addr(fmt.Sprintf("203.0.113.%d", w.r.IntN(4))), addr("2001:db8:1::1")}
-		for range w.r.IntN(4) {
-			s.SourceRanges = append(s.SourceRanges, netip.PrefixFrom(addr("198.51.100.0"), 24+w.r.IntN(8)).Masked())
-		}
-	}
-	ports := []snapshot.Port{
-		{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: 30000 + uint16(w.r.IntN(3))},
-		{Name: "b", Protocol: snapshot.UDP, Port: 53},
-		{Name: "c", Protocol: snapshot.SCTP, Port: 80, NodePort: 30000},
-	}
-	s.Ports = ports[:1+w.r.IntN(3)]
-	if w.r.IntN(3) == 0 {
-		s.Counters = snapshot.Counters(1 + w.r.IntN(2))
-	}
-	return s
-}
-
-func (w world) slice(i, part int) *snapshot.Slice {
-	s := &snapshot.Slice{
-		Name:    snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d-%d", i, part)},
-		Service: fmt.Sprintf("s%d", i),
-		Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53},
-			{Name: "c", Protocol: snapshot.SCTP, Port: 9}},
-	}
-	format := []string{"10.244.1.%d", "fd00:244::%x"}[part]
-	for n := range w.r.IntN(6) {
-		if w.yes() {
-			continue
-		}
-		e := snapshot.Endpoint{Addr: addr(fmt.Sprintf(format, n+1)), Ready: w.yes(), Node: fmt.Sprintf("node-%d", 1+w.r.IntN(2))}
-		e.Serving, e.Terminating = e.Ready || w.yes(), !e.Ready && w.yes()
-		s.Endpoints = append(s.Endpoints, e)
-	}
-	return s
-}
-
-func (w world) step() snapshot.Delta {
-	var d snapshot.Delta
-	for range 1 + w.r.IntN(3) {
-		i := w.r.IntN(4)
-		switch w.r.IntN(8) {
-		case 0:
-			d.Merge(w.host())
-		case 1:
-			d.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{w.service(i).Name: nil}})
-		case 2, 3:
-			s := w.service(i)
-			d.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s}})
-		default:
-			s := w.slice(i, w.r.IntN(2))
-			d.Merge(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{s.Name: s}})
-		}
-	}
-	return d
+// newCluster makes a random cluster of few Services that keeps changing.
+func newCluster(r *rand.Rand) snapshottest.Cluster {
+	return snapshottest.Cluster{Rand: r,
+		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true}}
 }
 
 // FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel
@@ -132,7 +51,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		f.Add(seed, uint8(30), uint8(seed%3*7), uint8(seed%6*20))
 	}
 	f.Fuzz(func(t *testing.T, seed uint64, steps, limit, counters uint8) {
-		w := world{rand.New(rand.NewPCG(seed, 1))}
+		w := newCluster(rand.New(rand.NewPCG(seed, 1)))
 		snap, planner := snapshot.New(), dataplane.NewPlanner(testConfig)
 		budget := int(counters)
 		if counters > 60 { // so that there is a share for who asks
@@ -140,11 +59,11 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		}
 		model := Model{Counters: budget}
 		kernel := newFakeKernel()
-		delta := w.host()
+		delta := w.Host()
 		for step := range int(steps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
 			for n, left := 0, true; left; n++ {
-				txn := planSome(&w, &model, planner.State(), change, int(limit))
+				txn := planSome(w, &model, planner.State(), change, int(limit))
 				if err := kernel.apply(txn); err != nil {
 					t.Fatalf("step %d, part %d: %v", step, n, err)
 				}
@@ -158,7 +77,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 				}
 				left = !change.Empty()
 			}
-			if w.yes() {
+			if w.Yes() {
 				if err := kernel.apply(model.Recount(2, 100)); err != nil {
 					t.Fatalf("step %d: recount: %v", step, err)
 				}
@@ -184,21 +103,21 @@ func FuzzPlanEqualsFull(f *testing.F) {
 					t.Fatalf("step %d: the digests of %s differ", step, ipfamily.All[i])
 				}
 			}
-			delta = w.step()
+			delta = w.Step()
 		}
 	})
 }
 
 // planSome plans a part of a change, now and then only what goes ahead of the rest, and now and then once more.
-func planSome(w *world, m *Model, s *dataplane.State, change dataplane.Change, limit int) *Txn {
-	if change.Globals || w.r.IntN(3) == 0 {
+func planSome(w snapshottest.Cluster, m *Model, s *dataplane.State, change dataplane.Change, limit int) *Txn {
+	if change.Globals || w.IntN(3) == 0 {
 		return m.Plan(s, change, limit)
 	}
-	txn := m.PlanAhead(s, change.Services, w.r.IntN(40))
+	txn := m.PlanAhead(s, change.Services, w.IntN(40))
 	switch {
 	case txn == nil:
 		return m.Plan(s, change, limit)
-	case w.r.IntN(4) == 0: // the kernel did not take it
+	case w.IntN(4) == 0: // the kernel did not take it
 		m.Rollback(txn)
 		return m.Plan(s, change, limit)
 	}

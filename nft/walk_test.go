@@ -27,14 +27,14 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 	outcomes, n := map[dataplane.Outcome]int{}, 0
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 2))
-		w, snap := world{r}, snapshot.New()
+		w, snap := newCluster(r), snapshot.New()
 		cfg := walkConfigs[r.IntN(len(walkConfigs))]
-		delta := w.host()
+		delta := w.Host()
 		for range 20 {
 			snap.Apply(delta)
-			delta = w.step()
+			delta = w.Step()
 		}
-		if w.yes() { // an endpoint on the node's own address
+		if w.Yes() { // an endpoint on the node's own address
 			here := append(slices.Clone(snap.HostAddrs), addr("10.244.1.2"))
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}

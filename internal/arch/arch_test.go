@@ -74,6 +74,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"conformance/benchmark":         {ours: []string{"conformance/testbed", "conformance/benchmark/results", "internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
 	"conformance/nfteval":           {},
 	"cmd/verdict":                   {ours: []string{"*"}, others: []string{"*"}},
+	"sync/snapshot/snapshottest":    {ours: []string{"sync/snapshot"}},
 }
 
 // reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's configuration only.

@@ -29,7 +29,7 @@ func TestSavedEqualsModel(t *testing.T) {
 func savedEqualsModel(t *testing.T, seed uint64, variant string, f ipfamily.Family, o Options) {
 	host, w := labtest.NewHost(t, labtest.NewNet(t), "node"), newWorld(seed, 15)
 	snap, planner, model := snapshot.New(), dataplane.NewPlanner(configs[seed%uint64(len(configs))]), New(o)
-	delta := w.all()
+	delta := w.All()
 	for step := range 5 {
 		change, _ := planner.Apply(snap, snap.Apply(delta))
 		restore(t, host, f, variant, model.Plan(planner.State(), change).Text(f))
@@ -44,8 +44,8 @@ func savedEqualsModel(t *testing.T, seed uint64, variant string, f ipfamily.Fami
 		if text := again.Plan(planner.State(), change).Text(f); text != nil {
 			t.Fatalf("step %d: a restart writes\n%.3000s", step, text)
 		}
-		if delta = w.step(); step == 3 { // so that little is left to come back
-			delta = newWorld(seed+1, 15).all()
+		if delta = w.Step(); step == 3 { // so that little is left to come back
+			delta = newWorld(seed+1, 15).All()
 		}
 	}
 	restore(t, host, f, variant, RemovalText(save(t, host, f, variant)))

@@ -66,7 +66,7 @@ func TestEstimate(t *testing.T) {
 	for seed := range uint64(40) {
 		w := newWorld(seed, 30)
 		snap := snapshot.New()
-		snap.Apply(w.all())
+		snap.Apply(w.All())
 		st, _ := dataplane.Compute(configs[seed%uint64(len(configs))], snap)
 		for _, f := range ipfamily.All {
 			fm := newFamily(f)

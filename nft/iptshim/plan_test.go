@@ -140,7 +140,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 		options := Options{Dispatch: Dispatch(seed % 2), Comments: true, Step: int(seed%3) * 20}
 		snap, planner, model := snapshot.New(), dataplane.NewPlanner(configs[seed%uint64(len(configs))]), New(options)
 		kernel := ipfamily.Per[*fakeTables]{newFakeTables(), newFakeTables()}
-		delta := w.all()
+		delta := w.All()
 		for step := range int(steps % maxFuzzSteps) {
 			change, _ := planner.Apply(snap, snap.Apply(delta))
 			txn := model.Plan(planner.State(), change)
@@ -168,7 +168,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			if w.IntN(6) == 0 {
 				model = restart(t, options, kernel, planner.State())
 			}
-			delta = w.step()
+			delta = w.Step()
 		}
 	})
 }

@@ -20,8 +20,8 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 	for seed := range uint64(60) {
 		w, snap := newWorld(seed, 1+int(seed)%25), snapshot.New()
 		cfg := configs[seed%uint64(len(configs))]
-		snap.Apply(w.all())
-		if w.yes() { // an endpoint on the node's own address
+		snap.Apply(w.All())
+		if w.Yes() { // an endpoint on the node's own address
 			here := append(slices.Clone(snap.HostAddrs), addr("10.244.1.2"))
 			snap.Apply(snapshot.Delta{HostAddrs: &here})
 		}
