@@ -139,7 +139,7 @@ func TestIPVSGivesBack(t *testing.T) {
 func TestIPVSTooLarge(t *testing.T) {
 	w := newWorld(t, 3, 0, dataplane.IPVSAlways)
 	c := w.planner.Config()
-	c.IPVS.MostOfService = 12 // six virtual services with a destination each
+	c.IPVS.MaxPerService = 12 // six virtual services with a destination each
 	w.planner.SetConfig(c)
 	a, b := app{number: 1, here: ready(0)}, app{number: 2, here: ready(0)}
 	w.apply(w.both(a, b))

@@ -241,7 +241,7 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 // begins says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the
 // reverse.
 func begins(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
-	if len(want.frontends) > dataplane.MostCountedAnew {
+	if len(want.frontends) > dataplane.MaxResetFrontends {
 		return false
 	}
 	switch e.Set {

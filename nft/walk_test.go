@@ -49,7 +49,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if slices.ContainsFunc(x.Endpoints, func(c dataplane.Considered) bool { return c.Addr() == q.Source && !c.Local }) {
+			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool { return c.Addr() == q.Source && !c.Local }) {
 				continue // another Service says that it runs here: then it may be known as a hairpin, and may not
 			}
 			if d := walk.Trace(ipfamily.Of(k.Addr)).Disagreements(x); d != nil || walk.Unclear != nil {

@@ -160,7 +160,7 @@ func compute(config dataplane.Config, from string) (*dataplane.State, []error, e
 	addrs := inspect.AssumedAddrs(snap.Node)
 	snap.Apply(snapshot.Delta{HostAddrs: &addrs})
 	state, conflicts := dataplane.Compute(config, snap)
-	for _, c := range dataplane.Contests(conflicts) {
+	for _, c := range dataplane.SummarizeConflicts(conflicts) {
 		problems = append(problems, errors.New(c.String()))
 	}
 	return state, problems, nil

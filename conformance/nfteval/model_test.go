@@ -294,8 +294,8 @@ func (m *manifest) expected(a asked) []nfteval.Outcome {
 	}
 	var list []nfteval.Outcome
 	for _, c := range x.Endpoints {
-		if c.Reason.Taken() {
-			list = append(list, nfteval.Outcome{Verdict: nfteval.Delivered, To: c.AddrPort, Masqueraded: c.Sees.Node()})
+		if c.Reason.Included() {
+			list = append(list, nfteval.Outcome{Verdict: nfteval.Delivered, To: c.AddrPort, Masqueraded: c.SourceSeen.Node()})
 		}
 	}
 	for i := range list {

@@ -105,9 +105,9 @@ type Endpoint struct {
 	// Chance is 0 where IPVS chooses, by its scheduler and the Weight.
 	Chance float64
 	Weight int
-	// Sees says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS chooses
+	// SourceSeen says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS chooses
 	// from, neither is.
-	Sees   *dataplane.Sees
+	Sees   *dataplane.SourceSeen
 	Source netip.Addr
 	// Draining says that it terminates.
 	Draining    bool
@@ -130,7 +130,7 @@ type Affinity struct {
 	Left     time.Duration
 }
 
-// Near is a frontend that one may have meant.
+// NearMisses is a frontend that one may have meant.
 type Near struct {
 	Key  dataplane.Key
 	Port dataplane.PortName
@@ -147,7 +147,7 @@ func (a *Answer) explain(x *dataplane.Explanation, o *Objects, policy *Policy) {
 	if x.Frontend != nil {
 		a.frontend(v, o)
 	}
-	for _, n := range x.Near {
+	for _, n := range x.NearMisses {
 		v.Near = append(v.Near, Near{n.Key, n.Claim.Port, n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
@@ -204,24 +204,24 @@ func (a *Answer) endpoints(v *View, o *Objects) {
 	x := a.explanation
 	n := 0
 	for _, c := range x.Endpoints {
-		if c.Reason.Taken() {
+		if c.Reason.Included() {
 			n++
 		}
 	}
 	for _, c := range x.Endpoints {
-		if !c.Reason.Taken() {
+		if !c.Reason.Included() {
 			v.LeftOut = append(v.LeftOut, LeftOut{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice,
 				Reason: c.Reason.String(), Why: a.leftOut(&c, o.Config.NodeName)})
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), Sees: &c.Sees,
-			Source: a.source(c.Sees, c.Addr()), Draining: c.Reason == dataplane.TakenDraining}
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), Sees: &c.SourceSeen,
+			Source: a.source(c.SourceSeen, c.Addr()), Draining: c.Reason == dataplane.IncludedTerminating}
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
 		}
 		v.Endpoints = append(v.Endpoints, e)
 	}
-	for _, s := range x.Absent {
+	for _, s := range x.SkippedSlices {
 		l := LeftOut{Slice: s.Slice, Reason: otherFamily,
 			Why: terminal.Plural(s.Endpoints, "endpoint") + " of the other family"}
 		if !s.OtherFamily {
@@ -234,7 +234,7 @@ func (a *Answer) endpoints(v *View, o *Objects) {
 // otherFamily is the reason of slices that have only endpoints of the other family.
 const otherFamily = "other-family"
 
-func portText(p dataplane.PortName, s dataplane.Absent) string {
+func portText(p dataplane.PortName, s dataplane.SkippedSlice) string {
 	text := "an unnamed port"
 	if p.Port != "" {
 		text = fmt.Sprintf("a port named %q", p.Port)
@@ -251,7 +251,7 @@ func portText(p dataplane.PortName, s dataplane.Absent) string {
 }
 
 // source gives the source address that an endpoint sees; invalid if it is not known which of this node's it is.
-func (a *Answer) source(s dataplane.Sees, endpoint netip.Addr) netip.Addr {
+func (a *Answer) source(s dataplane.SourceSeen, endpoint netip.Addr) netip.Addr {
 	if !s.Node() {
 		return a.sender.addr
 	}
@@ -260,16 +260,16 @@ func (a *Answer) source(s dataplane.Sees, endpoint netip.Addr) netip.Addr {
 }
 
 // leftOut says why an endpoint is not in the pool.
-func (a *Answer) leftOut(c *dataplane.Considered, node string) string {
+func (a *Answer) leftOut(c *dataplane.EndpointDecision, node string) string {
 	x := a.explanation
 	switch c.Reason {
-	case dataplane.LeftNotReady:
+	case dataplane.ExcludedNotReady:
 		return "not ready"
-	case dataplane.LeftGone:
+	case dataplane.ExcludedNotServing:
 		return "terminating, and serves no longer"
-	case dataplane.LeftDraining:
+	case dataplane.ExcludedTerminating:
 		return "terminating, and others are ready"
-	case dataplane.LeftOtherNode:
+	case dataplane.ExcludedOtherNode:
 		policy := "internalTrafficPolicy"
 		if x.Frontend.Kind != dataplane.ClusterIP {
 			policy = "externalTrafficPolicy"
@@ -278,11 +278,11 @@ func (a *Answer) leftOut(c *dataplane.Considered, node string) string {
 			return "on no known node, and " + policy + " is Local"
 		}
 		return "not on this node (" + node + "), and " + policy + " is Local"
-	case dataplane.LeftNodeHint:
+	case dataplane.ExcludedNodeHint:
 		return fmt.Sprintf("topology hints: for %s, and this node is %s", orNone(c.Object.ForNodes), node)
-	case dataplane.LeftZoneHint:
+	case dataplane.ExcludedZoneHint:
 		return fmt.Sprintf("topology hints: for %s, and this node is in %s", orNone(c.Object.ForZones), x.Zone)
-	case dataplane.LeftRepeated:
+	case dataplane.ExcludedDuplicate:
 		return "mentioned twice: the other mention counts"
 	}
 	return c.Reason.String()
@@ -323,12 +323,12 @@ func (a *Answer) landed(v *View) {
 		if end.Outcome != dataplane.Sent {
 			continue
 		}
-		sees := dataplane.SeesClient
+		sees := dataplane.SourceSeenClient
 		switch {
 		case end.Hairpin:
-			sees = dataplane.SeesNodeHairpin
+			sees = dataplane.SourceSeenHairpin
 		case end.Masquerade:
-			sees = dataplane.SeesNode
+			sees = dataplane.SourceSeenNode
 		}
 		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of),
 			Sees:   &sees,

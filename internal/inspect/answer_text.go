@@ -333,11 +333,11 @@ func (e *Endpoint) seen() string {
 		who = e.Source.String() + ", this node"
 	}
 	switch *e.Sees {
-	case dataplane.SeesNode:
+	case dataplane.SourceSeenNode:
 		return who
-	case dataplane.SeesNodeHairpin:
+	case dataplane.SourceSeenHairpin:
 		return who + ", since it reaches itself"
-	case dataplane.SeesClientHere:
+	case dataplane.SourceSeenClientLocal:
 		return e.Source.String() + ", the sender: the endpoint is this node itself"
 	}
 	return e.Source.String() + ", the sender"

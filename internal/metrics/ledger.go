@@ -424,7 +424,7 @@ func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 		return false
 	}
 	now := s.of.port.now[ipfamily.Of(c.Key.Addr)]
-	return now != nil && len(now.Frontends) > dataplane.MostCountedAnew ||
+	return now != nil && len(now.Frontends) > dataplane.MaxResetFrontends ||
 		(c.Endpoints == 0) == (was.Endpoints == 0) && c.Empty == was.Empty
 }
 

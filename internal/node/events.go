@@ -65,7 +65,7 @@ func refusedNote(err error) string {
 
 // contested tells of Services that do not answer at an address they claim. Events are read by whoever may read the
 // loser's namespace, so they do not say whose the address is.
-func (e clusterEvents) contested(contests []dataplane.Contest) {
+func (e clusterEvents) contested(contests []dataplane.ConflictSummary) {
 	for _, c := range contests[:min(maxEvents, len(contests))] {
 		what := c.Key.String()
 		if c.Keys > 1 {

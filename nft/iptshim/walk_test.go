@@ -39,7 +39,7 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			q := w.question(snap, k)
 			x := dataplane.Explain(cfg, snap, q)
 			walk := walked(t, saved[ipfamily.Of(k.Addr)], snap, q)
-			if slices.ContainsFunc(x.Endpoints, func(c dataplane.Considered) bool { return c.Addr() == q.Source && !c.Local }) {
+			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool { return c.Addr() == q.Source && !c.Local }) {
 				continue // one that is said to run elsewhere reaches itself
 			}
 			if k.Addr.IsLoopback() && q.Interface == "" && !q.Source.IsLoopback() {

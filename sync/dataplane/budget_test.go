@@ -54,7 +54,7 @@ func (b *books) want(scheduled string) {
 		if svc.Ports[0].Scheduling != nil {
 			is = append(is, n.Name)
 		}
-		if !svc.NotScheduled().Wholly() != (svc.Ports[0].Scheduling != nil) {
+		if !svc.NotScheduled().WholeService() != (svc.Ports[0].Scheduling != nil) {
 			b.t.Errorf("%v: %d", n, svc.NotScheduled())
 		}
 	}
@@ -83,7 +83,7 @@ func (b *books) fresh() {
 // not go to and fro.
 func TestBudgetOfService(t *testing.T) {
 	for _, mode := range []IPVSMode{IPVSAuto, IPVSAlways} {
-		b := newBooks(t, IPVS{Mode: mode, MostOfService: 80})
+		b := newBooks(t, IPVS{Mode: mode, MaxPerService: 80})
 		for _, step := range []struct {
 			cost int
 			want string
@@ -145,7 +145,7 @@ func TestAffinityIsBounded(t *testing.T) {
 	d.Services[name("a")].Affinity = time.Hour
 	b.apply(d, asking("b", 1, 3))
 	b.want("b")
-	if why := b.State().Services[name("a")].NotScheduled(); why != WithAffinity || !why.Wholly() {
+	if why := b.State().Services[name("a")].NotScheduled(); why != WithAffinity || !why.WholeService() {
 		t.Error(why)
 	}
 	b.fresh()
@@ -159,7 +159,7 @@ func TestAffinityIsBounded(t *testing.T) {
 // TestBudgetOfNamespace: the oldest Services of a namespace are served, newcomers take nothing from them, and other
 // namespaces have their own.
 func TestBudgetOfNamespace(t *testing.T) {
-	b := newBooks(t, IPVS{Mode: IPVSAuto, MostOfNamespace: 80})
+	b := newBooks(t, IPVS{Mode: IPVSAuto, MaxPerNamespace: 80})
 	b.apply(asking("b", 20, 40), asking("c", 30, 40))
 	b.want("b c")
 	b.apply(asking("d", 40, 40)) // the youngest
@@ -185,25 +185,25 @@ func TestBudgetOfNamespace(t *testing.T) {
 	b.fresh()
 
 	cfg := b.Config()
-	cfg.IPVS.MostOfNamespace = 200
+	cfg.IPVS.MaxPerNamespace = 200
 	b.SetConfig(cfg)
 	b.apply()
 	b.want("a c d e")
-	cfg.IPVS.MostOfNamespace, cfg.IPVS.Mode = 10, IPVSAlways // the operator wants all
+	cfg.IPVS.MaxPerNamespace, cfg.IPVS.Mode = 10, IPVSAlways // the operator wants all
 	b.SetConfig(cfg)
 	b.apply()
 	b.want("a c d e")
 	cfg.IPVS.Mode = IPVSNever
 	b.SetConfig(cfg)
 	b.apply()
-	if len(b.build.budget.spaces)+len(b.build.budget.large) > 0 {
+	if len(b.build.budget.namespaces)+len(b.build.budget.tooLarge) > 0 {
 		t.Errorf("%+v", b.build.budget)
 	}
 }
 
 // TestBudgetApart: what one namespace asks for costs no other.
 func TestBudgetApart(t *testing.T) {
-	b := newBooks(t, IPVS{Mode: IPVSAuto, MostOfNamespace: 80})
+	b := newBooks(t, IPVS{Mode: IPVSAuto, MaxPerNamespace: 80})
 	var others snapshot.Delta
 	for i := range 3 {
 		d := asking("z", int64(1+i), 60)
@@ -223,7 +223,7 @@ func TestBudgetApart(t *testing.T) {
 	b.want("z0")
 	b.apply(asking("a", 99, 80))
 	b.want("a z0")
-	if got := slices.Sorted(maps.Keys(b.build.budget.spaces)); len(got) != 2 {
+	if got := slices.Sorted(maps.Keys(b.build.budget.namespaces)); len(got) != 2 {
 		t.Error(got)
 	}
 	b.fresh()

@@ -7,24 +7,24 @@ type Reason uint8
 
 // The reasons. The first two are of endpoints that are in the pool.
 const (
-	// TakenReady: it is ready.
-	TakenReady Reason = iota
-	// TakenDraining: it serves while it terminates, and none is ready.
-	TakenDraining
-	// LeftNotReady: it is not ready.
-	LeftNotReady
-	// LeftGone: it terminates, and serves no longer.
-	LeftGone
-	// LeftDraining: it serves while it terminates, but others are ready.
-	LeftDraining
-	// LeftOtherNode: it is not on this node, and the traffic policy is Local.
-	LeftOtherNode
-	// LeftNodeHint: the topology hints give it to other nodes.
-	LeftNodeHint
-	// LeftZoneHint: the topology hints give it to other zones.
-	LeftZoneHint
-	// LeftRepeated: the same address and port is mentioned again, and that mention counts.
-	LeftRepeated
+	// IncludedReady: it is ready.
+	IncludedReady Reason = iota
+	// IncludedTerminating: it serves while it terminates, and none is ready.
+	IncludedTerminating
+	// ExcludedNotReady: it is not ready.
+	ExcludedNotReady
+	// ExcludedNotServing: it terminates, and serves no longer.
+	ExcludedNotServing
+	// ExcludedTerminating: it serves while it terminates, but others are ready.
+	ExcludedTerminating
+	// ExcludedOtherNode: it is not on this node, and the traffic policy is Local.
+	ExcludedOtherNode
+	// ExcludedNodeHint: the topology hints give it to other nodes.
+	ExcludedNodeHint
+	// ExcludedZoneHint: the topology hints give it to other zones.
+	ExcludedZoneHint
+	// ExcludedDuplicate: the same address and port is mentioned again, and that mention counts.
+	ExcludedDuplicate
 )
 
 var reasonNames = [...]string{
@@ -34,57 +34,57 @@ var reasonNames = [...]string{
 // String gives a word for it. Whether the endpoint is in the pool is not part of it.
 func (r Reason) String() string { return reasonNames[r] }
 
-// Taken says whether the endpoint is in the pool.
-func (r Reason) Taken() bool { return r <= TakenDraining }
+// Included says whether the endpoint is in the pool.
+func (r Reason) Included() bool { return r <= IncludedTerminating }
 
-// choice says which candidates a pool takes.
-type choice struct {
+// endpointFilter says which candidates a pool takes.
+type endpointFilter struct {
 	// local takes only those on this node; draining takes those that serve while they terminate, since none is ready.
-	local, draining bool
+	local, terminating bool
 	// byNode and byZone take only those whose hints name this node, or this zone. At most one of them is set.
 	byNode, byZone string
 }
 
-// reason says what becomes of a candidate, and why.
-func (ch *choice) reason(c *candidate) Reason {
+// decide says what becomes of a candidate, and why.
+func (ch *endpointFilter) decide(c *candidate) Reason {
 	switch {
 	case ch.local && !c.local:
-		return LeftOtherNode
-	case ch.draining && c.draining():
-		return TakenDraining
-	case c.draining() && !c.ready():
-		return LeftDraining
+		return ExcludedOtherNode
+	case ch.terminating && c.terminating():
+		return IncludedTerminating
+	case c.terminating() && !c.ready():
+		return ExcludedTerminating
 	case !c.ready() && c.Terminating:
-		return LeftGone
+		return ExcludedNotServing
 	case !c.ready():
-		return LeftNotReady
+		return ExcludedNotReady
 	case ch.byNode != "" && !slices.Contains(c.ForNodes, ch.byNode):
-		return LeftNodeHint
+		return ExcludedNodeHint
 	case ch.byZone != "" && !slices.Contains(c.ForZones, ch.byZone):
-		return LeftZoneHint
+		return ExcludedZoneHint
 	}
-	return TakenReady
+	return IncludedReady
 }
 
-// clusterChoice is that of the cluster set. Falling back to endpoints that terminate knows no topology, and hints are
+// clusterFilter is that of the cluster set. Falling back to endpoints that terminate knows no topology, and hints are
 // never followed to an empty set: it happens only when no endpoint is ready anywhere.
-func (b *builder) clusterChoice() choice {
+func (b *builder) clusterFilter() endpointFilter {
 	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() }) {
-		return choice{draining: true}
+		return endpointFilter{terminating: true}
 	}
-	return b.hints()
+	return b.topologyFilter()
 }
 
-// localChoice is that of the local set.
-func (b *builder) localChoice() choice {
+// localFilter is that of the local set.
+func (b *builder) localFilter() endpointFilter {
 	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.local && c.ready() })
-	return choice{local: true, draining: !ready}
+	return endpointFilter{local: true, terminating: !ready}
 }
 
-// hints gives the choice the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since
+// topologyFilter gives the choice the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since
 // a half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come
 // first.
-func (b *builder) hints() choice {
+func (b *builder) topologyFilter() endpointFilter {
 	node, zone := b.host.nodeName, b.host.zone
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {
@@ -97,9 +97,9 @@ func (b *builder) hints() choice {
 	}
 	switch {
 	case allNodes && ourNode:
-		return choice{byNode: node}
+		return endpointFilter{byNode: node}
 	case allZones && ourZone:
-		return choice{byZone: zone}
+		return endpointFilter{byZone: zone}
 	}
-	return choice{}
+	return endpointFilter{}
 }

@@ -33,7 +33,7 @@ func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
 	}
 	var found []Conflict
 	for n, svc := range st.Services {
-		left, _ := svc.keepWon(func(k Key, c Claim) bool {
+		left, _ := svc.removeLost(func(k Key, c Claim) bool {
 			if w := winner[k]; c != w {
 				found = append(found, Conflict{Key: k, Winner: w, Loser: c})
 				return false

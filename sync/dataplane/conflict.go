@@ -20,15 +20,15 @@ type Claim struct {
 // all else. Among equals the oldest Service keeps what it has, and names only tell Services apart whose age nobody
 // knows. All of that is in the objects, so that every node and every restart decides alike.
 func (c Claim) Compare(o Claim) int {
-	return cmp.Or(cmp.Compare(c.Kind.trust(), o.Kind.trust()), c.Age.Compare(o.Age), cmp.Compare(c.Kind, o.Kind),
+	return cmp.Or(cmp.Compare(c.Kind.rank(), o.Kind.rank()), c.Age.Compare(o.Age), cmp.Compare(c.Kind, o.Kind),
 		c.Port.Compare(o.Port))
 }
 
-// trust gives a rank of how an address of a Kind came to a Service, the best first. The API server hands out a cluster
+// rank gives a rank of how an address of a Kind came to a Service, the best first. The API server hands out a cluster
 // IP to one Service alone. Controllers assign load balancer addresses, and the API server node ports; where both meet
 // at an address of the node, neither outranks the other. External IPs are whatever a Service's author wrote: they must
 // not take what others have been given, nor what others will be given later.
-func (k Kind) trust() int {
+func (k Kind) rank() int {
 	return [...]int{ClusterIP: 0, LoadBalancerIP: 1, NodePort: 1, ExternalIP: 2}[k]
 }
 
@@ -51,8 +51,8 @@ func (c Conflict) String() string {
 	return c.Key.String() + " is claimed twice: " + c.Winner.String() + " keeps it, " + c.Loser.String() + " is left out there"
 }
 
-// Contest sums up the conflicts that one Service loses to another.
-type Contest struct {
+// ConflictSummary sums up the conflicts that one Service loses to another.
+type ConflictSummary struct {
 	// Conflict is the first of them.
 	Conflict
 	// Keys is how many there are.
@@ -60,7 +60,7 @@ type Contest struct {
 }
 
 // String gives a line for the log, however many keys there are.
-func (c Contest) String() string {
+func (c ConflictSummary) String() string {
 	if c.Keys == 1 {
 		return c.Conflict.String()
 	}
@@ -68,27 +68,27 @@ func (c Contest) String() string {
 		c.Winner, c.Loser)
 }
 
-// Contests sums up conflicts; sorted by the first of each.
-func Contests(conflicts []Conflict) []Contest {
-	found := contests{}
+// SummarizeConflicts sums up conflicts; sorted by the first of each.
+func SummarizeConflicts(conflicts []Conflict) []ConflictSummary {
+	found := conflictSummaries{}
 	for _, c := range conflicts {
 		found.add(c, len(conflicts))
 	}
 	return found.sorted()
 }
 
-// contests gathers Contests by winner and loser.
-type contests map[[2]snapshot.Name]*Contest
+// conflictSummaries gathers Contests by winner and loser.
+type conflictSummaries map[[2]snapshot.Name]*ConflictSummary
 
 // add counts a conflict in, and says whether it did: there may be only so many Contests.
-func (cs contests) add(c Conflict, most int) bool {
+func (cs conflictSummaries) add(c Conflict, most int) bool {
 	who := [2]snapshot.Name{c.Winner.Port.Service, c.Loser.Port.Service}
 	at := cs[who]
 	switch {
 	case at == nil && len(cs) >= most:
 		return false
 	case at == nil:
-		at = &Contest{Conflict: c}
+		at = &ConflictSummary{Conflict: c}
 		cs[who] = at
 	case c.Compare(at.Conflict) < 0:
 		at.Conflict = c
@@ -97,15 +97,15 @@ func (cs contests) add(c Conflict, most int) bool {
 	return true
 }
 
-func (cs contests) sorted() []Contest {
+func (cs conflictSummaries) sorted() []ConflictSummary {
 	if len(cs) == 0 {
 		return nil
 	}
-	out := make([]Contest, 0, len(cs))
+	out := make([]ConflictSummary, 0, len(cs))
 	for _, c := range cs {
 		out = append(out, *c)
 	}
-	slices.SortFunc(out, func(a, b Contest) int { return a.Compare(b.Conflict) })
+	slices.SortFunc(out, func(a, b ConflictSummary) int { return a.Compare(b.Conflict) })
 	return out
 }
 
@@ -163,8 +163,8 @@ func (cl *claims) remove(k Key, n snapshot.Name) {
 	}
 }
 
-// calm files a Key that is contested no more as the only claimant's, who must have been given it.
-func (cl *claims) calm(k Key) {
+// uncontest files a Key that is contested no more as the only claimant's, who must have been given it.
+func (cl *claims) uncontest(k Key) {
 	if list := cl.contested[k]; len(list) == 1 {
 		delete(cl.contested, k)
 		cl.only[k] = list[0].Port.Service
@@ -201,9 +201,9 @@ func newConflicts(k Key, before, now []Claim) (found []Conflict) {
 	return found
 }
 
-// keepWon takes the frontends out that do not get their Key, then ports without frontends. It changes the Service,
+// removeLost takes the frontends out that do not get their Key, then ports without frontends. It changes the Service,
 // which nobody else may hold yet, and gives nil if nothing is left of it.
-func (s *Service) keepWon(wins func(Key, Claim) bool) (left *Service, lost []Key) {
+func (s *Service) removeLost(wins func(Key, Claim) bool) (left *Service, lost []Key) {
 	if s == nil {
 		return nil, nil
 	}

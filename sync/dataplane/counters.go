@@ -32,14 +32,14 @@ type FrontendCount struct {
 	Uncounted bool
 	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes
 	// the frontend anew, as it does if another Pool or nobody answers now, or nobody did; for the latter, ports with more
-	// than MostCountedAnew frontends are not written.
+	// than MaxResetFrontends frontends are not written.
 	Packets uint64
 }
 
-// MostCountedAnew is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its
+// MaxResetFrontends is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its
 // last one goes. With more, what was counted since the last reading is taken for what it would be now: so many elements
 // are not worth it.
-const MostCountedAnew = 64
+const MaxResetFrontends = 64
 
 // EndpointCount is what was counted at one endpoint.
 type EndpointCount struct {

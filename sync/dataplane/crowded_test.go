@@ -49,9 +49,9 @@ func TestCrowdedServices(t *testing.T) {
 		for _, sp := range st.Services[name("a")].Ports {
 			got += len(sp.Cluster.Endpoints)
 		}
-		if got != c.want || st.Services[name("a")].Crowded != c.crowded {
+		if got != c.want || st.Services[name("a")].OverCapacity != c.crowded {
 			t.Errorf("%d ports, %d slices of %d endpoints: %d endpoints, crowded %v; want %d, %v", c.ports, c.slices, c.endpoints,
-				got, st.Services[name("a")].Crowded, c.want, c.crowded)
+				got, st.Services[name("a")].OverCapacity, c.want, c.crowded)
 		}
 	}
 }

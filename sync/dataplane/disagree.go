@@ -43,7 +43,7 @@ func (t *Trace) Disagreements(x *Explanation) []Disagreement {
 	var out []Disagreement
 	remembered, taken := x.Port.Affinity, map[netip.AddrPort]bool{}
 	for _, c := range x.Endpoints {
-		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Taken()
+		taken[c.AddrPort] = taken[c.AddrPort] || c.Reason.Included()
 	}
 	for _, e := range t.Endings {
 		switch {
@@ -82,13 +82,13 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	}
 	n := 0
 	for _, c := range x.Endpoints {
-		if c.Reason.Taken() {
+		if c.Reason.Included() {
 			n++
 		}
 	}
 	for _, c := range x.Endpoints {
 		chance, held := chances[c.AddrPort]
-		if !c.Reason.Taken() {
+		if !c.Reason.Included() {
 			continue
 		}
 		delete(chances, c.AddrPort)
@@ -98,8 +98,8 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 		case held && !stuck && chance*n != of:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: fmt.Sprintf("1 of %d connections", n),
 				Kernel: fmt.Sprintf("%d of %d", chance, of)})
-		case held && masquerade[c.AddrPort] != c.Sees.Node():
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.Sees.Node()),
+		case held && masquerade[c.AddrPort] != c.SourceSeen.Node():
+			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
 				Kernel: seesText(masquerade[c.AddrPort])})
 		}
 	}

@@ -8,7 +8,7 @@ func (s *Service) equal(o *Service) bool {
 		return s == o
 	}
 	return s.Name == o.Name && s.Age == o.Age && slices.Equal(s.ClusterIPs, o.ClusterIPs) &&
-		s.HealthCheckNodePort == o.HealthCheckNodePort && s.Crowded == o.Crowded && s.Counters == o.Counters &&
+		s.HealthCheckNodePort == o.HealthCheckNodePort && s.OverCapacity == o.OverCapacity && s.Counters == o.Counters &&
 		slices.EqualFunc(s.Ports, o.Ports, (*ServicePort).equal)
 }
 

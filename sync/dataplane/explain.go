@@ -106,59 +106,59 @@ type Explanation struct {
 	Local []bool
 	// Endpoints are all that the slices mention for the port in this family, sorted by address; Absent the slices that
 	// lend none.
-	Endpoints []Considered
-	Absent    []Absent
+	Endpoints     []EndpointDecision
+	SkippedSlices []SkippedSlice
 	// Zone is the node's.
 	Zone string
-	// Near are frontends that one may have meant, where none was found: those at the same address, and the node port of
+	// NearMisses are frontends that one may have meant, where none was found: those at the same address, and the node port of
 	// that number at others. Unserved are Services that name the address though it is not theirs in this family.
-	Near     []Claimed
-	Unserved []snapshot.Name
+	NearMisses []NearMiss
+	Unserved   []snapshot.Name
 	// CIDR is the ServiceCIDR that holds an Unallocated address.
 	CIDR netip.Prefix
 }
 
-// Claimed is a Claim with what it is for.
-type Claimed struct {
+// NearMiss is a Claim with what it is for.
+type NearMiss struct {
 	Key   Key
 	Claim Claim
 }
 
-// Considered is an endpoint, with what became of it.
-type Considered struct {
+// EndpointDecision is an endpoint, with what became of it.
+type EndpointDecision struct {
 	Endpoint
 	// Object is the mention in the slice.
-	Object *snapshot.Endpoint
-	Slice  string
-	Reason Reason
-	Sees   Sees
+	Object     *snapshot.Endpoint
+	Slice      string
+	Reason     Reason
+	SourceSeen SourceSeen
 }
 
-// Sees says which source address an endpoint sees.
-type Sees uint8
+// SourceSeen says which source address an endpoint sees.
+type SourceSeen uint8
 
 // The source addresses an endpoint may see.
 const (
-	// SeesClient is the sender's own.
-	SeesClient Sees = iota
-	// SeesNode is one of this node's, as the row of policy asks.
-	SeesNode
-	// SeesNodeHairpin is one of this node's, since the endpoint reaches itself.
-	SeesNodeHairpin
-	// SeesClientHere is the sender's own though the row asks for this node's: the endpoint's address is this node's own,
+	// SourceSeenClient is the sender's own.
+	SourceSeenClient SourceSeen = iota
+	// SourceSeenNode is one of this node's, as the row of policy asks.
+	SourceSeenNode
+	// SourceSeenHairpin is one of this node's, since the endpoint reaches itself.
+	SourceSeenHairpin
+	// SourceSeenClientLocal is the sender's own though the row asks for this node's: the endpoint's address is this node's own,
 	// and packets are masqueraded only on their way out.
-	SeesClientHere
+	SourceSeenClientLocal
 )
 
-var seesNames = [...]string{"client", "node", "node-hairpin", "client-here"}
+var sourceSeenNames = [...]string{"client", "node", "node-hairpin", "client-here"}
 
-func (s Sees) String() string { return seesNames[s] }
+func (s SourceSeen) String() string { return sourceSeenNames[s] }
 
 // Node says whether it is an address of this node.
-func (s Sees) Node() bool { return s == SeesNode || s == SeesNodeHairpin }
+func (s SourceSeen) Node() bool { return s == SourceSeenNode || s == SourceSeenHairpin }
 
-// Absent is a slice of the Service that has no endpoint for the port in this family.
-type Absent struct {
+// SkippedSlices is a slice of the Service that has no endpoint for the port in this family.
+type SkippedSlice struct {
 	Slice string
 	// Endpoints is how many it has.
 	Endpoints int
@@ -174,7 +174,7 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
 	e := explainer{builder: b, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
 	e.x.Origin = e.origin()
-	e.book()
+	e.fillBudget()
 	e.claimants()
 	if e.x.Frontend != nil {
 		e.x.Row = e.x.Frontend.row(e.x.Origin)
@@ -219,15 +219,15 @@ func (e *explainer) origin() Origin {
 	return o
 }
 
-// book fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node
+// fillBudget fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node
 // port.
-func (e *explainer) book() {
+func (e *explainer) fillBudget() {
 	if e.host.ipvs.Mode != IPVSAuto {
 		return
 	}
 	asking := map[string]bool{}
 	for n, svc := range e.s.Services {
-		if names, nodePort := named(svc, e.x.Question.Key); (names || nodePort) && svc.AsksForIPVS() {
+		if names, nodePort := referencesKey(svc, e.x.Question.Key); (names || nodePort) && svc.AsksForIPVS() {
 			asking[n.Namespace] = true
 		}
 	}
@@ -251,7 +251,7 @@ func (e *explainer) claimants() {
 	}
 	answers := map[Claim]found{}
 	for n, svc := range e.s.Services {
-		names, nodePort := named(svc, q.Key)
+		names, nodePort := referencesKey(svc, q.Key)
 		if !names && !nodePort {
 			continue
 		}
@@ -269,7 +269,7 @@ func (e *explainer) claimants() {
 					answers[c] = found{sp, fe}
 					x.Claims = append(x.Claims, c)
 				case fe.Key.Addr == q.Key.Addr || sameNodePort:
-					x.Near = append(x.Near, Claimed{fe.Key, c})
+					x.NearMisses = append(x.NearMisses, NearMiss{fe.Key, c})
 				}
 			}
 		}
@@ -278,7 +278,7 @@ func (e *explainer) claimants() {
 		}
 	}
 	slices.SortFunc(x.Claims, Claim.Compare)
-	slices.SortFunc(x.Near, func(a, b Claimed) int { return cmp.Or(a.Key.Compare(b.Key), a.Claim.Compare(b.Claim)) })
+	slices.SortFunc(x.NearMisses, func(a, b NearMiss) int { return cmp.Or(a.Key.Compare(b.Key), a.Claim.Compare(b.Claim)) })
 	slices.SortFunc(x.Unserved, snapshot.Name.Compare)
 	if len(x.Claims) > 0 {
 		f := answers[x.Claims[0]]
@@ -286,8 +286,8 @@ func (e *explainer) claimants() {
 	}
 }
 
-// named says whether a Service names an address, and whether it has a node port of that number.
-func named(svc *snapshot.Service, k Key) (address, nodePort bool) {
+// referencesKey says whether a Service names an address, and whether it has a node port of that number.
+func referencesKey(svc *snapshot.Service, k Key) (address, nodePort bool) {
 	address = slices.Contains(svc.ClusterIPs, k.Addr) || slices.Contains(svc.LoadBalancerIPs, k.Addr) ||
 		slices.Contains(svc.ExternalIPs, k.Addr)
 	nodePort = slices.ContainsFunc(svc.Ports, func(p snapshot.Port) bool { return p.NodePort == k.Port && p.Protocol == k.Protocol })
@@ -359,15 +359,15 @@ func (e *explainer) endpoints() {
 	})]
 	e.loadSlices(svc, e.s.Slices[name.Service])
 	e.schedule(svc)
-	e.gather(p, f)
+	e.collectEndpoints(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool == localPool)
 	}
-	route, ch := x.Frontend.Routes[x.Row], e.clusterChoice()
+	route, ch := x.Frontend.Routes[x.Row], e.clusterFilter()
 	if x.Local[x.Row] {
-		ch = e.localChoice()
+		ch = e.localFilter()
 	}
-	e.mentions(p, f)
+	e.collectCandidates(p, f)
 	sliceOf := map[*snapshot.Endpoint]string{}
 	for _, sl := range e.slices {
 		for i := range sl.Endpoints {
@@ -376,47 +376,47 @@ func (e *explainer) endpoints() {
 	}
 	for i := range e.candidates {
 		c := &e.candidates[i]
-		con := Considered{Endpoint: e.endpoint(c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.reason(c)}
+		con := EndpointDecision{Endpoint: e.endpoint(c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.decide(c)}
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
-			con.Reason = LeftRepeated
+			con.Reason = ExcludedDuplicate
 		}
-		con.Sees = e.sees(con.Endpoint, route)
+		con.SourceSeen = e.sourceSeen(con.Endpoint, route)
 		x.Endpoints = append(x.Endpoints, con)
 	}
-	e.absent(p, f)
+	e.skippedSlices(p, f)
 }
 
-// sees tells what source address an endpoint sees.
-func (e *explainer) sees(ep Endpoint, r Route) Sees {
+// sourceSeen tells what source address an endpoint sees.
+func (e *explainer) sourceSeen(ep Endpoint, r Route) SourceSeen {
 	x := e.x
 	switch {
 	case !x.Origin.Node && slices.Contains(e.s.HostAddrs, ep.Addr()):
 		if r.SNAT {
-			return SeesClientHere
+			return SourceSeenClientLocal
 		}
-		return SeesClient
+		return SourceSeenClient
 	case ep.Local && ep.Addr() == x.Question.Source:
-		return SeesNodeHairpin
+		return SourceSeenHairpin
 	case r.SNAT:
-		return SeesNode
+		return SourceSeenNode
 	}
-	return SeesClient
+	return SourceSeenClient
 }
 
-// absent goes through the slices that mentions found nothing in.
-func (e *explainer) absent(p *snapshot.Port, f ipfamily.Family) {
+// skippedSlices goes through the slices that mentions found nothing in.
+func (e *explainer) skippedSlices(p *snapshot.Port, f ipfamily.Family) {
 	for _, sl := range e.slices {
 		if len(sl.Endpoints) == 0 {
 			continue
 		}
-		a := Absent{Slice: sl.Name.Name, Endpoints: len(sl.Endpoints)}
+		a := SkippedSlice{Slice: sl.Name.Name, Endpoints: len(sl.Endpoints)}
 		a.OtherFamily = !slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return f.Has(ep.Addr) })
 		hasPort := slices.ContainsFunc(sl.Ports, func(sp snapshot.SlicePort) bool { return sp.Name == p.Name && sp.Protocol == p.Protocol })
 		if !hasPort && !a.OtherFamily {
 			a.Ports = sl.Ports
 		}
 		if !hasPort || a.OtherFamily {
-			e.x.Absent = append(e.x.Absent, a)
+			e.x.SkippedSlices = append(e.x.SkippedSlices, a)
 		}
 	}
 }

@@ -14,7 +14,7 @@ import (
 // TestExplainAgreesWithCompute asks at random in random clusters. Whatever Explain says, Compute's State must do.
 func TestExplainAgreesWithCompute(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
-	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[Sees]int{}, map[NotScheduled]int{}
+	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[SourceSeen]int{}, map[NotScheduled]int{}
 	for range 1600 {
 		data := make([]byte, 400)
 		for j := range data {
@@ -40,13 +40,13 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 			}
 			for _, c := range x.Endpoints {
 				reasons[c.Reason]++
-				if c.Reason.Taken() {
-					sees[c.Sees]++
+				if c.Reason.Included() {
+					sees[c.SourceSeen]++
 				}
 			}
 		}
 	}
-	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(seesNames) ||
+	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(sourceSeenNames) ||
 		len(left) != len(notScheduledTexts) {
 		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v, left by IPVS %v", causes, reasons, sees, left)
 	}
@@ -137,10 +137,10 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	t.Helper()
 	var taken []Endpoint
 	for _, c := range x.Endpoints {
-		if c.Reason.Taken() {
+		if c.Reason.Included() {
 			taken = append(taken, c.Endpoint)
-			if c.Sees.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.Sees == SeesClient && route.SNAT {
-				t.Fatalf("%v: %v sees %v by %+v", x.Question, c.Endpoint, c.Sees, route)
+			if c.SourceSeen.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.SourceSeen == SourceSeenClient && route.SNAT {
+				t.Fatalf("%v: %v sees %v by %+v", x.Question, c.Endpoint, c.SourceSeen, route)
 			}
 		}
 	}
@@ -214,23 +214,23 @@ func TestExplainNear(t *testing.T) {
 	claim := func(kind Kind) Claim { return Claim{Port: PortName{name("web"), "", snapshot.TCP}, Kind: kind} }
 	for _, test := range []struct {
 		key  string
-		near []Claimed
+		near []NearMiss
 	}{
-		{"198.51.100.1:81", []Claimed{{key("198.51.100.1:80"), claim(ExternalIP)}}},
-		{"192.168.0.9:30080", []Claimed{{key("192.168.0.1:30080"), claim(NodePort)}}},
-		{"10.96.0.1:30080", []Claimed{{key("10.96.0.1:80"), claim(ClusterIP)}, {key("192.168.0.1:30080"), claim(NodePort)}}},
+		{"198.51.100.1:81", []NearMiss{{key("198.51.100.1:80"), claim(ExternalIP)}}},
+		{"192.168.0.9:30080", []NearMiss{{key("192.168.0.1:30080"), claim(NodePort)}}},
+		{"10.96.0.1:30080", []NearMiss{{key("10.96.0.1:80"), claim(ClusterIP)}, {key("192.168.0.1:30080"), claim(NodePort)}}},
 		{"192.168.0.9:30081", nil},
 	} {
-		if x := ask(test.key); !slices.Equal(x.Near, test.near) || x.Frontend != nil {
-			t.Errorf("%s: near are %v", test.key, x.Near)
+		if x := ask(test.key); !slices.Equal(x.NearMisses, test.near) || x.Frontend != nil {
+			t.Errorf("%s: near are %v", test.key, x.NearMisses)
 		}
 	}
 	if x := ask("[2001:db8::1]:80"); x.Cause != NotService || !slices.Equal(x.Unserved, []snapshot.Name{name("web")}) {
 		t.Errorf("an address of a family without cluster IP: %+v", x)
 	}
 	x := ask("10.96.0.1:80")
-	if len(x.Absent) != 2 || x.Absent[0].Slice != "web-2" || len(x.Absent[0].Ports) != 1 || !x.Absent[1].OtherFamily {
-		t.Errorf("slices without endpoints for the port: %+v", x.Absent)
+	if len(x.SkippedSlices) != 2 || x.SkippedSlices[0].Slice != "web-2" || len(x.SkippedSlices[0].Ports) != 1 || !x.SkippedSlices[1].OtherFamily {
+		t.Errorf("slices without endpoints for the port: %+v", x.SkippedSlices)
 	}
 }
 

@@ -65,7 +65,7 @@ func (d *dice) config() Config {
 		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
 			// Below 8 nothing stays out that would get in now, so that increments add up to what is computed anew.
 			Addresses:     some(d, prefixes("198.51.100.0/31 192.168.0.0/16 2001:db8::/32")...),
-			MostOfService: pick(d, 0, 0, 3, 7), MostOfNamespace: pick(d, 0, 4, 7)},
+			MaxPerService: pick(d, 0, 0, 3, 7), MaxPerNamespace: pick(d, 0, 4, 7)},
 	}
 }
 
@@ -264,7 +264,7 @@ func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
 
 // checkConflicts compares the Planner's conflicts with Compute's, and the new ones with those known before, which it
 // updates.
-func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Conflict, found []Contest) {
+func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Conflict, found []ConflictSummary) {
 	t.Helper()
 	if !slices.Equal(p.conflicts(), all) {
 		t.Fatalf("the Planner has conflicts %v, Compute has %v", p.conflicts(), all)
@@ -275,7 +275,7 @@ func checkConflicts(t *testing.T, p *Planner, known map[Conflict]bool, all []Con
 			fresh = append(fresh, c)
 		}
 	}
-	if fresh := Contests(fresh); !slices.Equal(found, fresh) {
+	if fresh := SummarizeConflicts(fresh); !slices.Equal(found, fresh) {
 		t.Fatalf("reported %v, new are %v", found, fresh)
 	}
 	clear(known)

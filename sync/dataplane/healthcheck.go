@@ -22,7 +22,7 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 	for _, f := range ipfamily.All {
 		var addrs []netip.Addr
 		for i := range svc.Ports {
-			b.gather(&svc.Ports[i], f)
+			b.collectEndpoints(&svc.Ports[i], f)
 			for j := range b.candidates {
 				if c := &b.candidates[j]; c.local && c.ready() {
 					addrs = append(addrs, c.addr.Addr())

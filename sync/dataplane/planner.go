@@ -34,8 +34,8 @@ type Planner struct {
 	state        State
 	// before holds the Services that the last Change names as they were, in its order.
 	before []*Service
-	// unlisted is how many new conflicts the last Apply left out of its answer.
-	unlisted int
+	// omittedConflicts is how many new conflicts the last Apply left out of its answer.
+	omittedConflicts int
 }
 
 // NewPlanner gives a Planner that has seen nothing yet. Its State is empty.
@@ -58,8 +58,8 @@ func (p *Planner) Before() []*Service {
 	return before
 }
 
-// Unlisted counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
-func (p *Planner) Unlisted() int { return p.unlisted }
+// OmittedConflicts counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
+func (p *Planner) OmittedConflicts() int { return p.omittedConflicts }
 
 // SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be
 // called at any time, also while Apply is running.
@@ -71,7 +71,7 @@ func (p *Planner) Config() Config { return p.cfg }
 // Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It
 // says what of the State that changed, and sums up which conflicts are new, sorted; see Unlisted. The first call looks
 // at the whole snapshot whatever c says, and always names Globals.
-func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Contest) {
+func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []ConflictSummary) {
 	var change Change
 	all := !p.started
 	next := p.next.Swap(nil)
@@ -91,16 +91,16 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Cont
 	names = p.build.update(&p.reservations, s, names)
 	u := update{Planner: p, snapshot: s}
 	if all {
-		u.build.budget.reopen()
+		u.build.budget.recheckAll()
 		u.reconsiderAll()
 	} else {
 		u.reconsider(names)
 	}
 	u.moveClaims()
-	u.settle()
+	u.resolve()
 	u.rebalance()
 	change.Services, p.before = u.replacements()
-	return change, u.newContests()
+	return change, u.newConflictSummaries()
 }
 
 // update is one Apply on its way.
@@ -112,15 +112,15 @@ type update struct {
 	// before holds what the claims were on every key that was contested or has become so.
 	before  map[Key][]Claim
 	changed []replacement
-	// again says that what changes now may have changed already.
-	again bool
+	// rewriting says that what changes now may have changed already.
+	rewriting bool
 }
 
 // replacement is a Service that was written, with what it was.
 type replacement struct {
-	name   snapshot.Name
-	before *Service
-	again  bool
+	name      snapshot.Name
+	before    *Service
+	rewritten bool
 }
 
 // replacements gives the Services that were written, sorted and unique, and what they were. One whose endpoints changed
@@ -131,10 +131,10 @@ func (u *update) replacements() (names []snapshot.Name, before []*Service) {
 		return nil, nil
 	}
 	slices.SortFunc(u.changed, func(a, b replacement) int {
-		if c := a.name.Compare(b.name); c != 0 || a.again == b.again {
+		if c := a.name.Compare(b.name); c != 0 || a.rewritten == b.rewritten {
 			return c
 		}
-		if a.again {
+		if a.rewritten {
 			return +1
 		}
 		return -1
@@ -198,7 +198,7 @@ func (u *update) moveClaims() {
 		u.set(m.name, m.new)
 		m.new.eachClaim(func(k Key, c Claim) {
 			if list := u.claims.add(k, c, u.claimOf); list != nil {
-				u.note(k, list)
+				u.recordBefore(k, list)
 			}
 		})
 	}
@@ -207,13 +207,13 @@ func (u *update) moveClaims() {
 // withdraw takes back a Service's claims on a key.
 func (u *update) withdraw(k Key, n snapshot.Name) {
 	if list := u.claims.contested[k]; list != nil {
-		u.note(k, list)
+		u.recordBefore(k, list)
 	}
 	u.claims.remove(k, n)
 }
 
-// note remembers the claims on a key as they were before this update first touched them.
-func (u *update) note(k Key, before []Claim) {
+// recordBefore remembers the claims on a key as they were before this update first touched them.
+func (u *update) recordBefore(k Key, before []Claim) {
 	if _, noted := u.before[k]; noted {
 		return
 	}
@@ -235,10 +235,10 @@ func (u *update) claimOf(n snapshot.Name, k Key) Claim {
 	panic("dataplane: " + n.String() + " does not claim " + k.String())
 }
 
-// settle leaves every moved Service with the keys it won, then looks again at those that won or lost a key by the move.
-func (u *update) settle() {
+// resolve leaves every moved Service with the keys it won, then looks again at those that won or lost a key by the move.
+func (u *update) resolve() {
 	for _, m := range u.moved {
-		u.settleOne(m)
+		u.resolveOne(m)
 	}
 	touched := map[snapshot.Name]struct{}{}
 	for k, before := range u.before {
@@ -246,25 +246,25 @@ func (u *update) settle() {
 			touched[was], touched[is] = struct{}{}, struct{}{}
 		}
 	}
-	u.again = true
+	u.rewriting = true
 	for n := range touched {
 		// One that moved is settled already: it is found unchanged.
-		u.settleOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
+		u.resolveOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}
 	for k := range u.before {
-		u.claims.calm(k)
+		u.claims.uncontest(k)
 	}
 }
 
 // rebalance writes Services that IPVS schedules from now on, or not any more, because of what others ask of it.
 func (u *update) rebalance() {
 	for _, n := range u.build.budget.balance(&u.build.host.ipvs) {
-		u.settleOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
+		u.resolveOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}
 }
 
-func (u *update) settleOne(m move) {
-	left, lost := m.new.keepWon(u.claims.wins)
+func (u *update) resolveOne(m move) {
+	left, lost := m.new.removeLost(u.claims.wins)
 	if lost == nil {
 		delete(u.claims.lost, m.name)
 	} else {
@@ -279,7 +279,7 @@ func (u *update) put(n snapshot.Name, old, svc *Service) {
 	if svc.equal(old) {
 		svc = old
 	} else {
-		u.changed = append(u.changed, replacement{n, old, u.again})
+		u.changed = append(u.changed, replacement{n, old, u.rewriting})
 	}
 	u.set(n, svc)
 }
@@ -292,17 +292,17 @@ func (u *update) set(n snapshot.Name, svc *Service) {
 	}
 }
 
-// maxContests bounds how many Contests one Apply gives: an address may be claimed by very many Services.
-const maxContests = 1024
+// maxSummaries bounds how many Contests one Apply gives: an address may be claimed by very many Services.
+const maxSummaries = 1024
 
-// newContests sums up the conflicts there were none of before, or as many of them as there may be.
-func (u *update) newContests() []Contest {
-	found := contests{}
-	u.unlisted = 0
+// newConflictSummaries sums up the conflicts there were none of before, or as many of them as there may be.
+func (u *update) newConflictSummaries() []ConflictSummary {
+	found := conflictSummaries{}
+	u.omittedConflicts = 0
 	for k, before := range u.before {
 		for _, c := range newConflicts(k, before, u.claims.contested[k]) {
-			if !found.add(c, maxContests) {
-				u.unlisted++
+			if !found.add(c, maxSummaries) {
+				u.omittedConflicts++
 			}
 		}
 	}

@@ -62,8 +62,8 @@ func rowsFor(external, local, pods, masqAll bool) []row {
 	panic("dataplane: the policy table has a gap")
 }
 
-// lead says whether any row leads to the pool.
-func lead(rows []row, to poolName) bool {
+// anyLeadsTo says whether any row leads to the pool.
+func anyLeadsTo(rows []row, to poolName) bool {
 	for _, r := range rows {
 		if r.pool == to {
 			return true

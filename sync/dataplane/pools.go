@@ -12,8 +12,8 @@ import (
 
 // The pools without endpoints; all Services share them.
 var (
-	noneAnywhere = &Pool{Empty: Reject}
-	noneHere     = &Pool{Empty: Drop}
+	poolNoEndpoints      = &Pool{Empty: Reject}
+	poolNoLocalEndpoints = &Pool{Empty: Drop}
 )
 
 // candidate is an endpoint that might serve a port.
@@ -27,8 +27,8 @@ type candidate struct {
 
 // ready and draining are the two ways of being usable. An endpoint that is neither is never used. One may be both, as
 // publishNotReadyAddresses makes it: then it counts as ready.
-func (c *candidate) ready() bool    { return c.Ready }
-func (c *candidate) draining() bool { return c.Serving && c.Terminating }
+func (c *candidate) ready() bool       { return c.Ready }
+func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
 
 // preference orders mentions of the same endpoint, best first. The one that is not terminating is the newer pod on a
 // reused address, even while it is not ready. kube-proxy leaves the rest to chance.
@@ -50,27 +50,27 @@ func compareCandidates(a, b candidate) int {
 	return cmp.Or(cmp.Compare(a.preference(), b.preference()), cmp.Compare(a.order, b.order))
 }
 
-// gather fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
-func (b *builder) gather(p *snapshot.Port, f ipfamily.Family) {
-	b.mentions(p, f)
+// collectEndpoints fills b.candidates with the port's endpoints of one family, sorted by AddrPort and unique.
+func (b *builder) collectEndpoints(p *snapshot.Port, f ipfamily.Family) {
+	b.collectCandidates(p, f)
 	b.candidates = slices.CompactFunc(b.candidates, sameAddr)
 }
 
 func sameAddr(x, y candidate) bool { return x.addr == y.addr }
 
-// mentions fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may
+// collectCandidates fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may
 // have. Of those with the same AddrPort, which follow each other, the first one counts.
-func (b *builder) mentions(p *snapshot.Port, f ipfamily.Family) {
+func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
 	if b.index != nil {
 		for _, at := range b.index[portKey{p.Name, p.Protocol}] {
-			b.mention(at.slice, at.port, f)
+			b.addCandidates(at.slice, at.port, f)
 		}
 	} else {
 		for _, sl := range b.slices {
 			for _, sp := range sl.Ports {
 				if sp.Name == p.Name && sp.Protocol == p.Protocol {
-					b.mention(sl, sp.Port, f)
+					b.addCandidates(sl, sp.Port, f)
 				}
 			}
 		}
@@ -78,15 +78,15 @@ func (b *builder) mentions(p *snapshot.Port, f ipfamily.Family) {
 	slices.SortFunc(b.candidates, compareCandidates)
 }
 
-// mention adds the endpoints of a slice, as far as there is room.
-func (b *builder) mention(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
+// addCandidates adds the endpoints of a slice, as far as there is room.
+func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
 	for i := range sl.Endpoints {
 		ep := &sl.Endpoints[i]
 		if !f.Has(ep.Addr) {
 			continue
 		}
-		if len(b.candidates) == b.most {
-			b.crowded = true
+		if len(b.candidates) == b.maxPerPort {
+			b.overCapacity = true
 			return
 		}
 		b.candidates = append(b.candidates, candidate{
@@ -102,8 +102,8 @@ func (b *builder) mention(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
 // The two are different pools even while they hold the same endpoints: they may part, and what is remembered of each
 // must not.
 func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) (cluster, local *Pool) {
-	b.gather(p, f)
-	cluster, local = noneAnywhere, noneAnywhere
+	b.collectEndpoints(p, f)
+	cluster, local = poolNoEndpoints, poolNoEndpoints
 	if wantCluster {
 		cluster = b.clusterSet()
 	}
@@ -114,21 +114,21 @@ func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLo
 }
 
 // clusterSet is every ready endpoint that the topology hints give this node, else every draining one.
-func (b *builder) clusterSet() *Pool { return b.choose(b.clusterChoice()) }
+func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
 
 // localSet is every ready endpoint on this node, else every draining one on this node, hints notwithstanding.
 func (b *builder) localSet() *Pool {
-	pool := b.choose(b.localChoice())
-	usable := func(c candidate) bool { return c.ready() || c.draining() }
+	pool := b.poolOf(b.localFilter())
+	usable := func(c candidate) bool { return c.ready() || c.terminating() }
 	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
-		return noneHere
+		return poolNoLocalEndpoints
 	}
 	return pool
 }
 
-// choose gives the pool of a choice.
-func (b *builder) choose(ch choice) *Pool {
-	return b.pick(func(c *candidate) bool { return ch.reason(c).Taken() }, noneAnywhere)
+// poolOf gives the pool of a choice.
+func (b *builder) poolOf(filter endpointFilter) *Pool {
+	return b.poolWhere(func(c *candidate) bool { return filter.decide(c).Included() }, poolNoEndpoints)
 }
 
 // serving gives every endpoint that is ready or serves. A pool that holds them all, as one mostly does, lends its list.
@@ -145,11 +145,11 @@ func (b *builder) serving(pools ...*Pool) []Endpoint {
 			return p.Endpoints
 		}
 	}
-	return b.pick(serves, noneAnywhere).Endpoints
+	return b.poolWhere(serves, poolNoEndpoints).Endpoints
 }
 
-// pick gives the pool of the candidates to keep, or the given one if there are none.
-func (b *builder) pick(keep func(*candidate) bool, none *Pool) *Pool {
+// poolWhere gives the pool of the candidates to keep, or the given one if there are none.
+func (b *builder) poolWhere(keep func(*candidate) bool, none *Pool) *Pool {
 	n := 0
 	for i := range b.candidates {
 		if keep(&b.candidates[i]) {
@@ -193,8 +193,8 @@ type (
 // loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on
 // the order of a Go map.
 func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
-	b.slices, b.index, b.crowded = b.slices[:0], nil, false
-	b.most = max(maxEndpoints/max(len(svc.Ports), 1), 1)
+	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
+	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)
 	for _, sl := range of {
 		b.slices = append(b.slices, sl)
 	}
@@ -204,7 +204,7 @@ func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slic
 	ports := 0
 	for i, sl := range b.slices {
 		if ports += len(sl.Ports); ports > maxSlicePorts {
-			b.slices, b.crowded = b.slices[:i], true
+			b.slices, b.overCapacity = b.slices[:i], true
 			break
 		}
 	}

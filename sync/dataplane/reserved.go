@@ -61,9 +61,9 @@ func (r *reserved) remove(svc *snapshot.Service) {
 	}
 }
 
-// forbids says whether a Service may not answer at an external IP or a load balancer address of its own, since another
+// reservedByOther says whether a Service may not answer at an external IP or a load balancer address of its own, since another
 // has it. Where the other answers itself, there is a conflict, which it wins.
-func (b *builder) forbids(svc *snapshot.Service, f ipfamily.Family, k Key) bool {
+func (b *builder) reservedByOther(svc *snapshot.Service, f ipfamily.Family, k Key) bool {
 	others := false
 	for _, o := range b.reserved.clusterIPs[k.Addr] {
 		if o.Name == svc.Name {
@@ -106,10 +106,10 @@ func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot
 		if was == is {
 			continue
 		}
-		r.name(n, was, is)
+		r.indexExternal(n, was, is)
 		b.reserved.add(is)
 		b.reserved.remove(was)
-		b.concerned(r, was, is, more)
+		b.addAffected(r, was, is, more)
 		if is == nil {
 			delete(r.seen, n)
 		} else {
@@ -127,8 +127,8 @@ func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot
 	return slices.Compact(names)
 }
 
-// name keeps external up to date.
-func (r *reservations) name(n snapshot.Name, was, is *snapshot.Service) {
+// indexExternal keeps external up to date.
+func (r *reservations) indexExternal(n snapshot.Name, was, is *snapshot.Service) {
 	each := func(svc *snapshot.Service, do func(netip.Addr)) {
 		if svc != nil {
 			for _, list := range [][]netip.Addr{svc.LoadBalancerIPs, svc.ExternalIPs} {
@@ -151,8 +151,8 @@ func (r *reservations) name(n snapshot.Name, was, is *snapshot.Service) {
 	})
 }
 
-// concerned adds the Services that name what a Service reserves in only one of two versions.
-func (b *builder) concerned(r *reservations, was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
+// addAffected adds the Services that name what a Service reserves in only one of two versions.
+func (b *builder) addAffected(r *reservations, was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
 	if was == nil {
 		was = &snapshot.Service{}
 	}

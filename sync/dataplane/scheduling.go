@@ -16,13 +16,13 @@ type IPVS struct {
 	Default Scheduling
 	// Addresses are ranges of load balancer addresses of which IPVS may take each as a whole. The zero value is none.
 	Addresses []netip.Prefix
-	// MostOfService and MostOfNamespace bound what IPVS is asked for; 0 stands for the constants of these names.
-	MostOfService, MostOfNamespace int
+	// MaxPerService and MaxPerNamespace bound what IPVS is asked for; 0 stands for the constants of these names.
+	MaxPerService, MaxPerNamespace int
 }
 
 func (i *IPVS) equal(o *IPVS) bool {
 	return i.Mode == o.Mode && i.Default == o.Default && slices.Equal(i.Addresses, o.Addresses) &&
-		i.MostOfService == o.MostOfService && i.MostOfNamespace == o.MostOfNamespace
+		i.MaxPerService == o.MaxPerService && i.MaxPerNamespace == o.MaxPerNamespace
 }
 
 // IPVSMode says which Services are scheduled by IPVS.
@@ -70,9 +70,9 @@ const (
 	AtLoadBalancerIP
 	// OutsideServiceCIDRs: a cluster IP that is in none of them, though they are known.
 	OutsideServiceCIDRs
-	// ServiceTooLarge: it asks for more than MostOfService. All its frontends have this reason.
+	// ServiceTooLarge: it asks for more than MaxPerService. All its frontends have this reason.
 	ServiceTooLarge
-	// NamespaceFull: with it, the Services of its namespace ask for more than MostOfNamespace. All its frontends have
+	// NamespaceFull: with it, the Services of its namespace ask for more than MaxPerNamespace. All its frontends have
 	// this reason.
 	NamespaceFull
 	// WithAffinity: IPVS remembers every client of a Service with session affinity by its address, without a bound. So
@@ -90,14 +90,14 @@ var notScheduledTexts = [...]string{
 	"it has session affinity, for which IPVS would remember every client, without a bound",
 }
 
-// Wholly says whether the reason is one for all of a Service.
-func (n NotScheduled) Wholly() bool { return n >= ServiceTooLarge }
+// WholeService says whether the reason is one for all of a Service.
+func (n NotScheduled) WholeService() bool { return n >= ServiceTooLarge }
 
 // String says it in a sentence, for messages; empty for Schedulable.
 func (n NotScheduled) String() string { return notScheduledTexts[n] }
 
-// whole says whether the address of a frontend may be taken in as a whole. That of a node port is the host's own.
-func (h *host) whole(k Kind, a netip.Addr) NotScheduled {
+// canTakeAddress says whether the address of a frontend may be taken in as a whole. That of a node port is the host's own.
+func (h *host) canTakeAddress(k Kind, a netip.Addr) NotScheduled {
 	switch {
 	case k == NodePort || k != ExternalIP && contain(h.ipvs.Addresses, a):
 		return Schedulable
@@ -117,7 +117,7 @@ func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 	if b.scheduling == nil {
 		return Schedulable
 	}
-	return b.host.whole(k, a)
+	return b.host.canTakeAddress(k, a)
 }
 
 // schedule takes note of how the endpoints of a Service are to be weighed.

@@ -17,9 +17,9 @@ type builder struct {
 	candidates []candidate
 	// index, if not nil, finds the slices that have a port.
 	index map[portKey][]slicePort
-	// most is how many endpoints a port may have; crowded says that the Service mentions more.
-	most    int
-	crowded bool
+	// maxPerPort is how many endpoints a port may have; crowded says that the Service mentions more.
+	maxPerPort   int
+	overCapacity bool
 	// scheduling is the Service's, and weights are what it says of nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
@@ -56,8 +56,8 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		b.budget.forget(n)
 		return nil
 	}
-	out.Crowded = b.crowded
-	b.bound(out, svc)
+	out.OverCapacity = b.overCapacity
+	b.applyBudget(out, svc)
 	return out
 }
 
@@ -84,8 +84,8 @@ func (b *builder) port(
 	if len(sp.Frontends) > 1 { // all but the cluster IP
 		external = b.rows(svc, f, true)
 	}
-	sp.Cluster, sp.Local = b.pools(p, f, lead(internal, clusterPool) || lead(external, clusterPool),
-		lead(internal, localPool) || lead(external, localPool))
+	sp.Cluster, sp.Local = b.pools(p, f, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
+		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
 	if p.Protocol != snapshot.TCP {
 		sp.Serving = b.serving(sp.Cluster, sp.Local)
 	}
@@ -136,7 +136,7 @@ func (b *builder) frontends(
 	add := func(kind Kind, a netip.Addr, port uint16, sources []netip.Prefix) {
 		k := Key{Addr: a, Protocol: p.Protocol, Port: port}
 		said := kind == LoadBalancerIP || kind == ExternalIP
-		if f.Has(a) && !(said && b.forbids(svc, f, k)) {
+		if f.Has(a) && !(said && b.reservedByOther(svc, f, k)) {
 			fs = append(fs, Frontend{Key: k, Kind: kind, NotScheduled: b.notScheduled(kind, a), Sources: sources})
 		}
 	}

@@ -40,9 +40,9 @@ type Service struct {
 	ClusterIPs []netip.Addr
 	// HealthCheckNodePort is where load balancers ask by TCP whether this node has endpoints; 0 means nowhere.
 	HealthCheckNodePort uint16
-	// Crowded says that its slices mention more endpoints than a Service may have. Those in the last slices by name are
+	// OverCapacity says that its slices mention more endpoints than a Service may have. Those in the last slices by name are
 	// left out.
-	Crowded bool
+	OverCapacity bool
 	// Counters is what the Service asks of the budget for counters. It changes nothing for a packet.
 	Counters snapshot.Counters
 	// Ports are sorted by family, then in the order of the Service.

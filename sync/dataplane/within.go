@@ -19,7 +19,7 @@ func (s *Service) Within(now *Service) *Service {
 	foreign := func(a netip.Addr) bool { return !slices.Contains(now.ClusterIPs, a) }
 
 	left, all := &Service{Name: s.Name, Age: s.Age, ClusterIPs: s.ClusterIPs, HealthCheckNodePort: s.HealthCheckNodePort,
-		Crowded: s.Crowded, Counters: s.Counters}, true
+		OverCapacity: s.OverCapacity, Counters: s.Counters}, true
 	if slices.ContainsFunc(s.ClusterIPs, foreign) {
 		left.ClusterIPs, all = slices.DeleteFunc(slices.Clone(s.ClusterIPs), foreign), false
 	}

@@ -17,9 +17,9 @@ import (
 func TestConflictsAreSummedUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log strings.Builder
-		var told []dataplane.Contest
+		var told []dataplane.ConflictSummary
 		b := &fakeBackend{loop: &Loop{Log: slog.New(slog.NewTextHandler(&log, nil)),
-			Listeners: []Listener{{Contested: func(c []dataplane.Contest) { told = append(told, c...) }}}}}
+			Listeners: []Listener{{Contested: func(c []dataplane.ConflictSummary) { told = append(told, c...) }}}}}
 		q, _ := start(t, b)
 		claims := func(name string, from, addrs, created int) {
 			d := service(name)

@@ -33,7 +33,7 @@ type Listener struct {
 	// it, or because the planner does, at all their addresses or at some.
 	Unscheduled func(*dataplane.Refused)
 	// Contested is called with new conflicts, summed up; there may be many.
-	Contested func([]dataplane.Contest)
+	Contested func([]dataplane.ConflictSummary)
 }
 
 // Commit is one transaction that the kernel acknowledged.

@@ -265,11 +265,11 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 const maxContests = 4
 
 // contested tells of new conflicts.
-func (l *Loop) reportContests(contests []dataplane.Contest) {
+func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	if len(contests) == 0 {
 		return
 	}
-	more := l.Planner.Unlisted()
+	more := l.Planner.OmittedConflicts()
 	for i, c := range contests {
 		if i < maxContests {
 			l.Log.Warn("Services claim the same addresses; the one that was there first keeps them", "first", c.Key.String(),
@@ -281,13 +281,13 @@ func (l *Loop) reportContests(contests []dataplane.Contest) {
 	if more > 0 {
 		l.Log.Warn("more Services claim the same addresses", "addresses", more)
 	}
-	tell(l, func(h *Listener) func([]dataplane.Contest) { return h.Contested }, contests)
+	tell(l, func(h *Listener) func([]dataplane.ConflictSummary) { return h.Contested }, contests)
 }
 
 // crowded tells of Services that have become too large.
 func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Service) {
 	for i, n := range change.Services {
-		if svc := l.Planner.State().Services[n]; svc != nil && svc.Crowded && (before[i] == nil || !before[i].Crowded) {
+		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity && (before[i] == nil || !before[i].OverCapacity) {
 			l.Log.Warn("this Service has more endpoints than are served", "service", n.String())
 		}
 	}

@@ -20,11 +20,11 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 		if was == is {
 			continue
 		}
-		if was.Wholly() || is.Wholly() {
+		if was.WholeService() || is.WholeService() {
 			moved[n] = is
 		}
 		switch svc := l.snapshot.Services[n]; {
-		case is.Wholly():
+		case is.WholeService():
 			news[n] = errors.New(is.String())
 			wholly, why = append(wholly, n.String()), news[n]
 		case is != dataplane.Schedulable && svc != nil && svc.AsksForIPVS():
@@ -57,7 +57,7 @@ func (l *Loop) exclude(why map[snapshot.Name]dataplane.NotScheduled) {
 		}
 	}
 	for n, why := range why {
-		if !why.Wholly() {
+		if !why.WholeService() {
 			continue
 		}
 		q := Quarantined{Name: n, Err: errors.New(why.String()), Since: since[n]}

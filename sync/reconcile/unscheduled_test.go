@@ -128,7 +128,7 @@ func TestTooMuchForIPVS(t *testing.T) {
 			}
 		}})
 		q, _ := start(t, b)
-		b.loop.Planner.SetConfig(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MostOfService: 3, MostOfNamespace: 5}})
+		b.loop.Planner.SetConfig(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MaxPerService: 3, MaxPerNamespace: 5}})
 		expect := func(what, unscheduled, warned string, news ...string) {
 			t.Helper()
 			synctest.Wait()
