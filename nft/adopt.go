@@ -60,7 +60,7 @@ func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 			s[b] = s[b] || f.Digests[b] != tm.digests[b]
 		}
 		s[sharedBucket] = s[sharedBucket] || f.Revision.Digest != tm.digests[sharedBucket] || len(f.Foreign) > 0 ||
-			!f.sound(m.Structure(ipfamily.All[i]).Chains)
+			!f.chainsIntact(m.Structure(ipfamily.All[i]).Chains)
 	}
 	return &s
 }
@@ -72,22 +72,22 @@ func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 		m.tables[i].revision = found[i].Revision.Number
 	}
 	for name, s := range m.services {
-		s.unread = false
+		s.slotsUnknown = false
 		if stale.Service(name.String()) {
 			continue
 		}
 		for _, p := range s.ports {
 			for i := range p.pools {
 				slices.SortFunc(p.pools[i].slots, netip.AddrPort.Compare) // as Learn expects those that nobody knows
-				s.unread = s.unread || len(p.pools[i].slots) > 1
+				s.slotsUnknown = s.slotsUnknown || len(p.pools[i].slots) > 1
 			}
 		}
 	}
 }
 
-// CountAs has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is
+// AdoptCounting has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is
 // changed later, a little at a time.
-func (m *Model) CountAs(found *ipfamily.Per[Found]) {
+func (m *Model) AdoptCounting(found *ipfamily.Per[Found]) {
 	level := slices.Index(countingNames[:], found[0].Revision.Counted)
 	if level < 0 || found[1].Revision.Counted != found[0].Revision.Counted || Counting(level) == m.counting {
 		return
@@ -102,8 +102,8 @@ func (m *Model) CountAs(found *ipfamily.Per[Found]) {
 	p.recount(needs{}, true)
 }
 
-// sound says whether all of some chains are there and as they should be, and no other.
-func (f *Found) sound(chains []Chain) bool {
+// chainsIntact says whether all of some chains are there and as they should be, and no other.
+func (f *Found) chainsIntact(chains []Chain) bool {
 	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
@@ -140,7 +140,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 		if !stale.Service(name.String()) {
 			continue
 		}
-		s = s.clone()
+		s = s.cloneUnassigned()
 		for _, p := range s.ports {
 			for i := range p.pools {
 				pl := &p.pools[i]
@@ -149,7 +149,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 		}
 		m.services[name] = s
 	}
-	out = m.holds(func(name snapshot.Name) bool { return stale.Service(name.String()) })
+	out = m.elementsWhere(func(name snapshot.Name) bool { return stale.Service(name.String()) })
 	for i := range out {
 		for _, set := range shared {
 			out[i][set] = nil
@@ -280,12 +280,12 @@ type Slots struct {
 	pool    poolIndex
 }
 
-// Unread gives the slots that have to be read, and given to Learn, before a change of these Services can be planned.
-func (m *Model) Unread(names []snapshot.Name) []Slots {
+// UnknownSlots gives the slots that have to be read, and given to Learn, before a change of these Services can be planned.
+func (m *Model) UnknownSlots(names []snapshot.Name) []Slots {
 	var out []Slots
 	for _, name := range names {
 		s := m.services[name]
-		if s == nil || !s.unread {
+		if s == nil || !s.slotsUnknown {
 			continue
 		}
 		for _, p := range s.ports {
@@ -305,9 +305,9 @@ func (m *Model) Unread(names []snapshot.Name) []Slots {
 	return out
 }
 
-// Learn takes what was read of the slots that Unread named. It is not ok if the kernel does not hold the endpoints that
+// SetSlots takes what was read of the slots that Unread named. It is not ok if the kernel does not hold the endpoints that
 // it should: then somebody changed it.
-func (m *Model) Learn(read []Slots) (ok bool) {
+func (m *Model) SetSlots(read []Slots) (ok bool) {
 	learnt := make([][]netip.AddrPort, len(read))
 	for i, x := range read {
 		learnt[i] = make([]netip.AddrPort, len(x.Keys))
@@ -320,36 +320,36 @@ func (m *Model) Learn(read []Slots) (ok bool) {
 		}
 		sorted := slices.Clone(learnt[i])
 		slices.SortFunc(sorted, netip.AddrPort.Compare)
-		if !slices.Equal(sorted, m.held(x.service).port(x.port).pools[x.pool].slots) {
+		if !slices.Equal(sorted, m.serviceOrEmpty(x.service).port(x.port).pools[x.pool].slots) {
 			return false
 		}
 	}
 	for i, x := range read {
-		m.held(x.service).port(x.port).pools[x.pool].slots = learnt[i]
-		m.services[x.service].unread = false
+		m.serviceOrEmpty(x.service).port(x.port).pools[x.pool].slots = learnt[i]
+		m.services[x.service].slotsUnknown = false
 	}
 	return true
 }
 
-// Holds gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be
+// ElementsOf gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be
 // known.
-func (m *Model) Holds(names []snapshot.Name) ipfamily.Per[[NumSets][]Element] {
+func (m *Model) ElementsOf(names []snapshot.Name) ipfamily.Per[[NumSets][]Element] {
 	of := make(map[snapshot.Name]bool, len(names))
 	for _, name := range names {
 		of[name] = true
 	}
 	if len(names) == len(m.services) {
-		return m.holds(func(name snapshot.Name) bool { return of[name] })
+		return m.elementsWhere(func(name snapshot.Name) bool { return of[name] })
 	}
-	return m.elements(names)
+	return m.plannedElements(names)
 }
 
-func (m *Model) holds(which func(snapshot.Name) bool) ipfamily.Per[[NumSets][]Element] {
-	return m.elements(slices.DeleteFunc(m.Names(), func(name snapshot.Name) bool { return !which(name) }))
+func (m *Model) elementsWhere(which func(snapshot.Name) bool) ipfamily.Per[[NumSets][]Element] {
+	return m.plannedElements(slices.DeleteFunc(m.Names(), func(name snapshot.Name) bool { return !which(name) }))
 }
 
-// elements plans some Services for empty tables.
-func (m *Model) elements(names []snapshot.Name) (out ipfamily.Per[[NumSets][]Element]) {
+// plannedElements plans some Services for empty tables.
+func (m *Model) plannedElements(names []snapshot.Name) (out ipfamily.Per[[NumSets][]Element]) {
 	scratch := &Model{pools: m.pools, services: map[snapshot.Name]*service{}}
 	for i := range scratch.tables {
 		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{}, hairpin: map[netip.Addr]int{}}
@@ -372,8 +372,8 @@ func (m *Model) Names() []snapshot.Name { return sortedNames(m.services) }
 // Count gives how many elements a set should hold.
 func (m *Model) Count(f ipfamily.Family, set SetID) int { return m.tables[f].count[set] }
 
-// Askers gives, of each of some elements, the Services for whose sake a transaction, the last one planned, adds it.
-func (m *Model) Askers(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily.Per[[][]snapshot.Name]) {
+// OwnersOf gives, of each of some elements, the Services for whose sake a transaction, the last one planned, adds it.
+func (m *Model) OwnersOf(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily.Per[[][]snapshot.Name]) {
 	names := make([]snapshot.Name, 0, len(t.undo.services))
 	for _, was := range t.undo.services {
 		names = append(names, was.name)
@@ -394,7 +394,7 @@ func (m *Model) Askers(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily.P
 		}
 	}
 	for i, name := range names { // of which there may be many: each is looked at once
-		for f, sets := range m.elements(names[i : i+1]) {
+		for f, sets := range m.plannedElements(names[i : i+1]) {
 			if len(places[f]) == 0 {
 				continue
 			}
@@ -453,7 +453,7 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 // SlotKeys gives the keys of the slots that an element of Pools leads to.
 func (e *Element) SlotKeys(proto Protocol) []Element {
 	set, n := e.slots()
-	keys := make([]Element, min(n, mostSlots))
+	keys := make([]Element, min(n, maxSlots))
 	for slot := range keys {
 		keys[slot] = idElement(set, e.ID())
 		k := &keys[slot]
@@ -464,8 +464,8 @@ func (e *Element) SlotKeys(proto Protocol) []Element {
 	return keys
 }
 
-// mostSlots bounds what the name of a chain can have us look for: a chain that others made may have any number.
-const mostSlots = 1 << 20
+// maxSlots bounds what the name of a chain can have us look for: a chain that others made may have any number.
+const maxSlots = 1 << 20
 
 // slots says which map an element of Pools leads to, and of how many slots there one is chosen.
 func (e *Element) slots() (set SetID, n uint32) {

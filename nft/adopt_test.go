@@ -49,14 +49,14 @@ func (w *walk) check() {
 // learn reads the slots that the model has to know before it plans.
 func (w *walk) learn(names []snapshot.Name) {
 	w.t.Helper()
-	unread := w.model.Unread(names)
+	unread := w.model.UnknownSlots(names)
 	for _, x := range unread {
 		for i := range x.Keys {
 			e := &x.Keys[i]
 			*e = w.kernel[x.Family].sets[e.Set][string(e.Key())]
 		}
 	}
-	if !w.model.Learn(unread) {
+	if !w.model.SetSlots(unread) {
 		w.t.Fatalf("step %d: the kernel does not hold the slots it should", w.step)
 	}
 }
@@ -84,7 +84,7 @@ func (w *walk) restart(meddled bool) {
 	w.model, w.behind = Model{}, dataplane.Change{}
 	w.model.Load(w.planner.State())
 	found := w.kernel.found(&w.model)
-	w.model.CountAs(found)
+	w.model.AdoptCounting(found)
 	stale := w.model.Stale(found)
 	if current && stale.Any() || !stale.Any() && !current && !meddled {
 		w.t.Fatalf("step %d: stale %v, up to date %v", w.step, stale.Any(), current)
@@ -211,7 +211,7 @@ func FuzzRestartAndRepair(f *testing.F) {
 // worthless, but what it corrects is not.
 func (w *walk) learnNothing() {
 	for _, s := range w.model.services {
-		s.unread = false
+		s.slotsUnknown = false
 	}
 }
 
@@ -234,13 +234,13 @@ func TestAdoptForgetsSlots(t *testing.T) {
 		t.Fatal("what is up to date is called stale")
 	}
 	m.Adopt(found, stale)
-	unread := m.Unread(change.Services)
+	unread := m.UnknownSlots(change.Services)
 	for _, x := range unread {
 		for i := range x.Keys {
 			x.Keys[i] = kernel[0].sets[x.Keys[i].Set][string(x.Keys[i].Key())]
 		}
 	}
-	if len(unread) == 0 || !m.Learn(unread) {
+	if len(unread) == 0 || !m.SetSlots(unread) {
 		t.Error("what the kernel holds is taken for others' work")
 	}
 }

@@ -5,11 +5,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// aheadMost is how many of the Services that are first in line may go ahead of large ones, and aheadAll how large they
+// maxAheadServices is how many of the Services that are first in line may go ahead of large ones, and maxAheadElements how large they
 // are together, by the largest that may.
 const (
-	aheadMost = 256
-	aheadAll  = 4
+	maxAheadServices = 256
+	maxAheadElements = 4
 )
 
 // PlanAhead is Plan for the small Services among those that wait for large ones, of which a part is written at a time:
@@ -23,7 +23,7 @@ func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) 
 	free, others := m.small(s, names, small)
 	for again := len(others) > 0; again; {
 		var left []snapshot.Name
-		taking := m.taking(s, free, others)
+		taking := m.takingAddresses(s, free, others)
 		for _, name := range free {
 			if taking[name] {
 				others = append(others, name)
@@ -37,12 +37,12 @@ func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) 
 		return nil
 	}
 	p := m.planner()
-	p.recount(m.growth(s, free), false)
+	p.recount(m.additionalNeeds(s, free), false)
 	for _, name := range free {
 		p.service(name, compileService(s.Services[name], m.quota()))
 	}
 	p.txn.Left.Services = others
-	p.prefer()
+	p.recountRequests()
 	p.structures()
 	p.revise()
 	return p.txn
@@ -50,10 +50,10 @@ func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) 
 
 // small gives the small Services among the first of some, as many as may go ahead, and all others in their order.
 func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (small, others []snapshot.Name) {
-	room := aheadAll * most
-	first := names[:min(len(names), aheadMost)]
+	room := maxAheadElements * most
+	first := names[:min(len(names), maxAheadServices)]
 	for _, name := range first {
-		n := m.held(name).size() + sizeOf(s.Services[name]) + m.held(name).rangesChange(s.Services[name])
+		n := m.serviceOrEmpty(name).size() + sizeOf(s.Services[name]) + m.serviceOrEmpty(name).rangesChange(s.Services[name])
 		if n > min(most, room) {
 			others = append(others, name)
 			continue
@@ -77,8 +77,8 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	return n
 }
 
-// taking gives those of some Services that are to get an address that others still have.
-func (m *Model) taking(s *dataplane.State, names, others []snapshot.Name) map[snapshot.Name]bool {
+// takingAddresses gives those of some Services that are to get an address that others still have.
+func (m *Model) takingAddresses(s *dataplane.State, names, others []snapshot.Name) map[snapshot.Name]bool {
 	who := map[dataplane.Key]snapshot.Name{}
 	for _, name := range names {
 		if svc := s.Services[name]; svc != nil {
@@ -91,7 +91,7 @@ func (m *Model) taking(s *dataplane.State, names, others []snapshot.Name) map[sn
 	}
 	out := map[snapshot.Name]bool{}
 	for _, name := range others {
-		for _, p := range m.held(name).ports {
+		for _, p := range m.serviceOrEmpty(name).ports {
 			for i := range p.frontends {
 				if n, wanted := who[p.frontends[i].key]; wanted {
 					out[n] = true

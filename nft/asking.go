@@ -12,17 +12,17 @@ import (
 // namespaces together need no more than half of the budget. Otherwise it is counted as if it had not asked. What
 // follows from the present Services alone, a process that starts finds to be the same.
 
-// asking sums up Services that ask for counters.
-type asking struct {
+// counterRequests sums up Services that ask for counters.
+type counterRequests struct {
 	// total is how many counters they take, needs what they would need if they had not asked.
 	total int
 	needs needs
-	// names are those of one namespace.
-	names map[snapshot.Name]struct{}
+	// services are those of one namespace.
+	services map[snapshot.Name]struct{}
 }
 
-// asks gives how many counters a Service asks for: 0 if it does not ask, or has no hope.
-func (m *Model) asks(s *service) int {
+// requestedCounters gives how many counters a Service asks for: 0 if it does not ask, or has no hope.
+func (m *Model) requestedCounters(s *service) int {
 	if s.counters != snapshot.CountersFirst {
 		return 0
 	}
@@ -33,59 +33,59 @@ func (m *Model) asks(s *service) int {
 	return 0
 }
 
-// ask takes note of what a Service asks for, or no longer asks for, and says whether that is anything.
-func (m *Model) ask(s *service, by int) bool {
-	n := m.asks(s)
+// accountRequest takes note of what a Service asks for, or no longer asks for, and says whether that is anything.
+func (m *Model) accountRequest(s *service, by int) bool {
+	n := m.requestedCounters(s)
 	if n == 0 {
 		return false
 	}
-	a := m.asking[s.name.Namespace]
+	a := m.requests[s.name.Namespace]
 	if a == nil {
-		a = &asking{names: map[snapshot.Name]struct{}{}}
-		if m.asking == nil {
-			m.asking = map[string]*asking{}
+		a = &counterRequests{services: map[snapshot.Name]struct{}{}}
+		if m.requests == nil {
+			m.requests = map[string]*counterRequests{}
 		}
-		m.asking[s.name.Namespace] = a
+		m.requests[s.name.Namespace] = a
 	}
-	m.sumUp(a, -1)
+	m.addToTotal(a, -1)
 	a.total += by * n
-	a.needs.add(m.needsHeld(s), by)
-	m.sumUp(a, +1)
+	a.needs.add(m.needsWithout(s), by)
+	m.addToTotal(a, +1)
 	if by > 0 {
-		a.names[s.name] = struct{}{}
-	} else if delete(a.names, s.name); len(a.names) == 0 {
-		delete(m.asking, s.name.Namespace)
+		a.services[s.name] = struct{}{}
+	} else if delete(a.services, s.name); len(a.services) == 0 {
+		delete(m.requests, s.name.Namespace)
 	}
 	return true
 }
 
-// sumUp adds what a namespace asks for to what all do, or takes it away again.
-func (m *Model) sumUp(a *asking, by int) {
+// addToTotal adds what a namespace asks for to what all do, or takes it away again.
+func (m *Model) addToTotal(a *counterRequests, by int) {
 	if a.total <= m.share() {
-		m.asked.total += by * a.total
-		m.asked.needs.add(a.needs, by)
+		m.requested.total += by * a.total
+		m.requested.needs.add(a.needs, by)
 	}
 }
 
-// prefers says whether a Service that asks for counters gets them, if it is written as it is given.
-func (m *Model) prefers(s *service) bool {
-	n, all := m.asks(s), m.asked.total
+// getsCounters says whether a Service that asks for counters gets them, if it is written as it is given.
+func (m *Model) getsCounters(s *service) bool {
+	n, all := m.requestedCounters(s), m.requested.total
 	if n == 0 {
 		return false
 	}
-	if a := m.asking[s.name.Namespace]; a != nil {
+	if a := m.requests[s.name.Namespace]; a != nil {
 		if a.total <= m.share() {
 			all -= a.total
 		}
-		n += a.total - m.asks(m.held(s.name))
+		n += a.total - m.requestedCounters(m.serviceOrEmpty(s.name))
 	}
-	return n <= m.share() && m.withinHalf(all+n)
+	return n <= m.share() && m.fitsHalfBudget(all+n)
 }
 
-func (m *Model) withinHalf(counters int) bool { return counters <= m.counters()/2 }
+func (m *Model) fitsHalfBudget(counters int) bool { return counters <= m.counters()/2 }
 
-// needsHeld gives what a Service needs of the budget, if it is not preferred.
-func (m *Model) needsHeld(s *service) needs {
+// needsWithout gives what a Service needs of the budget, if it is not preferred.
+func (m *Model) needsWithout(s *service) needs {
 	if s.counters == snapshot.CountersNever {
 		return needs{}
 	}
@@ -93,25 +93,25 @@ func (m *Model) needsHeld(s *service) needs {
 	return needsOf(frontends, endpoints, m.share())
 }
 
-// needed is what all Services need of the budget.
-func (m *Model) needed() needs {
+// totalNeeds is what all Services need of the budget.
+func (m *Model) totalNeeds() needs {
 	n := m.needs
-	if m.withinHalf(m.asked.total) {
+	if m.fitsHalfBudget(m.requested.total) {
 		for level := range n {
-			n[level] += m.asked.total - m.asked.needs[level]
+			n[level] += m.requested.total - m.requested.needs[level]
 		}
 	}
 	return n
 }
 
-// prefer has those Services counted anew, later and a little at a time, that are preferred since what was planned, or
+// recountRequests has those Services counted anew, later and a little at a time, that are preferred since what was planned, or
 // no longer are. What they take may be too much for the level.
-func (p *planner) prefer() {
+func (p *planner) recountRequests() {
 	m := p.m
-	if all := m.withinHalf(m.asked.total); all != p.half {
-		p.asking, p.half = slices.Collect(maps.Keys(m.asking)), all
+	if all := m.fitsHalfBudget(m.requested.total); all != p.fitsHalf {
+		p.changedRequests, p.fitsHalf = slices.Collect(maps.Keys(m.requests)), all
 	}
-	if len(p.asking) == 0 {
+	if len(p.changedRequests) == 0 {
 		return
 	}
 	p.recount(needs{}, false)
@@ -122,11 +122,11 @@ func (p *planner) prefer() {
 	for _, name := range p.txn.Left.Services { // it is written again anyway
 		again[name] = true
 	}
-	slices.Sort(p.asking)
+	slices.Sort(p.changedRequests)
 	var names []snapshot.Name
-	for _, namespace := range slices.Compact(p.asking) {
-		if a := m.asking[namespace]; a != nil {
-			for name := range a.names {
+	for _, namespace := range slices.Compact(p.changedRequests) {
+		if a := m.requests[namespace]; a != nil {
+			for name := range a.services {
 				held := m.services[name]
 				if !again[name] && held.ports[0].counting != m.quota().of(held) {
 					names = append(names, name)
@@ -136,11 +136,11 @@ func (p *planner) prefer() {
 	}
 	slices.SortFunc(names, snapshot.Name.Compare)
 	m.recount = slices.Concat(m.recount, names)
-	p.asking = nil
+	p.changedRequests = nil
 }
 
-// mark takes note of what is counted, or is not, because a Service asks for that. Digests of elements leave it out.
-func (p *planner) mark(s *service, do func(*Digest, Digest)) {
+// markCounted takes note of what is counted, or is not, because a Service asks for that. Digests of elements leave it out.
+func (p *planner) markCounted(s *service, do func(*Digest, Digest)) {
 	for _, port := range s.ports {
 		asked := &p.m.tables[port.id.family].asked
 		switch {

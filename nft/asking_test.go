@@ -138,12 +138,12 @@ func TestAskForCounters(t *testing.T) {
 	k.write(with(60, web(snapshot.CountersFirst)))
 	k.write(with(60, web(snapshot.CountersFirst))) // which sees how much room there is
 	k.check("shop", "plain-7", true, true)
-	if asked := k.m.asked; len(k.m.asking) != 1 || asked.total != 10 {
-		t.Errorf("%d namespaces ask for %d counters", len(k.m.asking), asked.total)
+	if asked := k.m.requested; len(k.m.requests) != 1 || asked.total != 10 {
+		t.Errorf("%d namespaces ask for %d counters", len(k.m.requests), asked.total)
 	}
 	k.write(with(0))
-	if asked := k.m.asked; len(k.m.asking) != 0 || asked.total != 0 || asked.needs != (needs{}) || k.m.needs != (needs{}) {
-		t.Errorf("without Services, %d namespaces ask for %+v, and all need %v", len(k.m.asking), asked, k.m.needs)
+	if asked := k.m.requested; len(k.m.requests) != 0 || asked.total != 0 || asked.needs != (needs{}) || k.m.needs != (needs{}) {
+		t.Errorf("without Services, %d namespaces ask for %+v, and all need %v", len(k.m.requests), asked, k.m.needs)
 	}
 }
 
@@ -211,7 +211,7 @@ func TestManyNamespacesAsk(t *testing.T) {
 		again := Model{Counters: budget}
 		again.Load(st)
 		found := ipfamily.Per[Found]{{Revision: k.m.Revision(ipfamily.IPv4)}, {Revision: k.m.Revision(ipfamily.IPv6)}}
-		again.CountAs(&found)
+		again.AdoptCounting(&found)
 		for _, f := range ipfamily.All {
 			if got, want := again.Revision(f), k.m.Revision(f); got.Counted != want.Counted || got.Asked != want.Asked {
 				t.Errorf("%d namespaces: a process that starts holds %v; want %v", n, got, want)

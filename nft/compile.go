@@ -32,8 +32,8 @@ type service struct {
 	ports      []*port
 	// sources are who may use the load balancer addresses of each family.
 	sources ipfamily.Per[sources]
-	// unread says that nobody knows yet which endpoint has which slot in the kernel.
-	unread bool
+	// slotsUnknown says that nobody knows yet which endpoint has which slot in the kernel.
+	slotsUnknown bool
 }
 
 // sources are the source ranges of a Service in one family. The zero value is no restriction.
@@ -286,8 +286,8 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 	return list
 }
 
-// alike says whether a frontend that is the same in two versions of a port has the same elements.
-func (p *port) alike(o *port) bool {
+// sameElements says whether a frontend that is the same in two versions of a port has the same elements.
+func (p *port) sameElements(o *port) bool {
 	for i := range p.pools {
 		if x, y := &p.pools[i], &o.pools[i]; x.id != y.id || x.verdict != y.verdict {
 			return false

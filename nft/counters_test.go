@@ -163,7 +163,7 @@ func TestFill(t *testing.T) {
 // TestRefuses: every rule that counts looks at a set that says why.
 func TestRefuses(t *testing.T) {
 	counting := 0
-	for _, c := range Everything(ipfamily.IPv4, Structure{}).Chains {
+	for _, c := range ProbeTable(ipfamily.IPv4, Structure{}).Chains {
 		for _, r := range c.Rules {
 			if !slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Counter); return ok }) {
 				continue
@@ -171,13 +171,13 @@ func TestRefuses(t *testing.T) {
 			counting++
 			set := ""
 			switch first := r[0].(type) {
-			case InSet:
+			case SetLookup:
 				set = first.Set.String()
 			case SetPriority:
 				set = first.Map.String()
 			}
 			refusal, known := Refuses(set)
-			_, drops := r[len(r)-1].(DropPacket)
+			_, drops := r[len(r)-1].(Drop)
 			if !known || drops != (refusal.Verdict() == dataplane.Drop) {
 				t.Errorf("%s: %q refuses for %v, %v", c.ID.Name(), r.Text(ipfamily.IPv4), refusal, known)
 			}

@@ -101,8 +101,8 @@ func (c Counting) within(budget int, n *needs) Counting {
 type quota struct {
 	level Counting
 	share int
-	// prefers says whether a Service that asks for counters gets them, whatever the level.
-	prefers func(*service) bool
+	// getsCounters says whether a Service that asks for counters gets them, whatever the level.
+	getsCounters func(*service) bool
 }
 
 func (q quota) of(s *service) Counting {
@@ -110,13 +110,13 @@ func (q quota) of(s *service) Counting {
 	switch {
 	case s.counters == snapshot.CountersNever:
 		return CountNothing
-	case s.counters == snapshot.CountersFirst && q.prefers(s):
+	case s.counters == snapshot.CountersFirst && q.getsCounters(s):
 		return CountEndpoints
 	}
 	return q.level.of(frontends, endpoints, q.share)
 }
 
-func (m *Model) quota() quota { return quota{m.counting, m.share(), m.prefers} }
+func (m *Model) quota() quota { return quota{m.counting, m.share(), m.getsCounters} }
 
 // counters is the budget; share is what one Service may have of it while it is not enough for all.
 func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }
@@ -145,7 +145,7 @@ func (f *frontend) elements() int {
 
 // counted copies a service as it is with another counting.
 func (s *service) counted(q quota) *service {
-	out, level := s.copied(), q.of(s)
+	out, level := s.shallowCopy(), q.of(s)
 	for _, p := range out.ports {
 		p.counting = level
 	}

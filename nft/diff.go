@@ -15,10 +15,10 @@ type planner struct {
 	txn *Txn
 	// silent only moves the model: nothing is put into the transaction.
 	silent bool
-	// asking are namespaces of which Services ask for counters, or no longer ask.
-	asking []string
-	// half says that all that ask may have what they ask for.
-	half bool
+	// changedRequests are namespaces of which Services ask for counters, or no longer ask.
+	changedRequests []string
+	// fitsHalf says that all that ask may have what they ask for.
+	fitsHalf bool
 	// planned counts the elements that were added and deleted.
 	planned int
 	// bucket is where what is planned counts for the digests.
@@ -147,19 +147,19 @@ func prefixes(before, now []netip.Prefix, gone, come func(netip.Prefix)) {
 
 // service takes a Service from what it was to what it should be.
 func (p *planner) service(name snapshot.Name, now *service) {
-	before := p.m.held(name)
-	p.txn.undo.services = append(p.txn.undo.services, wasService{name, before})
-	p.settle(name, before, now)
+	before := p.m.serviceOrEmpty(name)
+	p.txn.undo.services = append(p.txn.undo.services, serviceBefore{name, before})
+	p.assignSlotsAndIDs(name, before, now)
 	p.move(name, before, now)
 }
 
 // move plans the way from one settled answer for a Service to another.
 func (p *planner) move(name snapshot.Name, before, now *service) {
 	p.bucket = bucketFor(name.String())
-	p.need(before, -1)
-	p.need(now, +1)
-	p.mark(before, (*Digest).sub)
-	p.mark(now, (*Digest).add)
+	p.accountNeeds(before, -1)
+	p.accountNeeds(now, +1)
+	p.markCounted(before, (*Digest).sub)
+	p.markCounted(now, (*Digest).add)
 	for _, a := range now.clusterIPs {
 		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
 	}
@@ -184,11 +184,11 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	}
 }
 
-// need takes note of the counters that a Service needs, or no longer needs.
-func (p *planner) need(s *service, by int) {
-	p.m.needs.add(p.m.needsHeld(s), by)
-	if p.m.ask(s, by) {
-		p.asking = append(p.asking, s.name.Namespace)
+// accountNeeds takes note of the counters that a Service needs, or no longer needs.
+func (p *planner) accountNeeds(s *service, by int) {
+	p.m.needs.add(p.m.needsWithout(s), by)
+	if p.m.accountRequest(s, by) {
+		p.changedRequests = append(p.changedRequests, s.name.Namespace)
 	}
 }
 
@@ -241,7 +241,7 @@ func (p *planner) add(f ipfamily.Family, e Element) {
 	p.planned++
 	tm.count[e.Set]++
 	tm.digests[p.bucket].add(e.digest())
-	p.refer(f, e.Chain, +1)
+	p.countReference(f, e.Chain, +1)
 }
 
 func (p *planner) del(f ipfamily.Family, e Element) {
@@ -252,7 +252,7 @@ func (p *planner) del(f ipfamily.Family, e Element) {
 	p.planned++
 	tm.count[e.Set]--
 	tm.digests[p.bucket].sub(e.digest())
-	p.refer(f, e.Chain, -1)
+	p.countReference(f, e.Chain, -1)
 }
 
 func (p *planner) replace(f ipfamily.Family, before, now Element) {
@@ -261,8 +261,8 @@ func (p *planner) replace(f ipfamily.Family, before, now Element) {
 	p.txn.Tables[f].Replaced++
 }
 
-// refer counts what leads to a numbered chain, and to the chain that one leads to.
-func (p *planner) refer(f ipfamily.Family, c ChainID, by int) {
+// countReference counts what leads to a numbered chain, and to the chain that one leads to.
+func (p *planner) countReference(f ipfamily.Family, c ChainID, by int) {
 	chains, before := p.m.tables[f].chains, p.chainsBefore[f]
 	for ; c.Kind > numFixedChains; c = c.next() {
 		if _, ok := before[c]; !ok {

@@ -47,7 +47,7 @@ func serviceOf(comment string) string {
 func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table]) []Difference {
 	own := newOwners(found)
 	own.model(m)
-	m.CountAs(found)
+	m.AdoptCounting(found)
 	txn := m.Correct(found, AllStale())
 	var out []Difference
 	for i, f := range ipfamily.All {
@@ -206,8 +206,8 @@ func Inconsistencies(found *ipfamily.Per[Found]) (out []Difference) {
 	own := newOwners(found)
 	for i, f := range ipfamily.All {
 		c := consistency{family: f, elements: &found[i].Elements, own: own}
-		c.pools()
-		c.frontends()
+		c.checkPools()
+		c.checkFrontends()
 		slices.SortStableFunc(c.out, func(a, b Difference) int { return cmp.Compare(a.Port, b.Port) })
 		out = append(out, c.out...)
 	}
@@ -222,14 +222,14 @@ type consistency struct {
 	out      []Difference
 }
 
-func (c *consistency) note(e *Element, format string, args ...any) {
+func (c *consistency) report(e *Element, format string, args ...any) {
 	s := SetByID(e.Set)
 	c.out = append(c.out, Difference{Family: c.family, Set: e.Set, Element: *e, Port: c.own.of(e),
 		Text: fmt.Sprintf("%s { %s }: ", s.Name(), e.Text(c.family, &s)) + fmt.Sprintf(format, args...)})
 }
 
-// frontends looks whether every frontend leads to a pool, and some frontend to every pool.
-func (c *consistency) frontends() {
+// checkFrontends looks whether every frontend leads to a pool, and some frontend to every pool.
+func (c *consistency) checkFrontends() {
 	pools, led := map[uint32]bool{}, map[uint32]bool{}
 	for i := range c.elements[Pools] {
 		pools[c.elements[Pools][i].ID()] = true
@@ -238,13 +238,13 @@ func (c *consistency) frontends() {
 		for i := range c.elements[set] {
 			e := &c.elements[set][i]
 			if led[e.PoolID()] = true; !pools[e.PoolID()] {
-				c.note(e, "its pool is not there")
+				c.report(e, "its pool is not there")
 			}
 		}
 	}
 	for i := range c.elements[Pools] {
 		if e := &c.elements[Pools][i]; !led[e.ID()] {
-			c.note(e, "no frontend leads there")
+			c.report(e, "no frontend leads there")
 		}
 	}
 }
@@ -252,52 +252,52 @@ func (c *consistency) frontends() {
 // frontendSets are the maps that lead from frontends to pools.
 var frontendSets = [...]SetID{Services, UncountedServices, OutsideServices, UncountedOutsideServices}
 
-// pools looks at the pools with their slots and members.
-func (c *consistency) pools() {
+// checkPools looks at the pools with their slots and members.
+func (c *consistency) checkPools() {
 	members := c.members()
 	for _, set := range slotSets {
 		slots := c.slots(set)
 		for i := range c.elements[Pools] {
 			if e := &c.elements[Pools][i]; e.Chain.Kind < numFixedChains {
-				c.fixed(e, set)
+				c.checkVerdict(e, set)
 			} else if at, n := e.slots(); at == set {
-				c.pool(e, n, slots[e.ID()], members[e.ID()])
+				c.checkSlots(e, n, slots[e.ID()], members[e.ID()])
 			}
 		}
 		for i := range c.elements[set] {
 			e := &c.elements[set][i]
 			if _, left := slots[e.ID()][e.Slot()]; left {
-				c.note(e, "no pool leads there")
+				c.report(e, "no pool leads there")
 			}
 		}
 	}
 }
 
-// fixed looks at a pool from which nobody chooses.
-func (c *consistency) fixed(e *Element, set SetID) {
+// checkVerdict looks at a pool from which nobody chooses.
+func (c *consistency) checkVerdict(e *Element, set SetID) {
 	switch e.Chain.Kind {
 	case NoEndpoints, NoLocalEndpoints, LeftToIPVS:
 	default:
 		if set == Endpoints { // once is enough
-			c.note(e, "its verdict is none that Verdict writes there")
+			c.report(e, "its verdict is none that Verdict writes there")
 		}
 	}
 }
 
-// pool looks whether a pool has all its slots, and takes them out of those that were found.
-func (c *consistency) pool(e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool) {
+// checkSlots looks whether a pool has all its slots, and takes them out of those that were found.
+func (c *consistency) checkSlots(e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool) {
 	same, missing := len(slots) == int(n), -1
 	for slot := range n {
 		ep, ok := slots[slot]
 		if !ok && missing < 0 {
 			missing = int(slot)
-			c.note(e, "slot %d is not there", slot)
+			c.report(e, "slot %d is not there", slot)
 		}
 		same = same && members[ep]
 		delete(slots, slot)
 	}
 	if e.Chain.Kind == StickyPick && (missing < 0) && (!same || len(members) != int(n)) {
-		c.note(e, "its members are others than its slots")
+		c.report(e, "its members are others than its slots")
 	}
 }
 

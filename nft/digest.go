@@ -150,7 +150,7 @@ const formatVersion = 2
 func (s Structure) digest(f ipfamily.Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)
-	l := Listing{Table: Everything(f, s)}
+	l := Listing{Table: ProbeTable(f, s)}
 	if err := l.Print(&b); err != nil {
 		panic(err) // a bytes.Buffer takes everything
 	}

@@ -16,11 +16,11 @@ func TestSame(t *testing.T) {
 // TestClone: no field of a service is forgotten when it is copied, and none is shared that changes later.
 func TestClone(t *testing.T) {
 	s := testkit.Filled[service]()
-	s.unread = false // the slots of a copy are known
-	if c := s.clone(); !reflect.DeepEqual(c, s) {
+	s.slotsUnknown = false // the slots of a copy are known
+	if c := s.cloneUnassigned(); !reflect.DeepEqual(c, s) {
 		t.Errorf("cloned: %+v\nfrom %+v", c, s)
 	}
-	f := s.forgotten()
+	f := s.cloneWithoutSlots()
 	for i := range f.ports[0].pools {
 		f.ports[0].pools[i].slots = s.ports[0].pools[i].slots
 		if s.ports[0].pools[i].slots == nil {

@@ -54,12 +54,12 @@ var setNames = [NumSets]string{
 
 func (s SetID) String() string { return setNames[s] }
 
-// ownRecord says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by
+// isBookkeeping says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by
 // itself.
-func (s SetID) ownRecord() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
+func (s SetID) isBookkeeping() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
 
 // IsContent says whether a set's elements follow from the Services.
-func (s SetID) IsContent() bool { return !s.ownRecord() }
+func (s SetID) IsContent() bool { return !s.isBookkeeping() }
 
 // counted gives the map in which a counted element of a set stands, or its twin for one that is not counted.
 func (s SetID) counted(yes bool) SetID {
@@ -248,12 +248,12 @@ func layout(f ipfamily.Family, s Structure) Table {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
 	if s.Uses.Has(Scheduled) {
-		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{LeavePacket{}}}})
+		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{Accept{}}}})
 	}
 	t.Chains = append(t.Chains,
-		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{RejectPacket{}}}},
+		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{Reject{}}}},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
-			Rules: []Rule{{DropPacket{}}}},
+			Rules: []Rule{{Drop{}}}},
 	)
 	if s.Uses.Has(Remember) {
 		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
@@ -262,7 +262,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 	if s.Uses.Has(ExternalServices) {
 		t.Chains = append(t.Chains,
 			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
-			masqueradeSent(s))
+			masqueradeFromNode(s))
 	}
 	start := []Rule{{Goto{Frontends.id()}}}
 	if s.Uses.Has(RestrictedServices) {
@@ -292,7 +292,7 @@ func input(s Structure) []Rule {
 func postrouting(s Structure) Chain {
 	rules := []Rule{{Translated{}, Goto{TranslatedChain.id()}}}
 	if s.Uses.Has(Scheduled) {
-		rules = append(rules, perProtocol(nil, InSet{Key: tupleKey, Set: Scheduled}, Goto{TranslatedChain.id()})...)
+		rules = append(rules, perProtocol(nil, SetLookup{Key: tupleKey, Set: Scheduled}, Goto{TranslatedChain.id()})...)
 	}
 	return Chain{ID: Postrouting.id(), Hook: &Hook{"nat", "postrouting", prioritySrcNAT}, Rules: rules}
 }
@@ -302,8 +302,8 @@ func guardLoopback() Chain {
 	return Chain{ID: GuardLoopback.id(), Hook: &Hook{"filter", "prerouting", priorityRaw},
 		Comment: "route_localnet is on for node ports at 127.0.0.1",
 		Rules: []Rule{
-			{OffLoopback{DestAddr}, DropPacket{}},
-			{OffLoopback{SourceAddr}, DropPacket{}},
+			{OffLoopback{DestAddr}, Drop{}},
+			{OffLoopback{SourceAddr}, Drop{}},
 		}}
 }
 
@@ -311,18 +311,18 @@ func guardLoopback() Chain {
 func restrict() Chain {
 	return Chain{ID: Restrict.id(), Rules: []Rule{{
 		SetPriority{Key: toFrontend, Map: RestrictedServices},
-		InSet{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges},
-		Counter{}, DropPacket{},
+		SetLookup{Key: Concat{Fields: []Field{Priority, SourceAddr}}, Not: true, Set: SourceRanges},
+		Counter{}, Drop{},
 	}}}
 }
 
 // dispatch finds the pool of a frontend in a map and does what Pools says of it.
 func dispatch(m SetID) Rule {
-	return Rule{SetPriority{Key: toFrontend, Map: m}, LookupVerdict{Key: poolKey, Map: Pools}}
+	return Rule{SetPriority{Key: toFrontend, Map: m}, VerdictMap{Key: poolKey, Map: Pools}}
 }
 
-// twins gives a map and, if it is used, its uncounted twin.
-func (s Structure) twins(m SetID) []SetID {
+// withUncounted gives a map and, if it is used, its uncounted twin.
+func (s Structure) withUncounted(m SetID) []SetID {
 	if s.Uses.Has(m.counted(false)) {
 		return []SetID{m, m.counted(false)}
 	}
@@ -332,7 +332,7 @@ func (s Structure) twins(m SetID) []SetID {
 // prerouting sees what comes in by an interface. Clients from outside look into their own map first.
 func prerouting(s Structure, start []Rule) []Rule {
 	var outside []Rule
-	for _, m := range s.twins(OutsideServices) {
+	for _, m := range s.withUncounted(OutsideServices) {
 		rule := dispatch(m)
 		if s.Pods.Known() {
 			rule = append(Rule{FromPods{Pods: s.Pods, Not: true}}, rule...)
@@ -344,13 +344,13 @@ func prerouting(s Structure, start []Rule) []Rule {
 
 func frontends(s Structure) Chain {
 	c := Chain{ID: Frontends.id()}
-	for _, m := range s.twins(Services) {
+	for _, m := range s.withUncounted(Services) {
 		c.Rules = append(c.Rules, dispatch(m))
 	}
 	toAddress := Concat{Fields: []Field{DestAddr}}
 	c.Rules = append(c.Rules,
-		Rule{InSet{Key: toAddress, Set: ClusterIPs}, Counter{}, RejectPacket{}},
-		Rule{InSet{Key: toAddress, Set: ServiceCIDRs}, Counter{}, DropPacket{}})
+		Rule{SetLookup{Key: toAddress, Set: ClusterIPs}, Counter{}, Reject{}},
+		Rule{SetLookup{Key: toAddress, Set: ServiceCIDRs}, Counter{}, Drop{}})
 	return c
 }
 
@@ -369,10 +369,10 @@ func translated(s Structure) Chain {
 	}
 	if !s.MasqueradeAll && s.Pods.ByInterface() {
 		// What a pod sends to another on its bridge seems to come in by no interface, and so by none of the pods'.
-		rules = append(rules, leaveBridged(s, s.Pods))
+		rules = append(rules, acceptBridged(s, s.Pods))
 	}
 	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
-		toClusterIP := InSet{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
+		toClusterIP := SetLookup{Key: Concat{Fields: []Field{OriginalDestAddr}}, Set: set}
 		switch {
 		case s.MasqueradeAll:
 			rules = append(rules, Rule{toClusterIP, Masquerade{}})
@@ -383,20 +383,20 @@ func translated(s Structure) Chain {
 	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
 }
 
-// masqueradeSent masquerades what this node itself sent.
-func masqueradeSent(s Structure) Chain {
-	rules := []Rule{{ClearPriority{}}, leaveBridged(s, dataplane.Pods{}), {NoInput{}, Masquerade{}}}
+// masqueradeFromNode masquerades what this node itself sent.
+func masqueradeFromNode(s Structure) Chain {
+	rules := []Rule{{ClearPriority{}}, acceptBridged(s, dataplane.Pods{}), {NoInput{}, Masquerade{}}}
 	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local", Rules: append(rules, hairpin(s)...)}
 }
 
-// leaveBridged keeps a packet that stays on its bridge from being masqueraded as one that this node sent. An endpoint
+// acceptBridged keeps a packet that stays on its bridge from being masqueraded as one that this node sent. An endpoint
 // that reaches itself has to be.
-func leaveBridged(s Structure, p dataplane.Pods) Rule {
+func acceptBridged(s Structure, p dataplane.Pods) Rule {
 	r := Rule{Bridged{p}}
 	if s.Uses.Has(Hairpin) {
-		r = append(r, InSet{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Not: true, Set: Hairpin})
+		r = append(r, SetLookup{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Not: true, Set: Hairpin})
 	}
-	return append(r, LeavePacket{})
+	return append(r, Accept{})
 }
 
 // hairpin lets endpoints on this node reach themselves.
@@ -404,7 +404,7 @@ func hairpin(s Structure) []Rule {
 	if !s.Uses.Has(Hairpin) {
 		return nil
 	}
-	return []Rule{{InSet{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}}}
+	return []Rule{{SetLookup{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}}}
 }
 
 // affinityLookup sends a client to the endpoint it had before.
@@ -424,7 +424,7 @@ const (
 // changed it.
 func rememberAffinity(s Structure) Chain {
 	find := func(m SetID) []Statement {
-		return []Statement{SetPriority{Key: tupleKey, Map: m}, LookupVerdict{Key: poolKey, Map: Remember}}
+		return []Statement{SetPriority{Key: tupleKey, Map: m}, VerdictMap{Key: poolKey, Map: Remember}}
 	}
 	c := Chain{ID: RememberAffinity.id()}
 	if s.Uses.Has(OutsideStickyServices) {
@@ -433,7 +433,7 @@ func rememberAffinity(s Structure) Chain {
 			outside = append(outside, FromPods{Pods: s.Pods, Not: true})
 		}
 		c.Rules = append(perProtocol(outside, find(OutsideStickyServices)...),
-			Rule{NoInput{}, LookupVerdict{Key: poolKey, Map: Remember}})
+			Rule{NoInput{}, VerdictMap{Key: poolKey, Map: Remember}})
 	}
 	c.Rules = append(c.Rules, perProtocol(nil, find(StickyServices)...)...)
 	return c
@@ -463,9 +463,9 @@ func numbered(id ChainID, s Structure) Chain {
 	case RememberFor:
 		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit
 		// that took its endpoint away.
-		for _, members := range s.twins(StickyEndpoints) {
+		for _, members := range s.withUncounted(StickyEndpoints) {
 			c.Rules = append(c.Rules, Rule{
-				InSet{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
+				SetLookup{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
 				Update{Map: Affinity, Key: affinityKey, Timeout: time.Duration(id.N) * time.Second, Data: Concat{Fields: target}}})
 		}
 	}
@@ -480,8 +480,8 @@ func (c ChainID) next() ChainID {
 	return ChainID{}
 }
 
-// Everything gives a table with a chain of every kind: what a kernel must take to be of use.
-func Everything(f ipfamily.Family, s Structure) Table {
+// ProbeTable gives a table with a chain of every kind: what a kernel must take to be of use.
+func ProbeTable(f ipfamily.Family, s Structure) Table {
 	s.Uses = s.Uses.With(optional[:]...)
 	return TableOf(f, s, []ChainID{{Pick, 1}, {UncountedPick, 1}, {StickyPick, 1}, {RememberFor, 1}})
 }

@@ -29,9 +29,9 @@ type Model struct {
 	recount  []snapshot.Name
 	// needs is what all Services need of the budget, if none is preferred. Asking are the Services that ask to be, by
 	// namespace, and asked sums up those that do not ask for more than a share.
-	needs  needs
-	asking map[string]*asking
-	asked  asking
+	needs     needs
+	requests  map[string]*counterRequests
+	requested counterRequests
 	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
 	pools map[uint32]poolID
 }
@@ -50,7 +50,7 @@ type tableModel struct {
 	clusterIPs, hairpin map[netip.Addr]int
 	count               [NumSets]int
 	digests             Digests
-	// asked stands for what is counted, or is not, because a Service asks for that.
+	// requested stands for what is counted, or is not, because a Service asks for that.
 	asked Digest
 	// revision is the number that the table has; 0 means that it has none we know of.
 	revision uint32
@@ -63,14 +63,14 @@ type undo struct {
 	// all says that any Service's elements may have been planned, while the model stayed as it was.
 	all bool
 	// The rest is what single changes did before that.
-	services []wasService
+	services []serviceBefore
 	cidrs    []netip.Prefix
 	tables   ipfamily.Per[tableModel]
 	counting Counting
 	recount  []snapshot.Name
 }
 
-type wasService struct {
+type serviceBefore struct {
 	name   snapshot.Name
 	before *service
 }
@@ -113,18 +113,18 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	n := p.m.fitting(s, names, limit)
 	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be
 	// counted, the last of them knows.
-	growth := p.m.growth(s, names[:min(n+1, len(names))])
+	growth := p.m.additionalNeeds(s, names[:min(n+1, len(names))])
 	if n < len(names) {
 		p.recount(growth, false)
-		p.some(s, names, limit)
-		p.prefer()
+		p.planPart(s, names, limit)
+		p.recountRequests()
 		return
 	}
 	p.recount(growth, true)
 	for _, name := range names {
 		p.service(name, compileService(s.Services[name], p.m.quota()))
 	}
-	p.prefer()
+	p.recountRequests()
 }
 
 // Fits says whether some Services have so few elements, before and after, that they may all be written at once.
@@ -139,7 +139,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	}
 	n := 0
 	for i, name := range names {
-		n += m.held(name).size() + sizeOf(s.Services[name]) + m.held(name).rangesChange(s.Services[name])
+		n += m.serviceOrEmpty(name).size() + sizeOf(s.Services[name]) + m.serviceOrEmpty(name).rangesChange(s.Services[name])
 		if n > limit {
 			return i
 		}
@@ -147,16 +147,16 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	return len(names)
 }
 
-// some is plan for more Services than there is room for. An address may go from one to another: it goes before it
+// planPart is plan for more Services than there is room for. An address may go from one to another: it goes before it
 // comes.
-func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
+func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
 	for _, name := range names {
 		done := true
-		if before := p.m.services[name]; before != nil && before.loses(s.Services[name]) {
+		if before := p.m.services[name]; before != nil && before.losesFrontend(s.Services[name]) {
 			var next *service
-			next, done = before.toward(target(name), limit-p.planned, false)
+			next, done = before.stepToward(target(name), limit-p.planned, false)
 			p.service(name, next)
 		}
 		if !done || p.planned >= limit {
@@ -167,9 +167,9 @@ func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
 	var parts []snapshot.Name // which are large: what else waits goes first
 	defer func() { *left = append(*left, parts...) }()
 	for i, name := range names {
-		before, next, done := p.m.held(name), target(name), true
+		before, next, done := p.m.serviceOrEmpty(name), target(name), true
 		if room := limit - p.planned; next.size()+before.size()+before.rangesChange(s.Services[name]) > room {
-			next, done = before.toward(next, room, true)
+			next, done = before.stepToward(next, room, true)
 		}
 		p.service(name, next)
 		if !done {
@@ -182,8 +182,8 @@ func (p *planner) some(s *dataplane.State, names []snapshot.Name, limit int) {
 	}
 }
 
-// loses says whether a Service has a frontend that it should not have.
-func (s *service) loses(want *dataplane.Service) bool {
+// losesFrontend says whether a Service has a frontend that it should not have.
+func (s *service) losesFrontend(want *dataplane.Service) bool {
 	keys := map[dataplane.Key]bool{}
 	if want != nil {
 		for _, sp := range want.Ports {
@@ -217,8 +217,8 @@ func (m *Model) Recount(n, limit int) *Txn {
 // Recounts gives up to n Services that Recount is for next.
 func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m.recount))] }
 
-// copied copies a service; its pools' slots are the same.
-func (s *service) copied() *service {
+// shallowCopy copies a service; its pools' slots are the same.
+func (s *service) shallowCopy() *service {
 	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, sources: s.sources,
 		ports: make([]*port, len(s.ports))}
 	for i, p := range s.ports {
@@ -228,11 +228,11 @@ func (s *service) copied() *service {
 	return out
 }
 
-// growth is what some Services will need more than they do now, of each level.
-func (m *Model) growth(s *dataplane.State, names []snapshot.Name) (more needs) {
+// additionalNeeds is what some Services will need more than they do now, of each level.
+func (m *Model) additionalNeeds(s *dataplane.State, names []snapshot.Name) (more needs) {
 	for _, name := range names {
 		n := m.needsOf(s.Services[name])
-		n.add(m.needsHeld(m.held(name)), -1)
+		n.add(m.needsWithout(m.serviceOrEmpty(name)), -1)
 		for level := range n {
 			more[level] += max(n[level], 0)
 		}
@@ -261,7 +261,7 @@ func (m *Model) needsOf(svc *dataplane.Service) needs {
 // more to be counted. What is there already is rewritten later, a little at a time.
 func (p *planner) recount(more needs, raise bool) {
 	m := p.m
-	more.add(m.needed(), +1)
+	more.add(m.totalNeeds(), +1)
 	level := m.counting.within(m.counters(), &more)
 	if level != m.counting && (raise || more[m.counting] > m.counters()) {
 		m.counting, m.recount = level, m.Names()
@@ -281,14 +281,14 @@ func (m *Model) Rollback(t *Txn) {
 	for i := len(u.services) - 1; i >= 0; i-- { // one may have been planned twice
 		was := u.services[i]
 		m.register(was.name, was.before)
-		p.move(was.name, m.held(was.name), was.before)
+		p.move(was.name, m.serviceOrEmpty(was.name), was.before)
 	}
 	p.chains()
 	m.cidrs, m.tables, m.counting, m.recount = u.cidrs, u.tables, u.counting, u.recount
 }
 
-// held gives what a Service is for us, never nil.
-func (m *Model) held(name snapshot.Name) *service {
+// serviceOrEmpty gives what a Service is for us, never nil.
+func (m *Model) serviceOrEmpty(name snapshot.Name) *service {
 	if s := m.services[name]; s != nil {
 		return s
 	}
@@ -296,7 +296,7 @@ func (m *Model) held(name snapshot.Name) *service {
 }
 
 func (m *Model) planner() *planner {
-	p := &planner{m: m, half: m.withinHalf(m.asked.total), txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
+	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total), txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
 	for i := range p.chainsBefore {
 		p.chainsBefore[i] = map[ChainID]int{}
 	}
@@ -371,13 +371,13 @@ func (m *Model) Load(s *dataplane.State) {
 	p := m.planner()
 	p.silent = true
 	p.plan(s, sortedNames(s.Services), 0)
-	p.recounted()
+	p.applyRecount()
 	p.cidrs(s.ServiceCIDRs)
 	p.chains()
 }
 
-// recounted has the model hold what Recount would write, as if it were written already.
-func (p *planner) recounted() {
+// applyRecount has the model hold what Recount would write, as if it were written already.
+func (p *planner) applyRecount() {
 	for _, name := range p.m.recount {
 		if held := p.m.services[name]; held != nil {
 			p.move(name, held, held.counted(p.m.quota()))
@@ -391,12 +391,12 @@ func (p *planner) recounted() {
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
 	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
-	m.needs, m.asking, m.asked = needs{}, nil, asking{}
+	m.needs, m.requests, m.requested = needs{}, nil, counterRequests{}
 	m.emptyTables()
 	p := m.planner()
 	for _, name := range sortedNames(whole.services) {
-		s := whole.services[name].clone() // its slots become known
-		p.settle(name, whole.services[name].forgotten(), s)
+		s := whole.services[name].cloneUnassigned() // its slots become known
+		p.assignSlotsAndIDs(name, whole.services[name].cloneWithoutSlots(), s)
 		p.move(name, &service{}, s)
 	}
 	p.cidrs(whole.cidrs)
@@ -412,9 +412,9 @@ func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	return p.txn
 }
 
-// clone copies a service as it was before its slots were assigned.
-func (s *service) clone() *service {
-	c := s.copied()
+// cloneUnassigned copies a service as it was before its slots were assigned.
+func (s *service) cloneUnassigned() *service {
+	c := s.shallowCopy()
 	for _, p := range c.ports {
 		for n := range p.pools {
 			p.pools[n].slots = slices.Clone(p.pools[n].slots)
@@ -424,9 +424,9 @@ func (s *service) clone() *service {
 	return c
 }
 
-// forgotten copies a service with its ids, but without the slots.
-func (s *service) forgotten() *service {
-	c := s.copied()
+// cloneWithoutSlots copies a service with its ids, but without the slots.
+func (s *service) cloneWithoutSlots() *service {
+	c := s.shallowCopy()
 	for _, p := range c.ports {
 		for n := range p.pools {
 			p.pools[n].slots = nil
@@ -468,10 +468,10 @@ func (p *planner) revise() {
 	m := p.m
 	for i, f := range ipfamily.All {
 		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
-		if tt.empty() && was.asked == tm.asked && p.txn.undo.noted() == noted(p.m.counting, p.m.recount) {
+		if tt.empty() && was.asked == tm.asked && p.txn.undo.countingText() == countingText(p.m.counting, p.m.recount) {
 			continue
 		}
-		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.noted(), was.asked}
+		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.countingText(), was.asked}
 		tt.Del[RevisionSet] = []Element{before.element()}
 		tm.revision = m.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
@@ -490,16 +490,16 @@ func (m *Model) number(last uint32) uint32 {
 // Revision gives that of a table after the last transaction that was planned.
 func (m *Model) Revision(f ipfamily.Family) Revision {
 	tm := &m.tables[f]
-	return Revision{tm.revision, tm.digests[sharedBucket], noted(m.counting, m.recount), tm.asked}
+	return Revision{tm.revision, tm.digests[sharedBucket], countingText(m.counting, m.recount), tm.asked}
 }
 
 // Digests gives those of a table after the last transaction that was planned.
 func (m *Model) Digests(f ipfamily.Family) Digests { return m.tables[f].digests }
 
-func (u *undo) noted() string { return noted(u.counting, u.recount) }
+func (u *undo) countingText() string { return countingText(u.counting, u.recount) }
 
-// noted is what a revision says of counters: what is counted, or that it is not the same for all.
-func noted(c Counting, recount []snapshot.Name) string {
+// countingText is what a revision says of counters: what is counted, or that it is not the same for all.
+func countingText(c Counting, recount []snapshot.Name) string {
 	if len(recount) > 0 {
 		return "some"
 	}
@@ -574,6 +574,6 @@ func (m *Model) pool(f ipfamily.Family, id uint32) (*port, poolIndex, bool) {
 	if !ok || name.port.family != f || name.pool == sourcesOf {
 		return nil, 0, false
 	}
-	p := m.held(name.port.name.Service).port(name.port)
+	p := m.serviceOrEmpty(name.port.name.Service).port(name.port)
 	return p, name.pool, p != nil
 }

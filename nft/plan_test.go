@@ -93,7 +93,7 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			if counters > 0 { // what is counted because a Service asks for it is the same, too
 				fresh = Model{Counters: budget}
 				fresh.Load(planner.State())
-				fresh.CountAs(&ipfamily.Per[Found]{{Revision: model.Revision(ipfamily.IPv4)}, {Revision: model.Revision(ipfamily.IPv6)}})
+				fresh.AdoptCounting(&ipfamily.Per[Found]{{Revision: model.Revision(ipfamily.IPv4)}, {Revision: model.Revision(ipfamily.IPv6)}})
 			}
 			for i := range model.tables {
 				if len(model.recount) > 0 {

@@ -9,11 +9,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// settle decides what of a Service's new answer depends on the one before: slots and ids.
-func (p *planner) settle(name snapshot.Name, before, now *service) {
+// assignSlotsAndIDs decides what of a Service's new answer depends on the one before: slots and ids.
+func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 	for i, f := range ipfamily.All {
 		is := &now.sources[i]
-		is.id = p.m.renamed(before.sources[i].id, is.ranges != nil, sourcesID(name, f))
+		is.id = p.m.updateID(before.sources[i].id, is.ranges != nil, sourcesID(name, f))
 	}
 	for _, want := range now.ports {
 		old := before.port(want.id)
@@ -37,15 +37,15 @@ func (p *planner) settle(name snapshot.Name, before, now *service) {
 func (p *planner) ids(old, want *port) {
 	for i := range want.pools {
 		at := poolIndex(i)
-		want.pools[i].id = p.m.renamed(old.pools[i].id, want.pools[i].used, poolID{want.id, at})
+		want.pools[i].id = p.m.updateID(old.pools[i].id, want.pools[i].used, poolID{want.id, at})
 		if old.sticky(at) && !want.sticky(at) {
 			p.txn.Tables[want.id.family].Sweep = true
 		}
 	}
 }
 
-// renamed gives the id of something that had one, or had none, and is used, or is not used any more.
-func (m *Model) renamed(had uint32, used bool, name poolID) uint32 {
+// updateID gives the id of something that had one, or had none, and is used, or is not used any more.
+func (m *Model) updateID(had uint32, used bool, name poolID) uint32 {
 	switch {
 	case used && had == 0:
 		return m.newPoolID(name)
@@ -192,7 +192,7 @@ func (p *port) members(i poolIndex) []netip.AddrPort {
 
 // frontends walks both sorted lists of frontends side by side.
 func (p *planner) frontends(f ipfamily.Family, old, want *port) {
-	o, w, alike := old.frontends, want.frontends, old.alike(want)
+	o, w, alike := old.frontends, want.frontends, old.sameElements(want)
 	for len(o) > 0 || len(w) > 0 {
 		switch {
 		case len(w) == 0 || len(o) > 0 && o[0].key.Compare(w[0].key) < 0:
@@ -227,7 +227,7 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 			p.del(f, before[i])
 			continue
 		}
-		if met[n] = true; !before[i].same(&now[n]) || begins(&before[i], old, of, want, wf) {
+		if met[n] = true; !before[i].same(&now[n]) || restartsCounter(&before[i], old, of, want, wf) {
 			p.replace(f, before[i], now[n])
 		}
 	}
@@ -238,9 +238,9 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 	}
 }
 
-// begins says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the
+// restartsCounter says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the
 // reverse.
-func begins(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
+func restartsCounter(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
 	if len(want.frontends) > dataplane.MaxResetFrontends {
 		return false
 	}

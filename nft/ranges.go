@@ -43,7 +43,7 @@ func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
 	for len(old) > 0 || len(want) > 0 {
 		o, w := overlapping(old, want)
 		switch {
-		case slices.Equal(old[:o], want[:w]), !t.take(rangeCost * (o + w)):
+		case slices.Equal(old[:o], want[:w]), !t.reserve(rangeCost * (o + w)):
 			next = append(next, old[:o]...)
 		default:
 			next = append(next, want[:w]...)

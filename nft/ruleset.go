@@ -165,14 +165,14 @@ func (field Field) Len(f ipfamily.Family) int {
 	return 4
 }
 
-// InSet matches if the key is in the set; if Not, when it isn't.
-type InSet struct {
+// SetLookup matches if the key is in the set; if Not, when it isn't.
+type SetLookup struct {
 	Key Concat
 	Not bool
 	Set SetID
 }
 
-func (s InSet) text(f ipfamily.Family) string {
+func (s SetLookup) text(f ipfamily.Family) string {
 	not := ""
 	if s.Not {
 		not = "!= "
@@ -180,13 +180,13 @@ func (s InSet) text(f ipfamily.Family) string {
 	return s.Key.text(f) + " " + not + "@" + s.Set.String()
 }
 
-// LookupVerdict does what a verdict map says; it does nothing for a key the map does not hold.
-type LookupVerdict struct {
+// VerdictMap does what a verdict map says; it does nothing for a key the map does not hold.
+type VerdictMap struct {
 	Key Concat
 	Map SetID
 }
 
-func (s LookupVerdict) text(f ipfamily.Family) string {
+func (s VerdictMap) text(f ipfamily.Family) string {
 	return s.Key.text(f) + " vmap @" + s.Map.String()
 }
 
@@ -217,10 +217,10 @@ func (s PriorityIs) text(ipfamily.Family) string {
 	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
 }
 
-// LeavePacket has nothing more done to a packet by the base chain.
-type LeavePacket struct{}
+// Accept has nothing more done to a packet by the base chain.
+type Accept struct{}
 
-func (LeavePacket) text(ipfamily.Family) string { return "accept" }
+func (Accept) text(ipfamily.Family) string { return "accept" }
 
 // ClearPriority empties the scratch field.
 type ClearPriority struct{}
@@ -347,15 +347,15 @@ type Masquerade struct{}
 
 func (Masquerade) text(ipfamily.Family) string { return "masquerade fully-random" }
 
-// RejectPacket answers with ICMP or ICMPv6 port unreachable, for every protocol.
-type RejectPacket struct{}
+// Reject answers with ICMP or ICMPv6 port unreachable, for every protocol.
+type Reject struct{}
 
-func (RejectPacket) text(ipfamily.Family) string { return "reject" }
+func (Reject) text(ipfamily.Family) string { return "reject" }
 
-// DropPacket drops in silence.
-type DropPacket struct{}
+// Drop drops in silence.
+type Drop struct{}
 
-func (DropPacket) text(ipfamily.Family) string { return "drop" }
+func (Drop) text(ipfamily.Family) string { return "drop" }
 
 // Jump goes on in another chain and comes back at its end.
 type Jump struct{ Chain ChainID }

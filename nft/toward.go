@@ -8,9 +8,9 @@ import (
 // A Service may be so large that it takes several transactions: then it goes from what it was to what it should be by
 // way of others, in which each frontend is as it was, or as it should be, or not there yet.
 
-// toward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done
+// stepToward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done
 // says that there is nothing more to do, which for one that only shrinks means that all are gone that should be.
-func (s *service) toward(want *service, room int, grow bool) (next *service, done bool) {
+func (s *service) stepToward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
 	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, sources: s.sources}
 	if grow { // ranges come before what they restrict
@@ -56,8 +56,8 @@ type transition struct {
 	grow, done bool
 }
 
-// take says whether there is room for some more elements; if not, something is left to do.
-func (t *transition) take(n int) bool {
+// reserve says whether there is room for some more elements; if not, something is left to do.
+func (t *transition) reserve(n int) bool {
 	if t.room <= 0 {
 		t.done = false
 		return false
@@ -110,16 +110,16 @@ func (t *transition) frontends(old, want []frontend) (next []frontend) {
 	for len(old) > 0 || len(want) > 0 {
 		switch {
 		case len(want) == 0 || len(old) > 0 && old[0].key.Compare(want[0].key) < 0:
-			if !t.take(each) {
+			if !t.reserve(each) {
 				next = append(next, old[0])
 			}
 			old = old[1:]
 		case len(old) == 0 || old[0].key.Compare(want[0].key) > 0:
-			if t.grow && t.take(each) {
+			if t.grow && t.reserve(each) {
 				next = append(next, want[0])
 			}
 			want = want[1:]
-		case old[0] == want[0] || !t.grow || !t.take(each):
+		case old[0] == want[0] || !t.grow || !t.reserve(each):
 			next = append(next, old[0])
 			old, want = old[1:], want[1:]
 		default:
@@ -138,7 +138,7 @@ func (t *transition) slots(had []netip.AddrPort, p *pool) {
 	}
 	kept := 0
 	p.slots = slices.DeleteFunc(slices.Clone(p.slots), func(ep netip.AddrPort) bool {
-		if !before[ep] && !t.take(1) && kept > 0 {
+		if !before[ep] && !t.reserve(1) && kept > 0 {
 			return true
 		}
 		kept++

@@ -37,9 +37,9 @@ type TableTxn struct {
 	Sweep bool
 }
 
-// Follow has Rollback take back another transaction, too, that was planned before this one and is not written; nil is
+// RollbackWith has Rollback take back another transaction, too, that was planned before this one and is not written; nil is
 // none.
-func (t *Txn) Follow(before *Txn) {
+func (t *Txn) RollbackWith(before *Txn) {
 	if before == nil {
 		return
 	}

@@ -63,8 +63,8 @@ type Host = dataplane.LocalNode
 
 // WalkTable follows a packet through a table as the kernel would.
 func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
-	w := walker{table: t, elements: e, host: h, walk: &Walk{}}
-	s := &traveller{Packet: p, input: p.Interface, share: 1, of: 1, steps: &w.walk.Steps}
+	w := tracer{table: t, elements: e, host: h, walk: &Walk{}}
+	s := &packetState{Packet: p, input: p.Interface, share: 1, of: 1, steps: &w.walk.Steps}
 	hook := "prerouting"
 	if p.Interface == "" {
 		hook = "output"
@@ -74,11 +74,11 @@ func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
 		return nil, err
 	}
 	if !done {
-		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
 	}
 	for i := range w.walk.Endings {
 		if end := &w.walk.Endings[i]; end.Outcome == dataplane.Sent {
-			if err := w.onward(p, end); err != nil {
+			if err := w.afterDNAT(p, end); err != nil {
 				return nil, err
 			}
 		}
@@ -86,22 +86,22 @@ func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
 	return w.walk, nil
 }
 
-// walker holds what does not change on the way.
-type walker struct {
+// tracer holds what does not change on the way.
+type tracer struct {
 	table    *Table
 	elements Elements
 	host     Host
 	walk     *Walk
 	// depth guards against rules of others that lead round in a circle.
 	depth int
-	// known are the answers to what was looked up before: the ways to the endpoints of a Service differ in little.
-	known map[knownKey][]Listed
+	// cache are the answers to what was looked up before: the ways to the endpoints of a Service differ in little.
+	cache map[cacheKey][]Listed
 }
 
-// traveller is a packet on its way.
-type traveller struct {
+// packetState is a packet on its way.
+type packetState struct {
 	Packet
-	// to is where it was translated to; invalid before that.
+	// chain is where it was translated to; invalid before that.
 	to netip.AddrPort
 	// share of of are left of the packet's chance: where a slot is missing, the rest of the rules see it too.
 	share, of int
@@ -111,13 +111,13 @@ type traveller struct {
 	// bridged says that it stays on the bridge by which it came in.
 	bridged bool
 	steps   *[]Step
-	// end is what is found out after the translation.
+	// addEnding is what is found out after the translation.
 	end *Ending
 }
 
 // hook takes a packet through the base chains of a hook, in their order. Done says that nothing is left to be said of
 // it.
-func (w *walker) hook(name string, s *traveller) (done bool, err error) {
+func (w *tracer) hook(name string, s *packetState) (done bool, err error) {
 	var chains []*Chain
 	for i := range w.table.Chains {
 		if h := w.table.Chains[i].Hook; h != nil && h.Name == name {
@@ -133,9 +133,9 @@ func (w *walker) hook(name string, s *traveller) (done bool, err error) {
 	return false, nil
 }
 
-// onward follows a packet that was translated.
-func (w *walker) onward(p Packet, end *Ending) error {
-	s := &traveller{Packet: p, to: end.Endpoint, input: p.Interface, priority: end.priority, steps: &end.Steps, end: end}
+// afterDNAT follows a packet that was translated.
+func (w *tracer) afterDNAT(p Packet, end *Ending) error {
+	s := &packetState{Packet: p, to: end.Endpoint, input: p.Interface, priority: end.priority, steps: &end.Steps, end: end}
 	to := end.Endpoint.Addr()
 	hook := "postrouting"
 	switch {
@@ -151,8 +151,8 @@ func (w *walker) onward(p Packet, end *Ending) error {
 	return err
 }
 
-// end notes what becomes of the packet, or of what is left of its chance.
-func (w *walker) end(s *traveller, e Ending) {
+// addEnding notes what becomes of the packet, or of what is left of its chance.
+func (w *tracer) addEnding(s *packetState, e Ending) {
 	if s.end != nil { // what is found out after the translation changes nothing about where it goes
 		return
 	}
@@ -163,7 +163,7 @@ func (w *walker) end(s *traveller, e Ending) {
 const maxDepth = 64
 
 // chain takes a packet through a chain. Done says that it is decided.
-func (w *walker) chain(c *Chain, s *traveller) (done bool, err error) {
+func (w *tracer) chain(c *Chain, s *packetState) (done bool, err error) {
 	if w.depth++; w.depth > maxDepth {
 		return false, fmt.Errorf("nft: the chains of table %s lead round in a circle", TableName)
 	}
@@ -175,155 +175,155 @@ func (w *walker) chain(c *Chain, s *traveller) (done bool, err error) {
 		if err != nil {
 			return false, err
 		}
-		switch next.what {
-		case brk:
+		switch next.code {
+		case verdictBreak:
 			continue
-		case decided:
+		case verdictDone:
 			(*s.steps)[at].Matched = true
 			return true, nil
 		}
 		(*s.steps)[at].Matched = true
-		if next.what == goOn {
+		if next.code == verdictContinue {
 			continue
 		}
-		target := w.chainByID(next.to)
+		target := w.chainByID(next.chain)
 		if target == nil {
-			w.unclear("%s leads to chain %s, which is not there", c.ID.Name(), next.to.Name())
+			w.addUnclear("%s leads to chain %s, which is not there", c.ID.Name(), next.chain.Name())
 			continue
 		}
-		if done, err = w.chain(target, s); done || err != nil || next.what == goes {
+		if done, err = w.chain(target, s); done || err != nil || next.code == verdictGoto {
 			return done, err
 		}
 	}
 	return false, nil
 }
 
-func (w *walker) chainByID(id ChainID) *Chain {
+func (w *tracer) chainByID(id ChainID) *Chain {
 	if i := slices.IndexFunc(w.table.Chains, func(c Chain) bool { return c.ID == id }); i >= 0 {
 		return &w.table.Chains[i]
 	}
 	return nil
 }
 
-func (w *walker) unclear(format string, args ...any) {
+func (w *tracer) addUnclear(format string, args ...any) {
 	if text := fmt.Sprintf(format, args...); !slices.Contains(w.walk.Unclear, text) {
 		w.walk.Unclear = append(w.walk.Unclear, text)
 	}
 }
 
-// course is how a packet goes on after a statement, or a rule.
-type course struct {
-	what uint8
-	to   ChainID
+// verdict is how a packet goes on after a statement, or a rule.
+type verdict struct {
+	code  uint8
+	chain ChainID
 }
 
 // The courses.
 const (
-	goOn    uint8 = iota // with the next statement, or rule
-	brk                  // with the next rule: this one does not match
-	jumps                // in another chain, and then here
-	goes                 // in another chain
-	decided              // it is said what becomes of it
+	verdictContinue uint8 = iota // with the next statement, or rule
+	verdictBreak                 // with the next rule: this one does not match
+	verdictJump                  // in another chain, and then here
+	verdictGoto                  // in another chain
+	verdictDone                  // it is said what becomes of it
 )
 
 // rule carries out a rule.
-func (w *walker) rule(r Rule, s *traveller, at int) (course, error) {
+func (w *tracer) rule(r Rule, s *packetState, at int) (verdict, error) {
 	for _, st := range r {
 		next, err := w.statement(st, s, at)
-		if err != nil || next.what != goOn {
+		if err != nil || next.code != verdictContinue {
 			return next, err
 		}
 	}
-	return course{}, nil
+	return verdict{}, nil
 }
 
-func matches(ok bool) course {
+func matchVerdict(ok bool) verdict {
 	if ok {
-		return course{}
+		return verdict{}
 	}
-	return course{what: brk}
+	return verdict{code: verdictBreak}
 }
 
 // statement carries out a statement.
-func (w *walker) statement(st Statement, s *traveller, at int) (course, error) {
+func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error) {
 	switch st := st.(type) {
 	case ProtocolIs:
-		return matches(s.Protocol == st.Protocol), nil
+		return matchVerdict(s.Protocol == st.Protocol), nil
 	case FromPods:
-		return matches(s.fromPods(st.Pods) != st.Not), nil
+		return matchVerdict(s.fromPods(st.Pods) != st.Not), nil
 	case NoInput:
-		return matches((s.input == "") != st.Not), nil
+		return matchVerdict((s.input == "") != st.Not), nil
 	case Bridged:
-		return matches(s.bridged && (!st.Pods.ByInterface() || st.Pods.HasInterface(s.Interface))), nil
+		return matchVerdict(s.bridged && (!st.Pods.ByInterface() || st.Pods.HasInterface(s.Interface))), nil
 	case OffLoopback:
-		return matches(s.input != "lo" && s.addr(st.Field).IsLoopback()), nil
+		return matchVerdict(s.input != "lo" && s.addr(st.Field).IsLoopback()), nil
 	case PriorityIs:
-		return matches(s.priority == st.Value), nil
+		return matchVerdict(s.priority == st.Value), nil
 	case Translated:
-		return matches(s.to.IsValid()), nil
+		return matchVerdict(s.to.IsValid()), nil
 	case Counter:
-		return course{}, nil
+		return verdict{}, nil
 	case ClearPriority:
 		s.priority = 0
-		return course{}, nil
+		return verdict{}, nil
 	case Jump:
-		return course{jumps, st.Chain}, nil
+		return verdict{verdictJump, st.Chain}, nil
 	case Goto:
-		return course{goes, st.Chain}, nil
+		return verdict{verdictGoto, st.Chain}, nil
 	case Masquerade:
 		if s.end != nil {
 			s.end.Masquerade, s.end.Hairpin = true, s.Source == s.to.Addr()
 		}
-		return course{what: decided}, nil
-	case RejectPacket:
-		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
-		return course{what: decided}, nil
-	case LeavePacket:
-		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Scheduled}})
-		return course{what: decided}, nil
-	case DropPacket:
-		w.end(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}})
-		return course{what: decided}, nil
+		return verdict{code: verdictDone}, nil
+	case Reject:
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
+		return verdict{code: verdictDone}, nil
+	case Accept:
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Scheduled}})
+		return verdict{code: verdictDone}, nil
+	case Drop:
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}})
+		return verdict{code: verdictDone}, nil
 	case Foreign:
-		w.unclear("chain %s holds a rule that is not Verdict's: %s", (*s.steps)[at].Chain.Name(), st.What)
-		return course{what: brk}, nil
+		w.addUnclear("chain %s holds a rule that is not Verdict's: %s", (*s.steps)[at].Chain.Name(), st.What)
+		return verdict{code: verdictBreak}, nil
 	}
-	return w.lookup(st, s, at)
+	return w.lookupStatement(st, s, at)
 }
 
-// lookup carries out the statements that look something up.
-func (w *walker) lookup(st Statement, s *traveller, at int) (course, error) {
+// lookupStatement carries out the statements that look something up.
+func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict, error) {
 	switch st := st.(type) {
-	case InSet:
-		found, err := w.get(st.Set, st.Key, s, at)
-		return matches((len(found) > 0) != st.Not), err
-	case LookupVerdict:
-		found, err := w.get(st.Map, st.Key, s, at)
+	case SetLookup:
+		found, err := w.lookupKey(st.Set, st.Key, s, at)
+		return matchVerdict((len(found) > 0) != st.Not), err
+	case VerdictMap:
+		found, err := w.lookupKey(st.Map, st.Key, s, at)
 		if err != nil || len(found) == 0 {
-			return course{what: brk}, err
+			return verdict{code: verdictBreak}, err
 		}
 		if found[0].Chain.Kind == NoChain {
 			set := SetByID(st.Map)
-			w.unclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(ipfamily.Of(s.Destination), &set))
-			return course{what: brk}, nil
+			w.addUnclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(ipfamily.Of(s.Destination), &set))
+			return verdict{code: verdictBreak}, nil
 		}
-		return course{goes, found[0].Chain}, nil
+		return verdict{verdictGoto, found[0].Chain}, nil
 	case SetPriority:
-		found, err := w.get(st.Map, st.Key, s, at)
+		found, err := w.lookupKey(st.Map, st.Key, s, at)
 		if err != nil || len(found) == 0 {
-			return course{what: brk}, err
+			return verdict{code: verdictBreak}, err
 		}
 		s.priority = binary.NativeEndian.Uint32(found[0].data[:])
-		return course{}, nil
+		return verdict{}, nil
 	case Update:
 		if s.end != nil {
 			s.end.Remember = st.Timeout
 		}
-		return course{}, nil
+		return verdict{}, nil
 	case DNAT:
-		found, err := w.get(st.Map, st.Key, s, at)
+		found, err := w.lookupKey(st.Map, st.Key, s, at)
 		if err != nil || len(found) == 0 {
-			return course{what: brk}, err
+			return verdict{code: verdictBreak}, err
 		}
 		return w.translate(s, found, st.Key.slots()), nil
 	}
@@ -339,7 +339,7 @@ func (c Concat) slots() int {
 }
 
 // translate ends the way of the packet for the slots, of n, that were found. With the others it goes on.
-func (w *walker) translate(s *traveller, found []Listed, n int) course {
+func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	share, of := s.share, s.of*n
 	for i := range found {
 		e := &found[i]
@@ -349,22 +349,22 @@ func (w *walker) translate(s *traveller, found []Listed, n int) course {
 		if e.Set == Affinity {
 			end.Remembered, end.Left = true, e.Expires
 		}
-		w.end(s, end)
+		w.addEnding(s, end)
 	}
 	if len(found) == n {
-		return course{what: decided}
+		return verdict{code: verdictDone}
 	}
 	s.share, s.of = share*(n-len(found)), of
-	return course{what: brk}
+	return verdict{code: verdictBreak}
 }
 
 // fromPods says whether the packet comes from a pod.
-func (s *traveller) fromPods(p dataplane.Pods) bool {
+func (s *packetState) fromPods(p dataplane.Pods) bool {
 	return p.CIDR.IsValid() && p.CIDR.Contains(s.Source) || s.input != "" && p.HasInterface(s.input)
 }
 
 // addr gives an address that the packet has at this point.
-func (s *traveller) addr(field Field) netip.Addr {
+func (s *packetState) addr(field Field) netip.Addr {
 	switch {
 	case field == SourceAddr:
 		return s.Source
@@ -374,8 +374,8 @@ func (s *traveller) addr(field Field) netip.Addr {
 	return s.Destination
 }
 
-// get looks up what a packet has as the fields of a key.
-func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, error) {
+// lookupKey looks up what a packet has as the fields of a key.
+func (w *tracer) lookupKey(set SetID, key Concat, s *packetState, at int) ([]Listed, error) {
 	e := Element{Set: set}
 	slots := 0
 	for _, field := range key.Fields {
@@ -414,30 +414,30 @@ func (w *walker) get(set SetID, key Concat, s *traveller, at int) ([]Listed, err
 			keys[n].addKeyWord(uint32(n))
 		}
 	}
-	found, err := w.lookUp(set, keys, slots > 0)
+	found, err := w.lookupElements(set, keys, slots > 0)
 	(*s.steps)[at].Found = append((*s.steps)[at].Found, found...)
 	return found, err
 }
 
-// lookUp looks elements up, a single one only once.
-func (w *walker) lookUp(set SetID, keys []Element, slots bool) ([]Listed, error) {
+// lookupElements looks elements up, a single one only once.
+func (w *tracer) lookupElements(set SetID, keys []Element, slots bool) ([]Listed, error) {
 	f := w.table.Family
 	if slots {
 		return w.elements.Get(f, set, keys)
 	}
-	id := knownKey{set, keys[0].identity()}
-	if found, ok := w.known[id]; ok {
+	id := cacheKey{set, keys[0].identity()}
+	if found, ok := w.cache[id]; ok {
 		return found, nil
 	}
 	found, err := w.elements.Get(f, set, keys)
-	if w.known == nil {
-		w.known = map[knownKey][]Listed{}
+	if w.cache == nil {
+		w.cache = map[cacheKey][]Listed{}
 	}
-	w.known[id] = found
+	w.cache[id] = found
 	return found, err
 }
 
-type knownKey struct {
+type cacheKey struct {
 	set SetID
 	key elementKey
 }
@@ -465,7 +465,7 @@ func (w *Walk) Cause() dataplane.Cause {
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
 		case Frontends:
-			if set, ok := s.Rule[0].(InSet); ok && set.Set == ClusterIPs {
+			if set, ok := s.Rule[0].(SetLookup); ok && set.Set == ClusterIPs {
 				return dataplane.UnusedPort
 			}
 			return dataplane.Unallocated

@@ -340,7 +340,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	}
 	stale := nft.AllStale()
 	if b.trust == stranger {
-		b.model.CountAs(found)
+		b.model.AdoptCounting(found)
 		if !b.strays {
 			stale = b.model.Stale(found)
 		}
@@ -357,7 +357,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	}
 	txn := b.model.Correct(found, stale)
 	txn.Left = left
-	txn.Follow(planned)
+	txn.RollbackWith(planned)
 	return txn, nil
 }
 
@@ -379,7 +379,7 @@ func (b *Backend) anew(want *dataplane.State, left dataplane.Change, planned *nf
 	}
 	txn := b.model.Recreate(&affinity)
 	txn.Left = left
-	txn.Follow(planned)
+	txn.RollbackWith(planned)
 	return txn, nil
 }
 

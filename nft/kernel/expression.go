@@ -37,9 +37,9 @@ func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
 
 func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
-	case nft.InSet:
+	case nft.SetLookup:
 		return append(loadFor(f, s.Key, s.Set), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
-	case nft.LookupVerdict:
+	case nft.VerdictMap:
 		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Map.String(),
 			DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})
 	case nft.DNAT:
@@ -88,15 +88,15 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Counter{}}
 	case nft.Masquerade:
 		return []expr.Any{&expr.Masq{FullyRandom: true}}
-	case nft.RejectPacket:
+	case nft.Reject:
 		code := uint8(3) // ICMP_PORT_UNREACH
 		if f == ipfamily.IPv6 {
 			code = 4 // ICMPV6_PORT_UNREACH
 		}
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
-	case nft.LeavePacket:
+	case nft.Accept:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}
-	case nft.DropPacket:
+	case nft.Drop:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
 	case nft.Jump:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: s.Chain.Name()}}

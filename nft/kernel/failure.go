@@ -179,7 +179,7 @@ func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
 		elements[i], why[i] = append(elements[i], o.element), append(why[i], o.why)
 	}
 	out := map[snapshot.Name]error{}
-	for i, askers := range b.model.Askers(txn, &elements) {
+	for i, askers := range b.model.OwnersOf(txn, &elements) {
 		for n, names := range askers {
 			if len(names) == 0 {
 				return nil

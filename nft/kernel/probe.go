@@ -66,7 +66,7 @@ func (c *Conn) ownership() (bool, error) {
 // probeTable holds one of everything that a state could ask for.
 func probeTable(f ipfamily.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.Everything(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4})
+	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4})
 	return &nft.TableTxn{Create: &t}
 }
 

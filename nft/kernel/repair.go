@@ -142,7 +142,7 @@ func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found
 
 // learn reads what the model has to know before it can plan a change. It is not ok if that is not what it should be.
 func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
-	unread := b.model.Unread(change.Services)
+	unread := b.model.UnknownSlots(change.Services)
 	for i := range unread {
 		x := &unread[i]
 		var read []nft.Element
@@ -154,7 +154,7 @@ func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
 		}
 		x.Keys = read
 	}
-	return b.model.Learn(unread), nil
+	return b.model.SetSlots(unread), nil
 }
 
 // checkBudget bounds how long a Check keeps its caller, who may have a change to write; an inspection goes on after restFactor
@@ -334,7 +334,7 @@ func (b *Backend) inspect() (found []string, err error) {
 	if !known {
 		return []string{fmt.Sprintf("the endpoints of %s, or of a Service after it, are others", names[0])}, nil
 	}
-	for i, sets := range b.model.Holds(names) {
+	for i, sets := range b.model.ElementsOf(names) {
 		for set, want := range sets {
 			if len(want) == 0 || nft.SetByID(nft.SetID(set)).Interval {
 				continue

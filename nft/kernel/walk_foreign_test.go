@@ -210,7 +210,7 @@ func (h *hand) rule(chain string, flags uint16, does ...nft.Statement) {
 // addChain adds a chain: of a strange name, or of a name of ours, with or without what that name promises.
 func (h *hand) addChain() {
 	name := oneOf(h.w.r, "mine", "pick-77", "pick-077", "sticky-78", "uncounted-pick-79", "remember-5")
-	c, ours := nft.ChainNamed(nft.Everything(h.family(), nft.Structure{}), nft.Structure{}, name)
+	c, ours := nft.ChainNamed(nft.ProbeTable(h.family(), nft.Structure{}), nft.Structure{}, name)
 	if ours && h.w.r.IntN(2) == 0 && name != "sticky-78" {
 		h.b.newChain(h.family(), &c)
 		h.b.rules(h.family(), &c)

@@ -280,7 +280,7 @@ func TestNearlyOurs(t *testing.T) {
 	other := open(t, s.host, Options{})
 	set := nft.SetByID(nft.Affinity)
 	set.Size = 10
-	chain, _ := nft.ChainNamed(nft.Everything(ipfamily.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
+	chain, _ := nft.ChainNamed(nft.ProbeTable(ipfamily.IPv4, nft.Structure{}), nft.Structure{}, "pick-77")
 	for want, edit := range map[string]func(b *batch){
 		"set affinity is another one": func(b *batch) {
 			b.End(b.object(ipfamily.IPv4, unix.NFT_MSG_DELRULE, 0, ""))
