@@ -24,7 +24,7 @@ func (m *Model) Adopt(f ipfamily.Family, saved *Saved) {
 			continue
 		}
 		for name := range table.chains {
-			if ours(t, name) {
+			if isOwnOrShared(t, name) {
 				c := saved.chain(t, name)
 				fm.held[i][name] = c.digest()
 			}
@@ -39,8 +39,10 @@ func (m *Model) Adopt(f ipfamily.Family, saved *Saved) {
 	m.families[f], m.filled = fm, false
 }
 
-// ours is isOurs with the chain that the kubelet has as well. We write it, and leave it.
-func ours(t Table, name string) bool { return isOurs(t, name) || t == Filter && name == loopbackChain }
+// isOwnOrShared is isOurs with the chain that the kubelet has as well. We write it, and leave it.
+func isOwnOrShared(t Table, name string) bool {
+	return isOurs(t, name) || t == Filter && name == loopbackChain
+}
 
 // hasJump says whether a jump is there.
 func (s *Saved) hasJump(j *jump) bool {

@@ -33,18 +33,18 @@ type row struct {
 	list listID
 	// key is what the row matches, for sorting and for trees: see rowKey.
 	key string
-	// rest says that it stands behind others with the same key: it is for those whom they do not match.
-	rest bool
+	// fallback says that it stands behind others with the same key: it is for those whom they do not match.
+	fallback bool
 	rule
 }
 
 func compareRows(a, b row) int {
 	return cmp.Or(strings.Compare(a.key, b.key), strings.Compare(a.owner.Namespace, b.owner.Namespace), strings.Compare(a.owner.Name, b.owner.Name),
-		order(a.rest, b.rest), strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
+		falseFirst(a.fallback, b.fallback), strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
 }
 
-// order puts false before true.
-func order(a, b bool) int {
+// falseFirst puts false before true.
+func falseFirst(a, b bool) int {
 	switch {
 	case a == b:
 		return 0
@@ -221,14 +221,14 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 		}
 		if !none {
 			before, after := keyMatch(f.Key)
-			masquerade[pool] = append(masquerade[pool], c.rule(placed(match, before), text, after+" -j "+markChain))
+			masquerade[pool] = append(masquerade[pool], c.rule(orderMatches(match, before), text, after+" -j "+markChain))
 		}
 	}
 	return masquerade
 }
 
-// placed puts a match for pods where iptables-save has it: a source before the destination, an interface after it.
-func placed(pods, key string) string {
+// orderMatches puts a match for pods where iptables-save has it: a source before the destination, an interface after it.
+func orderMatches(pods, key string) string {
 	if i := strings.Index(key, " -p "); strings.Contains(pods, " -i ") {
 		return key[:i] + pods + key[i:]
 	}

@@ -46,7 +46,7 @@ func (m *Model) Differences(f ipfamily.Family, saved *Saved) []Difference {
 	c := comparison{family: f, saved: saved}
 	wanted := map[tableChain]bool{}
 	for _, t := range Tables {
-		for _, ch := range txn.families[f].of(t) {
+		for _, ch := range txn.families[f].writesTo(t) {
 			wanted[tableChain{t, ch.name}] = true
 			c.chain(&ch)
 		}
@@ -91,7 +91,7 @@ func (c *comparison) chain(want *chain) {
 		return
 	}
 	words := func(r rule) string {
-		if bare(want.table, want.name) {
+		if commentsRedundant(want.table, want.name) {
 			r.comment = ""
 		}
 		return r.text()

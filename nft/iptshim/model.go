@@ -125,16 +125,16 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change) *Txn {
 		return t
 	}
 	if len(change.Services) > 0 {
-		m.keep(s, change.Services, t)
+		m.recordServices(s, change.Services, t)
 	}
 	for _, f := range ipfamily.All {
-		m.families[f].follow(&m.options, s, change.Services, &t.families[f], &t.undo)
+		m.families[f].planChange(&m.options, s, change.Services, &t.families[f], &t.undo)
 	}
 	return t
 }
 
-// keep remembers the Services of a state, for whoever wants all of the text.
-func (m *Model) keep(s *dataplane.State, names []snapshot.Name, t *Txn) {
+// recordServices remembers the Services of a state, for whoever wants all of the text.
+func (m *Model) recordServices(s *dataplane.State, names []snapshot.Name, t *Txn) {
 	for _, n := range names {
 		before, had := m.state.Services[n]
 		t.undo = append(t.undo, func() {
@@ -201,15 +201,15 @@ func (fm *familyModel) fill(o *Options, s *dataplane.State, t *familyTxn) {
 	}
 	p.sweep()
 	p.jumps()
-	t.brief, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
+	t.omitComments, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
 }
 
 func (fm *familyModel) compiler() *compiler {
 	return &compiler{family: fm.family, pods: fm.structure.pods, nodePorts: fm.nodePorts}
 }
 
-// follow plans a change of some Services.
-func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.Name, t *familyTxn, undo *[]func()) {
+// planChange plans a change of some Services.
+func (fm *familyModel) planChange(o *Options, s *dataplane.State, names []snapshot.Name, t *familyTxn, undo *[]func()) {
 	p := planner{familyModel: fm, txn: t, undo: undo}
 	outside := fm.outside > 0
 	names, moved := fm.count(s, names, undo)
@@ -230,7 +230,7 @@ func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.N
 		for _, r := range in {
 			come[r.list] = append(come[r.list], r)
 		}
-		p.hold(n, made)
+		p.recordService(n, made)
 	}
 	if moved = moved || outside != (fm.outside > 0); moved {
 		p.tails()
@@ -250,7 +250,7 @@ func (fm *familyModel) follow(o *Options, s *dataplane.State, names []snapshot.N
 		l.render(keys, p.write, p.drop)
 	}
 	p.jumps()
-	t.brief, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
+	t.omitComments, t.step = fm.endpoints > manyEndpoints && !o.Comments, o.Step
 }
 
 // count follows the node port addresses and the cluster IPs outside of the changed Services. If the addresses are
@@ -331,8 +331,8 @@ func (p *planner) service(c *compiler, s *dataplane.Service) *service {
 	return made
 }
 
-// hold remembers what was made of a Service.
-func (p *planner) hold(n snapshot.Name, made *service) {
+// recordService remembers what was made of a Service.
+func (p *planner) recordService(n snapshot.Name, made *service) {
 	was, had := p.services[n]
 	endpoints := p.endpoints
 	*p.undo = append(*p.undo, func() {
@@ -372,13 +372,13 @@ func (p *planner) write(c chain) {
 	if had && was == d {
 		return
 	}
-	p.remember(held, c.name)
+	p.undoDigest(held, c.name)
 	held[c.name] = d
 	p.txn.writes = append(p.txn.writes, c)
 }
 
-// remember has a chain's digest restored if the transaction is taken back.
-func (p *planner) remember(held map[string]uint64, name string) {
+// undoDigest has a chain's digest restored if the transaction is taken back.
+func (p *planner) undoDigest(held map[string]uint64, name string) {
 	if p.undo == nil {
 		return
 	}
@@ -400,7 +400,7 @@ func (p *planner) drop(t Table, name string) {
 		p.write(chain{table: t, name: name})
 		return
 	}
-	p.remember(held, name)
+	p.undoDigest(held, name)
 	delete(held, name)
 	p.txn.drops = append(p.txn.drops, tableChain{t, name})
 }
@@ -435,7 +435,7 @@ var seed = maphash.MakeSeed()
 func (c *chain) digest() uint64 {
 	var h maphash.Hash
 	h.SetSeed(seed)
-	comments := !bare(c.table, c.name)
+	comments := !commentsRedundant(c.table, c.name)
 	for i := range c.rules {
 		r := &c.rules[i]
 		h.WriteString(r.before)

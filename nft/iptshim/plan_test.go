@@ -258,7 +258,7 @@ func TestBlame(t *testing.T) {
 		txn := New(Options{Step: step}).Plan(st, dataplane.Change{})
 		blamed := map[snapshot.Name]bool{}
 		for i, line := range strings.Split(string(txn.Text(ipfamily.IPv4)), "\n") {
-			names := txn.Blame(ipfamily.IPv4, i+1)
+			names := txn.OwnersOfLine(ipfamily.IPv4, i+1)
 			if _, rest, ok := strings.Cut(line, `--comment "ns`); ok {
 				want := "ns" + rest[:strings.IndexAny(rest, ": ")]
 				if len(names) != 1 || names[0].String() != want {
@@ -277,13 +277,13 @@ func TestBlame(t *testing.T) {
 			first = n
 		}
 		name := svcPrefix + portHash(st.Services[first].Ports[0].Name)
-		if got := txn.BlameChain(ipfamily.IPv4, NAT, name); len(got) != 1 || got[0] != first {
+		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, name); len(got) != 1 || got[0] != first {
 			t.Errorf("chain %s belongs to %v, not %s", name, got, first)
 		}
-		if got := txn.BlameChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 || txn.BlameChain(ipfamily.IPv4, NAT, markChain) != nil {
+		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 || txn.OwnersOfChain(ipfamily.IPv4, NAT, markChain) != nil {
 			t.Errorf("KUBE-SERVICES belongs to %v", got)
 		}
-		if names := txn.Blame(ipfamily.IPv4, 0); names != nil {
+		if names := txn.OwnersOfLine(ipfamily.IPv4, 0); names != nil {
 			t.Errorf("line 0 belongs to %v", names)
 		}
 	}

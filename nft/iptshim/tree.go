@@ -220,8 +220,8 @@ const fewRows = 64
 func (l *list) render(keys []string, write func(chain), drop func(Table, string)) {
 	v := listVisit{list: l, keys: keys, write: write, before: map[string][]string{}}
 	v.visit(listSpecs[l.id].root, l.rows, l.tail)
-	for _, name := range v.left {
-		v.fell(name, drop)
+	for _, name := range v.orphaned {
+		v.removeBranch(name, drop)
 	}
 }
 
@@ -231,13 +231,13 @@ type listVisit struct {
 	keys  []string
 	write func(chain)
 	// before are the branches that the visited chains had, and left those that are not under the same chain any more.
-	before map[string][]string
-	left   []string
+	before   map[string][]string
+	orphaned []string
 }
 
 func (v *listVisit) visit(name string, rows []row, tail []rule) {
 	v.before[name] = v.branches[name]
-	parts, spans := v.parts(rows)
+	parts, spans := v.partition(rows)
 	var rules []rule
 	var under []string
 	for i, part := range parts {
@@ -258,7 +258,7 @@ func (v *listVisit) visit(name string, rows []row, tail []rule) {
 	v.write(chain{table: listSpecs[v.id].table, name: name, rules: append(rules, tail...)})
 	for _, b := range v.before[name] {
 		if !slices.Contains(under, b) {
-			v.left = append(v.left, b)
+			v.orphaned = append(v.orphaned, b)
 		}
 	}
 	if v.branches[name] = under; under == nil {
@@ -266,8 +266,8 @@ func (v *listVisit) visit(name string, rows []row, tail []rule) {
 	}
 }
 
-// parts divides rows if they are many; a list is one part, without a span.
-func (v *listVisit) parts(rows []row) ([][]row, []span) {
+// partition divides rows if they are many; a list is one part, without a span.
+func (v *listVisit) partition(rows []row) ([][]row, []span) {
 	if v.tree && listSpecs[v.id].branch != "" && len(rows) > leafSize {
 		if parts, spans := v.divide(rows); parts != nil {
 			return parts, spans
@@ -276,13 +276,13 @@ func (v *listVisit) parts(rows []row) ([][]row, []span) {
 	return [][]row{rows}, nil
 }
 
-// fell drops a branch with what was under it, unless it is under another chain now.
-func (v *listVisit) fell(name string, drop func(Table, string)) {
+// removeBranch drops a branch with what was under it, unless it is under another chain now.
+func (v *listVisit) removeBranch(name string, drop func(Table, string)) {
 	if _, visited := v.before[name]; visited {
 		return
 	}
 	for _, b := range v.branches[name] {
-		v.fell(b, drop)
+		v.removeBranch(b, drop)
 	}
 	delete(v.branches, name)
 	drop(listSpecs[v.id].table, name)

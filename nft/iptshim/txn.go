@@ -24,8 +24,8 @@ type familyTxn struct {
 	drops  []tableChain
 	// jumps are the indexes of those that are added.
 	jumps []int
-	// brief leaves out the comments in the chains of service ports.
-	brief bool
+	// omitComments leaves out the comments in the chains of service ports.
+	omitComments bool
 	// step is how many lines one COMMIT has, or a little more; 0 means all.
 	step int
 }
@@ -57,9 +57,9 @@ func (t *Txn) Text(f ipfamily.Family) []byte {
 	return w.text
 }
 
-// Blame gives the Services that asked for what stands in a line of Text, counted from 1: none for lines that are
+// OwnersOfLine gives the Services that asked for what stands in a line of Text, counted from 1: none for lines that are
 // nobody's, such as COMMIT, several where a chain belongs to several.
-func (t *Txn) Blame(f ipfamily.Family, line int) []snapshot.Name {
+func (t *Txn) OwnersOfLine(f ipfamily.Family, line int) []snapshot.Name {
 	w := textWriter{owners: []snapshot.Name{}}
 	w.family(&t.families[f])
 	if line < 1 || line > len(w.owners) || w.owners[line-1] == (snapshot.Name{}) {
@@ -68,8 +68,8 @@ func (t *Txn) Blame(f ipfamily.Family, line int) []snapshot.Name {
 	return []snapshot.Name{w.owners[line-1]}
 }
 
-// BlameChain gives the Services that asked for what Text writes to a chain, sorted; none if it is nobody's.
-func (t *Txn) BlameChain(f ipfamily.Family, table Table, name string) (names []snapshot.Name) {
+// OwnersOfChain gives the Services that asked for what Text writes to a chain, sorted; none if it is nobody's.
+func (t *Txn) OwnersOfChain(f ipfamily.Family, table Table, name string) (names []snapshot.Name) {
 	for _, c := range t.families[f].writes {
 		if c.table != table || c.name != name {
 			continue
@@ -126,7 +126,7 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 			added = append(added, i)
 		}
 	}
-	writes, drops := t.of(table), t.dropped(table)
+	writes, drops := t.writesTo(table), t.dropsFrom(table)
 	if lines := lineCount(writes) + 2*len(drops); t.step == 0 || lines <= t.step {
 		w.block(t, table, writes, drops, added)
 		return
@@ -147,7 +147,7 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 	w.steps(t, table, t.branches(table))
 	w.block(t, table, last, nil, added)
 	// Branches lead to each other: they go at once.
-	branches := slices.IndexFunc(drops, func(name string) bool { return bare(table, name) })
+	branches := slices.IndexFunc(drops, func(name string) bool { return commentsRedundant(table, name) })
 	if branches < 0 {
 		branches = len(drops)
 	}
@@ -209,7 +209,7 @@ func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []st
 	}
 	for i := range writes {
 		c := &writes[i]
-		comments := !t.brief || !bare(table, c.name)
+		comments := !t.omitComments || !commentsRedundant(table, c.name)
 		for n := range c.rules {
 			w.text = c.rules[n].append(w.text, "-A", c.name, comments)
 			w.owned(c.rules[n].owner)
@@ -221,8 +221,8 @@ func (w *textWriter) block(t *familyTxn, table Table, writes []chain, drops []st
 	w.line(nobody, "COMMIT")
 }
 
-// of gives the chains of a table that are written, those of one Service beside each other.
-func (t *familyTxn) of(table Table) (out []chain) {
+// writesTo gives the chains of a table that are written, those of one Service beside each other.
+func (t *familyTxn) writesTo(table Table) (out []chain) {
 	for _, c := range t.writes {
 		if c.table == table {
 			out = append(out, c)
@@ -232,16 +232,16 @@ func (t *familyTxn) of(table Table) (out []chain) {
 	return out
 }
 
-// dropped gives the chains of a table that are deleted: the branches of trees, then others, each before those that its
+// dropsFrom gives the chains of a table that are deleted: the branches of trees, then others, each before those that its
 // rules led to.
-func (t *familyTxn) dropped(table Table) (out []string) {
+func (t *familyTxn) dropsFrom(table Table) (out []string) {
 	for _, d := range t.drops {
 		if d.table == table {
 			out = append(out, d.chain)
 		}
 	}
 	rank := func(name string) int {
-		if !bare(table, name) {
+		if !commentsRedundant(table, name) {
 			return 0
 		}
 		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix}, func(p string) bool { return strings.HasPrefix(name, p) })

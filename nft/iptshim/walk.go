@@ -65,35 +65,35 @@ type Ending struct {
 // Walk follows a packet through the rules of its family as the kernel would: through table nat, and what is not
 // translated there through table filter. Of the chains that are iptables' own only the jumps to ours count.
 func (s *Saved) Walk(p Packet, h Host) (*Walk, error) {
-	w := &walker{saved: s, host: h, walk: &Walk{protocol: p.Protocol}, within: map[string]time.Duration{}}
+	w := &tracer{saved: s, host: h, walk: &Walk{protocol: p.Protocol}, timeouts: map[string]time.Duration{}}
 	hook := "PREROUTING"
 	if p.Interface == "" {
 		hook = "OUTPUT"
 	}
-	rest, err := w.chain(NAT, hook, traveller{Packet: p, share: 1, of: 1})
+	rest, err := w.chain(NAT, hook, packetState{Packet: p, share: 1, of: 1})
 	if err != nil {
 		return nil, err
 	}
 	for _, t := range rest {
-		if err := w.filtered(t); err != nil {
+		if err := w.traceFilter(t); err != nil {
 			return nil, err
 		}
 	}
 	return w.walk, nil
 }
 
-// walker holds what does not change on the way.
-type walker struct {
+// tracer holds what does not change on the way.
+type tracer struct {
 	saved *Saved
 	host  Host
 	walk  *Walk
 	depth int
-	// within is how long each list of xt_recent that was asked remembers.
-	within map[string]time.Duration
+	// timeouts is how long each list of xt_recent that was asked remembers.
+	timeouts map[string]time.Duration
 }
 
-// traveller is a packet on its way, or a part of its chance.
-type traveller struct {
+// packetState is a packet on its way, or a part of its chance.
+type packetState struct {
 	Packet
 	mark       uint32
 	share, of  int
@@ -101,10 +101,10 @@ type traveller struct {
 	remembered bool
 }
 
-// filtered takes a packet that was not translated through table filter.
-func (w *walker) filtered(t traveller) error {
+// traceFilter takes a packet that was not translated through table filter.
+func (w *tracer) traceFilter(t packetState) error {
 	var hooks []string
-	here := w.here(t.Destination)
+	here := w.isLocal(t.Destination)
 	switch {
 	case t.Interface == "" && here:
 		hooks = []string{"OUTPUT", "INPUT"}
@@ -115,7 +115,7 @@ func (w *walker) filtered(t traveller) error {
 	default:
 		hooks = []string{"FORWARD"}
 	}
-	rest := []traveller{t}
+	rest := []packetState{t}
 	for _, hook := range hooks {
 		if len(rest) == 0 {
 			return nil
@@ -126,14 +126,14 @@ func (w *walker) filtered(t traveller) error {
 		}
 	}
 	for _, t := range rest {
-		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
+		w.addEnding(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}})
 	}
 	return nil
 }
 
-func (w *walker) here(a netip.Addr) bool { return a.IsLoopback() || w.host.Here(a) }
+func (w *tracer) isLocal(a netip.Addr) bool { return a.IsLoopback() || w.host.Here(a) }
 
-func (w *walker) end(t traveller, e Ending) {
+func (w *tracer) addEnding(t packetState, e Ending) {
 	e.Share, e.Of = t.share, t.of
 	w.walk.Endings = append(w.walk.Endings, e)
 }
@@ -142,23 +142,23 @@ func (w *walker) end(t traveller, e Ending) {
 const maxDepth = 64
 
 // chain takes a packet through a chain and gives what is left of it at its end: nothing, or parts of its chance.
-func (w *walker) chain(table Table, name string, t traveller) ([]traveller, error) {
+func (w *tracer) chain(table Table, name string, t packetState) ([]packetState, error) {
 	if w.depth++; w.depth > maxDepth {
 		return nil, fmt.Errorf("iptables: the chains of table %s lead round in a circle", table)
 	}
 	defer func() { w.depth-- }()
 	tables := w.saved.tables[table]
 	if tables == nil {
-		return []traveller{t}, nil
+		return []packetState{t}, nil
 	}
-	var returned []traveller
-	here := []traveller{t}
+	var returned []packetState
+	here := []packetState{t}
 	for i := range tables.chains[name] {
 		r := &tables.chains[name][i]
 		if _, builtin := tables.builtin[name]; (builtin || isBuiltin(name)) && !isOurs(table, r.target()) && r.target() != loopbackChain {
 			continue
 		}
-		var next []traveller
+		var next []packetState
 		for _, t := range here {
 			on, back, err := w.rule(table, r, t)
 			if err != nil {
@@ -177,19 +177,19 @@ func isBuiltin(name string) bool {
 }
 
 // rule takes a packet through one rule. On are the parts that go on behind it, back those that leave the chain.
-func (w *walker) rule(table Table, r *savedRule, t traveller) (on, back []traveller, err error) {
+func (w *tracer) rule(table Table, r *savedRule, t packetState) (on, back []packetState, err error) {
 	step := Step{Table: table, Chain: r.chain, Rule: r.line}
 	c, err := r.conditions()
 	if err != nil {
-		w.unclear("%s: %v", step, err)
-		w.step(step)
-		return []traveller{t}, nil, nil
+		w.addUnclear("%s: %v", step, err)
+		w.addStep(step)
+		return []packetState{t}, nil, nil
 	}
-	if step.Matched = w.matches(c, &t); !step.Matched {
-		w.step(step)
-		return []traveller{t}, nil, nil
+	if step.Matched = w.matchesRule(c, &t); !step.Matched {
+		w.addStep(step)
+		return []packetState{t}, nil, nil
 	}
-	w.step(step)
+	w.addStep(step)
 	if c.chance > 1 {
 		rest := t
 		rest.share, rest.of = t.share*(c.chance-1), t.of*c.chance
@@ -202,41 +202,41 @@ func (w *walker) rule(table Table, r *savedRule, t traveller) (on, back []travel
 	case "":
 		return append(on, t), nil, nil
 	case "RETURN":
-		return on, []traveller{t}, nil
+		return on, []packetState{t}, nil
 	case "ACCEPT":
-		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}, Rule: step})
+		w.addEnding(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Untouched}, Rule: step})
 		return on, nil, nil
 	case "DROP":
-		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}, Rule: step})
+		w.addEnding(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}, Rule: step})
 		return on, nil, nil
 	case "REJECT":
-		w.end(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}, Rule: step})
+		w.addEnding(t, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}, Rule: step})
 		return on, nil, nil
 	case "MARK":
 		t.mark = t.mark&^c.markMask ^ c.markValue
 		return append(on, t), nil, nil
 	case "DNAT":
-		w.translated(t, c)
+		w.addDNATEnding(t, c)
 		return on, nil, nil
 	}
 	if !w.saved.has(table, c.target) {
-		w.unclear("%s leads to a chain that is not there", step)
+		w.addUnclear("%s leads to a chain that is not there", step)
 		return append(on, t), nil, nil
 	}
 	rest, err := w.chain(table, c.target, t)
 	return append(on, rest...), nil, err
 }
 
-func (w *walker) step(s Step) { w.walk.Steps = append(w.walk.Steps, s) }
+func (w *tracer) addStep(s Step) { w.walk.Steps = append(w.walk.Steps, s) }
 
-func (w *walker) unclear(format string, args ...any) {
+func (w *tracer) addUnclear(format string, args ...any) {
 	if text := fmt.Sprintf(format, args...); !slices.Contains(w.walk.Unclear, text) {
 		w.walk.Unclear = append(w.walk.Unclear, text)
 	}
 }
 
 // reduce shortens the fraction of the chance.
-func (t *traveller) reduce() {
+func (t *packetState) reduce() {
 	a, b := t.share, t.of
 	for b != 0 {
 		a, b = b, a%b
@@ -244,21 +244,21 @@ func (t *traveller) reduce() {
 	t.share, t.of = t.share/a, t.of/a
 }
 
-// translated ends the way of a packet that is sent to an endpoint. It is masqueraded on its way out, if it leaves.
-func (w *walker) translated(t traveller, c *conditions) {
+// addDNATEnding ends the way of a packet that is sent to an endpoint. It is masqueraded on its way out, if it leaves.
+func (w *tracer) addDNATEnding(t packetState, c *conditions) {
 	e := Ending{Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: c.to, Remembered: t.remembered}}
 	if t.list != "" {
-		e.List, e.Remember = t.list, w.within[t.list]
+		e.List, e.Remember = t.list, w.timeouts[t.list]
 	}
-	if t.Interface == "" || !w.here(c.to.Addr()) {
+	if t.Interface == "" || !w.isLocal(c.to.Addr()) {
 		e.Masquerade = w.masquerades(t.mark)
 		e.Hairpin = e.Masquerade && t.Source == c.to.Addr()
 	}
-	w.end(t, e)
+	w.addEnding(t, e)
 }
 
 // masquerades asks KUBE-POSTROUTING about a mark.
-func (w *walker) masquerades(mark uint32) bool {
+func (w *tracer) masquerades(mark uint32) bool {
 	t := w.saved.tables[NAT]
 	if !slices.ContainsFunc(t.chains["POSTROUTING"], func(r savedRule) bool { return r.target() == postroutingChain }) {
 		return false
@@ -278,15 +278,15 @@ func (w *walker) masquerades(mark uint32) bool {
 	return false
 }
 
-// matches says whether a packet meets a rule's conditions, but for chance.
-func (w *walker) matches(c *conditions, t *traveller) bool {
+// matchesRule says whether a packet meets a rule's conditions, but for chance.
+func (w *tracer) matchesRule(c *conditions, t *packetState) bool {
 	in := t.Interface
 	ok := (!c.source.IsValid() || c.source.Contains(t.Source) != c.notSource) &&
 		(!c.destination.IsValid() || c.destination.Contains(t.Destination) != c.notDestination) &&
 		(c.in == "" || sameInterface(c.in, in) != c.notIn) &&
 		(c.protocol == "" || c.protocol == t.Protocol.String()) &&
 		(!c.hasPorts || c.low <= t.Port && t.Port <= c.high) &&
-		(!c.fromNode || w.here(t.Source)) && (!c.toNode || w.here(t.Destination)) &&
+		(!c.fromNode || w.isLocal(t.Source)) && (!c.toNode || w.isLocal(t.Destination)) &&
 		(len(c.states) == 0 || slices.Contains(c.states, "NEW") != c.notState) &&
 		(!c.hasMark || (t.mark&c.ifMask == c.ifMark) != c.notMark)
 	if !ok {
@@ -294,7 +294,7 @@ func (w *walker) matches(c *conditions, t *traveller) bool {
 	}
 	switch c.recent {
 	case "--rcheck":
-		w.within[c.list] = c.within
+		w.timeouts[c.list] = c.within
 		if w.host.Recent == nil || !w.host.Recent(c.list, t.Source, c.within) {
 			return false
 		}

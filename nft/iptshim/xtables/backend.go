@@ -310,7 +310,7 @@ func (b *Backend) remarkAffinity(text []byte) {
 func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
 	names := map[snapshot.Name]error{}
 	for _, line := range refused.Lines {
-		for _, n := range txn.Blame(refused.Family, line) {
+		for _, n := range txn.OwnersOfLine(refused.Family, line) {
 			names[n] = refused
 		}
 	}
