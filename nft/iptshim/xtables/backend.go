@@ -37,32 +37,32 @@ type Backend struct {
 	cancel   context.CancelFunc
 
 	model *iptshim.Model
-	trust trust
-	// missed is what of past changes is not in the kernel, since a transaction failed.
-	missed dataplane.Change
+	state syncState
+	// pending is what of past changes is not in the kernel, since a transaction failed.
+	pending dataplane.Change
 	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply. Held are the
 	// Services that it was certain to hold last; nil if it never was.
 	want *dataplane.State
 	held map[snapshot.Name]*dataplane.Service
 	// seen is what the watch saw after the last transaction, or look, and moved says that it saw others write while all
 	// was read.
-	seen       fingerprint
-	moved      bool
-	inspection inspection
-	// remarked says that it was said how many clients can be remembered.
-	remarked bool
+	seen          fingerprint
+	foreignWrites bool
+	drift         driftCheck
+	// affinityWarned says that it was said how many clients can be remembered.
+	affinityWarned bool
 }
 
-// trust is how far the model can be believed to be what the kernel holds.
-type trust uint8
+// state is how far the model can be believed to be what the kernel holds.
+type syncState uint8
 
 const (
-	// stranger: nothing is known of the tables, which a former process or a kube-proxy may have left.
-	stranger trust = iota
-	// doubtful: others may have changed them, or a transaction may be in by half. They are read back before the next one.
-	doubtful
-	// certain: they are what the model says.
-	certain
+	// unknown: nothing is known of the tables, which a former process or a kube-proxy may have left.
+	unknown syncState = iota
+	// stale: others may have changed them, or a transaction may be in by half. They are read back before the next one.
+	stale
+	// inSync: they are what the model says.
+	inSync
 )
 
 // Open gives a backend that writes by some programs, which it closes in the end. It has to be called in their network
@@ -85,7 +85,7 @@ func (b *Backend) Programs() *Programs { return b.programs }
 // Close ends what is under way. What was written stays.
 func (b *Backend) Close() error {
 	b.cancel()
-	b.inspection.wait()
+	b.drift.wait()
 	return errors.Join(b.watch.close(), b.programs.Close())
 }
 
@@ -96,61 +96,61 @@ func (b *Backend) Close() error {
 // Apply reads back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some
 // Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
-	b.missed = b.missed.With(change)
-	if err := b.tooLarge(want); err != nil {
+	b.pending = b.pending.With(change)
+	if err := b.refuseTooLarge(want); err != nil {
 		return r, err
 	}
-	if err := b.suspect(); err != nil {
+	if err := b.checkForeignWrites(); err != nil {
 		return r, err
 	}
-	for last := b.trust != certain; ; last = true {
-		begin := b.trust
-		if begin != certain {
+	for last := b.state != inSync; ; last = true {
+		begin := b.state
+		if begin != inSync {
 			if err := b.readBack(); err != nil {
 				return r, err
 			}
 		}
 		start := time.Now()
-		txn := b.model.Plan(want, b.missed)
+		txn := b.model.Plan(want, b.pending)
 		r.Plan += time.Since(start)
 		tables, failed := 0, error(nil)
 		if txn.Empty() {
-			r.Adopted = begin == stranger
+			r.Adopted = begin == unknown
 		} else {
 			tables, failed = b.write(txn, &r)
 		}
 		if failed == nil {
-			if begin != certain {
-				giveBack(want)
+			if begin != inSync {
+				freeMemory(want)
 			}
-			return r, b.holds(want, tables)
+			return r, b.markInSync(want, tables)
 		}
 		b.model.Revert(txn)
-		b.trust = doubtful
+		b.state = stale
 		var refused *RestoreError
 		switch {
 		case !errors.As(failed, &refused):
 			return r, failed
 		case last: // else it may be others' doing that the text did not fit
-			return r, b.blame(want, txn, refused)
+			return r, b.refusedServices(want, txn, refused)
 		}
 	}
 }
 
-// tooLarge refuses Services that would have too many rules, before anything is made of them.
-func (b *Backend) tooLarge(want *dataplane.State) error {
+// refuseTooLarge refuses Services that would have too many rules, before anything is made of them.
+func (b *Backend) refuseTooLarge(want *dataplane.State) error {
 	refused := map[snapshot.Name]error{}
 	check := func(n snapshot.Name, svc *dataplane.Service) {
 		if err := iptshim.Check(svc); err != nil {
 			refused[n] = err
 		}
 	}
-	if b.trust != certain || b.missed.Globals {
+	if b.state != inSync || b.pending.Globals {
 		for n, svc := range want.Services {
 			check(n, svc)
 		}
 	} else {
-		for _, n := range b.missed.Services {
+		for _, n := range b.pending.Services {
 			check(n, want.Services[n])
 		}
 	}
@@ -160,51 +160,51 @@ func (b *Backend) tooLarge(want *dataplane.State) error {
 	return fmt.Errorf("iptables: %w", &dataplane.Refused{Services: refused})
 }
 
-// suspect looks whether others have written since the last look. Changes right after one another may leave no time to
+// checkForeignWrites looks whether others have written since the last look. Changes right after one another may leave no time to
 // inspect what they did beside the loop; then it is read back before the next transaction, which would else not fit or
 // hide it.
-func (b *Backend) suspect() error {
-	if b.trust != certain {
+func (b *Backend) checkForeignWrites() error {
+	if b.state != inSync {
 		return nil
 	}
-	seen, err := b.watch.look(b.served())
+	seen, err := b.watch.fingerprint(b.served())
 	if err != nil {
 		return err
 	}
-	i := &b.inspection
+	i := &b.drift
 	i.suspect = i.suspect || seen != b.seen
 	if b.seen = seen; i.suspect && time.Now().After(i.next) {
-		b.trust = doubtful
+		b.state = stale
 	}
 	return nil
 }
 
-// holds takes note that the kernel holds a state, after so many tables were written.
-func (b *Backend) holds(want *dataplane.State, tables int) error {
-	i := &b.inspection
+// markInSync takes note that the kernel holds a state, after so many tables were written.
+func (b *Backend) markInSync(want *dataplane.State, tables int) error {
+	i := &b.drift
 	before := b.seen
-	seen, err := b.watch.look(b.served())
+	seen, err := b.watch.fingerprint(b.served())
 	if err != nil {
 		return err
 	}
-	if b.trust != certain { // all was read
-		i.suspect = b.moved
+	if b.state != inSync { // all was read
+		i.suspect = b.foreignWrites
 	}
 	if b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables) {
 		i.suspect = true // somebody else wrote in between
 	}
-	b.hold(want)
-	b.trust, b.missed, b.want, b.seen = certain, dataplane.Change{}, want, seen
+	b.recordHeld(want)
+	b.state, b.pending, b.want, b.seen = inSync, dataplane.Change{}, want, seen
 	return nil
 }
 
-// spacious is how many Services make texts and tables so large that the memory which they took is given back at once.
-const spacious = 1000
+// manyServices is how many Services make texts and tables so large that the memory which they took is given back at once.
+const manyServices = 1000
 
-// giveBack is called when all rules were read or written: with 10,000 Services that leaves some 250 MB that nothing
+// freeMemory is called when all rules were read or written: with 10,000 Services that leaves some 250 MB that nothing
 // needs any more, and the runtime would keep most of it for minutes.
-func giveBack(want *dataplane.State) {
-	if len(want.Services) >= spacious {
+func freeMemory(want *dataplane.State) {
+	if len(want.Services) >= manyServices {
 		go debug.FreeOSMemory()
 	}
 }
@@ -216,13 +216,13 @@ func (b *Backend) served() (served ipfamily.Per[bool]) {
 	return served
 }
 
-// hold remembers the Services of a state. What is missed names those that may differ from the state before.
-func (b *Backend) hold(want *dataplane.State) {
-	if b.held == nil || b.missed.Globals {
+// recordHeld remembers the Services of a state. What is missed names those that may differ from the state before.
+func (b *Backend) recordHeld(want *dataplane.State) {
+	if b.held == nil || b.pending.Globals {
 		b.held = maps.Clone(want.Services)
 		return
 	}
-	for _, n := range b.missed.Services {
+	for _, n := range b.pending.Services {
 		if delete(b.held, n); want.Services[n] != nil {
 			b.held[n] = want.Services[n]
 		}
@@ -233,7 +233,7 @@ func (b *Backend) hold(want *dataplane.State) {
 func (b *Backend) readBack() error {
 	start := time.Now()
 	model := iptshim.New(b.options.Model)
-	seen, err := b.watch.look(b.served())
+	seen, err := b.watch.fingerprint(b.served())
 	if err != nil {
 		return err
 	}
@@ -247,12 +247,12 @@ func (b *Backend) readBack() error {
 		}
 		model.Adopt(f, saved)
 	}
-	after, err := b.watch.look(b.served())
+	after, err := b.watch.fingerprint(b.served())
 	if err != nil {
 		return err
 	}
-	b.model, b.seen, b.moved = model, seen, after != seen
-	b.inspection.read(time.Since(start))
+	b.model, b.seen, b.foreignWrites = model, seen, after != seen
+	b.drift.recordRead(time.Since(start))
 	return nil
 }
 
@@ -260,16 +260,16 @@ func (b *Backend) readBack() error {
 func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err error) {
 	start := time.Now()
 	chains, deleted, rules := txn.Counts()
-	r.Full, r.Added, r.Replaced, r.Removed = b.trust == stranger, rules, chains, deleted
+	r.Full, r.Added, r.Replaced, r.Removed = b.state == unknown, rules, chains, deleted
 	var texts ipfamily.Per[[]byte]
 	for _, f := range ipfamily.All {
 		if b.programs.Serves(f) {
 			texts[f] = txn.Text(f)
-			b.remarkAffinity(texts[f])
+			b.warnAffinityLimit(texts[f])
 		}
 	}
 	r.Encode += time.Since(start)
-	b.inspection.overtake()
+	b.drift.invalidate()
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
 	for _, f := range ipfamily.All {
@@ -285,29 +285,29 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 	return tables, nil
 }
 
-// recentUsual is how many clients the kernel's xt_recent remembers in each list unless it is told otherwise.
-const recentUsual = 100
+// defaultRecentLimit is how many clients the kernel's xt_recent remembers in each list unless it is told otherwise.
+const defaultRecentLimit = 100
 
-// remarkAffinity says once how many clients can be remembered, if that is as few as the kernel has it.
-func (b *Backend) remarkAffinity(text []byte) {
-	if b.remarked || !bytes.Contains(text, []byte(" -m recent ")) {
+// warnAffinityLimit says once how many clients can be remembered, if that is as few as the kernel has it.
+func (b *Backend) warnAffinityLimit(text []byte) {
+	if b.affinityWarned || !bytes.Contains(text, []byte(" -m recent ")) {
 		return
 	}
-	b.remarked = true
-	most := recentUsual
+	b.affinityWarned = true
+	most := defaultRecentLimit
 	if said, err := os.ReadFile("/sys/module/xt_recent/parameters/ip_list_tot"); err == nil {
 		most, _ = strconv.Atoi(strings.TrimSpace(string(said)))
 	}
-	if most <= recentUsual {
+	if most <= defaultRecentLimit {
 		b.options.Log.Warn("Services with session affinity: each endpoint remembers only its last clients (docs/IPTABLES.md says how it remembers more)",
 			"clients", most)
 	}
 }
 
-// blame finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not
+// refusedServices finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not
 // where the legacy variant's kernel refuses a whole table, the Services are written in portions until those are alone
 // that are refused.
-func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
+func (b *Backend) refusedServices(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
 	names := map[snapshot.Name]error{}
 	for _, line := range refused.Lines {
 		for _, n := range txn.OwnersOfLine(refused.Family, line) {
@@ -316,7 +316,7 @@ func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *Restor
 	}
 	if len(names) == 0 {
 		var err error
-		if names, err = b.sift(want); err != nil {
+		if names, err = b.bisect(want); err != nil {
 			return errors.Join(refused, err)
 		}
 	}
@@ -326,15 +326,15 @@ func (b *Backend) blame(want *dataplane.State, txn *iptshim.Txn, refused *Restor
 	return fmt.Errorf("%s iptables: %w", refused.Family, &dataplane.Refused{Services: names})
 }
 
-// siftMost is how many transactions a search for Services that are refused may take.
-const siftMost = 64
+// maxBisectSteps is how many transactions a search for Services that are refused may take.
+const maxBisectSteps = 64
 
-// sift writes a state with more and more Services, and gives those without which it is taken. It begins with what the
+// bisect writes a state with more and more Services, and gives those without which it is taken. It begins with what the
 // kernel held of them. If that is not known, since a former process wrote it, those that are still to come have no
 // rules for that moment. After an error nobody is named, and nobody either if all are refused: then it is no Service's
 // fault.
-func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
-	s := sifting{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
+func (b *Backend) bisect(want *dataplane.State) (map[snapshot.Name]error, error) {
+	s := bisection{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
 	s.part.Services = map[snapshot.Name]*dataplane.Service{}
 	var names []snapshot.Name
 	for n, svc := range want.Services {
@@ -354,7 +354,7 @@ func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
 		}
 	}
 	slices.SortFunc(names, snapshot.Name.Compare)
-	if err := s.among(names); err != nil {
+	if err := s.addServices(names); err != nil {
 		return nil, err
 	}
 	if len(s.refused) == len(want.Services) {
@@ -363,8 +363,8 @@ func (b *Backend) sift(want *dataplane.State) (map[snapshot.Name]error, error) {
 	return s.refused, nil
 }
 
-// sifting is a search on its way.
-type sifting struct {
+// bisection is a search on its way.
+type bisection struct {
 	*Backend
 	want    *dataplane.State
 	part    dataplane.State
@@ -373,7 +373,7 @@ type sifting struct {
 }
 
 // try writes what is in the part. What a step that failed has left is read back, since one of its tables may be in.
-func (s *sifting) try() error {
+func (s *bisection) try() error {
 	s.steps++
 	txn := s.model.Plan(&s.part, dataplane.Change{Globals: true})
 	var r dataplane.Receipt
@@ -385,8 +385,8 @@ func (s *sifting) try() error {
 	return err
 }
 
-// among adds Services, all at once or if that is refused in halves.
-func (s *sifting) among(names []snapshot.Name) error {
+// addServices adds Services, all at once or if that is refused in halves.
+func (s *bisection) addServices(names []snapshot.Name) error {
 	if len(names) == 0 {
 		return nil
 	}
@@ -406,22 +406,22 @@ func (s *sifting) among(names []snapshot.Name) error {
 			s.part.Services[n] = s.held[n]
 		}
 	}
-	if len(names) == 1 || s.steps >= siftMost {
+	if len(names) == 1 || s.steps >= maxBisectSteps {
 		for _, n := range names {
 			s.refused[n] = refused
 		}
 		return nil
 	}
 	half := len(names) / 2
-	if err := s.among(names[:half]); err != nil {
+	if err := s.addServices(names[:half]); err != nil {
 		return err
 	}
-	return s.among(names[half:])
+	return s.addServices(names[half:])
 }
 
 // Remove takes everything of ours out of the kernel.
 func (b *Backend) Remove() error {
-	b.model, b.trust, b.missed, b.want, b.held = iptshim.New(b.options.Model), stranger, dataplane.Change{}, nil, nil
-	b.inspection.overtake()
+	b.model, b.state, b.pending, b.want, b.held = iptshim.New(b.options.Model), unknown, dataplane.Change{}, nil, nil
+	b.drift.invalidate()
 	return b.programs.remove(b.ctx)
 }

@@ -140,7 +140,7 @@ func (w *world) found() []string {
 // calm calls Check until a look that began now has ended, which must find nothing.
 func (w *world) calm() {
 	w.t.Helper()
-	i := &w.backend.inspection
+	i := &w.backend.drift
 	i.next, i.due = time.Time{}, time.Time{}
 	for begun := false; !begun || i.result != nil; time.Sleep(5 * time.Millisecond) {
 		found, _, err := w.backend.Check()
@@ -233,7 +233,7 @@ func TestForeignHands(t *testing.T) {
 			{ipfamily.IPv4, "-t nat -I KUBE-SERVICES -j ACCEPT", "IPv4 nat: chain KUBE-SERVICES"},
 		} {
 			w.harm(harm.f, strings.Fields(harm.args)...)
-			w.backend.inspection.next = time.Time{}
+			w.backend.drift.next = time.Time{}
 			if found := w.found(); !strings.Contains(strings.Join(found, "\n"), harm.says) {
 				t.Errorf("%s: it finds %q", harm.args, found)
 			}
@@ -245,7 +245,7 @@ func TestForeignHands(t *testing.T) {
 		}
 		// A change that comes before anybody has looked does not hide what others did.
 		w.harm(ipfamily.IPv4, "-t", "nat", "-F", "KUBE-SERVICES")
-		w.backend.inspection.next = time.Time{}
+		w.backend.drift.next = time.Time{}
 		w.write(web(3, 1))
 		w.write(merged(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default", Name: "web-3"}: nil}}))
 		if after := w.saved(); sortedLines(after) != sortedLines(before) {
@@ -264,7 +264,7 @@ func TestForeignHands(t *testing.T) {
 func TestOvertaken(t *testing.T) {
 	eachVariant(t, func(t *testing.T, w *world) {
 		w.write(web(1, 2))
-		i := &w.backend.inspection
+		i := &w.backend.drift
 		overtake := func(endpoints int) {
 			t.Helper()
 			i.next, i.due = time.Time{}, time.Time{}
@@ -291,17 +291,17 @@ func TestOvertaken(t *testing.T) {
 		i.next = time.Time{}
 		w.write(web(1, 3))
 		w.calm()
-		for range staleMost {
-			overtake(2 + i.empty%2)
+		for range maxWastedChecks {
+			overtake(2 + i.wasted%2)
 		}
 		if i.suspect {
-			t.Errorf("it suspects others after %d looks", i.empty)
+			t.Errorf("it suspects others after %d looks", i.wasted)
 		}
 		if overtake(4); !i.suspect {
 			t.Error("it never reads all when there is never time for a look")
 		}
-		if i.next = (time.Time{}); w.write(web(1, 2)).Bytes == 0 || i.suspect || i.empty > 0 {
-			t.Errorf("all was read, and still it suspects others (%v, %d)", i.suspect, i.empty)
+		if i.next = (time.Time{}); w.write(web(1, 2)).Bytes == 0 || i.suspect || i.wasted > 0 {
+			t.Errorf("all was read, and still it suspects others (%v, %d)", i.suspect, i.wasted)
 		}
 	})
 }
@@ -309,7 +309,7 @@ func TestOvertaken(t *testing.T) {
 // calmAgain is calm after others wrote what is theirs.
 func (w *world) calmAgain() {
 	w.t.Helper()
-	w.backend.inspection.next = time.Time{}
+	w.backend.drift.next = time.Time{}
 	w.calm()
 }
 

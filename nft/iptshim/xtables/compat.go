@@ -20,8 +20,8 @@ type Compat struct {
 	Bit int
 	Log *slog.Logger
 
-	// said is what was said last of each family.
-	said ipfamily.Per[string]
+	// lastErrors is what was said last of each family.
+	lastErrors ipfamily.Per[string]
 }
 
 // The chains.
@@ -41,7 +41,7 @@ func (c *Compat) Run(ctx context.Context) {
 	for first := true; ; first = false {
 		for _, f := range ipfamily.All {
 			if c.Programs.Serves(f) {
-				c.note(ctx, f, first)
+				c.repairAndLog(ctx, f, first)
 			}
 		}
 		select {
@@ -52,8 +52,8 @@ func (c *Compat) Run(ctx context.Context) {
 	}
 }
 
-// note keeps the chains of a family once, and logs what is new.
-func (c *Compat) note(ctx context.Context, f ipfamily.Family, first bool) {
+// repairAndLog keeps the chains of a family once, and logs what is new.
+func (c *Compat) repairAndLog(ctx context.Context, f ipfamily.Family, first bool) {
 	changed, err := c.Keep(ctx, f)
 	text := ""
 	switch {
@@ -61,7 +61,7 @@ func (c *Compat) note(ctx context.Context, f ipfamily.Family, first bool) {
 		return
 	case err != nil:
 		text = err.Error()
-		if text != c.said[f] {
+		if text != c.lastErrors[f] {
 			c.Log.Warn("the chains for others that jump to kube-proxy's cannot be kept for now", "family", f.String(), "err", err)
 		}
 	case changed && first:
@@ -69,7 +69,7 @@ func (c *Compat) note(ctx context.Context, f ipfamily.Family, first bool) {
 	case changed:
 		c.Log.Warn("somebody else changed the chains for others that jump to kube-proxy's; they are repaired", "family", f.String())
 	}
-	c.said[f] = text
+	c.lastErrors[f] = text
 }
 
 // Keep makes the chains of a family what they should be, and says whether they were not.

@@ -15,60 +15,60 @@ import (
 // that is done beside the loop: at once if the watch says that there may be something, else every now and then, and
 // never for more than a part of the time.
 const (
-	// inspectEvery is the time between two looks if the watch saw nothing.
-	inspectEvery = time.Minute
-	// inspectRest is how many times as long as a look took there is no other one.
-	inspectRest = 10
-	// inspectAgain is how soon Check wants to be called while a look is under way.
-	inspectAgain = 20 * time.Millisecond
-	// staleMost is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction
+	// driftInterval is the time between two looks if the watch saw nothing.
+	driftInterval = time.Minute
+	// driftPauseFactor is how many times as long as a look took there is no other one.
+	driftPauseFactor = 10
+	// driftPoll is how soon Check wants to be called while a look is under way.
+	driftPoll = 20 * time.Millisecond
+	// maxWastedChecks is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction
 	// waits until all is read.
-	staleMost = 10
+	maxWastedChecks = 10
 )
 
-// inspection is the reading of all tables, beside the loop.
-type inspection struct {
+// driftCheck is the reading of all tables, beside the loop.
+type driftCheck struct {
 	// result is where a look under way will put what it found, and end ends it before; nil if there is none.
-	result chan inspected
-	end    context.CancelFunc
-	// stale says that we wrote since the look began, and empty how many looks in a row came to nothing for that.
-	stale bool
-	empty int
+	result chan driftResult
+	cancel context.CancelFunc
+	// outdated says that we wrote since the look began, and empty how many looks in a row came to nothing for that.
+	outdated bool
+	wasted   int
 	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began
 	// for that.
-	suspect, suspected bool
-	// whole is how long it took to read all tables last. Next is when there may be another look, and due when there is to
+	suspect, suspectedBefore bool
+	// lastDuration is how long it took to read all tables last. Next is when there may be another look, and due when there is to
 	// be one.
-	whole     time.Duration
-	next, due time.Time
+	lastDuration time.Duration
+	next, due    time.Time
 }
 
-// inspected is what a look found: a model that believes it.
-type inspected struct {
+// driftResult is what a look found: a model that believes it.
+type driftResult struct {
 	model *iptshim.Model
 	took  time.Duration
 	err   error
 }
 
-// read takes note that all tables were read, and how long it took.
-func (i *inspection) read(took time.Duration) {
-	i.whole, i.empty = took, 0
-	i.rest()
-	i.due = time.Now().Add(max(inspectEvery, inspectRest*took))
+// recordRead takes note that all tables were read, and how long it took.
+func (i *driftCheck) recordRead(took time.Duration) {
+	i.lastDuration, i.wasted = took, 0
+	i.postpone()
+	i.due = time.Now().Add(max(driftInterval, driftPauseFactor*took))
 }
 
-// rest puts off the next look.
-func (i *inspection) rest() { i.next = time.Now().Add(inspectRest * i.whole) }
+// postpone puts off the next look.
+func (i *driftCheck) postpone() { i.next = time.Now().Add(driftPauseFactor * i.lastDuration) }
 
-// overtake ends a look under way: what it finds would be neither what there was nor what we write now.
-func (i *inspection) overtake() {
-	if i.stale = true; i.end != nil {
-		i.end()
+// invalidate ends a look under way: what it finds would be neither what there was nor what we write now.
+func (i *driftCheck) invalidate() {
+	if i.outdated = true; i.cancel != nil {
+		i.cancel()
 	}
 }
 
 // wait waits for a look under way.
-func (i *inspection) wait() {
+func (i *driftCheck) wait() {
 	if i.result != nil {
 		<-i.result
 	}
@@ -77,23 +77,23 @@ func (i *inspection) wait() {
 // Check looks whether somebody else changed our rules, and says in words what it found: the next Apply repairs it. It
 // does not wait for what takes long, but asks to be called again.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
-	if b.trust != certain { // the next Apply will look
+	if b.state != inSync { // the next Apply will look
 		return nil, 0, nil
 	}
-	i := &b.inspection
+	i := &b.drift
 	if i.result != nil {
 		select {
 		case r := <-i.result:
-			i.end()
-			i.result, i.end = nil, nil
-			if found, err = b.inspected(&r); err != nil || len(found) > 0 {
+			i.cancel()
+			i.result, i.cancel = nil, nil
+			if found, err = b.evaluateDrift(&r); err != nil || len(found) > 0 {
 				return found, 0, err
 			}
 		default:
-			return nil, inspectAgain, nil
+			return nil, driftPoll, nil
 		}
 	}
-	seen, err := b.watch.look(b.served())
+	seen, err := b.watch.fingerprint(b.served())
 	if err != nil {
 		return nil, 0, err
 	}
@@ -102,19 +102,19 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if now := time.Now(); now.Before(i.next) || !i.suspect && now.Before(i.due) {
 		return nil, 0, nil
 	}
-	b.inspect()
-	return nil, inspectAgain, nil
+	b.startDriftCheck()
+	return nil, driftPoll, nil
 }
 
-// inspect begins a look.
-func (b *Backend) inspect() {
-	i := &b.inspection
-	result := make(chan inspected, 1)
+// startDriftCheck begins a look.
+func (b *Backend) startDriftCheck() {
+	i := &b.drift
+	result := make(chan driftResult, 1)
 	ctx, cancel := context.WithCancel(b.ctx)
-	i.result, i.end, i.stale, i.suspect, i.suspected = result, cancel, false, false, i.suspect
+	i.result, i.cancel, i.outdated, i.suspect, i.suspectedBefore = result, cancel, false, false, i.suspect
 	go func() {
 		start := time.Now()
-		r := inspected{model: iptshim.New(b.options.Model)}
+		r := driftResult{model: iptshim.New(b.options.Model)}
 		for _, f := range ipfamily.All {
 			if r.err == nil && b.programs.Serves(f) {
 				var saved *iptshim.Saved
@@ -128,38 +128,38 @@ func (b *Backend) inspect() {
 	}()
 }
 
-// inspected compares what a look found with what should be there.
-func (b *Backend) inspected(r *inspected) (found []string, err error) {
-	i := &b.inspection
+// driftResult compares what a look found with what should be there.
+func (b *Backend) evaluateDrift(r *driftResult) (found []string, err error) {
+	i := &b.drift
 	switch {
-	case i.stale: // nothing is known of what others did
-		i.empty++
-		i.suspect = i.suspect || i.suspected || i.empty > staleMost
-		i.rest()
+	case i.outdated: // nothing is known of what others did
+		i.wasted++
+		i.suspect = i.suspect || i.suspectedBefore || i.wasted > maxWastedChecks
+		i.postpone()
 		i.due = i.next
 		return nil, nil
 	case r.err != nil:
 		i.suspect = true
-		i.rest()
+		i.postpone()
 		return nil, r.err
 	}
-	i.read(r.took)
+	i.recordRead(r.took)
 	if txn := r.model.Plan(b.want, dataplane.Change{}); !txn.Empty() {
 		for _, f := range ipfamily.All {
 			if b.programs.Serves(f) {
-				found = append(found, wrong(f, txn.Text(f))...)
+				found = append(found, driftMessages(f, txn.Text(f))...)
 			}
 		}
 	}
-	giveBack(b.want)
+	freeMemory(b.want)
 	if len(found) > 0 {
-		b.trust = doubtful
+		b.state = stale
 	}
 	return found, nil
 }
 
-// wrong says in words what a text would repair.
-func wrong(f ipfamily.Family, text []byte) (found []string) {
+// driftMessages says in words what a text would repair.
+func driftMessages(f ipfamily.Family, text []byte) (found []string) {
 	table := ""
 	for line := range strings.Lines(string(text)) {
 		line = strings.TrimSpace(line)

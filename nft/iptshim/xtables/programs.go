@@ -63,8 +63,8 @@ func (v Version) before(o Version) bool {
 	return false
 }
 
-// set are the programs of one variant and family.
-type set struct {
+// programSet are the programs of one variant and family.
+type programSet struct {
 	main, save, restore string
 	version             Version
 }
@@ -78,7 +78,7 @@ type Programs struct {
 	// Version is that of the IPv4 programs.
 	Version Version
 
-	sets ipfamily.Per[set]
+	sets ipfamily.Per[programSet]
 	// missing says of each family why it is not served; nil if it is.
 	missing ipfamily.Per[error]
 	runner  runner
@@ -109,7 +109,7 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 	if err != nil {
 		return nil, err
 	}
-	first, why := choose(ctx, r, found)
+	first, why := chooseVariant(ctx, r, found)
 	var errs []error
 	for _, v := range [...]Variant{first, first.Other()} {
 		if !found.has(v) {
@@ -117,12 +117,12 @@ func find(ctx context.Context, r runner) (*Programs, error) {
 		}
 		p := found.programs(v, r)
 		p.Why = why
-		if err := p.try(ctx, ipfamily.IPv4); err != nil {
+		if err := p.probe(ctx, ipfamily.IPv4); err != nil {
 			errs = append(errs, err)
 			why = fmt.Sprintf("the %s variant does not work here: %v", v, err)
 			continue
 		}
-		p.missing[ipfamily.IPv6] = p.try(ctx, ipfamily.IPv6)
+		p.missing[ipfamily.IPv6] = p.probe(ctx, ipfamily.IPv6)
 		return p, nil
 	}
 	return nil, errors.Join(errs...)
@@ -155,7 +155,7 @@ func (p *Programs) OfVariant(ctx context.Context, v Variant) (_ *Programs, ok bo
 }
 
 // installation is what a host has of programs.
-type installation [len(variants)]ipfamily.Per[set]
+type installation [len(variants)]ipfamily.Per[programSet]
 
 // has says whether a variant is there, for IPv4 at least.
 func (i *installation) has(v Variant) bool { return i[v][ipfamily.IPv4].main != "" }
@@ -192,7 +192,7 @@ func installed(ctx context.Context, r runner) (found installation, err error) {
 	var errs []error
 	for _, f := range ipfamily.All {
 		for _, name := range []string{program(f) + "-nft", program(f) + "-legacy", program(f)} {
-			s := set{main: lookPath(name), save: lookPath(name + "-save"), restore: lookPath(name + "-restore")}
+			s := programSet{main: lookPath(name), save: lookPath(name + "-save"), restore: lookPath(name + "-restore")}
 			if s.main == "" || s.save == "" || s.restore == "" {
 				continue
 			}
@@ -243,10 +243,10 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 // hints are the chains that a kubelet makes so that others can tell which variant the host uses.
 var hints = []string{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}
 
-// choose says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service
+// chooseVariant says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service
 // proxy has its chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are only read
 // for the last of these: that takes seconds where they are large.
-func choose(ctx context.Context, r runner, found installation) (Variant, string) {
+func chooseVariant(ctx context.Context, r runner, found installation) (Variant, string) {
 	for _, v := range variants {
 		if found.has(v) && !found.has(v.Other()) {
 			return v, "it is the only variant on this host"
@@ -300,9 +300,9 @@ func legacyHas(f ipfamily.Family, table string) bool {
 // errNoIPv6 says that a host has no IPv6.
 var errNoIPv6 = errors.New("this host has no IPv6")
 
-// try makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore
+// probe makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore
 // says so.
-func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
+func (p *Programs) probe(ctx context.Context, f ipfamily.Family) error {
 	if p.missing[f] != nil {
 		return p.missing[f]
 	}
@@ -313,7 +313,7 @@ func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
 	}
 	const text = "*filter\nCOMMIT\n*nat\nCOMMIT\n"
 	var err error
-	for range tries {
+	for range maxProbes {
 		if _, err = p.runner.run(ctx, []byte(text), p.sets[f].restore, "--noflush", "--test", "-w", lockSeconds); err == nil {
 			return nil
 		}
@@ -321,6 +321,6 @@ func (p *Programs) try(ctx context.Context, f ipfamily.Family) error {
 	return fmt.Errorf("%s iptables cannot be used: %w", f, err)
 }
 
-// tries is how often that is tried: a host that is just starting may be busy, and what is found here holds until the
+// maxProbes is how often that is tried: a host that is just starting may be busy, and what is found here holds until the
 // next start.
-const tries = 3
+const maxProbes = 3

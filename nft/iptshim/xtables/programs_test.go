@@ -216,7 +216,7 @@ func TestLock(t *testing.T) {
 	labtest.Check(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
 	err = p.Restore(soon(t), ipfamily.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
 	var locked *LockedError
-	if !errors.As(err, &locked) || locked.Waited != lockPatience || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
+	if !errors.As(err, &locked) || locked.Waited != lockTimeout || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
 		t.Errorf("it says %v", err)
 	}
 	for chain, want := range map[string]bool{"KUBE-IPTABLES-HINT": true, "KUBE-IPTABLES": false} {

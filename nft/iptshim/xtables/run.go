@@ -20,16 +20,16 @@ import (
 )
 
 const (
-	// lockPatience is how long restore waits for the lock of the xtables, which only the legacy variant takes. Longer than
+	// lockTimeout is how long restore waits for the lock of the xtables, which only the legacy variant takes. Longer than
 	// that it is better to say so, and to try again later.
-	lockPatience = 5 * time.Second
-	// runPatience bounds what a program may take by far: the nft variant needs minutes for tens of thousands of chains.
-	runPatience = 10 * time.Minute
+	lockTimeout = 5 * time.Second
+	// runTimeout bounds what a program may take by far: the nft variant needs minutes for tens of thousands of chains.
+	runTimeout = 10 * time.Minute
 	// waitDelay is how long a program that has ended, or was told to, may leave its output open.
 	waitDelay = 30 * time.Second
 )
 
-var lockSeconds = strconv.Itoa(int(lockPatience / time.Second))
+var lockSeconds = strconv.Itoa(int(lockTimeout / time.Second))
 
 // Exit statuses of iptables-restore.
 const exitLocked = 4
@@ -92,31 +92,31 @@ func inodeOf(path string) (uint64, error) {
 
 func (r runner) close() error { return r.netns.Close() }
 
-// errProgram is what a program said when it failed.
-type errProgram struct {
+// programError is what a program said when it failed.
+type programError struct {
 	program string
-	said    string
+	stderr  string
 	status  int
 	err     error
 }
 
-func (e *errProgram) Error() string {
-	if e.said == "" {
+func (e *programError) Error() string {
+	if e.stderr == "" {
 		return e.program + ": " + e.err.Error()
 	}
-	return e.program + ": " + e.said
+	return e.program + ": " + e.stderr
 }
 
-func (e *errProgram) Unwrap() error { return e.err }
+func (e *programError) Unwrap() error { return e.err }
 
 // locked says that another program held the lock: the same status tells that the lock's file cannot be opened.
-func (e *errProgram) locked() bool {
-	return e.status == exitLocked && !strings.Contains(e.said, "open lock file")
+func (e *programError) locked() bool {
+	return e.status == exitLocked && !strings.Contains(e.stderr, "open lock file")
 }
 
 // run runs a program with text on its standard input, and gives what it wrote to standard output.
 func (r runner) run(ctx context.Context, input []byte, program string, args ...string) ([]byte, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, runPatience, fmt.Errorf("it took longer than %s", runPatience))
+	ctx, cancel := context.WithTimeoutCause(ctx, runTimeout, fmt.Errorf("it took longer than %s", runTimeout))
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
@@ -135,7 +135,7 @@ func (r runner) run(ctx context.Context, input []byte, program string, args ...s
 		err = context.Cause(ctx)
 		said.Reset()
 	}
-	e := &errProgram{program: program, said: gist(said.String()), err: err}
+	e := &programError{program: program, stderr: oneLine(said.String()), err: err}
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		e.status = exit.ExitCode()
@@ -174,16 +174,16 @@ func (p *Programs) Restore(ctx context.Context, f ipfamily.Family, text []byte) 
 		return err
 	}
 	_, err := p.runner.run(ctx, text, p.sets[f].restore, "--noflush", "-w", lockSeconds)
-	var failed *errProgram
+	var failed *programError
 	switch {
 	case err == nil:
 		return nil
-	case ctx.Err() != nil, !errors.As(err, &failed), failed.said == "":
+	case ctx.Err() != nil, !errors.As(err, &failed), failed.stderr == "":
 		return err
 	case failed.locked() && p.Variant == Legacy:
-		return &LockedError{lockPatience, holder(lockPath())}
+		return &LockedError{lockTimeout, holder(lockPath())}
 	}
-	return &RestoreError{Family: f, Lines: failedLines(failed.said), Text: failed.said}
+	return &RestoreError{Family: f, Lines: failedLines(failed.stderr), Text: failed.stderr}
 }
 
 // Save gives a family's table as iptables-save prints it, with counters if they are wished for. A table that is not
@@ -192,7 +192,7 @@ func (p *Programs) Save(ctx context.Context, f ipfamily.Family, table string, co
 	if err := p.missing[f]; err != nil {
 		return nil, err
 	}
-	if !p.made(f, table) {
+	if !p.tableExists(f, table) {
 		return nil, nil
 	}
 	args := []string{"-t", table}
@@ -218,24 +218,24 @@ func (p *Programs) save(ctx context.Context, f ipfamily.Family, needed []iptshim
 	return text, nil
 }
 
-// here says whether the calling thread is in the runner's namespace.
-func (r runner) here() bool {
+// inNamespace says whether the calling thread is in the runner's namespace.
+func (r runner) inNamespace() bool {
 	inode, err := inodeOf(netnsPath)
 	return err == nil && inode == r.inode
 }
 
-// made says whether a table is there: to ask for one of the legacy variant makes it.
-func (p *Programs) made(f ipfamily.Family, table string) bool {
-	return p.Variant != Legacy || !p.runner.here() || legacyHas(f, table)
+// tableExists says whether a table is there: to ask for one of the legacy variant makes it.
+func (p *Programs) tableExists(f ipfamily.Family, table string) bool {
+	return p.Variant != Legacy || !p.runner.inNamespace() || legacyHas(f, table)
 }
 
 // HasChain says whether a chain is in a table, without reading the table.
 func (p *Programs) HasChain(ctx context.Context, f ipfamily.Family, table, chain string) (bool, error) {
-	if err := p.missing[f]; err != nil || !p.made(f, table) {
+	if err := p.missing[f]; err != nil || !p.tableExists(f, table) {
 		return false, err
 	}
 	_, err := p.runner.run(ctx, nil, p.sets[f].main, "-w", "1", "-t", table, "-S", chain, "1")
-	var failed *errProgram
+	var failed *programError
 	switch {
 	case ctx.Err() != nil || !errors.As(err, &failed):
 		return err == nil, err
@@ -260,11 +260,11 @@ func failedLines(said string) (lines []int) {
 	return lines
 }
 
-// maxSaid is how much of what a program says an error repeats.
-const maxSaid = 600
+// maxErrorText is how much of what a program says an error repeats.
+const maxErrorText = 600
 
-// gist gives what a program said in one line, without how to get help.
-func gist(said string) string {
+// oneLine gives what a program said in one line, without how to get help.
+func oneLine(said string) string {
 	var parts []string
 	for line := range strings.Lines(said) {
 		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "Try `") {
@@ -272,8 +272,8 @@ func gist(said string) string {
 		}
 	}
 	text := strings.Join(parts, "; ")
-	if len(text) > maxSaid {
-		text = strings.ToValidUTF8(text[:maxSaid], "") + "..."
+	if len(text) > maxErrorText {
+		text = strings.ToValidUTF8(text[:maxErrorText], "") + "..."
 	}
 	return text
 }

@@ -61,8 +61,8 @@ func (w *watch) close() error {
 	return errors.Join(errs...)
 }
 
-// look gives what there is now of the families that are served.
-func (w *watch) look(served ipfamily.Per[bool]) (f fingerprint, err error) {
+// fingerprint gives what there is now of the families that are served.
+func (w *watch) fingerprint(served ipfamily.Per[bool]) (f fingerprint, err error) {
 	if w.nft != nil {
 		f.generation, err = w.nft.Generation()
 		return f, err

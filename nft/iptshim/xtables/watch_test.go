@@ -20,7 +20,7 @@ func TestWatch(t *testing.T) {
 			}))
 			defer w.close()
 			look := func() fingerprint {
-				f, err := w.look([...]bool{true, true})
+				f, err := w.fingerprint([...]bool{true, true})
 				labtest.Check(t, err)
 				return f
 			}
