@@ -11,17 +11,17 @@ import (
 // errNoMatch says that an expression has no value for this packet, so that the rule does not match.
 var errNoMatch = errors.New("no match")
 
-// drawn is a value that an expression may have, in parts if it is a concatenation, with its probability.
-type drawn struct {
+// branch is a value that an expression may have, in parts if it is a concatenation, with its probability.
+type branch struct {
 	parts       []value
 	probability float64
 	found       []string
 }
 
-func certain(parts ...value) []drawn { return []drawn{{parts: parts, probability: 1}} }
+func singleBranch(parts ...value) []branch { return []branch{{parts: parts, probability: 1}} }
 
-// maxLots bounds the lots of one expression.
-const maxLots = 1 << 16
+// maxBranches bounds the lots of one expression.
+const maxBranches = 1 << 16
 
 // typeOf gives the types of an expression's parts.
 func typeOf(node any) ([]datatype, error) {
@@ -90,7 +90,7 @@ var fieldTypes = map[string]datatype{
 }
 
 // eval gives all values that an expression may have. Want is the type of a constant that stands in its place.
-func (w *walk) eval(node any, want []datatype, p *packet) ([]drawn, error) {
+func (w *evaluation) eval(node any, want []datatype, p *packet) ([]branch, error) {
 	key, arg := only(node)
 	m, _ := arg.(map[string]any)
 	list, _ := arg.([]any)
@@ -99,7 +99,7 @@ func (w *walk) eval(node any, want []datatype, p *packet) ([]drawn, error) {
 		return w.concat(list, want, p)
 	case "payload", "meta", "ct", "fib":
 		v, err := w.field(key, m, p)
-		return certain(v), err
+		return singleBranch(v), err
 	case "numgen", "jhash", "symhash":
 		if key == "jhash" && m["seed"] != nil { // otherwise the kernel has thought of one
 			return w.jenkins(m, p)
@@ -123,12 +123,12 @@ func (w *walk) eval(node any, want []datatype, p *packet) ([]drawn, error) {
 			return nil, fmt.Errorf("expression %s is a range where one value is needed", text(node))
 		}
 	}
-	return certain(parts...), nil
+	return singleBranch(parts...), nil
 }
 
 // concat puts parts together, in all their combinations.
-func (w *walk) concat(list []any, want []datatype, p *packet) ([]drawn, error) {
-	out := certain()
+func (w *evaluation) concat(list []any, want []datatype, p *packet) ([]branch, error) {
+	out := singleBranch()
 	for i, part := range list {
 		var t []datatype
 		if len(want) == len(list) {
@@ -138,28 +138,28 @@ func (w *walk) concat(list []any, want []datatype, p *packet) ([]drawn, error) {
 		if err != nil {
 			return nil, err
 		}
-		var next []drawn
+		var next []branch
 		for _, a := range out {
 			for _, b := range values {
-				next = append(next, drawn{slices.Concat(a.parts, b.parts), a.probability * b.probability, slices.Concat(a.found, b.found)})
+				next = append(next, branch{slices.Concat(a.parts, b.parts), a.probability * b.probability, slices.Concat(a.found, b.found)})
 			}
 		}
-		if out = next; len(out) > maxLots {
-			return nil, fmt.Errorf("more than %d lots", maxLots)
+		if out = next; len(out) > maxBranches {
+			return nil, fmt.Errorf("more than %d lots", maxBranches)
 		}
 	}
 	return out, nil
 }
 
 // lots gives the values that numgen and hashes draw.
-func lots(kind string, m map[string]any) ([]drawn, error) {
+func lots(kind string, m map[string]any) ([]branch, error) {
 	mod, offset := integer(m["mod"], 0), integer(m["offset"], 0)
-	if mod < 1 || mod > maxLots {
-		return nil, fmt.Errorf("%s mod %v is none of 1 to %d", kind, m["mod"], maxLots)
+	if mod < 1 || mod > maxBranches {
+		return nil, fmt.Errorf("%s mod %v is none of 1 to %d", kind, m["mod"], maxBranches)
 	}
-	out := make([]drawn, mod)
+	out := make([]branch, mod)
 	for i := range out {
-		out[i] = drawn{parts: []value{number(uint64(i+offset), "integer")}, probability: 1 / float64(mod)}
+		out[i] = branch{parts: []value{number(uint64(i+offset), "integer")}, probability: 1 / float64(mod)}
 	}
 	return out, nil
 }
@@ -177,7 +177,7 @@ func integer(node any, otherwise int) int {
 }
 
 // bitwise evaluates an operation whose operands are of one type: that of a field among them, or what is wanted.
-func (w *walk) bitwise(op string, list []any, want []datatype, p *packet) ([]drawn, error) {
+func (w *evaluation) bitwise(op string, list []any, want []datatype, p *packet) ([]branch, error) {
 	types, err := typeOf(map[string]any{op: list})
 	if err != nil && want == nil {
 		return nil, err
@@ -197,14 +197,14 @@ func (w *walk) bitwise(op string, list []any, want []datatype, p *packet) ([]dra
 		if err != nil {
 			return nil, err
 		}
-		var next []drawn
+		var next []branch
 		for _, a := range out {
 			for _, b := range others {
 				v, err := bits(op, a.parts[0], b.parts[0])
 				if err != nil {
 					return nil, err
 				}
-				next = append(next, drawn{parts: []value{v}, probability: a.probability * b.probability})
+				next = append(next, branch{parts: []value{v}, probability: a.probability * b.probability})
 			}
 		}
 		out = next
@@ -213,7 +213,7 @@ func (w *walk) bitwise(op string, list []any, want []datatype, p *packet) ([]dra
 }
 
 // mapped looks up in a map. A lot that finds nothing has nil parts.
-func (w *walk) mapped(m map[string]any, want []datatype, p *packet) ([]drawn, error) {
+func (w *evaluation) mapped(m map[string]any, want []datatype, p *packet) ([]branch, error) {
 	keys, err := w.eval(m["key"], nil, p)
 	if err != nil {
 		return nil, err
@@ -225,7 +225,7 @@ func (w *walk) mapped(m map[string]any, want []datatype, p *packet) ([]drawn, er
 	if s.verdicts || !s.isMap {
 		return nil, fmt.Errorf("%s is no map of values", text(m["data"]))
 	}
-	out := make([]drawn, len(keys))
+	out := make([]branch, len(keys))
 	for i, k := range keys {
 		e, err := p.find(s, k.parts)
 		if err != nil {
@@ -247,7 +247,7 @@ func (w *walk) mapped(m map[string]any, want []datatype, p *packet) ([]drawn, er
 }
 
 // set gives the set that an expression names or holds. Of one that it holds, the key is of the type of an expression.
-func (w *walk) set(node, of any, p *packet, data []datatype, isMap bool) (*set, error) {
+func (w *evaluation) set(node, of any, p *packet, data []datatype, isMap bool) (*set, error) {
 	if name, ok := node.(string); ok {
 		name, ok := strings.CutPrefix(name, "@")
 		s := w.rules.sets[setName{p.at.family, p.at.table, name}]
@@ -279,7 +279,7 @@ func (p *packet) find(s *set, parts []value) (*element, error) {
 		return nil, fmt.Errorf("a key of %d parts for set %s, which has %d", len(parts), s.name, len(s.key))
 	}
 	if s.name != "" {
-		key := each(parts, s.key, value.show)
+		key := joinParts(parts, s.key, value.show)
 		for _, u := range slices.Backward(p.updates) {
 			if u.Family != s.family || u.Table != s.table || u.Set != s.name || u.Key != key {
 				continue

@@ -7,7 +7,7 @@ import (
 )
 
 // field gives the value of a field of the packet. A field that the packet does not have is no match.
-func (w *walk) field(kind string, m map[string]any, p *packet) (value, error) {
+func (w *evaluation) field(kind string, m map[string]any, p *packet) (value, error) {
 	name := field(kind, m)
 	t, known := fieldTypes[name]
 	if !known {
@@ -34,7 +34,7 @@ func (w *walk) field(kind string, m map[string]any, p *packet) (value, error) {
 
 // linkSource gives the hardware address of who sent the packet to this host: somebody's, or on the loopback interface zero. A packet of
 // this host has no link-layer header before it has left postrouting.
-func (w *walk) linkSource(p *packet) (value, error) {
+func (w *evaluation) linkSource(p *packet) (value, error) {
 	if p.iif == "lo" {
 		return number(0, "ether_addr"), nil
 	}
@@ -44,7 +44,7 @@ func (w *walk) linkSource(p *packet) (value, error) {
 	return number(0x020000000001, "ether_addr"), nil
 }
 
-func (w *walk) payload(protocol, field string, p *packet) (value, error) {
+func (w *evaluation) payload(protocol, field string, p *packet) (value, error) {
 	switch {
 	case (protocol == "ip" || protocol == "ip6") && protocol != w.family:
 		return "", errNoMatch
@@ -71,12 +71,12 @@ func (w *walk) payload(protocol, field string, p *packet) (value, error) {
 	return w.protocol(), nil // ip protocol, ip6 nexthdr
 }
 
-func (w *walk) protocol() value {
+func (w *evaluation) protocol() value {
 	return number(uint64(protocols[w.question.Protocol]), "inet_proto")
 }
 
 // nfproto gives the family as a number, that of ether_type or of nf_proto.
-func (w *walk) nfproto(t datatype) value {
+func (w *evaluation) nfproto(t datatype) value {
 	words := map[string]string{"ip": "ipv4", "ip6": "ipv6"}
 	if t == "ether_type" {
 		words = map[string]string{"ip": "ip", "ip6": "ip6"}
@@ -84,7 +84,7 @@ func (w *walk) nfproto(t datatype) value {
 	return number(uint64(names[t][words[w.family]]), t)
 }
 
-func (w *walk) meta(name string, t datatype, p *packet) (value, error) {
+func (w *evaluation) meta(name string, t datatype, p *packet) (value, error) {
 	switch name {
 	case "meta iif", "meta iifname":
 		return interfaceName(p.iif), nil
@@ -104,7 +104,7 @@ func (w *walk) meta(name string, t datatype, p *packet) (value, error) {
 }
 
 // ct gives a field of the connection. Before it is tracked there is none, but for its state.
-func (w *walk) ct(name string, t datatype, direction any, p *packet) (value, error) {
+func (w *evaluation) ct(name string, t datatype, direction any, p *packet) (value, error) {
 	if name == "ct state" {
 		state := "new"
 		switch {
@@ -148,7 +148,7 @@ func (w *walk) ct(name string, t datatype, direction any, p *packet) (value, err
 }
 
 // addressType tells local addresses from others. Which of those are broadcast, or have no route, is not known.
-func (w *walk) addressType(a netip.Addr) (value, error) {
+func (w *evaluation) addressType(a netip.Addr) (value, error) {
 	word := "unicast"
 	switch {
 	case w.question.local(a):

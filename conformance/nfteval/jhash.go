@@ -8,7 +8,7 @@ import (
 
 // jenkins evaluates jhash of one value: hash values of clients are where nft says that they are, as long as the machine that runs the
 // ruleset has its lowest byte first.
-func (w *walk) jenkins(m map[string]any, p *packet) ([]drawn, error) {
+func (w *evaluation) jenkins(m map[string]any, p *packet) ([]branch, error) {
 	mod, seed, offset := integer(m["mod"], 0), integer(m["seed"], 0), integer(m["offset"], 0)
 	if mod < 1 || m["expr"] == nil {
 		return nil, fmt.Errorf("jhash mod %v of %v is not known", m["mod"], m["expr"])

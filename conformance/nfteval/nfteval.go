@@ -155,7 +155,7 @@ func (r *Ruleset) Ask(q Question) ([]Outcome, error) {
 		return nil, err
 	}
 	outcomes, err := r.ask(&q, false)
-	if err != nil || !r.ties(&q) {
+	if err != nil || !r.hasPriorityTies(&q) {
 		return outcomes, err
 	}
 	others, err := r.ask(&q, true)
@@ -190,25 +190,25 @@ func (q *Question) check() error {
 
 // ask follows the packet once. Reverse turns the order of chains round that have the same priority.
 func (r *Ruleset) ask(q *Question, reverse bool) ([]Outcome, error) {
-	w := walk{rules: r, question: q, reverse: reverse, family: "ip"}
+	w := evaluation{rules: r, question: q, reverse: reverse, family: "ip"}
 	if q.Dst.Addr().Is6() {
 		w.family = "ip6"
 	}
 	p := packet{
 		src: q.Src, dst: q.Dst, origSrc: q.Src, origDst: q.Dst, iif: q.Iif, mark: q.Mark, probability: 1, updates: slices.Clip(q.State),
 	}
-	path := []leg{{hook: "output"}, {hook: "postrouting"}, {hook: "prerouting", back: true}, {hook: "input", back: true}}
+	path := []hookStep{{hook: "output"}, {hook: "postrouting"}, {hook: "prerouting", loopback: true}, {hook: "input", loopback: true}}
 	if q.Iif != "" {
-		path = []leg{{hook: "prerouting"}, {hook: "input", local: yes}, {hook: "forward", local: no}, {hook: "postrouting", local: no}}
+		path = []hookStep{{hook: "prerouting"}, {hook: "input", local: yes}, {hook: "forward", local: no}, {hook: "postrouting", local: no}}
 	}
-	if err := w.foreignHooks(); err != nil {
+	if err := w.rejectUnsupportedHooks(); err != nil {
 		return nil, err
 	}
 	live := []*packet{&p}
 	for _, l := range path {
 		var next []*packet
 		for _, p := range live {
-			list, err := w.leg(l, p)
+			list, err := w.runHook(l, p)
 			if err != nil {
 				return nil, fmt.Errorf("nfteval: %w", err)
 			}
@@ -217,39 +217,39 @@ func (r *Ruleset) ask(q *Question, reverse bool) ([]Outcome, error) {
 		live = next
 	}
 	for _, p := range live {
-		w.finish(p, Outcome{Verdict: Delivered, To: p.dst, Translated: p.translated, Masqueraded: p.masqueraded, Source: p.source})
+		w.addOutcome(p, Outcome{Verdict: Delivered, To: p.dst, Translated: p.translated, Masqueraded: p.masqueraded, Source: p.source})
 	}
 	return w.result(), nil
 }
 
-// leg is one hook on the way.
-type leg struct {
+// hookStep is one hook on the way.
+type hookStep struct {
 	hook string
 	// local says that only packets whose destination is this host, or is not, come this way.
-	local trool
-	// back says that it is that of a packet that went out to this host itself.
-	back bool
+	local tristate
+	// loopback says that it is that of a packet that went out to this host itself.
+	loopback bool
 }
 
-// trool is yes, no, or either.
-type trool uint8
+// tristate is yes, no, or either.
+type tristate uint8
 
 const (
-	either trool = iota
+	either tristate = iota
 	yes
 	no
 )
 
-func (w *walk) leg(l leg, p *packet) ([]*packet, error) {
+func (w *evaluation) runHook(l hookStep, p *packet) ([]*packet, error) {
 	local := w.question.local(p.dst.Addr())
-	if l.back && !local || l.local == yes && !local || l.local == no && local {
+	if l.loopback && !local || l.local == yes && !local || l.local == no && local {
 		return []*packet{p}, nil
 	}
 	q := *p
 	q.hook, q.oif = l.hook, w.question.Oif
 	bridged := !local && w.question.bridged(p)
 	switch {
-	case l.back:
+	case l.loopback:
 		q.iif, q.oif = "lo", ""
 	case bridged && l.hook == "postrouting":
 		q.iif, q.oif = "", p.iif
@@ -265,7 +265,7 @@ func (w *walk) leg(l leg, p *packet) ([]*packet, error) {
 	if l.hook == "forward" && w.family == "ip" && !bridged {
 		q.priority = 0 // IPv4 forwarding sets it by the packet's type of service, which is 0 here; IPv6 leaves it
 	}
-	return w.hook(&q)
+	return w.runUnits(&q)
 }
 
 // unknownInterface stands for an interface that was not told. No interface can have that name.
@@ -280,8 +280,8 @@ func (q *Question) bridged(p *packet) bool {
 	return p.translated && to != p.origDst.Addr() && slices.ContainsFunc(q.Bridged, behind)
 }
 
-// finish notes an outcome.
-func (w *walk) finish(p *packet, o Outcome) {
+// addOutcome notes an outcome.
+func (w *evaluation) addOutcome(p *packet, o Outcome) {
 	o.Probability, o.Mark, o.Priority, o.Trace = p.probability, p.mark, p.priority, p.trace
 	o.Updates = p.updates[len(w.question.State):]
 	w.outcomes = append(w.outcomes, o)
@@ -293,7 +293,7 @@ func (o Outcome) key() string {
 }
 
 // result adds up outcomes that are the same.
-func (w *walk) result() []Outcome {
+func (w *evaluation) result() []Outcome {
 	index := map[string]int{}
 	var list []Outcome
 	for _, o := range w.outcomes {

@@ -62,13 +62,13 @@ func (e *element) holds(parts []value) bool {
 func (s *set) show(e *element) string {
 	out := "*"
 	if len(e.key) > 0 {
-		out = each(e.key, s.key, span.show)
+		out = joinParts(e.key, s.key, span.show)
 	}
 	switch {
 	case s.verdicts:
 		out += " : " + text(e.goTo)
 	case s.isMap:
-		out += " : " + each(e.data, s.data, span.show)
+		out += " : " + joinParts(e.data, s.data, span.show)
 	}
 	return out
 }

@@ -11,7 +11,7 @@ import (
 )
 
 // statement carries out one statement of a rule.
-func (w *walk) statement(r *rule, node any, p *packet, depth int) ([]fated, error) {
+func (w *evaluation) statement(r *rule, node any, p *packet, depth int) ([]packetVerdict, error) {
 	if s, ok := node.(string); ok {
 		var err error
 		if node, err = update(s); err != nil {
@@ -24,7 +24,7 @@ func (w *walk) statement(r *rule, node any, p *packet, depth int) ([]fated, erro
 	case "match":
 		return w.match(m, p)
 	case "counter", "log", "comment", "last":
-		return []fated{{p, on}}, nil
+		return []packetVerdict{{p, verdictContinue}}, nil
 	case "vmap":
 		return w.verdictMap(r, m, p, depth)
 	case "mangle":
@@ -37,23 +37,23 @@ func (w *walk) statement(r *rule, node any, p *packet, depth int) ([]fated, erro
 		if !p.tracked {
 			p.untracked = true
 		}
-		return []fated{{p, on}}, nil
+		return []packetVerdict{{p, verdictContinue}}, nil
 	}
 	return w.verdict(r, node, p, depth)
 }
 
 // verdict carries out a statement that ends a rule.
-func (w *walk) verdict(r *rule, node any, p *packet, depth int) ([]fated, error) {
+func (w *evaluation) verdict(r *rule, node any, p *packet, depth int) ([]packetVerdict, error) {
 	key, arg := only(node)
 	m, _ := arg.(map[string]any)
 	switch key {
 	case "accept", "return", "continue":
-		p.note(r)
-		return []fated{{p, map[string]fate{"accept": accepted, "return": returned, "continue": next}[key]}}, nil
+		p.addStep(r)
+		return []packetVerdict{{p, map[string]ruleVerdict{"accept": verdictAccept, "return": verdictReturn, "continue": verdictBreak}[key]}}, nil
 	case "drop":
-		p.note(r)
-		w.finish(p, Outcome{Verdict: Dropped})
-		return []fated{{p, ended}}, nil
+		p.addStep(r)
+		w.addOutcome(p, Outcome{Verdict: Dropped})
+		return []packetVerdict{{p, verdictDone}}, nil
 	case "reject":
 		return w.reject(r, m, p)
 	case "jump", "goto":
@@ -64,11 +64,11 @@ func (w *walk) verdict(r *rule, node any, p *packet, depth int) ([]fated, error)
 		if depth++; depth > maxDepth && key == "jump" || depth > 64 {
 			return nil, fmt.Errorf("more than %d jumps", maxDepth)
 		}
-		p.note(r)
+		p.addStep(r)
 		list, err := w.chain(c, p, depth)
 		for i := range list {
-			if list[i].fate == returned && key == "jump" {
-				list[i].fate = next
+			if list[i].verdict == verdictReturn && key == "jump" {
+				list[i].verdict = verdictBreak
 			}
 		}
 		return list, err
@@ -76,7 +76,7 @@ func (w *walk) verdict(r *rule, node any, p *packet, depth int) ([]fated, error)
 	return nil, fmt.Errorf("statement %s is not known", text(node))
 }
 
-func (w *walk) reject(r *rule, m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) reject(r *rule, m map[string]any, p *packet) ([]packetVerdict, error) {
 	kind, _ := m["type"].(string)
 	code, _ := m["expr"].(string)
 	switch {
@@ -91,13 +91,13 @@ func (w *walk) reject(r *rule, m map[string]any, p *packet) ([]fated, error) {
 	case code == "":
 		return nil, fmt.Errorf("reject with %s: the code is missing", kind)
 	}
-	p.note(r)
-	w.finish(p, Outcome{Verdict: Refused, Refusal: strings.TrimSpace(kind + " " + code)})
-	return []fated{{p, ended}}, nil
+	p.addStep(r)
+	w.addOutcome(p, Outcome{Verdict: Refused, Refusal: strings.TrimSpace(kind + " " + code)})
+	return []packetVerdict{{p, verdictDone}}, nil
 }
 
 // match compares.
-func (w *walk) match(m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) match(m map[string]any, p *packet) ([]packetVerdict, error) {
 	left, err := w.eval(m["left"], nil, p)
 	if err != nil {
 		return nil, err
@@ -106,7 +106,7 @@ func (w *walk) match(m map[string]any, p *packet) ([]fated, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out []fated
+	var out []packetVerdict
 	for _, d := range left {
 		yes, found, err := holds(d.parts)
 		if err != nil {
@@ -116,9 +116,9 @@ func (w *walk) match(m map[string]any, p *packet) ([]fated, error) {
 		if found != "" {
 			c.found = append(c.found, found)
 		}
-		f := fated{c, next}
+		f := packetVerdict{c, verdictBreak}
 		if yes {
-			f.fate = on
+			f.verdict = verdictContinue
 		}
 		out = append(out, f)
 	}
@@ -126,7 +126,7 @@ func (w *walk) match(m map[string]any, p *packet) ([]fated, error) {
 }
 
 // comparison gives what says whether a match holds of its left side.
-func (w *walk) comparison(m map[string]any, p *packet) (func([]value) (bool, string, error), error) {
+func (w *evaluation) comparison(m map[string]any, p *packet) (func([]value) (bool, string, error), error) {
 	op, right := fmt.Sprint(m["op"]), m["right"]
 	name, _ := right.(string)
 	if key, _ := only(right); key == "set" || strings.HasPrefix(name, "@") {
@@ -154,7 +154,7 @@ func (w *walk) comparison(m map[string]any, p *packet) (func([]value) (bool, str
 }
 
 // operand is the right side of a comparison: a constant, or an expression.
-func (w *walk) operand(types []datatype, node any, p *packet) ([]span, error) {
+func (w *evaluation) operand(types []datatype, node any, p *packet) ([]span, error) {
 	switch key, _ := only(node); key {
 	case "payload", "meta", "ct", "fib", "&", "|", "^":
 		d, err := w.eval(node, types, p)
@@ -197,7 +197,7 @@ func compare(op string, parts []value, want []span) (bool, error) {
 	return false, fmt.Errorf("operator %q is not known", op)
 }
 
-func (w *walk) verdictMap(r *rule, m map[string]any, p *packet, depth int) ([]fated, error) {
+func (w *evaluation) verdictMap(r *rule, m map[string]any, p *packet, depth int) ([]packetVerdict, error) {
 	keys, err := w.eval(m["key"], nil, p)
 	if err != nil {
 		return nil, err
@@ -209,7 +209,7 @@ func (w *walk) verdictMap(r *rule, m map[string]any, p *packet, depth int) ([]fa
 	if !s.verdicts && s.err == nil {
 		return nil, fmt.Errorf("%s is no verdict map", text(m["data"]))
 	}
-	var out []fated
+	var out []packetVerdict
 	for _, k := range keys {
 		e, err := p.find(s, k.parts)
 		if err != nil {
@@ -217,7 +217,7 @@ func (w *walk) verdictMap(r *rule, m map[string]any, p *packet, depth int) ([]fa
 		}
 		c := p.split(k)
 		if e == nil {
-			out = append(out, fated{c, next})
+			out = append(out, packetVerdict{c, verdictBreak})
 			continue
 		}
 		c.found = append(c.found, s.show(e))
@@ -231,12 +231,12 @@ func (w *walk) verdictMap(r *rule, m map[string]any, p *packet, depth int) ([]fa
 }
 
 // mangle sets a field of the packet or of its connection.
-func (w *walk) mangle(m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) mangle(m map[string]any, p *packet) ([]packetVerdict, error) {
 	kind, arg := only(m["key"])
 	fields, _ := arg.(map[string]any)
 	name := field(kind, fields)
 	if name == "meta nftrace" {
-		return []fated{{p, on}}, nil
+		return []packetVerdict{{p, verdictContinue}}, nil
 	}
 	types, err := typeOf(m["key"])
 	if err != nil || len(types) != 1 {
@@ -246,11 +246,11 @@ func (w *walk) mangle(m map[string]any, p *packet) ([]fated, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out []fated
+	var out []packetVerdict
 	for _, d := range values {
 		c := p.split(d)
 		if len(d.parts) != 1 {
-			out = append(out, fated{c, next})
+			out = append(out, packetVerdict{c, verdictBreak})
 			continue
 		}
 		n := uint32(d.parts[0].number())
@@ -267,13 +267,13 @@ func (w *walk) mangle(m map[string]any, p *packet) ([]fated, error) {
 		default:
 			return nil, fmt.Errorf("setting %s is not known", name)
 		}
-		out = append(out, fated{c, on})
+		out = append(out, packetVerdict{c, verdictContinue})
 	}
 	return out, nil
 }
 
 // update adds an element to a set or map, or deletes it.
-func (w *walk) update(kind string, m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) update(kind string, m map[string]any, p *packet) ([]packetVerdict, error) {
 	op := fmt.Sprint(m["op"])
 	if op != "add" && op != "update" && op != "delete" {
 		return nil, fmt.Errorf("operation %q on a set is not known", op)
@@ -294,7 +294,7 @@ func (w *walk) update(kind string, m map[string]any, p *packet) ([]fated, error)
 	if err != nil {
 		return nil, err
 	}
-	data := certain()
+	data := singleBranch()
 	if kind == "map" {
 		if data, err = w.eval(m["data"], s.data, p); err != nil {
 			return nil, err
@@ -303,9 +303,9 @@ func (w *walk) update(kind string, m map[string]any, p *packet) ([]fated, error)
 	if len(keys) != 1 || len(data) != 1 || len(keys[0].parts) != len(s.key) || len(data[0].parts) != len(s.data) {
 		return nil, fmt.Errorf("an element whose key or data is drawn by lot, or is of another type than %s", s.name)
 	}
-	u := Update{s.family, s.table, s.name, each(keys[0].parts, s.key, value.show), each(data[0].parts, s.data, value.show), op == "delete"}
+	u := Update{s.family, s.table, s.name, joinParts(keys[0].parts, s.key, value.show), joinParts(data[0].parts, s.data, value.show), op == "delete"}
 	p.updates = append(slices.Clip(p.updates), u)
-	return []fated{{p, on}}, nil
+	return []packetVerdict{{p, verdictContinue}}, nil
 }
 
 func firstError(err error, s *set) error {
@@ -380,7 +380,7 @@ func hashed(s string) (any, error) {
 }
 
 // translate carries out NAT.
-func (w *walk) translate(r *rule, kind string, m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) translate(r *rule, kind string, m map[string]any, p *packet) ([]packetVerdict, error) {
 	if p.untracked || !p.tracked {
 		return nil, errNoMatch
 	}
@@ -391,10 +391,10 @@ func (w *walk) translate(r *rule, kind string, m map[string]any, p *packet) ([]f
 	}
 	if kind == "masquerade" {
 		c := *p
-		c.note(r)
+		c.addStep(r)
 		c.masqueraded, c.srcDone = true, true
 		c.status |= names["ct_status"]["snat"]
-		return []fated{{&c, accepted}}, nil
+		return []packetVerdict{{&c, verdictAccept}}, nil
 	}
 	if kind == "redirect" {
 		return w.redirect(r, m, p)
@@ -403,24 +403,24 @@ func (w *walk) translate(r *rule, kind string, m map[string]any, p *packet) ([]f
 	if err != nil {
 		return nil, err
 	}
-	var out []fated
+	var out []packetVerdict
 	for _, d := range targets {
 		c := p.split(d)
 		if len(d.parts) == 0 {
-			out = append(out, fated{c, next})
+			out = append(out, packetVerdict{c, verdictBreak})
 			continue
 		}
 		if err := c.rewrite(kind, d.parts); err != nil {
 			return nil, err
 		}
-		c.note(r)
-		out = append(out, fated{c, accepted})
+		c.addStep(r)
+		out = append(out, packetVerdict{c, verdictAccept})
 	}
 	return out, nil
 }
 
 // targets evaluates where NAT leads to: an address, or an address and a port.
-func (w *walk) targets(m map[string]any, p *packet) ([]drawn, error) {
+func (w *evaluation) targets(m map[string]any, p *packet) ([]branch, error) {
 	t := datatype("ipv4_addr")
 	if w.family == "ip6" {
 		t = "ipv6_addr"
@@ -436,10 +436,10 @@ func (w *walk) targets(m map[string]any, p *packet) ([]drawn, error) {
 	if err != nil {
 		return nil, err
 	}
-	var both []drawn
+	var both []branch
 	for _, a := range out {
 		for _, b := range ports {
-			d := drawn{nil, a.probability * b.probability, slices.Concat(a.found, b.found)}
+			d := branch{nil, a.probability * b.probability, slices.Concat(a.found, b.found)}
 			if len(a.parts) == 1 && len(b.parts) == 1 {
 				d.parts = []value{a.parts[0], b.parts[0]}
 			}
@@ -493,7 +493,7 @@ func (p *packet) rewrite(kind string, to []value) error {
 }
 
 // redirect leads to this host. Which of its addresses that is, is known for its own packets only.
-func (w *walk) redirect(r *rule, m map[string]any, p *packet) ([]fated, error) {
+func (w *evaluation) redirect(r *rule, m map[string]any, p *packet) ([]packetVerdict, error) {
 	if p.hook != "output" {
 		return nil, fmt.Errorf("redirect in %s: the interface's address is not known", p.hook)
 	}

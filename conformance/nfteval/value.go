@@ -229,8 +229,8 @@ func only(node any) (string, any) {
 	return "", nil
 }
 
-// each writes parts of a concatenation.
-func each[T any](parts []T, types []datatype, show func(T, datatype) string) string {
+// joinParts writes parts of a concatenation.
+func joinParts[T any](parts []T, types []datatype, show func(T, datatype) string) string {
 	list := make([]string, len(parts))
 	for i, p := range parts {
 		list[i] = show(p, types[i])

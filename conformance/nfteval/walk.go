@@ -32,48 +32,48 @@ type packet struct {
 	trace   []Step
 }
 
-// walk is a question on its way.
-type walk struct {
+// evaluation is a question on its way.
+type evaluation struct {
 	rules    *Ruleset
 	question *Question
 	family   string
 	reverse  bool
 	outcomes []Outcome
-	// ways counts packets, so that a ruleset cannot take for ever.
-	ways int
+	// evaluated counts packets, so that a ruleset cannot take for ever.
+	evaluated int
 }
 
 const (
-	// maxWays bounds the ways that are followed for one question.
-	maxWays = 1 << 20
+	// maxEvaluated bounds the ways that are followed for one question.
+	maxEvaluated = 1 << 20
 	// maxDepth is how many chains may be left behind by jumps, as in the kernel.
 	maxDepth = 16
 )
 
-// fate is what has become of a packet in a rule, or in a chain.
-type fate uint8
+// ruleVerdict is what has become of a packet in a rule, or in a chain.
+type ruleVerdict uint8
 
 const (
-	// on: it goes on to the next statement.
-	on fate = iota
-	// next: it goes on to the next rule. At a chain's end it means the same as returned.
-	next
-	// returned: it goes back to where the chain was jumped to from.
-	returned
-	// accepted: it leaves the base chain, and goes on to the next.
-	accepted
-	// ended: it has an Outcome.
-	ended
+	// verdictContinue: it goes on to the next statement.
+	verdictContinue ruleVerdict = iota
+	// verdictBreak: it goes on to the next rule. At a chain's end it means the same as returned.
+	verdictBreak
+	// verdictReturn: it goes back to where the chain was jumped to from.
+	verdictReturn
+	// verdictAccept: it leaves the base chain, and goes on to the next.
+	verdictAccept
+	// verdictDone: it has an Outcome.
+	verdictDone
 )
 
-// fated is a packet with what has become of it.
-type fated struct {
+// packetVerdict is a packet with what has become of it.
+type packetVerdict struct {
 	*packet
-	fate fate
+	verdict ruleVerdict
 }
 
-// unit is what runs at a priority of a hook: a filter chain, or all nat chains.
-type unit struct {
+// hookUnit is what runs at a priority of a hook: a filter chain, or all nat chains.
+type hookUnit struct {
 	priority int64
 	chains   []*chain
 	nat      bool
@@ -86,9 +86,9 @@ var natPriority = map[string]int64{"prerouting": -100, "output": -100, "input": 
 const trackPriority = -200
 
 // units gives what runs in a hook, in order.
-func (w *walk) units(hook string) ([]unit, error) {
-	var list []unit
-	nat := unit{priority: natPriority[hook], nat: true}
+func (w *evaluation) units(hook string) ([]hookUnit, error) {
+	var list []hookUnit
+	nat := hookUnit{priority: natPriority[hook], nat: true}
 	hasNAT := false
 	for _, c := range w.rules.bases {
 		foreign := c.name.family != w.family && c.name.family != "inet"
@@ -103,7 +103,7 @@ func (w *walk) units(hook string) ([]unit, error) {
 		case "nat":
 			nat.chains = append(nat.chains, c)
 		case "filter", "route":
-			list = append(list, unit{priority: c.priority, chains: []*chain{c}})
+			list = append(list, hookUnit{priority: c.priority, chains: []*chain{c}})
 		default:
 			return nil, fmt.Errorf("%s %s %s: chain type %q is not known", c.name.family, c.name.table, c.name.chain, c.kind)
 		}
@@ -116,12 +116,12 @@ func (w *walk) units(hook string) ([]unit, error) {
 		slices.Reverse(nat.chains)
 	}
 	slices.SortStableFunc(nat.chains, func(a, b *chain) int { return cmp.Compare(a.priority, b.priority) })
-	slices.SortStableFunc(list, func(a, b unit) int { return cmp.Compare(a.priority, b.priority) })
+	slices.SortStableFunc(list, func(a, b hookUnit) int { return cmp.Compare(a.priority, b.priority) })
 	return list, nil
 }
 
-// ties says whether two chains of a hook have the same priority, so that their order is not known.
-func (r *Ruleset) ties(q *Question) bool {
+// hasPriorityTies says whether two chains of a hook have the same priority, so that their order is not known.
+func (r *Ruleset) hasPriorityTies(q *Question) bool {
 	type place struct {
 		hook     string
 		nat      bool
@@ -148,19 +148,19 @@ func (r *Ruleset) ties(q *Question) bool {
 	return false
 }
 
-// foreignHooks fails if a packet would meet a chain of a hook that is not followed.
-func (w *walk) foreignHooks() error {
+// rejectUnsupportedHooks fails if a packet would meet a chain of a hook that is not followed.
+func (w *evaluation) rejectUnsupportedHooks() error {
 	for _, c := range w.rules.bases {
-		aside := c.hook == "ingress" || c.hook == "egress"
-		if aside && (len(c.rules) > 0 || c.policy == "drop") && !w.rules.dormant[tableName{c.name.family, c.name.table}] {
+		unsupported := c.hook == "ingress" || c.hook == "egress"
+		if unsupported && (len(c.rules) > 0 || c.policy == "drop") && !w.rules.dormant[tableName{c.name.family, c.name.table}] {
 			return fmt.Errorf("nfteval: %s %s %s: hook %s is not followed", c.name.family, c.name.table, c.name.chain, c.hook)
 		}
 	}
 	return nil
 }
 
-// hook takes a packet through a hook, and gives those that come out.
-func (w *walk) hook(p *packet) ([]*packet, error) {
+// runUnits takes a packet through a hook, and gives those that come out.
+func (w *evaluation) runUnits(p *packet) ([]*packet, error) {
 	units, err := w.units(p.hook)
 	if err != nil {
 		return nil, err
@@ -171,7 +171,7 @@ func (w *walk) hook(p *packet) ([]*packet, error) {
 		var out []*packet
 		for _, p := range live {
 			p.tracked = p.tracked || first && u.priority > trackPriority && !p.untracked
-			list, err := w.unit(u, p)
+			list, err := w.runUnit(u, p)
 			if err != nil {
 				return nil, err
 			}
@@ -185,7 +185,7 @@ func (w *walk) hook(p *packet) ([]*packet, error) {
 	return live, nil
 }
 
-func (w *walk) unit(u unit, p *packet) ([]*packet, error) {
+func (w *evaluation) runUnit(u hookUnit, p *packet) ([]*packet, error) {
 	destination := p.hook == "prerouting" || p.hook == "output"
 	done := func(p *packet) *bool {
 		if destination {
@@ -204,7 +204,7 @@ func (w *walk) unit(u unit, p *packet) ([]*packet, error) {
 				out = append(out, p)
 				continue
 			}
-			list, err := w.base(c, p)
+			list, err := w.runBaseChain(c, p)
 			if err != nil {
 				return nil, err
 			}
@@ -220,8 +220,8 @@ func (w *walk) unit(u unit, p *packet) ([]*packet, error) {
 	return live, nil
 }
 
-// base takes a packet through a base chain, and gives those that come out.
-func (w *walk) base(c *chain, p *packet) ([]*packet, error) {
+// runBaseChain takes a packet through a base chain, and gives those that come out.
+func (w *evaluation) runBaseChain(c *chain, p *packet) ([]*packet, error) {
 	list, err := w.chain(c, p, 0)
 	if err != nil {
 		return nil, err
@@ -229,10 +229,10 @@ func (w *walk) base(c *chain, p *packet) ([]*packet, error) {
 	var out []*packet
 	for _, f := range list {
 		switch {
-		case f.fate == ended:
-		case f.fate != accepted && c.policy == "drop":
+		case f.verdict == verdictDone:
+		case f.verdict != verdictAccept && c.policy == "drop":
 			f.trace = append(slices.Clip(f.trace), Step{f.hook, c.name.family, c.name.table, c.name.chain, 0, "policy drop", nil})
-			w.finish(f.packet, Outcome{Verdict: Dropped})
+			w.addOutcome(f.packet, Outcome{Verdict: Dropped})
 		default:
 			out = append(out, f.packet)
 		}
@@ -241,8 +241,8 @@ func (w *walk) base(c *chain, p *packet) ([]*packet, error) {
 }
 
 // chain takes a packet through the rules of a chain.
-func (w *walk) chain(c *chain, p *packet, depth int) ([]fated, error) {
-	var out []fated
+func (w *evaluation) chain(c *chain, p *packet, depth int) ([]packetVerdict, error) {
+	var out []packetVerdict
 	live := []*packet{p}
 	for _, r := range c.rules {
 		var rest []*packet
@@ -252,7 +252,7 @@ func (w *walk) chain(c *chain, p *packet, depth int) ([]fated, error) {
 				return nil, fmt.Errorf("%s: %w", r, err)
 			}
 			for _, f := range list {
-				if f.fate == next {
+				if f.verdict == verdictBreak {
 					rest = append(rest, f.packet)
 				} else {
 					out = append(out, f)
@@ -262,32 +262,32 @@ func (w *walk) chain(c *chain, p *packet, depth int) ([]fated, error) {
 		live = rest
 	}
 	for _, p := range live {
-		out = append(out, fated{p, returned})
+		out = append(out, packetVerdict{p, verdictReturn})
 	}
 	return out, nil
 }
 
 // rule takes a packet through the statements of a rule. None that comes out is on.
-func (w *walk) rule(r *rule, p *packet, depth int) ([]fated, error) {
-	if w.ways++; w.ways > maxWays {
-		return nil, fmt.Errorf("more than %d ways", maxWays)
+func (w *evaluation) rule(r *rule, p *packet, depth int) ([]packetVerdict, error) {
+	if w.evaluated++; w.evaluated > maxEvaluated {
+		return nil, fmt.Errorf("more than %d ways", maxEvaluated)
 	}
 	start := *p
 	start.at, start.found = r.in, nil
 	live := []*packet{&start}
-	var out []fated
+	var out []packetVerdict
 	for _, node := range r.statements {
 		var rest []*packet
 		for _, p := range live {
 			list, err := w.statement(r, node, p, depth)
 			if errors.Is(err, errNoMatch) {
-				list, err = []fated{{p, next}}, nil
+				list, err = []packetVerdict{{p, verdictBreak}}, nil
 			}
 			if err != nil {
 				return nil, err
 			}
 			for _, f := range list {
-				if f.fate == on {
+				if f.verdict == verdictContinue {
 					rest = append(rest, f.packet)
 				} else {
 					out = append(out, f)
@@ -297,20 +297,20 @@ func (w *walk) rule(r *rule, p *packet, depth int) ([]fated, error) {
 		live = rest
 	}
 	for _, p := range live {
-		p.note(r)
-		out = append(out, fated{p, next})
+		p.addStep(r)
+		out = append(out, packetVerdict{p, verdictBreak})
 	}
 	return out, nil
 }
 
-// note writes down that a rule was carried out.
-func (p *packet) note(r *rule) {
+// addStep writes down that a rule was carried out.
+func (p *packet) addStep(r *rule) {
 	p.trace = append(slices.Clip(p.trace), Step{p.hook, r.in.family, r.in.table, r.in.chain, r.handle, r.text, p.found})
 	p.found = nil
 }
 
 // split gives a copy for each lot.
-func (p *packet) split(d drawn) *packet {
+func (p *packet) split(d branch) *packet {
 	c := *p
 	c.probability *= d.probability
 	c.found = slices.Concat(p.found, d.found)
