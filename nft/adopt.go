@@ -8,26 +8,27 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Found is what one of our tables was found to be when it was read back.
+// Found is one of our tables as it was read back from the kernel.
 type Found struct {
 	Revision Revision
 	Digests  Digests
-	// Counts are how many elements the sets have, 0 if the kernel does not tell.
+	// Counts is the number of elements of each set, 0 if the kernel does not report it.
 	Counts [NumSets]int
-	// Chains holds every chain of a name of ours; true if it and its rules are as they should be. Foreign are the others.
+	// Chains holds every chain whose name is one of ours; true if it and its rules are in sync. Foreign are the names of
+	// all other chains.
 	Chains  map[ChainID]bool
 	Foreign []string
-	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only if something is to be
-	// corrected. Revisions and DigestElements are those of the two latter.
+	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only for a repair. Revisions
+	// and DigestElements are the elements of the last two.
 	Elements                  [NumSets][]Element
 	Revisions, DigestElements []Element
 }
 
-// Stale says which buckets of the tables' contents are not what they should be. Shared is that of what belongs to no
-// Service alone.
+// Stale says which buckets of the tables' contents are out of sync. Shared is the bucket of what belongs to no Service
+// alone.
 type Stale [numBuckets + 1]bool
 
-// AllStale is what is to be assumed of tables that others may have written to.
+// AllStale is the state of tables that others may have changed.
 func AllStale() *Stale {
 	var s Stale
 	for i := range s {
@@ -36,16 +37,16 @@ func AllStale() *Stale {
 	return &s
 }
 
-// Any says whether there is one.
+// Any reports whether any bucket is stale.
 func (s *Stale) Any() bool { return *s != Stale{} }
 
-// All says whether it is every bucket.
+// All reports whether every bucket is stale.
 func (s *Stale) All() bool { return *s == *AllStale() }
 
-// Shared says whether what belongs to no Service alone is stale.
+// Shared reports whether what belongs to no Service alone is stale.
 func (s *Stale) Shared() bool { return s[sharedBucket] }
 
-// Service says whether what belongs to a Service is stale: "namespace/name".
+// Service reports whether a Service, "namespace/name", is stale.
 func (s *Stale) Service(name string) bool { return s[bucketFor(name)] }
 
 // Stale compares what was found with what a model holds after Load.
@@ -65,8 +66,8 @@ func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 	return &s
 }
 
-// Adopt takes over what was found where it is not stale: nothing of that needs to be written. Then it is not known
-// which endpoint has which slot there, but that only matters to Services that change: see Unread.
+// Adopt takes over what was found wherever it is not stale: that is not rewritten. It does not read which endpoint has
+// which slot, because that only matters when a Service changes: see UnknownSlots.
 func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 	for i := range found {
 		m.tables[i].revision = found[i].Revision.Number
@@ -78,15 +79,15 @@ func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 		}
 		for _, p := range s.ports {
 			for i := range p.pools {
-				slices.SortFunc(p.pools[i].slots, netip.AddrPort.Compare) // as Learn expects those that nobody knows
+				slices.SortFunc(p.pools[i].slots, netip.AddrPort.Compare) // as SetSlots expects unknown slots
 				s.slotsUnknown = s.slotsUnknown || len(p.pools[i].slots) > 1
 			}
 		}
 	}
 }
 
-// AdoptCounting has a model that was loaded count as the tables do that were found, if the budget allows it; what differs is
-// changed later, a little at a time.
+// AdoptCounting makes a loaded model count as the found tables do, if the budget allows it. Differences are rewritten
+// later, in small transactions.
 func (m *Model) AdoptCounting(found *ipfamily.Per[Found]) {
 	level := slices.Index(countingNames[:], found[0].Revision.Counted)
 	if level < 0 || found[1].Revision.Counted != found[0].Revision.Counted || Counting(level) == m.counting {
@@ -102,13 +103,13 @@ func (m *Model) AdoptCounting(found *ipfamily.Per[Found]) {
 	p.recount(needs{}, true)
 }
 
-// chainsIntact says whether all of some chains are there and as they should be, and no other.
+// chainsIntact reports whether exactly these chains are there and in sync.
 func (f *Found) chainsIntact(chains []Chain) bool {
 	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
-// Correct plans the smallest transaction that takes what was found, the stale elements included, to what the model
-// holds. Slots stay as they were found.
+// Correct plans the smallest transaction that repairs what was found, including stale elements. Slots stay as they were
+// found.
 func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	p := m.planner()
 	wanted := m.wanted(found, stale)
@@ -133,7 +134,7 @@ func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	return p.txn
 }
 
-// wanted gives the elements that the model holds in stale buckets, each endpoint in the slot it was found in.
+// wanted returns the elements that the model holds in stale buckets, each endpoint in the slot in which it was found.
 func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.Per[[NumSets][]Element]) {
 	slots := slotsOf(found)
 	for name, s := range m.services {
@@ -175,10 +176,10 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 // shared are the sets whose elements belong to no Service alone.
 var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin}
 
-// IsShared says whether a set's elements belong to no Service alone.
+// IsShared reports whether a set's elements belong to no Service alone.
 func (s SetID) IsShared() bool { return slices.Contains(shared[:], s) }
 
-// correct turns what was planned as additions to an empty table into the difference to what was found.
+// correct reduces what was planned for an empty table to the difference from what was found.
 func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
 	tt := &p.txn.Tables[f]
 	for set := range NumSets {
@@ -207,7 +208,7 @@ func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
 	tt.sortChains()
 }
 
-// elementKey is what tells the elements of one set apart.
+// elementKey identifies an element within its set.
 type elementKey struct {
 	key    [maxKey]byte
 	length uint8
@@ -216,7 +217,7 @@ type elementKey struct {
 
 func (e *Element) identity() elementKey { return elementKey{e.key, e.KeyLen, e.Bits} }
 
-// compare leaves in Add what is not among the elements that were found, and puts into Del what is too much there.
+// compare removes from Add what was found already, and adds to Del what was found but is not wanted.
 func (tt *TableTxn) compare(set SetID, found []Element) {
 	index := make(map[elementKey]*Element, len(found))
 	for i := range found {
@@ -243,7 +244,7 @@ func (tt *TableTxn) compare(set SetID, found []Element) {
 	}
 }
 
-// slotsOf gathers the slots of all pools that were found.
+// slotsOf collects the slots of all pools that were found.
 func slotsOf(found *ipfamily.Per[Found]) map[slotsKey][]netip.AddrPort {
 	out := map[slotsKey][]netip.AddrPort{}
 	for i, f := range ipfamily.All {
@@ -268,11 +269,11 @@ func slotsOf(found *ipfamily.Per[Found]) map[slotsKey][]netip.AddrPort {
 // slotSets are the maps of endpoints.
 var slotSets = [...]SetID{Endpoints, UncountedEndpoints}
 
-// Slots are those of one pool, as the kernel has them.
+// Slots are the slots of one pool in the kernel.
 type Slots struct {
 	Family ipfamily.Family
-	// Keys are the elements to read, only their keys set. The reader leaves in them what the kernel holds under these
-	// keys.
+	// Keys are the elements to read, with only their keys set. The reader replaces them with what the kernel holds under
+	// these keys.
 	Keys []Element
 
 	service snapshot.Name
@@ -280,7 +281,8 @@ type Slots struct {
 	pool    poolIndex
 }
 
-// UnknownSlots gives the slots that have to be read, and given to Learn, before a change of these Services can be planned.
+// UnknownSlots returns the slots that the caller must read, and pass to SetSlots, before it plans a change of these
+// Services.
 func (m *Model) UnknownSlots(names []snapshot.Name) []Slots {
 	var out []Slots
 	for _, name := range names {
@@ -305,8 +307,8 @@ func (m *Model) UnknownSlots(names []snapshot.Name) []Slots {
 	return out
 }
 
-// SetSlots takes what was read of the slots that Unread named. It is not ok if the kernel does not hold the endpoints that
-// it should: then somebody changed it.
+// SetSlots takes the slots that UnknownSlots named, as read from the kernel. It is not ok if the kernel holds other
+// endpoints than it should: then somebody else changed them.
 func (m *Model) SetSlots(read []Slots) (ok bool) {
 	learnt := make([][]netip.AddrPort, len(read))
 	for i, x := range read {
@@ -331,8 +333,8 @@ func (m *Model) SetSlots(read []Slots) (ok bool) {
 	return true
 }
 
-// ElementsOf gives the elements that the kernel should hold of some Services, in the order of Families. Their slots must be
-// known.
+// ElementsOf returns the elements of some Services that the kernel should hold, in the order of Families. Their slots
+// must be known.
 func (m *Model) ElementsOf(names []snapshot.Name) ipfamily.Per[[NumSets][]Element] {
 	of := make(map[snapshot.Name]bool, len(names))
 	for _, name := range names {
@@ -352,7 +354,8 @@ func (m *Model) elementsWhere(which func(snapshot.Name) bool) ipfamily.Per[[NumS
 func (m *Model) plannedElements(names []snapshot.Name) (out ipfamily.Per[[NumSets][]Element]) {
 	scratch := &Model{pools: m.pools, services: map[snapshot.Name]*service{}}
 	for i := range scratch.tables {
-		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{}, hairpin: map[netip.Addr]int{}}
+		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{},
+			hairpin: map[netip.Addr]int{}}
 	}
 	p := scratch.planner()
 	for _, name := range names {
@@ -366,13 +369,14 @@ func (m *Model) plannedElements(names []snapshot.Name) (out ipfamily.Per[[NumSet
 	return out
 }
 
-// Names gives the Services the model holds, sorted.
+// Names returns the Services that the model holds, sorted.
 func (m *Model) Names() []snapshot.Name { return sortedNames(m.services) }
 
-// Count gives how many elements a set should hold.
+// Count returns how many elements a set should hold.
 func (m *Model) Count(f ipfamily.Family, set SetID) int { return m.tables[f].count[set] }
 
-// OwnersOf gives, of each of some elements, the Services for whose sake a transaction, the last one planned, adds it.
+// OwnersOf returns, for each rejected element, the Services for which the transaction adds it. The transaction must be
+// the last one planned.
 func (m *Model) OwnersOf(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily.Per[[][]snapshot.Name]) {
 	names := make([]snapshot.Name, 0, len(t.undo.services))
 	for _, was := range t.undo.services {
@@ -410,7 +414,7 @@ func (m *Model) OwnersOf(t *Txn, refused *ipfamily.Per[[]Element]) (out ipfamily
 	return out
 }
 
-// SlotKeys gives the keys of the slots that the pools that were found lead to, for each map of slots.
+// SlotKeys returns the keys of the slots to which the found pools lead, for each map of slots.
 func (f *Found) SlotKeys() map[SetID][]Element {
 	proto := map[uint32]Protocol{}
 	for _, set := range frontendSets {
@@ -430,8 +434,8 @@ func (f *Found) SlotKeys() map[SetID][]Element {
 	return out
 }
 
-// MemberKeys gives the keys of the members that the pools that were found should have, as their slots tell, for each
-// set of members.
+// MemberKeys returns the keys of the members that the found pools should have, judging by their slots, for each set of
+// members.
 func (f *Found) MemberKeys() map[SetID][]Element {
 	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
 	sticky := map[uint32]bool{}
@@ -450,7 +454,7 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 	return out
 }
 
-// SlotKeys gives the keys of the slots that an element of Pools leads to.
+// SlotKeys returns the keys of the slots to which an element of Pools leads.
 func (e *Element) SlotKeys(proto Protocol) []Element {
 	set, n := e.slots()
 	keys := make([]Element, min(n, maxSlots))
@@ -464,10 +468,10 @@ func (e *Element) SlotKeys(proto Protocol) []Element {
 	return keys
 }
 
-// maxSlots bounds what the name of a chain can have us look for: a chain that others made may have any number.
+// maxSlots bounds how many slots are searched because of a chain's name: somebody else's chain may have any number.
 const maxSlots = 1 << 20
 
-// slots says which map an element of Pools leads to, and of how many slots there one is chosen.
+// slots returns the map to which an element of Pools leads, and the number of slots from which one is chosen.
 func (e *Element) slots() (set SetID, n uint32) {
 	switch e.Chain.Kind {
 	case Pick:
@@ -478,7 +482,7 @@ func (e *Element) slots() (set SetID, n uint32) {
 	return Endpoints, 0
 }
 
-// Ranges gives all elements that a set of ranges should hold, in the order of Families.
+// Ranges returns all elements that a set of ranges should hold, in the order of Families.
 func (m *Model) Ranges(set SetID) (out ipfamily.Per[[]Element]) {
 	if set == ServiceCIDRs {
 		for _, c := range m.cidrs {

@@ -179,7 +179,8 @@ func FuzzRestartAndRepair(f *testing.F) {
 		for w.step = range int(steps) {
 			change, _ := w.planner.Apply(w.snap, w.snap.Apply(w.world.Step()))
 			w.behind.Globals = w.behind.Globals || change.Globals
-			w.behind.Services = slices.Compact(slices.SortedFunc(slices.Values(slices.Concat(w.behind.Services, change.Services)),
+			w.behind.Services = slices.Compact(slices.SortedFunc(slices.Values(slices.Concat(w.behind.Services,
+				change.Services)),
 				snapshot.Name.Compare))
 			switch w.world.IntN(8) {
 			case 0:

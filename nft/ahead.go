@@ -5,17 +5,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// maxAheadServices is how many of the Services that are first in line may go ahead of large ones, and maxAheadElements how large they
-// are together, by the largest that may.
+// maxAheadServices bounds how many of the first Services in line may be written before large ones. maxAheadElements
+// bounds how large they are together, in multiples of the largest.
 const (
 	maxAheadServices = 256
 	maxAheadElements = 4
 )
 
-// PlanAhead is Plan for the small Services among those that wait for large ones, of which a part is written at a time:
-// they need not be written together with such a part. The others are left, and so are those that only get an address
-// once one of the others has given it up. Small is how many elements a small one has at most, before and after. It is
-// nil if there are not both kinds.
+// PlanAhead plans the small Services among those that wait for large ones. Large Services are written in parts, and
+// small ones need not wait for that. It leaves the others, and also those that get an address which one of the others
+// has yet to give up. small is how many elements a small Service has at most, before and after. It returns nil unless
+// there are both kinds.
 func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) *Txn {
 	if !m.filled {
 		return nil
@@ -48,7 +48,7 @@ func (m *Model) PlanAhead(s *dataplane.State, names []snapshot.Name, small int) 
 	return p.txn
 }
 
-// small gives the small Services among the first of some, as many as may go ahead, and all others in their order.
+// small returns the small Services among the first, as many as may go ahead, and all others in their order.
 func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (small, others []snapshot.Name) {
 	room := maxAheadElements * most
 	first := names[:min(len(names), maxAheadServices)]
@@ -66,7 +66,7 @@ func (m *Model) small(s *dataplane.State, names []snapshot.Name, most int) (smal
 	return small, append(others, names[len(first):]...)
 }
 
-// sizeOf is about how many elements a Service will have.
+// sizeOf estimates how many elements a Service will have.
 func sizeOf(svc *dataplane.Service) (n int) {
 	if svc == nil {
 		return 0
@@ -77,7 +77,7 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	return n
 }
 
-// takingAddresses gives those of some Services that are to get an address that others still have.
+// takingAddresses returns the Services that are to get an address which others still have.
 func (m *Model) takingAddresses(s *dataplane.State, names, others []snapshot.Name) map[snapshot.Name]bool {
 	who := map[dataplane.Key]snapshot.Name{}
 	for _, name := range names {

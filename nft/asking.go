@@ -7,21 +7,21 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// A Service that asks for counters is counted, with its endpoints, whatever the level of counting, as long as it
-// needs no more than its share of the budget, all that ask in its namespace need no more than one share, and all such
-// namespaces together need no more than half of the budget. Otherwise it is counted as if it had not asked. What
-// follows from the present Services alone, a process that starts finds to be the same.
+// A Service that asks for counters gets them for its frontends and endpoints, whatever the level of counting, within
+// three limits: the Service needs at most its share of the budget, all such Services of its namespace need at most one
+// share, and all such namespaces need at most half of the budget. Otherwise it is counted as if it had not asked. This
+// follows from the present Services alone, so a restarted process comes to the same result.
 
 // counterRequests sums up Services that ask for counters.
 type counterRequests struct {
-	// total is how many counters they take, needs what they would need if they had not asked.
+	// total is how many counters they take; needs is what they would need if they had not asked.
 	total int
 	needs needs
 	// services are those of one namespace.
 	services map[snapshot.Name]struct{}
 }
 
-// requestedCounters gives how many counters a Service asks for: 0 if it does not ask, or has no hope.
+// requestedCounters returns how many counters a Service asks for: 0 if it does not ask, or cannot get them.
 func (m *Model) requestedCounters(s *service) int {
 	if s.counters != snapshot.CountersFirst {
 		return 0
@@ -33,7 +33,7 @@ func (m *Model) requestedCounters(s *service) int {
 	return 0
 }
 
-// accountRequest takes note of what a Service asks for, or no longer asks for, and says whether that is anything.
+// accountRequest adds or removes a Service's request, and returns whether it has one.
 func (m *Model) accountRequest(s *service, by int) bool {
 	n := m.requestedCounters(s)
 	if n == 0 {
@@ -59,7 +59,7 @@ func (m *Model) accountRequest(s *service, by int) bool {
 	return true
 }
 
-// addToTotal adds what a namespace asks for to what all do, or takes it away again.
+// addToTotal adds a namespace's requests to the total, or subtracts them.
 func (m *Model) addToTotal(a *counterRequests, by int) {
 	if a.total <= m.share() {
 		m.requested.total += by * a.total
@@ -67,7 +67,7 @@ func (m *Model) addToTotal(a *counterRequests, by int) {
 	}
 }
 
-// getsCounters says whether a Service that asks for counters gets them, if it is written as it is given.
+// getsCounters reports whether a Service that asks for counters gets them, if it is written as given.
 func (m *Model) getsCounters(s *service) bool {
 	n, all := m.requestedCounters(s), m.requested.total
 	if n == 0 {
@@ -84,7 +84,7 @@ func (m *Model) getsCounters(s *service) bool {
 
 func (m *Model) fitsHalfBudget(counters int) bool { return counters <= m.counters()/2 }
 
-// needsWithout gives what a Service needs of the budget, if it is not preferred.
+// needsWithout returns what a Service needs of the budget if its request is not granted.
 func (m *Model) needsWithout(s *service) needs {
 	if s.counters == snapshot.CountersNever {
 		return needs{}
@@ -104,8 +104,8 @@ func (m *Model) totalNeeds() needs {
 	return n
 }
 
-// recountRequests has those Services counted anew, later and a little at a time, that are preferred since what was planned, or
-// no longer are. What they take may be too much for the level.
+// recountRequests schedules recounts of Services whose request is granted since the last plan, or no longer granted.
+// What they take may be too much for the level.
 func (p *planner) recountRequests() {
 	m := p.m
 	if all := m.fitsHalfBudget(m.requested.total); all != p.fitsHalf {
@@ -139,7 +139,8 @@ func (p *planner) recountRequests() {
 	p.changedRequests = nil
 }
 
-// markCounted takes note of what is counted, or is not, because a Service asks for that. Digests of elements leave it out.
+// markCounted updates the digest of what is counted, or is not, because a Service asks for it. Digests of elements
+// leave that out.
 func (p *planner) markCounted(s *service, do func(*Digest, Digest)) {
 	for _, port := range s.ports {
 		asked := &p.m.tables[port.id.family].asked

@@ -142,7 +142,8 @@ func TestAskForCounters(t *testing.T) {
 		t.Errorf("%d namespaces ask for %d counters", len(k.m.requests), asked.total)
 	}
 	k.write(with(0))
-	if asked := k.m.requested; len(k.m.requests) != 0 || asked.total != 0 || asked.needs != (needs{}) || k.m.needs != (needs{}) {
+	if asked := k.m.requested; len(k.m.requests) != 0 || asked.total != 0 || asked.needs != (needs{}) ||
+		k.m.needs != (needs{}) {
 		t.Errorf("without Services, %d namespaces ask for %+v, and all need %v", len(k.m.requests), asked, k.m.needs)
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// poolIndex tells a service port's pools apart: its endpoints everywhere or on this node, chosen from by us or by IPVS.
+// poolIndex identifies a service port's pools: its endpoints everywhere or on this node, chosen by nftables or by IPVS.
 type poolIndex uint8
 
 const (
@@ -23,16 +23,16 @@ const (
 	sourcesOf = numPools
 )
 
-// service is what one Service means for our tables.
+// service is one Service, compiled for our tables.
 type service struct {
 	name snapshot.Name
-	// counters is what it asks of the budget for counters.
+	// counters is its claim on the budget for counters.
 	counters   snapshot.Counters
 	clusterIPs []netip.Addr
 	ports      []*port
-	// sources are who may use the load balancer addresses of each family.
+	// sources are the source ranges that may use its load balancer addresses, per family.
 	sources ipfamily.Per[sources]
-	// slotsUnknown says that nobody knows yet which endpoint has which slot in the kernel.
+	// slotsUnknown says that it is unknown which endpoint has which slot in the kernel.
 	slotsUnknown bool
 }
 
@@ -48,11 +48,11 @@ type portID struct {
 	family ipfamily.Family
 }
 
-// port is what one service port means for one table.
+// port is one service port, compiled for one table.
 type port struct {
 	id      portID
 	comment string
-	// counting says which of its elements are counted: CountEndpoints, CountFrontends or CountNothing.
+	// counting says which of its elements have counters: CountEndpoints, CountFrontends or CountNothing.
 	counting Counting
 	// timeout is the session affinity's in seconds; 0 means none.
 	timeout uint32
@@ -64,28 +64,30 @@ type port struct {
 	frontends []frontend
 }
 
-// pool is what some frontends of a port lead to. The zero value is one that none leads to.
+// pool is a pool of a port. The zero value is a pool to which no frontend leads.
 type pool struct {
-	// id names it in the kernel; 0 while nobody has given it one.
+	// id identifies it in the kernel; 0 while it has none.
 	id   uint32
 	used bool
-	// verdict is what happens if nobody chooses: NoEndpoints, NoLocalEndpoints, LeftToIPVS; NoChain for "choose".
+	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, LeftToIPVS; NoChain means that
+	// nftables chooses an endpoint.
 	verdict ChainKind
 	// slots are the endpoints: sorted when compiled, then each at the slot it has in the kernel.
 	slots []netip.AddrPort
 }
 
-// frontend is what one address of a service port means.
+// frontend is one address of a service port.
 type frontend struct {
 	key dataplane.Key
-	// inside answers pods and this node, outside all others. They differ only with externalTrafficPolicy Local.
+	// inside is the pool for pods and this node, outside that for all others. They differ only with externalTrafficPolicy
+	// Local.
 	inside, outside poolIndex
 	masquerade      masquerade
-	// restricted says that only who is in the Service's source ranges is served.
+	// restricted says that only the Service's source ranges are served.
 	restricted bool
 }
 
-// masquerade says whose connections to a frontend get this node's address. Cluster IPs have rules of their own.
+// masquerade says whose connections to a frontend are masqueraded. Cluster IPs have rules of their own.
 type masquerade uint8
 
 const (
@@ -94,7 +96,7 @@ const (
 	masqueradeEverybody
 )
 
-// compileService turns a Service into what it means for our tables. Nil gives an empty service.
+// compileService compiles a Service for our tables. Nil gives an empty service.
 func compileService(s *dataplane.Service, q quota) *service {
 	if s == nil {
 		return &service{}
@@ -170,8 +172,8 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 	return c
 }
 
-// poolOf gives the place of a pool. Two without endpoints that are one for the dataplane still differ in who names
-// them, so what is empty and neither the port's local pool counts as its cluster pool.
+// poolOf returns the index of a pool. All pools without endpoints may be the same dataplane.Pool, so an empty pool that
+// is also the cluster pool counts as that.
 func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
 	i := clusterPool
 	if p == sp.Local && p != sp.Cluster {
@@ -183,7 +185,7 @@ func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
 	return i
 }
 
-// markUsed says of each pool whether a frontend leads to it.
+// markUsed records for each pool whether a frontend leads to it.
 func (p *port) markUsed() {
 	for i := range p.pools {
 		p.pools[i].used = false
@@ -194,19 +196,20 @@ func (p *port) markUsed() {
 	}
 }
 
-// sticky says whether a pool's clients are remembered.
+// sticky reports whether a pool has session affinity.
 func (p *port) sticky(i poolIndex) bool {
 	return p.timeout > 0 && p.pools[i].used && p.pools[i].verdict == NoChain
 }
 
-// slotSet gives the map that a pool's slots are in. Who is remembered is counted as a member of the pool.
+// slotSet returns the map that holds a pool's slots. With session affinity, connections are counted at the pool's
+// members instead.
 func (p *port) slotSet(i poolIndex) SetID {
 	return Endpoints.counted(p.counting.endpoints() && !p.sticky(i))
 }
 
 func (p *port) memberSet() SetID { return StickyEndpoints.counted(p.counting.endpoints()) }
 
-// poolElement gives the element of Pools.
+// poolElement returns the pool's element of Pools.
 func (p *port) poolElement(i poolIndex) Element {
 	pl := &p.pools[i]
 	e := idElement(Pools, pl.id)
@@ -224,7 +227,7 @@ func (p *port) poolElement(i poolIndex) Element {
 	return e
 }
 
-// rememberElement gives the element that says how long a pool remembers.
+// rememberElement returns the element that says how long a pool remembers its clients.
 func (p *port) rememberElement(i poolIndex) Element {
 	e := idElement(Remember, p.pools[i].id)
 	e.Comment, e.Chain = p.comment, NotRemembered.id()
@@ -234,7 +237,7 @@ func (p *port) rememberElement(i poolIndex) Element {
 	return e
 }
 
-// slotElement gives the element of an endpoint in its slot.
+// slotElement returns the element of an endpoint in its slot.
 func (p *port) slotElement(i poolIndex, slot int, ep netip.AddrPort) Element {
 	e := slotElement(p.slotSet(i), p.pools[i].id, p.id.name.Protocol, slot, ep)
 	e.Comment = p.comment
@@ -250,7 +253,7 @@ func (p *port) memberElement(i poolIndex, ep netip.AddrPort) Element {
 // perFrontend is how many elements a frontend has at most, one in each of as many sets.
 const perFrontend = 7
 
-// elements gives a frontend's elements, each in another set.
+// elements returns a frontend's elements, each in another set.
 func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 	list := out[:0]
 	to := func(set SetID, id uint32) {
@@ -286,7 +289,7 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 	return list
 }
 
-// sameElements says whether a frontend that is the same in two versions of a port has the same elements.
+// sameElements reports whether a frontend that is equal in two versions of a port has the same elements in both.
 func (p *port) sameElements(o *port) bool {
 	for i := range p.pools {
 		if x, y := &p.pools[i], &o.pools[i]; x.id != y.id || x.verdict != y.verdict {
@@ -296,7 +299,7 @@ func (p *port) sameElements(o *port) bool {
 	return p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
 }
 
-// size is about how many elements a Service has.
+// size estimates how many elements a Service has.
 func (s *service) size() (n int) {
 	for i := range s.sources {
 		n += len(s.sources[i].ranges)
@@ -317,7 +320,7 @@ func (s *service) port(id portID) *port {
 	return nil
 }
 
-// sortedNames gives the keys of a map of Services in order.
+// sortedNames returns the keys of a map of Services in order.
 func sortedNames[V any](m map[snapshot.Name]V) []snapshot.Name {
 	names := make([]snapshot.Name, 0, len(m))
 	for n := range m {

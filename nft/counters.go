@@ -7,7 +7,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// FrontendKeys gives the keys under which a frontend's element may stand.
+// FrontendKeys returns the keys under which a frontend's element may be.
 func FrontendKeys(c dataplane.Counted) [2]Element {
 	set := Services
 	if c.Outside {
@@ -16,29 +16,30 @@ func FrontendKeys(c dataplane.Counted) [2]Element {
 	return [2]Element{frontendElement(set, c.Key), frontendElement(set.counted(false), c.Key)}
 }
 
-// FrontendSets gives the maps that lead from frontends to pools.
+// FrontendSets returns the maps from frontends to pools.
 func FrontendSets() [4]SetID { return frontendSets }
 
-// CountedSlots gives the keys of the n slots of a pool, where they are counted.
+// CountedSlots returns the keys of a pool's n slots in the map with counters.
 func CountedSlots(pool uint32, proto Protocol, n int) []Element {
 	e := idElement(Pools, pool)
 	e.Chain = ChainID{Pick, uint32(n)}
 	return e.SlotKeys(proto)
 }
 
-// PoolKey gives the key of a pool's element.
+// PoolKey returns the key of a pool's element.
 func PoolKey(id uint32) Element { return idElement(Pools, id) }
 
-// MemberKey gives the key of the element that makes an endpoint a member of a pool that remembers its clients, where it
-// is counted.
+// MemberKey returns the key of an endpoint's element in the set, with counters, of members of pools with session
+// affinity.
 func MemberKey(pool uint32, ep netip.AddrPort) Element {
 	return memberElement(StickyEndpoints, pool, ep)
 }
 
-// FrontendCount reads what an element of Services or OutsideServices has counted, whose pool has the given element. It
-// is not ok if that leads to no chain that a pool leads to.
+// FrontendCount returns the count of an element of Services or OutsideServices, whose pool has the given element. It is
+// not ok if that element leads to no chain of a pool.
 func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok bool) {
-	c.Counted = dataplane.Counted{Key: l.FrontendKey(), Outside: l.Set == OutsideServices || l.Set == UncountedOutsideServices}
+	c.Counted = dataplane.Counted{Key: l.FrontendKey(),
+		Outside: l.Set == OutsideServices || l.Set == UncountedOutsideServices}
 	c.Packets, c.Uncounted, c.Pool = l.Packets, !l.Counted, pool.ID()
 	switch pool.Chain.Kind {
 	case NoEndpoints:
@@ -58,14 +59,13 @@ func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok boo
 	return c, true
 }
 
-// SlotCount reads what an element of Endpoints has counted, for all frontends of its pool: Counted is left empty.
+// SlotCount returns the count of an element of Endpoints, for all frontends of its pool. Counted is left empty.
 func (l *Listed) SlotCount() dataplane.EndpointCount {
 	return dataplane.EndpointCount{Endpoint: l.Target(), Place: dataplane.Place{Pool: l.ID(), Slot: l.Slot()},
 		Packets: l.Packets}
 }
 
-// MemberCount reads what an element of StickyEndpoints has counted, for all frontends of its pool: Counted is left
-// empty.
+// MemberCount returns the count of an element of StickyEndpoints, for all frontends of its pool. Counted is left empty.
 func (l *Listed) MemberCount() dataplane.EndpointCount {
 	return dataplane.EndpointCount{Endpoint: l.Member(), Place: dataplane.Place{Pool: l.ID(), Sticky: true},
 		Packets: l.Packets}
@@ -74,8 +74,8 @@ func (l *Listed) MemberCount() dataplane.EndpointCount {
 // Fill says how full the sets of a table are.
 type Fill [NumSets]struct{ Elements, Size int }
 
-// Fill gives how many elements the sets should hold, and how many they take; 0 is no limit. What Affinity holds, nobody
-// planned: it counts as empty.
+// Fill returns how many elements the sets should hold, and how many they can hold; 0 means no limit. Affinity counts as
+// empty, because nobody plans its elements.
 func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 	for i := range m.tables {
 		for set := range out[i] {
@@ -85,7 +85,7 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 	return out
 }
 
-// Refuses gives what a rule that counts packets turns away, from the set it looks at.
+// Refuses returns why a rule with a counter refuses packets, given the set that it looks up.
 func Refuses(set string) (dataplane.Refusal, bool) {
 	switch set {
 	case RestrictedServices.String():
@@ -98,7 +98,7 @@ func Refuses(set string) (dataplane.Refusal, bool) {
 	return 0, false
 }
 
-// PoolIDs gives the pools of one family that remember their clients, by the frontends that lead there.
+// PoolIDs returns the pools of one family with session affinity, by the frontends that lead to them.
 func (m *Model) PoolIDs(f ipfamily.Family) map[dataplane.Counted]uint32 {
 	out := map[dataplane.Counted]uint32{}
 	for _, s := range m.services {
@@ -116,14 +116,14 @@ func (m *Model) PoolIDs(f ipfamily.Family) map[dataplane.Counted]uint32 {
 	return out
 }
 
-// AffinityElement gives the key under which a pool remembers a client.
+// AffinityElement returns the key under which a pool remembers a client.
 func AffinityElement(pool uint32, client netip.Addr) Element {
 	e := idElement(Affinity, pool)
 	e.addKeyWord(bucketOf(client, AffinityBuckets))
 	return e
 }
 
-// SetData takes an endpoint as the kernel has it. It is not ok if the length is none that a family's endpoints have.
+// SetData sets the endpoint from the kernel's bytes. It is not ok if their length is wrong for the family.
 func (e *Element) SetData(f ipfamily.Family, data []byte) bool {
 	if len(data) != PaddedLen(f, target) {
 		return false

@@ -60,7 +60,8 @@ func TestCountsOfElements(t *testing.T) {
 		}
 	}
 	if frontends == 0 || endpoints == 0 || sticky == 0 || refused == 0 {
-		t.Errorf("%d frontends, %d endpoints, %d sticky, %d refused: some of it was not tested", frontends, endpoints, sticky, refused)
+		t.Errorf("%d frontends, %d endpoints, %d sticky, %d refused: some of it was not tested", frontends, endpoints,
+			sticky, refused)
 	}
 }
 
@@ -75,7 +76,8 @@ func find(elements []Listed, key Element) *Listed {
 }
 
 // checkCount compares what is listed of a frontend with the pool it should lead to.
-func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.Pool, sp *dataplane.ServicePort) dataplane.FrontendCount {
+func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.Pool,
+	sp *dataplane.ServicePort) dataplane.FrontendCount {
 	t.Helper()
 	key := FrontendKeys(at)[0]
 	e := find(l.Elements[key.Set], key)
@@ -87,7 +89,8 @@ func checkCount(t *testing.T, l *Listing, at dataplane.Counted, pool *dataplane.
 		t.Fatalf("%+v has no pool", at)
 	}
 	c, ok := e.FrontendCount(&led.Element)
-	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7, Pool: e.PoolID(), Uncounted: true}
+	want := dataplane.FrontendCount{Counted: at, Endpoints: len(pool.Endpoints), Packets: 7, Pool: e.PoolID(),
+		Uncounted: true}
 	switch {
 	case len(pool.Endpoints) == 0:
 		want.Empty = pool.Empty

@@ -7,12 +7,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Counting says what is counted: a counter costs CounterBytes for each processor that there could be, so that what is
-// little on two is gigabytes on many.
+// Counting says what has counters. A counter costs CounterBytes for each possible processor: little on two processors,
+// gigabytes on many.
 type Counting uint8
 
-// The levels of counting. Most is what there is but for Services that would take more than their share of the budget:
-// whoever writes a giant Service does not end the counting of everybody's.
+// The levels of counting. "Most" excludes Services that would take more than their share of the budget, so that one
+// giant Service does not end the counting for all others.
 const (
 	// CountNothing counts only what rules refuse.
 	CountNothing Counting = iota
@@ -20,8 +20,8 @@ const (
 	CountMostFrontends
 	// CountFrontends counts them at the addresses of all.
 	CountFrontends
-	// CountMostEndpoints counts them at the addresses and endpoints of most Services; of the others at the addresses, if
-	// these alone are within the share.
+	// CountMostEndpoints counts them at the addresses and endpoints of most Services. Of the other Services it counts
+	// those at the addresses, if these alone are within the share.
 	CountMostEndpoints
 	// CountEndpoints counts them at the addresses and endpoints of all.
 	CountEndpoints
@@ -32,23 +32,23 @@ var countingNames = [numCountings]string{dataplane.CountedNothing, dataplane.Cou
 	dataplane.CountedFrontends,
 	dataplane.CountedMostEndpoints, dataplane.CountedEndpoints}
 
-// String gives the name that receipts, metrics and the revision have for it.
+// String returns the name used in receipts, metrics and the revision.
 func (c Counting) String() string { return countingNames[c] }
 
-// Of a port, these say what is counted: it knows no most.
+// For a port, these say what is counted: a port has no level with "most".
 func (c Counting) frontends() bool { return c >= CountFrontends }
 func (c Counting) endpoints() bool { return c == CountEndpoints }
 
-// CounterBytes is what a counter takes for each possible processor.
+// CounterBytes is the memory of a counter for each possible processor.
 const CounterBytes = 16
 
 // shares is how many Services can each have their share of the budget.
 const shares = 32
 
-// needs is how many counters Services take by each Counting.
+// needs is how many counters Services take at each level.
 type needs [numCountings]int
 
-// needsOf gives what a Service with so many elements takes.
+// needsOf returns what a Service with so many elements takes.
 func needsOf(frontends, endpoints, share int) (n needs) {
 	for level := range numCountings {
 		switch level.of(frontends, endpoints, share) {
@@ -61,14 +61,14 @@ func needsOf(frontends, endpoints, share int) (n needs) {
 	return n
 }
 
-// add adds what a Service takes, or takes it away again.
+// add adds what a Service takes, or subtracts it.
 func (n *needs) add(o needs, by int) {
 	for level := range n {
 		n[level] += by * o[level]
 	}
 }
 
-// of gives what is counted of a Service with so many elements: its endpoints, its frontends, or nothing.
+// of returns what is counted of a Service with so many elements: its endpoints, its frontends, or nothing.
 func (c Counting) of(frontends, endpoints, share int) Counting {
 	switch {
 	case c == CountEndpoints, c == CountMostEndpoints && frontends+endpoints <= share:
@@ -79,8 +79,9 @@ func (c Counting) of(frontends, endpoints, share int) Counting {
 	return CountNothing
 }
 
-// within gives the level that makes most of a budget of counters. If the present one is too much, another is taken at
-// once; more only when that would use half of the budget, and be twice as much: so it does not go to and fro.
+// within returns the level that makes the best use of a budget of counters. If the present level exceeds the budget,
+// the level changes at once. It only rises to a level that uses at most half of the budget and twice as much as now, so
+// that it does not alternate.
 func (c Counting) within(budget int, n *needs) Counting {
 	fits := n[c] <= budget
 	best := CountNothing
@@ -97,7 +98,7 @@ func (c Counting) within(budget int, n *needs) Counting {
 	return best
 }
 
-// quota says what is counted of a Service.
+// quota decides what is counted of a Service.
 type quota struct {
 	level Counting
 	share int
@@ -118,11 +119,11 @@ func (q quota) of(s *service) Counting {
 
 func (m *Model) quota() quota { return quota{m.counting, m.share(), m.getsCounters} }
 
-// counters is the budget; share is what one Service may have of it while it is not enough for all.
+// counters is the budget; share is what one Service may use while the budget is not enough for all.
 func (m *Model) counters() int { return cmp.Or(m.Counters, 1<<61) }
 func (m *Model) share() int    { return m.counters() / shares }
 
-// elements counts those of a Service that could have counters.
+// elements counts a Service's elements that could have counters.
 func (s *service) elements() (frontends, endpoints int) {
 	for _, p := range s.ports {
 		for i := range p.frontends {
@@ -135,7 +136,7 @@ func (s *service) elements() (frontends, endpoints int) {
 	return frontends, endpoints
 }
 
-// elements counts those of a frontend that could have counters.
+// elements counts a frontend's elements that could have counters.
 func (f *frontend) elements() int {
 	if f.inside != f.outside {
 		return 2
@@ -143,7 +144,7 @@ func (f *frontend) elements() int {
 	return 1
 }
 
-// counted copies a service as it is with another counting.
+// counted copies a service, with another counting.
 func (s *service) counted(q quota) *service {
 	out, level := s.shallowCopy(), q.of(s)
 	for _, p := range out.ports {

@@ -53,7 +53,8 @@ func TestLevelsOfCounting(t *testing.T) {
 // TestAllAreLarge: where every Service is beyond its share, the frontends of all are better than most of nothing.
 func TestAllAreLarge(t *testing.T) {
 	all := needsOf(20, 100, 10)
-	for budget, want := range map[int]Counting{120: CountEndpoints, 119: CountFrontends, 20: CountFrontends, 19: CountNothing, 0: CountNothing} {
+	for budget, want := range map[int]Counting{120: CountEndpoints, 119: CountFrontends, 20: CountFrontends,
+		19: CountNothing, 0: CountNothing} {
 		if got := CountEndpoints.within(budget, &all); got != want {
 			t.Errorf("%d counters: %s; want %s", budget, got, want)
 		}

@@ -13,18 +13,18 @@ import (
 // Difference is something that a table holds and should not, or should hold and does not.
 type Difference struct {
 	Family ipfamily.Family
-	// Wanted says that it should be there; otherwise it is there.
+	// Wanted says that it should be there; otherwise it is there and should not be.
 	Wanted bool
-	// Set is where the Element belongs; else it is about the structure, and NumSets.
+	// Set is the set of the Element; NumSets if the difference is about the structure.
 	Set     SetID
 	Element Element
 	// Text is the object as nft writes it: an element with its set, a rule with its chain, or a sentence.
 	Text string
-	// Port is the service port it belongs to as its comment has it, "namespace/name:port"; empty if it is nobody's.
+	// Port is the service port that it belongs to, as in its comment: "namespace/name:port"; empty if none.
 	Port string
 }
 
-// String gives a line of a listing of differences: "+ ip services { ... }".
+// String returns a line of a listing of differences: "+ ip services { ... }".
 func (d Difference) String() string {
 	sign := "-"
 	if d.Wanted {
@@ -33,7 +33,7 @@ func (d Difference) String() string {
 	return sign + " " + d.Family.NFT() + " " + d.Text
 }
 
-// Service gives "namespace/name" of the Service it belongs to; empty if it is nobody's.
+// Service returns "namespace/name" of the Service that it belongs to; empty if none.
 func (d *Difference) Service() string { return serviceOf(d.Port) }
 
 func serviceOf(comment string) string {
@@ -41,9 +41,9 @@ func serviceOf(comment string) string {
 	return service
 }
 
-// Differences says in what the tables that were found differ from what the model holds after its first Plan. Which
-// endpoint of a pool has which slot makes no difference, nor do the sets' sizes, the revision, and what clients are
-// remembered. Have are the tables with the rules that were found. The model is of no use afterwards.
+// Differences returns how the found tables differ from what the model holds after its first Plan. It ignores which
+// endpoint of a pool has which slot, the sets' sizes, the revision, and which clients are remembered. have are the
+// found tables with their rules. The model must not be used afterwards.
 func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table]) []Difference {
 	own := newOwners(found)
 	own.model(m)
@@ -80,7 +80,8 @@ func elementDifferences(f ipfamily.Family, set SetID, tt *TableTxn, own owners) 
 func structureDifferences(f ipfamily.Family, tt *TableTxn, have *Table) (out []Difference) {
 	chain := func(wanted bool, c Chain, rules []Rule) {
 		for _, r := range rules {
-			out = append(out, Difference{Family: f, Wanted: wanted, Set: NumSets, Text: "chain " + c.ID.Name() + " { " + r.Text(f) + " }"})
+			out = append(out, Difference{Family: f, Wanted: wanted, Set: NumSets,
+				Text: "chain " + c.ID.Name() + " { " + r.Text(f) + " }"})
 		}
 	}
 	chains := tt.AddChains
@@ -108,7 +109,7 @@ func structureDifferences(f ipfamily.Family, tt *TableTxn, have *Table) (out []D
 	return out
 }
 
-// changedRules leaves out what two chains have in common at their beginnings and ends.
+// changedRules drops the rules that two chains share at their beginnings and ends.
 func changedRules(f ipfamily.Family, a, b []Rule) (x, y []Rule) {
 	same := func(r, s Rule) bool { return r.Text(f) == s.Text(f) }
 	for len(a) > 0 && len(b) > 0 && same(a[0], b[0]) {
@@ -120,7 +121,7 @@ func changedRules(f ipfamily.Family, a, b []Rule) (x, y []Rule) {
 	return a, b
 }
 
-// owners says which Service an element belongs to that does not say so itself: a cluster IP.
+// owners maps cluster IPs to their Services: their elements do not name the Service themselves.
 type owners map[netip.Addr]string
 
 // newOwners reads the comments of what was found.
@@ -145,7 +146,7 @@ func (own owners) model(m *Model) {
 	}
 }
 
-// of gives the comment of the service port that an element belongs to; that of cluster IPs names the Service alone.
+// of returns the comment of the service port to which an element belongs; for a cluster IP it names only the Service.
 func (own owners) of(e *Element) string {
 	switch {
 	case e.Set == ClusterIPs:
@@ -157,7 +158,7 @@ func (own owners) of(e *Element) string {
 	return ""
 }
 
-// ChainsFor gives the numbered chains that a table's elements lead to, sorted.
+// ChainsFor returns the numbered chains to which a table's elements lead, sorted.
 func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	seen := map[ChainID]bool{}
 	for _, set := range [...]SetID{Pools, Remember} {
@@ -175,13 +176,13 @@ func ChainsFor(elements *[NumSets][]Element) []ChainID {
 	return out
 }
 
-// NumberedChain gives the id of the chain with a name, if it is one of those there are by number.
+// NumberedChain returns the id of a numbered chain by its name.
 func NumberedChain(name string) (id ChainID, ok bool) {
 	id, ok = chainByName(name)
 	return id, ok && id.Kind > numFixedChains
 }
 
-// DigestsOfElements gives the digests that a table with such elements should have.
+// DigestsOfElements returns the digests that a table with these elements should have.
 func DigestsOfElements(f ipfamily.Family, s Structure, found *Found) Digests {
 	var d Digests
 	d[sharedBucket] = s.digest(f)
@@ -199,9 +200,9 @@ func DigestsOfElements(f ipfamily.Family, s Structure, found *Found) Digests {
 	return d
 }
 
-// Inconsistencies says in what a table's elements contradict each other: frontends that lead to pools that are not
-// there, pools that lead to slots that are not there, slots that no pool leads to, and pools whose members are others
-// than their slots. It knows nothing of what the objects ask for.
+// Inconsistencies returns where a table's elements contradict each other: frontends whose pool is missing, pools whose
+// slots are missing, slots without a pool, and pools whose members differ from their slots. It does not compare them
+// with the objects.
 func Inconsistencies(found *ipfamily.Per[Found]) (out []Difference) {
 	own := newOwners(found)
 	for i, f := range ipfamily.All {
@@ -214,7 +215,7 @@ func Inconsistencies(found *ipfamily.Per[Found]) (out []Difference) {
 	return out
 }
 
-// consistency looks at one table.
+// consistency checks one table.
 type consistency struct {
 	family   ipfamily.Family
 	elements *[NumSets][]Element
@@ -228,7 +229,7 @@ func (c *consistency) report(e *Element, format string, args ...any) {
 		Text: fmt.Sprintf("%s { %s }: ", s.Name(), e.Text(c.family, &s)) + fmt.Sprintf(format, args...)})
 }
 
-// checkFrontends looks whether every frontend leads to a pool, and some frontend to every pool.
+// checkFrontends checks that every frontend leads to a pool, and some frontend to every pool.
 func (c *consistency) checkFrontends() {
 	pools, led := map[uint32]bool{}, map[uint32]bool{}
 	for i := range c.elements[Pools] {
@@ -249,10 +250,10 @@ func (c *consistency) checkFrontends() {
 	}
 }
 
-// frontendSets are the maps that lead from frontends to pools.
+// frontendSets are the maps from frontends to pools.
 var frontendSets = [...]SetID{Services, UncountedServices, OutsideServices, UncountedOutsideServices}
 
-// checkPools looks at the pools with their slots and members.
+// checkPools checks the pools with their slots and members.
 func (c *consistency) checkPools() {
 	members := c.members()
 	for _, set := range slotSets {
@@ -273,7 +274,7 @@ func (c *consistency) checkPools() {
 	}
 }
 
-// checkVerdict looks at a pool from which nobody chooses.
+// checkVerdict checks a pool without a choice.
 func (c *consistency) checkVerdict(e *Element, set SetID) {
 	switch e.Chain.Kind {
 	case NoEndpoints, NoLocalEndpoints, LeftToIPVS:
@@ -284,8 +285,10 @@ func (c *consistency) checkVerdict(e *Element, set SetID) {
 	}
 }
 
-// checkSlots looks whether a pool has all its slots, and takes them out of those that were found.
-func (c *consistency) checkSlots(e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool) {
+// checkSlots checks that a pool has all its slots, and removes them from those that were found.
+func (c *consistency) checkSlots(
+	e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool,
+) {
 	same, missing := len(slots) == int(n), -1
 	for slot := range n {
 		ep, ok := slots[slot]
@@ -301,7 +304,7 @@ func (c *consistency) checkSlots(e *Element, n uint32, slots map[uint32]netip.Ad
 	}
 }
 
-// slots gives the endpoints of one map by pool and slot.
+// slots returns the endpoints of one map by pool and slot.
 func (c *consistency) slots(set SetID) map[uint32]map[uint32]netip.AddrPort {
 	out := map[uint32]map[uint32]netip.AddrPort{}
 	for i := range c.elements[set] {
@@ -314,7 +317,7 @@ func (c *consistency) slots(set SetID) map[uint32]map[uint32]netip.AddrPort {
 	return out
 }
 
-// members gives the endpoints of the pools that remember their clients.
+// members returns the endpoints of the pools with session affinity.
 func (c *consistency) members() map[uint32]map[netip.AddrPort]bool {
 	out := map[uint32]map[netip.AddrPort]bool{}
 	for _, set := range memberSets {
@@ -329,5 +332,5 @@ func (c *consistency) members() map[uint32]map[netip.AddrPort]bool {
 	return out
 }
 
-// memberSets are the sets of endpoints of pools that remember their clients.
+// memberSets are the sets of endpoints of pools with session affinity.
 var memberSets = [...]SetID{StickyEndpoints, UncountedStickyEndpoints}

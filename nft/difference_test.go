@@ -169,7 +169,8 @@ func TestInconsistencies(t *testing.T) {
 	e := frontendElement(Services, dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80})
 	e.setID(7)
 	found[0].Elements[Services], found[0].Elements[Pools] = []Element{e}, []Element{idElement(Pools, 7)}
-	if d := Inconsistencies(&found); len(d) != 1 || !strings.Contains(d[0].Text, "its verdict is none that Verdict writes there") {
+	if d := Inconsistencies(&found); len(d) != 1 ||
+		!strings.Contains(d[0].Text, "its verdict is none that Verdict writes there") {
 		t.Errorf("a verdict of others: %v", d)
 	}
 }

@@ -12,9 +12,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// Digest stands for what a table is to hold. It is the sum of its elements' hashes and of its structure's, so that a
-// change costs no more than the elements that change. It leaves out which endpoint of a pool has which slot: that
-// follows from the order of past changes, and every order is as good.
+// Digest identifies what a table should hold. It is the sum of the hashes of its elements and of its structure, so a
+// change costs no more than the elements that change. It ignores which endpoint of a pool has which slot: that depends
+// on the order of past changes, and every order is as good.
 type Digest [2]uint64
 
 // String gives 32 hexadecimal digits.
@@ -49,8 +49,8 @@ func digestOf(b []byte) Digest {
 	return Digest{binary.BigEndian.Uint64(h[:]), binary.BigEndian.Uint64(h[8:])}
 }
 
-// digest hashes an element. Words in the host's byte order are hashed as they are: a table never meets another host.
-// What is counted and what is not makes no difference: the Revision says that.
+// digest hashes an element. Words in the host's byte order are hashed as they are, because a table never moves to
+// another host. It ignores what has counters: the Revision says that.
 func (e *Element) digest() Digest {
 	key, set := e.Key(), e.Set
 	switch set {
@@ -70,8 +70,8 @@ func (e *Element) digest() Digest {
 	return digestOf(append(b, e.Comment...))
 }
 
-// A table has a digest for each of some buckets of Services, by their names, so that a new process reads back only what
-// differs; and one for the structure and what belongs to no Service alone.
+// A table has a digest for each bucket of Services, by their names, so that a new process reads back only what differs.
+// Another digest is for the structure and for what belongs to no Service alone.
 const (
 	numBuckets   = 256
 	sharedBucket = numBuckets
@@ -92,13 +92,13 @@ func digestElement(bucket int, d Digest) Element {
 	return e
 }
 
-// elements gives the elements of a DigestSet. The shared digest is in the revision.
+// elements returns the elements of a DigestSet. The shared digest is in the revision.
 func (d *Digests) elements() []Element {
 	_, add := new(Digests).changed(d)
 	return add
 }
 
-// changed gives the elements of a DigestSet that go and come.
+// changed returns the elements of a DigestSet to delete and to add.
 func (d *Digests) changed(now *Digests) (del, add []Element) {
 	for i := range numBuckets {
 		if d[i] == now[i] {
@@ -114,13 +114,13 @@ func (d *Digests) changed(now *Digests) (del, add []Element) {
 	return del, add
 }
 
-// With gives the digests with the shared one, which the kernel has elsewhere.
+// With returns the digests with the shared digest, which the kernel holds elsewhere.
 func (d Digests) With(shared Digest) Digests {
 	d[sharedBucket] = shared
 	return d
 }
 
-// Total stands for all of them.
+// Total identifies all of them.
 func (d *Digests) Total() (sum Digest) {
 	for i := range d {
 		sum.add(d[i])
@@ -128,7 +128,7 @@ func (d *Digests) Total() (sum Digest) {
 	return sum
 }
 
-// DigestsOf reads the elements of a DigestSet. It is not ok if there is one that Verdict does not write.
+// DigestsOf reads the elements of a DigestSet. It is not ok if Verdict does not write one of them.
 func DigestsOf(elements []Element) (d Digests, ok bool) {
 	for i := range elements {
 		digest, ok := parseDigest(elements[i].Comment)
@@ -141,12 +141,12 @@ func DigestsOf(elements []Element) (d Digests, ok bool) {
 	return d, true
 }
 
-// formatVersion is part of every digest. It is to be raised when the same text goes to the kernel as other bytes than
-// before, so that a table written by an older version is replaced.
+// formatVersion is part of every digest. Raise it when the same text goes to the kernel as other bytes than before, so
+// that tables written by older versions are replaced.
 const formatVersion = 2
 
-// digest hashes a structure: the text of everything that could be in its table besides elements, whatever sets it
-// uses now: that follows from the elements.
+// digest hashes a structure: the text of everything that its table could hold besides elements. It includes sets that
+// are not in use, because what is in use follows from the elements.
 func (s Structure) digest(f ipfamily.Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)
@@ -157,20 +157,20 @@ func (s Structure) digest(f ipfamily.Family) Digest {
 	return digestOf(b.Bytes())
 }
 
-// Revision says which content a table has: it is kept in the table itself, as the only element of the set of that name,
-// and written in the same transaction as what it describes. The zero Revision stands for none.
+// Revision identifies the content of a table. The table itself holds it, as the only element of a set, written in the
+// same transaction as what it describes. The zero Revision means none.
 type Revision struct {
 	// Number counts the transactions that wrote to the table.
 	Number uint32
 	// Digest is that of the structure and of what belongs to no Service alone.
 	Digest Digest
-	// Counted is the Counting's word, or "some" while it is being changed.
+	// Counted is the name of the Counting, or "some" while that is being changed.
 	Counted string
-	// Asked stands for what is counted, or is not, because a Service asks for that; it is zero if there is no such thing.
+	// Asked identifies what is counted, or is not, because a Service asks for it; zero if there is no such Service.
 	Asked Digest
 }
 
-// asksFor comes before Asked in a revision's text.
+// asksFor precedes Asked in a revision's text.
 const asksFor = ", asked for "
 
 func (r Revision) element() Element {
@@ -182,8 +182,8 @@ func (r Revision) element() Element {
 	return e
 }
 
-// RevisionOf reads the elements of a RevisionSet. Anything but one element as Verdict writes it gives the zero
-// Revision.
+// RevisionOf reads the elements of a RevisionSet. It returns the zero Revision unless there is exactly one element, as
+// Verdict writes it.
 func RevisionOf(elements []Element) Revision {
 	if len(elements) != 1 || elements[0].KeyLen != 4 {
 		return Revision{}

@@ -14,7 +14,7 @@ import (
 // Protocol is a transport protocol.
 type Protocol = snapshot.Protocol
 
-// SetID names one of the sets and maps of our table.
+// SetID identifies one of the sets and maps of our table.
 type SetID uint8
 
 // The sets and maps; docs/RULESET.md says what each is for. An uncounted map holds what its twin would hold if there
@@ -49,19 +49,20 @@ const (
 var setNames = [NumSets]string{
 	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "pools", "endpoints",
 	"uncounted-endpoints", "restricted-services", "source-ranges", "cluster-ips", "service-cidrs", "external-services",
-	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints", "affinity", "scheduled", "revision", "digests",
+	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints",
+	"affinity", "scheduled", "revision", "digests",
 }
 
 func (s SetID) String() string { return setNames[s] }
 
-// isBookkeeping says whether a set holds no content but what Verdict notes about the content, or what the kernel adds by
-// itself.
+// isBookkeeping reports whether a set holds no content, but only Verdict's records about the content, or what the
+// kernel adds by itself.
 func (s SetID) isBookkeeping() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
 
-// IsContent says whether a set's elements follow from the Services.
+// IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
 
-// counted gives the map in which a counted element of a set stands, or its twin for one that is not counted.
+// counted returns the map for a set's elements with counters, or its twin for those without.
 func (s SetID) counted(yes bool) SetID {
 	if yes {
 		return s
@@ -69,16 +70,17 @@ func (s SetID) counted(yes bool) SetID {
 	return s + 1
 }
 
-// ChainID names a chain. N tells chains of one kind apart: the number of endpoints, or a timeout in seconds.
+// ChainID identifies a chain. N distinguishes chains of one kind: it is the number of endpoints, or a timeout in
+// seconds.
 type ChainID struct {
 	Kind ChainKind
 	N    uint32
 }
 
-// ChainKind is what a chain does.
+// ChainKind says what a chain does.
 type ChainKind uint8
 
-// The chains. Those up to numFixedChains exist once; the others by number, while something leads to them.
+// The chains. Those up to numFixedChains exist once; the others exist for each N that something leads to.
 const (
 	NoChain ChainKind = iota
 	GuardLoopback
@@ -98,12 +100,12 @@ const (
 	MasqueradeNode
 	LeftToIPVS
 	numFixedChains
-	// Pick chains choose one of N endpoints; those of the other kind count none of them.
+	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
 	UncountedPick
-	// StickyPick chains ask the affinity map before they pick.
+	// StickyPick chains look into the affinity map before they choose.
 	StickyPick
-	// RememberFor chains write the affinity map, with a timeout of N seconds.
+	// RememberFor chains write to the affinity map, with a timeout of N seconds.
 	RememberFor
 )
 
@@ -140,7 +142,7 @@ func chainByName(name string) (ChainID, bool) {
 
 func (k ChainKind) id() ChainID { return ChainID{Kind: k} }
 
-// frontendKey tells which frontend a packet is sent to; tupleKey the same of a connection already translated.
+// frontendKey is the packet's destination; tupleKey is the original destination of a translated connection.
 var (
 	frontendKey = []Field{DestAddr, L4Proto, DestPort}
 	toFrontend  = Concat{Fields: frontendKey}
@@ -159,17 +161,17 @@ func slotKey(mod uint32) Concat {
 type Structure struct {
 	Pods          dataplane.Pods
 	MasqueradeAll bool
-	// GuardLoopback drops loopback addresses that come from outside, as the kernel did before route_localnet was set.
+	// GuardLoopback drops packets from outside with loopback addresses, as the kernel did before route_localnet was set.
 	GuardLoopback bool
-	// Uses says for which of the optional sets there are rules. It follows from the elements, so that no packet is asked
-	// what concerns no Service.
+	// Uses says which of the optional sets have rules. It follows from the elements, so that packets pass no rule that
+	// concerns no Service.
 	Uses Uses
 }
 
 // Uses is a set of SetIDs.
 type Uses uint32
 
-// Has says whether a set is among them.
+// Has reports whether a set is among them.
 func (u Uses) Has(s SetID) bool { return u&(1<<s) != 0 }
 
 // With adds sets.
@@ -180,13 +182,13 @@ func (u Uses) With(sets ...SetID) Uses {
 	return u
 }
 
-// optional are the sets that no rule looks at while they are empty.
+// optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
 	UncountedServices, UncountedOutsideServices, RestrictedServices, ExternalServices, Hairpin, Remember,
 	OutsideStickyServices, UncountedStickyEndpoints, Scheduled,
 }
 
-// StructureOf gives what a state asks of a family's table, but for what follows from its elements.
+// StructureOf returns what a state asks of a family's table, except what follows from its elements.
 func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
 	if f == ipfamily.IPv6 {
@@ -196,8 +198,8 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	return out
 }
 
-// sets gives the sets and maps of a table. None has a size but those that rules write to: the kernel gives a set with a
-// size as many buckets as that takes, once and for all, and one without grows with its elements.
+// sets returns the sets and maps of a table. Only sets that rules write to have a size: the kernel allocates buckets
+// for the full size at once, and lets a set without a size grow with its elements.
 func sets() []Set {
 	frontends := func(id SetID, counter bool, comment string) Set {
 		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Counter: counter, Comment: comment}
@@ -217,8 +219,9 @@ func sets() []Set {
 		{ID: ClusterIPs, Key: []Field{DestAddr}, Comment: "all cluster IPs: unused ports are rejected"},
 		{ID: ServiceCIDRs, Key: []Field{DestAddr}, Interval: true,
 			Comment: "ranges of cluster IPs: unallocated addresses are dropped"},
-		frontends(ExternalServices, false, "node ports, load balancer and external addresses : 0:1 if everybody is masqueraded, "+
-			"0:2 if this node is"),
+		frontends(ExternalServices, false,
+			"node ports, load balancer and external addresses : 0:1 if everybody is masqueraded, "+
+				"0:2 if this node is"),
 		{ID: Hairpin, Key: []Field{SourceAddr, DestAddr}, Comment: "endpoints on this node that may reach themselves"},
 		{ID: Remember, Key: []Field{Priority}, Verdicts: true, Comment: "sessionAffinity: how long each pool remembers"},
 		frontends(StickyServices, false, "sessionAffinity: the pool of each frontend, which is not counted again"),
@@ -228,27 +231,29 @@ func sets() []Set {
 		{ID: Affinity, Key: []Field{Priority, RandomSlot}, Data: target, Dynamic: true, Size: AffinitySize,
 			Comment: "sessionAffinity: pool . bucket of clients : endpoint"},
 		{ID: Scheduled, Key: frontendKey, Comment: "left to IPVS, which chooses the endpoint"},
-		{ID: RevisionSet, Key: []Field{Mark}, Comment: "number and digest of what this table holds, written with every change"},
+		{ID: RevisionSet, Key: []Field{Mark},
+			Comment: "number and digest of what this table holds, written with every change"},
 		{ID: DigestSet, Key: []Field{Mark}, Comment: "digests of what the Services have here, by bucket"},
 	}
 }
 
-// AffinityBuckets is how many clients of a pool can be remembered apart: those whose addresses have the same hash share
-// an endpoint. So no pool has more entries than this, whatever its clients send, and AffinitySize has room for 256
-// pools of which somebody fills every bucket.
+// AffinityBuckets is how many clients of a pool can be remembered separately: clients whose addresses have the same
+// hash share an endpoint. So no pool has more entries than this, whatever its clients send, and AffinitySize has room
+// for 256 pools with every bucket in use.
 const (
 	AffinityBuckets = 1024
 	AffinitySize    = 256 * AffinityBuckets
 )
 
-// layout gives the structure of a family's table: every chain that exists once, and every set.
+// layout returns the structure of a family's table: every chain that exists once, and every set.
 func layout(f ipfamily.Family, s Structure) Table {
 	t := Table{Family: f, Comment: "Kubernetes Services, written by verdict", Sets: sets()}
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
 	if s.Uses.Has(Scheduled) {
-		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS", Rules: []Rule{{Accept{}}}})
+		t.Chains = append(t.Chains, Chain{ID: LeftToIPVS.id(), Comment: "the packet goes on to IPVS",
+			Rules: []Rule{{Accept{}}}})
 	}
 	t.Chains = append(t.Chains,
 		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{Reject{}}}},
@@ -261,7 +266,8 @@ func layout(f ipfamily.Family, s Structure) Table {
 	}
 	if s.Uses.Has(ExternalServices) {
 		t.Chains = append(t.Chains,
-			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster", Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
+			Chain{ID: MasqueradeAll.id(), Comment: "externalTrafficPolicy Cluster",
+				Rules: []Rule{{ClearPriority{}}, {Masquerade{}}}},
 			masqueradeFromNode(s))
 	}
 	start := []Rule{{Goto{Frontends.id()}}}
@@ -279,7 +285,8 @@ func layout(f ipfamily.Family, s Structure) Table {
 	return t
 }
 
-// input sees connections that end on this node. Everybody's priority is cleared, which was the pool's id until here.
+// input handles connections that end on this node. The priority held the pool's id until here, so it is cleared for
+// all.
 func input(s Structure) []Rule {
 	var rules []Rule
 	if s.Uses.Has(Remember) {
@@ -288,7 +295,7 @@ func input(s Structure) []Rule {
 	return append(rules, Rule{Translated{}, ClearPriority{}})
 }
 
-// postrouting sees connections leave. Those that IPVS sent on are not marked as translated.
+// postrouting handles connections that leave. IPVS's connections are not marked as translated.
 func postrouting(s Structure) Chain {
 	rules := []Rule{{Translated{}, Goto{TranslatedChain.id()}}}
 	if s.Uses.Has(Scheduled) {
@@ -297,7 +304,7 @@ func postrouting(s Structure) Chain {
 	return Chain{ID: Postrouting.id(), Hook: &Hook{"nat", "postrouting", prioritySrcNAT}, Rules: rules}
 }
 
-// guardLoopback stands in for the kernel's own martian check, which route_localnet turns off (CVE-2020-8558).
+// guardLoopback replaces the kernel's own martian check, which route_localnet turns off (CVE-2020-8558).
 func guardLoopback() Chain {
 	return Chain{ID: GuardLoopback.id(), Hook: &Hook{"filter", "prerouting", priorityRaw},
 		Comment: "route_localnet is on for node ports at 127.0.0.1",
@@ -307,7 +314,7 @@ func guardLoopback() Chain {
 		}}
 }
 
-// restrict drops who is not in the source ranges of a load balancer address, before anything else.
+// restrict drops packets from outside the source ranges of a load balancer address, before anything else.
 func restrict() Chain {
 	return Chain{ID: Restrict.id(), Rules: []Rule{{
 		SetPriority{Key: toFrontend, Map: RestrictedServices},
@@ -316,12 +323,12 @@ func restrict() Chain {
 	}}}
 }
 
-// dispatch finds the pool of a frontend in a map and does what Pools says of it.
+// dispatch finds the pool of a frontend in a map and executes the pool's verdict.
 func dispatch(m SetID) Rule {
 	return Rule{SetPriority{Key: toFrontend, Map: m}, VerdictMap{Key: poolKey, Map: Pools}}
 }
 
-// withUncounted gives a map and, if it is used, its uncounted twin.
+// withUncounted returns a map and, if it is used, its uncounted twin.
 func (s Structure) withUncounted(m SetID) []SetID {
 	if s.Uses.Has(m.counted(false)) {
 		return []SetID{m, m.counted(false)}
@@ -329,7 +336,7 @@ func (s Structure) withUncounted(m SetID) []SetID {
 	return []SetID{m}
 }
 
-// prerouting sees what comes in by an interface. Clients from outside look into their own map first.
+// prerouting handles packets from an interface. Clients from outside are looked up in their own map first.
 func prerouting(s Structure, start []Rule) []Rule {
 	var outside []Rule
 	for _, m := range s.withUncounted(OutsideServices) {
@@ -354,8 +361,8 @@ func frontends(s Structure) Chain {
 	return c
 }
 
-// translated decides the source address of connections to Services, after it has been remembered where they went. A
-// connection to a cluster IP is mostly known by the few ServiceCIDRs, which are faster to ask than all cluster IPs.
+// translated decides the source address of connections to Services, after session affinity is recorded. It looks up the
+// few ServiceCIDRs first, which is faster than all cluster IPs and matches most connections to cluster IPs.
 func translated(s Structure) Chain {
 	var rules []Rule
 	if s.Uses.Has(Remember) {
@@ -368,7 +375,7 @@ func translated(s Structure) Chain {
 			Rule{PriorityIs{externalNode}, Goto{MasqueradeNode.id()}})
 	}
 	if !s.MasqueradeAll && s.Pods.ByInterface() {
-		// What a pod sends to another on its bridge seems to come in by no interface, and so by none of the pods'.
+		// Packets between pods on one bridge seem to have no incoming interface, and so none of the pods'.
 		rules = append(rules, acceptBridged(s, s.Pods))
 	}
 	for _, set := range [...]SetID{ServiceCIDRs, ClusterIPs} {
@@ -383,14 +390,14 @@ func translated(s Structure) Chain {
 	return Chain{ID: TranslatedChain.id(), Rules: append(rules, hairpin(s)...)}
 }
 
-// masqueradeFromNode masquerades what this node itself sent.
+// masqueradeFromNode masquerades packets of this node itself.
 func masqueradeFromNode(s Structure) Chain {
 	rules := []Rule{{ClearPriority{}}, acceptBridged(s, dataplane.Pods{}), {NoInput{}, Masquerade{}}}
 	return Chain{ID: MasqueradeNode.id(), Comment: "externalTrafficPolicy Local", Rules: append(rules, hairpin(s)...)}
 }
 
-// acceptBridged keeps a packet that stays on its bridge from being masqueraded as one that this node sent. An endpoint
-// that reaches itself has to be.
+// acceptBridged excludes packets that stay on their bridge from masquerading as packets of this node. Those of an
+// endpoint to itself must still be masqueraded.
 func acceptBridged(s Structure, p dataplane.Pods) Rule {
 	r := Rule{Bridged{p}}
 	if s.Uses.Has(Hairpin) {
@@ -399,7 +406,7 @@ func acceptBridged(s Structure, p dataplane.Pods) Rule {
 	return append(r, Accept{})
 }
 
-// hairpin lets endpoints on this node reach themselves.
+// hairpin lets endpoints on this node connect to themselves.
 func hairpin(s Structure) []Rule {
 	if !s.Uses.Has(Hairpin) {
 		return nil
@@ -412,16 +419,16 @@ func affinityLookup() Chain {
 	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
 }
 
-// What ExternalServices says of a frontend. A verdict map would be shorter, but the kernel looks at every verdict again
-// whenever one changes, and a Service may have very many addresses.
+// The values of ExternalServices. A verdict map would be shorter, but the kernel validates every verdict again whenever
+// one changes, and a Service may have very many addresses.
 const (
 	externalAll  = 1
 	externalNode = 2
 )
 
-// rememberAffinity finds the pool a connection was balanced over, from the address it was first sent to. Where two
-// are possible and no interface says who sent, the priority does: it is still the pool's id, since no router has
-// changed it.
+// rememberAffinity finds a connection's pool from its original destination. If there are two such pools and no
+// interface tells where the packet came from, the priority does: it is still the pool's id, since no router has changed
+// it.
 func rememberAffinity(s Structure) Chain {
 	find := func(m SetID) []Statement {
 		return []Statement{SetPriority{Key: tupleKey, Map: m}, VerdictMap{Key: poolKey, Map: Remember}}
@@ -439,7 +446,7 @@ func rememberAffinity(s Structure) Chain {
 	return c
 }
 
-// perProtocol repeats a rule for each protocol: nft takes the port of a connection's tuple only after the protocol is
+// perProtocol repeats a rule for each protocol: nft accepts the port of a connection's tuple only after the protocol is
 // known.
 func perProtocol(before Rule, after ...Statement) []Rule {
 	rules := make([]Rule, 0, len(protocols))
@@ -450,7 +457,7 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 	return rules
 }
 
-// numbered gives a chain of which there is one for each N in use.
+// numbered returns a chain of a kind that exists once for each N in use.
 func numbered(id ChainID, s Structure) Chain {
 	c := Chain{ID: id}
 	switch id.Kind {
@@ -461,8 +468,8 @@ func numbered(id ChainID, s Structure) Chain {
 	case StickyPick:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
 	case RememberFor:
-		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit
-		// that took its endpoint away.
+		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit that
+		// removed its endpoint.
 		for _, members := range s.withUncounted(StickyEndpoints) {
 			c.Rules = append(c.Rules, Rule{
 				SetLookup{Key: Concat{Fields: []Field{Priority, DestAddr, DestPort}}, Set: members},
@@ -472,7 +479,7 @@ func numbered(id ChainID, s Structure) Chain {
 	return c
 }
 
-// next is the numbered chain that a numbered chain leads to, if any.
+// next is the numbered chain to which a numbered chain leads, if any.
 func (c ChainID) next() ChainID {
 	if c.Kind == StickyPick {
 		return ChainID{UncountedPick, c.N}
@@ -480,13 +487,13 @@ func (c ChainID) next() ChainID {
 	return ChainID{}
 }
 
-// ProbeTable gives a table with a chain of every kind: what a kernel must take to be of use.
+// ProbeTable returns a table with a chain of every kind: what a kernel must accept to be usable.
 func ProbeTable(f ipfamily.Family, s Structure) Table {
 	s.Uses = s.Uses.With(optional[:]...)
 	return TableOf(f, s, []ChainID{{Pick, 1}, {UncountedPick, 1}, {StickyPick, 1}, {RememberFor, 1}})
 }
 
-// TableOf gives the structure of a table with some numbered chains.
+// TableOf returns the structure of a table with some numbered chains.
 func TableOf(f ipfamily.Family, s Structure, chains []ChainID) Table {
 	t := layout(f, s)
 	for _, id := range chains {
@@ -495,7 +502,7 @@ func TableOf(f ipfamily.Family, s Structure, chains []ChainID) Table {
 	return t
 }
 
-// ChainNamed gives the chain that a name stands for: as a table has it, or what a numbered one has to be.
+// ChainNamed returns the chain with a name: the table's chain, or the numbered chain as it should be.
 func ChainNamed(t Table, s Structure, name string) (c Chain, ok bool) {
 	id, ok := chainByName(name)
 	if !ok || id.Name() != name {
@@ -507,10 +514,10 @@ func ChainNamed(t Table, s Structure, name string) (c Chain, ok bool) {
 	return numbered(id, s), id.Kind > numFixedChains
 }
 
-// SetByID gives a set of the layout. It is asked for each element that is read.
+// SetByID returns a set of the layout. It is called for each element that is read.
 func SetByID(id SetID) Set { return setsByID[id] }
 
 var setsByID = sets()
 
-// IsOptional says whether no rule looks at a set while it is empty.
+// IsOptional reports whether no rule looks up a set while it is empty.
 func IsOptional(s SetID) bool { return slices.Contains(optional[:], s) }

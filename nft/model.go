@@ -11,28 +11,28 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Model is what the kernel holds, as far as everything that was planned has been written. The zero value holds nothing.
-// A transaction that the kernel did not take is taken back by Rollback.
+// Model is what the kernel holds once all planned transactions are written. The zero value holds nothing. Rollback
+// undoes a transaction that the kernel rejected.
 type Model struct {
-	// Counters is how many counters elements may have, in both tables; 0 means as many as there are elements.
+	// Counters is how many counters elements may have, in both tables together; 0 means no limit.
 	Counters int
-	// Generation is the number that the next transaction gets; 0 means one more than the last. Where it is the kernel's
-	// own number of that transaction, a later process sees by it that nobody has written anything since.
+	// Generation is the revision number of the next transaction; 0 means one more than the last. If it is the kernel's own
+	// number of that transaction, a later process can tell that nobody has written anything since.
 	Generation uint32
 
 	filled   bool
 	services map[snapshot.Name]*service
 	cidrs    []netip.Prefix
 	tables   ipfamily.Per[tableModel]
-	// counting is what new elements are counted by. recount are the Services that are still counted by another.
+	// counting is the level for new elements. recount are the Services whose elements still have another level.
 	counting Counting
 	recount  []snapshot.Name
-	// needs is what all Services need of the budget, if none is preferred. Asking are the Services that ask to be, by
-	// namespace, and asked sums up those that do not ask for more than a share.
+	// needs is what all Services need of the budget if no request is granted. requests are the Services that ask for
+	// counters, by namespace, and requested sums up the namespaces that ask for at most one share.
 	needs     needs
 	requests  map[string]*counterRequests
 	requested counterRequests
-	// pools are the ids in use; a pool's id is found from its name's hash, so that it is the same after a restart.
+	// pools are the ids in use. A pool's id is found from the hash of its name, so that it is the same after a restart.
 	pools map[uint32]poolID
 }
 
@@ -44,7 +44,7 @@ type poolID struct {
 
 type tableModel struct {
 	structure Structure
-	// chains counts what leads to each numbered chain.
+	// chains counts the references to each numbered chain.
 	chains map[ChainID]int
 	// clusterIPs and hairpin count the services and ports that need the address.
 	clusterIPs, hairpin map[netip.Addr]int
@@ -52,17 +52,17 @@ type tableModel struct {
 	digests             Digests
 	// requested stands for what is counted, or is not, because a Service asks for that.
 	asked Digest
-	// revision is the number that the table has; 0 means that it has none we know of.
+	// revision is the table's number; 0 means unknown.
 	revision uint32
 }
 
-// undo is what takes a transaction back.
+// undo holds what Rollback needs.
 type undo struct {
-	// whole, if not nil, is the model as it was before everything was planned anew.
+	// whole, if not nil, is the model before everything was planned anew.
 	whole *Model
-	// all says that any Service's elements may have been planned, while the model stayed as it was.
+	// all says that any Service's elements may have been planned, although the model did not change.
 	all bool
-	// The rest is what single changes did before that.
+	// The rest is the state before single changes.
 	services []serviceBefore
 	cidrs    []netip.Prefix
 	tables   ipfamily.Per[tableModel]
@@ -75,19 +75,18 @@ type serviceBefore struct {
 	before *service
 }
 
-// Filled says whether anything was ever planned.
+// Filled reports whether anything was ever planned.
 func (m *Model) Filled() bool { return m.filled }
 
-// Counting is what elements are counted by, but for those that were written before it changed and are still to be
-// rewritten.
+// Counting returns the level of counting. Elements that were written before it changed may still have another level.
 func (m *Model) Counting() Counting { return m.counting }
 
-// Plan gives a transaction that takes the kernel towards a state, and moves the model there. The change says which
-// Services may differ from the state planned before; a model that holds nothing takes everything. What Unread names
-// must have been learnt.
+// Plan returns a transaction that takes the kernel towards a state, and updates the model. The change names the
+// Services that may differ from the last state; a model that holds nothing plans everything. The caller must pass what
+// UnknownSlots names to SetSlots first.
 //
-// A transaction has about as many elements as limit allows, 0 being no limit, and never leaves half a frontend behind.
-// What it did not get to is in Txn.Left, for the next.
+// A transaction has about limit elements at most, 0 meaning no limit, and never leaves half of a frontend. Txn.Left
+// names what is still to be planned.
 func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Txn {
 	if !m.filled {
 		return m.fill(s, limit)
@@ -108,11 +107,11 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 	return p.txn
 }
 
-// plan takes Services to what the state has of them, or as many as there is room for.
+// plan plans Services as the state has them, or as many as limit allows.
 func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	n := p.m.fitting(s, names, limit)
-	// To look at all that waits in each transaction would cost as often as there are transactions. Whether more can be
-	// counted, the last of them knows.
+	// Checking everything that waits in each transaction would cost as much again for each. The last transaction checks
+	// whether more can be counted.
 	growth := p.m.additionalNeeds(s, names[:min(n+1, len(names))])
 	if n < len(names) {
 		p.recount(growth, false)
@@ -127,12 +126,12 @@ func (p *planner) plan(s *dataplane.State, names []snapshot.Name, limit int) {
 	p.recountRequests()
 }
 
-// Fits says whether some Services have so few elements, before and after, that they may all be written at once.
+// Fits reports whether some Services have so few elements, before and after, that they can be written at once.
 func (m *Model) Fits(s *dataplane.State, names []snapshot.Name, limit int) bool {
 	return m.fitting(s, names, limit) == len(names)
 }
 
-// fitting gives how many of the first of some Services have so few elements; all if there is no limit.
+// fitting returns how many of the first Services have so few elements; all if there is no limit.
 func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) int {
 	if limit <= 0 {
 		return len(names)
@@ -147,8 +146,8 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	return len(names)
 }
 
-// planPart is plan for more Services than there is room for. An address may go from one to another: it goes before it
-// comes.
+// planPart is plan for more Services than fit. An address may move from one to another: it is deleted before it is
+// added.
 func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
@@ -182,7 +181,7 @@ func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int)
 	}
 }
 
-// losesFrontend says whether a Service has a frontend that it should not have.
+// losesFrontend reports whether a Service has a frontend that it should not have.
 func (s *service) losesFrontend(want *dataplane.Service) bool {
 	keys := map[dataplane.Key]bool{}
 	if want != nil {
@@ -197,8 +196,8 @@ func (s *service) losesFrontend(want *dataplane.Service) bool {
 	})
 }
 
-// Recount plans some of the Services whose elements are not counted as they should be now, up to a limit of elements.
-// Their slots must be known: Recounts says whose.
+// Recount plans some of the Services whose elements have another level of counting than they should, up to a limit of
+// elements. Their slots must be known: Recounts names the Services.
 func (m *Model) Recount(n, limit int) *Txn {
 	p := m.planner()
 	names := m.recount[:min(n, len(m.recount))]
@@ -214,10 +213,10 @@ func (m *Model) Recount(n, limit int) *Txn {
 	return p.txn
 }
 
-// Recounts gives up to n Services that Recount is for next.
+// Recounts returns up to n Services that the next Recount plans.
 func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m.recount))] }
 
-// shallowCopy copies a service; its pools' slots are the same.
+// shallowCopy copies a service; its pools share their slots with it.
 func (s *service) shallowCopy() *service {
 	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, sources: s.sources,
 		ports: make([]*port, len(s.ports))}
@@ -228,7 +227,7 @@ func (s *service) shallowCopy() *service {
 	return out
 }
 
-// additionalNeeds is what some Services will need more than they do now, of each level.
+// additionalNeeds is what some Services will need more than now, for each level.
 func (m *Model) additionalNeeds(s *dataplane.State, names []snapshot.Name) (more needs) {
 	for _, name := range names {
 		n := m.needsOf(s.Services[name])
@@ -240,7 +239,7 @@ func (m *Model) additionalNeeds(s *dataplane.State, names []snapshot.Name) (more
 	return more
 }
 
-// needsOf gives what a Service will need at most; nil needs nothing.
+// needsOf returns what a Service will need at most; nil needs nothing.
 func (m *Model) needsOf(svc *dataplane.Service) needs {
 	frontends, endpoints := 0, 0
 	if svc != nil && svc.Counters != snapshot.CountersNever {
@@ -257,8 +256,8 @@ func (m *Model) needsOf(svc *dataplane.Service) needs {
 	return needsOf(frontends, endpoints, m.share())
 }
 
-// recount looks whether the budget for counters is still enough if Services need some more; and, if raise is set, for
-// more to be counted. What is there already is rewritten later, a little at a time.
+// recount lowers the level of counting if Services need more than the budget and, if raise is set, raises it if more
+// can be counted. Existing elements are rewritten later, in small transactions.
 func (p *planner) recount(more needs, raise bool) {
 	m := p.m
 	more.add(m.totalNeeds(), +1)
@@ -268,7 +267,7 @@ func (p *planner) recount(more needs, raise bool) {
 	}
 }
 
-// Rollback takes back a transaction that is not in the kernel: the last one that was planned.
+// Rollback undoes the last planned transaction, which must not be in the kernel.
 func (m *Model) Rollback(t *Txn) {
 	u := &t.undo
 	if u.whole != nil {
@@ -287,7 +286,7 @@ func (m *Model) Rollback(t *Txn) {
 	m.cidrs, m.tables, m.counting, m.recount = u.cidrs, u.tables, u.counting, u.recount
 }
 
-// serviceOrEmpty gives what a Service is for us, never nil.
+// serviceOrEmpty returns a compiled Service, never nil.
 func (m *Model) serviceOrEmpty(name snapshot.Name) *service {
 	if s := m.services[name]; s != nil {
 		return s
@@ -296,14 +295,15 @@ func (m *Model) serviceOrEmpty(name snapshot.Name) *service {
 }
 
 func (m *Model) planner() *planner {
-	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total), txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
+	p := &planner{m: m, fitsHalf: m.fitsHalfBudget(m.requested.total),
+		txn: &Txn{undo: undo{cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}}}
 	for i := range p.chainsBefore {
 		p.chainsBefore[i] = map[ChainID]int{}
 	}
 	return p
 }
 
-// fill plans everything, or the beginning of it, for a kernel that holds nothing, or nothing known.
+// fill plans everything, or a first part, for a kernel whose content is empty or unknown.
 func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	whole := *m
 	m.clear(s)
@@ -319,7 +319,7 @@ func (m *Model) fill(s *dataplane.State, limit int) *Txn {
 	return p.txn
 }
 
-// reserve makes room for the elements of the large sets, which would otherwise be copied each time they outgrow it.
+// reserve allocates the large sets' elements, which would otherwise be copied each time they grow.
 func (p *planner) reserve(s *dataplane.State, limit int) {
 	var frontends, endpoints ipfamily.Per[int]
 	all := 0
@@ -345,10 +345,10 @@ func wholeUndo(m *Model) undo {
 	return undo{whole: m, cidrs: m.cidrs, tables: m.tables, counting: m.counting, recount: m.recount}
 }
 
-// clear makes the model one of tables without elements.
+// clear resets the model to tables without elements.
 func (m *Model) clear(s *dataplane.State) {
-	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true, services: make(map[snapshot.Name]*service, len(s.Services)),
-		pools: map[uint32]poolID{}, tables: m.tables}
+	*m = Model{Counters: m.Counters, Generation: m.Generation, filled: true,
+		services: make(map[snapshot.Name]*service, len(s.Services)), pools: map[uint32]poolID{}, tables: m.tables}
 	m.counting = m.expected(s)
 	for i, f := range ipfamily.All {
 		m.tables[i].structure = StructureOf(s, f)
@@ -356,7 +356,7 @@ func (m *Model) clear(s *dataplane.State) {
 	m.emptyTables()
 }
 
-// expected gives what elements will be counted by once all of a state is planned.
+// expected returns the level of counting once all of a state is planned.
 func (m *Model) expected(s *dataplane.State) Counting {
 	var all needs
 	for _, svc := range s.Services {
@@ -365,7 +365,7 @@ func (m *Model) expected(s *dataplane.State) Counting {
 	return CountEndpoints.within(m.counters(), &all)
 }
 
-// Load has the model hold a state, as if it were written already.
+// Load makes the model hold a state as if it were already written.
 func (m *Model) Load(s *dataplane.State) {
 	m.clear(s)
 	p := m.planner()
@@ -376,7 +376,7 @@ func (m *Model) Load(s *dataplane.State) {
 	p.chains()
 }
 
-// applyRecount has the model hold what Recount would write, as if it were written already.
+// applyRecount makes the model hold what Recount would write, as if it were already written.
 func (p *planner) applyRecount() {
 	for _, name := range p.m.recount {
 		if held := p.m.services[name]; held != nil {
@@ -386,8 +386,8 @@ func (p *planner) applyRecount() {
 	p.m.recount = nil
 }
 
-// Recreate plans everything the model holds for new tables: it makes no use of anything that is there. Affinity are the
-// entries that clients keep; those that Remembers denies are left out.
+// Recreate plans everything that the model holds for new tables, and uses nothing that is there. affinity are the
+// entries of clients to keep; those that Remembers rejects are dropped.
 func (m *Model) Recreate(affinity *ipfamily.Per[[]Listed]) *Txn {
 	whole := *m
 	m.services, m.cidrs = make(map[snapshot.Name]*service, len(whole.services)), nil
@@ -424,7 +424,7 @@ func (s *service) cloneUnassigned() *service {
 	return c
 }
 
-// cloneWithoutSlots copies a service with its ids, but without the slots.
+// cloneWithoutSlots copies a service with its ids, but without slots.
 func (s *service) cloneWithoutSlots() *service {
 	c := s.shallowCopy()
 	for _, p := range c.ports {
@@ -435,7 +435,7 @@ func (s *service) cloneWithoutSlots() *service {
 	return c
 }
 
-// emptyTables leaves of the tables their structure, without what follows from elements, and revision.
+// emptyTables resets the tables to their structure and revision, without what follows from elements.
 func (m *Model) emptyTables() {
 	for i, f := range ipfamily.All {
 		was := &m.tables[i]
@@ -446,7 +446,7 @@ func (m *Model) emptyTables() {
 	}
 }
 
-// create puts the structure before everything that was planned for empty tables.
+// create adds the structure to everything that was planned for empty tables.
 func (p *planner) create() {
 	m := p.m
 	p.chains()
@@ -455,7 +455,7 @@ func (p *planner) create() {
 		t := layout(f, tm.structure)
 		tt.Create = &t
 		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
-		// The kernel lists ranges in the order in which they came: here that which nft has for those it loads.
+		// The kernel lists ranges in the order in which they were added: use the order in which nft loads them.
 		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
 		tm.revision = m.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
@@ -463,7 +463,7 @@ func (p *planner) create() {
 	}
 }
 
-// revise replaces the revision of the tables that the transaction writes to.
+// revise replaces the revision of the tables to which the transaction writes.
 func (p *planner) revise() {
 	m := p.m
 	for i, f := range ipfamily.All {
@@ -479,7 +479,7 @@ func (p *planner) revise() {
 	}
 }
 
-// number gives the number of a table's next revision.
+// number returns the number of a table's next revision.
 func (m *Model) number(last uint32) uint32 {
 	if m.Generation != 0 {
 		return m.Generation
@@ -487,18 +487,18 @@ func (m *Model) number(last uint32) uint32 {
 	return last + 1
 }
 
-// Revision gives that of a table after the last transaction that was planned.
+// Revision returns a table's revision after the last planned transaction.
 func (m *Model) Revision(f ipfamily.Family) Revision {
 	tm := &m.tables[f]
 	return Revision{tm.revision, tm.digests[sharedBucket], countingText(m.counting, m.recount), tm.asked}
 }
 
-// Digests gives those of a table after the last transaction that was planned.
+// Digests returns a table's digests after the last planned transaction.
 func (m *Model) Digests(f ipfamily.Family) Digests { return m.tables[f].digests }
 
 func (u *undo) countingText() string { return countingText(u.counting, u.recount) }
 
-// countingText is what a revision says of counters: what is counted, or that it is not the same for all.
+// countingText is what a revision says of counters: the level, or "some" if it differs between Services.
 func countingText(c Counting, recount []snapshot.Name) string {
 	if len(recount) > 0 {
 		return "some"
@@ -506,7 +506,7 @@ func countingText(c Counting, recount []snapshot.Name) string {
 	return c.String()
 }
 
-// newPoolID hashes to the id of a pool. It is none of the numbers for which nft has words.
+// newPoolID finds a free id for a pool, from a hash. It avoids the numbers for which nft has words.
 func (m *Model) newPoolID(p poolID) uint32 {
 	const none, root = 0, 0xffffffff
 	h := fnv.New64a()
@@ -521,7 +521,7 @@ func (m *Model) newPoolID(p poolID) uint32 {
 	}
 }
 
-// release frees the ids of a service, which may be nil; register takes them back.
+// release frees the ids of a service, which may be nil; register takes them again.
 func (m *Model) release(s *service) {
 	s.eachID(snapshot.Name{}, func(id uint32, _ poolID) { delete(m.pools, id) })
 }
@@ -548,27 +548,27 @@ func (s *service) eachID(name snapshot.Name, do func(id uint32, p poolID)) {
 	}
 }
 
-// sourcesID names the source ranges of a Service.
+// sourcesID identifies the source ranges of a Service.
 func sourcesID(name snapshot.Name, f ipfamily.Family) poolID {
 	return poolID{portID{dataplane.PortName{Service: name}, f}, sourcesOf}
 }
 
-// Remembers says whether an element of Affinity names an endpoint that its pool has.
+// Remembers reports whether an element of Affinity names an endpoint that its pool has.
 func (m *Model) Remembers(f ipfamily.Family, e *Element) bool {
 	port, pool, ok := m.pool(f, e.ID())
 	return ok && slices.Contains(port.members(pool), e.Target())
 }
 
-// Sticky says whether any Service of a family has session affinity.
+// Sticky reports whether any Service of a family has session affinity.
 func (m *Model) Sticky(f ipfamily.Family) bool { return m.tables[f].count[Remember] > 0 }
 
-// ServiceOf gives the Service whose pool has an id.
+// ServiceOf returns the Service whose pool has an id.
 func (m *Model) ServiceOf(id uint32) (snapshot.Name, bool) {
 	name, ok := m.pools[id]
 	return name.port.name.Service, ok
 }
 
-// pool gives the pool of an id, and its port.
+// pool returns the pool with an id, and its port.
 func (m *Model) pool(f ipfamily.Family, id uint32) (*port, poolIndex, bool) {
 	name, ok := m.pools[id]
 	if !ok || name.port.family != f || name.pool == sourcesOf {

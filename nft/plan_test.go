@@ -23,8 +23,9 @@ func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 var testConfig = dataplane.Config{
 	NodeName:           "node-1",
 	LocalhostNodePorts: true,
-	DetectLocal:        dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"), prefix("fd00:244::/32")}},
-	IPVS:               dataplane.IPVS{Mode: dataplane.IPVSAuto},
+	DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"),
+		prefix("fd00:244::/32")}},
+	IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto},
 }
 
 // seeds is how many walks a fuzz test begins with: with 12, every limit meets every budget of counters; that is enough
@@ -93,7 +94,8 @@ func FuzzPlanEqualsFull(f *testing.F) {
 			if counters > 0 { // what is counted because a Service asks for it is the same, too
 				fresh = Model{Counters: budget}
 				fresh.Load(planner.State())
-				fresh.AdoptCounting(&ipfamily.Per[Found]{{Revision: model.Revision(ipfamily.IPv4)}, {Revision: model.Revision(ipfamily.IPv6)}})
+				fresh.AdoptCounting(&ipfamily.Per[Found]{{Revision: model.Revision(ipfamily.IPv4)},
+					{Revision: model.Revision(ipfamily.IPv6)}})
 			}
 			for i := range model.tables {
 				if len(model.recount) > 0 {
@@ -165,9 +167,11 @@ func TestPlanAhead(t *testing.T) {
 			t.Errorf("%s: left is %v; want %v", what, txn.Left.Services, left)
 		}
 	}
-	plan("all", m.Plan(put(service("large", "10.96.0.1", 0, 1000), service("small", "10.96.0.2", 0, 0), service("taker", "10.96.0.3", 0, 0)),
+	plan("all", m.Plan(put(service("large", "10.96.0.1", 0, 1000), service("small", "10.96.0.2", 0, 0),
+		service("taker", "10.96.0.3", 0, 0)),
 		dataplane.Change{}, 0))
-	st := put(service("large", "10.96.0.1", 1000, 1000), service("small", "10.96.0.2", 3000, 2), service("taker", "10.96.0.3", 5, 1))
+	st := put(service("large", "10.96.0.1", 1000, 1000), service("small", "10.96.0.2", 3000, 2),
+		service("taker", "10.96.0.3", 5, 1))
 	plan("ahead", m.PlanAhead(st, names("large", "small", "taker"), 100), "large", "taker")
 	if txn := m.PlanAhead(st, names("large", "taker"), 100); txn != nil {
 		t.Errorf("%v has gone ahead", txn)
@@ -188,7 +192,8 @@ func TestPlanAhead(t *testing.T) {
 // stateOf gives the state of one Service with endpoints on the given last bytes of 10.244.1.0.
 func stateOf(s *snapshot.Service, endpoints ...int) *dataplane.State {
 	snap := snapshot.New()
-	slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name, Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+	slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name,
+		Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
 	for _, n := range endpoints {
 		slice.Endpoints = append(slice.Endpoints,
 			snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n)), Ready: true, Serving: true})
@@ -238,7 +243,8 @@ func TestOneEndpointIsOneSlot(t *testing.T) {
 			txn := m.Plan(stateOf(webService(), c.after...), dataplane.Change{Services: []snapshot.Name{webService().Name}}, 0)
 			added, replaced, removed := txn.Counts()
 			if added != c.added || replaced != c.replaced || removed != c.removed {
-				t.Errorf("added %d, replaced %d, removed %d; want %d, %d, %d", added, replaced, removed, c.added, c.replaced, c.removed)
+				t.Errorf("added %d, replaced %d, removed %d; want %d, %d, %d", added, replaced, removed, c.added, c.replaced,
+					c.removed)
 			}
 		})
 	}
@@ -292,7 +298,8 @@ func TestPoolsPart(t *testing.T) {
 	s.Affinity, s.ExternalLocal, s.LoadBalancerIPs = time.Hour, true, []netip.Addr{addr("203.0.113.1")}
 	state := func(nodes ...string) *dataplane.State {
 		snap := snapshot.New()
-		slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name, Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+		slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name,
+			Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
 		for i, node := range nodes {
 			slice.Endpoints = append(slice.Endpoints,
 				snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", i+1)), Node: node, Ready: true, Serving: true})
@@ -323,7 +330,8 @@ func TestGiantService(t *testing.T) {
 		giant.ExternalIPs = append(giant.ExternalIPs, netip.AddrFrom4([4]byte{198, 51, byte(i >> 8), byte(i)}))
 	}
 	for p := range 9 {
-		giant.Ports = append(giant.Ports, snapshot.Port{Name: "a", Protocol: []Protocol{snapshot.UDP, snapshot.SCTP}[p%2], Port: uint16(1000 + p)})
+		giant.Ports = append(giant.Ports, snapshot.Port{Name: "a", Protocol: []Protocol{snapshot.UDP, snapshot.SCTP}[p%2],
+			Port: uint16(1000 + p)})
 	}
 	const limit = 100
 	var m Model
@@ -430,7 +438,8 @@ func TestRecount(t *testing.T) {
 				t.Errorf("%d Services: %s holds %d elements", n, set, got)
 			}
 		}
-		if m.Counting() != level || RevisionOf(slices.Collect(maps.Values(kernel[0].sets[RevisionSet]))).Counted != level.String() {
+		if m.Counting() != level ||
+			RevisionOf(slices.Collect(maps.Values(kernel[0].sets[RevisionSet]))).Counted != level.String() {
 			t.Errorf("%d Services: %s are counted; want %s", n, m.Counting(), level)
 		}
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// assignSlotsAndIDs decides what of a Service's new answer depends on the one before: slots and ids.
+// assignSlotsAndIDs assigns slots and ids to a Service's new version, keeping those of the earlier one.
 func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 	for i, f := range ipfamily.All {
 		is := &now.sources[i]
@@ -33,7 +33,7 @@ func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 	}
 }
 
-// ids gives the pools of a port their ids, and frees those no longer used.
+// ids assigns ids to the pools of a port, and frees those no longer used.
 func (p *planner) ids(old, want *port) {
 	for i := range want.pools {
 		at := poolIndex(i)
@@ -44,7 +44,7 @@ func (p *planner) ids(old, want *port) {
 	}
 }
 
-// updateID gives the id of something that had one, or had none, and is used, or is not used any more.
+// updateID returns the id of something that had an id or not, and is now used or not.
 func (m *Model) updateID(had uint32, used bool, name poolID) uint32 {
 	switch {
 	case used && had == 0:
@@ -56,7 +56,7 @@ func (m *Model) updateID(had uint32, used bool, name poolID) uint32 {
 	return had
 }
 
-// port takes a service port from what it was to what it should be; nil means it was not, or should not be, there.
+// port plans the change of a service port; nil means that it was not, or should not be, there.
 func (p *planner) port(before, now *port) {
 	old, want := before, now
 	if old == nil {
@@ -79,10 +79,11 @@ func (p *planner) port(before, now *port) {
 	p.frontends(f, old, want)
 }
 
-// pool takes a pool from what it was to what it should be.
+// pool plans the change of a pool.
 func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	op, wp := &old.pools[i], &want.pools[i]
-	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) }, func() Element { return want.poolElement(i) })
+	p.element(f, op.used, wp.used, func() Element { return old.poolElement(i) },
+		func() Element { return want.poolElement(i) })
 	p.element(f, op.used && old.timeout > 0, wp.used && want.timeout > 0,
 		func() Element { return old.rememberElement(i) }, func() Element { return want.rememberElement(i) })
 	p.members(f, old, want, i)
@@ -105,7 +106,7 @@ func (p *planner) pool(f ipfamily.Family, old, want *port, i poolIndex) {
 	}
 }
 
-// element takes an element from what it was, if it was there, to what it should be.
+// element plans the change of an element that may be there before and after.
 func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() Element) {
 	switch {
 	case was && is:
@@ -119,8 +120,9 @@ func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() El
 	}
 }
 
-// assign gives each endpoint of a pool its slot. An endpoint keeps the slot it has; those beyond the end move into the
-// holes, then the new ones: so one endpoint added or removed is one or two elements, whatever the pool's size.
+// assign gives each endpoint of a pool its slot. An endpoint keeps its slot. Endpoints beyond the end move into the
+// holes, then new ones follow. So adding or removing one endpoint changes one or two elements, whatever the pool's
+// size.
 func assign(before, want []netip.AddrPort) []netip.AddrPort {
 	if len(before) == 0 || slices.Equal(before, want) {
 		return want
@@ -154,7 +156,7 @@ func assign(before, want []netip.AddrPort) []netip.AddrPort {
 	return slots
 }
 
-// members takes the endpoints of a pool whose clients are remembered from what they were to what they should be.
+// members plans the change of the members of a pool with session affinity.
 func (p *planner) members(f ipfamily.Family, old, want *port, i poolIndex) {
 	before, now := old.members(i), want.members(i)
 	same := old.memberSet() == want.memberSet()
@@ -182,7 +184,7 @@ func (p *planner) members(f ipfamily.Family, old, want *port, i poolIndex) {
 	}
 }
 
-// members gives the endpoints of a pool whose clients are remembered; nil if they are not.
+// members returns the endpoints of a pool with session affinity; nil without it.
 func (p *port) members(i poolIndex) []netip.AddrPort {
 	if !p.sticky(i) {
 		return nil
@@ -210,7 +212,7 @@ func (p *planner) frontends(f ipfamily.Family, old, want *port) {
 	}
 }
 
-// frontend takes one frontend from what it was in the old port to what it should be in the new; of or wf may be nil.
+// frontend plans the change of one frontend from the old port to the new; of or wf may be nil.
 func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *port, wf *frontend) {
 	var before, now []Element
 	var room [2][perFrontend]Element
@@ -238,8 +240,8 @@ func (p *planner) frontend(f ipfamily.Family, old *port, of *frontend, want *por
 	}
 }
 
-// restartsCounter says whether a frontend's element is to count anew: what it has counted was refused, and is served now, or the
-// reverse.
+// restartsCounter reports whether a frontend's element must be rewritten to restart its count: packets were refused
+// before and are served now, or the reverse.
 func restartsCounter(e *Element, old *port, of *frontend, want *port, wf *frontend) bool {
 	if len(want.frontends) > dataplane.MaxResetFrontends {
 		return false

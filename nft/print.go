@@ -21,14 +21,14 @@ type Listing struct {
 // Listed is an element with what the kernel adds to it.
 type Listed struct {
 	Element
-	// Counted says that the element counts packets, which in our tables is connections.
+	// Counted says that the element counts packets; in our tables these are connections.
 	Counted        bool
 	Packets, Bytes uint64
 	// Timeout and Expires are set for the elements of dynamic maps.
 	Timeout, Expires time.Duration
 }
 
-// List gives the tables for a state, as they are in the kernel after the first transaction.
+// List returns the tables for a state, as they are in the kernel after the first transaction.
 func List(s *dataplane.State) ipfamily.Per[Listing] {
 	var m Model
 	var out ipfamily.Per[Listing]
@@ -46,7 +46,7 @@ func List(s *dataplane.State) ipfamily.Per[Listing] {
 	return out
 }
 
-// Structure gives the table of a family as the model has it, every chain included.
+// Structure returns the table of a family as the model has it, with every chain.
 func (m *Model) Structure(f ipfamily.Family) Table {
 	tm := &m.tables[f]
 	ids := make([]ChainID, 0, len(tm.chains))
@@ -57,11 +57,11 @@ func (m *Model) Structure(f ipfamily.Family) Table {
 	return TableOf(f, tm.structure, ids)
 }
 
-// Layout gives what the table of a family is made for.
+// Layout returns the structure that the table of a family is made for.
 func (m *Model) Layout(f ipfamily.Family) Structure { return m.tables[f].structure }
 
-// Print writes a table as nft text, elements sorted by key. The text can be loaded with `nft -f`, and then lists the
-// same as what the proxy itself writes.
+// Print writes a table as nft text, elements sorted by key. `nft -f` loads the text, and then lists the same as what
+// the proxy itself writes.
 func (l *Listing) Print(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	t := &l.Table
@@ -125,7 +125,7 @@ func (l *Listed) Text(f ipfamily.Family, s *Set) string {
 	return l.text(f, s, extra)
 }
 
-// compareElements orders by key; slots and pool ids, which the kernel keeps in the host's byte order, by their value.
+// compareElements orders by key; slots and pool ids, which the kernel keeps in the host's byte order, by value.
 func compareElements(f ipfamily.Family, s *Set, a, b *Element) int {
 	off := 0
 	for _, field := range s.Key {
@@ -142,8 +142,9 @@ func compareElements(f ipfamily.Family, s *Set, a, b *Element) int {
 	return int(a.Bits) - int(b.Bits)
 }
 
-// noteIPv6Affinity stands above the one statement that an older nft lists but cannot load.
-const noteIPv6Affinity = "# nft 1.0.6 aborts when it loads the next line (it lists it well): load it with nft 1.1 or later"
+// noteIPv6Affinity precedes the one statement that an older nft lists but cannot load.
+const noteIPv6Affinity = "# nft 1.0.6 aborts when it loads the next line (it lists it well): " +
+	"load it with nft 1.1 or later"
 
 func printChain(w *bufio.Writer, f ipfamily.Family, c *Chain) {
 	fmt.Fprintf(w, "\n\tchain %s {\n", c.ID.Name())

@@ -8,12 +8,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rangeCost is how many other elements a source range stands for where a transaction is bounded. The kernel keeps
-// ranges in a set of its own kind, for which one that comes or goes takes time that grows with all there are: about a
-// millisecond where there are some thousands.
+// rangeCost is how many other elements a source range counts for in the limit of a transaction. The kernel's sets with
+// ranges take time for each change that grows with all ranges in the set: about a millisecond with some thousands.
 const rangeCost = 128
 
-// rangesChange is what the change of the source ranges of a Service counts for where a transaction is bounded.
+// rangesChange is what a change of a Service's source ranges counts for in the limit of a transaction.
 func (s *service) rangesChange(want *dataplane.Service) (n int) {
 	var now ipfamily.Per[[]netip.Prefix]
 	if want != nil {
@@ -33,9 +32,8 @@ func (s *service) rangesChange(want *dataplane.Service) (n int) {
 	return n
 }
 
-// ranges gives source ranges on their way from some to others, as far as there is room. Both are sorted and hold no
-// range inside another, and so is what is on the way: a range goes together with those that come inside it or around
-// it.
+// ranges returns the next version of source ranges, as far as there is room. Both lists are sorted and hold no range
+// inside another, and so does the result: a range is replaced together with those inside it or around it.
 func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
 	if slices.Equal(old, want) {
 		return want
@@ -53,8 +51,8 @@ func (t *transition) ranges(old, want []netip.Prefix) (next []netip.Prefix) {
 	return next
 }
 
-// overlapping gives how many of the first ranges of two sorted lists, of which not both are empty, overlap with the
-// very first.
+// overlapping returns how many of the first ranges of two sorted lists overlap with the very first. At most one list
+// may be empty.
 func overlapping(a, b []netip.Prefix) (fromA, fromB int) {
 	switch {
 	case len(a) == 0:

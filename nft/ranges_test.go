@@ -16,7 +16,8 @@ func TestRangesGoInParts(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	list := func() (out []netip.Prefix) {
 		for range r.IntN(20) {
-			out = append(out, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(r.IntN(8)), byte(r.IntN(4)), 0}), 14+r.IntN(12)).Masked())
+			out = append(out, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(r.IntN(8)), byte(r.IntN(4)), 0}),
+				14+r.IntN(12)).Masked())
 		}
 		slices.SortFunc(out, netip.Prefix.Compare)
 		kept := out[:0]
@@ -51,7 +52,8 @@ func TestRangesAreBounded(t *testing.T) {
 		svc := webService()
 		svc.LoadBalancerIPs = []netip.Addr{addr("198.51.100.1")}
 		for i := range ranges {
-			svc.SourceRanges = append(svc.SourceRanges, netip.PrefixFrom(netip.AddrFrom4([4]byte{octet, 1, byte(i >> 8), byte(i)}), 32))
+			svc.SourceRanges = append(svc.SourceRanges,
+				netip.PrefixFrom(netip.AddrFrom4([4]byte{octet, 1, byte(i >> 8), byte(i)}), 32))
 		}
 		return stateOf(svc, 1)
 	}
@@ -60,7 +62,8 @@ func TestRangesAreBounded(t *testing.T) {
 	var m Model
 	kernel := newFakeKernel()
 	name := webService().Name
-	for i, st := range []*dataplane.State{service(11, 0), service(11, 1000), service(12, 1000), service(12, 999), service(11, 0),
+	for i, st := range []*dataplane.State{service(11, 0), service(11, 1000), service(12, 1000), service(12, 999),
+		service(11, 0),
 		service(13, 1000), nobody} {
 		parts := 0
 		for left := (dataplane.Change{Services: []snapshot.Name{name}}); !left.Empty(); parts++ {

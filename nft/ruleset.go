@@ -1,6 +1,6 @@
-// Package nft says, as plain values, what nf_tables should hold for a dataplane.State: tables, chains, rules, sets,
-// maps and their elements. It compiles states, finds the difference between two of them, and prints nft text. It
-// touches no socket; package nft/kernel carries these values to and from the kernel.
+// Package nft holds, as plain values, what nf_tables should hold for a dataplane.State: tables, chains, rules, sets,
+// maps and their elements. It compiles states, computes the difference between two of them, and prints nft text. It
+// does no I/O; package nft/kernel carries these values to and from the kernel.
 package nft
 
 import (
@@ -35,9 +35,9 @@ type Set struct {
 	Interval bool
 	// Dynamic lets rules add elements, which time out.
 	Dynamic bool
-	// Counter counts the packets, that is the connections, that match each element.
+	// Counter counts the packets that reach it in the rule. Packets and Bytes are set if Counted is.
 	Counter bool
-	// Size is the most elements the set takes; 0 means no limit. The kernel sizes its hash table by it once.
+	// Size is the maximum number of elements; 0 means no limit. The kernel sizes the set's hash table by it once.
 	Size    uint32
 	Comment string
 }
@@ -81,7 +81,7 @@ type Statement interface {
 	text(f ipfamily.Family) string
 }
 
-// Field is something a packet or its connection carries that fits into a key.
+// Field is a field of a packet, or of its connection, that can be part of a key.
 type Field uint8
 
 // The fields, in the order of their texts in fieldText.
@@ -165,7 +165,7 @@ func (field Field) Len(f ipfamily.Family) int {
 	return 4
 }
 
-// SetLookup matches if the key is in the set; if Not, when it isn't.
+// SetLookup matches if the key is in the set; with Not, if it is not.
 type SetLookup struct {
 	Key Concat
 	Not bool
@@ -180,7 +180,7 @@ func (s SetLookup) text(f ipfamily.Family) string {
 	return s.Key.text(f) + " " + not + "@" + s.Set.String()
 }
 
-// VerdictMap does what a verdict map says; it does nothing for a key the map does not hold.
+// VerdictMap executes the verdict that a map holds for a key. Without one, it does nothing.
 type VerdictMap struct {
 	Key Concat
 	Map SetID
@@ -190,7 +190,7 @@ func (s VerdictMap) text(f ipfamily.Family) string {
 	return s.Key.text(f) + " vmap @" + s.Map.String()
 }
 
-// DNAT sends the connection to the address and port a map gives; it does nothing for a key the map does not hold.
+// DNAT translates the destination to the address and port that a map holds for a key. Without them, it does nothing.
 type DNAT struct {
 	Key Concat
 	Map SetID
@@ -200,7 +200,7 @@ func (s DNAT) text(f ipfamily.Family) string {
 	return "dnat " + f.NFT() + " to " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
-// SetPriority writes the value a map gives into the scratch field; the rule ends if the map does not hold the key.
+// SetPriority sets the scratch field to the value that a map holds for a key. Without one, the rule does not match.
 type SetPriority struct {
 	Key Concat
 	Map SetID
@@ -217,12 +217,12 @@ func (s PriorityIs) text(ipfamily.Family) string {
 	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
 }
 
-// Accept has nothing more done to a packet by the base chain.
+// Accept ends the base chain: the packet goes on to the next hook.
 type Accept struct{}
 
 func (Accept) text(ipfamily.Family) string { return "accept" }
 
-// ClearPriority empties the scratch field.
+// ClearPriority clears the scratch field.
 type ClearPriority struct{}
 
 func (ClearPriority) text(ipfamily.Family) string { return "meta priority set none" }
@@ -236,7 +236,8 @@ type Update struct {
 }
 
 func (s Update) text(f ipfamily.Family) string {
-	return "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout) + " : " + s.Data.text(f) + " }"
+	return "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout) + " : " +
+		s.Data.text(f) + " }"
 }
 
 // secondsText writes a duration of whole seconds as nft does: 3h, 1m30s, 1d.
@@ -261,7 +262,7 @@ type ProtocolIs struct{ Protocol Protocol }
 
 func (s ProtocolIs) text(ipfamily.Family) string { return "meta l4proto " + s.Protocol.String() }
 
-// FromPods matches packets that come from a pod; if Not, all others.
+// FromPods matches packets that come from a pod; with Not, all others.
 type FromPods struct {
 	Pods dataplane.Pods
 	Not  bool
@@ -281,8 +282,9 @@ func (s FromPods) text(f ipfamily.Family) string {
 	return f.NFT() + " saddr " + op + s.Pods.CIDR.String()
 }
 
-// NoInput matches packets that came in by no interface, as far as the kernel tells; if Not, all others. In
-// postrouting, where it tells since 5.7, these are what this node itself sent and what is Bridged.
+// NoInput matches packets without an incoming interface, as far as the kernel reports it; with Not, all others. In
+// postrouting, where the kernel reports it since 5.7, these are packets of this node itself and packets that are
+// Bridged.
 type NoInput struct{ Not bool }
 
 func (s NoInput) text(ipfamily.Family) string {
@@ -292,13 +294,13 @@ func (s NoInput) text(ipfamily.Family) string {
 	return "iif 0"
 }
 
-// Bridged matches packets in postrouting that stay on the bridge by which they came in, which shows them to netfilter
-// (br_netfilter). For them the kernel tells no incoming interface there, as for what this node sends. But they have a
-// link-layer header, and bridges take no frame from the address zero; what this node sends gets its header only
+// Bridged matches packets in postrouting that stay on the bridge by which they came in and that netfilter sees
+// (br_netfilter). For them, as for packets of this node, the kernel reports no incoming interface there. But they have
+// a link-layer header, and bridges accept no frame from the address zero; packets of this node only get their header
 // later.
 type Bridged struct {
-	// Pods, if they are told by interfaces, leaves only the bridges that count as pods': the one by which a packet
-	// leaves is the one by which it came.
+	// Pods, if recognized by interface, restricts the match to the pods' bridges: a bridged packet leaves by the bridge by
+	// which it came in.
 	Pods dataplane.Pods
 }
 
@@ -313,8 +315,8 @@ func (s Bridged) text(ipfamily.Family) string {
 	return bridged
 }
 
-// OffLoopback matches packets that came in by another interface than lo and bear a loopback address: martians that the
-// kernel would drop itself if its route_localnet were off.
+// OffLoopback matches packets with a loopback address that came in by another interface than lo: martians, which the
+// kernel would drop itself without route_localnet.
 type OffLoopback struct {
 	// Field is SourceAddr or DestAddr.
 	Field Field
@@ -352,22 +354,22 @@ type Reject struct{}
 
 func (Reject) text(ipfamily.Family) string { return "reject" }
 
-// Drop drops in silence.
+// Drop drops the packet without an answer.
 type Drop struct{}
 
 func (Drop) text(ipfamily.Family) string { return "drop" }
 
-// Jump goes on in another chain and comes back at its end.
+// Jump continues in another chain and returns at its end.
 type Jump struct{ Chain ChainID }
 
 func (s Jump) text(ipfamily.Family) string { return "jump " + s.Chain.Name() }
 
-// Goto goes on in another chain for good.
+// Goto continues in another chain and does not return.
 type Goto struct{ Chain ChainID }
 
 func (s Goto) text(ipfamily.Family) string { return "goto " + s.Chain.Name() }
 
-// Text gives the rule as nft writes it.
+// Text returns the rule as nft writes it.
 func (r Rule) Text(f ipfamily.Family) string {
 	parts := make([]string, len(r))
 	for i, s := range r {

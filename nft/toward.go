@@ -5,11 +5,11 @@ import (
 	"slices"
 )
 
-// A Service may be so large that it takes several transactions: then it goes from what it was to what it should be by
-// way of others, in which each frontend is as it was, or as it should be, or not there yet.
+// A Service may be so large that its change takes several transactions. It then passes through intermediate versions,
+// in which each frontend is in its old version, in its new version, or not there yet.
 
-// stepToward gives the next of them: not more than about room elements away from s. Unless grow, frontends only go. Done
-// says that there is nothing more to do, which for one that only shrinks means that all are gone that should be.
+// stepToward returns the next intermediate version, about room elements away from s at most. Without grow, frontends
+// are only removed. done says that nothing is left to do: without grow, that all frontends are gone that should be.
 func (s *service) stepToward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
 	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, sources: s.sources}
@@ -50,13 +50,13 @@ func (s *service) stepToward(want *service, room int, grow bool) (next *service,
 	return next, false
 }
 
-// transition is on its way through the ports of a Service.
+// transition is the state of one step through the ports of a Service.
 type transition struct {
 	room       int
 	grow, done bool
 }
 
-// reserve says whether there is room for some more elements; if not, something is left to do.
+// reserve reports whether there is room for some more elements; if not, something is left to do.
 func (t *transition) reserve(n int) bool {
 	if t.room <= 0 {
 		t.done = false
@@ -66,7 +66,7 @@ func (t *transition) reserve(n int) bool {
 	return true
 }
 
-// port gives a port as it is next; nil means that it is not there. One of old and want may be nil.
+// port returns the next version of a port; nil means that it is not there. Either old or want may be nil.
 func (t *transition) port(old, want *port) *port {
 	var next port
 	switch {
@@ -130,7 +130,7 @@ func (t *transition) frontends(old, want []frontend) (next []frontend) {
 	return next
 }
 
-// slots leaves in a pool the endpoints that it has already, and as many new ones as there is room for: at least one.
+// slots keeps in a pool the endpoints that it had, and as many new ones as there is room for, but at least one in all.
 func (t *transition) slots(had []netip.AddrPort, p *pool) {
 	before := make(map[netip.AddrPort]bool, len(had))
 	for _, ep := range had {

@@ -9,7 +9,7 @@ import (
 type Txn struct {
 	// Tables are in the order of Families.
 	Tables ipfamily.Per[TableTxn]
-	// Left is what of the change is still to be planned.
+	// Left is the part of the change that is still to be planned.
 	Left dataplane.Change
 	undo undo
 }
@@ -17,7 +17,7 @@ type Txn struct {
 // TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; new chains; Rewrite;
 // DelChains and DelForeign; the rules of new chains; all of Add; Affinity.
 type TableTxn struct {
-	// Create, if not nil, makes the table anew.
+	// Create, if not nil, creates the table anew.
 	Create *Table
 	// Rewrite holds chains whose rules are replaced.
 	Rewrite   []Chain
@@ -27,17 +27,17 @@ type TableTxn struct {
 	DelForeign []string
 	// Del and Add hold the elements by their set.
 	Del, Add [NumSets][]Element
-	// Affinity are entries that clients keep, with Create.
+	// Affinity are the entries of clients to keep, with Create.
 	Affinity []Listed
-	// Replaced is how many elements are both in Del and in Add, under the same key with other contents.
+	// Replaced is how many elements are in both Del and Add, with the same key and other contents.
 	Replaced int
-	// Sweep says that Affinity may hold entries that Model.Remembers denies once the transaction is in. They are left to
-	// another one: elements of dynamic maps come and go by themselves, and deleting one that is gone would fail this
+	// Sweep says that, after the transaction, Affinity may hold entries that Model.Remembers rejects. Another transaction
+	// deletes them: elements of dynamic maps come and go by themselves, and deleting one that is gone would fail this
 	// transaction.
 	Sweep bool
 }
 
-// RollbackWith has Rollback take back another transaction, too, that was planned before this one and is not written; nil is
+// RollbackWith makes Rollback also undo a transaction that was planned before this one and is not written; nil means
 // none.
 func (t *Txn) RollbackWith(before *Txn) {
 	if before == nil {
@@ -50,7 +50,7 @@ func (t *Txn) RollbackWith(before *Txn) {
 	t.undo.all = true
 }
 
-// Empty says whether the transaction writes nothing.
+// Empty reports whether the transaction writes nothing.
 func (t *Txn) Empty() bool {
 	for i := range t.Tables {
 		if tt := &t.Tables[i]; !tt.empty() || len(tt.Add[RevisionSet])+len(tt.Add[DigestSet])+len(tt.Del[DigestSet]) > 0 {
@@ -60,13 +60,13 @@ func (t *Txn) Empty() bool {
 	return true
 }
 
-// empty says whether nothing is written but perhaps a revision.
+// empty reports whether nothing is written, except perhaps a revision.
 func (tt *TableTxn) empty() bool {
 	return tt.Create == nil && len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign) == 0 &&
 		count(tt.Del)+count(tt.Add) == 0
 }
 
-// count gives the number of elements in a table's Del or Add. Revision and digests are no content.
+// count returns the number of elements in a table's Del or Add. Revision and digests are no content.
 func count(by [NumSets][]Element) int {
 	n := 0
 	for set, elements := range by {
@@ -77,7 +77,7 @@ func count(by [NumSets][]Element) int {
 	return n
 }
 
-// Counts gives the number of elements; one that is replaced is neither added nor removed.
+// Counts returns the number of elements; a replaced element is neither added nor removed.
 func (t *Txn) Counts() (added, replaced, removed int) {
 	for i := range t.Tables {
 		tt := &t.Tables[i]

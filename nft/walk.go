@@ -14,10 +14,10 @@ import (
 // Packet is the first packet of a connection.
 type Packet = dataplane.Packet
 
-// Elements is where a walk looks elements up.
+// Elements is where a trace looks elements up.
 type Elements interface {
-	// Get gives those of some elements of a set that are there; only the keys of what is asked for are looked at. In a
-	// set of ranges it gives the range that holds the key.
+	// Get returns those of some elements of a set that are there; it only uses the keys of its argument. In a set of
+	// ranges it returns the range that holds the key.
 	Get(f ipfamily.Family, set SetID, keys []Element) ([]Listed, error)
 }
 
@@ -86,27 +86,27 @@ func WalkTable(t *Table, e Elements, p Packet, h Host) (*Walk, error) {
 	return w.walk, nil
 }
 
-// tracer holds what does not change on the way.
+// tracer holds what does not change during a trace.
 type tracer struct {
 	table    *Table
 	elements Elements
 	host     Host
 	walk     *Walk
-	// depth guards against rules of others that lead round in a circle.
+	// depth guards against rules of others that form a loop.
 	depth int
-	// cache are the answers to what was looked up before: the ways to the endpoints of a Service differ in little.
+	// cache holds earlier answers: the ways to the endpoints of a Service differ in little.
 	cache map[cacheKey][]Listed
 }
 
-// packetState is a packet on its way.
+// packetState is the packet at one point of its trace.
 type packetState struct {
 	Packet
 	// chain is where it was translated to; invalid before that.
 	to netip.AddrPort
-	// share of of are left of the packet's chance: where a slot is missing, the rest of the rules see it too.
+	// share of of is what is left of the packet's chance: where a slot is missing, the remaining rules see that part.
 	share, of int
 	priority  uint32
-	// input is the interface by which the kernel says that it came in; empty if it says none.
+	// input is the incoming interface that the kernel reports; empty if none.
 	input string
 	// bridged says that it stays on the bridge by which it came in.
 	bridged bool
@@ -115,8 +115,7 @@ type packetState struct {
 	end *Ending
 }
 
-// hook takes a packet through the base chains of a hook, in their order. Done says that nothing is left to be said of
-// it.
+// hook traces a packet through the base chains of a hook, in their order. done says that its outcome is decided.
 func (w *tracer) hook(name string, s *packetState) (done bool, err error) {
 	var chains []*Chain
 	for i := range w.table.Chains {
@@ -133,7 +132,7 @@ func (w *tracer) hook(name string, s *packetState) (done bool, err error) {
 	return false, nil
 }
 
-// afterDNAT follows a packet that was translated.
+// afterDNAT traces a packet that was translated.
 func (w *tracer) afterDNAT(p Packet, end *Ending) error {
 	s := &packetState{Packet: p, to: end.Endpoint, input: p.Interface, priority: end.priority, steps: &end.Steps, end: end}
 	to := end.Endpoint.Addr()
@@ -151,7 +150,7 @@ func (w *tracer) afterDNAT(p Packet, end *Ending) error {
 	return err
 }
 
-// addEnding notes what becomes of the packet, or of what is left of its chance.
+// addEnding records what happens to the packet, or to what is left of its chance.
 func (w *tracer) addEnding(s *packetState, e Ending) {
 	if s.end != nil { // what is found out after the translation changes nothing about where it goes
 		return
@@ -162,7 +161,7 @@ func (w *tracer) addEnding(s *packetState, e Ending) {
 
 const maxDepth = 64
 
-// chain takes a packet through a chain. Done says that it is decided.
+// chain traces a packet through a chain. done says that its outcome is decided.
 func (w *tracer) chain(c *Chain, s *packetState) (done bool, err error) {
 	if w.depth++; w.depth > maxDepth {
 		return false, fmt.Errorf("nft: the chains of table %s lead round in a circle", TableName)
@@ -211,13 +210,13 @@ func (w *tracer) addUnclear(format string, args ...any) {
 	}
 }
 
-// verdict is how a packet goes on after a statement, or a rule.
+// verdict is how a packet continues after a statement, or a rule.
 type verdict struct {
 	code  uint8
 	chain ChainID
 }
 
-// The courses.
+// The verdicts, in nft's words.
 const (
 	verdictContinue uint8 = iota // with the next statement, or rule
 	verdictBreak                 // with the next rule: this one does not match
@@ -226,7 +225,7 @@ const (
 	verdictDone                  // it is said what becomes of it
 )
 
-// rule carries out a rule.
+// rule evaluates a rule.
 func (w *tracer) rule(r Rule, s *packetState, at int) (verdict, error) {
 	for _, st := range r {
 		next, err := w.statement(st, s, at)
@@ -244,7 +243,7 @@ func matchVerdict(ok bool) verdict {
 	return verdict{code: verdictBreak}
 }
 
-// statement carries out a statement.
+// statement evaluates a statement.
 func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error) {
 	switch st := st.(type) {
 	case ProtocolIs:
@@ -291,7 +290,7 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 	return w.lookupStatement(st, s, at)
 }
 
-// lookupStatement carries out the statements that look something up.
+// lookupStatement evaluates the statements that look up a set or map.
 func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict, error) {
 	switch st := st.(type) {
 	case SetLookup:
@@ -304,7 +303,8 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 		}
 		if found[0].Chain.Kind == NoChain {
 			set := SetByID(st.Map)
-			w.addUnclear("%s { %s } has a verdict that is not Verdict's", set.Name(), found[0].Element.Text(ipfamily.Of(s.Destination), &set))
+			w.addUnclear("%s { %s } has a verdict that is not Verdict's", set.Name(),
+				found[0].Element.Text(ipfamily.Of(s.Destination), &set))
 			return verdict{code: verdictBreak}, nil
 		}
 		return verdict{verdictGoto, found[0].Chain}, nil
@@ -330,7 +330,7 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 	panic(fmt.Sprintf("nft: no way through %T", st))
 }
 
-// slots is of how many elements one is found by chance.
+// slots is the number of elements from which one is chosen at random.
 func (c Concat) slots() int {
 	if slices.Contains(c.Fields, RandomSlot) {
 		return int(c.Mod)
@@ -338,7 +338,7 @@ func (c Concat) slots() int {
 	return 1
 }
 
-// translate ends the way of the packet for the slots, of n, that were found. With the others it goes on.
+// translate records endings for the slots, of n, that were found. The packet continues with the chance of the others.
 func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	share, of := s.share, s.of*n
 	for i := range found {
@@ -358,12 +358,12 @@ func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	return verdict{code: verdictBreak}
 }
 
-// fromPods says whether the packet comes from a pod.
+// fromPods reports whether the packet comes from a pod.
 func (s *packetState) fromPods(p dataplane.Pods) bool {
 	return p.CIDR.IsValid() && p.CIDR.Contains(s.Source) || s.input != "" && p.HasInterface(s.input)
 }
 
-// addr gives an address that the packet has at this point.
+// addr returns an address that the packet has at this point.
 func (s *packetState) addr(field Field) netip.Addr {
 	switch {
 	case field == SourceAddr:
@@ -374,7 +374,7 @@ func (s *packetState) addr(field Field) netip.Addr {
 	return s.Destination
 }
 
-// lookupKey looks up what a packet has as the fields of a key.
+// lookupKey looks up the packet's fields that make up a key.
 func (w *tracer) lookupKey(set SetID, key Concat, s *packetState, at int) ([]Listed, error) {
 	e := Element{Set: set}
 	slots := 0
@@ -419,7 +419,7 @@ func (w *tracer) lookupKey(set SetID, key Concat, s *packetState, at int) ([]Lis
 	return found, err
 }
 
-// lookupElements looks elements up, a single one only once.
+// lookupElements looks up elements, and caches the answer if it is a single one.
 func (w *tracer) lookupElements(set SetID, keys []Element, slots bool) ([]Listed, error) {
 	f := w.table.Family
 	if slots {

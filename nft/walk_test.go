@@ -49,7 +49,9 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool { return c.Addr() == q.Source && !c.Local }) {
+			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool {
+				return c.Addr() == q.Source && !c.Local
+			}) {
 				continue // another Service says that it runs here: then it may be known as a hairpin, and may not
 			}
 			if d := walk.Trace(ipfamily.Of(k.Addr)).Disagreements(x); d != nil || walk.Unclear != nil {
@@ -115,15 +117,18 @@ func lines(w *Walk, f ipfamily.Family) string {
 
 // TestDisagreements takes things away from a table, and puts others in.
 func TestDisagreements(t *testing.T) {
-	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"}, ClusterIPs: []netip.Addr{addr("10.96.0.1")},
-		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}, Affinity: 3600e9}
+	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"},
+		ClusterIPs: []netip.Addr{addr("10.96.0.1")},
+		Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}, Affinity: 3600e9}
 	slice := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: "web-1"}, Service: "web",
 		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
 	for n := range 2 {
-		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n+1)), Ready: true, Serving: true})
+		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n+1)), Ready: true,
+			Serving: true})
 	}
 	snap := snapshot.New()
-	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
 	k := dataplane.Key{Addr: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80}
 	x := dataplane.Explain(testConfig, snap, dataplane.Question{Source: addr("10.244.3.3"), Key: k})
 	st, _ := dataplane.Compute(testConfig, snap)
@@ -135,12 +140,20 @@ func TestDisagreements(t *testing.T) {
 		{"as it is", func(*Listing) {}, ""},
 		{"frontend gone", func(l *Listing) { l.Elements[Services] = nil }, "the objects say endpoint, the kernel reject"},
 		{"slot gone", func(l *Listing) { l.Elements[UncountedEndpoints] = l.Elements[UncountedEndpoints][:1] },
-			"the objects say endpoint, the kernel untouched in 1 of 2 cases; 10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
-		{"another endpoint", func(l *Listing) { l.Elements[UncountedEndpoints][1].setTarget(netip.MustParseAddrPort("10.244.9.9:1")) },
+			"the objects say endpoint, the kernel untouched in 1 of 2 cases; " +
+				"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
+		{"another endpoint",
+			func(l *Listing) {
+				l.Elements[UncountedEndpoints][1].setTarget(netip.MustParseAddrPort("10.244.9.9:1"))
+			},
 			"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints; " +
 				"10.244.9.9:1: the objects say none of the endpoints, the kernel an endpoint"},
-		{"forgotten", func(l *Listing) { l.Elements[Remember] = nil }, "session affinity: the objects say 1h, the kernel none"},
-		{"twice the same", func(l *Listing) { l.Elements[UncountedEndpoints][1].data = l.Elements[UncountedEndpoints][0].data },
+		{"forgotten", func(l *Listing) { l.Elements[Remember] = nil },
+			"session affinity: the objects say 1h, the kernel none"},
+		{"twice the same",
+			func(l *Listing) {
+				l.Elements[UncountedEndpoints][1].data = l.Elements[UncountedEndpoints][0].data
+			},
 			"10.244.1.1:8080: the objects say 1 of 2 connections, the kernel 2 of 2; " +
 				"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
 		{"remembered", func(l *Listing) {
@@ -160,7 +173,8 @@ func TestDisagreements(t *testing.T) {
 	} {
 		list := List(st)[0]
 		test.change(&list)
-		walk, err := WalkTable(&list.Table, &list, Packet{Source: addr("10.244.3.3"), Destination: k.Addr, Protocol: k.Protocol, Port: k.Port, Interface: "cni0"}, Host{})
+		walk, err := WalkTable(&list.Table, &list, Packet{Source: addr("10.244.3.3"), Destination: k.Addr,
+			Protocol: k.Protocol, Port: k.Port, Interface: "cni0"}, Host{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -180,10 +194,12 @@ func TestDisagreements(t *testing.T) {
 // TestWalkForeign meets rules and verdicts that Verdict did not write, and chains that lead round in a circle.
 func TestWalkForeign(t *testing.T) {
 	table := Table{Family: ipfamily.IPv4, Chains: []Chain{
-		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}}, {Goto{Frontends.id()}}}},
+		{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: []Rule{{Foreign{"meta, cmp"}},
+			{Goto{Frontends.id()}}}},
 		{ID: Frontends.id(), Rules: []Rule{dispatch(Services)}},
 	}}
-	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80, Interface: "eth0"}
+	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
+		Interface: "eth0"}
 	list := Listing{Table: table}
 	e := frontendElement(Services, dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port})
 	e.setID(7)
@@ -217,13 +233,15 @@ func TestWalkBridged(t *testing.T) {
 				if !kept {
 					table.Chains = withoutBridged(table.Chains)
 				}
-				p := Packet{Source: addr("10.244.3.3"), Destination: addr(test.to), Protocol: snapshot.TCP, Port: 80, Interface: "cni0"}
+				p := Packet{Source: addr("10.244.3.3"), Destination: addr(test.to), Protocol: snapshot.TCP, Port: 80,
+					Interface: "cni0"}
 				walk, err := WalkTable(&table, list, p, Host{Bridged: func(string, netip.Addr) bool { return bridged }})
 				if err != nil {
 					t.Fatal(err)
 				}
 				if end := walk.Endings[0]; end.Outcome != dataplane.Sent || end.Masquerade != (bridged && !kept) {
-					t.Errorf("%v to %s, bridged %v, with the rule %v:\n%s", test.detect, test.to, bridged, kept, lines(walk, ipfamily.IPv4))
+					t.Errorf("%v to %s, bridged %v, with the rule %v:\n%s", test.detect, test.to, bridged, kept,
+						lines(walk, ipfamily.IPv4))
 				}
 			}
 		}

@@ -70,8 +70,8 @@ func field(key string, m map[string]any) string {
 	return fmt.Sprintf("%s %v", key, m["key"])
 }
 
-// linkSource is the sender's address in a packet's link-layer header, as raw bits: by its name it would be asked for only on Ethernet,
-// and so not where no interface is told.
+// linkSource is the sender's address in a packet's link-layer header, as raw bits: by its name it would be asked for
+// only on Ethernet, and so not where no interface is told.
 const linkSource = "@ll,48,48"
 
 // fieldTypes are the types of all fields that are known.
@@ -82,8 +82,10 @@ var fieldTypes = map[string]datatype{
 	"udp sport": "inet_service", "udp dport": "inet_service", "sctp sport": "inet_service", "sctp dport": "inet_service",
 	"tcp flags": "tcp_flag", linkSource: "ether_addr",
 	"meta iif": "iface_index", "meta iifname": "ifname", "meta oif": "iface_index", "meta oifname": "ifname",
-	"meta l4proto": "inet_proto", "meta nfproto": "nf_proto", "meta protocol": "ether_type", "meta mark": "mark", "meta priority": "classid",
-	"ct state": "ct_state", "ct status": "ct_status", "ct direction": "ct_dir", "ct mark": "mark", "ct protocol": "inet_proto", "ct l3proto": "nf_proto",
+	"meta l4proto": "inet_proto", "meta nfproto": "nf_proto", "meta protocol": "ether_type", "meta mark": "mark",
+	"meta priority": "classid",
+	"ct state":      "ct_state", "ct status": "ct_status", "ct direction": "ct_dir", "ct mark": "mark",
+	"ct protocol": "inet_proto", "ct l3proto": "nf_proto",
 	"ct ip saddr": "ipv4_addr", "ct ip daddr": "ipv4_addr", "ct ip6 saddr": "ipv6_addr", "ct ip6 daddr": "ipv6_addr",
 	"ct proto-src": "inet_service", "ct proto-dst": "inet_service",
 	"fib daddr type": "fib_addrtype", "fib saddr type": "fib_addrtype",
@@ -141,7 +143,8 @@ func (w *evaluation) concat(list []any, want []datatype, p *packet) ([]branch, e
 		var next []branch
 		for _, a := range out {
 			for _, b := range values {
-				next = append(next, branch{slices.Concat(a.parts, b.parts), a.probability * b.probability, slices.Concat(a.found, b.found)})
+				next = append(next, branch{slices.Concat(a.parts, b.parts), a.probability * b.probability,
+					slices.Concat(a.found, b.found)})
 			}
 		}
 		if out = next; len(out) > maxBranches {

@@ -32,8 +32,8 @@ func (w *evaluation) field(kind string, m map[string]any, p *packet) (value, err
 	return w.addressType(a)
 }
 
-// linkSource gives the hardware address of who sent the packet to this host: somebody's, or on the loopback interface zero. A packet of
-// this host has no link-layer header before it has left postrouting.
+// linkSource gives the hardware address of who sent the packet to this host: somebody's, or on the loopback interface
+// zero. A packet of this host has no link-layer header before it has left postrouting.
 func (w *evaluation) linkSource(p *packet) (value, error) {
 	if p.iif == "lo" {
 		return number(0, "ether_addr"), nil

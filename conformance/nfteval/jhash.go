@@ -6,8 +6,8 @@ import (
 	mathbits "math/bits"
 )
 
-// jenkins evaluates jhash of one value: hash values of clients are where nft says that they are, as long as the machine that runs the
-// ruleset has its lowest byte first.
+// jenkins evaluates jhash of one value: hash values of clients are where nft says that they are, as long as the machine
+// that runs the ruleset has its lowest byte first.
 func (w *evaluation) jenkins(m map[string]any, p *packet) ([]branch, error) {
 	mod, seed, offset := integer(m["mod"], 0), integer(m["seed"], 0), integer(m["offset"], 0)
 	if mod < 1 || m["expr"] == nil {

@@ -112,8 +112,8 @@ func (m *manifest) load(t *testing.T) {
 	m.state, _ = dataplane.Compute(m.config, m.snap)
 }
 
-// listings has the ruleset written by netlink, as the proxy does, and what render prints loaded by nft, and gives what every nft
-// lists of both.
+// listings has the ruleset written by netlink, as the proxy does, and what render prints loaded by nft, and gives what
+// every nft lists of both.
 func (m *manifest) listings(t *testing.T) map[string][]byte {
 	t.Helper()
 	text, err := exec.Command(program, append([]string{"render", "--from", m.path}, m.flags...)...).Output()
@@ -144,8 +144,8 @@ func (m *manifest) written(t *testing.T) map[string][]byte {
 	return out
 }
 
-// listings loads a ruleset into a namespace by the first nft that can, and gives what every nft lists of it, by their names. The
-// oldest nft comes first: nft 1.0.6 crashes when it lists an anonymous map of lots that a later one wrote.
+// listings loads a ruleset into a namespace by the first nft that can, and gives what every nft lists of it, by their
+// names. The oldest nft comes first: nft 1.0.6 crashes when it lists an anonymous map of lots that a later one wrote.
 func listings(t *testing.T, name, text string) map[string][]byte {
 	t.Helper()
 	out := map[string][]byte{}
@@ -244,7 +244,8 @@ func (m *manifest) keys() (list []dataplane.Key) {
 				other := f.Key
 				other.Port = 9
 				turned := f.Key
-				turned.Protocol = map[snapshot.Protocol]snapshot.Protocol{snapshot.TCP: snapshot.UDP, snapshot.UDP: snapshot.SCTP, snapshot.SCTP: snapshot.TCP}[f.Key.Protocol]
+				turned.Protocol = map[snapshot.Protocol]snapshot.Protocol{snapshot.TCP: snapshot.UDP, snapshot.UDP: snapshot.SCTP,
+					snapshot.SCTP: snapshot.TCP}[f.Key.Protocol]
 				list = append(list, f.Key, other, turned)
 			}
 		}
@@ -368,8 +369,9 @@ func trace(o nfteval.Outcome) string {
 	return b.String()
 }
 
-// TestAgreesWithModel asks the evaluator and the model the same, of all manifests, with the listing of every nft. Where there are
-// many questions, all are asked of one listing, and some of the others, which differ from it in their form only.
+// TestAgreesWithModel asks the evaluator and the model the same, of all manifests, with the listing of every nft. Where
+// there are many questions, all are asked of one listing, and some of the others, which differ from it in their form
+// only.
 func TestAgreesWithModel(t *testing.T) {
 	causes := map[dataplane.Cause]int{}
 	for _, m := range manifests(t) {

@@ -103,25 +103,30 @@ func (m *manifest) covered(t *testing.T, r *nfteval.Ruleset, questions []asked) 
 	return seen
 }
 
-// same are the only changes after which every packet has the same outcome, by the manifest, with a part of what is changed.
+// same are the only changes after which every packet has the same outcome, by the manifest, with a part of what is
+// changed.
 var same = map[string][]string{
 	"cluster.yaml": {
 		"[10.96.20.5 tcp 80]", // no endpoints: the rule for unused ports rejects it just so
-		"ip outside-services: [map[elem:map[comment:shop/frontend:http counter:map[bytes:0 packets:0] val:map[concat:[127.0.0.1",
+		"ip outside-services: [map[elem:map[comment:shop/frontend:http counter:map[bytes:0 packets:0] " +
+			"val:map[concat:[127.0.0.1",
 		// What comes from outside to a loopback address is dropped before.
 		"ip hairpin: map[concat:[192.0.2.10 192.0.2.10]]",                // the node's own packets are masqueraded anyway
 		"jump:map[target:remember-affinity]",                             // no endpoint with affinity is on the node itself
 		"rule ip6 translated: [map[jump:map[target:remember-affinity]]]", // nor is there any in IPv6
 	},
-	"affinity.yaml": { // outside clients have one endpoint each, so that nobody sees whether it is remembered under their own id
+	// outside clients have one endpoint each, so that nobody sees whether it is remembered under their own id
+	"affinity.yaml": {
 		"element ip outside-sticky", "element ip6 outside-sticky",
 		"right:0]] map[match:map[left:map[payload:map[field:saddr", // remember-affinity, of clients from outside
 		"right:0]] map[vmap:map[data:@remember",                    // the same, of clients behind the same bridge
-		"rule ip sticky-1: [map[jump:map[target:affinity-lookup]]]", "rule ip6 sticky-1: [map[jump:map[target:affinity-lookup]]]",
+		"rule ip sticky-1: [map[jump:map[target:affinity-lookup]]]",
+		"rule ip6 sticky-1: [map[jump:map[target:affinity-lookup]]]",
 		"element ip remember: [map[elem:map[comment:shop/cart:http val:7057:cf37]]",
 		"element ip6 remember: [map[elem:map[comment:shop/cart:http val:70b5:d66f]]",
 	},
-	"interfaces.yaml":     {"right:@service-cidrs]] map[masquerade" /* cluster-ips say the same */, "translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
+	"interfaces.yaml": {"right:@service-cidrs]] map[masquerade", /* cluster-ips say the same */
+		"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
 	"local-policies.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
 	"masquerade-all.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
 	"nothing.yaml":        {"prerouting: [map[goto", "output: [map[goto"},
@@ -130,14 +135,17 @@ var same = map[string][]string{
 // every is how many of the changes of the large manifest are tried: all take a while.
 var every = flag.Int("every", 25, "try each so manieth change of the large manifest; 1 tries all")
 
-// TestSeesMutations takes away each rule that a packet comes to, and each element, and changes elements: the evaluator has to
-// disagree with the model then.
+// TestSeesMutations takes away each rule that a packet comes to, and each element, and changes elements: the evaluator
+// has to disagree with the model then.
 func TestSeesMutations(t *testing.T) {
 	for _, m := range manifests(t) {
 		t.Run(m.name, func(t *testing.T) {
 			_, listing := first(m.written(t))
 			questions := m.questions()
-			rand.New(rand.NewPCG(1, 2)).Shuffle(len(questions), func(i, k int) { questions[i], questions[k] = questions[k], questions[i] })
+			rand.New(rand.NewPCG(1, 2)).Shuffle(len(questions), func(i, k int) {
+				questions[i], questions[k] = questions[k],
+					questions[i]
+			})
 			covered := m.covered(t, parse(t, listing), questions)
 			tried, unreached := 0, 0
 			for i, mut := range mutants(t, listing) {
@@ -151,7 +159,8 @@ func TestSeesMutations(t *testing.T) {
 				tried++
 				r := parse(t, mut.listing)
 				notices := func(q asked) bool { return m.disagreement(r, q) != nil }
-				if !slices.ContainsFunc(questions, notices) && !slices.ContainsFunc(same[m.name], func(s string) bool { return strings.Contains(mut.what, s) }) {
+				if !slices.ContainsFunc(questions, notices) && !slices.ContainsFunc(same[m.name],
+					func(s string) bool { return strings.Contains(mut.what, s) }) {
 					t.Errorf("nobody notices: %s", mut.what)
 				}
 			}

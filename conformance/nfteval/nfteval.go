@@ -1,5 +1,5 @@
-// Package nfteval answers what becomes of a packet from what `nft --json list ruleset` says alone. It is a second opinion: it shares
-// no code with what writes the rules or explains them, and knows nothing of Services.
+// Package nfteval answers what becomes of a packet from what `nft --json list ruleset` says alone. It is a second
+// opinion: it shares no code with what writes the rules or explains them, and knows nothing of Services.
 //
 //	rules, err := nfteval.Parse(stdout) // of nft --json list ruleset
 //	outcomes, err := rules.Ask(nfteval.Question{
@@ -11,28 +11,32 @@
 //		fmt.Println(o) // 1/2 delivered to 10.244.1.3:8080
 //	}
 //
-// A Question is the first packet of a connection. It goes through the base chains of all tables of its family and of inet, in the
-// order of the hooks and of their priorities, as the kernel would have it:
+// A Question is the first packet of a connection. It goes through the base chains of all tables of its family and of
+// inet, in the order of the hooks and of their priorities, as the kernel would have it:
 //
-//   - from an interface: prerouting, then input if its destination is local by then, else forward and postrouting; if it stays on a
-//     bridge that shows netfilter what it carries, postrouting is told no interface by which it came in;
-//   - from a process of this host: output, postrouting; and if the destination is local, by lo through prerouting and input too.
+//   - from an interface: prerouting, then input if its destination is local by then, else forward and postrouting;
+//     if it stays on a bridge that shows netfilter what it carries, postrouting is told no interface by which it came
+//     in;
+//   - from a process of this host: output, postrouting; and if the destination is local, by lo through prerouting and
+//     input too.
 //
-// All nat chains of a hook run together, at the priority that conntrack's NAT has there (-100 for destinations, 100 for sources)
-// whatever their own is, which only sorts them among themselves; and only once for each connection. Connection tracking begins at
-// priority -200: before that, the state is invalid and other fields of ct match nothing.
+// All nat chains of a hook run together, at the priority that conntrack's NAT has there (-100 for destinations, 100 for
+// sources) whatever their own is, which only sorts them among themselves; and only once for each connection. Connection
+// tracking begins at priority -200: before that, the state is invalid and other fields of ct match nothing.
 //
 // Where a rule draws lots (numgen, symhash, jhash without a seed), every lot is followed, and has its probability.
-// symhash and numgen inc count as if each of their values was as likely as another: that is true of many clients, not of
-// one. Where chains have the same priority in a hook, the listing does not say which runs first: if that makes a
+// symhash and numgen inc count as if each of their values was as likely as another: that is true of many clients, not
+// of one. Where chains have the same priority in a hook, the listing does not say which runs first: if that makes a
 // difference, it is an error.
 //
-// What the evaluator does not know is an error that names the rule, once a packet comes to it; a rule that no packet comes to may be
-// anything. It knows no routes, no sysctls, and neither ingress nor egress hooks: where a packet would meet one, that is an error.
+// What the evaluator does not know is an error that names the rule, once a packet comes to it; a rule that no packet
+// comes to may be anything. It knows no routes, no sysctls, and neither ingress nor egress hooks: where a packet would
+// meet one, that is an error.
 //
-// The listings of nft 1.0.6, 1.1.3 and 1.1.7 are known. 1.0.6 has no JSON for the update of a map: it puts the statement's text
-// instead, which is read, and warns on standard error. It leaves out that a set is dynamic, and names a set's types where later ones
-// give expressions. It crashes, whatever the format, on an anonymous map of lots (numgen ... map { ... }) that a later nft wrote.
+// The listings of nft 1.0.6, 1.1.3 and 1.1.7 are known. 1.0.6 has no JSON for the update of a map: it puts the
+// statement's text instead, which is read, and warns on standard error. It leaves out that a set is dynamic, and names
+// a set's types where later ones give expressions. It crashes, whatever the format, on an anonymous map of lots (numgen
+// ... map { ... }) that a later nft wrote.
 package nfteval
 
 import (
@@ -79,8 +83,8 @@ const (
 	Dropped Verdict = "dropped"
 )
 
-// Outcome is something that may become of a packet. Those of one question differ in more than their Trace, and their probabilities
-// add up to 1.
+// Outcome is something that may become of a packet. Those of one question differ in more than their Trace, and their
+// probabilities add up to 1.
 type Outcome struct {
 	Verdict Verdict
 	// Refusal is, if it is Refused, with what: "icmp port-unreachable", "tcp reset".
@@ -89,8 +93,8 @@ type Outcome struct {
 	To netip.AddrPort
 	// Translated says that To was set by a rule; it may be what it was before.
 	Translated bool
-	// Masqueraded says that the source is an address of this host's, as masquerade picks it. Source is what a snat rule makes of it;
-	// the zero Addr if none did.
+	// Masqueraded says that the source is an address of this host's, as masquerade picks it. Source is what a snat rule
+	// makes of it; the zero Addr if none did.
 	Masqueraded bool
 	Source      netip.Addr
 	// Mark and Priority are the packet's in the end.
@@ -132,7 +136,8 @@ type Step struct {
 	Found []string
 }
 
-// String gives the step in a line: "prerouting ip verdict frontends: ip daddr . ... vmap @services {10.96.0.10 . tcp . 80 : goto pick-2}".
+// String gives the step in a line: "prerouting ip verdict frontends: ip daddr . ... vmap @services {10.96.0.10 . tcp .
+// 80 : goto pick-2}".
 func (s Step) String() string {
 	text := fmt.Sprintf("%s %s %s %s: %s", s.Hook, s.Family, s.Table, s.Chain, s.Rule)
 	for _, f := range s.Found {
@@ -163,7 +168,8 @@ func (r *Ruleset) Ask(q Question) ([]Outcome, error) {
 		return nil, err
 	}
 	if !slices.EqualFunc(outcomes, others, same) {
-		return nil, fmt.Errorf("nfteval: chains of one hook have the same priority, and which of them runs first makes a difference: %v or %v", outcomes, others)
+		return nil, fmt.Errorf("nfteval: chains of one hook have the same priority, and which of them runs first "+
+			"makes a difference: %v or %v", outcomes, others)
 	}
 	return outcomes, nil
 }
@@ -195,11 +201,14 @@ func (r *Ruleset) ask(q *Question, reverse bool) ([]Outcome, error) {
 		w.family = "ip6"
 	}
 	p := packet{
-		src: q.Src, dst: q.Dst, origSrc: q.Src, origDst: q.Dst, iif: q.Iif, mark: q.Mark, probability: 1, updates: slices.Clip(q.State),
+		src: q.Src, dst: q.Dst, origSrc: q.Src, origDst: q.Dst, iif: q.Iif, mark: q.Mark, probability: 1,
+		updates: slices.Clip(q.State),
 	}
-	path := []hookStep{{hook: "output"}, {hook: "postrouting"}, {hook: "prerouting", loopback: true}, {hook: "input", loopback: true}}
+	path := []hookStep{{hook: "output"}, {hook: "postrouting"}, {hook: "prerouting", loopback: true},
+		{hook: "input", loopback: true}}
 	if q.Iif != "" {
-		path = []hookStep{{hook: "prerouting"}, {hook: "input", local: yes}, {hook: "forward", local: no}, {hook: "postrouting", local: no}}
+		path = []hookStep{{hook: "prerouting"}, {hook: "input", local: yes}, {hook: "forward", local: no},
+			{hook: "postrouting", local: no}}
 	}
 	if err := w.rejectUnsupportedHooks(); err != nil {
 		return nil, err
@@ -217,7 +226,8 @@ func (r *Ruleset) ask(q *Question, reverse bool) ([]Outcome, error) {
 		live = next
 	}
 	for _, p := range live {
-		w.addOutcome(p, Outcome{Verdict: Delivered, To: p.dst, Translated: p.translated, Masqueraded: p.masqueraded, Source: p.source})
+		w.addOutcome(p, Outcome{Verdict: Delivered, To: p.dst, Translated: p.translated, Masqueraded: p.masqueraded,
+			Source: p.source})
 	}
 	return w.result(), nil
 }

@@ -63,8 +63,10 @@ func anyStatements(random *rand.Rand, b *strings.Builder, c *lab.Cluster, place 
 	for range n {
 		match := fmt.Sprintf("udp dport %d", ports[random.IntN(len(ports))])
 		match += []string{
-			"", "", " ct state new", " ct status dnat", " ip saddr 10.244.0.0/16", " ip daddr 192.0.2.0/24", " meta mark 1", " ct mark 1",
-			" iifname \"veth*\"", " iif 0", " ct state invalid", " fib daddr type local", " ct original proto-dst 1001", " iifname lo",
+			"", "", " ct state new", " ct status dnat", " ip saddr 10.244.0.0/16", " ip daddr 192.0.2.0/24", " meta mark 1",
+			" ct mark 1",
+			" iifname \"veth*\"", " iif 0", " ct state invalid", " fib daddr type local", " ct original proto-dst 1001",
+			" iifname lo",
 			" iif 0 @ll,48,48 != 0x0", " @ll,48,48 != 0x0", " iifname cni0",
 		}[random.IntN(17)]
 		verdicts := []string{
@@ -166,7 +168,8 @@ func agreesWithPackets(t *testing.T, conf lab.Config, podLink string, bridged []
 
 // ownAddress says that a packet comes back to the pod that sent it, which takes nothing that says to come from itself.
 func ownAddress(o nfteval.Outcome, client netip.AddrPort) bool {
-	return o.Verdict == nfteval.Delivered && o.Translated && o.To.Addr() == client.Addr() && lab.PodRange[0].Contains(client.Addr()) &&
+	return o.Verdict == nfteval.Delivered && o.Translated && o.To.Addr() == client.Addr() &&
+		lab.PodRange[0].Contains(client.Addr()) &&
 		!o.Masqueraded && !o.Source.IsValid()
 }
 

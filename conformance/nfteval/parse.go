@@ -66,8 +66,8 @@ func (l listed) list(key string) []any {
 	return s
 }
 
-// Parse reads what `nft --json list ruleset` prints to standard output; 1.0.6 also warns on standard error. Programs from 1.0.6 to 1.1.7 are known; another version of its schema than 1 is
-// an error.
+// Parse reads what `nft --json list ruleset` prints to standard output; 1.0.6 also warns on standard error. Programs
+// from 1.0.6 to 1.1.7 are known; another version of its schema than 1 is an error.
 func Parse(rd io.Reader) (*Ruleset, error) {
 	d := json.NewDecoder(rd)
 	d.UseNumber()
@@ -116,10 +116,12 @@ func (r *Ruleset) add(kind string, l listed) error {
 	case "rule":
 		c := r.chains[chainName{family, table, l.text("chain")}]
 		if c == nil {
-			return fmt.Errorf("rule with handle %d of chain %s %s %s, which is not listed", l.number("handle"), family, table, l.text("chain"))
+			return fmt.Errorf("rule with handle %d of chain %s %s %s, which is not listed", l.number("handle"), family, table,
+				l.text("chain"))
 		}
 		c.rules = append(c.rules, &rule{c.name, l.number("handle"), l.list("expr"), ruleText(l.list("expr"))})
-	case "counter", "quota", "limit", "ct helper", "ct timeout", "ct expectation", "flowtable", "synproxy", "secmark", "tunnel":
+	case "counter", "quota", "limit", "ct helper", "ct timeout", "ct expectation", "flowtable", "synproxy", "secmark",
+		"tunnel":
 		// Rules that refer to one are what counts.
 	default:
 		return errors.New("such an object is not known")

@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// ask asks with words: "eth0 192.0.2.5 tcp 10.96.100.1:80", or "- 10.99.0.2 ..." for a packet of this host, whose address is
-// 10.99.0.2.
+// ask asks with words: "eth0 192.0.2.5 tcp 10.96.100.1:80", or "- 10.99.0.2 ..." for a packet of this host, whose
+// address is 10.99.0.2.
 func ask(t *testing.T, r *nfteval.Ruleset, words string, state ...nfteval.Update) ([]nfteval.Outcome, error) {
 	t.Helper()
 	w := strings.Fields(words)
@@ -46,8 +46,9 @@ func TestMarks(t *testing.T) {
 	for name, listing := range listings(t, "marks.nft", string(text)) {
 		r := parse(t, listing)
 		for words, want := range map[string]string{
-			"veth1 172.16.3.3 tcp 10.96.100.1:80":    both,
-			"veth1 172.16.0.10 tcp 10.96.100.1:80":   "0.5 delivered to 172.16.0.10:8080, masqueraded | 0.5 delivered to 172.16.1.10:8080",
+			"veth1 172.16.3.3 tcp 10.96.100.1:80": both,
+			"veth1 172.16.0.10 tcp 10.96.100.1:80": "0.5 delivered to 172.16.0.10:8080, masqueraded | " +
+				"0.5 delivered to 172.16.1.10:8080",
 			"eth0 198.51.100.99 tcp 10.96.100.1:80":  masqueraded,
 			"eth0 192.0.2.5 tcp 198.51.100.7:80":     masqueraded,
 			"eth0 203.0.113.9 tcp 198.51.100.7:80":   masqueraded,
@@ -59,9 +60,11 @@ func TestMarks(t *testing.T) {
 			"veth1 172.16.3.3 tcp 10.96.200.200:80":  "1 dropped",
 			"eth0 198.51.100.99 tcp 10.99.0.2:30080": masqueraded,
 			"- 10.99.0.2 tcp 10.99.0.2:30080":        masqueraded,
-			"- 10.99.0.2 udp 10.96.100.2:53":         "0.25 delivered to 172.16.0.10:53, masqueraded | 0.25 delivered to 172.16.1.11:53, masqueraded | 0.5 delivered to 172.16.1.10:53, masqueraded",
-			"eth0 198.51.100.99 tcp 10.99.0.2:22":    "1 delivered to 10.99.0.2:22",
-			"eth0 2001:db8::1 tcp [2001:db8::2]:22":  "1 delivered to [2001:db8::2]:22",
+			"- 10.99.0.2 udp 10.96.100.2:53": "0.25 delivered to 172.16.0.10:53, masqueraded | " +
+				"0.25 delivered to 172.16.1.11:53, masqueraded | " +
+				"0.5 delivered to 172.16.1.10:53, masqueraded",
+			"eth0 198.51.100.99 tcp 10.99.0.2:22":   "1 delivered to 10.99.0.2:22",
+			"eth0 2001:db8::1 tcp [2001:db8::2]:22": "1 delivered to [2001:db8::2]:22",
 		} {
 			got, err := ask(t, r, words)
 			if err != nil || said(got) != want {
@@ -90,7 +93,8 @@ var sentences = []struct {
 	}},
 	{"accept ends its own base chain only, across tables", `
 		table ip a { chain c { type filter hook forward priority 0; accept; }; }
-		table inet b { chain c { type filter hook forward priority 1; ip daddr 10.0.0.1 tcp dport 80 drop; meta nfproto ipv6 drop; }; }`,
+		table inet b { chain c { type filter hook forward priority 1; ip daddr 10.0.0.1 tcp dport 80 drop;
+			meta nfproto ipv6 drop; }; }`,
 		map[string]string{
 			"eth0 192.0.2.1 tcp 10.0.0.1:80":              "1 dropped",
 			"eth0 192.0.2.1 udp 10.0.0.1:80":              "1 delivered to 10.0.0.1:80",
@@ -107,7 +111,8 @@ var sentences = []struct {
 		table ip x {
 			chain d { tcp dport 1 return; tcp dport 2 accept; }
 			chain e { goto d; drop; }
-			chain base { type filter hook input priority 0; policy drop; jump d; tcp dport 3 goto e; tcp dport 1 accept; jump e; tcp dport 4 accept; tcp dport 5 reject with tcp reset; udp dport 5 reject with icmp host-prohibited; }
+			chain base { type filter hook input priority 0; policy drop; jump d; tcp dport 3 goto e; tcp dport 1 accept;
+				jump e; tcp dport 4 accept; tcp dport 5 reject with tcp reset; udp dport 5 reject with icmp host-prohibited; }
 		}`, map[string]string{
 		"eth0 192.0.2.1 tcp 10.99.0.2:1": "1 delivered to 10.99.0.2:1",
 		"eth0 192.0.2.1 tcp 10.99.0.2:2": "1 delivered to 10.99.0.2:2",
@@ -122,7 +127,8 @@ var sentences = []struct {
 			chain before { type filter hook prerouting priority -110; ip daddr 10.1.0.1 meta mark set 1; }
 			chain n1 { type nat hook prerouting priority -190; ip daddr 10.1.0.1 tcp dport 1-99 dnat to 10.2.0.1:81; }
 			chain n2 { type nat hook prerouting priority 200; tcp dport 80-81 dnat to 10.3.0.1; }
-			chain after { type filter hook prerouting priority -50; ip daddr 10.2.0.1 meta mark 1 counter accept; ip daddr 10.3.0.1 meta mark 0 accept; drop; }
+			chain after { type filter hook prerouting priority -50; ip daddr 10.2.0.1 meta mark 1 counter accept;
+				ip daddr 10.3.0.1 meta mark 0 accept; drop; }
 		}`, map[string]string{
 		"eth0 192.0.2.1 tcp 10.1.0.1:80": "1 delivered to 10.2.0.1:81",
 		"eth0 192.0.2.1 tcp 10.4.0.1:80": "1 delivered to 10.3.0.1:80",
@@ -133,7 +139,8 @@ var sentences = []struct {
 		table ip x {
 			chain o { type nat hook output priority -100; tcp dport 80 dnat to 10.99.0.2:8080; }
 			chain p { type nat hook prerouting priority -100; tcp dport 8080 dnat to 10.99.0.2:9090; }
-			chain i { type filter hook input priority 0; iifname lo tcp dport 8080 reject; iif lo tcp dport 8081 drop; iif != lo tcp dport 7 drop; }
+			chain i { type filter hook input priority 0; iifname lo tcp dport 8080 reject; iif lo tcp dport 8081 drop;
+				iif != lo tcp dport 7 drop; }
 		}`, map[string]string{
 		"- 10.99.0.2 tcp 10.0.0.1:80":       "1 refused by icmp port-unreachable",
 		"- 10.99.0.2 tcp 10.99.0.2:8081":    "1 dropped",
@@ -144,8 +151,11 @@ var sentences = []struct {
 	{"conntrack", `
 		table ip x {
 			chain raw { type filter hook prerouting priority raw; ct state invalid udp dport 1 drop; udp dport 2 notrack; }
-			chain nat { type nat hook prerouting priority dstnat; udp dport 1-2 dnat to 10.3.0.1; udp dport 5 dnat to 10.0.0.1:5; }
-			chain f { type filter hook forward priority 0; ct state established,related drop; ct state untracked counter reject; ct state { new, invalid } udp dport 3 drop; meta l4proto udp ct original proto-dst 4 drop; ct status dnat drop; }
+			chain nat { type nat hook prerouting priority dstnat; udp dport 1-2 dnat to 10.3.0.1;
+				udp dport 5 dnat to 10.0.0.1:5; }
+			chain f { type filter hook forward priority 0; ct state established,related drop;
+				ct state untracked counter reject; ct state { new, invalid } udp dport 3 drop;
+				meta l4proto udp ct original proto-dst 4 drop; ct status dnat drop; }
 		}`, map[string]string{
 		"eth0 192.0.2.1 udp 10.0.0.1:1": "1 dropped",
 		"eth0 192.0.2.1 udp 10.0.0.1:2": "1 refused by icmp port-unreachable",
@@ -162,7 +172,9 @@ var sentences = []struct {
 			map v { type ipv4_addr : verdict; elements = { 192.0.2.9 : drop, * : jump u }; }
 			map to { type inet_service : ipv4_addr . inet_service; elements = { 7 : 10.5.0.1 . 70 }; }
 			chain u { tcp dport 2 reject; }
-			chain f { type filter hook forward priority 0; ip daddr . tcp dport @r drop; iifname != @n tcp dport 1 drop; iifname "veth*" tcp dport 3 drop; ip saddr vmap @v; tcp dport < 2 accept; tcp flags & (syn | ack) == syn tcp dport 5 reject with tcp reset; tcp dport { 6, 8-9 } drop; }
+			chain f { type filter hook forward priority 0; ip daddr . tcp dport @r drop; iifname != @n tcp dport 1 drop;
+				iifname "veth*" tcp dport 3 drop; ip saddr vmap @v; tcp dport < 2 accept;
+				tcp flags & (syn | ack) == syn tcp dport 5 reject with tcp reset; tcp dport { 6, 8-9 } drop; }
 			chain p { type nat hook prerouting priority dstnat; meta l4proto tcp dnat ip to tcp dport map @to; }
 		}`, map[string]string{
 		"eth0 192.0.2.1 tcp 10.0.0.77:85":  "1 dropped",
@@ -191,7 +203,8 @@ var sentences = []struct {
 	}},
 	{"sources", `
 		table ip x {
-			chain p { type nat hook postrouting priority srcnat; ip daddr 10.0.0.1 snat to 10.99.0.2; ip daddr 10.0.0.2 masquerade; }
+			chain p { type nat hook postrouting priority srcnat; ip daddr 10.0.0.1 snat to 10.99.0.2;
+				ip daddr 10.0.0.2 masquerade; }
 			chain q { type filter hook postrouting priority 101; ip saddr 10.99.0.2 drop; }
 			chain o { type nat hook output priority 0; tcp dport 9 redirect to :99; }
 		}`, map[string]string{
@@ -225,7 +238,8 @@ var sentences = []struct {
 	}},
 	{"an order that is not known is an error if it matters", `
 		table ip a { chain c { type filter hook forward priority 0; udp dport 1 drop; udp dport 2 drop; }; }
-		table ip b { chain c { type filter hook forward priority 0; udp dport 1 drop; udp dport 2 reject; }; }`, map[string]string{
+		table ip b { chain c { type filter hook forward priority 0; udp dport 1 drop; udp dport 2 reject; };
+			}`, map[string]string{
 		"eth0 192.0.2.1 udp 10.0.0.1:1": "1 dropped",
 		"eth0 192.0.2.1 udp 10.0.0.1:2": "error: same priority",
 	}},
@@ -260,9 +274,10 @@ func TestParseErrors(t *testing.T) {
 	for text, want := range map[string]string{
 		``:                 "read the listing",
 		`{"nftables": []}`: "no metainfo",
-		`{"nftables": [{"metainfo": {"version": "2", "json_schema_version": 2}}]}`:                                               "json_schema_version is 2",
-		`{"nftables": [{"rule": {"family": "ip", "table": "x", "chain": "c", "handle": 7}}]}`:                                    "handle 7 of chain ip x c",
-		`{"nftables": [{"metainfo": {"version": "1", "json_schema_version": 1}}, {"hologram": {"family": "ip", "table": "x"}}]}`: "nftables[1].hologram",
+		`{"nftables": [{"metainfo": {"version": "2", "json_schema_version": 2}}]}`:            "json_schema_version is 2",
+		`{"nftables": [{"rule": {"family": "ip", "table": "x", "chain": "c", "handle": 7}}]}`: "handle 7 of chain ip x c",
+		`{"nftables": [{"metainfo": {"version": "1", "json_schema_version": 1}}, ` +
+			`{"hologram": {"family": "ip", "table": "x"}}]}`: "nftables[1].hologram",
 	} {
 		if _, err := nfteval.Parse(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got error %v, want one with %q", text, err, want)
@@ -297,7 +312,9 @@ func TestTrace(t *testing.T) {
 		"prerouting ip proxy nat-in: jump services",
 		"prerouting ip proxy services: ip daddr @own ip saddr != 172.16.0.0/12 meta mark set meta mark | 16384 {10.96.100.2}",
 		"prerouting ip proxy services: ip daddr . meta l4proto . th dport vmap @fronts {10.96.100.2 . udp . 53 : goto names}",
-		"prerouting ip proxy names: meta l4proto udp dnat ip to numgen random mod 4 map { 0 : 172.16.0.10 . 53, 1 : 172.16.1.10 . 53, 2 : 172.16.1.10 . 53, 3 : 172.16.1.11 . 53 } {1 : 172.16.1.10 . 53}",
+		"prerouting ip proxy names: meta l4proto udp dnat ip to numgen random mod 4 " +
+			"map { 0 : 172.16.0.10 . 53, 1 : 172.16.1.10 . 53, 2 : 172.16.1.10 . 53, 3 : 172.16.1.11 . 53 } " +
+			"{1 : 172.16.1.10 . 53}",
 		"forward ip proxy on: ct state new jump last",
 		"postrouting ip proxy nat-post: jump leaving",
 		"postrouting ip proxy leaving: meta mark & 16384 != 0 meta mark set meta mark ^ 16384 masquerade fully-random",

@@ -150,7 +150,8 @@ func constants(types []datatype, node any) ([]span, error) {
 	return out, nil
 }
 
-// typesOf reads the type of a set: a name, several names as a list or with dots between them, or an expression that has it.
+// typesOf reads the type of a set: a name, several names as a list or with dots between them, or an expression that has
+// it.
 func typesOf(node any) ([]datatype, error) {
 	var list []datatype
 	switch n := node.(type) {

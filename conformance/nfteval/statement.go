@@ -49,7 +49,8 @@ func (w *evaluation) verdict(r *rule, node any, p *packet, depth int) ([]packetV
 	switch key {
 	case "accept", "return", "continue":
 		p.addStep(r)
-		return []packetVerdict{{p, map[string]ruleVerdict{"accept": verdictAccept, "return": verdictReturn, "continue": verdictBreak}[key]}}, nil
+		return []packetVerdict{{p, map[string]ruleVerdict{"accept": verdictAccept, "return": verdictReturn,
+			"continue": verdictBreak}[key]}}, nil
 	case "drop":
 		p.addStep(r)
 		w.addOutcome(p, Outcome{Verdict: Dropped})
@@ -303,7 +304,8 @@ func (w *evaluation) update(kind string, m map[string]any, p *packet) ([]packetV
 	if len(keys) != 1 || len(data) != 1 || len(keys[0].parts) != len(s.key) || len(data[0].parts) != len(s.data) {
 		return nil, fmt.Errorf("an element whose key or data is drawn by lot, or is of another type than %s", s.name)
 	}
-	u := Update{s.family, s.table, s.name, joinParts(keys[0].parts, s.key, value.show), joinParts(data[0].parts, s.data, value.show), op == "delete"}
+	u := Update{s.family, s.table, s.name, joinParts(keys[0].parts, s.key, value.show), joinParts(data[0].parts, s.data,
+		value.show), op == "delete"}
 	p.updates = append(slices.Clip(p.updates), u)
 	return []packetVerdict{{p, verdictContinue}}, nil
 }
@@ -375,7 +377,8 @@ func hashed(s string) (any, error) {
 		return nil, err
 	}
 	seed, err := strconv.ParseUint(part[3], 0, 32)
-	return map[string]any{"jhash": map[string]any{"mod": json.Number(part[2]), "seed": json.Number(strconv.FormatUint(seed, 10)),
+	return map[string]any{"jhash": map[string]any{"mod": json.Number(part[2]),
+		"seed": json.Number(strconv.FormatUint(seed, 10)),
 		"expr": of}}, err
 }
 

@@ -19,28 +19,32 @@ type datatype string
 
 // sizes are the lengths of values, in bytes. Interfaces are known by their names only, so an index is a name here.
 var sizes = map[datatype]int{
-	"ipv4_addr": 4, "ipv6_addr": 16, "inet_proto": 1, "inet_service": 2, "mark": 4, "classid": 4, "integer": 4, "ifname": 16,
-	"iface_index": 16, "ct_state": 4, "ct_status": 4, "ct_dir": 1, "fib_addrtype": 4, "nf_proto": 1, "ether_type": 2, "tcp_flag": 1,
+	"ipv4_addr": 4, "ipv6_addr": 16, "inet_proto": 1, "inet_service": 2, "mark": 4, "classid": 4, "integer": 4,
+	"ifname":      16,
+	"iface_index": 16, "ct_state": 4, "ct_status": 4, "ct_dir": 1, "fib_addrtype": 4, "nf_proto": 1, "ether_type": 2,
+	"tcp_flag":   1,
 	"ether_addr": 6,
 }
 
 // names are the words that stand for values.
 var names = map[datatype]map[string]uint32{
-	"inet_proto":   protocols,
-	"nf_proto":     {"ipv4": 2, "ipv6": 10},
-	"ether_type":   {"ip": 0x0800, "ip6": 0x86dd, "arp": 0x0806, "vlan": 0x8100},
-	"ct_state":     {"invalid": 1, "established": 2, "related": 4, "new": 8, "untracked": 64},
-	"ct_status":    {"expected": 1, "seen-reply": 2, "assured": 4, "confirmed": 8, "snat": 16, "dnat": 32, "dying": 512},
-	"ct_dir":       {"original": 0, "reply": 1},
-	"fib_addrtype": {"unspec": 0, "unicast": 1, "local": 2, "broadcast": 3, "anycast": 4, "multicast": 5, "blackhole": 6, "unreachable": 7, "prohibit": 8},
-	"tcp_flag":     {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16, "urg": 32, "ecn": 64, "cwr": 128},
-	"classid":      {"none": 0, "root": math.MaxUint32},
+	"inet_proto": protocols,
+	"nf_proto":   {"ipv4": 2, "ipv6": 10},
+	"ether_type": {"ip": 0x0800, "ip6": 0x86dd, "arp": 0x0806, "vlan": 0x8100},
+	"ct_state":   {"invalid": 1, "established": 2, "related": 4, "new": 8, "untracked": 64},
+	"ct_status":  {"expected": 1, "seen-reply": 2, "assured": 4, "confirmed": 8, "snat": 16, "dnat": 32, "dying": 512},
+	"ct_dir":     {"original": 0, "reply": 1},
+	"fib_addrtype": {"unspec": 0, "unicast": 1, "local": 2, "broadcast": 3, "anycast": 4, "multicast": 5, "blackhole": 6,
+		"unreachable": 7, "prohibit": 8},
+	"tcp_flag": {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16, "urg": 32, "ecn": 64, "cwr": 128},
+	"classid":  {"none": 0, "root": math.MaxUint32},
 }
 
 var protocols = map[string]uint32{"tcp": 6, "udp": 17, "sctp": 132}
 
 // otherProtocols are those that rules may name, and no question has.
-var otherProtocols = map[string]uint32{"icmp": 1, "igmp": 2, "dccp": 33, "gre": 47, "esp": 50, "ah": 51, "ipv6-icmp": 58, "icmpv6": 58, "udplite": 136}
+var otherProtocols = map[string]uint32{"icmp": 1, "igmp": 2, "dccp": 33, "gre": 47, "esp": 50, "ah": 51,
+	"ipv6-icmp": 58, "icmpv6": 58, "udplite": 136}
 
 func number(n uint64, t datatype) value {
 	var b [8]byte
@@ -164,7 +168,8 @@ func scalar(t datatype, s string) (span, error) {
 	return span{v, v}, nil
 }
 
-// interfaceSpan reads an interface's name. An index that is listed as a number is that of no interface, or of one that is gone.
+// interfaceSpan reads an interface's name. An index that is listed as a number is that of no interface, or of one that
+// is gone.
 func interfaceSpan(t datatype, s string) (span, error) {
 	if t == "iface_index" && s == "0" {
 		s = ""

@@ -152,7 +152,8 @@ func (r *Ruleset) hasPriorityTies(q *Question) bool {
 func (w *evaluation) rejectUnsupportedHooks() error {
 	for _, c := range w.rules.bases {
 		unsupported := c.hook == "ingress" || c.hook == "egress"
-		if unsupported && (len(c.rules) > 0 || c.policy == "drop") && !w.rules.dormant[tableName{c.name.family, c.name.table}] {
+		if unsupported && (len(c.rules) > 0 || c.policy == "drop") &&
+			!w.rules.dormant[tableName{c.name.family, c.name.table}] {
 			return fmt.Errorf("nfteval: %s %s %s: hook %s is not followed", c.name.family, c.name.table, c.name.chain, c.hook)
 		}
 	}
@@ -231,7 +232,8 @@ func (w *evaluation) runBaseChain(c *chain, p *packet) ([]*packet, error) {
 		switch {
 		case f.verdict == verdictDone:
 		case f.verdict != verdictAccept && c.policy == "drop":
-			f.trace = append(slices.Clip(f.trace), Step{f.hook, c.name.family, c.name.table, c.name.chain, 0, "policy drop", nil})
+			f.trace = append(slices.Clip(f.trace), Step{f.hook, c.name.family, c.name.table, c.name.chain, 0, "policy drop",
+				nil})
 			w.addOutcome(f.packet, Outcome{Verdict: Dropped})
 		default:
 			out = append(out, f.packet)

@@ -50,11 +50,7 @@ internal/sysctl
 internal/takeover
 internal/units
 ipvsplugin
-nft
-nft/iptshim
-nft/iptshim/xtables
 nft/kernel
-sync/dataplane
 sync/reconcile
 `)
 	long []string

@@ -105,8 +105,8 @@ type Endpoint struct {
 	// Chance is 0 where IPVS chooses, by its scheduler and the Weight.
 	Chance float64
 	Weight int
-	// SourceSeen says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS chooses
-	// from, neither is.
+	// Sees says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS
+	// chooses from, neither is.
 	Sees   *dataplane.SourceSeen
 	Source netip.Addr
 	// Draining says that it terminates.

@@ -47,13 +47,16 @@ func isOwnOrShared(t Table, name string) bool {
 // hasJump says whether a jump is there.
 func (s *Saved) hasJump(j *jump) bool {
 	table := s.tables[j.table]
-	return table != nil && slices.ContainsFunc(table.chains[j.from], func(r savedRule) bool { return r.rule() == j.rule.canonical() })
+	return table != nil && slices.ContainsFunc(table.chains[j.from],
+		func(r savedRule) bool { return r.rule() == j.rule.canonical() })
 }
 
 // isJump says whether a rule is one of our jumps.
 func isJump(t Table, r *savedRule) bool {
 	rule := r.rule()
-	return slices.ContainsFunc(jumps, func(j jump) bool { return j.table == t && j.from == r.chain && j.rule.canonical() == rule })
+	return slices.ContainsFunc(jumps, func(j jump) bool {
+		return j.table == t && j.from == r.chain && j.rule.canonical() == rule
+	})
 }
 
 // referred gives the chains of ours that rules of others lead to.

@@ -33,9 +33,11 @@ func large(services, endpoints int) *snapshot.Snapshot {
 // largeService gives one of them, whose endpoints are others in each round.
 func largeService(i, endpoints, round int) snapshot.Delta {
 	n := snapshot.Name{Namespace: "ns" + strconv.Itoa(i%50), Name: "svc" + strconv.Itoa(i)}
-	s := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i*7919>>16&15), byte(i * 7919 >> 8), byte(i * 7919)})},
-		Ports: []snapshot.Port{{Name: "p80", Protocol: snapshot.TCP, Port: 80}}}
-	slice := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Name: "p80", Protocol: snapshot.TCP, Port: 8080}}}
+	s := &snapshot.Service{Name: n,
+		ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i*7919>>16&15), byte(i * 7919 >> 8), byte(i * 7919)})},
+		Ports:      []snapshot.Port{{Name: "p80", Protocol: snapshot.TCP, Port: 80}}}
+	slice := &snapshot.Slice{Name: n, Service: n.Name,
+		Ports: []snapshot.SlicePort{{Name: "p80", Protocol: snapshot.TCP, Port: 8080}}}
 	for e := range endpoints {
 		k := i*endpoints + e
 		if e == 0 {
@@ -44,7 +46,8 @@ func largeService(i, endpoints, round int) snapshot.Delta {
 		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Ready: true, Serving: true,
 			Addr: netip.AddrFrom4([4]byte{10, 128 + byte(k>>16), byte(k >> 8), byte(k)})})
 	}
-	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s}, Slices: map[snapshot.Name]*snapshot.Slice{n: slice}}
+	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s},
+		Slices: map[snapshot.Name]*snapshot.Slice{n: slice}}
 }
 
 // planned gives a model that has planned such a cluster, and what changes it.
@@ -134,7 +137,8 @@ func BenchmarkFirstPacket(b *testing.B) {
 				h := labtest.NewHost(b, labtest.NewNet(b), "node")
 				model, full, _ := planned(b, 10000, 1, Options{Dispatch: d, Step: steps(variant)})
 				restore(b, h, ipfamily.IPv4, variant, full.Text(ipfamily.IPv4))
-				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo", "route add default dev lo src 192.0.2.1"} {
+				for _, args := range []string{"addr add 192.0.2.1/32 dev lo", "route add local 10.128.0.0/9 dev lo",
+					"route add default dev lo src 192.0.2.1"} {
 					_, err := h.Run("ip", strings.Fields(args)...)
 					labtest.Check(b, err)
 				}

@@ -39,7 +39,8 @@ type row struct {
 }
 
 func compareRows(a, b row) int {
-	return cmp.Or(strings.Compare(a.key, b.key), strings.Compare(a.owner.Namespace, b.owner.Namespace), strings.Compare(a.owner.Name, b.owner.Name),
+	return cmp.Or(strings.Compare(a.key, b.key), strings.Compare(a.owner.Namespace, b.owner.Namespace),
+		strings.Compare(a.owner.Name, b.owner.Name),
 		falseFirst(a.fallback, b.fallback), strings.Compare(a.before, b.before), strings.Compare(a.after, b.after))
 }
 
@@ -100,8 +101,9 @@ func (c *compiler) service(s *dataplane.Service) (out compiled) {
 	}
 	if s.HealthCheckNodePort != 0 && first != "" {
 		before, after := portMatch(snapshot.TCP, s.HealthCheckNodePort)
-		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), false, rule{
-			before: before, comment: comment(first + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
+		out.rows = append(out.rows, row{filterNodePorts, rowKey(netip.Addr{}, snapshot.TCP, s.HealthCheckNodePort), false,
+			rule{
+				before: before, comment: comment(first + " health check node port"), after: after + " -j ACCEPT", owner: s.Name}})
 	}
 	return out
 }
@@ -182,7 +184,8 @@ func (c *portCompiler) rule(before, text, after string) rule {
 // row adds a row for a key. Match, if any, restricts who it is for.
 func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
 	before, after := keyMatch(k)
-	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), text == c.name+notOpen, c.rule(match+before, text, after+target)})
+	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), text == c.name+notOpen,
+		c.rule(match+before, text, after+target)})
 }
 
 // poolChain names the chain that chooses from a pool.
@@ -227,7 +230,8 @@ func (c *portCompiler) internal(frontends []*dataplane.Frontend) map[*dataplane.
 	return masquerade
 }
 
-// orderMatches puts a match for pods where iptables-save has it: a source before the destination, an interface after it.
+// orderMatches puts a match for pods where iptables-save has it: a source before the destination, an interface after
+// it.
 func orderMatches(pods, key string) string {
 	if i := strings.Index(key, " -p "); strings.Contains(pods, " -i ") {
 		return key[:i] + pods + key[i:]

@@ -99,7 +99,8 @@ func (c *comparison) chain(want *chain) {
 	less, more := changed(have.rules, want.rules, words)
 	for i, rules := range [...][]rule{less, more} {
 		for _, r := range rules {
-			c.note(Difference{Table: want.table, Chain: want.name, Wanted: i == 1, Rule: r.text(), Service: serviceOf(r, want.owner)})
+			c.note(Difference{Table: want.table, Chain: want.name, Wanted: i == 1, Rule: r.text(),
+				Service: serviceOf(r, want.owner)})
 		}
 	}
 	if len(less)+len(more) == 0 && want.owner != (snapshot.Name{}) { // the order of a Service's own rules decides

@@ -29,7 +29,8 @@ func TestGoldens(t *testing.T) {
 		t.Fatal(conflicts)
 	}
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")
-	for name, o := range map[string]Options{"tree": {}, "list": {Dispatch: List, MasqueradeMark: 1 << 15, KeepInvalid: true}} {
+	for name, o := range map[string]Options{"tree": {}, "list": {Dispatch: List, MasqueradeMark: 1 << 15,
+		KeepInvalid: true}} {
 		model := New(o)
 		model.Plan(st, dataplane.Change{})
 		for _, f := range ipfamily.All {

@@ -46,24 +46,37 @@ func has(words ...string) func(Difference) bool {
 
 // reasons are all differences there may be between kube-proxy's rules and ours, each with its reason.
 var reasons = []reason{
-	{"ports of cluster IPs that no Service has are rejected, and addresses that no Service has dropped, as in nftables", true, has(clusterIPsChain), false},
-	{"a process of this node that sends to an external address without endpoints is told so, as in nftables", true, has("-A "+servicesChain, "-j "+externalChain), false},
+	{"ports of cluster IPs that no Service has are rejected, and addresses that no Service has dropped, as in nftables",
+		true, has(clusterIPsChain), false},
+	{"a process of this node that sends to an external address without endpoints is told so, as in nftables", true,
+		has("-A "+servicesChain, "-j "+externalChain), false},
 	{"node ports without endpoints are refused at the addresses of node ports only", true, func(d Difference) bool {
-		return has("-A "+externalChain, "-d 192.0.2.10/32", "--dport 3")(d) || has("-A "+externalChain, "-d 2001:db8:2::10/128", "--dport 3")(d) ||
+		return has("-A "+externalChain, "-d 192.0.2.10/32", "--dport 3")(d) ||
+			has("-A "+externalChain, "-d 2001:db8:2::10/128", "--dport 3")(d) ||
 			has("-A "+externalChain, "-d 127.0.0.1/32", "--dport 3")(d)
 	}, false},
-	{"node ports without endpoints are refused at the addresses of node ports only", false, has("-A "+externalChain, "--dst-type LOCAL"), false},
-	{"who is in no source range is dropped even while there are no endpoints", true, has("-A "+externalChain, notOpen), false},
+	{"node ports without endpoints are refused at the addresses of node ports only", false,
+		has("-A "+externalChain, "--dst-type LOCAL"), false},
+	{"who is in no source range is dropped even while there are no endpoints", true, has("-A "+externalChain, notOpen),
+		false},
 	{"who is in a source range is told that there are no endpoints", true, has("-A "+externalChain, "-s "), false},
-	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 203.0.113.", "has no endpoints"), false},
-	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 2001:db8:18::", "has no endpoints"), false},
-	{"neighbours may not reach node ports at 127.0.0.1", true, has("-A "+servicesChain, "-d 127.0.0.1/32", "--src-type LOCAL", "-j "+nodePortsChain), false},
-	{"neighbours may not reach node ports at 127.0.0.1", false, has("-A "+servicesChain, "-d 127.0.0.1/32", "-j "+nodePortsChain), false},
-	{"packets to node ports at 127.0.0.1 are not counted by nfacct", false, has("-A "+nodePortsChain, "localhost_nps_accepted_pkts"), true},
-	{"a health check node port is accepted once, and not again for each port of the Service", false, has("-A "+nodePortsChain, "health check node port"), false},
+	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 203.0.113.", "has no endpoints"),
+		false},
+	{"who is in no source range is not told so", false, has("-A "+externalChain, " -d 2001:db8:18::", "has no endpoints"),
+		false},
+	{"neighbours may not reach node ports at 127.0.0.1", true, has("-A "+servicesChain, "-d 127.0.0.1/32",
+		"--src-type LOCAL", "-j "+nodePortsChain), false},
+	{"neighbours may not reach node ports at 127.0.0.1", false, has("-A "+servicesChain, "-d 127.0.0.1/32",
+		"-j "+nodePortsChain), false},
+	{"packets to node ports at 127.0.0.1 are not counted by nfacct", false,
+		has("-A "+nodePortsChain, "localhost_nps_accepted_pkts"), true},
+	{"a health check node port is accepted once, and not again for each port of the Service", false,
+		has("-A "+nodePortsChain, "health check node port"), false},
 	{"in IPv6 there is no loopback range to guard", false, has("-j " + loopbackChain), false},
-	{"invalid packets are dropped without being counted by nfacct", true, has("-A "+forwardChain, "INVALID -j DROP"), true},
-	{"invalid packets are dropped without being counted by nfacct", false, has("-A "+forwardChain, "INVALID -m nfacct"), true},
+	{"invalid packets are dropped without being counted by nfacct", true, has("-A "+forwardChain, "INVALID -j DROP"),
+		true},
+	{"invalid packets are dropped without being counted by nfacct", false, has("-A "+forwardChain, "INVALID -m nfacct"),
+		true},
 }
 
 // TestKubeProxy has a real kube-proxy write what it writes for the same objects, and explains every difference.
@@ -117,7 +130,8 @@ func verdictModel(t *testing.T, file string) *Model {
 	st, conflicts := dataplane.Compute(dataplane.Config{
 		NodeName: "node-1", LocalhostNodePorts: true,
 		NodePortAddresses: []netip.Prefix{prefix("192.0.2.10/32"), prefix("2001:db8:2::10/128"), prefix("127.0.0.0/8")},
-		DetectLocal:       dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"), prefix("fd00:10:244::/48")}},
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"),
+			prefix("fd00:10:244::/48")}},
 	}, snap)
 	if conflicts != nil {
 		t.Error(conflicts)
@@ -190,7 +204,8 @@ func compare(t *testing.T, f ipfamily.Family, ours, theirs *Saved) {
 				explain(Difference{Family: f, Table: tc.table, Chain: tc.chain, Wanted: i == 1, Rule: r.text()})
 			}
 		}
-		if a.name != tc.chain || ours.has(tc.table, tc.chain) != theirs.has(tc.table, tc.chain) && tc.chain != clusterIPsChain && tc.chain != loopbackChain {
+		if a.name != tc.chain || ours.has(tc.table, tc.chain) != theirs.has(tc.table, tc.chain) &&
+			tc.chain != clusterIPsChain && tc.chain != loopbackChain {
 			t.Errorf("%s: only one of the two has table %s chain %s", f, tc.table, tc.chain)
 		}
 		ordered(t, tc, a, b)
@@ -204,8 +219,10 @@ func compare(t *testing.T, f ipfamily.Family, ours, theirs *Saved) {
 // ordered says whether the rules that two chains have in common come in the same order, where order matters.
 func ordered(t *testing.T, tc tableChain, a, b chain) {
 	t.Helper()
-	if slices.Contains([]string{servicesChain, externalChain, nodePortsChain, firewallChain}, tc.chain) || strings.HasPrefix(tc.chain, fwPrefix) {
-		return // one row for each address and port: any order is right, and kube-proxy's is another each time; source ranges likewise
+	if slices.Contains([]string{servicesChain, externalChain, nodePortsChain, firewallChain}, tc.chain) ||
+		strings.HasPrefix(tc.chain, fwPrefix) {
+		// There is one row for each address and port, in any order: kube-proxy's differs each time. So do source ranges.
+		return
 	}
 	var x, y []string
 	for _, r := range a.rules {
@@ -219,12 +236,13 @@ func ordered(t *testing.T, tc tableChain, a, b chain) {
 		}
 	}
 	if !slices.Equal(x, y) && !nodeFirst(tc, x, y) {
-		t.Errorf("%s %s: the order is another:\n  %s\nhere, and there\n  %s", tc.table, tc.chain, strings.Join(x, "\n  "), strings.Join(y, "\n  "))
+		t.Errorf("%s %s: the order is another:\n  %s\nhere, and there\n  %s", tc.table, tc.chain, strings.Join(x, "\n  "),
+			strings.Join(y, "\n  "))
 	}
 }
 
-// nodeFirst is the one order that is another on purpose: a packet of this node that bears a pod's address, as a bridge's may be, is
-// masqueraded, so the rules for this node stand before the one for pods.
+// nodeFirst is the one order that is another on purpose: a packet of this node that bears a pod's address, as a
+// bridge's may be, is masqueraded, so the rules for this node stand before the one for pods.
 func nodeFirst(tc tableChain, ours, theirs []string) bool {
 	if !strings.HasPrefix(tc.chain, extPrefix) || len(ours) < 3 {
 		return false
@@ -233,7 +251,8 @@ func nodeFirst(tc tableChain, ours, theirs []string) bool {
 	return slices.Equal(ours, moved) && strings.Contains(theirs[0], "pod traffic for")
 }
 
-// startPlane starts a control plane on a host that is the node, too, and gives the programs: etcd, kube-apiserver, kube-proxy.
+// startPlane starts a control plane on a host that is the node, too, and gives the programs: etcd, kube-apiserver,
+// kube-proxy.
 func startPlane(t *testing.T) (*control.Plane, *lab.Host, []string) {
 	t.Helper()
 	out, err := exec.Command("../../conformance/peers/build", "etcd", "kube-apiserver", "kube-proxy").Output()
@@ -258,14 +277,17 @@ func startPlane(t *testing.T) (*control.Plane, *lab.Host, []string) {
 func create(t *testing.T, c kubernetes.Interface) {
 	t.Helper()
 	ctx := t.Context()
-	node, err := c.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}, metav1.CreateOptions{})
+	node, err := c.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}},
+		metav1.CreateOptions{})
 	labtest.Check(t, err)
-	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.10"}, {Type: corev1.NodeInternalIP, Address: "2001:db8:2::10"}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.10"},
+		{Type: corev1.NodeInternalIP, Address: "2001:db8:2::10"}}
 	_, err = c.CoreV1().Nodes().UpdateStatus(ctx, node, metav1.UpdateOptions{})
 	labtest.Check(t, err)
 	for _, o := range objects(t) {
 		for _, n := range []string{o.service.Namespace} {
-			_, _ = c.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: n}}, metav1.CreateOptions{})
+			_, _ = c.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: n}},
+				metav1.CreateOptions{})
 		}
 		s := o.service.DeepCopy()
 		made, err := c.CoreV1().Services(s.Namespace).Create(ctx, s, metav1.CreateOptions{})
@@ -334,7 +356,8 @@ func features() (all []object) {
 	for _, internal := range []corev1.ServiceInternalTrafficPolicy{"Cluster", "Local"} {
 		for _, external := range []corev1.ServiceExternalTrafficPolicy{"Cluster", "Local"} {
 			for _, affinity := range []corev1.ServiceAffinity{"None", "ClientIP"} {
-				for _, ranges := range [][]string{nil, {"198.51.100.0/24", "2001:db8:64::/64"}, {"192.0.2.0/24", "2001:db8:2::/64"}} {
+				for _, ranges := range [][]string{nil, {"198.51.100.0/24", "2001:db8:64::/64"},
+					{"192.0.2.0/24", "2001:db8:2::/64"}} {
 					for _, nodes := range [][]string{nil, {"node-1"}, {"node-2"}, {"node-1", "node-2", "node-2"}} {
 						i++
 						all = append(all, feature(fmt.Sprintf("f%d", i), i, internal, external, affinity, ranges, nodes))
@@ -346,29 +369,34 @@ func features() (all []object) {
 	return append(all, feature("last", i+1, "Cluster", "Cluster", "None", nil, []string{"node-1"}))
 }
 
-func feature(name string, i int, internal corev1.ServiceInternalTrafficPolicy, external corev1.ServiceExternalTrafficPolicy,
+func feature(name string, i int, internal corev1.ServiceInternalTrafficPolicy,
+	external corev1.ServiceExternalTrafficPolicy,
 	affinity corev1.ServiceAffinity, ranges, nodes []string) object {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	meta := metav1.ObjectMeta{Name: name, Namespace: "default"}
 	s := &corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{
 		Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &policy, SessionAffinity: affinity,
-		ClusterIP: fmt.Sprintf("10.96.200.%d", i), ClusterIPs: []string{fmt.Sprintf("10.96.200.%d", i), fmt.Sprintf("fd00:10:96::c8%02x", i)},
+		ClusterIP: fmt.Sprintf("10.96.200.%d", i), ClusterIPs: []string{fmt.Sprintf("10.96.200.%d", i),
+			fmt.Sprintf("fd00:10:96::c8%02x", i)},
 		InternalTrafficPolicy: &internal, ExternalTrafficPolicy: external, LoadBalancerSourceRanges: ranges,
 		ExternalIPs: []string{fmt.Sprintf("198.19.0.%d", i), fmt.Sprintf("2001:db8:19::%x", i)},
 	}}
 	protocols := []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP, corev1.ProtocolSCTP}
 	for n, p := range protocols[:1+i%3] {
-		s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: strings.ToLower(string(p)), Protocol: p, Port: int32(80 + n), TargetPort: intstr.FromInt(8080),
+		s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: strings.ToLower(string(p)), Protocol: p,
+			Port: int32(80 + n), TargetPort: intstr.FromInt(8080),
 			NodePort: int32(31100 + 250*n + i)})
 	}
 	if external == corev1.ServiceExternalTrafficPolicyLocal {
 		s.Spec.HealthCheckNodePort = int32(32000 + i)
 	}
-	s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: fmt.Sprintf("203.0.113.%d", 100+i)}, {IP: fmt.Sprintf("2001:db8:18::%x", i)}}
+	s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: fmt.Sprintf("203.0.113.%d", 100+i)},
+		{IP: fmt.Sprintf("2001:db8:18::%x", i)}}
 	o := object{service: s}
 	for n, kind := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {
-		sl := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", name, n), Namespace: "default",
-			Labels: map[string]string{discoveryv1.LabelServiceName: name}}, AddressType: kind}
+		sl := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", name, n),
+			Namespace: "default",
+			Labels:    map[string]string{discoveryv1.LabelServiceName: name}}, AddressType: kind}
 		for e, node := range nodes {
 			ready := true
 			sl.Endpoints = append(sl.Endpoints, discoveryv1.Endpoint{

@@ -22,7 +22,8 @@ func huge(addresses, ports, endpoints, sources int) *dataplane.State {
 		s.LoadBalancerIPs = append(s.LoadBalancerIPs, netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}))
 	}
 	for i := range sources {
-		s.SourceRanges = append(s.SourceRanges, netip.PrefixFrom(netip.AddrFrom4([4]byte{198, byte(i >> 15), byte(i >> 7), byte(i << 1)}), 32))
+		s.SourceRanges = append(s.SourceRanges,
+			netip.PrefixFrom(netip.AddrFrom4([4]byte{198, byte(i >> 15), byte(i >> 7), byte(i << 1)}), 32))
 	}
 	sl := &snapshot.Slice{Name: n, Service: n.Name}
 	for i := range ports {
@@ -31,9 +32,11 @@ func huge(addresses, ports, endpoints, sources int) *dataplane.State {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: name, Protocol: snapshot.TCP, Port: uint16(1000 + i)})
 	}
 	for i := range endpoints {
-		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Ready: true, Serving: true, Addr: netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})})
+		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Ready: true, Serving: true,
+			Addr: netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})})
 	}
-	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s}, Slices: map[snapshot.Name]*snapshot.Slice{n: sl}})
+	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: s},
+		Slices: map[snapshot.Name]*snapshot.Slice{n: sl}})
 	st, _ := dataplane.Compute(configs[0], snap)
 	return st
 }
@@ -45,8 +48,10 @@ func TestNothingMultiplies(t *testing.T) {
 		addresses, ports, endpoints, sources, most int
 		tooLarge                                   bool
 	}{
-		{300, 50, 100, 0, 40_000, true}, {300, 50, 0, 20, 35_000, false}, {300, 50, 10, 200, 50_000, true}, {200, 10, 100, 200, 10_000, false},
-		{1, 1, 5000, 0, 16_000, false}, {1, 1, 12000, 0, 40_000, true}, {1, 100, 200, 0, 70_000, true}, {1, 1, 0, 40000, 10_000, true},
+		{300, 50, 100, 0, 40_000, true}, {300, 50, 0, 20, 35_000, false}, {300, 50, 10, 200, 50_000, true},
+		{200, 10, 100, 200, 10_000, false},
+		{1, 1, 5000, 0, 16_000, false}, {1, 1, 12000, 0, 40_000, true}, {1, 100, 200, 0, 70_000, true},
+		{1, 1, 0, 40000, 10_000, true},
 	} {
 		st := huge(c.addresses, c.ports, c.endpoints, c.sources)
 		_, _, rules := New(Options{}).Plan(st, dataplane.Change{}).Counts()

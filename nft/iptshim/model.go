@@ -192,7 +192,8 @@ func (fm *familyModel) fill(o *Options, s *dataplane.State, t *familyTxn) {
 	tails := fm.structure.tails(fm.nodePorts, fm.outside > 0)
 	for id := range numLists {
 		slices.SortFunc(rows[id], compareRows)
-		l := &list{id: id, family: fm.family, tree: o.Dispatch == Tree, rows: rows[id], tail: tails[id], branches: map[string][]string{}}
+		l := &list{id: id, family: fm.family, tree: o.Dispatch == Tree, rows: rows[id], tail: tails[id],
+			branches: map[string][]string{}}
 		fm.lists[id] = l
 		l.render(nil, p.write, p.drop)
 	}
@@ -255,7 +256,9 @@ func (fm *familyModel) planChange(o *Options, s *dataplane.State, names []snapsh
 
 // count follows the node port addresses and the cluster IPs outside of the changed Services. If the addresses are
 // others now, moved is true, and every Service with node ports is named with those that changed.
-func (fm *familyModel) count(s *dataplane.State, names []snapshot.Name, undo *[]func()) (all []snapshot.Name, moved bool) {
+func (fm *familyModel) count(s *dataplane.State, names []snapshot.Name, undo *[]func()) (
+	all []snapshot.Name, moved bool,
+) {
 	before, outside := maps.Clone(fm.nodePorts), fm.outside
 	*undo = append(*undo, func() { fm.nodePorts, fm.outside = before, outside })
 	for _, n := range names {
@@ -323,7 +326,8 @@ type planner struct {
 // service compiles a Service and writes its chains.
 func (p *planner) service(c *compiler, s *dataplane.Service) *service {
 	out := c.service(s)
-	made := &service{rows: out.rows, nodePorts: nodePortAddrs(p.family, s), endpoints: out.endpoints, outside: p.structure.outside(p.family, s)}
+	made := &service{rows: out.rows, nodePorts: nodePortAddrs(p.family, s), endpoints: out.endpoints,
+		outside: p.structure.outside(p.family, s)}
 	for _, ch := range out.chains {
 		made.chains = append(made.chains, ch.name)
 		p.write(ch)

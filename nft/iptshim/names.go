@@ -97,5 +97,6 @@ func isServiceChain(chain string) bool {
 
 // isBranch says whether a chain of ours is a branch of a tree.
 func isBranch(t Table, chain string) bool {
-	return t == NAT && isServiceChain(chain) && !commentsRedundant(t, chain) || t == Filter && strings.HasPrefix(chain, clusterIPsPrefix)
+	return t == NAT && isServiceChain(chain) && !commentsRedundant(t, chain) ||
+		t == Filter && strings.HasPrefix(chain, clusterIPsPrefix)
 }

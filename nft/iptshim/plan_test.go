@@ -24,7 +24,8 @@ type fakeTables struct {
 
 func newFakeTables() *fakeTables {
 	k := &fakeTables{chains: map[tableChain][]string{}, led: map[tableChain]int{}}
-	for _, c := range []tableChain{{Filter, "INPUT"}, {Filter, "FORWARD"}, {Filter, "OUTPUT"}, {NAT, "PREROUTING"}, {NAT, "OUTPUT"}, {NAT, "POSTROUTING"}} {
+	for _, c := range []tableChain{{Filter, "INPUT"}, {Filter, "FORWARD"}, {Filter, "OUTPUT"}, {NAT, "PREROUTING"},
+		{NAT, "OUTPUT"}, {NAT, "POSTROUTING"}} {
 		k.chains[c] = nil
 	}
 	return k
@@ -280,7 +281,8 @@ func TestBlame(t *testing.T) {
 		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, name); len(got) != 1 || got[0] != first {
 			t.Errorf("chain %s belongs to %v, not %s", name, got, first)
 		}
-		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 || txn.OwnersOfChain(ipfamily.IPv4, NAT, markChain) != nil {
+		if got := txn.OwnersOfChain(ipfamily.IPv4, NAT, servicesChain); len(got) == 0 ||
+			txn.OwnersOfChain(ipfamily.IPv4, NAT, markChain) != nil {
 			t.Errorf("KUBE-SERVICES belongs to %v", got)
 		}
 		if names := txn.OwnersOfLine(ipfamily.IPv4, 0); names != nil {
@@ -300,7 +302,8 @@ func TestUnchangedChainsStay(t *testing.T) {
 	}
 	change, _ = planner.Apply(snap, snap.Apply(largeService(2000, 3, 0)))
 	txn := model.Plan(planner.State(), change)
-	if text := txn.Text(ipfamily.IPv4); strings.Count(string(text), "\n") > 80 || !strings.Contains(string(text), "svc2000") {
+	if text := txn.Text(ipfamily.IPv4); strings.Count(string(text), "\n") > 80 ||
+		!strings.Contains(string(text), "svc2000") {
 		t.Errorf("one more Service takes\n%s", text)
 	}
 	change, _ = planner.Apply(snap, snap.Apply(snapshot.Delta{}))
@@ -324,7 +327,8 @@ func TestTreeIsShallow(t *testing.T) {
 		for i := 0; i < services; i += 500 {
 			to := largeService(i, 1, 0).Services
 			for _, s := range to {
-				walk, err := saved.Walk(Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0], Protocol: snapshot.TCP, Port: 80, Interface: "eth0"},
+				walk, err := saved.Walk(Packet{Source: addr("10.244.1.1"), Destination: s.ClusterIPs[0], Protocol: snapshot.TCP,
+					Port: 80, Interface: "eth0"},
 					Host{Here: func(a netip.Addr) bool { return a == addr("192.0.2.1") }})
 				if err != nil || walk.Trace().Outcome() != "endpoint" {
 					t.Fatalf("%s: %v %s", s.Name, err, walk.Trace().Outcome())

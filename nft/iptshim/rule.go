@@ -39,9 +39,9 @@ type chain struct {
 	owner snapshot.Name
 }
 
-// commentsRedundant says whether the comments of a chain's rules say no more than its name does. They are left out in large
-// clusters, and where they alone differ nothing is written. The branches of trees hold rows as KUBE-SERVICES does, and
-// have names without a hash.
+// commentsRedundant says whether the comments of a chain's rules say no more than its name does. They are left out in
+// large clusters, and where they alone differ nothing is written. The branches of trees hold rows as KUBE-SERVICES
+// does, and have names without a hash.
 func commentsRedundant(t Table, name string) bool {
 	if t != NAT || !isServiceChain(name) || len(name) <= hashLen {
 		return false

@@ -111,18 +111,22 @@ func (s structure) tails(nodePorts map[netip.Addr]int, outside bool) (tails [num
 		tails[natServices] = append(tails[natServices], rule{before: " -d " + addrText(a), comment: last, after: after})
 	}
 	// INPUT and FORWARD lead there; but a process on this node may send to an address that is elsewhere.
-	tails[filterServices] = []rule{{comment: "kubernetes externally-visible service portals, from this node", after: fromNode + " -j " + externalChain}}
+	tails[filterServices] = []rule{{comment: "kubernetes externally-visible service portals, from this node",
+		after: fromNode + " -j " + externalChain}}
 	const unserved = "kubernetes cluster IPs, sent to no endpoint"
 	if outside {
-		tails[filterServices] = append(tails[filterServices], rule{comment: unserved, after: " -m conntrack ! --ctstate DNAT -j " + clusterIPsChain})
+		tails[filterServices] = append(tails[filterServices],
+			rule{comment: unserved, after: " -m conntrack ! --ctstate DNAT -j " + clusterIPsChain})
 	}
 	// An external address may lie in a ServiceCIDR.
 	tails[filterClusterIPs] = []rule{{after: " -j " + externalChain}}
 	for _, p := range s.cidrs {
 		if !outside {
-			tails[filterServices] = append(tails[filterServices], rule{before: " -d " + prefixText(p), comment: unserved, after: " -j " + clusterIPsChain})
+			tails[filterServices] = append(tails[filterServices], rule{before: " -d " + prefixText(p), comment: unserved,
+				after: " -j " + clusterIPsChain})
 		}
-		tails[filterClusterIPs] = append(tails[filterClusterIPs], rule{before: " -d " + prefixText(p), comment: "no Service has this cluster IP", after: " -j DROP"})
+		tails[filterClusterIPs] = append(tails[filterClusterIPs], rule{before: " -d " + prefixText(p),
+			comment: "no Service has this cluster IP", after: " -j DROP"})
 	}
 	return tails
 }

@@ -161,7 +161,8 @@ func (w *textWriter) table(t *familyTxn, table Table) {
 func (w *textWriter) steps(t *familyTxn, table Table, chains []chain) {
 	for len(chains) > 0 {
 		n, lines := 0, 0
-		for n < len(chains) && (n == 0 || lines < t.step || chains[n].owner == chains[n-1].owner && chains[n].owner != (snapshot.Name{})) {
+		for n < len(chains) && (n == 0 || lines < t.step ||
+			chains[n].owner == chains[n-1].owner && chains[n].owner != (snapshot.Name{})) {
 			lines += 1 + len(chains[n].rules)
 			n++
 		}
@@ -228,12 +229,14 @@ func (t *familyTxn) writesTo(table Table) (out []chain) {
 			out = append(out, c)
 		}
 	}
-	slices.SortStableFunc(out, func(a, b chain) int { return cmp.Or(a.owner.Compare(b.owner), cmp.Compare(a.name, b.name)) })
+	slices.SortStableFunc(out, func(a, b chain) int {
+		return cmp.Or(a.owner.Compare(b.owner), cmp.Compare(a.name, b.name))
+	})
 	return out
 }
 
-// dropsFrom gives the chains of a table that are deleted: the branches of trees, then others, each before those that its
-// rules led to.
+// dropsFrom gives the chains of a table that are deleted: the branches of trees, then others, each before those that
+// its rules led to.
 func (t *familyTxn) dropsFrom(table Table) (out []string) {
 	for _, d := range t.drops {
 		if d.table == table {
@@ -244,7 +247,8 @@ func (t *familyTxn) dropsFrom(table Table) (out []string) {
 		if !commentsRedundant(table, name) {
 			return 0
 		}
-		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix}, func(p string) bool { return strings.HasPrefix(name, p) })
+		return 1 + slices.IndexFunc([]string{fwPrefix, extPrefix, svcPrefix, svlPrefix, sepPrefix},
+			func(p string) bool { return strings.HasPrefix(name, p) })
 	}
 	slices.SortFunc(out, func(a, b string) int {
 		return cmp.Or(cmp.Compare(rank(a), rank(b)), strings.Compare(a, b))

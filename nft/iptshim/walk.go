@@ -82,17 +82,17 @@ func (s *Saved) Walk(p Packet, h Host) (*Walk, error) {
 	return w.walk, nil
 }
 
-// tracer holds what does not change on the way.
+// tracer holds what does not change during a trace.
 type tracer struct {
 	saved *Saved
 	host  Host
 	walk  *Walk
 	depth int
-	// timeouts is how long each list of xt_recent that was asked remembers.
+	// timeouts holds how long each list of xt_recent that was looked up remembers.
 	timeouts map[string]time.Duration
 }
 
-// packetState is a packet on its way, or a part of its chance.
+// packetState is a packet at one point of its trace, or a part of its chance.
 type packetState struct {
 	Packet
 	mark       uint32
@@ -101,7 +101,7 @@ type packetState struct {
 	remembered bool
 }
 
-// traceFilter takes a packet that was not translated through table filter.
+// traceFilter traces a packet that was not translated through table filter.
 func (w *tracer) traceFilter(t packetState) error {
 	var hooks []string
 	here := w.isLocal(t.Destination)
@@ -141,7 +141,7 @@ func (w *tracer) addEnding(t packetState, e Ending) {
 // maxDepth guards against rules of others that lead round in a circle.
 const maxDepth = 64
 
-// chain takes a packet through a chain and gives what is left of it at its end: nothing, or parts of its chance.
+// chain traces a packet through a chain and returns what is left of it at the end: nothing, or parts of its chance.
 func (w *tracer) chain(table Table, name string, t packetState) ([]packetState, error) {
 	if w.depth++; w.depth > maxDepth {
 		return nil, fmt.Errorf("iptables: the chains of table %s lead round in a circle", table)
@@ -155,7 +155,8 @@ func (w *tracer) chain(table Table, name string, t packetState) ([]packetState, 
 	here := []packetState{t}
 	for i := range tables.chains[name] {
 		r := &tables.chains[name][i]
-		if _, builtin := tables.builtin[name]; (builtin || isBuiltin(name)) && !isOurs(table, r.target()) && r.target() != loopbackChain {
+		if _, builtin := tables.builtin[name]; (builtin || isBuiltin(name)) && !isOurs(table, r.target()) &&
+			r.target() != loopbackChain {
 			continue
 		}
 		var next []packetState
@@ -171,12 +172,12 @@ func (w *tracer) chain(table Table, name string, t packetState) ([]packetState, 
 	return append(here, returned...), nil
 }
 
-// isBuiltin says whether the kernel calls a chain: the text of a Model does not declare those.
+// isBuiltin reports whether the kernel calls a chain: the text of a Model does not declare those.
 func isBuiltin(name string) bool {
 	return slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}, name)
 }
 
-// rule takes a packet through one rule. On are the parts that go on behind it, back those that leave the chain.
+// rule traces a packet through one rule. on are the parts that continue behind it, back those that leave the chain.
 func (w *tracer) rule(table Table, r *savedRule, t packetState) (on, back []packetState, err error) {
 	step := Step{Table: table, Chain: r.chain, Rule: r.line}
 	c, err := r.conditions()
@@ -244,7 +245,7 @@ func (t *packetState) reduce() {
 	t.share, t.of = t.share/a, t.of/a
 }
 
-// addDNATEnding ends the way of a packet that is sent to an endpoint. It is masqueraded on its way out, if it leaves.
+// addDNATEnding records that a packet is sent to an endpoint. It is masqueraded when it leaves, if it leaves.
 func (w *tracer) addDNATEnding(t packetState, c *conditions) {
 	e := Ending{Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: c.to, Remembered: t.remembered}}
 	if t.list != "" {
@@ -278,7 +279,7 @@ func (w *tracer) masquerades(mark uint32) bool {
 	return false
 }
 
-// matchesRule says whether a packet meets a rule's conditions, but for chance.
+// matchesRule reports whether a packet matches a rule's conditions, except chance.
 func (w *tracer) matchesRule(c *conditions, t *packetState) bool {
 	in := t.Interface
 	ok := (!c.source.IsValid() || c.source.Contains(t.Source) != c.notSource) &&

@@ -39,7 +39,9 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 			q := w.question(snap, k)
 			x := dataplane.Explain(cfg, snap, q)
 			walk := walked(t, saved[ipfamily.Of(k.Addr)], snap, q)
-			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool { return c.Addr() == q.Source && !c.Local }) {
+			if slices.ContainsFunc(x.Endpoints, func(c dataplane.EndpointDecision) bool {
+				return c.Addr() == q.Source && !c.Local
+			}) {
 				continue // one that is said to run elsewhere reaches itself
 			}
 			if k.Addr.IsLoopback() && q.Interface == "" && !q.Source.IsLoopback() {
@@ -62,7 +64,8 @@ func TestWalkAgreesWithExplain(t *testing.T) {
 
 func walked(t *testing.T, saved *Saved, snap *snapshot.Snapshot, q dataplane.Question) *Walk {
 	t.Helper()
-	p := Packet{Source: q.Source, Destination: q.Key.Addr, Protocol: q.Key.Protocol, Port: q.Key.Port, Interface: q.Interface}
+	p := Packet{Source: q.Source, Destination: q.Key.Addr, Protocol: q.Key.Protocol, Port: q.Key.Port,
+		Interface: q.Interface}
 	walk, err := saved.Walk(p, Host{Here: func(a netip.Addr) bool { return slices.Contains(snap.HostAddrs, a) }})
 	if err != nil {
 		t.Fatal(err)
@@ -91,7 +94,8 @@ func (w world) keys(st *dataplane.State) (keys []dataplane.Key) {
 			}
 		}
 	}
-	for _, a := range []string{"10.96.0.1", "10.96.0.99", "fd00:96::99", "192.0.2.1", "203.0.113.1", "198.18.0.1", "127.0.0.1", "10.98.0.1", "10.96.0.200"} {
+	for _, a := range []string{"10.96.0.1", "10.96.0.99", "fd00:96::99", "192.0.2.1", "203.0.113.1", "198.18.0.1",
+		"127.0.0.1", "10.98.0.1", "10.96.0.200"} {
 		for _, p := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP} {
 			keys = append(keys, dataplane.Key{Addr: addr(a), Protocol: p, Port: 81})
 		}
@@ -105,7 +109,8 @@ func lines(w *Walk) string {
 		out = append(out, fmt.Sprintf("%-5v %s", s.Matched, s))
 	}
 	for _, e := range w.Endings {
-		out = append(out, fmt.Sprintf("%d/%d %v %v masquerade %v, remembered %v", e.Share, e.Of, e.Outcome, e.Endpoint, e.Masquerade, e.Remember))
+		out = append(out, fmt.Sprintf("%d/%d %v %v masquerade %v, remembered %v", e.Share, e.Of, e.Outcome, e.Endpoint,
+			e.Masquerade, e.Remember))
 	}
 	return strings.Join(out, "\n")
 }
@@ -113,13 +118,17 @@ func lines(w *Walk) string {
 // TestWalkRemembers follows a sender whom xt_recent knows, and one whom it does not.
 func TestWalkRemembers(t *testing.T) {
 	snap := snapshot.New()
-	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"}, ClusterIPs: []netip.Addr{addr("10.96.0.1")},
-		Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}, Affinity: time.Hour}
-	slice := &snapshot.Slice{Name: svc.Name, Service: "web", Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+	svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"},
+		ClusterIPs: []netip.Addr{addr("10.96.0.1")},
+		Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}, Affinity: time.Hour}
+	slice := &snapshot.Slice{Name: svc.Name, Service: "web",
+		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
 	for n := range 3 {
-		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n+1)), Ready: true, Serving: true})
+		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", n+1)), Ready: true,
+			Serving: true})
 	}
-	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+	snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
 	st, _ := dataplane.Compute(configs[0], snap)
 	model := New(Options{})
 	model.Plan(st, dataplane.Change{})
@@ -128,12 +137,15 @@ func TestWalkRemembers(t *testing.T) {
 		t.Fatal(err)
 	}
 	known := endpointChain(st.Services[svc.Name].Ports[0].Name, netip.MustParseAddrPort("10.244.1.2:8080"))
-	host := Host{Here: func(netip.Addr) bool { return false }, Recent: func(list string, sender netip.Addr, within time.Duration) bool {
+	host := Host{Here: func(netip.Addr) bool { return false }, Recent: func(list string, sender netip.Addr,
+		within time.Duration) bool {
 		return list == known && sender == addr("10.244.7.7") && within == time.Hour
 	}}
-	p := Packet{Source: addr("10.244.7.7"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80, Interface: "cni0"}
+	p := Packet{Source: addr("10.244.7.7"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
+		Interface: "cni0"}
 	walk, err := saved.Walk(p, host)
-	if err != nil || len(walk.Endings) != 1 || !walk.Endings[0].Remembered || walk.Endings[0].Endpoint.Addr() != addr("10.244.1.2") ||
+	if err != nil || len(walk.Endings) != 1 || !walk.Endings[0].Remembered ||
+		walk.Endings[0].Endpoint.Addr() != addr("10.244.1.2") ||
 		walk.Endings[0].Remember != time.Hour || walk.Endings[0].List != known {
 		t.Errorf("%v\n%s", err, lines(walk))
 	}
@@ -145,8 +157,10 @@ func TestWalkRemembers(t *testing.T) {
 
 // TestWalkForeign meets rules that Verdict did not write, and chains that lead round in a circle.
 func TestWalkForeign(t *testing.T) {
-	const text = "*nat\n-A PREROUTING -j KUBE-SERVICES\n-A KUBE-SERVICES -m time --weekdays Mon -j KUBE-MARK-MASQ\n-A KUBE-SERVICES -j KUBE-SVC-A\n"
-	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80, Interface: "eth0"}
+	const text = "*nat\n-A PREROUTING -j KUBE-SERVICES\n" +
+		"-A KUBE-SERVICES -m time --weekdays Mon -j KUBE-MARK-MASQ\n-A KUBE-SERVICES -j KUBE-SVC-A\n"
+	p := Packet{Source: addr("10.0.0.1"), Destination: addr("10.96.0.1"), Protocol: snapshot.TCP, Port: 80,
+		Interface: "eth0"}
 	host := Host{Here: func(netip.Addr) bool { return false }}
 	saved, err := Parse([]byte(text))
 	if err != nil {

@@ -16,7 +16,8 @@ var configs = []dataplane.Config{
 	{NodeName: "node-1", LocalhostNodePorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"), prefix("fd00:244::/32")}}},
 	{NodeName: "node-1"},
-	{NodeName: "node-1", MasqueradeAll: true, DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16")}}},
+	{NodeName: "node-1", MasqueradeAll: true,
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16")}}},
 	{NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
 	{NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 }

@@ -7,19 +7,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// IPVS has a virtual service for each frontend and in each its own list of endpoints, where nftables shares them: what
-// a Service asks of it multiplies. Above these numbers of virtual services and destinations nftables chooses.
-// docs/decisions/0011-ipvs.md says what they cost.
+// IPVS keeps a virtual service for each frontend, and each virtual service has its own list of endpoints. nftables
+// shares endpoints between frontends. So what a Service asks of IPVS multiplies, and nftables takes over above these
+// numbers of virtual services and destinations. docs/decisions/0011-ipvs.md says what they cost.
 const (
-	// MaxPerService is for one Service, whoever wants it scheduled.
+	// MaxPerService bounds one Service, whoever asks for IPVS.
 	MaxPerService = 4096
-	// MaxPerNamespace is for all Services of a namespace together that ask by their annotations. The oldest are served
-	// first.
+	// MaxPerNamespace bounds all Services of a namespace that ask by annotation. The oldest Services are scheduled first.
 	MaxPerNamespace = 65536
 )
 
-// costs gives as how many a virtual service and a destination count, by the memory and the time that they take from the
-// kernel.
+// costs returns the weight of a virtual service and of a destination: how much kernel memory and time they take.
 func (s *Scheduling) costs() (service, destination int) {
 	switch s.Scheduler {
 	case "mh": // a table of 34 KiB, which each change of a destination fills anew
@@ -32,13 +30,13 @@ func (s *Scheduling) costs() (service, destination int) {
 	return 1, 1
 }
 
-// hysteresis is the part of a bound that has to be free before what was above it is scheduled again, so that a Service at
-// the bound does not go to and fro with each endpoint.
+// hysteresis is the part of a bound that must be free before a rejected Service is scheduled again. Without it, a
+// Service at the bound would switch with every endpoint.
 const hysteresis = 8
 
 func readmitLimit(most int) int { return most - most/hysteresis }
 
-// budget keeps the books of what Services ask of IPVS. The zero value is empty.
+// budget records what Services ask of IPVS. The zero value is empty.
 type budget struct {
 	// tooLarge are Services above their own bound, or not yet far enough below it.
 	tooLarge map[snapshot.Name]bool
@@ -48,7 +46,8 @@ type budget struct {
 	changed map[string]bool
 }
 
-// namespaceBudget is what the Services of a namespace ask for. Sum is that of all; out are those that do not get it.
+// namespaceBudget records what the Services of a namespace ask for. sum is the total of all requests; rejected holds
+// the Services that do not get what they ask for.
 type namespaceBudget struct {
 	requests map[snapshot.Name]*request
 	order    []*request // oldest first; nil if it has to be made anew
@@ -63,7 +62,7 @@ type request struct {
 	cost int
 }
 
-// admit books what a Service asks for, and says whether it gets it.
+// admit records what a Service asks for, and returns whether it gets it.
 func (b *budget) admit(i *IPVS, a request, annotated bool) NotScheduled {
 	most := cmp.Or(i.MaxPerService, MaxPerService)
 	if a.cost > most || b.tooLarge[a.name] && a.cost > readmitLimit(most) {
@@ -96,7 +95,7 @@ func (b *budget) admit(i *IPVS, a request, annotated bool) NotScheduled {
 	return Schedulable
 }
 
-// record books an ask, and says whether it is another than before.
+// record records a request, and returns whether it differs from the last one.
 func (s *namespaceBudget) record(a request) bool {
 	was := s.requests[a.name]
 	switch {
@@ -115,7 +114,7 @@ func (s *namespaceBudget) record(a request) bool {
 	return true
 }
 
-// forget takes a Service out of the books.
+// forget removes a Service from the budget.
 func (b *budget) forget(n snapshot.Name) {
 	delete(b.tooLarge, n)
 	s := b.namespaces[n.Namespace]
@@ -132,15 +131,14 @@ func (b *budget) forget(n snapshot.Name) {
 	}
 }
 
-// recheckAll has balance look at all namespaces, since the bounds may be others.
+// recheckAll makes the next balance check all namespaces, since the bounds may have changed.
 func (b *budget) recheckAll() {
 	for namespace := range b.namespaces {
 		b.changed[namespace] = true
 	}
 }
 
-// balance gives the Services that get what they ask for and did not before, or the other way round: judge says
-// something else of them now.
+// balance returns the Services for which admit now gives another answer than before.
 func (b *budget) balance(i *IPVS) (flipped []snapshot.Name) {
 	for namespace := range b.changed {
 		if s := b.namespaces[namespace]; s != nil {
@@ -152,7 +150,7 @@ func (b *budget) balance(i *IPVS) (flipped []snapshot.Name) {
 	return flipped
 }
 
-// balance goes through the Services, oldest first. One that does not fit is left out, and younger ones may.
+// balance admits Services in order of age. A Service that does not fit is rejected; younger Services may still fit.
 func (s *namespaceBudget) balance(most int, flipped []snapshot.Name) []snapshot.Name {
 	if s.sum <= readmitLimit(most) && len(s.rejected) == 0 {
 		return flipped
@@ -185,7 +183,7 @@ func (s *namespaceBudget) balance(most int, flipped []snapshot.Name) []snapshot.
 	return flipped
 }
 
-// cost is how many virtual services and destinations a Service asks for, as they are weighed.
+// cost is the weight of the virtual services and destinations that a Service asks for.
 func (s *Service) cost() (n int) {
 	for _, sp := range s.Ports {
 		if sp.Scheduling == nil {
@@ -201,7 +199,7 @@ func (s *Service) cost() (n int) {
 	return n
 }
 
-// applyBudget leaves a Service that asks for too much to nftables. Nobody else may hold it yet.
+// applyBudget leaves a Service to nftables if it asks IPVS for too much. Nobody else may hold the Service yet.
 func (b *builder) applyBudget(s *Service, svc *snapshot.Service) {
 	why := Schedulable
 	switch {
@@ -224,8 +222,7 @@ func (b *builder) applyBudget(s *Service, svc *snapshot.Service) {
 	}
 }
 
-// NotScheduled says why nothing of a Service is scheduled, or not all of it, though it asks for that. The Service may
-// be nil.
+// NotScheduled returns why some or all of a Service is not scheduled although it asks for IPVS. The Service may be nil.
 func (s *Service) NotScheduled() (why NotScheduled) {
 	for _, sp := range s.ports() {
 		for i := range sp.Frontends {

@@ -22,7 +22,8 @@ func asking(n string, created int64, cost int) snapshot.Delta {
 		e.Addr = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		sl.Endpoints = append(sl.Endpoints, e)
 	}
-	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}}
+	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}}
 }
 
 // books is a Planner with its snapshot.
@@ -73,7 +74,8 @@ func (b *books) fresh() {
 			b.t.Errorf("%v: %+v, computed anew %+v", n, now.Ports[0], svc.Ports[0])
 		}
 		f := svc.Ports[0].Frontends[0]
-		if x := Explain(b.Config(), b.s, Question{Source: addrs("192.0.2.1")[0], Key: f.Key}); x.Frontend.NotScheduled != f.NotScheduled {
+		if x := Explain(b.Config(), b.s, Question{Source: addrs("192.0.2.1")[0],
+			Key: f.Key}); x.Frontend.NotScheduled != f.NotScheduled {
 			b.t.Errorf("%v: explained as %d, is %d", n, x.Frontend.NotScheduled, f.NotScheduled)
 		}
 	}
@@ -126,7 +128,8 @@ func TestBudgetDefault(t *testing.T) {
 
 // TestBudgetWeighs: schedulers with tables of their own count for what these take.
 func TestBudgetWeighs(t *testing.T) {
-	for scheduler, most := range map[string]int{"rr": 4095, "lc": 4095, "sh": 4088, "dh": 4088, "lblc": 4064, "lblcr": 4064, "mh": 1008} {
+	for scheduler, most := range map[string]int{"rr": 4095, "lc": 4095, "sh": 4088, "dh": 4088, "lblc": 4064,
+		"lblcr": 4064, "mh": 1008} {
 		for _, more := range []int{0, 1} {
 			d := asking("a", 1, 1+most+more)
 			d.Services[name("a")].Scheduling = &snapshot.Scheduling{Scheduler: scheduler}

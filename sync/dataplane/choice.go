@@ -5,17 +5,17 @@ import "slices"
 // Reason says why an endpoint is in a pool, or why not.
 type Reason uint8
 
-// The reasons. The first two are of endpoints that are in the pool.
+// The reasons. The first two mean that the endpoint is in the pool.
 const (
 	// IncludedReady: it is ready.
 	IncludedReady Reason = iota
-	// IncludedTerminating: it serves while it terminates, and none is ready.
+	// IncludedTerminating: it still serves while it terminates, and no endpoint is ready.
 	IncludedTerminating
 	// ExcludedNotReady: it is not ready.
 	ExcludedNotReady
-	// ExcludedNotServing: it terminates, and serves no longer.
+	// ExcludedNotServing: it terminates and no longer serves.
 	ExcludedNotServing
-	// ExcludedTerminating: it serves while it terminates, but others are ready.
+	// ExcludedTerminating: it still serves while it terminates, but other endpoints are ready.
 	ExcludedTerminating
 	// ExcludedOtherNode: it is not on this node, and the traffic policy is Local.
 	ExcludedOtherNode
@@ -23,7 +23,7 @@ const (
 	ExcludedNodeHint
 	// ExcludedZoneHint: the topology hints give it to other zones.
 	ExcludedZoneHint
-	// ExcludedDuplicate: the same address and port is mentioned again, and that mention counts.
+	// ExcludedDuplicate: the slices list the same address and port again, and the other entry is used.
 	ExcludedDuplicate
 )
 
@@ -31,21 +31,22 @@ var reasonNames = [...]string{
 	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
 }
 
-// String gives a word for it. Whether the endpoint is in the pool is not part of it.
+// String returns a word for the reason. It does not say whether the endpoint is in the pool.
 func (r Reason) String() string { return reasonNames[r] }
 
-// Included says whether the endpoint is in the pool.
+// Included reports whether the endpoint is in the pool.
 func (r Reason) Included() bool { return r <= IncludedTerminating }
 
-// endpointFilter says which candidates a pool takes.
+// endpointFilter selects which candidates are in a pool.
 type endpointFilter struct {
-	// local takes only those on this node; draining takes those that serve while they terminate, since none is ready.
+	// local selects only endpoints on this node. terminating selects endpoints that serve while they terminate, because
+	// none is ready.
 	local, terminating bool
-	// byNode and byZone take only those whose hints name this node, or this zone. At most one of them is set.
+	// byNode and byZone select only endpoints whose hints name this node or this zone. At most one of them is set.
 	byNode, byZone string
 }
 
-// decide says what becomes of a candidate, and why.
+// decide returns whether a candidate is in the pool, and why.
 func (ch *endpointFilter) decide(c *candidate) Reason {
 	switch {
 	case ch.local && !c.local:
@@ -66,8 +67,8 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 	return IncludedReady
 }
 
-// clusterFilter is that of the cluster set. Falling back to endpoints that terminate knows no topology, and hints are
-// never followed to an empty set: it happens only when no endpoint is ready anywhere.
+// clusterFilter is the filter of the cluster pool. If no endpoint is ready anywhere, it falls back to terminating
+// endpoints and ignores hints: hints must never lead to an empty pool.
 func (b *builder) clusterFilter() endpointFilter {
 	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() }) {
 		return endpointFilter{terminating: true}
@@ -75,15 +76,15 @@ func (b *builder) clusterFilter() endpointFilter {
 	return b.topologyFilter()
 }
 
-// localFilter is that of the local set.
+// localFilter is the filter of the local pool.
 func (b *builder) localFilter() endpointFilter {
 	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.local && c.ready() })
 	return endpointFilter{local: true, terminating: !ready}
 }
 
-// topologyFilter gives the choice the topology hints ask for. A kind of hint counts only if every ready endpoint has one, since
-// a half-written set would send too much to a few, and only if one of them names this node or zone. Node hints come
-// first.
+// topologyFilter returns the filter that the topology hints ask for. A kind of hint counts only if every ready endpoint
+// has one, because half-written hints would send too much traffic to a few endpoints. It must also name this node or
+// zone. Node hints take precedence.
 func (b *builder) topologyFilter() endpointFilter {
 	node, zone := b.host.nodeName, b.host.zone
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false

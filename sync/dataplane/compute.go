@@ -6,8 +6,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Compute decides everything anew from a snapshot. It gives the State and all conflicts, sorted. It is what a Planner's
-// increments must add up to, and the way for whoever needs only one answer; its cost follows the size of the cluster.
+// Compute decides everything from a snapshot. It returns the State and all conflicts, sorted. A Planner's increments
+// must add up to the same State. The cost grows with the size of the cluster.
 func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
 	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
 	st := &State{Services: make(map[snapshot.Name]*Service, len(s.Services))}

@@ -8,7 +8,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Claim is a service port's wish to answer at some Key.
+// Claim is the request of a service port to answer at a Key.
 type Claim struct {
 	Port PortName
 	Kind Kind
@@ -16,18 +16,18 @@ type Claim struct {
 	Age snapshot.Age
 }
 
-// Compare orders the claims on one Key, the one that gets it first. Who may say that an address is his decides before
-// all else. Among equals the oldest Service keeps what it has, and names only tell Services apart whose age nobody
-// knows. All of that is in the objects, so that every node and every restart decides alike.
+// Compare orders the claims on one Key; the first claim wins. The rank of the kind decides first, then the age of the
+// Service: the oldest keeps the Key. Names decide only between Services of unknown age. All of this is in the objects,
+// so every node decides alike, also after a restart.
 func (c Claim) Compare(o Claim) int {
 	return cmp.Or(cmp.Compare(c.Kind.rank(), o.Kind.rank()), c.Age.Compare(o.Age), cmp.Compare(c.Kind, o.Kind),
 		c.Port.Compare(o.Port))
 }
 
-// rank gives a rank of how an address of a Kind came to a Service, the best first. The API server hands out a cluster
-// IP to one Service alone. Controllers assign load balancer addresses, and the API server node ports; where both meet
-// at an address of the node, neither outranks the other. External IPs are whatever a Service's author wrote: they must
-// not take what others have been given, nor what others will be given later.
+// rank orders kinds by how an address is assigned, the most trusted first. The API server gives a cluster IP to one
+// Service alone. Controllers assign load balancer addresses, and the API server assigns node ports: where both meet at
+// an address of the node, they rank the same. Anybody who may write a Service may write any external IP, so external
+// IPs must not take a Key that is, or will be, assigned.
 func (k Kind) rank() int {
 	return [...]int{ClusterIP: 0, LoadBalancerIP: 1, NodePort: 1, ExternalIP: 2}[k]
 }
@@ -35,7 +35,7 @@ func (k Kind) rank() int {
 // String gives "default/web:http (NodePort)".
 func (c Claim) String() string { return c.Port.String() + " (" + c.Kind.String() + ")" }
 
-// Conflict says that two service ports claim one Key. The loser answers at its other frontends only.
+// Conflict is a Key that two service ports claim. The loser answers at its other frontends only.
 type Conflict struct {
 	Key           Key
 	Winner, Loser Claim
@@ -48,10 +48,11 @@ func (c Conflict) Compare(o Conflict) int {
 
 // String gives a line for the log.
 func (c Conflict) String() string {
-	return c.Key.String() + " is claimed twice: " + c.Winner.String() + " keeps it, " + c.Loser.String() + " is left out there"
+	return c.Key.String() + " is claimed twice: " + c.Winner.String() + " keeps it, " + c.Loser.String() +
+		" is left out there"
 }
 
-// ConflictSummary sums up the conflicts that one Service loses to another.
+// ConflictSummary summarizes the conflicts that one Service loses to another.
 type ConflictSummary struct {
 	// Conflict is the first of them.
 	Conflict
@@ -59,7 +60,7 @@ type ConflictSummary struct {
 	Keys int
 }
 
-// String gives a line for the log, however many keys there are.
+// String returns one line for the log, however many keys there are.
 func (c ConflictSummary) String() string {
 	if c.Keys == 1 {
 		return c.Conflict.String()
@@ -68,7 +69,7 @@ func (c ConflictSummary) String() string {
 		c.Winner, c.Loser)
 }
 
-// SummarizeConflicts sums up conflicts; sorted by the first of each.
+// SummarizeConflicts groups conflicts by winner and loser, sorted by the first conflict of each group.
 func SummarizeConflicts(conflicts []Conflict) []ConflictSummary {
 	found := conflictSummaries{}
 	for _, c := range conflicts {
@@ -77,10 +78,10 @@ func SummarizeConflicts(conflicts []Conflict) []ConflictSummary {
 	return found.sorted()
 }
 
-// conflictSummaries gathers Contests by winner and loser.
+// conflictSummaries collects ConflictSummary values by winner and loser.
 type conflictSummaries map[[2]snapshot.Name]*ConflictSummary
 
-// add counts a conflict in, and says whether it did: there may be only so many Contests.
+// add counts a conflict, and returns false if there are already too many summaries.
 func (cs conflictSummaries) add(c Conflict, most int) bool {
 	who := [2]snapshot.Name{c.Winner.Port.Service, c.Loser.Port.Service}
 	at := cs[who]
@@ -109,15 +110,15 @@ func (cs conflictSummaries) sorted() []ConflictSummary {
 	return out
 }
 
-// claims remembers who claims which Key. A Key is in at most one of the first two maps.
+// claims records which Services claim each Key. A Key is in at most one of the first two maps.
 type claims struct {
-	// only holds the Service with the only claim. It must have got its Key, so that its Frontend tells the rest of the
-	// claim.
+	// only holds Keys with one claim, and the Service that has it. That Service must have won its Key, so that its
+	// Frontend holds the rest of the claim.
 	only map[Key]snapshot.Name
-	// contested holds the claims where there are several, sorted: the first one wins. Lists are replaced, never changed.
-	// Amid an update there may be one left.
+	// contested holds the claims on Keys with several, sorted: the first wins. Lists are replaced, never changed. During
+	// an update a list may hold a single claim.
 	contested map[Key][]Claim
-	// lost holds the keys a Service claims in vain, possibly more than once each.
+	// lost holds the keys that a Service claims but does not win, possibly more than once each.
 	lost map[snapshot.Name][]Key
 }
 
@@ -129,7 +130,8 @@ func newClaims(keys int) claims {
 	}
 }
 
-// add files a claim and gives those there were before it, sorted. claimOf looks up the claim of a Key's only claimant.
+// add records a claim and returns the earlier claims on the Key, sorted. claimOf returns the claim of a Key's only
+// claimant.
 func (cl *claims) add(k Key, c Claim, claimOf func(snapshot.Name, Key) Claim) (before []Claim) {
 	before = cl.contested[k]
 	if before == nil {
@@ -146,7 +148,7 @@ func (cl *claims) add(k Key, c Claim, claimOf func(snapshot.Name, Key) Claim) (b
 	return before
 }
 
-// remove forgets every claim of a Service on a Key.
+// remove deletes every claim of a Service on a Key.
 func (cl *claims) remove(k Key, n snapshot.Name) {
 	list := cl.contested[k]
 	if list == nil {
@@ -163,7 +165,7 @@ func (cl *claims) remove(k Key, n snapshot.Name) {
 	}
 }
 
-// uncontest files a Key that is contested no more as the only claimant's, who must have been given it.
+// uncontest records that a Key has a single claimant left. That Service must have won the Key.
 func (cl *claims) uncontest(k Key) {
 	if list := cl.contested[k]; len(list) == 1 {
 		delete(cl.contested, k)
@@ -171,13 +173,13 @@ func (cl *claims) uncontest(k Key) {
 	}
 }
 
-// wins says whether a claim that was added gets its Key.
+// wins reports whether a recorded claim wins its Key.
 func (cl *claims) wins(k Key, c Claim) bool {
 	list := cl.contested[k]
 	return len(list) == 0 || list[0] == c
 }
 
-// winner gives the Service that gets a Key, or the zero Name if nobody claims it.
+// winner returns the Service that wins a Key, or the zero Name if nobody claims it.
 func (cl *claims) winner(k Key) snapshot.Name {
 	if list := cl.contested[k]; list != nil {
 		return list[0].Port.Service
@@ -185,7 +187,7 @@ func (cl *claims) winner(k Key) snapshot.Name {
 	return cl.only[k]
 }
 
-// newConflicts gives those that a Key's sorted claims make now, and did not make before.
+// newConflicts returns the conflicts on a Key that did not exist before. Both lists of claims are sorted.
 func newConflicts(k Key, before, now []Claim) (found []Conflict) {
 	if len(now) < 2 {
 		return nil
@@ -201,8 +203,8 @@ func newConflicts(k Key, before, now []Claim) (found []Conflict) {
 	return found
 }
 
-// removeLost takes the frontends out that do not get their Key, then ports without frontends. It changes the Service,
-// which nobody else may hold yet, and gives nil if nothing is left of it.
+// removeLost removes frontends that lost their Key, then ports without frontends. It changes the Service, which nobody
+// else may hold yet, and returns nil if nothing is left.
 func (s *Service) removeLost(wins func(Key, Claim) bool) (left *Service, lost []Key) {
 	if s == nil {
 		return nil, nil
@@ -226,8 +228,8 @@ func (s *Service) removeLost(wins func(Key, Claim) bool) (left *Service, lost []
 	return s, lost
 }
 
-// sameClaims says whether two Services, of which either may be nil, claim the same keys by the same ports as the same
-// kinds, at the same age.
+// sameClaims reports whether two Services claim the same keys, by the same ports, as the same kinds, at the same age.
+// Either may be nil.
 func (s *Service) sameClaims(o *Service) bool {
 	if s == nil || o == nil {
 		return s == o
@@ -239,7 +241,7 @@ func (s *Service) sameClaims(o *Service) bool {
 	})
 }
 
-// eachClaim calls f for every frontend of a Service, which may be nil.
+// eachClaim calls f for every frontend of a Service. The Service may be nil.
 func (s *Service) eachClaim(f func(Key, Claim)) {
 	if s == nil {
 		return

@@ -6,61 +6,60 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// What a kernel counts. These are plain values, for whoever shows them; a backend reads them.
+// What the kernel counts. Backends read these plain values; commands and metrics show them.
 
-// Counted is a frontend as far as one count goes.
+// Counted identifies a frontend, or the part of its traffic, that is counted on its own.
 type Counted struct {
 	Key Key
-	// Outside says that only clients from outside are counted: some frontends have an answer of their own for them.
+	// Outside says that only clients from outside are counted. Some frontends have a pool of their own for them.
 	Outside bool
 }
 
-// FrontendCount is what was counted at a frontend.
+// FrontendCount is the count of one frontend.
 type FrontendCount struct {
 	Counted
-	// Endpoints is of how many endpoints one was chosen. If it is 0 and not Scheduled, nobody answered, and Empty is what
-	// happened to the packet.
+	// Endpoints is the number of endpoints in the pool. If it is 0 and Scheduled is false, nobody answers, and Empty says
+	// what happens to the packet.
 	Endpoints int
 	Empty     Verdict
-	// Scheduled says that the packet was left to IPVS.
+	// Scheduled says that IPVS chooses the endpoint.
 	Scheduled bool
-	// Sticky says that clients are remembered.
+	// Sticky says that the pool has session affinity.
 	Sticky bool
-	// Pool is the id of the pool that it leads to, which other frontends may share.
+	// Pool is the id of the frontend's pool. Other frontends may share it.
 	Pool uint32
-	// Uncounted says that nothing is counted here, since counters would take too much memory. Packets is 0 then.
+	// Uncounted says that the frontend has no counter, because counters would take too much memory. Packets is then 0.
 	Uncounted bool
-	// Packets counts new connections or, where nobody answers, every packet. It begins at 0 whenever the backend writes
-	// the frontend anew, as it does if another Pool or nobody answers now, or nobody did; for the latter, ports with more
-	// than MaxResetFrontends frontends are not written.
+	// Packets counts new connections or, where nobody answers, every packet. It restarts at 0 when the backend rewrites
+	// the frontend: when its Pool changes, and when its first endpoint comes or its last one goes. Ports with more than
+	// MaxResetFrontends frontends are not rewritten in the latter case.
 	Packets uint64
 }
 
-// MaxResetFrontends is how many frontends a port may have whose counts begin anew when its first endpoint comes, or its
-// last one goes. With more, what was counted since the last reading is taken for what it would be now: so many elements
-// are not worth it.
+// MaxResetFrontends is how many frontends a port may have for its counts to restart when its first endpoint comes or
+// its last one goes. Larger ports are not rewritten: the packets counted since the last reading are attributed to the
+// new state.
 const MaxResetFrontends = 64
 
-// EndpointCount is what was counted at one endpoint.
+// EndpointCount is the count of one endpoint.
 type EndpointCount struct {
-	// Counted is the frontend that was asked for.
+	// Counted is the frontend that the caller asked for.
 	Counted
 	Endpoint netip.AddrPort
-	// Place tells this count from others of the same endpoint.
+	// Place distinguishes this count from others of the same endpoint.
 	Place Place
-	// Packets counts new connections, at all frontends of the pool. It begins at 0 whenever the backend writes the place
-	// anew.
+	// Packets counts new connections at all frontends of the pool. It restarts at 0 when the backend rewrites the place.
 	Packets uint64
 }
 
-// Place is where an endpoint is counted: a slot of a pool or, if it is Sticky, as a member of one that remembers its
-// clients.
+// Place is where an endpoint is counted: in a slot of a pool or, if Sticky, as a member of a pool with session
+// affinity.
 type Place struct {
 	Pool, Slot uint32
 	Sticky     bool
 }
 
-// RefusedCount is what was counted of packets that got no endpoint, whatever they were sent to.
+// RefusedCount counts packets that got no endpoint, for one reason, whatever their destination.
 type RefusedCount struct {
 	Family  ipfamily.Family
 	Refusal Refusal
@@ -86,7 +85,8 @@ const (
 	NumRefusals
 )
 
-var refusalNames = [NumRefusals]string{"no-endpoints", "no-local-endpoints", "source-ranges", "unused-port", "unallocated"}
+var refusalNames = [NumRefusals]string{"no-endpoints", "no-local-endpoints", "source-ranges", "unused-port",
+	"unallocated"}
 
 func (r Refusal) String() string { return refusalNames[r] }
 

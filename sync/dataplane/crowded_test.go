@@ -17,7 +17,8 @@ func TestCrowdedServices(t *testing.T) {
 		var slicePorts []snapshot.SlicePort
 		for i := range ports {
 			svc.Ports = append(svc.Ports, snapshot.Port{Name: fmt.Sprint("p", i), Protocol: snapshot.TCP, Port: uint16(i + 1)})
-			slicePorts = append(slicePorts, snapshot.SlicePort{Name: fmt.Sprint("p", i), Protocol: snapshot.TCP, Port: uint16(i + 1)})
+			slicePorts = append(slicePorts, snapshot.SlicePort{Name: fmt.Sprint("p", i), Protocol: snapshot.TCP,
+				Port: uint16(i + 1)})
 		}
 		put(s, svc)
 		for i := range slices {
@@ -50,7 +51,8 @@ func TestCrowdedServices(t *testing.T) {
 			got += len(sp.Cluster.Endpoints)
 		}
 		if got != c.want || st.Services[name("a")].OverCapacity != c.crowded {
-			t.Errorf("%d ports, %d slices of %d endpoints: %d endpoints, crowded %v; want %d, %v", c.ports, c.slices, c.endpoints,
+			t.Errorf("%d ports, %d slices of %d endpoints: %d endpoints, crowded %v; want %d, %v", c.ports, c.slices,
+				c.endpoints,
 				got, st.Services[name("a")].OverCapacity, c.want, c.crowded)
 		}
 	}

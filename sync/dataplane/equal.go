@@ -2,7 +2,7 @@ package dataplane
 
 import "slices"
 
-// equal says whether two Services, of which either may be nil, give every packet the same answer in the same words.
+// equal reports whether two Services give every packet the same answer with the same names. Either may be nil.
 func (s *Service) equal(o *Service) bool {
 	if s == nil || o == nil {
 		return s == o
@@ -13,7 +13,8 @@ func (s *Service) equal(o *Service) bool {
 }
 
 func (sp *ServicePort) equal(o *ServicePort) bool {
-	if sp.Name != o.Name || sp.Affinity != o.Affinity || !equalScheduling(sp.Scheduling, o.Scheduling) || len(sp.Frontends) != len(o.Frontends) ||
+	if sp.Name != o.Name || sp.Affinity != o.Affinity || !equalScheduling(sp.Scheduling, o.Scheduling) ||
+		len(sp.Frontends) != len(o.Frontends) ||
 		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) {
 		return false
 	}
@@ -32,7 +33,7 @@ func (sp *ServicePort) equal(o *ServicePort) bool {
 	return true
 }
 
-// sameRoute compares two routes whose ports have equal pools: only which of the pools they name is left to look at.
+// sameRoute compares two routes of ports whose pools are equal: it remains to compare which pool they name.
 func (sp *ServicePort) sameRoute(r Route, o *ServicePort, or Route) bool {
 	return r.From == or.From && r.SNAT == or.SNAT && (r.Pool == sp.Cluster) == (or.Pool == o.Cluster)
 }

@@ -14,18 +14,17 @@ import (
 type Question struct {
 	// Source is the sender's address.
 	Source netip.Addr
-	// Interface is the one by which the packet comes in; empty if it is not known.
+	// Interface is the incoming interface; empty if unknown.
 	Interface string
 	Key       Key
 }
 
-// Origin is what a packet is to the rows of policy. One of this node may bear a pod's address too.
+// Origin says where a packet comes from, as far as policy asks. A packet of this node may also have a pod's address.
 type Origin struct {
 	Node, Pod bool
-	// Pods is what tells pods from others in the packet's family.
+	// Pods says how pods are recognized in the packet's family.
 	Pods Pods
-	// Guess, if valid, is a range of this Node's pods that holds the sender, which stands in for the interface that would
-	// tell.
+	// Guess, if valid, is the range of this Node's pods that holds the sender. It stands in for an unknown interface.
 	Guess netip.Prefix
 }
 
@@ -38,9 +37,9 @@ const (
 	Untouched Outcome = iota
 	// Sent: it goes to an endpoint.
 	Sent
-	// Rejected: the sender is told that nobody is there.
+	// Rejected: the sender gets an ICMP error.
 	Rejected
-	// Dropped: the sender is told nothing.
+	// Dropped: the sender gets no answer.
 	Dropped
 	// Scheduled: IPVS sends it to an endpoint.
 	Scheduled
@@ -55,24 +54,24 @@ type Cause uint8
 
 // The causes, each with the outcome it leads to.
 const (
-	// NotService: no Service answers at that address and port, and the address is no cluster IP. Untouched.
+	// NotService: no Service answers at that address and port, and the address is not a cluster IP. Untouched.
 	NotService Cause = iota
-	// FrontendFound: a Service answers, by an endpoint. Sent.
+	// FrontendFound: a Service answers with an endpoint. Sent.
 	FrontendFound
-	// NoEndpoints: no endpoint can be used, anywhere. Rejected.
+	// NoEndpoints: the Service has no usable endpoint. Rejected.
 	NoEndpoints
-	// NoLocalEndpoints: none on this node can be used, though others could, and the traffic policy is Local. Dropped.
+	// NoLocalEndpoints: the traffic policy is Local, and only other nodes have usable endpoints. Dropped.
 	NoLocalEndpoints
 	// UnusedPort: the address is a cluster IP that has no such port. Rejected.
 	UnusedPort
 	// Unallocated: the address lies in a ServiceCIDR, and no Service has it. Dropped.
 	Unallocated
-	// SourceRefused: the sender is in none of the source ranges. Dropped.
+	// SourceRefused: the sender is in none of loadBalancerSourceRanges. Dropped.
 	SourceRefused
-	// FromOutsideToLoopback: it claims to go to this host's loopback range, and comes in from elsewhere. Dropped, while
-	// node ports answer at 127.0.0.1; at other times the kernel does that itself.
+	// FromOutsideToLoopback: the packet comes from another host and has a loopback destination. Dropped while node ports
+	// answer at 127.0.0.1; otherwise the kernel drops it itself.
 	FromOutsideToLoopback
-	// FrontendScheduled: a Service answers, by an endpoint that IPVS chooses. Scheduled.
+	// FrontendScheduled: a Service answers, and IPVS chooses the endpoint. Scheduled.
 	FrontendScheduled
 )
 
@@ -83,51 +82,52 @@ var causeNames = [...]string{
 
 func (c Cause) String() string { return causeNames[c] }
 
-// Outcome gives what the cause leads to.
+// Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
 	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled}[c]
 }
 
-// Explanation is the answer to a Question, with all that led to it.
+// Explanation is the answer to a Question, with everything that led to it.
 type Explanation struct {
 	Question Question
 	Origin   Origin
 	Cause    Cause
-	// Port and Frontend answer at the Question's Key; nil if no Service does.
+	// Port and Frontend answer at the Question's Key; nil if no Service answers.
 	Port     *ServicePort
 	Frontend *Frontend
-	// Claims are all on that Key; the first one gets it.
+	// Claims are all claims on that Key; the first one wins.
 	Claims []Claim
 	// Source is the source range that lets the sender in, if the frontend has any.
 	Source netip.Prefix
-	// Row is the index of the Frontend's route that decides. Local says of each route whether it leads to the endpoints on
-	// this node.
+	// Row is the index of the Frontend's route that the packet takes. Local says for each route whether it leads to the
+	// endpoints on this node.
 	Row   int
 	Local []bool
-	// Endpoints are all that the slices mention for the port in this family, sorted by address; Absent the slices that
-	// lend none.
+	// Endpoints are all entries in the slices for the port in this family, sorted by address. SkippedSlices are the slices
+	// that contribute none.
 	Endpoints     []EndpointDecision
 	SkippedSlices []SkippedSlice
 	// Zone is the node's.
 	Zone string
-	// NearMisses are frontends that one may have meant, where none was found: those at the same address, and the node port of
-	// that number at others. Unserved are Services that name the address though it is not theirs in this family.
+	// NearMisses are frontends that the caller may have meant, if none was found: frontends at the same address, and the
+	// same node port at other addresses. Unserved are Services that name the address but do not answer at it in this
+	// family.
 	NearMisses []NearMiss
 	Unserved   []snapshot.Name
 	// CIDR is the ServiceCIDR that holds an Unallocated address.
 	CIDR netip.Prefix
 }
 
-// NearMiss is a Claim with what it is for.
+// NearMiss is another frontend's Key with its Claim.
 type NearMiss struct {
 	Key   Key
 	Claim Claim
 }
 
-// EndpointDecision is an endpoint, with what became of it.
+// EndpointDecision is an endpoint in the slices, and whether and why it is in the pool.
 type EndpointDecision struct {
 	Endpoint
-	// Object is the mention in the slice.
+	// Object is the entry in the slice.
 	Object     *snapshot.Endpoint
 	Slice      string
 	Reason     Reason
@@ -141,12 +141,12 @@ type SourceSeen uint8
 const (
 	// SourceSeenClient is the sender's own.
 	SourceSeenClient SourceSeen = iota
-	// SourceSeenNode is one of this node's, as the row of policy asks.
+	// SourceSeenNode is an address of this node, because the route masquerades.
 	SourceSeenNode
-	// SourceSeenHairpin is one of this node's, since the endpoint reaches itself.
+	// SourceSeenHairpin is an address of this node, because the endpoint connects to itself.
 	SourceSeenHairpin
-	// SourceSeenClientLocal is the sender's own though the row asks for this node's: the endpoint's address is this node's own,
-	// and packets are masqueraded only on their way out.
+	// SourceSeenClientLocal is the sender's own although the route masquerades: the endpoint's address is this node's own,
+	// and packets are masqueraded only when they leave.
 	SourceSeenClientLocal
 )
 
@@ -154,7 +154,7 @@ var sourceSeenNames = [...]string{"client", "node", "node-hairpin", "client-here
 
 func (s SourceSeen) String() string { return sourceSeenNames[s] }
 
-// Node says whether it is an address of this node.
+// Node reports whether the endpoint sees an address of this node.
 func (s SourceSeen) Node() bool { return s == SourceSeenNode || s == SourceSeenHairpin }
 
 // SkippedSlices is a slice of the Service that has no endpoint for the port in this family.
@@ -162,14 +162,15 @@ type SkippedSlice struct {
 	Slice string
 	// Endpoints is how many it has.
 	Endpoints int
-	// Ports are those it has, if the port's name and protocol are not among them; else the endpoints are of the other
-	// family.
+	// Ports are the slice's ports, if the port's name and protocol are not among them; nil if the endpoints are of the
+	// other family.
 	Ports []snapshot.SlicePort
-	// OtherFamily says so.
+	// OtherFamily says that the endpoints are of the other family.
 	OtherFamily bool
 }
 
-// Explain says what happens to a packet, and why. It agrees with Compute's State, and costs a small part of it.
+// Explain returns what happens to a packet, and why. It agrees with the State that Compute returns, at a small part of
+// the cost.
 func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	b := builder{host: newHost(cfg, s), reserved: reservedIn(s)}
 	e := explainer{builder: b, s: s, x: &Explanation{Question: q, Zone: s.Node.Zone}}
@@ -186,10 +187,10 @@ func Explain(cfg Config, s *snapshot.Snapshot, q Question) *Explanation {
 	return e.x
 }
 
-// PodsOf says how pods are told from others, in IPv4 and in IPv6.
+// PodsOf returns how pods are recognized, in IPv4 and in IPv6.
 func PodsOf(cfg Config, s *snapshot.Snapshot) ipfamily.Per[Pods] { return newHost(cfg, s).pods }
 
-// explainer gathers an Explanation.
+// explainer builds an Explanation.
 type explainer struct {
 	builder
 	s *snapshot.Snapshot
@@ -198,8 +199,8 @@ type explainer struct {
 	allocated bool
 }
 
-// origin tells where the packet comes from. Of a packet from elsewhere it may not be known by which interface it comes
-// in: then the Node's pod ranges stand in for it.
+// origin returns where the packet comes from. If the incoming interface is unknown, the Node's pod ranges stand in for
+// it.
 func (e *explainer) origin() Origin {
 	q := &e.x.Question
 	o := Origin{Pods: e.host.pods[ipfamily.Of(q.Key.Addr)]}
@@ -219,7 +220,7 @@ func (e *explainer) origin() Origin {
 	return o
 }
 
-// fillBudget fills the budget with what is asked of IPVS in the namespaces of the Services that name the address or the node
+// fillBudget records what Services ask of IPVS, in the namespaces of the Services that name the address or the node
 // port.
 func (e *explainer) fillBudget() {
 	if e.host.ipvs.Mode != IPVSAuto {
@@ -242,7 +243,7 @@ func (e *explainer) fillBudget() {
 	e.budget.balance(&e.host.ipvs)
 }
 
-// claimants looks for the Services that name the address or the node port, and for the frontend among theirs.
+// claimants finds the Services that name the address or the node port, and the frontend that wins.
 func (e *explainer) claimants() {
 	q, x := &e.x.Question, e.x
 	type found struct {
@@ -278,7 +279,9 @@ func (e *explainer) claimants() {
 		}
 	}
 	slices.SortFunc(x.Claims, Claim.Compare)
-	slices.SortFunc(x.NearMisses, func(a, b NearMiss) int { return cmp.Or(a.Key.Compare(b.Key), a.Claim.Compare(b.Claim)) })
+	slices.SortFunc(x.NearMisses, func(a, b NearMiss) int {
+		return cmp.Or(a.Key.Compare(b.Key), a.Claim.Compare(b.Claim))
+	})
 	slices.SortFunc(x.Unserved, snapshot.Name.Compare)
 	if len(x.Claims) > 0 {
 		f := answers[x.Claims[0]]
@@ -286,15 +289,17 @@ func (e *explainer) claimants() {
 	}
 }
 
-// referencesKey says whether a Service names an address, and whether it has a node port of that number.
+// referencesKey reports whether a Service names an address, and whether it has that node port.
 func referencesKey(svc *snapshot.Service, k Key) (address, nodePort bool) {
 	address = slices.Contains(svc.ClusterIPs, k.Addr) || slices.Contains(svc.LoadBalancerIPs, k.Addr) ||
 		slices.Contains(svc.ExternalIPs, k.Addr)
-	nodePort = slices.ContainsFunc(svc.Ports, func(p snapshot.Port) bool { return p.NodePort == k.Port && p.Protocol == k.Protocol })
+	nodePort = slices.ContainsFunc(svc.Ports, func(p snapshot.Port) bool {
+		return p.NodePort == k.Port && p.Protocol == k.Protocol
+	})
 	return address, nodePort
 }
 
-// ports gives a Service's ports; none if it is nil.
+// ports returns a Service's ports; none if it is nil.
 func (s *Service) ports() []*ServicePort {
 	if s == nil {
 		return nil
@@ -302,7 +307,7 @@ func (s *Service) ports() []*ServicePort {
 	return s.Ports
 }
 
-// cause decides.
+// cause returns why the packet has its outcome.
 func (e *explainer) cause() Cause {
 	x, addr := e.x, e.x.Question.Key.Addr
 	f := x.Frontend
@@ -336,20 +341,20 @@ func (e *explainer) cause() Cause {
 	return NoEndpoints
 }
 
-// HasInterface says whether packets that come in by an interface are a pod's, if interfaces tell that.
+// HasInterface reports whether packets from an interface come from a pod, if pods are recognized by interface.
 func (p Pods) HasInterface(name string) bool {
-	return p.Interface != "" && name == p.Interface || p.InterfacePrefix != "" && strings.HasPrefix(name, p.InterfacePrefix)
+	return p.Interface != "" && name == p.Interface ||
+		p.InterfacePrefix != "" && strings.HasPrefix(name, p.InterfacePrefix)
 }
 
-// row gives the index of the route that a packet takes: the first whose From holds it.
+// row returns the index of the first route whose From matches the packet.
 func (f *Frontend) row(o Origin) int {
 	return slices.IndexFunc(f.Routes, func(r Route) bool {
 		return r.From == Anyone || r.From == Pod && o.Pod || r.From == Node && o.Node
 	})
 }
 
-// endpoints goes through all that the Service's slices mention, as pools does, and asks of each why it is in the pool
-// or not.
+// endpoints decides for every entry in the Service's slices, as pools does, whether and why it is in the pool.
 func (e *explainer) endpoints() {
 	x := e.x
 	name, f := x.Port.Name, ipfamily.Of(x.Frontend.Key.Addr)
@@ -386,7 +391,7 @@ func (e *explainer) endpoints() {
 	e.skippedSlices(p, f)
 }
 
-// sourceSeen tells what source address an endpoint sees.
+// sourceSeen returns which source address an endpoint sees.
 func (e *explainer) sourceSeen(ep Endpoint, r Route) SourceSeen {
 	x := e.x
 	switch {
@@ -403,7 +408,7 @@ func (e *explainer) sourceSeen(ep Endpoint, r Route) SourceSeen {
 	return SourceSeenClient
 }
 
-// skippedSlices goes through the slices that mentions found nothing in.
+// skippedSlices records the slices in which collectCandidates found no endpoint.
 func (e *explainer) skippedSlices(p *snapshot.Port, f ipfamily.Family) {
 	for _, sl := range e.slices {
 		if len(sl.Endpoints) == 0 {
@@ -411,7 +416,9 @@ func (e *explainer) skippedSlices(p *snapshot.Port, f ipfamily.Family) {
 		}
 		a := SkippedSlice{Slice: sl.Name.Name, Endpoints: len(sl.Endpoints)}
 		a.OtherFamily = !slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return f.Has(ep.Addr) })
-		hasPort := slices.ContainsFunc(sl.Ports, func(sp snapshot.SlicePort) bool { return sp.Name == p.Name && sp.Protocol == p.Protocol })
+		hasPort := slices.ContainsFunc(sl.Ports, func(sp snapshot.SlicePort) bool {
+			return sp.Name == p.Name && sp.Protocol == p.Protocol
+		})
 		if !hasPort && !a.OtherFamily {
 			a.Ports = sl.Ports
 		}

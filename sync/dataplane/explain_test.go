@@ -31,7 +31,8 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 		}
 		st, conflicts := Compute(cfg, s)
 		for _, k := range questionKeys(st, r) {
-			q := Question{Source: sources(k.Addr)[r.IntN(len(sources(k.Addr)))], Key: k, Interface: []string{"", "cni0", "eth0"}[r.IntN(3)]}
+			q := Question{Source: sources(k.Addr)[r.IntN(len(sources(k.Addr)))], Key: k, Interface: []string{"", "cni0",
+				"eth0"}[r.IntN(3)]}
 			x := Explain(cfg, s, q)
 			checkExplanation(t, st, conflicts, s, x)
 			causes[x.Cause]++
@@ -48,7 +49,8 @@ func TestExplainAgreesWithCompute(t *testing.T) {
 	}
 	if len(causes) != len(causeNames) || len(reasons) != len(reasonNames) || len(sees) != len(sourceSeenNames) ||
 		len(left) != len(notScheduledTexts) {
-		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v, left by IPVS %v", causes, reasons, sees, left)
+		t.Errorf("the walk does not meet everything: causes %v, reasons %v, sources seen %v, left by IPVS %v", causes,
+			reasons, sees, left)
 	}
 }
 
@@ -60,7 +62,8 @@ func questionKeys(st *State, r *rand.Rand) (keys []Key) {
 	slices.SortFunc(keys, Key.Compare)
 	all := slices.Concat(walkHosts, walkVIPs, addrs("10.96.0.2 10.96.0.9 fd00:96::1 fd00:96::9 192.0.2.1"))
 	for range 20 {
-		keys = append(keys, Key{all[r.IntN(len(all))], walkProtocol[r.IntN(len(walkProtocol))], []uint16{80, 81, 30080}[r.IntN(3)]})
+		keys = append(keys, Key{all[r.IntN(len(all))], walkProtocol[r.IntN(len(walkProtocol))],
+			[]uint16{80, 81, 30080}[r.IntN(3)]})
 	}
 	return keys
 }
@@ -93,7 +96,8 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		}
 		return
 	}
-	if x.Port.Name != sp.Name || x.Port.Affinity != sp.Affinity || !x.Port.Cluster.equal(sp.Cluster) || !x.Port.Local.equal(sp.Local) ||
+	if x.Port.Name != sp.Name || x.Port.Affinity != sp.Affinity || !x.Port.Cluster.equal(sp.Cluster) ||
+		!x.Port.Local.equal(sp.Local) ||
 		fe.Key != x.Frontend.Key || fe.Kind != x.Frontend.Kind || fe.NotScheduled != x.Frontend.NotScheduled ||
 		!equalScheduling(sp.Scheduling, x.Port.Scheduling) {
 		t.Fatalf("%v: the State has %+v, the explanation %+v", q, sp, x.Port)
@@ -108,7 +112,8 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		t.Fatalf("%v: claims %v; lost %v", q, x.Claims, losers)
 	}
 	route := fe.Routes[x.Row]
-	if first := slices.IndexFunc(fe.Routes, func(r Route) bool { return holds(st, s, r.From, q) }); q.Interface != "" && x.Row != first {
+	if first := slices.IndexFunc(fe.Routes, func(r Route) bool { return holds(st, s, r.From, q) }); q.Interface != "" &&
+		x.Row != first {
 		t.Fatalf("%v: row %d, want %d of %+v", q, x.Row, first, fe.Routes)
 	}
 	allowed := fe.Sources == nil || contain(fe.Sources, q.Source)
@@ -139,7 +144,8 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
 			taken = append(taken, c.Endpoint)
-			if c.SourceSeen.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.SourceSeen == SourceSeenClient && route.SNAT {
+			if c.SourceSeen.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.SourceSeen == SourceSeenClient &&
+				route.SNAT {
 				t.Fatalf("%v: %v sees %v by %+v", x.Question, c.Endpoint, c.SourceSeen, route)
 			}
 		}
@@ -155,7 +161,8 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	if x.Cause == SourceRefused {
 		return
 	}
-	scheduled := x.Port.Scheduling != nil && len(taken) > 0 && !x.Question.Key.Addr.IsLoopback() && servicesAlone(st, x.Frontend) &&
+	scheduled := x.Port.Scheduling != nil && len(taken) > 0 && !x.Question.Key.Addr.IsLoopback() &&
+		servicesAlone(st, x.Frontend) &&
 		x.Frontend.Routes[x.Row].Pool == x.Frontend.Routes[len(x.Frontend.Routes)-1].Pool
 	switch want := x.Cause.Outcome(); {
 	case (want == Scheduled) != scheduled, len(taken) > 0 && !scheduled && want != Sent,
@@ -173,7 +180,8 @@ func holds(st *State, s *snapshot.Snapshot, f From, q Question) bool {
 	case Node:
 		return node
 	case Pod:
-		return pods.CIDR.IsValid() && pods.CIDR.Contains(q.Source) || !node && (pods.Interface == q.Interface && q.Interface != "" ||
+		return pods.CIDR.IsValid() && pods.CIDR.Contains(q.Source) || !node && (pods.Interface == q.Interface &&
+			q.Interface != "" ||
 			pods.InterfacePrefix != "" && len(q.Interface) >= 3 && q.Interface[:3] == pods.InterfacePrefix)
 	}
 	return true
@@ -229,7 +237,8 @@ func TestExplainNear(t *testing.T) {
 		t.Errorf("an address of a family without cluster IP: %+v", x)
 	}
 	x := ask("10.96.0.1:80")
-	if len(x.SkippedSlices) != 2 || x.SkippedSlices[0].Slice != "web-2" || len(x.SkippedSlices[0].Ports) != 1 || !x.SkippedSlices[1].OtherFamily {
+	if len(x.SkippedSlices) != 2 || x.SkippedSlices[0].Slice != "web-2" || len(x.SkippedSlices[0].Ports) != 1 ||
+		!x.SkippedSlices[1].OtherFamily {
 		t.Errorf("slices without endpoints for the port: %+v", x.SkippedSlices)
 	}
 }
@@ -245,7 +254,8 @@ func TestExplainGuess(t *testing.T) {
 		source, iface string
 		pod, guess    bool
 	}{
-		{"10.244.1.9", "", true, true}, {"10.244.2.9", "", false, false}, {"10.244.1.9", "eth0", false, false}, {"10.244.2.9", "cni0", true, false},
+		{"10.244.1.9", "", true, true}, {"10.244.2.9", "", false, false}, {"10.244.1.9", "eth0", false, false},
+		{"10.244.2.9", "cni0", true, false},
 	} {
 		x := Explain(cfg, s, Question{Source: addr(test.source), Interface: test.iface, Key: key("10.96.0.1:80")})
 		if x.Origin.Pod != test.pod || x.Origin.Guess.IsValid() != test.guess {

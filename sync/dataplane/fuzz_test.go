@@ -100,7 +100,8 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 	svc := &snapshot.Service{
 		Name: n,
 		Age:  snapshot.Age{Created: int64(d.n(3)), UID: pick(d, "", "u1", "u2")},
-		ClusterIPs: pick(d, addrs("10.96.0.1"), addrs("10.96.0.2"), addrs("10.96.0.1 fd00:96::1"), addrs("fd00:96::2 10.96.0.2"),
+		ClusterIPs: pick(d, addrs("10.96.0.1"), addrs("10.96.0.2"), addrs("10.96.0.1 fd00:96::1"),
+			addrs("fd00:96::2 10.96.0.2"),
 			addrs("fd00:96::1"), nil),
 		LoadBalancerIPs:     some(d, walkVIPs...),
 		ExternalIPs:         some(d, walkVIPs...),
@@ -109,7 +110,8 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		InternalLocal:       d.yes(),
 		ExternalLocal:       d.yes(),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
-		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh", Port: true},
+		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
+			Port: true},
 			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}),
 	}
 	for range d.n(4) {

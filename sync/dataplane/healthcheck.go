@@ -8,9 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// LocalReady counts the addresses of a Service's endpoints on a node that are ready, of each family. Endpoints that
-// drain are left out even while they alone serve: by that a load balancer learns to send new clients elsewhere. Traffic
-// policies and topology make no difference.
+// LocalReady counts the distinct addresses of a Service's ready endpoints on a node, for each family. Terminating
+// endpoints are not counted even if only they serve: this is how a load balancer learns to send new clients elsewhere.
+// Traffic policies and topology make no difference.
 func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, ipv6s int) {
 	svc := s.Services[n]
 	if svc == nil {
@@ -35,13 +35,15 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 	return counts[ipfamily.IPv4], counts[ipfamily.IPv6]
 }
 
-// HealthCheckAddrs gives where health check node ports listen: at the addresses that node ports answer at, but never at
-// 127.0.0.1, where no load balancer is. A range of all addresses of a family stands for itself, as its unspecified
+// HealthCheckAddrs returns the addresses at which health check node ports listen: those of node ports, except
+// 127.0.0.1, where no load balancer connects from. A range of all addresses of a family becomes its unspecified
 // address.
 func HealthCheckAddrs(cfg Config, s *snapshot.Snapshot) []netip.Addr {
 	var addrs []netip.Addr
 	for _, f := range ipfamily.All {
-		all := slices.ContainsFunc(cfg.NodePortAddresses, func(r netip.Prefix) bool { return r.Bits() == 0 && f.Has(r.Addr()) })
+		all := slices.ContainsFunc(cfg.NodePortAddresses, func(r netip.Prefix) bool {
+			return r.Bits() == 0 && f.Has(r.Addr())
+		})
 		switch {
 		case !all:
 			addrs = append(addrs, nodePortAddrs(cfg, s, f)...)

@@ -30,20 +30,26 @@ func TestLocalReady(t *testing.T) {
 		{"here and elsewhere", []*snapshot.Slice{sliceOf("web", "a", here("10.1.0.1"), endpoint("10.1.0.2", "there"))}, 1, 0},
 		{"nowhere known", []*snapshot.Slice{sliceOf("web", "a", endpoint("10.1.0.1", ""))}, 0, 0},
 		{"each address once, in two ports", []*snapshot.Slice{twoPorts("a", here("10.1.0.1"), here("10.1.0.2"))}, 2, 0},
-		{"both families", []*snapshot.Slice{sliceOf("web", "a", here("10.1.0.1")), sliceOf("web", "b", here("fd00::1"), here("fd00::2"))},
+		{"both families", []*snapshot.Slice{sliceOf("web", "a", here("10.1.0.1")), sliceOf("web", "b", here("fd00::1"),
+			here("fd00::2"))},
 			1, 2},
-		{"in two slices", []*snapshot.Slice{sliceOf("web", "a", here("10.1.0.1")), sliceOf("web", "b", here("10.1.0.1"))}, 1, 0},
+		{"in two slices", []*snapshot.Slice{sliceOf("web", "a", here("10.1.0.1")), sliceOf("web", "b", here("10.1.0.1"))}, 1,
+			0},
 		{"draining", []*snapshot.Slice{sliceOf("web", "a", with(here("10.1.0.1"), false, true, true))}, 0, 0},
 		{"not ready", []*snapshot.Slice{sliceOf("web", "a", with(here("10.1.0.1"), false, false, false))}, 0, 0},
 		{"publishNotReadyAddresses", []*snapshot.Slice{sliceOf("web", "a", with(here("10.1.0.1"), true, true, true))}, 1, 0},
-		{"an address whose next pod is not ready yet", []*snapshot.Slice{sliceOf("web", "a", with(here("10.1.0.1"), true, true, true)),
-			sliceOf("web", "b", with(here("10.1.0.1"), false, false, false))}, 0, 0},
-		{"without ports", []*snapshot.Slice{{Name: name("a"), Service: "web", Endpoints: []snapshot.Endpoint{here("10.1.0.1")}}}, 0, 0},
+		{"an address whose next pod is not ready yet",
+			[]*snapshot.Slice{sliceOf("web", "a", with(here("10.1.0.1"), true, true, true)),
+				sliceOf("web", "b", with(here("10.1.0.1"), false, false, false))}, 0, 0},
+		{"without ports", []*snapshot.Slice{{Name: name("a"), Service: "web",
+			Endpoints: []snapshot.Endpoint{here("10.1.0.1")}}}, 0, 0},
 		{"a port the Service does not have", []*snapshot.Slice{{Name: name("a"), Service: "web",
-			Ports: []snapshot.SlicePort{{Name: "x", Protocol: snapshot.TCP, Port: 1}}, Endpoints: []snapshot.Endpoint{here("10.1.0.1")}}}, 0, 0},
+			Ports:     []snapshot.SlicePort{{Name: "x", Protocol: snapshot.TCP, Port: 1}},
+			Endpoints: []snapshot.Endpoint{here("10.1.0.1")}}}, 0, 0},
 	} {
 		s := snapshot.New()
-		svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1 fd00:96::1"), ExternalLocal: true, Ports: tcp80(0)}
+		svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1 fd00:96::1"), ExternalLocal: true,
+			Ports: tcp80(0)}
 		svc.Ports = append(svc.Ports, snapshot.Port{Name: "https", Protocol: snapshot.TCP, Port: 443})
 		put(s, svc)
 		for _, sl := range test.slices {

@@ -18,19 +18,20 @@ func firstOf(f ipfamily.Family, prefixes []netip.Prefix) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// host is what the answer of every Service depends on besides the Service itself: the operator's wishes and this node.
+// host holds what the answer of every Service depends on besides the Service itself: the operator's configuration and
+// this node.
 type host struct {
 	nodeName, zone string
 	masqueradeAll  bool
 	noExternalIPs  bool
-	// addresses are the Node object's, but for what the operator says.
+	// addresses are the Node object's, with NodeIP in place of those of its family.
 	addresses []netip.Addr
-	// nodePortAddrs, per family, are where node ports answer; 127.0.0.1 is among them if loopback is set.
+	// nodePortAddrs are the addresses at which node ports answer, per family. They include 127.0.0.1 if loopback is set.
 	nodePortAddrs ipfamily.Per[[]netip.Addr]
-	// pods, per family, tell pods from others.
+	// pods says how pods are recognized, per family.
 	pods     ipfamily.Per[Pods]
 	loopback bool
-	// ipvs says which Services IPVS schedules. serviceCIDRs are known only if it schedules any.
+	// ipvs says which Services IPVS schedules. serviceCIDRs are set only if it schedules any.
 	ipvs         IPVS
 	serviceCIDRs []netip.Prefix
 }
@@ -58,8 +59,8 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 	return h
 }
 
-// equal says whether every Service gets the same answer on both. Addresses that come and go without being a node
-// port's, such as the link-local ones of every new pod's interface, make no difference, and cost nothing by that.
+// equal reports whether every Service gets the same answer on both hosts. Addresses on which no node port answers, such
+// as the link-local addresses of new pods' interfaces, make no difference, so they cost nothing.
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
@@ -68,11 +69,12 @@ func (h *host) equal(o *host) bool {
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv6], o.nodePortAddrs[ipfamily.IPv6])
 }
 
-// setGlobals writes everything of a State that is no Service's and says whether that changed anything. Kubernetes lets
-// ServiceCIDRs overlap.
+// setGlobals writes everything in a State that belongs to no Service, and returns whether that changed anything.
+// Kubernetes lets ServiceCIDRs overlap.
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
-	changed = st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] || st.MasqueradeAll != h.masqueradeAll ||
+	changed = st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
+		st.MasqueradeAll != h.masqueradeAll ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
@@ -80,8 +82,8 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool)
 	return changed
 }
 
-// detectPods is kube-proxy's local traffic detector. Like there, only the first range of each family counts; unlike
-// there, a Node whose pod ranges are not known yet, or change, is followed rather than waited for or ended on.
+// detectPods is kube-proxy's local traffic detector. As in kube-proxy, only the first range of each family counts.
+// Unlike kube-proxy, Verdict follows a Node whose pod ranges are unknown or change: it does not wait or exit.
 func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods {
 	switch d.Mode {
 	case DetectClusterCIDR:
@@ -98,29 +100,30 @@ func detectPods(d DetectLocal, podCIDRs []netip.Prefix, f ipfamily.Family) Pods 
 
 var localhost = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
-// localhostNodePorts says whether IPv4 node ports answer on 127.0.0.1. ::1 never does: the kernel has no route_localnet
-// for IPv6. kube-proxy reaches it only by a proxy in user space, behind an alpha feature gate.
+// localhostNodePorts reports whether IPv4 node ports answer on 127.0.0.1. They never answer on ::1, because the kernel
+// has no route_localnet for IPv6; kube-proxy reaches ::1 only through a proxy in user space, behind an alpha feature
+// gate.
 func localhostNodePorts(cfg Config) bool {
 	unset := len(cfg.NodePortAddresses) == 0 && !cfg.NodePortPrimary
 	return cfg.LocalhostNodePorts && (unset || contain(cfg.NodePortAddresses, localhost))
 }
 
-// nodeAddrs gives the node's addresses: those of its object, or as kube-proxy's bindAddress has it, in one family what
-// the operator says.
-func nodeAddrs(said netip.Addr, object []netip.Addr) []netip.Addr {
-	if !said.IsValid() {
+// nodeAddrs returns the node's addresses: those of the Node object, or in the family of override that address, like
+// kube-proxy's bindAddress.
+func nodeAddrs(override netip.Addr, object []netip.Addr) []netip.Addr {
+	if !override.IsValid() {
 		return object
 	}
-	addrs := []netip.Addr{said}
+	addrs := []netip.Addr{override}
 	for _, a := range object {
-		if a.Is4() != said.Is4() {
+		if a.Is4() != override.Is4() {
 			addrs = append(addrs, a)
 		}
 	}
 	return addrs
 }
 
-// nodePortAddrs gives the addresses of one family, other than 127.0.0.1, that node ports answer at.
+// nodePortAddrs returns the addresses of one family, other than 127.0.0.1, at which node ports answer.
 func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
 	var addrs []netip.Addr
 	if cfg.NodePortPrimary || len(cfg.NodePortAddresses) == 0 {
@@ -134,10 +137,10 @@ func nodePortAddrs(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) []netip.
 	return addrs
 }
 
-// primaryAddr gives the node's first address of the family that is on this host, as kube-proxy's "primary" does, with
-// two differences. An address that is not on the host, such as a cloud's external one behind NAT, is passed over: no
-// packet is ever delivered to it. And a Node that is unknown or has no usable address leaves node ports closed, where
-// kube-proxy's list turns empty and so opens them on every address.
+// primaryAddr returns the node's first address of the family that is on this host, like kube-proxy's "primary", with
+// two differences. It skips an address that is not on the host, such as a cloud's external address behind NAT, because
+// no packet is ever delivered to it. If the Node is unknown or has no usable address, node ports stay closed;
+// kube-proxy's list becomes empty, which opens them on every address.
 func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 	for _, a := range node {
 		if f.Has(a) && !a.IsLoopback() && (len(host) == 0 || slices.Contains(host, a)) {
@@ -147,11 +150,12 @@ func primaryAddr(node, host []netip.Addr, f ipfamily.Family) []netip.Addr {
 	return nil
 }
 
-// listedAddrs gives the host's addresses of the family inside the operator's ranges. Where the host's addresses are
+// listedAddrs returns the host's addresses of the family inside the operator's ranges. If the host's addresses are
 // unknown, as when rendering for another machine, a range of a single address stands for itself.
 //
-// kube-proxy opens node ports on all addresses of a family the list does not mention, so that an IPv4 list leaves IPv6
-// open. A list is a restriction: here such a family has no node ports. All of a family is 0.0.0.0/0 or ::/0.
+// If the list does not mention a family, kube-proxy opens node ports on all of its addresses, so an IPv4 list leaves
+// IPv6 open. Here a list is a restriction, and such a family has no node ports. 0.0.0.0/0 or ::/0 stands for all of a
+// family.
 func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family) []netip.Addr {
 	candidates := s.HostAddrs
 	if len(candidates) == 0 {
@@ -170,12 +174,13 @@ func listedAddrs(ranges []netip.Prefix, s *snapshot.Snapshot, f ipfamily.Family)
 	return addrs
 }
 
-// answersNodePorts says whether a host address may be a node port's.
+// answersNodePorts reports whether node ports may answer at a host address.
 //
-// Never a loopback address, which localhostNodePorts decides about, nor a Service's: what IPVS bound to a dummy device
-// would otherwise multiply node ports by cluster IPs. IPv6 link-local addresses only if a range asks for just those: a
-// frontend has no scope, so the same address on two links cannot be told apart, and ::/0 is not the wish to answer on
-// every pod's link. kube-proxy's IPVS mode leaves them out too; its nftables mode takes every address of type local.
+// They never answer at loopback addresses, about which localhostNodePorts decides, nor at a Service's addresses: IPVS
+// binds those to a dummy device, and node ports would multiply by cluster IPs. They answer at IPv6 link-local addresses
+// only if a range asks for nothing else: a frontend has no scope, so the same address on two links cannot be
+// distinguished, and ::/0 does not mean every pod's link. kube-proxy's IPVS mode also excludes them; its nftables mode
+// includes every address of type local.
 func answersNodePorts(a netip.Addr, ranges, serviceCIDRs []netip.Prefix) bool {
 	if a.IsLoopback() || contain(serviceCIDRs, a) {
 		return false

@@ -25,7 +25,8 @@ func nodePortKeys(cfg Config, s *snapshot.Snapshot) (out []netip.Addr) {
 func TestNodePortAddresses(t *testing.T) {
 	const (
 		node      = "192.168.0.1 fd00:192::1"
-		hostAddrs = "127.0.0.1 127.0.0.2 169.254.20.10 192.168.0.1 192.168.0.2 203.0.113.1 ::1 fd00:192::1 fd00:192::2 fe80::1"
+		hostAddrs = "127.0.0.1 127.0.0.2 169.254.20.10 192.168.0.1 192.168.0.2 203.0.113.1 " +
+			"::1 fd00:192::1 fd00:192::2 fe80::1"
 	)
 	tests := []struct {
 		what              string
@@ -41,7 +42,8 @@ func TestNodePortAddresses(t *testing.T) {
 		{what: "primary, the host's addresses unknown", node: node, want: node},
 		{what: "primary, the first of each family", node: "192.168.0.2 192.168.0.1 203.0.113.1 fd00:192::2 fd00:192::1",
 			host: hostAddrs, want: "192.168.0.2 fd00:192::2"},
-		{what: "primary, only what is on the host", node: "198.51.100.1 192.168.0.2 fd00::bad", host: hostAddrs, want: "192.168.0.2"},
+		{what: "primary, only what is on the host", node: "198.51.100.1 192.168.0.2 fd00::bad", host: hostAddrs,
+			want: "192.168.0.2"},
 		{what: "primary, one family", node: "192.168.0.1", host: hostAddrs, want: "192.168.0.1"},
 		{what: "primary is loopback", node: "127.0.0.1 ::1", host: hostAddrs, want: ""},
 		{what: "primary, no node yet", host: hostAddrs, want: ""},
@@ -57,13 +59,17 @@ func TestNodePortAddresses(t *testing.T) {
 			localhost: true, want: node},
 		{what: "localhost by name", list: "127.0.0.0/8 ::1/128", node: node, host: hostAddrs, localhost: true,
 			want: "127.0.0.1", loopbackIsClaimed: true},
-		{what: "localhost does not wait for the node", host: hostAddrs, localhost: true, want: "127.0.0.1", loopbackIsClaimed: true},
-		{what: "primary is what the operator says", node: node, host: hostAddrs, nodeIP: "192.168.0.2", want: "192.168.0.2 fd00:192::1"},
-		{what: "the operator says it in IPv6", node: node, host: hostAddrs, nodeIP: "fd00:192::2", want: "192.168.0.1 fd00:192::2"},
+		{what: "localhost does not wait for the node", host: hostAddrs, localhost: true, want: "127.0.0.1",
+			loopbackIsClaimed: true},
+		{what: "primary is what the operator says", node: node, host: hostAddrs, nodeIP: "192.168.0.2",
+			want: "192.168.0.2 fd00:192::1"},
+		{what: "the operator says it in IPv6", node: node, host: hostAddrs, nodeIP: "fd00:192::2",
+			want: "192.168.0.1 fd00:192::2"},
 		{what: "the operator says loopback", node: node, host: hostAddrs, nodeIP: "127.0.0.1", want: "fd00:192::1"},
 		{what: "the operator says it before there is a node", host: hostAddrs, nodeIP: "192.168.0.2", want: "192.168.0.2"},
-		{what: "a range, whatever the operator says the node is", list: "192.168.0.0/24", node: node, host: hostAddrs, nodeIP: "203.0.113.1",
-			want: "192.168.0.1 192.168.0.2"},
+		{what: "a range, whatever the operator says the node is", list: "192.168.0.0/24", node: node, host: hostAddrs,
+			nodeIP: "203.0.113.1",
+			want:   "192.168.0.1 192.168.0.2"},
 		{what: "a range that holds nothing", list: "-", node: node, host: hostAddrs, localhost: true, want: ""},
 		{what: "a range that holds nothing, the host's addresses unknown", list: "-", node: node, want: ""},
 		{what: "a range", list: "192.168.0.0/24", node: node, host: hostAddrs, want: "192.168.0.1 192.168.0.2"},
@@ -79,7 +85,8 @@ func TestNodePortAddresses(t *testing.T) {
 			want: "127.0.0.1 169.254.20.10 192.168.0.1 192.168.0.2 203.0.113.1", loopbackIsClaimed: true},
 		{what: "all of IPv6, never ::1", list: "::/0", host: hostAddrs, localhost: true, want: "fd00:192::1 fd00:192::2"},
 		{what: "IPv6 link-local asked for", list: "fe80::/10", host: hostAddrs, want: "fe80::1"},
-		{what: "the service ranges' addresses on an IPVS device", list: "0.0.0.0/0", host: "10.96.0.10 10.96.0.11 192.168.0.1",
+		{what: "the service ranges' addresses on an IPVS device", list: "0.0.0.0/0",
+			host:         "10.96.0.10 10.96.0.11 192.168.0.1",
 			serviceCIDRs: "10.96.0.0/16", want: "192.168.0.1"},
 		{what: "a list, the host's addresses unknown", list: "192.168.0.0/24 192.168.0.7/32 fd00::7/128",
 			want: "192.168.0.7 fd00::7"},

@@ -8,37 +8,37 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Change says what of a State differs from the one before. The zero Change says that nothing does.
+// Change names what differs between two States. The zero Change says that nothing differs.
 type Change struct {
-	// Services are those whose value was replaced, added or removed; sorted and unique. A Service not named is the same
-	// pointer as before.
+	// Services are those whose value was replaced, added or removed; sorted and unique. All other Services are the same
+	// pointers as before.
 	Services []snapshot.Name
 	// Globals says that Pods4, Pods6, ServiceCIDRs, IPVSAddresses or LocalhostNodePorts changed.
 	Globals bool
 }
 
-// Empty says whether there is nothing to do.
+// Empty reports whether nothing changed.
 func (c Change) Empty() bool { return len(c.Services) == 0 && !c.Globals }
 
-// Planner keeps a State up to date with a snapshot, at a cost that follows the size of each change. Make one with
-// NewPlanner. It is not safe for concurrent use.
+// Planner keeps a State in sync with a snapshot, at a cost that grows with each change, not with the cluster. Make one
+// with NewPlanner. It is not safe for concurrent use.
 type Planner struct {
 	cfg Config
-	// next is the Config that the next Apply shall go by, if another one was set.
+	// next is the Config that the next Apply uses, if SetConfig was called.
 	next    atomic.Pointer[Config]
 	started bool
 	build   builder
-	// reservations keeps what the builder must know of other Services.
+	// reservations records what other Services reserve, for the builder.
 	reservations reservations
 	claims       claims
 	state        State
-	// before holds the Services that the last Change names as they were, in its order.
+	// before holds the earlier versions of the Services that the last Change names, in its order.
 	before []*Service
-	// omittedConflicts is how many new conflicts the last Apply left out of its answer.
+	// omittedConflicts is how many new conflicts the last Apply did not return.
 	omittedConflicts int
 }
 
-// NewPlanner gives a Planner that has seen nothing yet. Its State is empty.
+// NewPlanner returns a Planner with an empty State.
 func NewPlanner(cfg Config) *Planner {
 	return &Planner{cfg: cfg, claims: newClaims(0), state: State{
 		Services:      map[snapshot.Name]*Service{},
@@ -46,31 +46,31 @@ func NewPlanner(cfg Config) *Planner {
 	}}
 }
 
-// State gives the answer to all that was applied. It belongs to the Planner and holds until the next Apply, which
-// changes it in place; the Services in it are never changed, only replaced.
+// State returns the State after the last Apply. It belongs to the Planner, and the next Apply changes it in place.
+// Services in it are never changed, only replaced.
 func (p *Planner) State() *State { return &p.state }
 
-// Before gives what the Services that the last Change names were before it, in its order: nil for one that was not
-// there. Whoever asks first is handed them; the Planner keeps none.
+// Before returns the earlier versions of the Services that the last Change names, in its order: nil for a new Service.
+// Only the first call after an Apply returns them.
 func (p *Planner) Before() []*Service {
 	before := p.before
 	p.before = nil
 	return before
 }
 
-// OmittedConflicts counts the new conflicts that the last Apply found, and that are in none of the Contests that it gave.
+// OmittedConflicts returns how many new conflicts of the last Apply are in none of the summaries that it returned.
 func (p *Planner) OmittedConflicts() int { return p.omittedConflicts }
 
-// SetConfig has the next Apply go by another Config, whatever change that is told. It is the one method that may be
-// called at any time, also while Apply is running.
+// SetConfig replaces the configuration that the next Apply uses, whatever change Apply is given. It is the only method
+// that may be called at any time, also while Apply runs.
 func (p *Planner) SetConfig(cfg Config) { p.next.Store(&cfg) }
 
-// Config gives the one that the State was made by.
+// Config returns the configuration of the current State.
 func (p *Planner) Config() Config { return p.cfg }
 
-// Apply brings the State up to date with a snapshot in which, since the call before, only what c names has changed. It
-// says what of the State that changed, and sums up which conflicts are new, sorted; see Unlisted. The first call looks
-// at the whole snapshot whatever c says, and always names Globals.
+// Apply brings the State in sync with a snapshot in which, since the last call, only what c names has changed. It
+// returns what changed in the State and a summary of the new conflicts, sorted; see OmittedConflicts. The first call
+// reads the whole snapshot whatever c says, and always names Globals.
 func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []ConflictSummary) {
 	var change Change
 	all := !p.started
@@ -103,29 +103,29 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	return change, u.newConflictSummaries()
 }
 
-// update is one Apply on its way.
+// update is the state of one Apply.
 type update struct {
 	*Planner
 	snapshot *snapshot.Snapshot
 	// moved are the Services whose claims may have changed.
 	moved []move
-	// before holds what the claims were on every key that was contested or has become so.
+	// before holds the earlier claims on every key that was contested or has become so.
 	before  map[Key][]Claim
 	changed []replacement
-	// rewriting says that what changes now may have changed already.
+	// rewriting says that Services written from now on may have been written before in this update.
 	rewriting bool
 }
 
-// replacement is a Service that was written, with what it was.
+// replacement is a Service that was written, and its earlier version.
 type replacement struct {
 	name      snapshot.Name
 	before    *Service
 	rewritten bool
 }
 
-// replacements gives the Services that were written, sorted and unique, and what they were. One whose endpoints changed
-// may also have won or lost a key to one that moved: it was written twice, and what it was is what it was the first
-// time.
+// replacements returns the Services that were written, sorted and unique, and their earlier versions. A Service is
+// written twice if its endpoints changed and another Service that moved gave it a key or took one; then its version
+// before the first write counts.
 func (u *update) replacements() (names []snapshot.Name, before []*Service) {
 	if len(u.changed) == 0 {
 		return nil, nil
@@ -147,14 +147,14 @@ func (u *update) replacements() (names []snapshot.Name, before []*Service) {
 	return names, before
 }
 
-// move is a Service between two answers; either is nil if there is none.
+// move is a Service's old and new version; either is nil if there is none.
 type move struct {
 	name     snapshot.Name
 	old, new *Service
 }
 
-// reconsider works out the named Services. Most changes are to endpoints only: the claims stay, and no other Service
-// can be concerned.
+// reconsider recomputes the named Services. Most changes are to endpoints only: then the claims stay, and no other
+// Service is affected.
 func (u *update) reconsider(names []snapshot.Name) {
 	for _, n := range names {
 		old, svc := u.state.Services[n], u.build.service(u.snapshot, n)
@@ -166,7 +166,7 @@ func (u *update) reconsider(names []snapshot.Name) {
 	}
 }
 
-// reconsiderAll works out every Service and starts the books of claims anew.
+// reconsiderAll recomputes every Service and rebuilds the claims.
 func (u *update) reconsiderAll() {
 	u.before = u.claims.contested
 	u.claims = newClaims(max(len(u.claims.only), len(u.snapshot.Services)))
@@ -185,8 +185,8 @@ func (u *update) reconsiderAll() {
 	}
 }
 
-// moveClaims takes back the old claims of all moved Services, then files the new ones. Meanwhile the State holds what
-// the Services ask for, not what they get, so that claimOf finds it there.
+// moveClaims withdraws the old claims of all moved Services, then adds the new ones. Meanwhile the State holds what the
+// Services ask for, not what they win, so that claimOf finds it there.
 func (u *update) moveClaims() {
 	for _, m := range u.moved {
 		m.old.eachClaim(func(k Key, _ Claim) { u.withdraw(k, m.name) })
@@ -204,7 +204,7 @@ func (u *update) moveClaims() {
 	}
 }
 
-// withdraw takes back a Service's claims on a key.
+// withdraw removes a Service's claims on a key.
 func (u *update) withdraw(k Key, n snapshot.Name) {
 	if list := u.claims.contested[k]; list != nil {
 		u.recordBefore(k, list)
@@ -212,7 +212,7 @@ func (u *update) withdraw(k Key, n snapshot.Name) {
 	u.claims.remove(k, n)
 }
 
-// recordBefore remembers the claims on a key as they were before this update first touched them.
+// recordBefore records the claims on a key as they were before this update first changed them.
 func (u *update) recordBefore(k Key, before []Claim) {
 	if _, noted := u.before[k]; noted {
 		return
@@ -223,7 +223,7 @@ func (u *update) recordBefore(k Key, before []Claim) {
 	u.before[k] = before
 }
 
-// claimOf finds the claim of a Service that has the only one on a key.
+// claimOf returns the claim of the only Service that claims a key.
 func (u *update) claimOf(n snapshot.Name, k Key) Claim {
 	owner := u.state.Services[n]
 	for _, sp := range owner.Ports {
@@ -235,7 +235,8 @@ func (u *update) claimOf(n snapshot.Name, k Key) Claim {
 	panic("dataplane: " + n.String() + " does not claim " + k.String())
 }
 
-// resolve leaves every moved Service with the keys it won, then looks again at those that won or lost a key by the move.
+// resolve gives every moved Service the keys it won, then recomputes the Services that won or lost a key because of
+// that.
 func (u *update) resolve() {
 	for _, m := range u.moved {
 		u.resolveOne(m)
@@ -248,7 +249,7 @@ func (u *update) resolve() {
 	}
 	u.rewriting = true
 	for n := range touched {
-		// One that moved is settled already: it is found unchanged.
+		// A Service that moved is resolved already: it is found unchanged.
 		u.resolveOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}
 	for k := range u.before {
@@ -256,7 +257,7 @@ func (u *update) resolve() {
 	}
 }
 
-// rebalance writes Services that IPVS schedules from now on, or not any more, because of what others ask of it.
+// rebalance rewrites Services that IPVS starts or stops scheduling because of what other Services ask for.
 func (u *update) rebalance() {
 	for _, n := range u.build.budget.balance(&u.build.host.ipvs) {
 		u.resolveOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
@@ -273,8 +274,7 @@ func (u *update) resolveOne(m move) {
 	u.put(m.name, m.old, left)
 }
 
-// put writes a Service's answer. One that is equal to the old is dropped for it: what did not change stays the same
-// pointer.
+// put writes a Service. If it is equal to the old version, the old pointer stays.
 func (u *update) put(n snapshot.Name, old, svc *Service) {
 	if svc.equal(old) {
 		svc = old
@@ -292,10 +292,10 @@ func (u *update) set(n snapshot.Name, svc *Service) {
 	}
 }
 
-// maxSummaries bounds how many Contests one Apply gives: an address may be claimed by very many Services.
+// maxSummaries bounds how many conflict summaries one Apply returns: very many Services may claim one address.
 const maxSummaries = 1024
 
-// newConflictSummaries sums up the conflicts there were none of before, or as many of them as there may be.
+// newConflictSummaries summarizes the conflicts that did not exist before, up to maxSummaries.
 func (u *update) newConflictSummaries() []ConflictSummary {
 	found := conflictSummaries{}
 	u.omittedConflicts = 0
@@ -309,7 +309,7 @@ func (u *update) newConflictSummaries() []ConflictSummary {
 	return found.sorted()
 }
 
-// With gives a change that names what either names.
+// With returns a change that names what either change names.
 func (c Change) With(o Change) Change {
 	switch {
 	case c.Empty():

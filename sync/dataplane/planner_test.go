@@ -69,7 +69,8 @@ func TestApplyNamesWhatChanged(t *testing.T) {
 	if got := s.p.State().Services[name("a")].Ports[0].Cluster.text(); got != "10.244.9.1:8080" {
 		t.Errorf("got %s", got)
 	}
-	s.expect("the same again", put(s.s, webService("a", "10.96.0.1"), sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))), "|")
+	s.expect("the same again", put(s.s, webService("a", "10.96.0.1"), sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))),
+		"|")
 	s.expect("an endpoint that is not used", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"),
 		snapshot.Endpoint{Addr: addr("10.244.9.2")})), "|")
 	s.expect("one more endpoint", put(s.s, sliceOf("a", "a-2", endpoint("10.244.9.2", "x"))), "a |")
@@ -96,11 +97,14 @@ func TestApplyNoticesEveryField(t *testing.T) {
 	}
 	ends := []any{sliceOf("a", "a-1", endpoint("10.244.9.1", "here"), endpoint("10.244.9.2", "x"))}
 	for what, change := range map[string]func(*snapshot.Service){
-		"cluster IPs":             func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.1") },
-		"which one is first":      func(s *snapshot.Service) { s.ClusterIPs = addrs("fd00:96::1 10.96.0.1") },
-		"external IPs":            func(s *snapshot.Service) { s.ExternalIPs = nil },
-		"load balancer IPs":       func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.3") },
-		"kind of an address":      func(s *snapshot.Service) { s.LoadBalancerIPs, s.ExternalIPs = s.ExternalIPs, s.LoadBalancerIPs },
+		"cluster IPs":        func(s *snapshot.Service) { s.ClusterIPs = addrs("10.96.0.1") },
+		"which one is first": func(s *snapshot.Service) { s.ClusterIPs = addrs("fd00:96::1 10.96.0.1") },
+		"external IPs":       func(s *snapshot.Service) { s.ExternalIPs = nil },
+		"load balancer IPs":  func(s *snapshot.Service) { s.LoadBalancerIPs = addrs("198.51.100.3") },
+		"kind of an address": func(s *snapshot.Service) {
+			s.LoadBalancerIPs, s.ExternalIPs = s.ExternalIPs,
+				s.LoadBalancerIPs
+		},
 		"source ranges":           func(s *snapshot.Service) { s.SourceRanges = prefixes("10.0.0.0/8") },
 		"internal traffic policy": func(s *snapshot.Service) { s.InternalLocal = true },
 		"external traffic policy": func(s *snapshot.Service) { s.ExternalLocal = false },
@@ -123,7 +127,8 @@ func TestApplyNoticesEveryField(t *testing.T) {
 	s := openShop(t, Config{NodeName: "here"}, &snapshot.Service{
 		Name: name("a"), ClusterIPs: addrs("10.96.0.1"), InternalLocal: true, Ports: tcp80(0),
 	})
-	s.expect("endpoints elsewhere only: drop, not reject", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))), "a |")
+	s.expect("endpoints elsewhere only: drop, not reject", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "x"))),
+		"a |")
 	s.expect("one moves here", put(s.s, sliceOf("a", "a-1", endpoint("10.244.9.1", "here"))), "a |")
 	s.expect("its port", put(s.s, &snapshot.Slice{Name: name("a-1"), Service: "a", Ports: []snapshot.SlicePort{
 		{Protocol: snapshot.TCP, Port: 9090}}, Endpoints: []snapshot.Endpoint{endpoint("10.244.9.1", "here")}}), "a |")
@@ -152,7 +157,8 @@ func TestCostFollowsTheChange(t *testing.T) {
 	smallSlice, smallHost := cost(50)
 	largeSlice, largeHost := cost(5000)
 	if largeSlice > smallSlice+2 || largeHost > smallHost+2 || largeHost > 30 {
-		t.Errorf("a slice costs %v and %v allocations, a host address %v and %v", smallSlice, largeSlice, smallHost, largeHost)
+		t.Errorf("a slice costs %v and %v allocations, a host address %v and %v", smallSlice, largeSlice, smallHost,
+			largeHost)
 	}
 }
 
@@ -258,7 +264,8 @@ func TestConflicts(t *testing.T) {
 
 	t.Run("node ports and other kinds", func(t *testing.T) {
 		node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
-		s := openShop(t, Config{}, node, claiming("a", "10.96.0.1", "", "", 80), claiming("b", "10.96.0.2", "192.168.0.1", "", 0))
+		s := openShop(t, Config{}, node, claiming("a", "10.96.0.1", "", "", 80), claiming("b", "10.96.0.2", "192.168.0.1",
+			"", 0))
 		if got := s.owner("192.168.0.1:80"); got != "b LoadBalancerIP" {
 			t.Errorf("owner %q", got)
 		}
@@ -277,7 +284,8 @@ func TestConflicts(t *testing.T) {
 // TestTheOldestKeepsItsAddress: who comes later takes no address in use, whatever his Service is called.
 func TestTheOldestKeepsItsAddress(t *testing.T) {
 	service := func(namespace, n, clusterIP string, a snapshot.Age, change func(*snapshot.Service)) *snapshot.Service {
-		s := &snapshot.Service{Name: snapshot.Name{Namespace: namespace, Name: n}, Age: a, ClusterIPs: addrs(clusterIP), Ports: tcp80(0)}
+		s := &snapshot.Service{Name: snapshot.Name{Namespace: namespace, Name: n}, Age: a, ClusterIPs: addrs(clusterIP),
+			Ports: tcp80(0)}
 		if change != nil {
 			change(s)
 		}
@@ -289,7 +297,11 @@ func TestTheOldestKeepsItsAddress(t *testing.T) {
 	atNodePort := func(s *snapshot.Service) {
 		s.ExternalIPs, s.Ports = addrs("192.168.0.1"), []snapshot.Port{{Protocol: snapshot.TCP, Port: 30080}}
 	}
-	balancedAtNodePort := func(s *snapshot.Service) { atNodePort(s); s.ExternalIPs, s.LoadBalancerIPs = nil, s.ExternalIPs }
+	balancedAtNodePort := func(s *snapshot.Service) {
+		atNodePort(s)
+		s.ExternalIPs, s.LoadBalancerIPs = nil,
+			s.ExternalIPs
+	}
 	atClusterIP := func(s *snapshot.Service) { s.ExternalIPs = addrs("10.96.0.1") }
 	old, late := snapshot.Age{Created: 100, UID: "9"}, snapshot.Age{Created: 200, UID: "1"}
 	for _, c := range []struct {
@@ -361,11 +373,14 @@ func TestTheOldestKeepsItsAddress(t *testing.T) {
 // others; what somebody named first is not served any more once it is somebody's.
 func TestReservedAddresses(t *testing.T) {
 	evil := func(address string, port uint16) *snapshot.Service {
-		return &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "evil"}, Age: snapshot.Age{Created: 1}, ClusterIPs: addrs("10.96.0.2"),
+		return &snapshot.Service{Name: snapshot.Name{Namespace: "aaa", Name: "evil"}, Age: snapshot.Age{Created: 1},
+			ClusterIPs:  addrs("10.96.0.2"),
 			ExternalIPs: addrs(address), Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: port}}}
 	}
-	dns := &snapshot.Service{Name: name("dns"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.10"), Ports: tcp80(0)}
-	balanced := &snapshot.Service{Name: name("balanced"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.11"), Ports: tcp80(0),
+	dns := &snapshot.Service{Name: name("dns"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.10"),
+		Ports: tcp80(0)}
+	balanced := &snapshot.Service{Name: name("balanced"), Age: snapshot.Age{Created: 2}, ClusterIPs: addrs("10.96.0.11"),
+		Ports:               tcp80(0),
 		HealthCheckNodePort: 30900, ExternalLocal: true}
 	node := snapshot.Node{Name: "here", Addresses: addrs("192.168.0.1")}
 	for _, c := range []struct {
@@ -407,7 +422,8 @@ func TestUnchangedServicesKeepTheirPointer(t *testing.T) {
 	if before[name("closed")] != after[name("closed")] || before[name("open")] == after[name("open")] {
 		t.Error("closed must be the same pointer, open another")
 	}
-	if got := fmt.Sprint(len(before[name("open")].Ports[0].Frontends), len(after[name("open")].Ports[0].Frontends)); got != "1 2" {
+	if got := fmt.Sprint(len(before[name("open")].Ports[0].Frontends),
+		len(after[name("open")].Ports[0].Frontends)); got != "1 2" {
 		t.Errorf("a Service that is in the map is never changed: %s", got)
 	}
 }
@@ -427,7 +443,8 @@ func TestBeforeOfThoseWrittenTwice(t *testing.T) {
 		want[name(winner)] = nil
 	}
 	s := openShop(t, Config{NodeName: "here"}, losers...)
-	if before := s.p.Before(); len(before) != pairs || slices.ContainsFunc(before, func(s *Service) bool { return s != nil }) {
+	if before := s.p.Before(); len(before) != pairs ||
+		slices.ContainsFunc(before, func(s *Service) bool { return s != nil }) {
 		t.Errorf("before the first Apply there was %v", before)
 	}
 	maps.Copy(want, s.p.State().Services)

@@ -1,6 +1,6 @@
 package dataplane
 
-// row is a Route whose pool is not chosen yet.
+// row is a Route whose pool is not yet chosen.
 type row struct {
 	from From
 	pool poolName
@@ -26,16 +26,16 @@ const (
 
 func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 
-// policies is the whole traffic policy. The first line whose conditions all hold gives the rows of a frontend.
+// policies is the whole traffic policy. The first line whose conditions all hold gives the routes of a frontend.
 //
 // external: the frontend is a node port, load balancer or external address, not a cluster IP.
 // local: the policy for such frontends (internalTrafficPolicy, externalTrafficPolicy) is Local.
 // pods: pods can be told from others. masqAll: the operator masquerades everything sent to cluster IPs.
 //
-// Traffic to an external address that starts on this node never left it, so under Local it is served as if it had gone
-// out to a load balancer and come back at some node that has an endpoint; from the node itself it is masqueraded, since
-// its source may be the very address it goes to. A packet of this node may also bear a pod's address, that of a bridge:
-// so the row of the node stands first.
+// Traffic to an external address that starts on this node never left it. Under Local it is served as if it had gone out
+// to a load balancer and come back at a node that has an endpoint. Traffic from the node itself is masqueraded, because
+// its source may be the very address it goes to. A packet of this node may also have a pod's address, that of a bridge,
+// so the node's row comes first.
 var policies = [...]struct {
 	external, local, pods, masqAll condition
 	rows                           []row
@@ -51,7 +51,7 @@ var policies = [...]struct {
 	{yes, yes, no, either, []row{{Node, clusterPool, true}, {Anyone, localPool, false}}},
 }
 
-// rowsFor looks the table up.
+// rowsFor returns the rows of the first matching line.
 func rowsFor(external, local, pods, masqAll bool) []row {
 	for i := range policies {
 		p := &policies[i]
@@ -62,7 +62,7 @@ func rowsFor(external, local, pods, masqAll bool) []row {
 	panic("dataplane: the policy table has a gap")
 }
 
-// anyLeadsTo says whether any row leads to the pool.
+// anyLeadsTo reports whether any row leads to the pool.
 func anyLeadsTo(rows []row, to poolName) bool {
 	for _, r := range rows {
 		if r.pool == to {

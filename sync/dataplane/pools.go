@@ -10,7 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The pools without endpoints; all Services share them.
+// The pools without endpoints. All Services share them.
 var (
 	poolNoEndpoints      = &Pool{Empty: Reject}
 	poolNoLocalEndpoints = &Pool{Empty: Drop}
@@ -21,17 +21,17 @@ type candidate struct {
 	addr netip.AddrPort
 	*snapshot.Endpoint
 	local bool
-	// order is the place in the slices, which decides between two mentions that differ in nothing else.
+	// order is the position in the slices. It decides between two entries that differ in nothing else.
 	order int32
 }
 
-// ready and draining are the two ways of being usable. An endpoint that is neither is never used. One may be both, as
-// publishNotReadyAddresses makes it: then it counts as ready.
+// ready and terminating are the two ways of being usable. An endpoint that is neither is never used. With
+// publishNotReadyAddresses an endpoint may be both: then it counts as ready.
 func (c *candidate) ready() bool       { return c.Ready }
 func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
 
-// preference orders mentions of the same endpoint, best first. The one that is not terminating is the newer pod on a
-// reused address, even while it is not ready. kube-proxy leaves the rest to chance.
+// preference orders entries for the same endpoint, best first. The entry that is not terminating is the newer pod on a
+// reused address, even while it is not ready. kube-proxy decides the rest at random.
 func (c *candidate) preference() int {
 	p := 0
 	for _, good := range [...]bool{!c.Terminating, c.Ready, c.Serving, c.local} {
@@ -58,8 +58,8 @@ func (b *builder) collectEndpoints(p *snapshot.Port, f ipfamily.Family) {
 
 func sameAddr(x, y candidate) bool { return x.addr == y.addr }
 
-// collectCandidates fills b.candidates with every mention of the port's endpoints of one family, up to as many as a port may
-// have. Of those with the same AddrPort, which follow each other, the first one counts.
+// collectCandidates fills b.candidates with every entry for the port's endpoints of one family, up to the limit of a
+// port. Entries with the same AddrPort are adjacent, and the first one counts.
 func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	b.candidates = b.candidates[:0]
 	if b.index != nil {
@@ -78,7 +78,7 @@ func (b *builder) collectCandidates(p *snapshot.Port, f ipfamily.Family) {
 	slices.SortFunc(b.candidates, compareCandidates)
 }
 
-// addCandidates adds the endpoints of a slice, as far as there is room.
+// addCandidates adds the endpoints of a slice until the limit is reached.
 func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Family) {
 	for i := range sl.Endpoints {
 		ep := &sl.Endpoints[i]
@@ -98,9 +98,9 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 	}
 }
 
-// pools gives the port's cluster set and local set. One that no route leads to is not computed and has no endpoints.
-// The two are different pools even while they hold the same endpoints: they may part, and what is remembered of each
-// must not.
+// pools returns the port's cluster pool and local pool. A pool that no route leads to is not computed and has no
+// endpoints. The two are different pools even if they hold the same endpoints: they may diverge later, and session
+// affinity is kept for each.
 func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) (cluster, local *Pool) {
 	b.collectEndpoints(p, f)
 	cluster, local = poolNoEndpoints, poolNoEndpoints
@@ -113,10 +113,12 @@ func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLo
 	return cluster, local
 }
 
-// clusterSet is every ready endpoint that the topology hints give this node, else every draining one.
+// clusterSet is every ready endpoint that the topology hints assign to this node, or else every terminating endpoint
+// that still serves.
 func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
 
-// localSet is every ready endpoint on this node, else every draining one on this node, hints notwithstanding.
+// localSet is every ready endpoint on this node, or else every terminating endpoint on this node that still serves. It
+// ignores hints.
 func (b *builder) localSet() *Pool {
 	pool := b.poolOf(b.localFilter())
 	usable := func(c candidate) bool { return c.ready() || c.terminating() }
@@ -126,12 +128,13 @@ func (b *builder) localSet() *Pool {
 	return pool
 }
 
-// poolOf gives the pool of a choice.
+// poolOf returns the pool that a filter selects.
 func (b *builder) poolOf(filter endpointFilter) *Pool {
 	return b.poolWhere(func(c *candidate) bool { return filter.decide(c).Included() }, poolNoEndpoints)
 }
 
-// serving gives every endpoint that is ready or serves. A pool that holds them all, as one mostly does, lends its list.
+// serving returns every endpoint that is ready or serving. If a pool holds them all, as is usual, it returns that
+// pool's list.
 func (b *builder) serving(pools ...*Pool) []Endpoint {
 	serves := func(c *candidate) bool { return c.Ready || c.Serving }
 	n := 0
@@ -148,7 +151,7 @@ func (b *builder) serving(pools ...*Pool) []Endpoint {
 	return b.poolWhere(serves, poolNoEndpoints).Endpoints
 }
 
-// poolWhere gives the pool of the candidates to keep, or the given one if there are none.
+// poolWhere returns the pool of the selected candidates, or none if there are no such candidates.
 func (b *builder) poolWhere(keep func(*candidate) bool, none *Pool) *Pool {
 	n := 0
 	for i := range b.candidates {
@@ -168,14 +171,14 @@ func (b *builder) poolWhere(keep func(*candidate) bool, none *Pool) *Pool {
 	return &Pool{Endpoints: endpoints}
 }
 
-// How much of a Service's slices is looked at. A few slices whose every endpoint has every port of a Service of a
-// thousand ports would otherwise be a million elements in the kernel of every node.
+// These bound how much of a Service's slices is read. Otherwise a few slices whose endpoints have all ports of a
+// Service with a thousand ports would become a million elements in the kernel of every node.
 const (
-	// maxEndpoints is for all ports of a Service in one family; each port may have its share.
+	// maxEndpoints bounds all ports of a Service in one family; the ports share it equally.
 	maxEndpoints = 1 << 17
-	// maxSlicePorts is for the ports of all slices; slices beyond that are left out.
+	// maxSlicePorts bounds the ports of all slices; slices beyond it are skipped.
 	maxSlicePorts = 1 << 16
-	// fewSlicePorts is how many can be looked through for each port in the time an index takes.
+	// fewSlicePorts is how many slice ports are searched linearly for each port; an index costs as much as that.
 	fewSlicePorts = 64
 )
 
@@ -190,8 +193,8 @@ type (
 	}
 )
 
-// loadSlices fills b.slices with a Service's slices in the order of their names, so that the answer never depends on
-// the order of a Go map.
+// loadSlices fills b.slices with a Service's slices, ordered by name, so that the answer never depends on the order of
+// a Go map.
 func (b *builder) loadSlices(svc *snapshot.Service, of map[string]*snapshot.Slice) {
 	b.slices, b.index, b.overCapacity = b.slices[:0], nil, false
 	b.maxPerPort = max(maxEndpoints/max(len(svc.Ports), 1), 1)

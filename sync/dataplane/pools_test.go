@@ -272,7 +272,8 @@ func TestUnusedPool(t *testing.T) {
 			"10.244.9.1:8080 10.244.9.2:8080", "10.244.9.2:8080"},
 		{snapshot.Service{InternalLocal: true, ExternalLocal: true, ExternalIPs: addrs("198.51.100.2")},
 			"10.244.9.1:8080 10.244.9.2:8080", "10.244.9.2:8080"},
-		{snapshot.Service{InternalLocal: true, ExternalLocal: true, ExternalIPs: addrs("fd00::9")}, "reject", "10.244.9.2:8080"},
+		{snapshot.Service{InternalLocal: true, ExternalLocal: true, ExternalIPs: addrs("fd00::9")}, "reject",
+			"10.244.9.2:8080"},
 	} {
 		s := snapshot.New()
 		test.svc.Name, test.svc.ClusterIPs, test.svc.Ports = name("web"), addrs("10.96.0.10"), tcp80(0)
@@ -280,7 +281,8 @@ func TestUnusedPool(t *testing.T) {
 		st, _ := Compute(Config{NodeName: "here"}, s)
 		sp, _ := st.frontend(key("10.96.0.10:80"))
 		if sp.Cluster.text() != test.cluster || sp.Local.text() != test.local {
-			t.Errorf("%+v: got %s and %s, want %s and %s", test.svc, sp.Cluster.text(), sp.Local.text(), test.cluster, test.local)
+			t.Errorf("%+v: got %s and %s, want %s and %s", test.svc, sp.Cluster.text(), sp.Local.text(), test.cluster,
+				test.local)
 		}
 	}
 }
@@ -302,7 +304,8 @@ func TestPoolsAgainstOracle(t *testing.T) {
 		sl := sliceOf("web", "web-1")
 		hintless := r.IntN(3)
 		for i := range r.IntN(5) {
-			e := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, 9, byte(i)}), Node: []string{"here", "x", ""}[r.IntN(3)]}
+			e := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, 9, byte(i)}),
+				Node: []string{"here", "x", ""}[r.IntN(3)]}
 			e.Ready, e.Serving, e.Terminating = r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(2) == 0
 			if hintless > 0 {
 				e.ForZones, e.ForNodes = some("a", "b"), some("here", "x")

@@ -7,7 +7,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// What has counters. They take memory for each processor, so there is a budget for them.
+// What has counters. Counters take memory for each processor, so there is a budget for them.
 const (
 	CountedEndpoints     = "endpoints"      // and frontends
 	CountedMostEndpoints = "most-endpoints" // not those of Services beyond their share of the budget
@@ -16,26 +16,25 @@ const (
 	CountedNothing       = "nothing" // but what rules refuse
 )
 
-// Receipt says what one transaction, or several one after the other, wrote. The zero Receipt says that there was
-// nothing to write.
+// Receipt says what one transaction wrote, or several in a row. The zero Receipt says that there was nothing to write.
 type Receipt struct {
-	// Full says that everything was written anew.
+	// Full says that everything was rewritten.
 	Full bool
-	// Adopted says that the tables that were found are exactly what is asked for: nothing was written.
+	// Adopted says that the tables found in the kernel were already in sync, so nothing was written.
 	Adopted bool
-	// Added, Replaced and Removed count elements, or what a backend has instead of them.
+	// Added, Replaced and Removed count elements, or whatever the backend has instead.
 	Added, Replaced, Removed int
 	// Counted says what has counters from now on: one of Counted...; empty if the backend does not say.
 	Counted string
-	// Left are Services that are not, or not wholly, written yet: the backend goes on with them when it is called again.
+	// Left are Services that are not yet completely written: the next call of the backend continues with them.
 	Left []snapshot.Name
 	// Messages and Bytes are what was sent to the kernel.
 	Messages, Bytes int
-	// Plan, Encode and Commit are the time spent on compiling and comparing, on writing the bytes, and in the kernel.
+	// Plan, Encode and Commit are the time for compiling and comparing, for encoding messages, and in the kernel.
 	Plan, Encode, Commit time.Duration
 }
 
-// Then gives what two transactions wrote together, the second after the first.
+// Then adds a later receipt to this one.
 func (r Receipt) Then(o Receipt) Receipt {
 	r.Full, r.Adopted, r.Left = r.Full || o.Full, r.Adopted && o.Adopted, o.Left
 	r.Counted = cmp.Or(o.Counted, r.Counted)

@@ -9,19 +9,20 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Refused is the error of a transaction of which the kernel does not take some Services' parts. Nothing of the
-// transaction is in the kernel; without these Services it would be.
+// Refused is the error of a transaction in which the kernel rejected only what some Services need. Nothing of the
+// transaction was written; without these Services it would succeed.
 type Refused struct {
-	// Services says of each what was refused; not empty.
+	// Services holds the error for each rejected Service; not empty.
 	Services map[snapshot.Name]error
-	// Scheduling says that only their Scheduling is refused: it takes them as they are without (Service.Unscheduled).
+	// Scheduling says that only their Scheduling was rejected: without it (Service.Unscheduled) the Services would be
+	// accepted.
 	Scheduling bool
 }
 
-// maxRefused is how many Services an error names: what the kernel refuses of one, it often refuses of all.
+// maxRefused bounds how many Services an error names: the kernel often rejects the same of all.
 const maxRefused = 8
 
-// Error names the first Services with what was refused of them, and says how many more there are.
+// Error names the first Services with their errors, and how many more there are.
 func (r *Refused) Error() string {
 	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
 	var parts []string

@@ -8,12 +8,13 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// reserved is what belongs to one Service alone, whatever addresses others write down as theirs: a cluster IP with all
-// its ports, those that the Service does not have included, and a health check node port at the addresses of node
-// ports. A client that tries another port of a cluster IP, or a load balancer that asks for health, must not end up
-// with somebody else.
+// reserved is what belongs to one Service alone, even if other Services claim the address: a cluster IP with all its
+// ports, also those that the Service does not have, and a health check node port at the addresses of node ports. A
+// client that tries another port of a cluster IP, or a load balancer that checks health, must not reach another
+// Service.
 type reserved struct {
-	// clusterIPs holds the Services that have each, which is one but in manifests with mistakes; healthPorts counts them.
+	// clusterIPs holds the Services that have each cluster IP: one, unless a manifest has mistakes. healthPorts counts the
+	// Services that have each health check node port.
 	clusterIPs  map[netip.Addr][]*snapshot.Service
 	healthPorts map[uint16]int
 }
@@ -22,7 +23,7 @@ func newReserved(services int) reserved {
 	return reserved{clusterIPs: make(map[netip.Addr][]*snapshot.Service, services), healthPorts: map[uint16]int{}}
 }
 
-// reservedIn gives what is reserved in a snapshot.
+// reservedIn returns what the Services of a snapshot reserve.
 func reservedIn(s *snapshot.Snapshot) reserved {
 	r := newReserved(len(s.Services))
 	for _, svc := range s.Services {
@@ -31,7 +32,7 @@ func reservedIn(s *snapshot.Snapshot) reserved {
 	return r
 }
 
-// add and remove count a Service, which may be nil.
+// add and remove count a Service. It may be nil.
 func (r *reserved) add(svc *snapshot.Service) {
 	if svc == nil {
 		return
@@ -61,8 +62,9 @@ func (r *reserved) remove(svc *snapshot.Service) {
 	}
 }
 
-// reservedByOther says whether a Service may not answer at an external IP or a load balancer address of its own, since another
-// has it. Where the other answers itself, there is a conflict, which it wins.
+// reservedByOther reports whether a Service must not answer at its own external IP or load balancer address, because
+// another Service has reserved it. If the other Service answers there itself, this is a conflict instead, which it
+// wins.
 func (b *builder) reservedByOther(svc *snapshot.Service, f ipfamily.Family, k Key) bool {
 	others := false
 	for _, o := range b.reserved.clusterIPs[k.Addr] {
@@ -82,18 +84,19 @@ func (b *builder) reservedByOther(svc *snapshot.Service, f ipfamily.Family, k Ke
 		slices.Contains(b.host.nodePortAddrs[f], k.Addr)
 }
 
-// reservations keep what is reserved up to date.
+// reservations keep reserved in sync with the snapshot.
 type reservations struct {
-	// seen are the Services as they were counted.
+	// seen are the Services as they are counted in reserved.
 	seen map[snapshot.Name]*snapshot.Service
 	// external are the Services that name each external IP or load balancer address.
 	external map[netip.Addr]map[snapshot.Name]struct{}
 }
 
-// started says whether update was ever called.
+// started reports whether update was called before.
 func (r *reservations) started() bool { return r.seen != nil }
 
-// update takes over some Services of a snapshot, and gives those names with others whose answer may be another by that.
+// update applies some Services of a snapshot, and returns their names together with those of other Services that this
+// affects.
 func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot.Name) []snapshot.Name {
 	if !r.started() {
 		r.seen = make(map[snapshot.Name]*snapshot.Service, len(s.Services))
@@ -127,7 +130,7 @@ func (b *builder) update(r *reservations, s *snapshot.Snapshot, names []snapshot
 	return slices.Compact(names)
 }
 
-// indexExternal keeps external up to date.
+// indexExternal keeps external in sync.
 func (r *reservations) indexExternal(n snapshot.Name, was, is *snapshot.Service) {
 	each := func(svc *snapshot.Service, do func(netip.Addr)) {
 		if svc != nil {
@@ -151,7 +154,7 @@ func (r *reservations) indexExternal(n snapshot.Name, was, is *snapshot.Service)
 	})
 }
 
-// addAffected adds the Services that name what a Service reserves in only one of two versions.
+// addAffected adds the Services that name an address which a Service reserves in only one of two versions.
 func (b *builder) addAffected(r *reservations, was, is *snapshot.Service, more map[snapshot.Name]struct{}) {
 	if was == nil {
 		was = &snapshot.Service{}

@@ -8,15 +8,15 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// IPVS says which Services are scheduled by IPVS. The zero value says none.
+// IPVS configures which Services IPVS schedules. The zero value means none.
 type IPVS struct {
-	// Mode says who is.
+	// Mode says which Services.
 	Mode IPVSMode
-	// Default is how a Service is scheduled that says nothing itself.
+	// Default is how a Service without an annotation of its own is scheduled.
 	Default Scheduling
-	// Addresses are ranges of load balancer addresses of which IPVS may take each as a whole. The zero value is none.
+	// Addresses are ranges of load balancer addresses that IPVS may take over completely. The zero value means none.
 	Addresses []netip.Prefix
-	// MaxPerService and MaxPerNamespace bound what IPVS is asked for; 0 stands for the constants of these names.
+	// MaxPerService and MaxPerNamespace bound what Services may ask of IPVS; 0 stands for the constants of these names.
 	MaxPerService, MaxPerNamespace int
 }
 
@@ -28,17 +28,17 @@ func (i *IPVS) equal(o *IPVS) bool {
 // IPVSMode says which Services are scheduled by IPVS.
 type IPVSMode uint8
 
-// The modes. A Service's annotation goes before all but IPVSNever.
+// The modes. A Service's annotation takes precedence over all modes but IPVSNever.
 const (
-	// IPVSNever: none, whatever they ask for.
+	// IPVSNever: no Service, whatever it asks for.
 	IPVSNever IPVSMode = iota
-	// IPVSAuto: those that ask for it.
+	// IPVSAuto: Services that ask for it.
 	IPVSAuto
-	// IPVSAlways: all that do not ask for nftables.
+	// IPVSAlways: all Services that do not ask for nftables.
 	IPVSAlways
 )
 
-// scheduling gives how IPVS is to schedule a Service; nil means that it is not to. Services share what is given.
+// scheduling returns how IPVS schedules a Service; nil if it does not. Services may share the result.
 func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 	asked := svc.Scheduling
 	switch {
@@ -55,28 +55,27 @@ func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 	return &Scheduling{Scheduler: asked.Scheduler, Port: asked.Port, Fallback: asked.Fallback}
 }
 
-// NotScheduled says why IPVS does not choose the endpoint at a frontend though its Service asks for that.
+// NotScheduled says why IPVS does not choose the endpoint at a frontend although the Service asks for it.
 type NotScheduled uint8
 
-// IPVS gets only packets that the host takes in, and a host takes in an address as a whole: whoever had it, a gateway,
-// another node, the API server, cannot be reached any more. So that is done only with addresses that are Services'
-// alone.
+// IPVS only gets packets for the host itself, and a host takes an address as a whole: a gateway, another node or the
+// API server that has the same address becomes unreachable. So IPVS only takes addresses that belong to Services alone.
 const (
-	// Schedulable: nothing speaks against it.
+	// Schedulable: IPVS may choose.
 	Schedulable NotScheduled = iota
-	// AtExternalIP: whoever writes a Service says any address.
+	// AtExternalIP: the author of a Service may write any address.
 	AtExternalIP
-	// AtLoadBalancerIP: the operator's IPVS.Addresses do not have it.
+	// AtLoadBalancerIP: the operator's IPVS.Addresses do not hold the address.
 	AtLoadBalancerIP
-	// OutsideServiceCIDRs: a cluster IP that is in none of them, though they are known.
+	// OutsideServiceCIDRs: the ServiceCIDRs are known, and none holds the cluster IP.
 	OutsideServiceCIDRs
-	// ServiceTooLarge: it asks for more than MaxPerService. All its frontends have this reason.
+	// ServiceTooLarge: the Service asks for more than MaxPerService. All its frontends have this reason.
 	ServiceTooLarge
-	// NamespaceFull: with it, the Services of its namespace ask for more than MaxPerNamespace. All its frontends have
-	// this reason.
+	// NamespaceFull: with this Service, the Services of its namespace ask for more than MaxPerNamespace. All its frontends
+	// have this reason.
 	NamespaceFull
-	// WithAffinity: IPVS remembers every client of a Service with session affinity by its address, without a bound. So
-	// that is for the operator to ask for, by IPVSAlways. All its frontends have this reason.
+	// WithAffinity: IPVS remembers every client of a Service with session affinity, without a bound. Only the operator can
+	// ask for that, with IPVSAlways. All frontends of the Service have this reason.
 	WithAffinity
 )
 
@@ -90,13 +89,14 @@ var notScheduledTexts = [...]string{
 	"it has session affinity, for which IPVS would remember every client, without a bound",
 }
 
-// WholeService says whether the reason is one for all of a Service.
+// WholeService reports whether the reason applies to all of a Service.
 func (n NotScheduled) WholeService() bool { return n >= ServiceTooLarge }
 
-// String says it in a sentence, for messages; empty for Schedulable.
+// String returns the reason as a sentence for messages; empty for Schedulable.
 func (n NotScheduled) String() string { return notScheduledTexts[n] }
 
-// canTakeAddress says whether the address of a frontend may be taken in as a whole. That of a node port is the host's own.
+// canTakeAddress returns whether IPVS may take a frontend's address as a whole, and why not. The address of a node port
+// is the host's own.
 func (h *host) canTakeAddress(k Kind, a netip.Addr) NotScheduled {
 	switch {
 	case k == NodePort || k != ExternalIP && contain(h.ipvs.Addresses, a):
@@ -111,8 +111,8 @@ func (h *host) canTakeAddress(k Kind, a netip.Addr) NotScheduled {
 	return Schedulable
 }
 
-// notScheduled says why IPVS does not choose at an address of the Service that is being built; Schedulable if it does
-// not ask for IPVS.
+// notScheduled returns why IPVS does not choose at an address of the Service that is being built; Schedulable if the
+// Service does not ask for IPVS.
 func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 	if b.scheduling == nil {
 		return Schedulable
@@ -120,7 +120,7 @@ func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 	return b.host.canTakeAddress(k, a)
 }
 
-// schedule takes note of how the endpoints of a Service are to be weighed.
+// schedule records how the endpoints of a Service are weighted.
 func (b *builder) schedule(svc *snapshot.Service) {
 	b.scheduling, b.weights = b.host.scheduling(svc), nil
 	if svc.Scheduling != nil {
@@ -128,7 +128,7 @@ func (b *builder) schedule(svc *snapshot.Service) {
 	}
 }
 
-// endpoint gives a candidate as it stands in pools. Its weight is its own, else that of its node, else 1.
+// endpoint returns a candidate as pools hold it. Its weight is its own, or that of its node, or 1.
 func (b *builder) endpoint(c *candidate) Endpoint {
 	ep := Endpoint{AddrPort: c.addr, Local: c.local}
 	if b.scheduling != nil {
@@ -137,10 +137,10 @@ func (b *builder) endpoint(c *candidate) Endpoint {
 	return ep
 }
 
-// Scheduled gives the pool of a frontend from which IPVS chooses; nil means that it does not. A virtual service has one
-// list of endpoints, so it is the pool of clients from outside: where pods and this node get another one, which is so
-// with externalTrafficPolicy Local, they are left to the backend. So is 127.0.0.1, at which the kernel's IPVS cannot
-// answer, and what is NotScheduled.
+// Scheduled returns the pool of a frontend from which IPVS chooses; nil if IPVS does not choose. A virtual service has
+// one list of endpoints: that of clients from outside. If pods and this node use another pool, as with
+// externalTrafficPolicy Local, the backend serves them. The backend also serves 127.0.0.1, where the kernel's IPVS
+// cannot answer, and frontends with a NotScheduled reason.
 func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 	if sp.Scheduling == nil || f.NotScheduled != Schedulable || f.Key.Addr.IsLoopback() {
 		return nil
@@ -151,8 +151,8 @@ func (sp *ServicePort) Scheduled(f *Frontend) *Pool {
 	return nil
 }
 
-// Unscheduled gives the Service as it is when nobody schedules it, so that every backend can carry it. The Service is
-// not changed; if it has no Scheduling, it is itself what is given.
+// Unscheduled returns the Service without scheduling, so that every backend can program it. It does not change the
+// Service; if the Service has no Scheduling, it returns the Service itself.
 func (s *Service) Unscheduled() *Service {
 	if s == nil || !slices.ContainsFunc(s.Ports, func(sp *ServicePort) bool { return sp.Scheduling != nil }) {
 		return s
@@ -167,12 +167,14 @@ func (s *Service) Unscheduled() *Service {
 	return &left
 }
 
-// ScheduledAs says whether the ports of two Services, of which neither may be nil, are scheduled alike.
+// ScheduledAs reports whether the ports of two Services are scheduled alike. Neither may be nil.
 func (s *Service) ScheduledAs(o *Service) bool {
-	return slices.EqualFunc(s.Ports, o.Ports, func(a, b *ServicePort) bool { return equalScheduling(a.Scheduling, b.Scheduling) })
+	return slices.EqualFunc(s.Ports, o.Ports, func(a, b *ServicePort) bool {
+		return equalScheduling(a.Scheduling, b.Scheduling)
+	})
 }
 
-// String gives the scheduler with its flags, as annotations have them: "mh,port".
+// String returns the scheduler with its flags, as in annotations: "mh,port".
 func (s Scheduling) String() string {
 	text := s.Scheduler
 	if s.Port {

@@ -36,12 +36,15 @@ func TestWeights(t *testing.T) {
 	svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"),
 		Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}},
 		Scheduling: &snapshot.Scheduling{Scheduler: "wrr", Weights: map[string]uint16{"there": 5}}}
-	slice := &snapshot.Slice{Name: name("web-1"), Service: "web", Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+	slice := &snapshot.Slice{Name: name("web-1"), Service: "web",
+		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
 	for i, a := range addrs("10.244.9.1 10.244.9.2 10.244.9.3") {
-		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Node: []string{"here", "there", "there"}[i], Ready: true, Serving: true,
+		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Node: []string{"here", "there", "there"}[i],
+			Ready: true, Serving: true,
 			Weight: []uint16{0, 0, 7}[i]})
 	}
-	s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+	s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
 	for mode, want := range map[IPVSMode][]uint16{IPVSAuto: {1, 5, 7}, IPVSNever: {0, 0, 0}} {
 		st, _ := Compute(Config{NodeName: "here", IPVS: IPVS{Mode: mode}}, s)
 		for i, ep := range st.Services[svc.Name].Ports[0].Cluster.Endpoints {

@@ -9,25 +9,25 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// builder works out what one Service asks for, as if it were the only one. It keeps its buffers between Services.
+// builder computes what one Service asks for, as if it were the only one. It reuses its buffers between Services.
 type builder struct {
 	host       host
 	reserved   reserved
 	slices     []*snapshot.Slice
 	candidates []candidate
-	// index, if not nil, finds the slices that have a port.
+	// index, if not nil, holds the slices that have each port.
 	index map[portKey][]slicePort
-	// maxPerPort is how many endpoints a port may have; crowded says that the Service mentions more.
+	// maxPerPort is how many endpoints a port may have; overCapacity says that the Service has more.
 	maxPerPort   int
 	overCapacity bool
-	// scheduling is the Service's, and weights are what it says of nodes.
+	// scheduling is the Service's; weights are the weights it gives to nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
-	// budget is what all Services ask of IPVS.
+	// budget records what all Services ask of IPVS.
 	budget budget
 }
 
-// service gives what a Service of the snapshot asks for, or nil for one that is gone or has no port.
+// service returns what a Service of the snapshot asks for; nil if it is gone or has no port.
 func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	svc := s.Services[n]
 	if svc == nil {
@@ -61,15 +61,15 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	return out
 }
 
-// repeated says whether an earlier port has the same name and protocol. The API server refuses that, a manifest file
-// may hold it: the first one counts, since a port's name must tell its claims apart.
+// repeated reports whether an earlier port has the same name and protocol. The API server rejects that, but a manifest
+// file may have it. The first port counts, because a port's name must distinguish its claims.
 func repeated(ports []snapshot.Port, i int) bool {
 	return slices.ContainsFunc(ports[:i], func(p snapshot.Port) bool {
 		return p.Name == ports[i].Name && p.Protocol == ports[i].Protocol
 	})
 }
 
-// port works out one port of a Service in one family.
+// port computes one port of a Service in one family.
 func (b *builder) port(
 	svc *snapshot.Service, p *snapshot.Port, f ipfamily.Family, clusterIP netip.Addr, sources []netip.Prefix,
 ) *ServicePort {
@@ -101,7 +101,7 @@ func (b *builder) port(
 	return sp
 }
 
-// rows gives the policy for a Service's cluster IPs, or for its external addresses and node ports.
+// rows returns the policy for a Service's cluster IPs, or for its external addresses and node ports.
 func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) []row {
 	local := svc.InternalLocal
 	if external {
@@ -110,7 +110,7 @@ func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) 
 	return rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll)
 }
 
-// routes puts the port's pools into rows of policy. Frontends with the same policy share them.
+// routes turns rows of policy into routes to the port's pools. Frontends with the same policy share them.
 func (sp *ServicePort) routes(rows []row) []Route {
 	if len(rows) == 0 {
 		return nil
@@ -123,8 +123,8 @@ func (sp *ServicePort) routes(rows []row) []Route {
 	return routes
 }
 
-// frontends gives the addresses a port answers at in one family, without routes; sorted by Key, and where the port
-// names an address twice, only once, as the lowest Kind.
+// frontends returns the addresses at which a port answers in one family, without routes, sorted by Key. If the port
+// names an address twice, the lowest Kind counts.
 func (b *builder) frontends(
 	svc *snapshot.Service, p *snapshot.Port, f ipfamily.Family, clusterIP netip.Addr, sources []netip.Prefix,
 ) []Frontend {
@@ -163,10 +163,10 @@ func (b *builder) frontends(
 	return fs
 }
 
-// sources gives who may use the load balancer addresses of one family; nil is everybody.
+// sources returns the source ranges that may use the load balancer addresses of one family; nil means everybody.
 //
-// If this node may, so may the load balancer addresses themselves: where one is bound to this node, the node's own
-// connections to it carry it as their source.
+// If this node may use them, so may the load balancer addresses themselves: if one is bound to this node, the node's
+// own connections to it have it as their source.
 func (b *builder) sources(svc *snapshot.Service, f ipfamily.Family) []netip.Prefix {
 	var ranges []netip.Prefix
 	node := false
@@ -190,7 +190,7 @@ func (b *builder) sources(svc *snapshot.Service, f ipfamily.Family) []netip.Pref
 	return outermost(ranges)
 }
 
-// outermost sorts ranges and drops those inside another: an nft interval set holds no overlapping ones.
+// outermost sorts ranges and drops those inside another, because an nft interval set cannot hold overlapping ranges.
 func outermost(ranges []netip.Prefix) []netip.Prefix {
 	slices.SortFunc(ranges, netip.Prefix.Compare) // a range comes right before those it contains
 	kept := ranges[:0]

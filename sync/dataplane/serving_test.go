@@ -54,7 +54,8 @@ func TestServingIsAChange(t *testing.T) {
 	svc := &snapshot.Service{Name: name("dns"), ClusterIPs: addrs("10.96.0.10"),
 		Ports: []snapshot.Port{{Protocol: snapshot.UDP, Port: 53}}}
 	slice := func(endpoints ...string) *snapshot.Slice {
-		sl := &snapshot.Slice{Name: name("dns-1"), Service: "dns", Ports: []snapshot.SlicePort{{Protocol: snapshot.UDP, Port: 53}}}
+		sl := &snapshot.Slice{Name: name("dns-1"), Service: "dns",
+			Ports: []snapshot.SlicePort{{Protocol: snapshot.UDP, Port: 53}}}
 		for _, w := range endpoints {
 			sl.Endpoints = append(sl.Endpoints, parseEndpoint(w))
 		}
@@ -64,7 +65,8 @@ func TestServingIsAChange(t *testing.T) {
 	p.Apply(s, put(s, svc, slice("1@here:T", "2@there")))
 	before := p.State().Services[svc.Name].Ports[0].Cluster
 	change, _ := p.Apply(s, put(s, slice("2@there")))
-	if after := p.State().Services[svc.Name].Ports[0]; !after.Cluster.equal(before) || numbers(&Pool{Endpoints: after.Serving}) != "2" {
+	if after := p.State().Services[svc.Name].Ports[0]; !after.Cluster.equal(before) ||
+		numbers(&Pool{Endpoints: after.Serving}) != "2" {
 		t.Fatalf("cluster %s, serving %v", numbers(after.Cluster), after.Serving)
 	}
 	if len(change.Services) != 1 {

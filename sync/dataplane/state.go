@@ -12,38 +12,37 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// State is the answer for every packet: the one value all backends are told. Services are immutable once in the map. No
-// two frontends in a State have the same Key.
+// State says what happens to every packet: the one value that all backends are given. Services in the map are
+// immutable. No two frontends in a State have the same Key.
 type State struct {
 	// Services holds every Service that has at least one frontend.
 	Services map[snapshot.Name]*Service
-	// Pods4 and Pods6 say which IPv4 and IPv6 packets come from a pod, as far as that is known.
+	// Pods4 and Pods6 say how to recognize IPv4 and IPv6 packets that come from a pod, if that is known.
 	Pods4, Pods6 Pods
-	// MasqueradeAll is the operator's wish that all traffic to cluster IPs be masqueraded.
+	// MasqueradeAll masquerades all traffic to cluster IPs.
 	MasqueradeAll bool
-	// ServiceCIDRs are the ranges in which an address without a Service is dropped; sorted, no range inside another, nil
-	// means none is known.
+	// ServiceCIDRs are the ranges in which packets to an address without a Service are dropped; sorted, no range inside
+	// another, nil if none is known.
 	ServiceCIDRs []netip.Prefix
 	// IPVSAddresses are the operator's IPVS.Addresses.
 	IPVSAddresses []netip.Prefix
-	// LocalhostNodePorts says that 127.0.0.1 is among the node port addresses, for which the host must route its loopback
-	// range.
+	// LocalhostNodePorts says that node ports answer at 127.0.0.1, for which the host must route its loopback range.
 	LocalhostNodePorts bool
 }
 
 // Service is what one Kubernetes Service asks of the data plane.
 type Service struct {
 	Name snapshot.Name
-	// Age decides who answers at an address that several Services claim; see Claim.
+	// Age decides which Service wins an address that several claim; see Claim.
 	Age snapshot.Age
-	// ClusterIPs are the addresses that belong to the Service alone: ports of theirs that are no frontend are rejected.
+	// ClusterIPs belong to the Service alone: packets to their other ports are rejected.
 	ClusterIPs []netip.Addr
-	// HealthCheckNodePort is where load balancers ask by TCP whether this node has endpoints; 0 means nowhere.
+	// HealthCheckNodePort is the TCP port at which load balancers ask whether this node has endpoints; 0 means none.
 	HealthCheckNodePort uint16
-	// OverCapacity says that its slices mention more endpoints than a Service may have. Those in the last slices by name are
-	// left out.
+	// OverCapacity says that the Service's slices have more endpoints than a Service may have. Those in the last slices by
+	// name are left out.
 	OverCapacity bool
-	// Counters is what the Service asks of the budget for counters. It changes nothing for a packet.
+	// Counters is the Service's claim on the budget for counters. It changes nothing for a packet.
 	Counters snapshot.Counters
 	// Ports are sorted by family, then in the order of the Service.
 	Ports []*ServicePort
@@ -52,18 +51,17 @@ type Service struct {
 // ServicePort is one port of a Service in one address family.
 type ServicePort struct {
 	Name PortName
-	// Affinity makes a client, told apart by its address, stay with its endpoint over all frontends of the port for this
-	// long after its last connection; whole seconds, 0 means no affinity.
+	// Affinity keeps a client, identified by its address, with its endpoint at all frontends of the port, until this long
+	// after its last connection. Whole seconds; 0 means no affinity.
 	Affinity time.Duration
-	// Cluster and Local are the pools the routes name. Neither is nil; one that no route names is without endpoints. Two
-	// with endpoints are never the same Pool, even while the endpoints are the same.
+	// Cluster and Local are the pools that the routes name. Neither is nil; a pool that no route names has no endpoints.
+	// Two pools with endpoints are never the same Pool, even if their endpoints are the same.
 	Cluster, Local *Pool
-	// Serving are the endpoints that flows which began earlier may stay with: all that are ready or serving, whatever
-	// policy, topology and draining say about new ones. Sorted by AddrPort and unique, it holds those of both pools. Nil
-	// for TCP, whose connections nobody has to end.
+	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology and
+	// termination mean for new flows. Sorted by AddrPort and unique, it includes those of both pools. Nil for TCP, whose
+	// connections nobody has to end.
 	Serving []Endpoint
-	// Scheduling has IPVS choose the endpoint of a connection; nil leaves that to chance, which every backend can do by
-	// itself.
+	// Scheduling makes IPVS choose the endpoint of a connection; nil means a random choice, which every backend can make.
 	Scheduling *Scheduling
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
@@ -77,14 +75,14 @@ type Scheduling struct {
 	Port, Fallback bool
 }
 
-// PortName identifies a service port: kube-proxy's unit of everything.
+// PortName identifies a service port.
 type PortName struct {
 	Service  snapshot.Name
 	Port     string // empty for an unnamed port
 	Protocol snapshot.Protocol
 }
 
-// String gives "namespace/name:port", or "namespace/name" for an unnamed port.
+// String returns "namespace/name:port", or "namespace/name" for an unnamed port.
 func (n PortName) String() string {
 	if n.Port == "" {
 		return n.Service.String()
@@ -97,7 +95,7 @@ func (n PortName) Compare(o PortName) int {
 	return cmp.Or(n.Service.Compare(o.Service), strings.Compare(n.Port, o.Port), cmp.Compare(n.Protocol, o.Protocol))
 }
 
-// Key is the identity of a frontend: where the packet is addressed to.
+// Key identifies a frontend: the packet's destination.
 type Key struct {
 	Addr     netip.Addr
 	Protocol snapshot.Protocol
@@ -114,8 +112,8 @@ func (k Key) String() string {
 	return netip.AddrPortFrom(k.Addr, k.Port).String() + "/" + k.Protocol.String()
 }
 
-// Kind says what a frontend is. Of two frontends of one service port at the same key, the lower kind counts; for those
-// of different ports see Claim.Compare.
+// Kind is the kind of a frontend. If one service port has two frontends at the same key, the lower kind counts; for
+// different ports see Claim.Compare.
 type Kind uint8
 
 // The kinds of frontend.
@@ -130,15 +128,16 @@ var kindNames = [...]string{"ClusterIP", "LoadBalancerIP", "ExternalIP", "NodePo
 
 func (k Kind) String() string { return kindNames[k] }
 
-// Frontend is one address a Service port answers at.
+// Frontend is one address at which a service port answers.
 type Frontend struct {
 	Key  Key
 	Kind Kind
-	// NotScheduled says why IPVS does not choose here though the Service asks for it; Schedulable if it does not ask.
+	// NotScheduled says why IPVS does not choose here although the Service asks for it; Schedulable if it does not ask.
 	NotScheduled NotScheduled
-	// Routes decide in order: the first whose From holds the packet's origin. The last one is always From Anyone.
+	// Routes decide in order: the first whose From matches the packet's origin. The last one is always From Anyone.
 	Routes []Route
-	// Sources restrict who is served at all, before any route: sorted, no range inside another. Nil means everybody.
+	// Sources are the client ranges that are served at all, before any route: sorted, no range inside another. Nil means
+	// everybody.
 	Sources []netip.Prefix
 }
 
@@ -179,8 +178,8 @@ var fromNames = [...]string{"anyone", "pod", "node"}
 
 func (f From) String() string { return fromNames[f] }
 
-// Pool is a set of endpoints of which one answers a connection, each with the same chance. Pools are immutable, and
-// those without endpoints are shared by many Services.
+// Pool is a set of endpoints. Each endpoint has the same chance to get a connection. Pools are immutable, and many
+// Services share those without endpoints.
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint
@@ -193,18 +192,18 @@ type Endpoint struct {
 	netip.AddrPort
 	// Local endpoints run on this node.
 	Local bool
-	// Weight is the endpoint's share where the ServicePort has a Scheduling, from 1 on; elsewhere it means nothing.
+	// Weight is the endpoint's share if the ServicePort has a Scheduling, at least 1; otherwise it means nothing.
 	Weight uint16
 }
 
-// Verdict is what happens to a packet nobody answers.
+// Verdict is what happens to a packet that nobody answers.
 type Verdict uint8
 
 // The verdicts of an empty pool.
 const (
-	// Reject answers with ICMP port unreachable: there is no endpoint anywhere.
+	// Reject sends ICMP port unreachable: the Service has no endpoint anywhere.
 	Reject Verdict = iota
-	// Drop is silent: there are endpoints, but not on this node, and the policy is Local.
+	// Drop sends nothing: the policy is Local, and only other nodes have endpoints.
 	Drop
 )
 
@@ -212,21 +211,21 @@ var verdictNames = [...]string{"reject", "drop"}
 
 func (v Verdict) String() string { return verdictNames[v] }
 
-// Pods tells packets of pods from others, as kube-proxy's detectLocalMode does. The zero value means unknown: then no
-// packet counts as a pod's. At most one field is set.
+// Pods says how to recognize packets from pods, like kube-proxy's detectLocalMode. The zero value means that it is
+// unknown: then no packet counts as a pod's. At most one field is set.
 type Pods struct {
 	// CIDR holds the pods' source addresses.
 	CIDR netip.Prefix
-	// Interface is the bridge all pods' packets come in by.
+	// Interface is the bridge by which all packets from pods come in.
 	Interface string
-	// InterfacePrefix begins the names of all interfaces that pods' packets come in by.
+	// InterfacePrefix begins the names of all interfaces by which packets from pods come in.
 	InterfacePrefix string
 }
 
-// Known says whether pods can be told apart at all.
+// Known reports whether packets from pods can be recognized.
 func (p Pods) Known() bool {
 	return p.CIDR.IsValid() || p.ByInterface()
 }
 
-// ByInterface says whether pods are told by the interface that their packets come in by.
+// ByInterface reports whether packets from pods are recognized by their incoming interface.
 func (p Pods) ByInterface() bool { return p.Interface != "" || p.InterfacePrefix != "" }

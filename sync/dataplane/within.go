@@ -5,10 +5,9 @@ import (
 	"slices"
 )
 
-// Within gives what is left of a Service that may have no more than another version of it, now: the frontends at keys
-// where now answers too, and the cluster IPs that now has too. So it can stand in now's place in a State in which other
-// Services have got the rest. It is nil if no frontend is left, or either is nil. The Service is not changed; if it
-// loses nothing, it is itself what is left.
+// Within limits a Service to the frontends and cluster IPs that another version of it, now, also has. The result can
+// take the place of now in a State in which other Services have received the rest. It is nil if no frontend is left, or
+// if either is nil. The Service itself is not changed; if it loses nothing, it is the result.
 func (s *Service) Within(now *Service) *Service {
 	if s == nil || now == nil {
 		return nil

@@ -20,15 +20,15 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Options say how a Backend works.
+// Options configure a Backend.
 type Options struct {
-	// Model says what the rules are like.
+	// Model says how the rules are written.
 	Model iptshim.Options
 	Log   *slog.Logger
 }
 
-// Backend keeps the rules of iptables in one network namespace equal to a dataplane.State. Rules that have kube-proxy's
-// names are taken over in place. It is not safe for concurrent use.
+// Backend keeps the iptables rules of one network namespace in sync with a dataplane.State. It takes over rules with
+// kube-proxy's names in place. It is not safe for concurrent use.
 type Backend struct {
 	options  Options
 	programs *Programs
@@ -38,18 +38,18 @@ type Backend struct {
 
 	model *iptshim.Model
 	state syncState
-	// pending is what of past changes is not in the kernel, since a transaction failed.
+	// pending is what past changes have not written, because a transaction failed.
 	pending dataplane.Change
-	// want is what the kernel holds, if that is certain. It is the caller's, and holds until the next Apply. Held are the
-	// Services that it was certain to hold last; nil if it never was.
+	// want is what the kernel holds while in sync. It belongs to the caller, and is valid until the next Apply. held are
+	// the Services that the kernel held when it was last in sync; nil if it never was.
 	want *dataplane.State
 	held map[snapshot.Name]*dataplane.Service
-	// seen is what the watch saw after the last transaction, or look, and moved says that it saw others write while all
-	// was read.
+	// seen is the watch's fingerprint after the last transaction or read. foreignWrites says that it changed while all
+	// tables were read.
 	seen          fingerprint
 	foreignWrites bool
 	drift         driftCheck
-	// affinityWarned says that it was said how many clients can be remembered.
+	// affinityWarned says that the limit of remembered clients was logged.
 	affinityWarned bool
 }
 
@@ -57,16 +57,17 @@ type Backend struct {
 type syncState uint8
 
 const (
-	// unknown: nothing is known of the tables, which a former process or a kube-proxy may have left.
+	// unknown: the tables have not been read. An earlier process or kube-proxy may have written to them.
 	unknown syncState = iota
-	// stale: others may have changed them, or a transaction may be in by half. They are read back before the next one.
+	// stale: others may have changed the tables, or a transaction may be half written. They are read back before the next
+	// transaction.
 	stale
-	// inSync: they are what the model says.
+	// inSync: the tables hold what the model says.
 	inSync
 )
 
-// Open gives a backend that writes by some programs, which it closes in the end. It has to be called in their network
-// namespace. Nothing is written before the first Apply.
+// Open returns a backend that writes with these programs, and closes them at the end. Call it in their network
+// namespace. It writes nothing before the first Apply.
 func Open(p *Programs, o Options) (*Backend, error) {
 	w, err := openWatch(p.Variant)
 	if err != nil {
@@ -79,22 +80,22 @@ func Open(p *Programs, o Options) (*Backend, error) {
 	return &Backend{options: o, programs: p, watch: w, ctx: ctx, cancel: cancel, model: iptshim.New(o.Model)}, nil
 }
 
-// Programs gives the programs it writes by.
+// Programs returns the programs with which it writes.
 func (b *Backend) Programs() *Programs { return b.programs }
 
-// Close ends what is under way. What was written stays.
+// Close stops what is in progress. What was written stays.
 func (b *Backend) Close() error {
 	b.cancel()
 	b.drift.wait()
 	return errors.Join(b.watch.close(), b.programs.Close())
 }
 
-// Apply takes the kernel to a state, with one call of iptables-restore for each family that changes. What a former
-// process left is adopted if it is the same, and corrected otherwise.
+// Apply programs a state, with one call of iptables-restore for each family that changes. It adopts what an earlier
+// process left if that is in sync, and repairs it otherwise.
 //
-// A call is a transaction for each table in it. So after an error the kernel may hold some of the new rules; the next
-// Apply reads back what it holds. The error is a *dataplane.Refused if the kernel takes everything but what some
-// Services ask for.
+// A call is one transaction for each table. After an error the kernel may therefore hold some of the new rules; the
+// next Apply reads back what it holds. The error is a *dataplane.Refused if the kernel rejects only what some Services
+// need.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
 	b.pending = b.pending.With(change)
 	if err := b.refuseTooLarge(want); err != nil {
@@ -137,7 +138,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (r datap
 	}
 }
 
-// refuseTooLarge refuses Services that would have too many rules, before anything is made of them.
+// refuseTooLarge rejects Services that would have too many rules, before it compiles them.
 func (b *Backend) refuseTooLarge(want *dataplane.State) error {
 	refused := map[snapshot.Name]error{}
 	check := func(n snapshot.Name, svc *dataplane.Service) {
@@ -160,9 +161,9 @@ func (b *Backend) refuseTooLarge(want *dataplane.State) error {
 	return fmt.Errorf("iptables: %w", &dataplane.Refused{Services: refused})
 }
 
-// checkForeignWrites looks whether others have written since the last look. Changes right after one another may leave no time to
-// inspect what they did beside the loop; then it is read back before the next transaction, which would else not fit or
-// hide it.
+// checkForeignWrites checks whether others have written since the last look. With many changes in a row there may be no
+// time to read the tables beside the loop. They are then read back before the next transaction, which otherwise might
+// fail or hide what others wrote.
 func (b *Backend) checkForeignWrites() error {
 	if b.state != inSync {
 		return nil
@@ -179,7 +180,7 @@ func (b *Backend) checkForeignWrites() error {
 	return nil
 }
 
-// markInSync takes note that the kernel holds a state, after so many tables were written.
+// markInSync records that the kernel holds a state, after this many tables were written.
 func (b *Backend) markInSync(want *dataplane.State, tables int) error {
 	i := &b.drift
 	before := b.seen
@@ -198,11 +199,11 @@ func (b *Backend) markInSync(want *dataplane.State, tables int) error {
 	return nil
 }
 
-// manyServices is how many Services make texts and tables so large that the memory which they took is given back at once.
+// manyServices is how many Services make texts and tables so large that their memory is freed at once.
 const manyServices = 1000
 
-// freeMemory is called when all rules were read or written: with 10,000 Services that leaves some 250 MB that nothing
-// needs any more, and the runtime would keep most of it for minutes.
+// freeMemory returns memory to the system after all rules were read or written. With 10,000 Services some 250 MB are
+// unused then, and the runtime would keep most of them for minutes.
 func freeMemory(want *dataplane.State) {
 	if len(want.Services) >= manyServices {
 		go debug.FreeOSMemory()
@@ -216,7 +217,7 @@ func (b *Backend) served() (served ipfamily.Per[bool]) {
 	return served
 }
 
-// recordHeld remembers the Services of a state. What is missed names those that may differ from the state before.
+// recordHeld records the Services of a state. pending names those that may differ from the last state.
 func (b *Backend) recordHeld(want *dataplane.State) {
 	if b.held == nil || b.pending.Globals {
 		b.held = maps.Clone(want.Services)
@@ -229,7 +230,7 @@ func (b *Backend) recordHeld(want *dataplane.State) {
 	}
 }
 
-// readBack has the model believe what the kernel holds.
+// readBack reads the model from the kernel.
 func (b *Backend) readBack() error {
 	start := time.Now()
 	model := iptshim.New(b.options.Model)
@@ -256,7 +257,7 @@ func (b *Backend) readBack() error {
 	return nil
 }
 
-// write writes a transaction, says in a receipt what it does, and gives the number of tables it wrote to.
+// write writes a transaction, fills in the receipt, and returns the number of tables written.
 func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err error) {
 	start := time.Now()
 	chains, deleted, rules := txn.Counts()
@@ -285,10 +286,10 @@ func (b *Backend) write(txn *iptshim.Txn, r *dataplane.Receipt) (tables int, err
 	return tables, nil
 }
 
-// defaultRecentLimit is how many clients the kernel's xt_recent remembers in each list unless it is told otherwise.
+// defaultRecentLimit is how many clients xt_recent remembers in each list by default.
 const defaultRecentLimit = 100
 
-// warnAffinityLimit says once how many clients can be remembered, if that is as few as the kernel has it.
+// warnAffinityLimit logs once how many clients can be remembered, if that is the kernel's low default.
 func (b *Backend) warnAffinityLimit(text []byte) {
 	if b.affinityWarned || !bytes.Contains(text, []byte(" -m recent ")) {
 		return
@@ -299,14 +300,14 @@ func (b *Backend) warnAffinityLimit(text []byte) {
 		most, _ = strconv.Atoi(strings.TrimSpace(string(said)))
 	}
 	if most <= defaultRecentLimit {
-		b.options.Log.Warn("Services with session affinity: each endpoint remembers only its last clients (docs/IPTABLES.md says how it remembers more)",
+		b.options.Log.Warn("Services with session affinity: each endpoint remembers only its last clients "+
+			"(docs/IPTABLES.md says how it remembers more)",
 			"clients", most)
 	}
 }
 
-// refusedServices finds the Services to which belongs what was refused of a transaction. If the lines do not tell, as they do not
-// where the legacy variant's kernel refuses a whole table, the Services are written in portions until those are alone
-// that are refused.
+// refusedServices finds the Services whose rules were rejected. If the lines do not tell, as when the legacy variant's
+// kernel rejects a whole table, it writes the Services in parts until the rejected ones are alone.
 func (b *Backend) refusedServices(want *dataplane.State, txn *iptshim.Txn, refused *RestoreError) error {
 	names := map[snapshot.Name]error{}
 	for _, line := range refused.Lines {
@@ -326,13 +327,12 @@ func (b *Backend) refusedServices(want *dataplane.State, txn *iptshim.Txn, refus
 	return fmt.Errorf("%s iptables: %w", refused.Family, &dataplane.Refused{Services: names})
 }
 
-// maxBisectSteps is how many transactions a search for Services that are refused may take.
+// maxBisectSteps bounds how many transactions the search for rejected Services may take.
 const maxBisectSteps = 64
 
-// bisect writes a state with more and more Services, and gives those without which it is taken. It begins with what the
-// kernel held of them. If that is not known, since a former process wrote it, those that are still to come have no
-// rules for that moment. After an error nobody is named, and nobody either if all are refused: then it is no Service's
-// fault.
+// bisect writes a state with more and more Services, and returns those without which it succeeds. It begins with the
+// Services that the kernel held. If these are unknown, because an earlier process wrote them, Services have no rules
+// until their turn comes. It names no Service after an error, nor if all are rejected: then no Service is the cause.
 func (b *Backend) bisect(want *dataplane.State) (map[snapshot.Name]error, error) {
 	s := bisection{Backend: b, want: want, part: *want, refused: map[snapshot.Name]error{}}
 	s.part.Services = map[snapshot.Name]*dataplane.Service{}
@@ -363,7 +363,7 @@ func (b *Backend) bisect(want *dataplane.State) (map[snapshot.Name]error, error)
 	return s.refused, nil
 }
 
-// bisection is a search on its way.
+// bisection is the state of one bisect.
 type bisection struct {
 	*Backend
 	want    *dataplane.State
@@ -372,7 +372,7 @@ type bisection struct {
 	steps   int
 }
 
-// try writes what is in the part. What a step that failed has left is read back, since one of its tables may be in.
+// try writes the part. After a failure it reads back the tables, since one of them may be written.
 func (s *bisection) try() error {
 	s.steps++
 	txn := s.model.Plan(&s.part, dataplane.Change{Globals: true})
@@ -385,7 +385,7 @@ func (s *bisection) try() error {
 	return err
 }
 
-// addServices adds Services, all at once or if that is refused in halves.
+// addServices adds Services, all at once or, if they are rejected, in halves.
 func (s *bisection) addServices(names []snapshot.Name) error {
 	if len(names) == 0 {
 		return nil
@@ -419,7 +419,7 @@ func (s *bisection) addServices(names []snapshot.Name) error {
 	return s.addServices(names[half:])
 }
 
-// Remove takes everything of ours out of the kernel.
+// Remove deletes everything of ours from the kernel.
 func (b *Backend) Remove() error {
 	b.model, b.state, b.pending, b.want, b.held = iptshim.New(b.options.Model), unknown, dataplane.Change{}, nil, nil
 	b.drift.invalidate()

@@ -31,13 +31,16 @@ type world struct {
 
 func newWorld(t *testing.T, v Variant) *world {
 	t.Helper()
-	w := &world{t: t, host: newHost(t), variant: v, snap: snapshot.New(), planner: dataplane.NewPlanner(dataplane.Config{NodeName: "node",
-		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, LocalhostNodePorts: true})}
+	w := &world{t: t, host: newHost(t), variant: v, snap: snapshot.New(),
+		planner: dataplane.NewPlanner(dataplane.Config{NodeName: "node",
+			DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange}, LocalhostNodePorts: true})}
 	p := programsOf(t, w.host, v)
 	w.open(p)
-	addrs := []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.10"), netip.MustParseAddr("2001:db8:2::a")}
+	addrs := []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.10"),
+		netip.MustParseAddr("2001:db8:2::a")}
 	cidrs := lab.ServiceRange
-	w.put(snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node", Addresses: addrs[1:]}})
+	w.put(snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node",
+		Addresses: addrs[1:]}})
 	return w
 }
 
@@ -100,10 +103,12 @@ func web(n, endpoints int) snapshot.Delta {
 		Name: name, Ports: []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80, NodePort: uint16(30000 + n)}}}}}
 	for i := range lab.ServiceRange {
 		d.Services[name].ClusterIPs = append(d.Services[name].ClusterIPs, lab.Nth(lab.ServiceRange[i], n))
-		s := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: fmt.Sprintf("web-%d-%d", n, i)}, Service: name.Name,
-			Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		s := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: fmt.Sprintf("web-%d-%d", n, i)},
+			Service: name.Name,
+			Ports:   []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
 		for e := range endpoints {
-			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: lab.Nth(lab.NodePodRange[i], 10+e), Node: "node", Ready: true, Serving: true})
+			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: lab.Nth(lab.NodePodRange[i], 10+e), Node: "node",
+				Ready: true, Serving: true})
 		}
 		d.Slices[s.Name] = s
 	}
@@ -166,7 +171,8 @@ func TestWrites(t *testing.T) {
 		if r.Full || r.Messages != 2 || r.Replaced > 2*2+4 {
 			t.Errorf("one endpoint more: %+v", r)
 		}
-		if r := w.write(snapshot.Delta{}); r.Messages+r.Bytes+r.Added+r.Replaced+r.Removed+len(r.Left) > 0 || r.Full || r.Adopted {
+		if r := w.write(snapshot.Delta{}); r.Messages+r.Bytes+r.Added+r.Replaced+r.Removed+len(r.Left) > 0 || r.Full ||
+			r.Adopted {
 			t.Errorf("nothing: %+v", r)
 		}
 		w.write(web(2, 2))
@@ -177,7 +183,8 @@ func TestWrites(t *testing.T) {
 		labtest.Check(t, w.backend.Remove())
 		left := w.saved()
 		for line := range strings.Lines(left) {
-			if strings.Contains(line, "KUBE-") && !strings.Contains(line, "KUBE-FIREWALL") && !strings.Contains(line, "KUBE-IPTABLES-HINT") {
+			if strings.Contains(line, "KUBE-") && !strings.Contains(line, "KUBE-FIREWALL") &&
+				!strings.Contains(line, "KUBE-IPTABLES-HINT") {
 				t.Errorf("it stays: %s", line)
 			}
 		}
@@ -247,7 +254,8 @@ func TestForeignHands(t *testing.T) {
 		w.harm(ipfamily.IPv4, "-t", "nat", "-F", "KUBE-SERVICES")
 		w.backend.drift.next = time.Time{}
 		w.write(web(3, 1))
-		w.write(merged(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default", Name: "web-3"}: nil}}))
+		w.write(merged(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{{Namespace: "default",
+			Name: "web-3"}: nil}}))
 		if after := w.saved(); sortedLines(after) != sortedLines(before) {
 			t.Errorf("a change came first:\n%s", labtest.FirstDifference(sortedLines(after), sortedLines(before)))
 		}
@@ -404,7 +412,8 @@ func TestTooLarge(t *testing.T) {
 		_, err := w.apply(merged(web(1, 1), large))
 		var refused *dataplane.Refused
 		var why *iptshim.TooManyRules
-		if !errors.As(err, &refused) || len(refused.Services) != 1 || !errors.As(refused.Services[name], &why) || len(err.Error()) > 200 {
+		if !errors.As(err, &refused) || len(refused.Services) != 1 || !errors.As(refused.Services[name], &why) ||
+			len(err.Error()) > 200 {
 			t.Fatalf("it says %.300v", err)
 		}
 		if first != !strings.Contains(w.saved(), "10.96.0.1/32") || strings.Contains(w.saved(), "10.200.") {

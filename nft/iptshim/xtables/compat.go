@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// Compat keeps alive, beside nftables, the two chains that others jump to who know kube-proxy: KUBE-MARK-MASQ marks a
-// packet, and KUBE-POSTROUTING masquerades what is marked. There is nothing else in it.
+// Compat maintains, beside nftables, the two chains of kube-proxy to which other programs jump: KUBE-MARK-MASQ marks a
+// packet, and KUBE-POSTROUTING masquerades marked packets.
 type Compat struct {
 	Programs *Programs
 	// Bit is the bit of the mark, 0 to 31.
@@ -30,11 +30,11 @@ const (
 	postroutingChain = "KUBE-POSTROUTING"
 )
 
-// compatEvery is how often Run looks whether the chains are still there.
+// compatEvery is how often Run checks the chains.
 const compatEvery = 5 * time.Second
 
-// Run writes the chains, and writes them again when somebody changes or removes them, until the context ends. They
-// stay.
+// Run writes the chains, and repairs them when somebody else changes or removes them, until the context ends. The
+// chains stay.
 func (c *Compat) Run(ctx context.Context) {
 	tick := time.NewTicker(compatEvery)
 	defer tick.Stop()
@@ -62,17 +62,20 @@ func (c *Compat) repairAndLog(ctx context.Context, f ipfamily.Family, first bool
 	case err != nil:
 		text = err.Error()
 		if text != c.lastErrors[f] {
-			c.Log.Warn("the chains for others that jump to kube-proxy's cannot be kept for now", "family", f.String(), "err", err)
+			c.Log.Warn("the chains for others that jump to kube-proxy's cannot be kept for now", "family", f.String(), "err",
+				err)
 		}
 	case changed && first:
-		c.Log.Info("the chains for others that jump to kube-proxy's are in", "family", f.String(), "programs", c.Programs.String())
+		c.Log.Info("the chains for others that jump to kube-proxy's are in", "family", f.String(), "programs",
+			c.Programs.String())
 	case changed:
-		c.Log.Warn("somebody else changed the chains for others that jump to kube-proxy's; they are repaired", "family", f.String())
+		c.Log.Warn("somebody else changed the chains for others that jump to kube-proxy's; they are repaired", "family",
+			f.String())
 	}
 	c.lastErrors[f] = text
 }
 
-// Keep makes the chains of a family what they should be, and says whether they were not.
+// Keep repairs the chains of a family, and returns whether that was necessary.
 func (c *Compat) Keep(ctx context.Context, f ipfamily.Family) (changed bool, err error) {
 	saved, err := c.Programs.Save(ctx, f, "nat", false)
 	if err != nil {
@@ -87,8 +90,8 @@ func (c *Compat) Keep(ctx context.Context, f ipfamily.Family) (changed bool, err
 	return true, c.Programs.Restore(ctx, f, []byte(compatText(want, jump)))
 }
 
-// Remove removes the chains of both families, if we made them. As long as others jump to them they stay, which is no
-// error.
+// Remove removes the chains of both families if Verdict wrote them. While other rules jump to them they stay, which is
+// not an error.
 func (c *Compat) Remove(ctx context.Context) error {
 	var errs []error
 	for _, f := range ipfamily.All {

@@ -11,71 +11,71 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// What others change is looked for by reading all tables, which takes a second and more where there are many rules. So
-// that is done beside the loop: at once if the watch says that there may be something, else every now and then, and
-// never for more than a part of the time.
+// To find what others changed, all tables must be read, which takes a second or more with many rules. So they are read
+// beside the loop: at once if the watch reports a possible change, otherwise periodically, and never for more than a
+// part of the time.
 const (
-	// driftInterval is the time between two looks if the watch saw nothing.
+	// driftInterval is the time between two checks if the watch saw no change.
 	driftInterval = time.Minute
-	// driftPauseFactor is how many times as long as a look took there is no other one.
+	// driftPauseFactor is the pause after a check, as a multiple of its duration.
 	driftPauseFactor = 10
-	// driftPoll is how soon Check wants to be called while a look is under way.
+	// driftPoll is when Check asks to be called again while a check runs.
 	driftPoll = 20 * time.Millisecond
-	// maxWastedChecks is how many looks in a row may come to nothing because we wrote meanwhile. After that many, a transaction
-	// waits until all is read.
+	// maxWastedChecks is how many checks in a row may be wasted because we wrote meanwhile. After that, a transaction
+	// waits until all tables are read.
 	maxWastedChecks = 10
 )
 
-// driftCheck is the reading of all tables, beside the loop.
+// driftCheck is the reading of all tables beside the loop.
 type driftCheck struct {
-	// result is where a look under way will put what it found, and end ends it before; nil if there is none.
+	// result receives what the running check found, and cancel stops it; nil if none runs.
 	result chan driftResult
 	cancel context.CancelFunc
-	// outdated says that we wrote since the look began, and empty how many looks in a row came to nothing for that.
+	// outdated says that we wrote since the check began. wasted is how many checks in a row were lost to that.
 	outdated bool
 	wasted   int
-	// suspect says that others have written, and it was not looked at yet what; suspected that the look under way began
-	// for that.
+	// suspect says that others have written, and the tables were not read since. suspectedBefore says that the running
+	// check began because of that.
 	suspect, suspectedBefore bool
-	// lastDuration is how long it took to read all tables last. Next is when there may be another look, and due when there is to
-	// be one.
+	// lastDuration is how long it last took to read all tables. next is the earliest time of the next check, and due the
+	// latest.
 	lastDuration time.Duration
 	next, due    time.Time
 }
 
-// driftResult is what a look found: a model that believes it.
+// driftResult is the result of a check: a model read from the tables.
 type driftResult struct {
 	model *iptshim.Model
 	took  time.Duration
 	err   error
 }
 
-// recordRead takes note that all tables were read, and how long it took.
+// recordRead records that all tables were read, and how long it took.
 func (i *driftCheck) recordRead(took time.Duration) {
 	i.lastDuration, i.wasted = took, 0
 	i.postpone()
 	i.due = time.Now().Add(max(driftInterval, driftPauseFactor*took))
 }
 
-// postpone puts off the next look.
+// postpone delays the next check.
 func (i *driftCheck) postpone() { i.next = time.Now().Add(driftPauseFactor * i.lastDuration) }
 
-// invalidate ends a look under way: what it finds would be neither what there was nor what we write now.
+// invalidate stops a running check: its result would be neither the old nor the new state.
 func (i *driftCheck) invalidate() {
 	if i.outdated = true; i.cancel != nil {
 		i.cancel()
 	}
 }
 
-// wait waits for a look under way.
+// wait waits for a running check.
 func (i *driftCheck) wait() {
 	if i.result != nil {
 		<-i.result
 	}
 }
 
-// Check looks whether somebody else changed our rules, and says in words what it found: the next Apply repairs it. It
-// does not wait for what takes long, but asks to be called again.
+// Check reports in words what somebody else changed in our rules; the next Apply repairs it. It does not wait for slow
+// reads, but asks to be called again.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.state != inSync { // the next Apply will look
 		return nil, 0, nil
@@ -106,7 +106,7 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	return nil, driftPoll, nil
 }
 
-// startDriftCheck begins a look.
+// startDriftCheck starts a check.
 func (b *Backend) startDriftCheck() {
 	i := &b.drift
 	result := make(chan driftResult, 1)

@@ -47,7 +47,8 @@ func findOn(t *testing.T, h *lab.Host) *Programs {
 func programsOf(t *testing.T, h *lab.Host, v Variant) *Programs {
 	t.Helper()
 	for _, f := range ipfamily.All {
-		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", program(f)+"-"+v.String()+"-restore", "--noflush", "-w", "5")
+		labtest.Run(t, h, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", program(f)+"-"+v.String()+"-restore",
+			"--noflush", "-w", "5")
 	}
 	p := findOn(t, h)
 	if p.Variant != v {

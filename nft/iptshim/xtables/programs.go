@@ -228,7 +228,8 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 	}
 	m := versionLine.FindSubmatch(out)
 	if m == nil {
-		return 0, Version{}, fmt.Errorf("%s --version says %q, which is no version of iptables", program, bytes.TrimSpace(out))
+		return 0, Version{}, fmt.Errorf("%s --version says %q, which is no version of iptables", program,
+			bytes.TrimSpace(out))
 	}
 	var version Version
 	for i := range version {
@@ -243,9 +244,9 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 // hints are the chains that a kubelet makes so that others can tell which variant the host uses.
 var hints = []string{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}
 
-// chooseVariant says which variant is the host's, and why. It goes by what the kubelet says first, then by where a Service
-// proxy has its chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are only read
-// for the last of these: that takes seconds where they are large.
+// chooseVariant says which variant is the host's, and why. It goes by what the kubelet says first, then by where a
+// Service proxy has its chains already, then by which variant has more rules; if nothing tells, it is nft. Tables are
+// only read for the last of these: that takes seconds where they are large.
 func chooseVariant(ctx context.Context, r runner, found installation) (Variant, string) {
 	for _, v := range variants {
 		if found.has(v) && !found.has(v.Other()) {
@@ -300,8 +301,8 @@ func legacyHas(f ipfamily.Family, table string) bool {
 // errNoIPv6 says that a host has no IPv6.
 var errNoIPv6 = errors.New("this host has no IPv6")
 
-// probe makes sure that the programs of a family can do what we need: without a right or a module of the kernel, restore
-// says so.
+// probe makes sure that the programs of a family can do what we need: without a right or a module of the kernel,
+// restore says so.
 func (p *Programs) probe(ctx context.Context, f ipfamily.Family) error {
 	if p.missing[f] != nil {
 		return p.missing[f]
@@ -321,6 +322,6 @@ func (p *Programs) probe(ctx context.Context, f ipfamily.Family) error {
 	return fmt.Errorf("%s iptables cannot be used: %w", f, err)
 }
 
-// maxProbes is how often that is tried: a host that is just starting may be busy, and what is found here holds until the
-// next start.
+// maxProbes is how often that is tried: a host that is just starting may be busy, and what is found here holds until
+// the next start.
 const maxProbes = 3

@@ -18,7 +18,8 @@ import (
 
 // TestChoice says which variant is used on a host, by what is there before.
 func TestChoice(t *testing.T) {
-	const hint, canary = "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n"
+	const hint, canary = "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n",
+		"*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n"
 	rules := func(n int) string { return "*filter\n" + strings.Repeat("-A INPUT -j ACCEPT\n", n) + "COMMIT\n" }
 	const services = "*nat\n:KUBE-SERVICES - [0:0]\nCOMMIT\n"
 	for _, row := range []struct {
@@ -121,7 +122,8 @@ func merge(all ...map[string]string) map[string]string {
 // TestPrograms says what is made of the programs that a host has.
 func TestPrograms(t *testing.T) {
 	h := newHost(t)
-	broken := map[string]string{"iptables-legacy-restore": "echo 'iptables-restore v1.8.9 (legacy): iptables-restore: unable to initialize table' >&2; exit 1"}
+	broken := map[string]string{"iptables-legacy-restore": "echo 'iptables-restore v1.8.9 (legacy): " +
+		"iptables-restore: unable to initialize table' >&2; exit 1"}
 	for _, row := range []struct {
 		what     string
 		programs map[string]string
@@ -130,19 +132,29 @@ func TestPrograms(t *testing.T) {
 		why, err, no6 string
 	}{
 		{what: "none", err: "there is no iptables program on this host"},
-		{what: "one variant under the plain name", programs: merge(family("iptables", "iptables v1.8.7 (nf_tables)"), family("ip6tables", "ip6tables v1.8.7 (nf_tables)")),
+		{what: "one variant under the plain name", programs: merge(family("iptables", "iptables v1.8.7 (nf_tables)"),
+			family("ip6tables", "ip6tables v1.8.7 (nf_tables)")),
 			want: "iptables 1.8.7, nft variant", why: "the only variant"},
-		{what: "the legacy one alone", programs: merge(family("iptables", "iptables v1.8.11 (legacy)"), family("ip6tables", "ip6tables v1.8.11 (legacy)")),
+		{what: "the legacy one alone", programs: merge(family("iptables", "iptables v1.8.11 (legacy)"),
+			family("ip6tables", "ip6tables v1.8.11 (legacy)")),
 			want: "iptables 1.8.11, legacy variant", why: "the only variant"},
-		{what: "too old", programs: family("iptables", "iptables v1.6.1"), err: "iptables is version 1.6.1; 1.8.4 or later is needed"},
-		{what: "just too old", programs: family("iptables-nft", "iptables v1.8.3 (nf_tables)"), err: "iptables-nft is version 1.8.3; 1.8.4 or later is needed"},
+		{what: "too old", programs: family("iptables", "iptables v1.6.1"),
+			err: "iptables is version 1.6.1; 1.8.4 or later is needed"},
+		{what: "just too old", programs: family("iptables-nft", "iptables v1.8.3 (nf_tables)"),
+			err: "iptables-nft is version 1.8.3; 1.8.4 or later is needed"},
 		{what: "no version", programs: family("iptables", "hello"), err: `says "hello", which is no version of iptables`},
-		{what: "without IPv6", programs: family("iptables", "iptables v1.8.4 (nf_tables)"), want: "iptables 1.8.4, nft variant", no6: "there is no ip6tables program of the nft variant"},
-		{what: "without restore", programs: map[string]string{"iptables": "echo 'iptables v1.8.9 (nf_tables)'"}, err: "there is no iptables program"},
-		{what: "one variant does not work", programs: merge(family("iptables-nft", "iptables v1.8.9 (nf_tables)"), family("iptables-legacy", "iptables v1.8.9 (legacy)"),
-			map[string]string{"iptables-nft-restore": "echo 'iptables-nft-restore: Could not fetch rule set generation id: Protocol not supported' >&2; exit 4"}),
-			want: "iptables 1.8.9, legacy variant", no6: "no ip6tables program", why: "the nft variant does not work here: IPv4 iptables cannot be used: "},
-		{what: "none works", programs: merge(family("iptables-legacy", "iptables v1.8.9 (legacy)"), broken), err: "unable to initialize table"},
+		{what: "without IPv6", programs: family("iptables", "iptables v1.8.4 (nf_tables)"),
+			want: "iptables 1.8.4, nft variant", no6: "there is no ip6tables program of the nft variant"},
+		{what: "without restore", programs: map[string]string{"iptables": "echo 'iptables v1.8.9 (nf_tables)'"},
+			err: "there is no iptables program"},
+		{what: "one variant does not work", programs: merge(family("iptables-nft", "iptables v1.8.9 (nf_tables)"),
+			family("iptables-legacy", "iptables v1.8.9 (legacy)"),
+			map[string]string{"iptables-nft-restore": "echo 'iptables-nft-restore: " +
+				"Could not fetch rule set generation id: Protocol not supported' >&2; exit 4"}),
+			want: "iptables 1.8.9, legacy variant", no6: "no ip6tables program",
+			why: "the nft variant does not work here: IPv4 iptables cannot be used: "},
+		{what: "none works", programs: merge(family("iptables-legacy", "iptables v1.8.9 (legacy)"), broken),
+			err: "unable to initialize table"},
 	} {
 		t.Run(row.what, func(t *testing.T) {
 			fakes(t, row.programs)
@@ -155,7 +167,8 @@ func TestPrograms(t *testing.T) {
 				if p.String() != row.want || !strings.Contains(p.Why, row.why) {
 					t.Errorf("it is %s, for %q; want %s, for %q", p, p.Why, row.want, row.why)
 				}
-				if err := p.Missing(ipfamily.IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(), row.no6) {
+				if err := p.Missing(ipfamily.IPv6); (err != nil) != (row.no6 != "") || err != nil && !strings.Contains(err.Error(),
+					row.no6) {
 					t.Errorf("IPv6: %v; want %q", err, row.no6)
 				}
 				return nil
@@ -187,7 +200,8 @@ func TestRestoreErrors(t *testing.T) {
 					t.Errorf("%q: %v", row.text, err)
 					continue
 				}
-				if !slices.Equal(failed.Lines, row.lines) || !strings.Contains(failed.Text, row.says) || strings.Contains(failed.Text, "\n") {
+				if !slices.Equal(failed.Lines, row.lines) || !strings.Contains(failed.Text, row.says) ||
+					strings.Contains(failed.Text, "\n") {
 					t.Errorf("%q: lines %d, it says %q", row.text, failed.Lines, failed.Text)
 				}
 			}
@@ -216,7 +230,8 @@ func TestLock(t *testing.T) {
 	labtest.Check(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
 	err = p.Restore(soon(t), ipfamily.IPv4, []byte("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
 	var locked *LockedError
-	if !errors.As(err, &locked) || locked.Waited != lockTimeout || !strings.Contains(err.Error(), "has held "+path) || locked.Holder != os.Getpid() {
+	if !errors.As(err, &locked) || locked.Waited != lockTimeout || !strings.Contains(err.Error(), "has held "+path) ||
+		locked.Holder != os.Getpid() {
 		t.Errorf("it says %v", err)
 	}
 	for chain, want := range map[string]bool{"KUBE-IPTABLES-HINT": true, "KUBE-IPTABLES": false} {
@@ -233,7 +248,8 @@ func TestLock(t *testing.T) {
 func TestUnreadable(t *testing.T) {
 	h := newHost(t)
 	p := programsOf(t, h, NFT)
-	labtest.Check(t, p.Restore(soon(t), ipfamily.IPv4, []byte("*raw\n:OTHERS - [0:0]\nCOMMIT\n*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
+	labtest.Check(t, p.Restore(soon(t), ipfamily.IPv4,
+		[]byte("*raw\n:OTHERS - [0:0]\nCOMMIT\n*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 	labtest.Run(t, h, "", "nft", "add rule ip raw OTHERS ct state new accept")
 	text, err := p.SaveText(soon(t), ipfamily.IPv4)
 	if labtest.Check(t, err); !strings.Contains(string(text), "\n:KUBE-A ") {
@@ -246,7 +262,8 @@ func TestUnreadable(t *testing.T) {
 			t.Errorf("table %s: %v", table, err)
 		}
 	}
-	if _, err := p.SaveAll(soon(t), ipfamily.IPv4); err == nil || !strings.Contains(err.Error(), "cannot read table nat: ") {
+	if _, err := p.SaveAll(soon(t), ipfamily.IPv4); err == nil || !strings.Contains(err.Error(),
+		"cannot read table nat: ") {
 		t.Errorf("with others' rules in table nat: %v", err)
 	}
 }

@@ -204,14 +204,17 @@ func (p *Programs) Save(ctx context.Context, f ipfamily.Family, table string, co
 
 // save runs a family's iptables-save. The nft variant prints nothing of a table in which somebody put rules that
 // iptables has not, and that is no failure to it: of the tables that are needed it is one.
-func (p *Programs) save(ctx context.Context, f ipfamily.Family, needed []iptshim.Table, args ...string) ([]byte, error) {
+func (p *Programs) save(
+	ctx context.Context, f ipfamily.Family, needed []iptshim.Table, args ...string,
+) ([]byte, error) {
 	text, err := p.runner.run(ctx, nil, p.sets[f].save, args...)
 	if err != nil {
 		return nil, err
 	}
 	for _, t := range needed {
 		if bytes.Contains(text, []byte("# Table `"+string(t)+"' is incompatible")) {
-			return nil, fmt.Errorf("%s iptables cannot read table %s: a program that uses nft put rules there that iptables has not (nft list table %s %s)",
+			return nil, fmt.Errorf("%s iptables cannot read table %s: a program that uses nft put rules there "+
+				"that iptables has not (nft list table %s %s)",
 				f, t, [...]string{"ip", "ip6"}[f], t)
 		}
 	}

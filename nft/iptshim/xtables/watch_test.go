@@ -29,7 +29,8 @@ func TestWatch(t *testing.T) {
 				t.Error("to look makes a difference")
 			}
 			for _, f := range ipfamily.All {
-				for _, harm := range [][]string{{"-N", "A"}, {"-A", "A", "-j", "ACCEPT"}, {"-I", "OUTPUT", "-j", "A"}, {"-F"}, {"-X"}} {
+				for _, harm := range [][]string{{"-N", "A"}, {"-A", "A", "-j", "ACCEPT"}, {"-I", "OUTPUT", "-j", "A"}, {"-F"},
+					{"-X"}} {
 					labtest.Run(t, h, "", program(f)+"-"+v.String(), append([]string{"-w", "5", "-t", "nat"}, harm...)...)
 					now := look()
 					if now == before {
