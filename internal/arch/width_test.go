@@ -27,7 +27,6 @@ docs/ARCHITECTURE.md
 docs/BENCHMARKS.md
 docs/CONFIGURATION.md
 docs/CONFORMANCE.md
-docs/INSTALL.md
 docs/IPTABLES.md
 docs/IPVS.md
 docs/METRICS.md
