@@ -32,7 +32,6 @@ docs/IPVS.md
 docs/METRICS.md
 docs/RULESET.md
 docs/TESTING.md
-docs/TROUBLESHOOTING.md
 docs/decisions/0012-iptables.md
 internal/arch
 internal/benchmark
