@@ -26,7 +26,6 @@ docs/ANSWERS.md
 docs/ARCHITECTURE.md
 docs/BENCHMARKS.md
 docs/CONFIGURATION.md
-docs/CONFORMANCE.md
 docs/IPTABLES.md
 docs/IPVS.md
 docs/METRICS.md
