@@ -30,7 +30,6 @@ docs/IPTABLES.md
 docs/IPVS.md
 docs/METRICS.md
 docs/RULESET.md
-docs/TESTING.md
 docs/decisions/0012-iptables.md
 internal/arch
 internal/benchmark
