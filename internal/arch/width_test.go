@@ -27,7 +27,6 @@ docs/ARCHITECTURE.md
 docs/BENCHMARKS.md
 docs/CONFIGURATION.md
 docs/IPTABLES.md
-docs/IPVS.md
 docs/RULESET.md
 docs/decisions/0012-iptables.md
 internal/arch
