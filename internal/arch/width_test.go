@@ -28,7 +28,6 @@ docs/BENCHMARKS.md
 docs/CONFIGURATION.md
 docs/IPTABLES.md
 docs/RULESET.md
-docs/decisions/0012-iptables.md
 internal/arch
 internal/benchmark
 internal/config
