@@ -129,8 +129,11 @@ func (c Cluster) Slice(i, part int) *snapshot.Slice {
 	s := &snapshot.Slice{
 		Name:    snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d-%d", i, part)},
 		Service: fmt.Sprintf("s%d", i),
-		Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53},
-			{Name: "c", Protocol: snapshot.SCTP, Port: 9}},
+		Ports: []snapshot.SlicePort{
+			{Name: "a", Protocol: snapshot.TCP, Port: 8080},
+			{Name: "b", Protocol: snapshot.UDP, Port: 53},
+			{Name: "c", Protocol: snapshot.SCTP, Port: 9},
+		},
 	}
 	if c.Odd {
 		for n := range manyPorts {
