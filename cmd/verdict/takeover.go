@@ -74,7 +74,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 
 // remarkAlone says so if nobody carries Services any more, now that our tables are gone.
 func remarkAlone(ctx context.Context, w io.Writer) {
-	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.Carries() {
+	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.HasServices() {
 		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
 	}
 }

@@ -64,7 +64,7 @@ func TestTakeoverCommand(t *testing.T) {
 
 // TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone, unless they are to stay.
 func TestRunTakesOver(t *testing.T) {
-	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed what kube-proxy made", takeover.Never: "left in place, as told"} {
+	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed kube-proxy's rules", takeover.Never: "rules are kept, as configured"} {
 		t.Run(string(mode), func(t *testing.T) {
 			r := &tuned{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), file: filepath.Join(t.TempDir(), "config.conf")}
 			labtest.Check(t, os.Symlink("..data/config.conf", r.file))

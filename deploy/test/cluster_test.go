@@ -167,7 +167,7 @@ func TestFromKubeProxy(t *testing.T) {
 	said := startVerdict(t, plane, host, config)
 	testkit.Eventually(t, 30*time.Second, "it carries the Services", func() bool { return strings.Contains(said(), "all Services are programmed") })
 	testkit.Eventually(t, 30*time.Second, "it removes kube-proxy's rules, or sees it", func() bool {
-		return strings.Contains(said(), "removed what kube-proxy made") || strings.Contains(said(), "kube-proxy is at work")
+		return strings.Contains(said(), "removed kube-proxy's rules") || strings.Contains(said(), "kube-proxy is running on this node")
 	})
 	if s := ready(host); s != http.StatusNotFound {
 		t.Errorf("beside kube-proxy, /readyz answers %d", s)

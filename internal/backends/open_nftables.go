@@ -228,7 +228,7 @@ func (a *ipvsAdopter) adopt(vs ipvsplugin.VirtualService) bool {
 		}
 		a.found, a.at = found, time.Now()
 	}
-	return len(a.found.Running()) == 0 && a.found.Made(netip.AddrPortFrom(vs.Key.Addr, vs.Key.Port),
+	return len(a.found.Running()) == 0 && a.found.IsProxyService(netip.AddrPortFrom(vs.Key.Addr, vs.Key.Port),
 		uint8(vs.Key.Protocol))
 }
 

@@ -9,7 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// variant is one of the two iptables that a kernel can have at the same time.
+// variant is one of the two iptables implementations that a kernel can have at the same time.
 type variant uint8
 
 const (
@@ -41,26 +41,26 @@ type chain struct {
 	drops bool
 }
 
-// rule is as much of a rule as it takes to tell whose it is.
+// rule is what is needed of a rule to tell whose it is.
 type rule struct {
-	// handle finds it again.
+	// handle identifies the rule.
 	handle uint64
-	// target is the chain it leads to, or what it does, such as DROP; empty if that is neither of both.
+	// target is the chain that the rule jumps to, or its verdict, such as DROP; empty if it is neither.
 	target string
 	// comment is empty if there is none.
 	comment string
-	// always says that it looks at no property of a packet.
+	// always says that the rule matches every packet.
 	always bool
 }
 
-// plan is what is to be removed of a table, and what has to stay.
+// plan says what to remove of a table, and what has to stay.
 type plan struct {
 	variant variant
 	family  ipfamily.Family
 	table   string
 	// jumps are rules in built-in chains.
 	jumps []jump
-	// chains go with all that is in them.
+	// chains are removed with all their rules.
 	chains []string
 	// kept are kube-proxy's chains that stay, and why; nil if there are none.
 	kept map[string]string
@@ -70,31 +70,33 @@ type plan struct {
 type jump struct {
 	chain  string
 	handle uint64
-	// target is the chain it leads to.
+	// target is the chain that the rule jumps to.
 	target string
 }
 
 func (p *plan) empty() bool { return len(p.jumps)+len(p.chains) == 0 }
 
-// carries says whether these are rules that carry Services. KUBE-SERVICES is in both modes, and nobody else makes it.
-func (p *plan) carries() bool { return p.table == "nat" && slices.Contains(p.chains, "KUBE-SERVICES") }
+// hasServices says whether these rules serve Services. KUBE-SERVICES is in both modes, and nobody else makes it.
+func (p *plan) hasServices() bool {
+	return p.table == "nat" && slices.Contains(p.chains, "KUBE-SERVICES")
+}
 
-// planOf decides about a table. Chains named in stay are to be left, with the reason given; those of the caller's own are somebody
-// else's.
-func planOf(t *table, stay map[string]string, own Own) (*plan, error) {
+// newPlan plans the removal for a table. Chains named in stay are kept, with the reason given. The caller's own chains
+// count as somebody else's.
+func newPlan(t *table, stay map[string]string, own Own) (*plan, error) {
 	p := &plan{variant: t.variant, family: t.family, table: t.name, kept: map[string]string{}}
-	ours := map[string]bool{}
+	ownedByProxy := map[string]bool{}
 	for _, c := range t.chains {
-		if !c.builtin && isProxyChain(t.name, c.name) && !own.holds(t.variant, t.name, c.name) {
-			ours[c.name] = true
+		if !c.builtin && isProxyChain(t.name, c.name) && !own.owns(t.variant, t.name, c.name) {
+			ownedByProxy[c.name] = true
 		}
 	}
-	if len(ours) == 0 || kubeletsOnly(t.name, ours) {
+	if len(ownedByProxy) == 0 || kubeletsOnly(t.name, ownedByProxy) {
 		return p, nil
 	}
 	var keep func(name, why string)
 	keep = func(name, why string) {
-		if !ours[name] || p.kept[name] != "" {
+		if !ownedByProxy[name] || p.kept[name] != "" {
 			return
 		}
 		p.kept[name] = why
@@ -107,19 +109,19 @@ func planOf(t *table, stay map[string]string, own Own) (*plan, error) {
 	}
 	var jumps []jump
 	for _, c := range t.chains {
-		if ours[c.name] {
+		if ownedByProxy[c.name] {
 			continue
 		}
 		rules, err := t.rules(c.name)
 		if err != nil {
 			return nil, err
 		}
-		jumps = append(jumps, judge(t.name, c, rules, ours, keep)...)
+		jumps = append(jumps, proxyJumps(t.name, c, rules, ownedByProxy, keep)...)
 	}
-	if err := p.keepWhatTheyLeadTo(t, keep); err != nil {
+	if err := p.keepReferenced(t, keep); err != nil {
 		return nil, err
 	}
-	for name := range ours {
+	for name := range ownedByProxy {
 		if p.kept[name] == "" {
 			p.chains = append(p.chains, name)
 		}
@@ -133,7 +135,7 @@ func planOf(t *table, stay map[string]string, own Own) (*plan, error) {
 	return p, nil
 }
 
-// kubeletsOnly says whether these chains are those that a kubelet before Kubernetes 1.28 makes, too, and no others.
+// kubeletsOnly says whether these are only chains that a kubelet before Kubernetes 1.28 also makes.
 func kubeletsOnly(table string, ours map[string]bool) bool {
 	if table != "nat" {
 		return false
@@ -147,9 +149,9 @@ func kubeletsOnly(table string, ours map[string]bool) bool {
 	return n == len(ours)
 }
 
-// judge looks at the rules of a chain that is not kube-proxy's. It gives those by which kube-proxy leads to its chains, and
-// keeps the chains that others need.
-func judge(table string, c chain, rules []rule, ours map[string]bool, keep func(name, why string)) []jump {
+// proxyJumps inspects the rules of a chain that is not kube-proxy's. It returns kube-proxy's jumps to its own chains,
+// and keeps the chains that others need.
+func proxyJumps(table string, c chain, rules []rule, ours map[string]bool, keep func(name, why string)) []jump {
 	var jumps []jump
 	for _, r := range rules {
 		switch {
@@ -157,53 +159,54 @@ func judge(table string, c chain, rules []rule, ours map[string]bool, keep func(
 		case c.builtin && jumpComments[r.comment]:
 			jumps = append(jumps, jump{c.name, r.handle, r.target})
 		default:
-			keep(r.target, fmt.Sprintf("a rule in chain %s, which is not kube-proxy's, leads to it", c.name))
+			keep(r.target, fmt.Sprintf("a rule in chain %s, which is not kube-proxy's, jumps to it", c.name))
 		}
 	}
-	if table == "filter" && c.builtin && dropsRest(c, rules) {
+	if table == "filter" && c.builtin && dropsUnmatched(c, rules) {
 		for name, what := range accepts[c.name] {
-			keep(name, fmt.Sprintf("chain %s turns away what no rule accepts, and %s accepts %s", c.name, name, what))
+			keep(name, fmt.Sprintf("chain %s drops what no rule accepts, and %s accepts %s", c.name, name, what))
 		}
 	}
 	return jumps
 }
 
-// accepts are kube-proxy's chains that let something through which a firewall in a built-in chain may not: without them,
-// connections that are established would end, and the load balancers that check a node's health would find it dead.
+// accepts are kube-proxy's chains that accept packets which a firewall in a built-in chain may drop. Without them,
+// established connections would end, and load balancers' health checks of the node would fail.
 var accepts = map[string]map[string]string{
 	"FORWARD": {"KUBE-FORWARD": "established connections"},
 	"INPUT":   {"KUBE-NODEPORTS": "health checks", "KUBE-NODE-PORT": "health checks"},
 }
 
-// dropsRest says whether a chain turns away what came to its end.
-func dropsRest(c chain, rules []rule) bool {
+// dropsUnmatched says whether a chain drops or rejects what no rule accepted.
+func dropsUnmatched(c chain, rules []rule) bool {
 	return c.drops || slices.ContainsFunc(rules, func(r rule) bool {
 		return r.always && (r.target == "DROP" || r.target == "REJECT")
 	})
 }
 
-// keepWhatTheyLeadTo keeps the chains that kept ones lead to.
-func (p *plan) keepWhatTheyLeadTo(t *table, keep func(name, why string)) error {
-	followed := map[string]bool{}
-	for len(followed) < len(p.kept) {
+// keepReferenced keeps the chains that kept ones jump to.
+func (p *plan) keepReferenced(t *table, keep func(name, why string)) error {
+	visited := map[string]bool{}
+	for len(visited) < len(p.kept) {
 		for _, name := range slices.Sorted(maps.Keys(p.kept)) {
-			if followed[name] {
+			if visited[name] {
 				continue
 			}
-			followed[name] = true
+			visited[name] = true
 			rules, err := t.rules(name)
 			if err != nil {
 				return err
 			}
 			for _, r := range rules {
-				keep(r.target, fmt.Sprintf("chain %s, which stays, leads to it", name))
+				keep(r.target, fmt.Sprintf("chain %s, which stays, jumps to it", name))
 			}
 		}
 	}
 	return nil
 }
 
-// summary gives a line for each variant and family, such as "iptables rules (nft variant, IPv4): 214 chains in 3 tables".
+// summary returns a line for each variant and family, such as "iptables rules (nft variant, IPv4): 214 chains in 3
+// tables".
 func summary(plans []*plan) (lines []string) {
 	for _, v := range []variant{nft, legacy} {
 		for _, f := range ipfamily.All {
@@ -216,7 +219,7 @@ func summary(plans []*plan) (lines []string) {
 				}
 			}
 			if len(tables) > 0 {
-				lines = append(lines, fmt.Sprintf("iptables rules (%s, %s): %s and %s that lead to them, in the tables %s", v, f,
+				lines = append(lines, fmt.Sprintf("iptables rules (%s, %s): %s and %s that jump to them, in the tables %s", v, f,
 					count(chains, "chain"), count(rules, "rule"), strings.Join(tables, ", ")))
 			}
 		}
@@ -224,7 +227,7 @@ func summary(plans []*plan) (lines []string) {
 	return lines
 }
 
-// count gives "1 chain", "2 chains", "2 addresses".
+// count returns "1 chain", "2 chains", "2 addresses".
 func count(n int, what string) string {
 	switch {
 	case n == 1:

@@ -21,11 +21,11 @@ const proxyDevice = "kube-ipvs0"
 type device struct {
 	link  netlink.Link
 	addrs []netip.Addr
-	// sockets are connections of this host itself that have one of its addresses as their own.
+	// sockets counts connections of this host itself that have one of its addresses as their source.
 	sockets int
 }
 
-// findDevice gives nil if there is none.
+// findDevice returns nil if there is none.
 func findDevice() (*device, error) {
 	link, err := netlink.LinkByName(proxyDevice)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {
@@ -53,7 +53,7 @@ func findDevice() (*device, error) {
 	return d, err
 }
 
-// localAddrs gives the addresses of this host that are on other devices.
+// localAddrs returns the addresses of this host that are on other devices.
 func localAddrs() (map[netip.Addr]bool, error) {
 	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
 	if err != nil {
@@ -69,12 +69,13 @@ func localAddrs() (map[netip.Addr]bool, error) {
 	return local, nil
 }
 
-// steer has new connections of this host to Services begin at an address of its own. As long as a Service's address is on the
-// device, the kernel takes that one: the connection would end with the device. What begins there nevertheless is counted by
-// socketsAt: having been set up, the device gets its IPv6 routes once more, some time later.
-func (d *device) steer() error {
+// redirectSources makes new connections of this host to Services use a source address of its own. As long as a
+// Service's address is on the device, the kernel chooses that one, and the connection would end with the device.
+// socketsAt counts connections that begin there nevertheless: once the device is up, the kernel adds its IPv6 routes
+// once more, some time later.
+func (d *device) redirectSources() error {
 	var errs []error
-	// kube-proxy never sets its device up, and IPv6 takes no change of a route by one that is down.
+	// kube-proxy never sets its device up, and the kernel rejects changes of IPv6 routes of a device that is down.
 	if d.link.Attrs().RawFlags&unix.IFF_UP == 0 && slices.ContainsFunc(d.addrs, netip.Addr.Is6) {
 		if err := netlink.LinkSetUp(d.link); err != nil {
 			errs = append(errs, fmt.Errorf("set link %s up: %w", proxyDevice, err))
@@ -87,16 +88,16 @@ func (d *device) steer() error {
 			errs = append(errs, err)
 			continue
 		}
-		own, err := ownAddress(f)
+		own, err := outboundAddr(f)
 		if err != nil || own == nil {
-			errs = append(errs, err) // without a way out there are no connections to endpoints elsewhere either
+			errs = append(errs, err) // without a default route there are no connections to endpoints elsewhere either
 			continue
 		}
 		for _, r := range routes {
 			if r.Type != unix.RTN_LOCAL || r.Dst == nil || r.Src.Equal(own) {
 				continue
 			}
-			if err := beginAt(r, own); err != nil {
+			if err := setRouteSource(r, own); err != nil {
 				errs = append(errs, fmt.Errorf("source of the route to %s: %w", r.Dst, err))
 			}
 		}
@@ -104,25 +105,26 @@ func (d *device) steer() error {
 	return errors.Join(errs...)
 }
 
-// beginAt changes which address connections by a route begin at.
-func beginAt(was netlink.Route, own net.IP) error {
-	is := was
-	is.Src = own
-	if was.Dst.IP.To4() == nil {
-		// The kernel's own routes have the metric 0, which no other can have: it stands behind them with 1024, until they are gone.
-		is.Protocol = unix.RTPROT_STATIC
+// setRouteSource changes the source address of connections by a route.
+func setRouteSource(old netlink.Route, own net.IP) error {
+	changed := old
+	changed.Src = own
+	if old.Dst.IP.To4() == nil {
+		// The kernel's own routes have the metric 0, which no other can have: ours has 1024 and ranks behind them until they
+		// are gone.
+		changed.Protocol = unix.RTPROT_STATIC
 	}
-	if err := netlink.RouteReplace(&is); err != nil || is.Protocol == was.Protocol {
+	if err := netlink.RouteReplace(&changed); err != nil || changed.Protocol == old.Protocol {
 		return err
 	}
-	if err := netlink.RouteDel(&was); err != nil && !errors.Is(err, unix.ESRCH) {
+	if err := netlink.RouteDel(&old); err != nil && !errors.Is(err, unix.ESRCH) {
 		return err
 	}
 	return nil
 }
 
-// ownAddress gives the address that this host has towards the outside, nil if there is no default route.
-func ownAddress(f int) (net.IP, error) {
+// outboundAddr returns this host's source address towards the outside, nil if there is no default route.
+func outboundAddr(f int) (net.IP, error) {
 	routes, err := netlink.RouteListFiltered(f, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return nil, err
@@ -165,15 +167,15 @@ func (d *device) remove() error {
 	return nil
 }
 
-// States of a socket in /proc/net/tcp in which nobody waits for anything any more, or not yet: net/tcp_states.h. UDP sockets that
-// are not connected have the state of TCP ones that are closed.
+// States of a socket in /proc/net/tcp without a live connection: net/tcp_states.h. UDP sockets that are not connected
+// have the state of closed TCP ones.
 const (
 	stateTimeWait = "06"
 	stateClose    = "07"
 	stateListen   = "0A"
 )
 
-// socketsAt counts the connections of this host that have one of these addresses as their own.
+// socketsAt counts the connections of this host that have one of these source addresses.
 func socketsAt(addrs map[netip.Addr]bool) (n int, err error) {
 	for _, name := range []string{"tcp", "tcp6", "udp", "udp6"} {
 		list, err := lines("/proc/thread-self/net/" + name)
@@ -194,7 +196,8 @@ func socketsAt(addrs map[netip.Addr]bool) (n int, err error) {
 	return n, nil
 }
 
-// socketAddr reads an address of /proc/net/tcp: words of this machine's order in hexadecimal digits, and the port.
+// socketAddr parses an address of /proc/net/tcp: words in this machine's byte order in hexadecimal digits, and the
+// port.
 func socketAddr(s string) (netip.AddrPort, bool) {
 	words, port, _ := strings.Cut(s, ":")
 	b, err1 := hex.DecodeString(words)

@@ -23,8 +23,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// world is a cluster whose node has a proxy: kube-proxy's rules in one of its modes, or Verdict. There are two Services, with
-// cluster IPs, node ports and load balancer IPs, whose endpoints are all pods.
+// world is a cluster whose node has a proxy: kube-proxy's rules in one of its modes, or Verdict. There are two
+// Services, with cluster IPs, node ports and load balancer IPs, whose endpoints are all pods.
 type world struct {
 	*lab.Cluster
 	t     testing.TB
@@ -82,7 +82,8 @@ func vips(i int, f ipfamily.Family) []netip.Addr {
 
 func (w *world) delta() snapshot.Delta {
 	addrs := []netip.Addr{w.Node.IP4, w.Node.IP6}
-	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &lab.ServiceRange, Node: &snapshot.Node{Name: "node", Addresses: addrs},
+	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &lab.ServiceRange,
+		Node:     &snapshot.Node{Name: "node", Addresses: addrs},
 		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range worldServices {
 		n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("web-%d", i)}
@@ -100,7 +101,8 @@ func (w *world) delta() snapshot.Delta {
 			}
 		}
 		for _, p := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
-			svc.Ports = append(svc.Ports, snapshot.Port{Name: p.String(), Protocol: p, Port: worldPort, NodePort: uint16(worldNodePort + i)})
+			svc.Ports = append(svc.Ports,
+				snapshot.Port{Name: p.String(), Protocol: p, Port: worldPort, NodePort: uint16(worldNodePort + i)})
 			slice.Ports = append(slice.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: worldTarget})
 		}
 		d.Services[n], d.Slices[n] = svc, slice
@@ -121,8 +123,8 @@ func (w *world) verdict() *kernel.Backend {
 // cleanup removes Verdict's tables.
 func (w *world) cleanup(b *kernel.Backend) {
 	w.t.Helper()
-	// A packet that is under way in a chain while its table is deleted finds the maps empty and the sets, such as cluster-ips, as
-	// they were, and is rejected. So there must be no way into the chains any more.
+	// A packet that is under way in a chain while its table is deleted finds the maps empty and the sets, such as
+	// cluster-ips, as they were, and is rejected. So there must be no way into the chains any more.
 	inside(w.t, w.Node, func() error {
 		n, err := openNFTables()
 		if err != nil {
@@ -231,8 +233,9 @@ func (w *world) nftablesMode() string {
 				for e, p := range w.endpoints() {
 					to = append(to, fmt.Sprintf("%d : %s . %d", e, p.IP(f), worldTarget))
 				}
-				chains = append(chains, fmt.Sprintf("chain service-%s {\nmeta l4proto %s dnat %s to numgen random mod %d map { %s }\n}", name,
-					protocol, ip, len(to), strings.Join(to, ", ")),
+				chains = append(chains,
+					fmt.Sprintf("chain service-%s {\nmeta l4proto %s dnat %s to numgen random mod %d map { %s }\n}", name,
+						protocol, ip, len(to), strings.Join(to, ", ")),
 					fmt.Sprintf("chain external-%s {\nmeta mark set meta mark | 0x4000\ngoto service-%s\n}", name, name))
 			}
 		}
@@ -257,7 +260,8 @@ func (w *world) nftablesMode() string {
 	chain filter-forward { type filter hook forward priority 0; ct state new jump cluster-ips-check; }
 	chain cluster-ips-check { %[1]s daddr @cluster-ips reject; }
 }
-`, ip, strings.Join(chains, "\n"), typ, strings.Join(clusterIPs, ", "), strings.Join(services, ", "), strings.Join(nodePorts, ", "),
+`, ip, strings.Join(chains, "\n"), typ, strings.Join(clusterIPs, ", "), strings.Join(services, ", "),
+			strings.Join(nodePorts, ", "),
 			lab.PodRange[n], strings.Join(hairpin, ", "))
 	}
 	return out.String()
@@ -300,8 +304,8 @@ func (w *world) targets() []netip.AddrPort {
 	return list
 }
 
-// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a hundred. It says
-// whether it was reported.
+// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a
+// hundred. It says whether it was reported.
 func (w *world) failSince(start time.Time, r lab.Result, format string, args ...any) bool {
 	if r.Outcome == lab.TimedOut && w.stalls.Since(start) && w.excused.Add(1) <= 10+(w.dials.Load()+w.pings.Load())/100 {
 		return false
@@ -365,7 +369,8 @@ func (w *world) traffic(lifetime time.Duration) (stop func()) {
 		w.t.Helper()
 		cancel()
 		clients.Wait()
-		w.t.Logf("%d connections opened, %d pings over held ones, %d failures, %d late since the machine was busy", w.dials.Load(),
+		w.t.Logf("%d connections opened, %d pings over held ones, %d failures, %d late since the machine was busy",
+			w.dials.Load(),
 			w.pings.Load(), len(w.failures), w.excused.Load())
 		if n := len(w.failures); n > 0 {
 			w.t.Errorf("%d failures, such as:\n%s", n, strings.Join(w.failures[:min(n, 10)], "\n"))
@@ -373,8 +378,8 @@ func (w *world) traffic(lifetime time.Duration) (stop func()) {
 	}
 }
 
-// TestNoConnectionIsLost goes from kube-proxy's rules to Verdict and back, again and again, while clients open connections and hold
-// old ones, some for all that time. Not one fails.
+// TestNoConnectionIsLost goes from kube-proxy's rules to Verdict and back, again and again, while clients open
+// connections and hold old ones, some for all that time. Not one fails.
 func TestNoConnectionIsLost(t *testing.T) {
 	for name, program := range modes {
 		t.Run(name, func(t *testing.T) {
@@ -387,7 +392,7 @@ func TestNoConnectionIsLost(t *testing.T) {
 			for range *rounds {
 				b := w.verdict()
 				rest()
-				if found := remove(t, w.Node); !found.Carries() {
+				if found := remove(t, w.Node); !found.HasServices() {
 					t.Errorf("found only %q", found.Summary())
 				}
 				if left := find(t, w.Node); !left.Empty() {
@@ -437,9 +442,9 @@ func (w *world) whose(b *kernel.Backend) (verdict bool) {
 	}
 }
 
-// TestWhoDecides shows which of two proxies translates a new connection while both are there. Chains of the same hook and priority
-// are asked in the opposite order of their making, and the first that translates decides. So it is the newcomer, as
-// long as its chains are new: those of iptables stay when kube-proxy's rules go.
+// TestWhoDecides shows which of two proxies translates a new connection while both are there. Chains of the same hook
+// and priority are asked in the opposite order of their making, and the first that translates decides. So it is the
+// newcomer, as long as its chains are new: those of iptables stay when kube-proxy's rules go.
 func TestWhoDecides(t *testing.T) {
 	for name, program := range modes {
 		t.Run(name, func(t *testing.T) {

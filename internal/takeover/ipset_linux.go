@@ -51,13 +51,13 @@ func ipsetMessage(command uint16) opening {
 	return netfilter(unix.NFNL_SUBSYS_IPSET<<8|command, unix.NFPROTO_IPV4)
 }
 
-// set is an ipset of kube-proxy's.
+// set is one of kube-proxy's ipsets.
 type set struct {
 	name string
-	// base is what it is called for IPv4.
+	// base is its name for IPv4.
 	base   string
 	family ipfamily.Family
-	// rules is how many rules look into it.
+	// rules is how many rules use it.
 	rules int
 }
 
@@ -75,7 +75,7 @@ func openIPSets() (s ipsets, ok bool, err error) {
 	return s, err == nil, err
 }
 
-// proxySets gives the sets of kube-proxy's.
+// proxySets returns kube-proxy's sets.
 func (s ipsets) proxySets() ([]set, error) {
 	objects, err := s.list(ipsetMessage(ipsetList), func(w *netlink.Buffer) {
 		w.Attr(ipsetAttrProtocol, ipsetProtocol)
@@ -105,14 +105,14 @@ func (s ipsets) proxySets() ([]set, error) {
 	return found, nil
 }
 
-// member is an element of a set, as far as virtual services are found by it.
+// member is an element of a set, as far as it identifies virtual services.
 type member struct {
 	addr     netip.Addr // not valid in a set of ports
 	port     uint16
 	protocol uint16 // 0 in a set of ports
 }
 
-// members gives the elements of a set.
+// members returns the elements of a set.
 func (s ipsets) members(name string) ([]member, error) {
 	objects, err := s.list(ipsetMessage(ipsetList), func(w *netlink.Buffer) {
 		w.Attr(ipsetAttrProtocol, ipsetProtocol)
@@ -139,13 +139,13 @@ func (s ipsets) members(name string) ([]member, error) {
 	return list, nil
 }
 
-// busyPatience is how long a set that is in use is tried again: nf_tables lets go of it some time after the rule is gone.
-const busyPatience = 2 * time.Second
+// busyTimeout is how long to retry a set that is in use: nf_tables releases it some time after the rule is gone.
+const busyTimeout = 2 * time.Second
 
-// destroy removes sets. Those that others use are no error.
+// destroy removes sets. Sets that others use are no error.
 func (s ipsets) destroy(sets []set) error {
 	var errs []error
-	deadline := time.Now().Add(busyPatience)
+	deadline := time.Now().Add(busyTimeout)
 	for _, set := range sets {
 		for {
 			err := s.do(ipsetMessage(ipsetDestroy), func(w *netlink.Buffer) {

@@ -71,15 +71,18 @@ func TestSets(t *testing.T) {
 		t.Run(v.String(), func(t *testing.T) {
 			h := labtest.NewHost(t, labtest.NewNet(t), "node")
 			labtest.Run(t, h, ipvsSets, "ipset", "restore")
-			restore(t, h, v, ipfamily.IPv4, "*filter\n-A INPUT -m set --match-set KUBE-LOOP-BACK dst,dst,src -j ACCEPT\nCOMMIT\n")
+			restore(t, h, v, ipfamily.IPv4,
+				"*filter\n-A INPUT -m set --match-set KUBE-LOOP-BACK dst,dst,src -j ACCEPT\nCOMMIT\n")
 			before := save(t, h, v, ipfamily.IPv4)
 			restore(t, h, v, ipfamily.IPv4, ipvsChains)
 			found := remove(t, h)
-			if s := found.Summary(); !found.Carries() || len(s) != 2 || s[1] != "7 ipsets" || found.Kept() != nil {
+			if s := found.Summary(); !found.HasServices() || len(s) != 2 || s[1] != "7 ipsets" || found.Kept() != nil {
 				t.Errorf("found %q, kept %q", s, found.Kept())
 			}
 			after := save(t, h, v, ipfamily.IPv4)
-			after = strings.Replace(after, "*nat\n:PREROUTING ACCEPT [0:0]\n:INPUT ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\nCOMMIT\n", "", 1)
+			after = strings.Replace(after,
+				"*nat\n:PREROUTING ACCEPT [0:0]\n:INPUT ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\nCOMMIT\n",
+				"", 1)
 			if after != before {
 				t.Errorf("before:\n%s\nafter:\n%s", before, after)
 			}
@@ -89,7 +92,8 @@ func TestSets(t *testing.T) {
 				t.Errorf("left are the sets %q, want %q", left, want)
 			}
 			again := find(t, h)
-			if want := []string{"ipsets KUBE-LOOP-BACK: rules that stay look into them"}; !again.Empty() || !slices.Equal(again.Kept(), want) {
+			if want := []string{"ipsets KUBE-LOOP-BACK: rules that stay use them"}; !again.Empty() ||
+				!slices.Equal(again.Kept(), want) {
 				t.Errorf("afterwards there are %q, kept %q", again.Summary(), again.Kept())
 			}
 		})
@@ -100,16 +104,18 @@ func TestSets(t *testing.T) {
 func TestMembers(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
 	labtest.Run(t, h, ipvsSets, "ipset", "restore")
-	own := frontends{ports: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}}, addressed: map[member]bool{}}
+	own := proxyState{nodePorts: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}},
+		addrPorts: map[member]bool{}}
 	inside(t, h, func() error { return (&Found{}).findSets(&own) })
 	var got []string
-	for m := range own.addressed {
+	for m := range own.addrPorts {
 		s := service{addr: m.addr, port: m.port, protocol: m.protocol}
 		got = append(got, s.String())
 	}
 	slices.Sort(got)
 	want := []string{"10.96.0.10:53 udp", "10.96.0.10:80 tcp", "[fd00:10:96::a]:80 tcp"}
-	if !slices.Equal(got, want) || len(own.ports[ipfamily.IPv4]) != 1 || !own.ports[ipfamily.IPv4][member{port: 30080, protocol: 6}] || len(own.ports[ipfamily.IPv6]) != 0 {
-		t.Errorf("got %q and ports %v, want %q and 30080", got, own.ports, want)
+	if !slices.Equal(got, want) || len(own.nodePorts[ipfamily.IPv4]) != 1 ||
+		!own.nodePorts[ipfamily.IPv4][member{port: 30080, protocol: 6}] || len(own.nodePorts[ipfamily.IPv6]) != 0 {
+		t.Errorf("got %q and ports %v, want %q and 30080", got, own.nodePorts, want)
 	}
 }

@@ -73,7 +73,7 @@ func (v ipvs) command(c byte) opening {
 	return func(w *netlink.Buffer, flags uint16) int { return w.Generic(v.id, flags, c) }
 }
 
-// services gives all virtual services, without their destinations.
+// services returns all virtual services, without their destinations.
 func (v ipvs) services() ([]service, error) {
 	objects, err := v.list(v.command(ipvsGetService), nil)
 	if err != nil {
@@ -98,7 +98,7 @@ func parseService(a netlink.Attributes) service {
 	return s
 }
 
-// key writes what names a virtual service.
+// key encodes the key of a virtual service.
 func (s *service) key(w *netlink.Buffer) {
 	m := w.Nest(ipvsAttrService)
 	w.Native16(ipvsFamily, uint16(ipfamily.Of(s.addr).NFProto()))
@@ -109,22 +109,22 @@ func (s *service) key(w *netlink.Buffer) {
 	w.Close(m)
 }
 
-// look reads the destinations of a virtual service. That it is gone is no error.
-func (v ipvs) look(s *service) error {
+// readDestinations reads the destinations of a virtual service. It is no error if it is gone.
+func (v ipvs) readDestinations(s *service) error {
 	objects, err := v.list(v.command(ipvsGetDest), s.key)
 	if err != nil && !errors.Is(err, unix.ESRCH) {
 		return fmt.Errorf("ipvs: list destinations of %s: %w", s, err)
 	}
-	s.connections, s.odd = 0, false
+	s.connections, s.foreignDest = 0, false
 	for _, o := range objects {
 		d := netlink.Decode(o[netlink.GenericLen:]).Nested(ipvsAttrDest)
 		s.connections += int(d[ipvsActive].Native32() + d[ipvsInactive].Native32())
-		s.odd = s.odd || d[ipvsForward].Native32()&ipvsForwardMask != 0 || int32(d[ipvsWeight].Native32()) > 1
+		s.foreignDest = s.foreignDest || d[ipvsForward].Native32()&ipvsForwardMask != 0 || int32(d[ipvsWeight].Native32()) > 1
 	}
 	return nil
 }
 
-// remove deletes a virtual service. That it is gone is no error.
+// remove deletes a virtual service. It is no error if it is gone.
 func (v ipvs) remove(s *service) error {
 	if err := v.do(v.command(ipvsDelService), s.key); err != nil && !errors.Is(err, unix.ESRCH) {
 		return fmt.Errorf("ipvs: delete service %s: %w", s, err)

@@ -166,8 +166,8 @@ func services(t testing.TB, h *lab.Host) (names []string) {
 	return names
 }
 
-// TestIPVSOfOthers removes kube-proxy's virtual services, and none of others: of other addresses, by mark, or with destinations
-// that kube-proxy does not make.
+// TestIPVSOfOthers removes kube-proxy's virtual services, and none of others: of other addresses, by mark, or with
+// destinations that kube-proxy does not make.
 func TestIPVSOfOthers(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
 	needIPVS(t, h)
@@ -222,7 +222,8 @@ func TestIPVSOfOthers(t *testing.T) {
 	if s := found.Summary(); !slices.Equal(s, want) {
 		t.Errorf("found %q, want %q", s, want)
 	}
-	left := []string{"10.96.0.12:80 tcp", "10.96.0.12:81 tcp", "192.0.2.10:30080 udp", "192.0.2.10:443 tcp", "203.0.113.1:30080 tcp",
+	left := []string{"10.96.0.12:80 tcp", "10.96.0.12:81 tcp", "192.0.2.10:30080 udp", "192.0.2.10:443 tcp",
+		"203.0.113.1:30080 tcp",
 		"203.0.113.1:80 tcp", "invalid AddrPort "}
 	if got := services(t, h); !slices.Equal(got, left) {
 		t.Errorf("left are %q, want %q", got, left)
@@ -262,7 +263,8 @@ func (w *world) ipvsMode() {
 		}
 		defer s.Close()
 		for i := range worldServices {
-			for _, name := range []string{"KUBE-NODE-PORT-TCP", "KUBE-NODE-PORT-UDP", "KUBE-6-NODE-PORT-TCP", "KUBE-6-NODE-PORT-UDP"} {
+			for _, name := range []string{"KUBE-NODE-PORT-TCP", "KUBE-NODE-PORT-UDP", "KUBE-6-NODE-PORT-TCP",
+				"KUBE-6-NODE-PORT-UDP"} {
 				if err := (ipsets{s}).addPorts(name, uint16(worldNodePort+i)); err != nil {
 					return err
 				}
@@ -281,7 +283,8 @@ func (w *world) ipvsMode() {
 				}
 				for _, a := range at {
 					for _, protocol := range []uint16{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
-						if err := v.add(&service{addr: a.Addr(), port: a.Port(), protocol: protocol}, methodMasquerade, 1, to...); err != nil {
+						if err := v.add(&service{addr: a.Addr(), port: a.Port(), protocol: protocol}, methodMasquerade, 1,
+							to...); err != nil {
 							return err
 						}
 					}
@@ -325,8 +328,8 @@ table %[1]s filter {
 	labtest.Run(w.t, w.Node, rules.String(), "nft", "-f", "-")
 }
 
-// TestIPVSNoConnectionIsLost is TestNoConnectionIsLost for IPVS mode: what it carries goes on over its virtual services, and they
-// and the device go when it has ended.
+// TestIPVSNoConnectionIsLost is TestNoConnectionIsLost for IPVS mode: what it carries goes on over its virtual
+// services, and they and the device go when it has ended.
 func TestIPVSNoConnectionIsLost(t *testing.T) {
 	needIPVS(t, labtest.NewHost(t, labtest.NewNet(t), "probe"))
 	w := newWorld(t)
@@ -337,22 +340,25 @@ func TestIPVSNoConnectionIsLost(t *testing.T) {
 	for range 3 {
 		b := w.verdict()
 		found := remove(t, w.Node)
-		if !found.Carries() || found.Connections() == 0 {
+		if !found.HasServices() || found.Connections() == 0 {
 			t.Errorf("found %q with %d connections", found.Summary(), found.Connections())
 		}
 		left := remove(t, w.Node) // as it goes on until nothing is left
 		want := "the device kube-ipvs0 with 8 addresses"
-		if s := left.Summary(); left.Carries() || left.Empty() || s[len(s)-1] != want {
+		if s := left.Summary(); left.HasServices() || left.Empty() || s[len(s)-1] != want {
 			t.Errorf("left are %q", s)
 		}
 		for _, f := range ipfamily.All {
-			if text := labtest.Run(t, w.Node, "", "nft", "list", "table", map[ipfamily.Family]string{ipfamily.IPv4: "ip", ipfamily.IPv6: "ip6"}[f], "filter"); !strings.Contains(text, "jump KUBE-IPVS-FILTER") {
+			if text := labtest.Run(t, w.Node, "", "nft", "list", "table",
+				map[ipfamily.Family]string{ipfamily.IPv4: "ip", ipfamily.IPv6: "ip6"}[f], "filter"); !strings.Contains(text,
+				"jump KUBE-IPVS-FILTER") {
 				t.Errorf("nothing guards %s any more", proxyDevice)
 			}
 		}
 		w.beginsAtOwnAddress()
 		time.Sleep(time.Second)
-		labtest.Run(t, w.Node, "", "nft", "delete table ip filter; delete table ip6 filter; delete table ip nat; delete table ip6 nat")
+		labtest.Run(t, w.Node, "", "nft",
+			"delete table ip filter; delete table ip6 filter; delete table ip nat; delete table ip6 nat")
 		w.ipvsMode()
 		time.Sleep(200 * time.Millisecond)
 		w.cleanup(b)

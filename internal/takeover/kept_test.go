@@ -30,7 +30,8 @@ func eachVariant(t *testing.T, test func(t *testing.T, h *lab.Host, v variant, f
 	}
 }
 
-// TestWhatOthersUseStays adds rules of others to what a kube-proxy wrote that need some of it, or turn away what some of it accepts.
+// TestWhatOthersUseStays adds rules of others to what a kube-proxy wrote that need some of it, or turn away what some
+// of it accepts.
 func TestWhatOthersUseStays(t *testing.T) {
 	for _, c := range []struct {
 		name, rules string
@@ -56,7 +57,7 @@ COMMIT
 				`-A KUBE-POSTROUTING -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully`,
 			},
 			kept: []string{
-				"chain KUBE-MARK-MASQ of table nat (VARIANT): a rule in chain CNI-DN-1234, which is not kube-proxy's, leads to it",
+				"chain KUBE-MARK-MASQ of table nat (VARIANT): a rule in chain CNI-DN-1234, which is not kube-proxy's, jumps to it",
 				"chain KUBE-POSTROUTING of table nat (VARIANT): it masquerades what KUBE-MARK-MASQ marks",
 			},
 		},
@@ -78,9 +79,9 @@ COMMIT
 				`-A KUBE-SEP-IMYJU5OJNSODHMLN -p tcp -m comment --comment "default/plain:http" -m tcp -j DNAT --to-destination ADDRESS`,
 			},
 			kept: []string{
-				"chain KUBE-MARK-MASQ of table nat (VARIANT): chain KUBE-SEP-IMYJU5OJNSODHMLN, which stays, leads to it",
+				"chain KUBE-MARK-MASQ of table nat (VARIANT): chain KUBE-SEP-IMYJU5OJNSODHMLN, which stays, jumps to it",
 				"chain KUBE-POSTROUTING of table nat (VARIANT): it masquerades what KUBE-MARK-MASQ marks",
-				"chain KUBE-SEP-IMYJU5OJNSODHMLN of table nat (VARIANT): a rule in chain OUTPUT, which is not kube-proxy's, leads to it",
+				"chain KUBE-SEP-IMYJU5OJNSODHMLN of table nat (VARIANT): a rule in chain OUTPUT, which is not kube-proxy's, jumps to it",
 			},
 		},
 		{
@@ -107,7 +108,7 @@ COMMIT
 				`-A INPUT -m comment --comment "kubernetes health check service ports" -j KUBE-NODEPORTS`,
 				"-A KUBE-NODEPORTS -p tcp -m tcp --dport 31000 -j ACCEPT",
 			},
-			kept: []string{"chain KUBE-NODEPORTS of table filter (VARIANT): chain INPUT turns away what no rule accepts, and " +
+			kept: []string{"chain KUBE-NODEPORTS of table filter (VARIANT): chain INPUT drops what no rule accepts, and " +
 				"KUBE-NODEPORTS accepts health checks"},
 		},
 	} {
@@ -139,7 +140,7 @@ COMMIT
 				if want := slices.Sorted(slices.Values(c.left)); !slices.Equal(left, want) {
 					t.Errorf("left are\n%s\nwant\n%s", strings.Join(left, "\n"), strings.Join(want, "\n"))
 				}
-				if again := find(t, h); !again.Empty() || again.Carries() {
+				if again := find(t, h); !again.Empty() || again.HasServices() {
 					t.Errorf("afterwards there are %q, kept %q", again.Summary(), again.Kept())
 				}
 			})
@@ -155,7 +156,7 @@ var (
 		`-A KUBE-FORWARD -m comment --comment "kubernetes forwarding rules" -m mark --mark 0x4000/0x4000 -j ACCEPT`,
 		`-A KUBE-FORWARD -m comment --comment "kubernetes forwarding conntrack rule" -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`,
 	}
-	forwardKept = []string{"chain KUBE-FORWARD of table filter (VARIANT): chain FORWARD turns away what no rule accepts, and " +
+	forwardKept = []string{"chain KUBE-FORWARD of table filter (VARIANT): chain FORWARD drops what no rule accepts, and " +
 		"KUBE-FORWARD accepts established connections"}
 )
 
@@ -181,8 +182,8 @@ COMMIT
 	})
 }
 
-// TestRandomRules removes kube-proxy's chains from random rules of many kinds, and compares what is left with what iptables-save
-// says less the lines that are to go, worked out here from its text.
+// TestRandomRules removes kube-proxy's chains from random rules of many kinds, and compares what is left with what
+// iptables-save says less the lines that are to go, worked out here from its text.
 func TestRandomRules(t *testing.T) {
 	n := 15
 	if testing.Short() {
@@ -316,7 +317,8 @@ func withoutProxy(text string) string {
 					stays[m[3]] = true
 				}
 				if m := drops.FindStringSubmatch(l); m != nil && name == "filter" {
-					for _, c := range map[string][]string{"FORWARD": {"KUBE-FORWARD"}, "INPUT": {"KUBE-NODEPORTS", "KUBE-NODE-PORT"}}[m[1]] {
+					for _, c := range map[string][]string{"FORWARD": {"KUBE-FORWARD"},
+						"INPUT": {"KUBE-NODEPORTS", "KUBE-NODE-PORT"}}[m[1]] {
 						if strings.Contains(table, ":"+c+" ") {
 							stays[c] = true
 						}
@@ -339,8 +341,8 @@ func withoutProxy(text string) string {
 	return out.String()
 }
 
-// TestLookingMakesNothing looks at a host without anything, and at one where there is only somebody else's legacy iptables: no
-// table comes into being by it, and the kernel loads nothing.
+// TestLookingMakesNothing looks at a host without anything, and at one where there is only somebody else's legacy
+// iptables: no table comes into being by it, and the kernel loads nothing.
 func TestLookingMakesNothing(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
 	seen := func() string {
@@ -357,7 +359,7 @@ func TestLookingMakesNothing(t *testing.T) {
 			restore(t, h, legacy, ipfamily.IPv4, rules)
 		}
 		before := seen()
-		if found := remove(t, h); !found.Empty() || len(found.Summary()) != 0 || found.Carries() {
+		if found := remove(t, h); !found.Empty() || len(found.Summary()) != 0 || found.HasServices() {
 			t.Errorf("found %q", found.Summary())
 		}
 		if after := seen(); after != before {

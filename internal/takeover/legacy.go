@@ -12,16 +12,16 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// hooks is how many hooks the kernel has for a family, and so how many built-in chains a table may have.
+// hooks is how many hooks a family has in the kernel, and so how many built-in chains a table may have.
 const hooks = 5
 
 // hookNames are the built-in chains, by hook.
 var hookNames = [hooks]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}
 
-// blob is a table of legacy iptables as the kernel gives and takes it: entries one after the other, each a rule. A built-in
-// chain is a stretch of entries that begins at a hook's offset and ends with its policy. Any other chain begins with an entry
-// that has the target ERROR and the chain's name, and ends with a return. The last entry of all is an ERROR, too. Rules lead to
-// chains by the offset of their first rule.
+// blob is a table of legacy iptables in the kernel's format: entries one after the other, each a rule. A built-in chain
+// is a range of entries that begins at a hook's offset and ends with its policy. Any other chain begins with an entry
+// that has the target ERROR and the chain's name, and ends with a return. The last entry of all is an ERROR, too. Rules
+// jump to chains by the offset of their first rule.
 type blob struct {
 	family ipfamily.Family
 	// valid has a bit for each hook that has a chain.
@@ -32,15 +32,15 @@ type blob struct {
 	numEntries uint32
 }
 
-// layout is where things are in an entry: struct ipt_entry or ip6t_entry of a 64-bit kernel.
+// layout holds offsets in an entry: struct ipt_entry or ip6t_entry of a 64-bit kernel.
 type layout struct {
-	// flags is the place of the flags, which stand behind what there is to match and before what of it is inverted. One of them
-	// makes a goto of a jump.
+	// flags is the offset of the flags, which follow the match and precede its inversion flags. One of them makes a jump a
+	// goto.
 	flags    int
 	gotoFlag byte
 	// size is the length of an entry without matches and target.
 	size int
-	// targetOffset and nextOffset are the places of the lengths of what comes before the target, and of all.
+	// targetOffset and nextOffset are the offsets of two lengths: of what precedes the target, and of the whole entry.
 	targetOffset, nextOffset int
 }
 
@@ -50,11 +50,11 @@ var layouts = map[ipfamily.Family]layout{
 }
 
 const (
-	// targetHeader is the length of a struct xt_entry_target or xt_entry_match without what follows it: two bytes of length, a
-	// name of 29 bytes, and a revision.
+	// targetHeader is the length of a struct xt_entry_target or xt_entry_match without what follows it: two bytes of
+	// length, a name of 29 bytes, and a revision.
 	targetHeader = 32
 	nameLen      = 29
-	// errorTarget heads a chain; its name is behind the header.
+	// errorTarget begins a chain; the chain's name follows the header.
 	errorTarget = "ERROR"
 )
 
@@ -63,12 +63,12 @@ type entry struct {
 	offset, size uint32
 	target       string // name of the target; empty is the standard one, which is a verdict
 	verdict      int32  // of the standard target: where to jump to, or if negative what to do
-	head         string // name of the chain that begins here
+	chainHead    string // name of the chain that begins here
 	comment      string
 	always       bool
 }
 
-// parse gives the entries of a blob.
+// parse returns the entries of a blob.
 func (b *blob) parse() ([]entry, error) {
 	var list []entry
 	l := layouts[b.family]
@@ -81,15 +81,15 @@ func (b *blob) parse() ([]entry, error) {
 		at += int(e.size)
 		list = append(list, e)
 	}
-	if len(list) == 0 || len(list) != int(b.numEntries) || list[len(list)-1].head == "" {
+	if len(list) == 0 || len(list) != int(b.numEntries) || list[len(list)-1].chainHead == "" {
 		return nil, fmt.Errorf("%d entries instead of %d, or no end", len(list), b.numEntries)
 	}
 	return list, nil
 }
 
-var errEntry = errors.New("lengths that cannot be")
+var errEntry = errors.New("invalid lengths")
 
-// entry reads the entry that b begins with.
+// entry parses the entry that b begins with.
 func (l layout) entry(b []byte) (e entry, err error) {
 	if len(b) < l.size {
 		return e, errEntry
@@ -120,20 +120,20 @@ func (l layout) entry(b []byte) (e entry, err error) {
 	case e.target == "":
 		e.verdict = int32(binary.NativeEndian.Uint32(t[targetHeader:]))
 	case e.target == errorTarget:
-		e.head = unix.ByteSliceToString(t[targetHeader:])
+		e.chainHead = unix.ByteSliceToString(t[targetHeader:])
 	}
 	return e, nil
 }
 
-// stretch is a chain of a blob: entries from first up to, not including, end. A chain that is not built in begins one before
-// first, with its head.
-type stretch struct {
+// chainSpan is a chain of a blob: entries from first up to, not including, end. The head of a chain that is not built
+// in is the entry before first.
+type chainSpan struct {
 	chain
 	first, end int
 }
 
-// chains gives the chains of a blob and their entries.
-func (b *blob) chains() ([]entry, []stretch, error) {
+// chains returns the chains of a blob and their entries.
+func (b *blob) chains() ([]entry, []chainSpan, error) {
 	entries, err := b.parse()
 	if err != nil {
 		return nil, nil, err
@@ -142,7 +142,7 @@ func (b *blob) chains() ([]entry, []stretch, error) {
 	for i, e := range entries {
 		index[e.offset] = i
 	}
-	var list []stretch
+	var list []chainSpan
 	for h := range hooks {
 		if b.valid&(1<<h) == 0 {
 			continue
@@ -153,26 +153,26 @@ func (b *blob) chains() ([]entry, []stretch, error) {
 			return nil, nil, fmt.Errorf("chain %s: %w", hookNames[h], errEntry)
 		}
 		drops := entries[policy].target == "" && entries[policy].verdict == verdictDropLegacy
-		list = append(list, stretch{chain{hookNames[h], true, drops}, first, policy + 1})
+		list = append(list, chainSpan{chain{hookNames[h], true, drops}, first, policy + 1})
 	}
 	last := len(entries) - 1
 	for i := 0; i < last; i++ {
-		if entries[i].head == "" {
+		if entries[i].chainHead == "" {
 			continue
 		}
 		end := i + 1
-		for end < last && entries[end].head == "" {
+		for end < last && entries[end].chainHead == "" {
 			end++
 		}
-		list = append(list, stretch{chain{name: entries[i].head}, i + 1, end})
+		list = append(list, chainSpan{chain{name: entries[i].chainHead}, i + 1, end})
 	}
 	return entries, list, nil
 }
 
-// verdictDropLegacy is DROP in a standard target, where verdicts are below 0, lest they be taken for a jump.
+// verdictDropLegacy is DROP in a standard target, where verdicts are negative to tell them from jumps.
 const verdictDropLegacy = -1
 
-// table gives the blob as a table with a name. The handle of a rule is its number.
+// table converts the blob to a table with a name. The handle of a rule is its number.
 func (b *blob) table(name string) (*table, error) {
 	entries, chains, err := b.chains()
 	if err != nil {
@@ -185,7 +185,7 @@ func (b *blob) table(name string) (*table, error) {
 		}
 	}
 	t := &table{variant: legacy, family: b.family, name: name}
-	byName := map[string]stretch{}
+	byName := map[string]chainSpan{}
 	for _, c := range chains {
 		t.chains = append(t.chains, c.chain)
 		byName[c.name] = c
@@ -195,15 +195,15 @@ func (b *blob) table(name string) (*table, error) {
 		var list []rule
 		for i := c.first; i < c.end-1; i++ { // the last is the policy, or the return
 			e := &entries[i]
-			list = append(list, rule{handle: uint64(i), target: e.leadsTo(at), comment: e.comment, always: e.always})
+			list = append(list, rule{handle: uint64(i), target: e.targetName(at), comment: e.comment, always: e.always})
 		}
 		return list, nil
 	}
 	return t, nil
 }
 
-// leadsTo gives a rule's target. at are the chains by the offset of their first rule.
-func (e *entry) leadsTo(at map[uint32]string) string {
+// targetName returns a rule's target. at are the chains by the offset of their first rule.
+func (e *entry) targetName(at map[uint32]string) string {
 	switch {
 	case e.target != "":
 		return e.target
@@ -215,7 +215,7 @@ func (e *entry) leadsTo(at map[uint32]string) string {
 	return ""
 }
 
-// without gives the blob without what a plan names, and for each entry that is left the number it had.
+// without returns the blob without what a plan removes, and for each remaining entry its former number.
 func (b *blob) without(p *plan) (*blob, []int, error) {
 	entries, chains, err := b.chains()
 	if err != nil {
@@ -259,7 +259,7 @@ func (b *blob) without(p *plan) (*blob, []int, error) {
 	return out, left, b.verify(out, p)
 }
 
-// redirect has each jump lead where its target is now.
+// redirect updates the offset of each jump.
 func (b *blob) redirect(entries []entry, left []int, moved map[uint32]uint32) error {
 	l := layouts[b.family]
 	for _, i := range left {
@@ -281,47 +281,47 @@ func (b *blob) redirect(entries []entry, left []int, moved map[uint32]uint32) er
 	return nil
 }
 
-// verify reads a blob that without made as the kernel will, and makes sure that each chain is what it was, without what a plan
-// names. A mistake here would be one in somebody's firewall.
+// verify parses a blob from without as the kernel will, and checks that each chain is unchanged, except for what the
+// plan removes. A mistake here would be one in somebody's firewall.
 func (b *blob) verify(out *blob, p *plan) error {
 	gone := map[string]bool{}
 	for _, name := range p.chains {
 		gone[name] = true
 	}
-	was, err := b.texts(gone)
+	was, err := b.ruleTexts(gone)
 	if err != nil {
 		return err
 	}
-	is, err := out.texts(nil)
+	is, err := out.ruleTexts(nil)
 	if err != nil {
 		return err
 	}
 	for _, j := range p.jumps {
-		was[j.chain] = slices.DeleteFunc(was[j.chain], func(r text) bool { return r.number == int(j.handle) })
+		was[j.chain] = slices.DeleteFunc(was[j.chain], func(r ruleText) bool { return r.number == int(j.handle) })
 	}
 	same := len(was) == len(is)
 	for name := range was {
-		same = same && slices.EqualFunc(was[name], is[name], text.equal)
+		same = same && slices.EqualFunc(was[name], is[name], ruleText.equal)
 	}
 	if !same {
-		return errors.New("the rules that stay would not be the same")
+		return errors.New("the rules that stay would change")
 	}
 	return nil
 }
 
-// text is a rule. In place of an offset it has the name of the chain it leads to.
-type text struct {
+// ruleText is a rule with the name of the chain it jumps to instead of an offset.
+type ruleText struct {
 	number        int
 	to            string
 	before, after []byte
 }
 
-func (a text) equal(b text) bool {
+func (a ruleText) equal(b ruleText) bool {
 	return a.to == b.to && bytes.Equal(a.before, b.before) && bytes.Equal(a.after, b.after)
 }
 
-// texts gives the rules of all chains but some, the policy of built-in ones with them.
-func (b *blob) texts(without map[string]bool) (map[string][]text, error) {
+// ruleTexts returns the rules of all chains but some, including the policy of built-in ones.
+func (b *blob) ruleTexts(without map[string]bool) (map[string][]ruleText, error) {
 	entries, chains, err := b.chains()
 	if err != nil {
 		return nil, err
@@ -332,16 +332,16 @@ func (b *blob) texts(without map[string]bool) (map[string][]text, error) {
 			at[entries[c.first].offset] = c.name
 		}
 	}
-	out := map[string][]text{}
+	out := map[string][]ruleText{}
 	for _, c := range chains {
 		if without[c.name] {
 			continue
 		}
-		list := make([]text, 0, c.end-c.first)
+		list := make([]ruleText, 0, c.end-c.first)
 		for i := c.first; i < c.end; i++ {
 			e := &entries[i]
 			whole := b.entries[e.offset : e.offset+e.size]
-			t := text{i, e.leadsTo(at), whole, nil}
+			t := ruleText{i, e.targetName(at), whole, nil}
 			if e.target == "" && e.verdict >= 0 {
 				verdict := binary.NativeEndian.Uint16(whole[layouts[b.family].targetOffset:]) + targetHeader
 				t.before, t.after = whole[:verdict], whole[verdict+4:]

@@ -28,8 +28,8 @@ const (
 
 const (
 	tableNameLen = 32
-	// infoLen is the length of struct ipt_getinfo: a name, the valid hooks, the hooks' offsets, the underflows, the number of
-	// entries and their bytes.
+	// infoLen is the length of struct ipt_getinfo: a name, the valid hooks, the hooks' offsets, the underflows, the number
+	// of entries and their bytes.
 	infoLen = tableNameLen + 4 + 2*4*hooks + 2*4
 	// entriesHeader is what stands before the entries in struct ipt_get_entries.
 	entriesHeader = 40
@@ -40,8 +40,8 @@ const (
 	countersHeader = 40
 )
 
-// legacyTables gives the tables of legacy iptables that there are in this network namespace. To ask the kernel for a table makes
-// it, so only those are looked at that are there already.
+// legacyTables returns the tables of legacy iptables in this network namespace. Asking the kernel for a table creates
+// it, so only existing tables are read.
 func legacyTables() (list []*table, err error) {
 	for _, f := range ipfamily.All {
 		path := "/proc/thread-self/net/ip_tables_names"
@@ -50,7 +50,7 @@ func legacyTables() (list []*table, err error) {
 		}
 		names, err := os.ReadFile(path)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // no legacy iptables in this kernel, or not loaded
+			continue // this kernel has no legacy iptables, or it is not loaded
 		}
 		if err != nil {
 			return list, fmt.Errorf("%s iptables (%s): %w", f, legacy, err)
@@ -78,7 +78,7 @@ func legacyTables() (list []*table, err error) {
 	return list, nil
 }
 
-// inetSocket opens a socket by which legacy iptables can be asked: any one does, it need not be a raw one.
+// inetSocket opens a socket for the options of legacy iptables; it need not be a raw one.
 func inetSocket(f ipfamily.Family) (fd, level int, err error) {
 	domain, level := unix.AF_INET, unix.SOL_IP
 	if f == ipfamily.IPv6 {
@@ -128,10 +128,10 @@ func readBlob(f ipfamily.Family, name string) (*blob, error) {
 		b.entries = entries[entriesHeader:]
 		return b, nil
 	}
-	return nil, fmt.Errorf("%s iptables (%s): table %s changes all the time", f, legacy, name)
+	return nil, fmt.Errorf("%s iptables (%s): table %s keeps changing", f, legacy, name)
 }
 
-// removeLegacy removes what a plan names, by replacing the table as iptables-restore does: all at once.
+// removeLegacy removes what a plan names, by replacing the whole table as iptables-restore does.
 func removeLegacy(f ipfamily.Family, name string, plan func(*table) (*plan, error)) error {
 	for range maxReads {
 		was, err := readBlob(f, name)
@@ -151,7 +151,7 @@ func removeLegacy(f ipfamily.Family, name string, plan func(*table) (*plan, erro
 			return fmt.Errorf("%s iptables (%s): table %s: %w", f, legacy, name, err)
 		}
 		err = is.replace(name, left, int(was.numEntries))
-		if errors.Is(err, unix.EAGAIN) { // somebody else was quicker
+		if errors.Is(err, unix.EAGAIN) { // another program changed the table
 			continue
 		}
 		if err != nil {
@@ -159,11 +159,11 @@ func removeLegacy(f ipfamily.Family, name string, plan func(*table) (*plan, erro
 		}
 		return nil
 	}
-	return fmt.Errorf("%s iptables (%s): table %s changes all the time", f, legacy, name)
+	return fmt.Errorf("%s iptables (%s): table %s keeps changing", f, legacy, name)
 }
 
-// replace puts a table in the place of one that had so many entries. left are the numbers that its entries had there: their
-// counters go on. The kernel gives the old counters back and has new ones begin at 0.
+// replace replaces a table that had so many entries. left are the former numbers of its entries, whose counters are
+// carried over. The kernel returns the old counters and starts new ones at 0.
 func (b *blob) replace(name string, left []int, before int) error {
 	fd, level, err := inetSocket(b.family)
 	if err != nil {
@@ -201,7 +201,7 @@ func (b *blob) replace(name string, left []int, before int) error {
 	return unix.SetsockoptString(fd, level, setCounters, string(counters))
 }
 
-// getsockopt reads an option into b, whose content is the question.
+// getsockopt reads an option into b, whose content is the request.
 func getsockopt(fd, level, option int, b []byte) error {
 	n := uint32(len(b))
 	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option),
@@ -212,10 +212,10 @@ func getsockopt(fd, level, option int, b []byte) error {
 	return nil
 }
 
-// lockPatience is how long another iptables is waited for.
-const lockPatience = 10 * time.Second
+// lockTimeout is how long to wait for another iptables.
+const lockTimeout = 10 * time.Second
 
-// lockLegacy waits for the lock that keeps two iptables of the legacy variant from replacing a table at the same time. A
+// lockLegacy waits for the lock that keeps two legacy iptables programs from replacing a table at the same time. A
 // container that does not see the host's lock has none.
 func lockLegacy(ctx context.Context) (unlock func(), err error) {
 	path := os.Getenv("XTABLES_LOCKFILE")
@@ -226,7 +226,7 @@ func lockLegacy(ctx context.Context) (unlock func(), err error) {
 	if err != nil {
 		return func() {}, nil
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, fmt.Errorf("%s is held by another iptables", path))
+	ctx, cancel := context.WithTimeoutCause(ctx, lockTimeout, fmt.Errorf("%s is held by another iptables", path))
 	defer cancel()
 	for {
 		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
@@ -246,7 +246,7 @@ func lockLegacy(ctx context.Context) (unlock func(), err error) {
 	}
 }
 
-// lines gives the lines of a file in /proc, none if it is not there.
+// lines returns the lines of a file in /proc, none if it does not exist.
 func lines(path string) ([]string, error) {
 	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -17,8 +17,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// TestOthersWriteMeanwhile removes kube-proxy's rules again and again while somebody else adds rules of his, of which none may
-// be missing in the end.
+// TestOthersWriteMeanwhile removes kube-proxy's rules again and again while somebody else adds rules of his, of which
+// none may be missing in the end.
 func TestOthersWriteMeanwhile(t *testing.T) {
 	const rules = 40
 	eachVariant(t, func(t *testing.T, h *lab.Host, v variant, f ipfamily.Family) {
@@ -27,7 +27,8 @@ func TestOthersWriteMeanwhile(t *testing.T) {
 		var failed error
 		theirs.Go(func() {
 			for i := range rules {
-				args := []string{"-w", "-t", []string{"nat", "filter"}[i%2], "-A", "OUTPUT", "-p", "udp", "--dport", fmt.Sprint(1000 + i),
+				args := []string{"-w", "-t", []string{"nat", "filter"}[i%2], "-A", "OUTPUT", "-p", "udp", "--dport",
+					fmt.Sprint(1000 + i),
 					"-m", "comment", "--comment", "theirs", "-j", "RETURN"}
 				if _, err := h.Run(program(t, v, f, ""), args...); err != nil {
 					failed = err
@@ -60,7 +61,8 @@ func TestOthersWriteMeanwhile(t *testing.T) {
 func TestVerify(t *testing.T) {
 	for _, f := range ipfamily.All {
 		h := labtest.NewHost(t, labtest.NewNet(t), "node")
-		restore(t, h, legacy, f, "*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n")
+		restore(t, h, legacy, f,
+			"*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n")
 		inside(t, h, func() error {
 			b, err := readBlob(f, "nat")
 			if err != nil {
@@ -75,7 +77,8 @@ func TestVerify(t *testing.T) {
 				t.Errorf("%s without chain A, and a rule that leads there", f)
 			}
 			for cut := range len(b.entries) {
-				if _, err := (&blob{family: f, valid: b.valid, hook: b.hook, underflow: b.underflow, entries: b.entries[:cut], numEntries: b.numEntries}).table("nat"); err == nil {
+				if _, err := (&blob{family: f, valid: b.valid, hook: b.hook, underflow: b.underflow, entries: b.entries[:cut],
+					numEntries: b.numEntries}).table("nat"); err == nil {
 					t.Fatalf("%s: %d of %d bytes are a table", f, cut, len(b.entries))
 				}
 			}

@@ -5,43 +5,45 @@ import (
 	"strings"
 )
 
-// The tables of iptables in which kube-proxy has chains, in the order in which they are cleared. The nat table comes first:
-// what it marks and translates is let through by the filter table.
+// The tables of iptables in which kube-proxy has chains, in the order in which they are cleaned up. The nat table comes
+// first: the filter table accepts what it marks and translates.
 var tableNames = []string{"nat", "filter", "mangle"}
 
-// proxyChains are the chains of kube-proxy that exist once, of iptables and IPVS mode. Not among them is what a kubelet makes:
-// KUBE-FIREWALL, of which kube-proxy only writes a copy, KUBE-MARK-DROP, KUBE-IPTABLES-HINT and KUBE-KUBELET-CANARY.
+// proxyChains are the chains of kube-proxy that exist once, of iptables and IPVS mode. Not among them is what a kubelet
+// makes: KUBE-FIREWALL, of which kube-proxy only writes a copy, KUBE-MARK-DROP, KUBE-IPTABLES-HINT and
+// KUBE-KUBELET-CANARY.
 var proxyChains = map[string][]string{
 	"nat": {"KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ", "KUBE-PROXY-CANARY", "KUBE-NODE-PORT",
 		"KUBE-LOAD-BALANCER"},
 	"filter": {"KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-NODEPORTS", "KUBE-FORWARD", "KUBE-PROXY-FIREWALL",
-		"KUBE-PROXY-CANARY", "KUBE-CLUSTER-IPS", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER"},
+		"KUBE-PROXY-CANARY", "KUBE-CLUSTER-IPS", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-FILTER",
+		"KUBE-IPVS-OUT-FILTER"},
 	"mangle": {"KUBE-PROXY-CANARY"},
 }
 
 // serviceChain matches the chains of Services and endpoints: their names end in 16 letters and digits of a base32 hash.
-// KUBE-XLB is what KUBE-EXT and KUBE-SVL were before Kubernetes 1.24.
+// KUBE-XLB was the name of KUBE-EXT and KUBE-SVL before Kubernetes 1.24.
 //
-// Those with a range in place of a hash, or a hash in small hexadecimal digits, are of the trees that Verdict's own iptables backend
-// makes, and KUBE-CLUSTER-IPS is; they go when nftables takes over from it.
+// Chains with a range instead of a hash, or with a hash in lower-case hexadecimal digits, and KUBE-CLUSTER-IPS, belong
+// to the trees of Verdict's own iptables backend. They are removed when nftables takes over from it.
 var serviceChain = regexp.MustCompile(`^KUBE-(SVC|SVL|SEP|EXT|FW|XLB)-[A-Z2-7]{16}$`)
 
 var treeChain = regexp.MustCompile(`^KUBE-(SVC|EXT|CIP)-([0-9a-f]{16}|[0-9a-f.:/]+/[0-9]+(-[a-z]+)?(-[0-9]+-[0-9]+)?|[a-z]+(-[0-9]+-[0-9]+)?)$`)
 
-// onlyIPVS are the chains of kube-proxy's IPVS mode that its iptables mode has not.
+// onlyIPVS are the chains that kube-proxy has only in IPVS mode.
 var onlyIPVS = map[string]bool{"KUBE-NODE-PORT": true, "KUBE-LOAD-BALANCER": true, "KUBE-SOURCE-RANGES-FIREWALL": true,
 	"KUBE-IPVS-FILTER": true, "KUBE-IPVS-OUT-FILTER": true}
 
-// Own says what has the names of kube-proxy's iptables mode and is the caller's. The zero value says that nothing is.
+// Own says which chains with names of kube-proxy's iptables mode belong to the caller. The zero value means none.
 type Own struct {
-	// Variant is "nft" or "legacy": the one in which that is.
+	// Variant is "nft" or "legacy": the variant of iptables in which these chains are.
 	Variant string
-	// Rules says that all chains of iptables mode are; Compat that KUBE-MARK-MASQ and KUBE-POSTROUTING are.
+	// Rules means all chains of iptables mode; Compat means KUBE-MARK-MASQ and KUBE-POSTROUTING.
 	Rules, Compat bool
 }
 
-// holds says whether a chain is the caller's.
-func (o Own) holds(v variant, table, name string) bool {
+// owns says whether a chain belongs to the caller.
+func (o Own) owns(v variant, table, name string) bool {
 	if o.Variant != [...]string{nft: "nft", legacy: "legacy"}[v] {
 		return false
 	}
@@ -51,7 +53,7 @@ func (o Own) holds(v variant, table, name string) bool {
 	return o.Compat && table == "nat" && (name == "KUBE-MARK-MASQ" || name == "KUBE-POSTROUTING")
 }
 
-// isProxyChain says whether a chain of a table has a name that kube-proxy gives.
+// isProxyChain says whether a chain of a table has one of kube-proxy's names.
 func isProxyChain(table, name string) bool {
 	if !strings.HasPrefix(name, "KUBE-") {
 		return false
@@ -67,8 +69,8 @@ func isProxyChain(table, name string) bool {
 	return table == "nat" && (serviceChain.MatchString(name) || treeChain.MatchString(name))
 }
 
-// jumpComments are the comments of the rules by which kube-proxy leads from built-in chains to its own. A rule without one of
-// them is somebody else's.
+// jumpComments are the comments of the rules by which kube-proxy jumps from built-in chains to its own. A rule without
+// one of them belongs to somebody else.
 var jumpComments = map[string]bool{
 	"kubernetes service portals":                    true,
 	"kubernetes externally-visible service portals": true,
@@ -102,10 +104,10 @@ var proxySets = map[string]string{
 	"KUBE-IPVS-IPS":                  "hash:ip",
 }
 
-// maxSetName is the length the kernel allows, to which kube-proxy cuts the names of its IPv6 sets.
+// maxSetName is the longest name that the kernel allows. kube-proxy truncates the names of its IPv6 sets to it.
 const maxSetName = 31
 
-// proxySet gives the IPv4 name of one of kube-proxy's ipsets, by its own name and type.
+// proxySet returns the IPv4 name of one of kube-proxy's ipsets, by its actual name and type.
 func proxySet(name, typ string) (base string, ok bool) {
 	for base, t := range proxySets {
 		if typ == t && (name == base || name == setName6(base)) {
@@ -115,7 +117,7 @@ func proxySet(name, typ string) (base string, ok bool) {
 	return "", false
 }
 
-// setName6 gives the name of a set's IPv6 twin.
+// setName6 returns the name of a set's IPv6 counterpart.
 func setName6(base string) string {
 	n := strings.Replace(base, "KUBE-", "KUBE-6-", 1)
 	return n[:min(len(n), maxSetName)]

@@ -11,7 +11,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
-// proxyTable is kube-proxy's own table in nftables mode, one of each family.
+// proxyTable is kube-proxy's own table in nftables mode, one for each family.
 const proxyTable = "kube-proxy"
 
 // verdictDrop is netfilter's NF_DROP.
@@ -25,7 +25,7 @@ func openNFTables() (nftables, error) {
 	return nftables{c}, err
 }
 
-// proxyTables gives the families in which there is a table of kube-proxy's.
+// proxyTables returns the families that have a kube-proxy table.
 func (n nftables) proxyTables() ([]ipfamily.Family, error) {
 	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), unix.NFPROTO_UNSPEC), nil)
 	if err != nil {
@@ -33,14 +33,15 @@ func (n nftables) proxyTables() ([]ipfamily.Family, error) {
 	}
 	var found []ipfamily.Family
 	for _, o := range objects {
-		if f, ok := ipfamily.OfNFProto(o[0]); ok && netlink.Decode(o[netlink.NetfilterLen:])[unix.NFTA_TABLE_NAME].Text() == proxyTable {
+		if f, ok := ipfamily.OfNFProto(o[0]); ok &&
+			netlink.Decode(o[netlink.NetfilterLen:])[unix.NFTA_TABLE_NAME].Text() == proxyTable {
 			found = append(found, f)
 		}
 	}
 	return found, nil
 }
 
-// tables gives the tables of iptables-nft that have a chain of kube-proxy's.
+// tables returns the tables of iptables-nft that have a kube-proxy chain.
 func (n nftables) tables() ([]*table, error) {
 	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETCHAIN), unix.NFPROTO_UNSPEC), nil)
 	if err != nil {
@@ -61,7 +62,7 @@ func (n nftables) tables() ([]*table, error) {
 	return slices.DeleteFunc(all, func(t *table) bool { return !theirs[t] }), nil
 }
 
-// tableIn gives a table of a list, which it is added to if it is not there.
+// tableIn returns a table of a list, and adds it if it is not there.
 func (n nftables) tableIn(all *[]*table, f ipfamily.Family, name string) *table {
 	for _, t := range *all {
 		if t.family == f && t.name == name {
@@ -82,7 +83,7 @@ func parseChain(a netlink.Attributes) chain {
 	return c
 }
 
-// rules gives the rules of a chain. That it is not there any more is no error.
+// rules returns the rules of a chain. It is no error if the chain is gone.
 func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) {
 	objects, err := n.list(netfilter(netlink.NFTables(unix.NFT_MSG_GETRULE), f.NFProto()), func(w *netlink.Buffer) {
 		w.Text(unix.NFTA_RULE_TABLE, table)
@@ -101,7 +102,7 @@ func (n nftables) rules(f ipfamily.Family, table, chain string) ([]rule, error) 
 	return list, nil
 }
 
-// parseRule reads a rule that iptables-nft wrote.
+// parseRule parses a rule that iptables-nft wrote.
 func parseRule(a netlink.Attributes) rule {
 	r := rule{handle: a[unix.NFTA_RULE_HANDLE].Big64(), comment: ruleComment(a[unix.NFTA_RULE_USERDATA]), always: true}
 	for _, e := range netlink.Each(a[unix.NFTA_RULE_EXPRESSIONS]) {
@@ -117,7 +118,8 @@ func parseRule(a netlink.Attributes) rule {
 			r.target = "REJECT"
 		case name == "immediate" && data[unix.NFTA_IMMEDIATE_DREG].Big32() == unix.NFT_REG_VERDICT:
 			verdict := data.Nested(unix.NFTA_IMMEDIATE_DATA).Nested(unix.NFTA_DATA_VERDICT)
-			if r.target = verdict[unix.NFTA_VERDICT_CHAIN].Text(); r.target == "" && verdict[unix.NFTA_VERDICT_CODE].Big32() == verdictDrop {
+			if r.target = verdict[unix.NFTA_VERDICT_CHAIN].Text(); r.target == "" &&
+				verdict[unix.NFTA_VERDICT_CODE].Big32() == verdictDrop {
 				r.target = "DROP"
 			}
 		default:
@@ -140,7 +142,7 @@ func ruleComment(b []byte) string {
 	return ""
 }
 
-// deletion is one message of a transaction that deletes.
+// deletion is one delete message of a transaction.
 type deletion struct {
 	what  string
 	typ   uint16
@@ -152,9 +154,10 @@ type deletion struct {
 func (n nftables) deleteTables(fs []ipfamily.Family) error {
 	var list []deletion
 	for _, f := range fs {
-		list = append(list, deletion{fmt.Sprintf("table %s (%s)", proxyTable, f), unix.NFT_MSG_DELTABLE, f, func(w *netlink.Buffer) {
-			w.Text(unix.NFTA_TABLE_NAME, proxyTable)
-		}})
+		list = append(list,
+			deletion{fmt.Sprintf("table %s (%s)", proxyTable, f), unix.NFT_MSG_DELTABLE, f, func(w *netlink.Buffer) {
+				w.Text(unix.NFTA_TABLE_NAME, proxyTable)
+			}})
 	}
 	return n.commit(list)
 }
@@ -164,41 +167,43 @@ func (n nftables) remove(plans []*plan) error {
 	var jumps, rules, chains []deletion
 	for _, p := range plans {
 		ruleOf := func(chain string, handle uint64) deletion {
-			return deletion{fmt.Sprintf("rules of %s %s (%s)", p.table, chain, p.family), unix.NFT_MSG_DELRULE, p.family, func(w *netlink.Buffer) {
-				w.Text(unix.NFTA_RULE_TABLE, p.table)
-				w.Text(unix.NFTA_RULE_CHAIN, chain)
-				if handle != 0 {
-					w.Big64(unix.NFTA_RULE_HANDLE, handle)
-				}
-			}}
+			return deletion{fmt.Sprintf("rules of %s %s (%s)", p.table, chain, p.family), unix.NFT_MSG_DELRULE, p.family,
+				func(w *netlink.Buffer) {
+					w.Text(unix.NFTA_RULE_TABLE, p.table)
+					w.Text(unix.NFTA_RULE_CHAIN, chain)
+					if handle != 0 {
+						w.Big64(unix.NFTA_RULE_HANDLE, handle)
+					}
+				}}
 		}
 		for _, j := range p.jumps {
 			jumps = append(jumps, ruleOf(j.chain, j.handle))
 		}
 		for _, c := range p.chains { // all rules first: they lead from one of the chains to the next
 			rules = append(rules, ruleOf(c, 0))
-			chains = append(chains, deletion{fmt.Sprintf("chain %s %s (%s)", p.table, c, p.family), unix.NFT_MSG_DELCHAIN, p.family,
-				func(w *netlink.Buffer) {
-					w.Text(unix.NFTA_CHAIN_TABLE, p.table)
-					w.Text(unix.NFTA_CHAIN_NAME, c)
-				}})
+			chains = append(chains,
+				deletion{fmt.Sprintf("chain %s %s (%s)", p.table, c, p.family), unix.NFT_MSG_DELCHAIN, p.family,
+					func(w *netlink.Buffer) {
+						w.Text(unix.NFTA_CHAIN_TABLE, p.table)
+						w.Text(unix.NFTA_CHAIN_NAME, c)
+					}})
 		}
 	}
 	return n.commit(slices.Concat(jumps, rules, chains))
 }
 
-// stepBytes is what a socket takes without any privilege, by the default of net.core.wmem_max.
-const stepBytes = 64 << 10
+// batchBytes is what a socket accepts without privileges, by the default of net.core.wmem_max.
+const batchBytes = 64 << 10
 
-// commit carries a transaction out. If this process may not send it in one, it goes out in several, which is as good: whatever
-// is left in between, a packet finds no way to it or all that it leads to.
+// commit sends a transaction. If this process may not send it at once, it sends several, which is as good: at any point
+// in between, a packet finds either no way to a chain or all that the chain leads to.
 func (n nftables) commit(list []deletion) error {
 	err := n.transact(list)
 	if !errors.Is(err, unix.EMSGSIZE) {
 		return err
 	}
 	for len(list) > 0 {
-		step := min(len(list), stepBytes/256)
+		step := min(len(list), batchBytes/256)
 		if err := n.transact(list[:step]); err != nil {
 			return err
 		}
@@ -207,7 +212,7 @@ func (n nftables) commit(list []deletion) error {
 	return nil
 }
 
-// transact carries out one transaction: all of it, or nothing.
+// transact sends one transaction: all of it takes effect, or nothing.
 func (n nftables) transact(list []deletion) error {
 	if len(list) == 0 {
 		return nil

@@ -8,7 +8,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// TestOwn: what has kube-proxy's names and is the caller's stays, in the caller's variant; what kube-proxy alone makes does not.
+// TestOwn: what has kube-proxy's names and is the caller's stays, in the caller's variant; what kube-proxy alone makes
+// does not.
 func TestOwn(t *testing.T) {
 	const nat = `*nat
 :KUBE-SERVICES - [0:0]
@@ -50,7 +51,8 @@ COMMIT
 			{Own{}, ""},
 			{Own{Variant: other, Rules: true}, ""},
 			{Own{Variant: variant, Compat: true}, "MARK-MASQ POSTROUTING"},
-			{Own{Variant: variant, Rules: true}, "CIP-10.96.0.0/17 CLUSTER-IPS MARK-MASQ POSTROUTING SERVICES SVC-10.96.0.0/17 SVC-AAAAAAAAAAAAAAAA"},
+			{Own{Variant: variant, Rules: true},
+				"CIP-10.96.0.0/17 CLUSTER-IPS MARK-MASQ POSTROUTING SERVICES SVC-10.96.0.0/17 SVC-AAAAAAAAAAAAAAAA"},
 		} {
 			h := labtest.NewHost(t, labtest.NewNet(t), "node")
 			labtest.Run(t, h, nat, "iptables-"+variant+"-restore", "--noflush")

@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// proxyProcesses gives the processes called kube-proxy in this network namespace, as far as this process sees them: a container
-// sees those of others only with hostPID.
+// proxyProcesses returns the processes called kube-proxy in this network namespace, as far as they are visible: a
+// container sees those of others only with hostPID.
 func proxyProcesses() []int {
 	own, err := os.Readlink("/proc/thread-self/ns/net")
 	if err != nil {
@@ -22,7 +22,7 @@ func proxyProcesses() []int {
 		if err != nil || strings.TrimSpace(string(name)) != "kube-proxy" {
 			continue
 		}
-		// Who may not know in which network namespace it is believes that it is in this one, as on a node it will be.
+		// If the network namespace is unknown, assume this one, as it usually is on a node.
 		netns, err := os.Readlink(filepath.Join(filepath.Dir(path), "ns/net"))
 		if pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(path))); err != nil || netns == own {
 			pids = append(pids, pid)

@@ -16,7 +16,8 @@ import (
 // fakeNode is a node as a Runner sees it.
 type fakeNode struct {
 	start time.Time
-	// rules says whether there are rules at a time since the start, running the processes to be seen, and connections those of IPVS.
+	// rules says whether there are rules at a time since the start, running the processes to be seen, and connections
+	// those of IPVS.
 	rules       func(time.Duration) bool
 	running     func(time.Duration) []int
 	connections func(time.Duration) int
@@ -47,10 +48,10 @@ type fakeFound struct {
 	connections int
 }
 
-func (f *fakeFound) Empty() bool      { return !f.rules && f.connections == 0 }
-func (f *fakeFound) Carries() bool    { return f.rules }
-func (f *fakeFound) Running() []int   { return f.running }
-func (f *fakeFound) Connections() int { return f.connections }
+func (f *fakeFound) Empty() bool       { return !f.rules && f.connections == 0 }
+func (f *fakeFound) HasServices() bool { return f.rules }
+func (f *fakeFound) Running() []int    { return f.running }
+func (f *fakeFound) Connections() int  { return f.connections }
 func (f *fakeFound) Summary() []string {
 	if f.Empty() {
 		return nil
@@ -63,8 +64,8 @@ func (f *fakeFound) Remove(context.Context) error {
 	return f.node.refuse
 }
 
-// TestRunner lets a Runner work for a day on nodes of several kinds, and sees when it removes rules, when it looks for the last
-// time, and what it says.
+// TestRunner lets a Runner work for a day on nodes of several kinds, and sees when it removes rules, when it looks for
+// the last time, and what it says.
 func TestRunner(t *testing.T) {
 	never := func(time.Duration) bool { return false }
 	const m = time.Minute
@@ -82,23 +83,24 @@ func TestRunner(t *testing.T) {
 			name: "left of a former one", mode: Auto,
 			node:     fakeNode{rules: func(at time.Duration) bool { return at == 0 }},
 			removals: []time.Duration{0}, last: 5*m + 10*time.Second,
-			said: []string{`INFO removed what kube-proxy made what=rules`},
+			said: []string{`INFO removed kube-proxy's rules what=rules`},
 		},
 		{
 			name: "told not to", mode: Never, node: fakeNode{rules: func(time.Duration) bool { return true }},
-			said: []string{`INFO kube-proxy's rules are left in place, as told what=rules`},
+			said: []string{`INFO kube-proxy's rules are kept, as configured what=rules`},
 		},
 		{
 			// One that is at work, in a container that is not to be seen, until its DaemonSet is removed after two hours. It has
 			// written its rules again by the next look. Each removal waits for twice as long.
 			name: "at work", mode: Auto,
-			node:     fakeNode{rules: func(at time.Duration) bool { return at < 2*time.Hour+m }},
-			removals: []time.Duration{0, 70 * time.Second, 190 * time.Second, 430 * time.Second, 910 * time.Second, 1870 * time.Second, 3790 * time.Second},
-			last:     2*time.Hour + 5*m + 10*time.Second,
+			node: fakeNode{rules: func(at time.Duration) bool { return at < 2*time.Hour+m }},
+			removals: []time.Duration{0, 70 * time.Second, 190 * time.Second, 430 * time.Second, 910 * time.Second,
+				1870 * time.Second, 3790 * time.Second},
+			last: 2*time.Hour + 5*m + 10*time.Second,
 			said: append([]string{
-				`INFO removed what kube-proxy made what=rules`,
-				`WARN kube-proxy is at work on this node, and writes its rules again: remove its DaemonSet. No connection is lost by it, but both do the work pids=[] what=rules`,
-			}, slices.Repeat([]string{`INFO removed what kube-proxy made what=rules`}, 6)...),
+				`INFO removed kube-proxy's rules what=rules`,
+				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is lost, but both proxies do the work pids=[] what=rules`,
+			}, slices.Repeat([]string{`INFO removed kube-proxy's rules what=rules`}, 6)...),
 		},
 		{
 			name: "at work, and to be seen", mode: Auto,
@@ -108,9 +110,9 @@ func TestRunner(t *testing.T) {
 			},
 			removals: []time.Duration{0, 30*m + 10*time.Second}, last: 35*m + 10*time.Second,
 			said: []string{
-				`INFO removed what kube-proxy made what=rules`,
-				`WARN kube-proxy is at work on this node, and writes its rules again: remove its DaemonSet. No connection is lost by it, but both do the work pids=[7] what=rules`,
-				`INFO removed what kube-proxy made what=rules`,
+				`INFO removed kube-proxy's rules what=rules`,
+				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is lost, but both proxies do the work pids=[7] what=rules`,
+				`INFO removed kube-proxy's rules what=rules`,
 			},
 		},
 		{
@@ -118,7 +120,7 @@ func TestRunner(t *testing.T) {
 			node:     fakeNode{rules: never, connections: func(at time.Duration) int { return max(0, 4-int(at/m)) }},
 			removals: []time.Duration{0, 10 * time.Second, 70 * time.Second, 130 * time.Second, 190 * time.Second},
 			last:     8*m + 10*time.Second,
-			said:     []string{`INFO connections go on over kube-proxy's virtual services of IPVS; these go once they have ended connections=4 what=rules`},
+			said:     []string{`INFO connections still use kube-proxy's IPVS virtual services, which are removed once the connections have ended connections=4 what=rules`},
 		},
 		{
 			name: "an error", mode: Auto,

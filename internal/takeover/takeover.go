@@ -1,8 +1,9 @@
-// Package takeover removes what a kube-proxy left in a network namespace, of any of its modes, once somebody else carries the
-// Services: its nftables tables, its chains of iptables (both variants), its virtual services of IPVS, its ipsets, and the device
-// kube-ipvs0. It needs no programs for that, only the kernel.
+// Package takeover removes what a kube-proxy, in any of its modes, left in a network namespace, once another proxy has
+// programmed the Services: its nftables tables, its iptables chains (both variants), its IPVS virtual services, its
+// ipsets, and the device kube-ipvs0. It needs no programs for that, only the kernel.
 //
-// Looking creates nothing, and loads no module of the kernel. What others made stays, and what of kube-proxy's they use.
+// Finding creates nothing and loads no kernel module. Objects of others stay, and so do kube-proxy's objects that
+// others use.
 package takeover
 
 import (
@@ -20,7 +21,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// Found is what there is of a kube-proxy in a network namespace.
+// Found holds the objects of a kube-proxy in a network namespace.
 type Found struct {
 	own       Own
 	processes []int
@@ -31,8 +32,8 @@ type Found struct {
 	sets      []set
 }
 
-// Find looks for what there is of a kube-proxy in the network namespace of the calling thread, but for what the caller owns. After
-// an error it gives what it did find.
+// Find finds the objects of a kube-proxy in the network namespace of the calling thread, except those that the caller
+// owns. After an error it returns what it did find.
 func Find(ctx context.Context, own Own) (*Found, error) {
 	f := &Found{own: own, processes: proxyProcesses()}
 	var errs []error
@@ -43,7 +44,7 @@ func Find(ctx context.Context, own Own) (*Found, error) {
 		}
 	}
 	if err := errors.Join(errs...); err != nil {
-		return f, fmt.Errorf("look for kube-proxy: %w", err)
+		return f, fmt.Errorf("find kube-proxy's rules: %w", err)
 	}
 	return f, nil
 }
@@ -73,10 +74,10 @@ func (f *Found) findLegacy() error {
 	return errors.Join(err, f.plan(tables))
 }
 
-// plan decides about tables of iptables.
+// plan plans the removal for tables of iptables.
 func (f *Found) plan(tables []*table) error {
 	for _, t := range tables {
-		p, err := planOf(t, f.stay(t), f.own)
+		p, err := newPlan(t, f.guardChains(t), f.own)
 		if err != nil {
 			return err
 		}
@@ -88,24 +89,25 @@ func (f *Found) plan(tables []*table) error {
 	return nil
 }
 
-// stay gives the chains of a table that are needed for a while, and why.
-func (f *Found) stay(t *table) map[string]string {
+// guardChains returns the chains of a table that are needed for a while, and why.
+func (f *Found) guardChains(t *table) map[string]string {
 	if t.name != "filter" || !f.draining() {
 		return nil
 	}
-	// Without it, what listens at any address of this host could be reached by every address on the device.
-	return map[string]string{"KUBE-IPVS-FILTER": proxyDevice + " is still there, and it guards its addresses"}
+	// Without this chain, every address on the device would reach what listens at any address of this host.
+	return map[string]string{"KUBE-IPVS-FILTER": proxyDevice + " still exists, and the chain guards its addresses"}
 }
 
 func (f *Found) findIPVS() error {
-	own := frontends{bound: map[netip.Addr]bool{}, ports: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}}, addressed: map[member]bool{}}
+	own := proxyState{dummyAddrs: map[netip.Addr]bool{},
+		nodePorts: map[ipfamily.Family]map[member]bool{ipfamily.IPv4: {}, ipfamily.IPv6: {}}, addrPorts: map[member]bool{}}
 	var err error
 	if f.device, err = findDevice(); err != nil {
 		return err
 	}
 	if f.device != nil {
 		for _, a := range f.device.addrs {
-			own.bound[a] = true
+			own.dummyAddrs[a] = true
 		}
 	}
 	if err := f.findSets(&own); err != nil {
@@ -114,13 +116,13 @@ func (f *Found) findIPVS() error {
 	if f.device == nil && len(f.sets) == 0 {
 		return nil
 	}
-	if own.local, err = localAddrs(); err != nil {
+	if own.hostAddrs, err = localAddrs(); err != nil {
 		return err
 	}
 	return f.findServices(&own)
 }
 
-func (f *Found) findSets(own *frontends) error {
+func (f *Found) findSets(own *proxyState) error {
 	s, ok, err := openIPSets()
 	if err != nil || !ok {
 		return err
@@ -130,18 +132,18 @@ func (f *Found) findSets(own *frontends) error {
 		return err
 	}
 	for _, set := range f.sets {
-		if membersTell[set.base] {
+		if serviceSets[set.base] {
 			members, err := s.members(set.name)
 			if err != nil {
 				return err
 			}
-			own.take(set, members)
+			own.addMembers(set, members)
 		}
 	}
 	return nil
 }
 
-func (f *Found) findServices(own *frontends) error {
+func (f *Found) findServices(own *proxyState) error {
 	v, ok, err := openIPVS()
 	if err != nil || !ok {
 		return err
@@ -153,21 +155,21 @@ func (f *Found) findServices(own *frontends) error {
 	}
 	for i := range all {
 		s := &all[i]
-		if !own.made(s) {
+		if !own.isProxyService(s) {
 			continue
 		}
-		if err := v.look(s); err != nil {
+		if err := v.readDestinations(s); err != nil {
 			return err
 		}
-		if own.made(s) { // its destinations, too
+		if own.isProxyService(s) { // its destinations, too
 			f.services = append(f.services, *s)
 		}
 	}
 	return nil
 }
 
-// Connections is how many connections IPVS still carries, or begin at an address that is on kube-ipvs0. Their virtual services
-// and the device stay until they have ended.
+// Connections counts the connections that IPVS still forwards, and those from an address on kube-ipvs0. Their virtual
+// services and the device stay until they have ended.
 func (f *Found) Connections() int {
 	n := 0
 	for i := range f.services {
@@ -179,45 +181,47 @@ func (f *Found) Connections() int {
 	return n
 }
 
-// Made says whether there is a virtual service of IPVS at an address and port that kube-proxy made; the protocol is an IPPROTO.
-func (f *Found) Made(at netip.AddrPort, protocol uint8) bool {
+// IsProxyService says whether kube-proxy made the IPVS virtual service at an address and port; the protocol is an
+// IPPROTO.
+func (f *Found) IsProxyService(at netip.AddrPort, protocol uint8) bool {
 	return slices.ContainsFunc(f.services, func(s service) bool {
 		return s.addr == at.Addr() && s.port == at.Port() && s.protocol == uint16(protocol)
 	})
 }
 
-// draining says that something of IPVS has to stay for a while.
+// draining says that IPVS objects have to stay for a while.
 func (f *Found) draining() bool { return f.Connections() > 0 }
 
-// Carries says whether there are rules by which a kube-proxy carries Services, and not only some that are left.
-func (f *Found) Carries() bool {
-	return len(f.tables) > 0 || slices.ContainsFunc(f.plans, (*plan).carries)
+// HasServices says whether there are rules by which a kube-proxy serves Services, and not only leftovers.
+func (f *Found) HasServices() bool {
+	return len(f.tables) > 0 || slices.ContainsFunc(f.plans, (*plan).hasServices)
 }
 
-// Empty says whether there is nothing to remove, now or later. There may be something that stays because others need it.
+// Empty says whether there is nothing to remove, now or later. Objects may stay because others need them.
 func (f *Found) Empty() bool {
-	return len(f.tables) == 0 && len(f.services) == 0 && f.device == nil && len(f.sets) == len(f.used()) && !f.chains()
+	return len(f.tables) == 0 && len(f.services) == 0 && f.device == nil && len(f.sets) == len(f.usedSets()) &&
+		!f.hasChains()
 }
 
-// chains says whether there is something to remove of iptables.
-func (f *Found) chains() bool {
+// hasChains says whether there is something to remove from iptables.
+func (f *Found) hasChains() bool {
 	return slices.ContainsFunc(f.plans, func(p *plan) bool { return !p.empty() })
 }
 
-// used gives the names of sets that rules look into which stay.
-func (f *Found) used() (names []string) {
+// usedSets returns the names of sets that rules use which stay.
+func (f *Found) usedSets() (names []string) {
 	for _, s := range f.sets {
-		if s.rules > 0 && !f.chains() { // else they may be kube-proxy's rules
+		if s.rules > 0 && !f.hasChains() { // else they may be kube-proxy's rules
 			names = append(names, s.name)
 		}
 	}
 	return names
 }
 
-// Running gives the processes of a kube-proxy at work here, as far as they can be seen.
+// Running returns the processes of a running kube-proxy, as far as they are visible.
 func (f *Found) Running() []int { return f.processes }
 
-// Summary says what there is, a line for each kind and family; none if there is nothing.
+// Summary describes what was found, a line for each kind and family; it is empty if there is nothing.
 func (f *Found) Summary() []string {
 	var list []string
 	for _, family := range f.tables {
@@ -227,7 +231,7 @@ func (f *Found) Summary() []string {
 	if len(f.services) > 0 {
 		list = append(list, count(len(f.services), "virtual service")+" of IPVS")
 	}
-	if n := len(f.sets) - len(f.used()); n > 0 {
+	if n := len(f.sets) - len(f.usedSets()); n > 0 {
 		list = append(list, count(n, "ipset"))
 	}
 	if f.device != nil {
@@ -236,36 +240,38 @@ func (f *Found) Summary() []string {
 	return list
 }
 
-// Kept says what of kube-proxy's stays for good, and why, a line each.
+// Kept describes which of kube-proxy's objects stay for good, and why, a line each.
 func (f *Found) Kept() []string {
 	var list []string
 	for _, p := range f.plans {
 		for _, name := range slices.Sorted(maps.Keys(p.kept)) {
-			list = append(list, fmt.Sprintf("chain %s of table %s (%s, %s): %s", name, p.table, p.variant, p.family, p.kept[name]))
+			list = append(list,
+				fmt.Sprintf("chain %s of table %s (%s, %s): %s", name, p.table, p.variant, p.family, p.kept[name]))
 		}
 	}
-	if used := f.used(); len(used) > 0 {
-		list = append(list, fmt.Sprintf("ipsets %s: rules that stay look into them", strings.Join(used, ", ")))
+	if used := f.usedSets(); len(used) > 0 {
+		list = append(list, fmt.Sprintf("ipsets %s: rules that stay use them", strings.Join(used, ", ")))
 	}
 	return list
 }
 
-// Remove removes what was found, looking again at each table of iptables. New connections must be somebody else's by now. It
-// carries on after an error.
+// Remove removes what was found. It reads each table of iptables again first. Another proxy must serve new connections
+// by now. Remove continues after an error.
 //
-// Connections that are established live in connection tracking, which no removal of a rule touches. Those of IPVS do not: its
-// virtual services, and the addresses they came to, stay as long as there are any, and so does the chain that guards these
-// addresses. Sets go last, since rules refer to them and virtual services of node ports are known by them.
+// Established connections live in connection tracking, which no removal of a rule touches. Those of IPVS do not: its
+// virtual services and their addresses stay as long as there are any, and so does the chain that guards these
+// addresses. Sets go last, since rules refer to them and virtual services of node ports are found by them.
 func (f *Found) Remove(ctx context.Context) error {
 	var errs []error
-	for _, remove := range []func(context.Context) error{f.removeTables, f.removeIPVS, f.removeNFT, f.removeLegacy, f.removeSets} {
+	for _, remove := range []func(context.Context) error{f.removeTables, f.removeIPVS, f.removeNFT, f.removeLegacy,
+		f.removeSets} {
 		errs = append(errs, ctx.Err())
 		if ctx.Err() == nil {
 			errs = append(errs, remove(ctx))
 		}
 	}
 	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("remove what is kube-proxy's: %w", err)
+		return fmt.Errorf("remove kube-proxy's rules: %w", err)
 	}
 	return nil
 }
@@ -282,11 +288,11 @@ func (f *Found) removeTables(context.Context) error {
 	return n.deleteTables(f.tables)
 }
 
-// removeIPVS removes the virtual services without connections, and the device if there are no others.
+// removeIPVS removes the virtual services without connections, and the device if no connections are left.
 func (f *Found) removeIPVS(context.Context) error {
 	var errs []error
 	if f.device != nil {
-		errs = append(errs, f.device.steer())
+		errs = append(errs, f.device.redirectSources())
 	}
 	if len(f.services) > 0 {
 		v, ok, err := openIPVS()
@@ -306,10 +312,10 @@ func (f *Found) removeIPVS(context.Context) error {
 	return errors.Join(errs...)
 }
 
-// attempts bounds how often a table of iptables-nft is read again because others changed it.
-const attempts = 5
+// maxAttempts bounds how often a table of iptables-nft is read again because others changed it.
+const maxAttempts = 5
 
-// removeNFT removes the chains of iptables-nft, of each family in one transaction.
+// removeNFT removes the chains of iptables-nft, in one transaction for each family.
 func (f *Found) removeNFT(context.Context) error {
 	if !slices.ContainsFunc(f.plans, func(p *plan) bool { return p.variant == nft && !p.empty() }) {
 		return nil
@@ -321,7 +327,7 @@ func (f *Found) removeNFT(context.Context) error {
 	defer n.Close()
 	var errs []error
 	for _, family := range ipfamily.All {
-		for range attempts {
+		for range maxAttempts {
 			if err = f.removeNFTOf(n, family); err == nil {
 				break
 			}
@@ -341,7 +347,7 @@ func (f *Found) removeNFTOf(n nftables, of ipfamily.Family) error {
 		if t.family != of {
 			continue
 		}
-		p, err := planOf(t, f.stay(t), f.own)
+		p, err := newPlan(t, f.guardChains(t), f.own)
 		if err != nil {
 			return err
 		}
@@ -350,7 +356,7 @@ func (f *Found) removeNFTOf(n nftables, of ipfamily.Family) error {
 	return n.remove(plans)
 }
 
-// removeLegacy removes the chains of legacy iptables, each table at once.
+// removeLegacy removes the chains of legacy iptables, one table at a time.
 func (f *Found) removeLegacy(ctx context.Context) error {
 	if !slices.ContainsFunc(f.plans, func(p *plan) bool { return p.variant == legacy && !p.empty() }) {
 		return nil
@@ -364,7 +370,8 @@ func (f *Found) removeLegacy(ctx context.Context) error {
 	for _, name := range tableNames {
 		for _, p := range f.plans {
 			if p.variant == legacy && p.table == name && !p.empty() {
-				errs = append(errs, removeLegacy(p.family, name, func(t *table) (*plan, error) { return planOf(t, f.stay(t), f.own) }))
+				errs = append(errs,
+					removeLegacy(p.family, name, func(t *table) (*plan, error) { return newPlan(t, f.guardChains(t), f.own) }))
 			}
 		}
 	}

@@ -30,7 +30,8 @@ func TestMain(m *testing.M) {
 // programs of iptables that a test needs, by variant and family.
 func program(t testing.TB, v variant, f ipfamily.Family, what string) string {
 	t.Helper()
-	name := map[ipfamily.Family]string{ipfamily.IPv4: "iptables", ipfamily.IPv6: "ip6tables"}[f] + map[variant]string{nft: "-nft", legacy: "-legacy"}[v] + what
+	name := map[ipfamily.Family]string{ipfamily.IPv4: "iptables", ipfamily.IPv6: "ip6tables"}[f] +
+		map[variant]string{nft: "-nft", legacy: "-legacy"}[v] + what
 	if _, err := exec.LookPath(name); err != nil {
 		t.Fatalf("the tests of takeover need %s: install the package iptables, or run make test, which does", name)
 	}
@@ -102,8 +103,8 @@ func testdata(t testing.TB, name string) string {
 	return string(b)
 }
 
-// foreign are rules of others: a firewall, what a kubelet makes, a CNI plugin's host ports, and kube-router, whose chains have
-// similar names.
+// foreign are rules of others: a firewall, what a kubelet makes, a CNI plugin's host ports, and kube-router, whose
+// chains have similar names.
 const foreign = `
 *mangle
 :PREROUTING ACCEPT [0:0]
@@ -163,8 +164,8 @@ func rulesOf(f ipfamily.Family, rules string) string {
 	return regexp.MustCompile(`\[?(fd00:[\d:]+)\]?(:\d+)\n`).ReplaceAllString(rules, "[$1]$2\n")
 }
 
-// TestCaptures removes what a real kube-proxy 1.36 wrote, and nothing else: what iptables-save says afterwards is what it said
-// before, with all counters.
+// TestCaptures removes what a real kube-proxy 1.36 wrote, and nothing else: what iptables-save says afterwards is what
+// it said before, with all counters.
 func TestCaptures(t *testing.T) {
 	for _, v := range []variant{nft, legacy} {
 		for _, f := range ipfamily.All {
@@ -173,7 +174,7 @@ func TestCaptures(t *testing.T) {
 				accounts(t, h)
 				restore(t, h, v, f, foreign)
 				before := save(t, h, v, f)
-				if found := find(t, h); !found.Empty() || found.Kept() != nil || found.Carries() {
+				if found := find(t, h); !found.Empty() || found.Kept() != nil || found.HasServices() {
 					t.Fatalf("without a kube-proxy: found %q, kept %q", found.Summary(), found.Kept())
 				}
 				// kube-proxy puts its jumps before what is there, and a copy of KUBE-FIREWALL's rule is not taken for ours.
@@ -184,8 +185,8 @@ func TestCaptures(t *testing.T) {
 				restore(t, h, v, f, capture)
 				restore(t, h, v, f, "*filter\n:INPUT ACCEPT [7:700]\nCOMMIT\n") // which iptables-restore itself forgets
 				found := remove(t, h)
-				want := fmt.Sprintf("iptables rules (%s, %s): 25 chains and 12 rules that lead to them, in the tables nat, filter, mangle", v, f)
-				if s := found.Summary(); !found.Carries() || len(s) != 1 || s[0] != want {
+				want := fmt.Sprintf("iptables rules (%s, %s): 25 chains and 12 rules that jump to them, in the tables nat, filter, mangle", v, f)
+				if s := found.Summary(); !found.HasServices() || len(s) != 1 || s[0] != want {
 					t.Errorf("found %q, want %q", s, want)
 				}
 				if after := save(t, h, v, f); after != before {
@@ -204,7 +205,8 @@ func TestCaptures(t *testing.T) {
 		before := labtest.Run(t, h, "", "nft", "list", "ruleset")
 		labtest.Run(t, h, testdata(t, "nftables.nft"), "nft", "-f", "-")
 		found := remove(t, h)
-		if s := found.Summary(); !slices.Equal(s, []string{"nftables table kube-proxy (IPv4)", "nftables table kube-proxy (IPv6)"}) {
+		if s := found.Summary(); !slices.Equal(s,
+			[]string{"nftables table kube-proxy (IPv4)", "nftables table kube-proxy (IPv6)"}) {
 			t.Errorf("found %q", s)
 		}
 		if after := labtest.Run(t, h, "", "nft", "list", "ruleset"); after != before {
