@@ -1,5 +1,5 @@
-// Package cgroup says what memory the kernel lets this process, and those it shares a control group with, take: in a
-// container, its memory limit. The kernel charges to it what it holds for them, such as the elements of their tables.
+// Package cgroup reads the memory limit of this process's control group: in a container, the container's limit. The
+// kernel also charges the elements of nftables sets to it.
 package cgroup
 
 import (
@@ -11,26 +11,25 @@ import (
 	"strings"
 )
 
-// Memory is what a control group of memory, of version 1 or 2, says.
+// Memory is the state of a memory control group, of version 1 or 2.
 type Memory struct {
-	// Limit is in bytes, the least of the group's and those above it, as far as they can be seen; 0 means that there
-	// is none.
+	// Limit is in bytes: the smallest limit of the group and of its visible parents. 0 means no limit.
 	Limit int64
-	// Killed is how many processes of the group the kernel has killed since it was made, as there was no memory left.
+	// Killed is how many processes of the group the kernel has killed for lack of memory since the group was created.
 	Killed int
 }
 
-// unlimited is more than any limit: version 1 shows a huge number where there is none.
+// unlimited is above any limit: version 1 shows a huge number if there is none.
 const unlimited = 1 << 60
 
-// files are where the two versions keep what we read.
+// files are the paths of the two versions.
 var files = map[bool]struct{ root, limit, events string }{
 	false: {"sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.oom_control"},
 	true:  {"sys/fs/cgroup", "memory.max", "memory.events"},
 }
 
-// Read reads /proc/self/cgroup and the group's files; host is the root directory. A host without control groups of
-// memory gives the zero value.
+// Read reads /proc/self/cgroup and the group's files; host is the root directory. It returns the zero value on a host
+// without memory control groups.
 func Read(host fs.FS) (Memory, error) {
 	text, err := fs.ReadFile(host, "proc/self/cgroup")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -63,7 +62,7 @@ func Read(host fs.FS) (Memory, error) {
 	return m, nil
 }
 
-// memoryGroup finds the group of memory in lines such as "4:memory:/pod/a" and "0::/pod/a", which is of version 2.
+// memoryGroup finds the memory group in lines such as "4:memory:/pod/a" and "0::/pod/a", which is version 2.
 func memoryGroup(text string) (group string, v2, ok bool) {
 	for line := range strings.Lines(text) {
 		parts := strings.SplitN(strings.TrimSpace(line), ":", 3)
@@ -78,7 +77,7 @@ func memoryGroup(text string) (group string, v2, ok bool) {
 	return group, v2, ok
 }
 
-// limit reads a number of bytes. The root of version 2 has no such file.
+// limit reads a number of bytes. The root group of version 2 has no such file.
 func limit(host fs.FS, name string) (int64, error) {
 	b, err := fs.ReadFile(host, name)
 	text := strings.TrimSpace(string(b))

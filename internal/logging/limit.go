@@ -1,5 +1,5 @@
-// Package logging keeps the log readable, and the disk free, whatever others have the proxy say: what objects of the
-// cluster can provoke is limited in number, and what was left out is counted and told.
+// Package logging limits the number of log lines that objects of the cluster can provoke, and reports how many lines
+// were dropped. So the log stays readable and the disk free.
 package logging
 
 import (
@@ -14,53 +14,53 @@ import (
 	"time"
 )
 
-// A bucket holds burst lines and gets one more each interval, up to burst. Each line takes one from the bucket of lines
-// like it, and one from that of all lines of its severity: errors have their own, so that warnings, of which the
-// authors of objects can provoke any number, leave room for them.
+// A bucket holds burst lines and gets one more each interval, up to burst. Each line takes one from the bucket of
+// similar lines, and one from that of all lines of its severity. Errors have their own bucket, so that warnings, of
+// which the authors of objects can provoke any number, leave room for them.
 const (
 	burst    = 100
 	interval = time.Second
-	// allBurst and allInterval are for all lines of a severity.
+	// allBurst and allInterval apply to all lines of a severity.
 	allBurst    = 1000
 	allInterval = 100 * time.Millisecond
-	// maxKinds bounds how many buckets there are for lines that are alike; the others share one.
+	// maxKinds bounds the number of buckets for similar lines; further kinds share one.
 	maxKinds = 512
 )
 
 const (
-	// sumEvery is how often it is told what was left out.
+	// sumEvery is the interval of the summaries of dropped lines.
 	sumEvery = 10 * time.Second
 	// maxSummed bounds how many kinds of lines a summary names.
 	maxSummed = 4
-	// maxKind bounds what a kind is told by, and maxMessage how much of a message is written.
+	// maxKind bounds the length of a kind's text, and maxMessage that of a message.
 	maxKind    = 64
 	maxMessage = 4096
 )
 
-// Limit is a slog.Handler before another one. It writes all lines below Info, which only the operator asks for, and of
-// the others so many that one who provokes many crowds out neither others nor errors. Every ten seconds in which lines
-// were left out it writes one that says how many, and of what kinds. Make one with NewLimit.
+// Limit is a slog.Handler that limits the lines that reach the next one. It passes all lines below Info, which only the
+// operator asks for. It limits the others, so that one source of many lines crowds out neither others nor errors. After
+// every ten seconds in which it dropped lines, it logs how many and of what kinds. Make one with NewLimit.
 //
-// Lines are alike if they have the same level and message, up to the first '/' or ':' of it: so all that is said of the
-// objects of one namespace is alike.
+// Lines are similar if they have the same level and the same message up to its first '/' or ':': so all lines about the
+// objects of one namespace are similar.
 type Limit struct {
 	next slog.Handler
 	*limits
 }
 
-// limits is what a Limit shares with those that WithAttrs and WithGroup make of it.
+// limits is the state that a Limit shares with the Limits from its WithAttrs and WithGroup.
 type limits struct {
-	// root is what summaries are written by.
+	// root is the Handler that writes the summaries.
 	root slog.Handler
 	left atomic.Uint64
 
 	mu sync.Mutex
-	// all are the buckets of severities: errors, others. kinds are those of lines that are alike.
+	// all are the buckets of severities: errors, others. kinds are those of similar lines.
 	all   [2]bucket
 	kinds map[kind]*bucket
-	// pruned is when full buckets were last dropped from kinds.
+	// pruned is when full buckets were last removed from kinds.
 	pruned time.Time
-	// skipped counts what was left out since the time since, and others that of kinds that have no room there.
+	// skipped counts the lines dropped since the time since, and others those of kinds that have no room there.
 	skipped map[kind]int
 	others  int
 	since   time.Time
@@ -71,28 +71,28 @@ type kind struct {
 	text  string
 }
 
-// NewLimit gives a Limit before a Handler.
+// NewLimit returns a Limit in front of a Handler.
 func NewLimit(next slog.Handler) *Limit {
 	return &Limit{next, &limits{root: next, kinds: map[kind]*bucket{}}}
 }
 
-// LeftOut counts the lines that were left out since the start. Safe for concurrent use.
+// LeftOut returns the number of lines dropped since the start. Safe for concurrent use.
 func (l *Limit) LeftOut() uint64 { return l.left.Load() }
 
-// Enabled is the next Handler's.
+// Enabled asks the next Handler.
 func (l *Limit) Enabled(ctx context.Context, level slog.Level) bool {
 	return l.next.Enabled(ctx, level)
 }
 
-// WithAttrs gives a Limit that counts together with this one.
+// WithAttrs returns a Limit that shares this one's limits.
 func (l *Limit) WithAttrs(attrs []slog.Attr) slog.Handler {
 	return &Limit{l.next.WithAttrs(attrs), l.limits}
 }
 
-// WithGroup gives a Limit that counts together with this one.
+// WithGroup returns a Limit that shares this one's limits.
 func (l *Limit) WithGroup(name string) slog.Handler { return &Limit{l.next.WithGroup(name), l.limits} }
 
-// Handle writes a line, or counts it.
+// Handle passes a line on, or drops and counts it.
 func (l *Limit) Handle(ctx context.Context, r slog.Record) error {
 	if r.Level >= slog.LevelInfo && !l.admit(kindOf(r), time.Now()) {
 		l.left.Add(1)
@@ -132,8 +132,8 @@ func (l *limits) admit(k kind, now time.Time) bool {
 	return false
 }
 
-// bucket gives the bucket of a kind. One that is full again is as good as none; no bucket gets full in less than an
-// interval, and looking at all of them for each line of a flood would cost more than writing it.
+// bucket returns the bucket of a kind. Full buckets are removed at most once an interval: none gets full sooner, and
+// checking all of them for each line of a flood would cost more than writing the line.
 func (l *limits) bucket(k kind, now time.Time) *bucket {
 	if b := l.kinds[k]; b != nil {
 		return b
@@ -153,7 +153,7 @@ func (l *limits) bucket(k kind, now time.Time) *bucket {
 	return b
 }
 
-// skip counts a line that is left out, and sees to it that this will be told.
+// skip counts a dropped line, and schedules a summary.
 func (l *limits) skip(k kind, now time.Time) {
 	if l.skipped == nil {
 		l.skipped, l.since = map[kind]int{}, now
@@ -166,7 +166,7 @@ func (l *limits) skip(k kind, now time.Time) {
 	}
 }
 
-// tell writes what was left out.
+// tell logs a summary of what was dropped.
 func (l *limits) tell() {
 	l.mu.Lock()
 	now := time.Now()
@@ -178,7 +178,7 @@ func (l *limits) tell() {
 	_ = l.root.Handle(context.Background(), r) // there is nowhere to say that the log cannot be written
 }
 
-// summary says how many lines were left out, and of what kinds most.
+// summary says how many lines were dropped, and of what kinds most.
 func (l *limits) summary() string {
 	kinds := slices.SortedFunc(maps.Keys(l.skipped), func(a, b kind) int {
 		if n := l.skipped[b] - l.skipped[a]; n != 0 {
@@ -212,13 +212,13 @@ type bucket struct {
 	at   time.Time
 }
 
-// has says whether something is left in a bucket of some size that gets one more each interval.
+// has says whether a bucket of some size, which gets one more each interval, has a token left.
 func (b *bucket) has(now time.Time, size int, each time.Duration) bool {
 	b.refill(now, each)
 	return b.used < size
 }
 
-// full says whether nothing is missing.
+// full says whether no token is missing.
 func (b *bucket) full(now time.Time, each time.Duration) bool {
 	b.refill(now, each)
 	return b.used == 0

@@ -108,7 +108,8 @@ func TestManyWhoFlood(t *testing.T) {
 		time.Sleep(sumEvery)
 		synctest.Wait()
 		told := out.take()
-		if len(told) != 1 || len(told[0]) > 1000 || !strings.Contains(told[0], fmt.Sprintf("left out %d lines", 100_000-warnings)) ||
+		if len(told) != 1 || len(told[0]) > 1000 ||
+			!strings.Contains(told[0], fmt.Sprintf("left out %d lines", 100_000-warnings)) ||
 			!strings.Contains(told[0], "of other kinds") {
 			t.Errorf("told %q", told)
 		}

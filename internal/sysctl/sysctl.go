@@ -1,4 +1,4 @@
-// Package sysctl sets parameters of the kernel that are files: those under /proc/sys, and of modules under /sys.
+// Package sysctl sets kernel parameters that are files: those under /proc/sys, and those of modules under /sys.
 package sysctl
 
 import (
@@ -12,17 +12,17 @@ import (
 	"strings"
 )
 
-// Setting is what a parameter should be.
+// Setting is the wanted value of a parameter.
 type Setting struct {
-	// Path is that of its file, without the slash in front: "proc/sys/net/ipv4/ip_forward".
+	// Path is the path of its file, without the leading slash: "proc/sys/net/ipv4/ip_forward".
 	Path string
-	// Value is what it should be.
+	// Value is the wanted value.
 	Value int
-	// AtLeast leaves a higher value as it is.
+	// AtLeast keeps a higher value.
 	AtLeast bool
 }
 
-// Name gives the name that sysctl(8) has for the parameter, or its path.
+// Name returns the parameter's name as in sysctl(8), or its path.
 func (s Setting) Name() string {
 	if name, ok := strings.CutPrefix(s.Path, "proc/sys/"); ok {
 		return strings.ReplaceAll(name, "/", ".")
@@ -36,12 +36,11 @@ type Written struct {
 	Before, Now int
 }
 
-// Host is where the parameters are: a directory that stands for the root of the file system. Tests have one of their
-// own.
+// Host is a directory that stands for the root of the file system. Tests use one of their own.
 type Host struct{ Root string }
 
-// Apply sets parameters, and says which of them it changed. An error with one does not keep it from the others; it
-// names the parameter, and wraps fs.ErrNotExist where the kernel has none such yet: most come with a module.
+// Apply sets parameters and returns those that it changed. It continues after an error. Each error names the parameter,
+// and wraps fs.ErrNotExist if the kernel does not have it yet: most parameters come with a module.
 func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
 	for _, s := range settings {
 		before, err := h.read(s.Path)
@@ -53,7 +52,8 @@ func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
 			continue
 		}
 		if err := h.write(s.Path, s.Value); err != nil {
-			errs = append(errs, fmt.Errorf("%s stays %d; %d is wanted, but it cannot be written: %w", s.Name(), before, s.Value, pathless(err)))
+			errs = append(errs,
+				fmt.Errorf("%s stays %d; %d is wanted, but it cannot be written: %w", s.Name(), before, s.Value, pathless(err)))
 			continue
 		}
 		changed = append(changed, Written{s.Name(), before, s.Value})
@@ -61,7 +61,7 @@ func (h Host) Apply(settings []Setting) (changed []Written, errs []error) {
 	return changed, errs
 }
 
-// Check says what Apply could not set, and changes nothing.
+// Check returns the errors that Apply would return, and changes nothing.
 func (h Host) Check(settings []Setting) (errs []error) {
 	for _, s := range settings {
 		is, err := h.read(s.Path)
@@ -74,7 +74,8 @@ func (h Host) Check(settings []Setting) (errs []error) {
 		}
 		f, err := os.OpenFile(h.file(s.Path), os.O_WRONLY, 0)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("%s is %d; %d is wanted, and it cannot be written: %w", s.Name(), is, s.Value, pathless(err)))
+			errs = append(errs,
+				fmt.Errorf("%s is %d; %d is wanted, and it cannot be written: %w", s.Name(), is, s.Value, pathless(err)))
 			continue
 		}
 		f.Close()
@@ -92,7 +93,7 @@ func (h Host) read(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
-// write makes no file where there is none. The kernel takes the value with the first write, so there must be only one.
+// write creates no file. The kernel applies the value with the first write, so there must be only one.
 func (h Host) write(path string, value int) error {
 	f, err := os.OpenFile(h.file(path), os.O_WRONLY|os.O_TRUNC, 0)
 	if err != nil {
@@ -109,8 +110,8 @@ func pathless(err error) error {
 	return err
 }
 
-// CPUs gives how many CPUs the host has online. A container may be confined to fewer, which is what Go counts;
-// conntrack's table is the host's.
+// CPUs returns how many CPUs the host has online. A container may be confined to fewer, which is what Go counts; the
+// conntrack table is the host's.
 func (h Host) CPUs() int {
 	text, err := os.ReadFile(h.file("sys/devices/system/cpu/online"))
 	if err == nil {
@@ -121,7 +122,8 @@ func (h Host) CPUs() int {
 	return runtime.NumCPU()
 }
 
-// countList counts what a list such as 0-3,7 names (Documentation/admin-guide/cputopology.rst); 0 if it is none.
+// countList counts the items of a list such as 0-3,7 (Documentation/admin-guide/cputopology.rst); 0 if the list is
+// invalid.
 func countList(list string) int {
 	n := 0
 	for item := range strings.SplitSeq(list, ",") {
@@ -139,7 +141,7 @@ func countList(list string) int {
 	return n
 }
 
-// PossibleCPUs gives how many processors this kernel is prepared for, there or not: it keeps a counter for each of
+// PossibleCPUs returns how many processors this kernel is prepared for, present or not: it keeps a counter for each of
 // them.
 func PossibleCPUs() (int, error) {
 	const path = "/sys/devices/system/cpu/possible"

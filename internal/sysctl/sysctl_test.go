@@ -35,25 +35,31 @@ func (h Host) text(t *testing.T, path string) string {
 // TestApply: what differs is written, a limit is not lowered, and one that is missing keeps nothing else from being
 // set.
 func TestApply(t *testing.T) {
-	h := host(t, map[string]string{"proc/sys/a/low": "1\n", "proc/sys/a/high": "9\n", "proc/sys/a/same": "5\n", "proc/sys/a/lower": "9\n",
-		"proc/sys/a/word": "many\n", "sys/module/m/parameters/p": "1\n"})
+	h := host(t,
+		map[string]string{"proc/sys/a/low": "1\n", "proc/sys/a/high": "9\n", "proc/sys/a/same": "5\n",
+			"proc/sys/a/lower": "9\n",
+			"proc/sys/a/word":  "many\n", "sys/module/m/parameters/p": "1\n"})
 	changed, errs := h.Apply([]Setting{
-		{"proc/sys/a/low", 5, true}, {"proc/sys/a/high", 5, true}, {"proc/sys/a/same", 5, false}, {"proc/sys/a/missing", 5, false},
+		{"proc/sys/a/low", 5, true}, {"proc/sys/a/high", 5, true}, {"proc/sys/a/same", 5, false},
+		{"proc/sys/a/missing", 5, false},
 		{"proc/sys/a/word", 5, false}, {"proc/sys/a/lower", 5, false}, {"sys/module/m/parameters/p", 2, false},
 	})
 	var said []string
 	for _, w := range changed {
 		said = append(said, w.Name)
 	}
-	if got := strings.Join(said, " "); got != "a.low a.lower /sys/module/m/parameters/p" || changed[0] != (Written{"a.low", 1, 5}) {
+	if got := strings.Join(said, " "); got != "a.low a.lower /sys/module/m/parameters/p" ||
+		changed[0] != (Written{"a.low", 1, 5}) {
 		t.Errorf("changed %+v", changed)
 	}
-	for path, want := range map[string]string{"proc/sys/a/low": "5", "proc/sys/a/high": "9\n", "proc/sys/a/same": "5\n", "proc/sys/a/lower": "5", "sys/module/m/parameters/p": "2"} {
+	for path, want := range map[string]string{"proc/sys/a/low": "5", "proc/sys/a/high": "9\n", "proc/sys/a/same": "5\n",
+		"proc/sys/a/lower": "5", "sys/module/m/parameters/p": "2"} {
 		if got := h.text(t, path); got != want {
 			t.Errorf("%s is %q; want %q", path, got, want)
 		}
 	}
-	if len(errs) != 2 || !errors.Is(errs[0], fs.ErrNotExist) || errs[0].Error() != "a.missing cannot be read: no such file or directory" ||
+	if len(errs) != 2 || !errors.Is(errs[0], fs.ErrNotExist) ||
+		errs[0].Error() != "a.missing cannot be read: no such file or directory" ||
 		!strings.HasPrefix(errs[1].Error(), "a.word cannot be read: ") {
 		t.Errorf("errors %v", errs)
 	}
@@ -73,7 +79,8 @@ func TestReadOnly(t *testing.T) {
 		t.Errorf("errors %v", errs)
 	}
 	// A real parameter that only says what is.
-	if _, errs := (Host{}).Apply([]Setting{{"proc/sys/net/netfilter/nf_conntrack_count", 1 << 30, false}}); len(errs) != 1 ||
+	if _, errs := (Host{}).Apply([]Setting{{"proc/sys/net/netfilter/nf_conntrack_count", 1 << 30,
+		false}}); len(errs) != 1 ||
 		!strings.Contains(errs[0].Error(), "net.netfilter.nf_conntrack_count stays ") && !errors.Is(errs[0], fs.ErrNotExist) {
 		t.Errorf("errors %v", errs)
 	}
@@ -98,7 +105,8 @@ func TestCPUs(t *testing.T) {
 // TestCheck: what is not there is told, what is right or could be set is not, and nothing is changed.
 func TestCheck(t *testing.T) {
 	h := host(t, map[string]string{"proc/sys/a/same": "5\n", "proc/sys/a/high": "9\n", "proc/sys/a/other": "1\n"})
-	errs := h.Check([]Setting{{"proc/sys/a/same", 5, false}, {"proc/sys/a/high", 5, true}, {"proc/sys/a/other", 5, false}, {"proc/sys/a/missing", 5, false}})
+	errs := h.Check([]Setting{{"proc/sys/a/same", 5, false}, {"proc/sys/a/high", 5, true}, {"proc/sys/a/other", 5, false},
+		{"proc/sys/a/missing", 5, false}})
 	if len(errs) != 1 || errs[0].Error() != "a.missing cannot be read: no such file or directory" {
 		t.Errorf("errors %v", errs)
 	}
