@@ -34,12 +34,7 @@ internal/config
 internal/conntrack
 internal/health
 internal/ipfamily
-internal/lab
-internal/lab/control
-internal/lab/labtest
-internal/logging
 internal/metrics
-internal/sysctl
 internal/takeover
 internal/units
 ipvsplugin

@@ -9,14 +9,15 @@ import (
 type Attachment struct {
 	// Link is the gateway's end of the link. The host's own end is eth0.
 	Link string
-	// Bridge is a bridge of the gateway that Link becomes a port of, and that has the addresses of Gateways. Empty means that
-	// there is none: Link gets these addresses, and the gateway a route to the host.
+	// Bridge is a bridge of the gateway that Link becomes a port of, and that has the addresses of Gateways. Empty means
+	// that there is none: Link gets these addresses, and the gateway a route to the host.
 	Bridge string
 	// Addrs are the host's addresses, Gateways those of the gateway: as many, in the same order of families.
 	Addrs, Gateways []netip.Addr
 }
 
-// Attach wires a host to a gateway, its only neighbour and its way to everywhere. The addresses are usable after Settle of both.
+// Attach wires a host to a gateway, its only neighbour and its way to everywhere. The addresses are usable after Settle
+// of both.
 func (h *Host) Attach(gateway *Host, a Attachment) error {
 	if err := Link(End{h, "eth0"}, End{gateway, a.Link}, LinkOptions{}); err != nil {
 		return err

@@ -10,7 +10,8 @@ import (
 type Config struct {
 	// LocalPods and RemotePods are how many pods Node and Node2 run, at most 200 each.
 	LocalPods, RemotePods int
-	// PodLinkPrefix begins the name of the node's end of each local pod's link; the pod's number follows. Empty means "veth".
+	// PodLinkPrefix begins the name of the node's end of each local pod's link; the pod's number follows. Empty means
+	// "veth".
 	PodLinkPrefix string
 	// PodBridge is the bridge of the node whose ports are the local pods' links. Empty means that there is none: each link
 	// is routed.
@@ -31,10 +32,11 @@ type Config struct {
 //	       192.0.2.10, 2001:db8:2::a   |                                      2001:db8:64::7
 //	                                   +-- node2 192.0.2.20, 2001:db8:2::14
 //
-// The node is everybody's gateway to everywhere, in both directions: to any Service address, from outside to any pod and
-// back, and even between node2 and its pods. So a proxy there may translate every packet, with or without a change of the
-// source, and sees the answer. A packet it leaves alone, to an address nobody has, ends without an answer at outside, where
-// the node's default route points. Pods of node2 are wired to the switch and not through node2, which would know short cuts.
+// The node is everybody's gateway to everywhere, in both directions: to any Service address, from outside to any pod
+// and back, and even between node2 and its pods. So a proxy there may translate every packet, with or without a change
+// of the source, and sees the answer. A packet it leaves alone, to an address nobody has, ends without an answer at
+// outside, where the node's default route points. Pods of node2 are wired to the switch and not through node2, which
+// would know short cuts.
 type Cluster struct {
 	*Net
 	// Node is where the proxy runs; Node2 another node; Outside a client that is neither a pod nor a node.
@@ -173,7 +175,8 @@ func (c *Cluster) buildSegment(remotePods int) (err error) {
 	return c.Node.Forward()
 }
 
-// addToSegment makes a host with a link eth0 to the switch. All but the nodes, which are neighbours, know only the node.
+// addToSegment makes a host with a link eth0 to the switch. All but the nodes, which are neighbours, know only the
+// node.
 func (c *Cluster) addToSegment(wire *Host, name string, rs []netip.Prefix, number int) (*Host, error) {
 	h, err := c.NewHost(name)
 	if err != nil {

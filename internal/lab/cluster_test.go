@@ -67,8 +67,8 @@ func TestClusterReach(t *testing.T) {
 	}
 }
 
-// A packet to any address of the free ranges meets the node, whoever sends it, and so does the answer, whoever gives it,
-// with the client's own address as source or with the node's.
+// A packet to any address of the free ranges meets the node, whoever sends it, and so does the answer, whoever gives
+// it, with the client's own address as source or with the node's.
 func TestClusterNAT(t *testing.T) {
 	needNft(t)
 	for name, conf := range layouts {

@@ -76,10 +76,10 @@ func (o Options) timeout() time.Duration {
 	return o.Timeout
 }
 
-// Dial tries once to reach a Server from the host, and leaves no connection behind: TCP is closed by RST, so that a test may
-// dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is sent just
-// once, a TCP SYN again after one second. UDP and SCTP take their own ports in turn, so that what conntrack remembers of
-// earlier dials does not decide about this one. Any number of goroutines may dial at the same time.
+// Dial tries once to reach a Server from the host, and leaves no connection behind: TCP is closed by RST, so that a
+// test may dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is
+// sent just once, a TCP SYN again after one second. UDP and SCTP take their own ports in turn, so that what conntrack
+// remembers of earlier dials does not decide about this one. Any number of goroutines may dial at the same time.
 func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
 	if p == snapshot.SCTP && !h.kernelSCTP() {
 		return h.dialSCTP(unmap(to), o)
@@ -152,8 +152,8 @@ func (c *Conn) greet(deadline time.Time) Result {
 	return parseGreeting(line)
 }
 
-// Ping asks the endpoint at the other end for a sign of life and waits for it that long; 0 means one second. For TCP it is
-// the endpoint of the greeting that answers, or nobody. For UDP it is whoever gets the datagram now.
+// Ping asks the endpoint at the other end for a sign of life and waits for it that long; 0 means one second. For TCP it
+// is the endpoint of the greeting that answers, or nobody. For UDP it is whoever gets the datagram now.
 func (c *Conn) Ping(timeout time.Duration) Result {
 	start := time.Now()
 	deadline := start.Add(Options{Timeout: timeout}.timeout())
@@ -230,8 +230,8 @@ func (c *Conn) abort() error {
 	return c.Close()
 }
 
-// aborter closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would hold
-// its namespace for minutes.
+// aborter closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would
+// hold its namespace for minutes.
 type aborter struct{ *Conn }
 
 func (a aborter) Close() error { return a.abort() }

@@ -47,8 +47,8 @@ func wantOutcome(t *testing.T, what string, r lab.Result, want lab.Outcome, time
 	}
 }
 
-// A port that nobody serves refuses: TCP by RST, UDP by an ICMP error, SCTP by an ICMP error for the whole protocol, or by
-// ABORT where another port is served.
+// A port that nobody serves refuses: TCP by RST, UDP by an ICMP error, SCTP by an ICMP error for the whole protocol, or
+// by ABORT where another port is served.
 func TestDialClosedPort(t *testing.T) {
 	c := labtest.NewCluster(t, lab.Config{LocalPods: 2})
 	_, err := c.Pods[0].Serve(snapshot.SCTP, 8080)

@@ -16,9 +16,9 @@ import (
 // entered is set for the run of the program that Enter starts.
 const entered = "VERDICT_LAB_ENTERED"
 
-// Enter makes sure that this process may build a Net. Where it lacks the rights, Enter runs the program once more, with the
-// same arguments, environment and standard files, as root of a user namespace of its own, passes signals on, and waits. Then
-// done is true and the caller exits with the status, having done nothing else:
+// Enter makes sure that this process may build a Net. Where it lacks the rights, Enter runs the program once more, with
+// the same arguments, environment and standard files, as root of a user namespace of its own, passes signals on, and
+// waits. Then done is true and the caller exits with the status, having done nothing else:
 //
 //	if status, done, err := lab.Enter(); err != nil {
 //		return err
@@ -26,8 +26,8 @@ const entered = "VERDICT_LAB_ENTERED"
 //		os.Exit(status)
 //	}
 //
-// In the run in the user namespace, or if no such thing is needed, done is false. The error says which right or sysctl is
-// missing. Call it before anything else.
+// In the run in the user namespace, or if no such thing is needed, done is false. The error says which right or sysctl
+// is missing. Call it before anything else.
 func Enter() (status int, done bool, err error) {
 	again := os.Getenv(entered) != ""
 	os.Unsetenv(entered) // children of ours may need to enter themselves
@@ -52,9 +52,9 @@ func Enter() (status int, done bool, err error) {
 	return status, true, err
 }
 
-// EnterAlone is Enter for a program that starts others. It always runs the program once more: in a process namespace of its own,
-// so that whatever it starts ends with it, however it ends, and in a mount namespace of its own, where mounts are nobody
-// else's and vanish with it.
+// EnterAlone is Enter for a program that starts others. It always runs the program once more: in a process namespace of
+// its own, so that whatever it starts ends with it, however it ends, and in a mount namespace of its own, where mounts
+// are nobody else's and vanish with it.
 func EnterAlone() (status int, done bool, err error) {
 	if os.Getenv(entered) == "" {
 		missing, err := missingRights()
@@ -119,8 +119,8 @@ func remountSysctls() error {
 	return nil
 }
 
-// runAgain runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128 plus the
-// signal if it was killed.
+// runAgain runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128
+// plus the signal if it was killed.
 func runAgain(user bool, flags uintptr) (int, error) {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
@@ -137,7 +137,8 @@ func runAgain(user bool, flags uintptr) (int, error) {
 	defer runtime.UnlockOSThread()
 	signals := make(chan os.Signal, 16)
 	// Not those that stop and continue a job: they shall do that to this process, too.
-	signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2)
+	signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1,
+		syscall.SIGUSR2)
 	if err := cmd.Start(); err != nil {
 		signal.Stop(signals)
 		return 0, forbidden(err)
@@ -163,8 +164,8 @@ func runAgain(user bool, flags uintptr) (int, error) {
 	return cmd.ProcessState.ExitCode(), nil
 }
 
-// passOn sends a signal on to the child, unless the terminal sends it to both: a program that gets ^C twice thinks that its
-// user is in a hurry.
+// passOn sends a signal on to the child, unless the terminal sends it to both: a program that gets ^C twice thinks that
+// its user is in a hurry.
 func passOn(child *os.Process, s os.Signal) {
 	if (s == syscall.SIGINT || s == syscall.SIGQUIT) && inForeground() {
 		return

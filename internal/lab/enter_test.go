@@ -66,7 +66,8 @@ func must(err error) {
 	}
 }
 
-// dropCapabilities leaves what a user has who is root of nothing. Mapping user 0 takes a capability that others do not need.
+// dropCapabilities leaves what a user has who is root of nothing. Mapping user 0 takes a capability that others do not
+// need.
 func dropCapabilities() {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	data := [2]unix.CapUserData{}
@@ -261,7 +262,8 @@ func TestNobody(t *testing.T) {
 	if !mapped(t, nobody) {
 		t.Skip("this is a user namespace that knows just one user: the other tests run unprivileged already")
 	}
-	c := exec.Command("/proc/self/exe", "-test.run=^Test(Cluster|Dial|Open|Serve|Do|Sysctl|Command|Link|Close|NoStray|Enter)")
+	c := exec.Command("/proc/self/exe",
+		"-test.run=^Test(Cluster|Dial|Open|Serve|Do|Sysctl|Command|Link|Close|NoStray|Enter)")
 	c.Dir = "/"
 	c.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
 	start := time.Now()

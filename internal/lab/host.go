@@ -141,10 +141,10 @@ func (h *Host) IP(f ipfamily.Family) netip.Addr {
 // Netlink gives rtnetlink inside the host, for what Link, AddAddr and AddRoute do not offer. The Net closes it.
 func (h *Host) Netlink() *netlink.Handle { return h.nl }
 
-// Do runs f inside the host's namespace, on a thread of its own, and gives back f's error. Sockets and netlink connections
-// that f opens belong to the namespace for good and can be used anywhere afterwards. Goroutines that f starts do not run in
-// the namespace, and some of the standard library starts them (resolving names, http.Client): use DialContext there.
-// f may call t.FailNow, which ends the calling goroutine as it should.
+// Do runs f inside the host's namespace, on a thread of its own, and gives back f's error. Sockets and netlink
+// connections that f opens belong to the namespace for good and can be used anywhere afterwards. Goroutines that f
+// starts do not run in the namespace, and some of the standard library starts them (resolving names, http.Client): use
+// DialContext there. f may call t.FailNow, which ends the calling goroutine as it should.
 func (h *Host) Do(f func() error) error {
 	var err error
 	left := true // by runtime.Goexit
@@ -176,7 +176,8 @@ func (h *Host) inside(f func()) error {
 	}
 }
 
-// Sysctl sets a kernel parameter inside the host: Sysctl("net/ipv4/ip_forward", "1"). A dot in the key is part of a name.
+// Sysctl sets a kernel parameter inside the host: Sysctl("net/ipv4/ip_forward", "1"). A dot in the key is part of a
+// name.
 func (h *Host) Sysctl(key, value string) error {
 	var err error
 	if e := h.inside(func() { err = writeSysctl(key, value) }); e != nil {
@@ -205,7 +206,8 @@ func BridgesCallNetfilter() bool {
 	return err == nil
 }
 
-// writeSysctl writes as seen by the calling thread: /proc/sys/net shows the namespace of the task that opens a file in it.
+// writeSysctl writes as seen by the calling thread: /proc/sys/net shows the namespace of the task that opens a file in
+// it.
 func writeSysctl(key, value string) error {
 	f, err := os.OpenFile("/proc/sys/"+key, os.O_WRONLY, 0)
 	if err != nil {
@@ -221,8 +223,8 @@ type Cmd struct {
 	host *Host
 }
 
-// Command prepares a program that will run inside the host. It sees the host's network and the machine's files. It is the
-// caller's to wait for: a process that still runs keeps the namespace alive.
+// Command prepares a program that will run inside the host. It sees the host's network and the machine's files. It is
+// the caller's to wait for: a process that still runs keeps the namespace alive.
 func (h *Host) Command(name string, args ...string) *Cmd {
 	return &Cmd{exec.Command(name, args...), h}
 }

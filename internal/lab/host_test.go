@@ -239,8 +239,8 @@ func use(t testing.TB, c *lab.Cluster) {
 	labtest.Check(t, err)
 }
 
-// Close leaves no thread, goroutine or descriptor, and the kernel takes the namespaces away: a link that leads from another
-// net into the closed one vanishes.
+// Close leaves no thread, goroutine or descriptor, and the kernel takes the namespaces away: a link that leads from
+// another net into the closed one vanishes.
 func TestClose(t *testing.T) {
 	conf := lab.Config{LocalPods: 1, RemotePods: 1}
 	warm := labtest.NewCluster(t, conf) // the runtime opens descriptors of its own on first use

@@ -1,9 +1,10 @@
-// Package lab builds test hosts: network namespaces of our own, joined by veth links, with servers and clients in them that
-// tell who answered whom. Nothing on the machine itself changes, no external tool is needed, and Close leaves nothing behind.
+// Package lab builds test hosts: network namespaces of our own, joined by veth links, with servers and clients in them
+// that tell who answered whom. Nothing on the machine itself changes, no external tool is needed, and Close leaves
+// nothing behind.
 //
-// It works as root and, after Enter, for an unprivileged user in a user namespace. Every piece of work inside a namespace
-// runs on an operating system thread that was moved there and is thrown away afterwards; a socket made there stays there
-// and may be used from any goroutine.
+// It works as root and, after Enter, for an unprivileged user in a user namespace. Every piece of work inside a
+// namespace runs on an operating system thread that was moved there and is thrown away afterwards; a socket made there
+// stays there and may be used from any goroutine.
 //
 //	c, err := lab.NewCluster(lab.Config{LocalPods: 2, RemotePods: 1})
 //	...
@@ -31,8 +32,8 @@ import (
 // ErrClosed is what a closed Net or Host answers with.
 var ErrClosed = errors.New("lab: closed")
 
-// Families gives the families this kernel speaks: IPv4, and IPv6 unless the machine was started without it. A Host has no
-// IPv6 address where the kernel has none; adding one is then silently left out.
+// Families gives the families this kernel speaks: IPv4, and IPv6 unless the machine was started without it. A Host has
+// no IPv6 address where the kernel has none; adding one is then silently left out.
 func Families() []ipfamily.Family {
 	if hasIPv6() {
 		return []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6}
@@ -62,8 +63,8 @@ func (n *Net) Hosts() []*Host {
 	return slices.Clone(n.hosts)
 }
 
-// Close removes all hosts with their links, servers and connections. What the caller made himself inside a host (a socket,
-// a process, a function that still runs in Do) keeps that namespace alive until it ends.
+// Close removes all hosts with their links, servers and connections. What the caller made himself inside a host (a
+// socket, a process, a function that still runs in Do) keeps that namespace alive until it ends.
 func (n *Net) Close() error {
 	n.mu.Lock()
 	hosts := n.hosts

@@ -24,7 +24,8 @@ type LinkOptions struct {
 	MTU int
 }
 
-// Link joins two hosts by a veth pair, both ends up. The MAC addresses follow from the names, so that two runs look alike.
+// Link joins two hosts by a veth pair, both ends up. The MAC addresses follow from the names, so that two runs look
+// alike.
 func Link(a, b End, o LinkOptions) error {
 	veth := &netlink.Veth{
 		LinkAttrs:        netlink.LinkAttrs{Name: a.Link, MTU: o.MTU, HardwareAddr: mac(a)},
@@ -60,8 +61,9 @@ func (h *Host) AddBridge(name string) error {
 	return h.up(name)
 }
 
-// AddPort makes a link a port of a bridge. Like Kubernetes' bridges, it gives a frame back to the port it came from if that
-// is where it belongs: with net/bridge/bridge-nf-call-iptables, a packet may be translated to the address of its own sender.
+// AddPort makes a link a port of a bridge. Like Kubernetes' bridges, it gives a frame back to the port it came from if
+// that is where it belongs: with net/bridge/bridge-nf-call-iptables, a packet may be translated to the address of its
+// own sender.
 func (h *Host) AddPort(bridge, link string) error {
 	master, err := h.link(bridge)
 	if err != nil {
@@ -80,8 +82,8 @@ func (h *Host) AddPort(bridge, link string) error {
 	return nil
 }
 
-// AddAddr gives a link an address with the length of its range, usable when AddAddr returns. The first address of a family on
-// a link other than the loopback becomes the host's main one. A link may get any number.
+// AddAddr gives a link an address with the length of its range, usable when AddAddr returns. The first address of a
+// family on a link other than the loopback becomes the host's main one. A link may get any number.
 func (h *Host) AddAddr(link string, p netip.Prefix) error {
 	if err := h.addAddr(link, p); err != nil {
 		return err
@@ -130,7 +132,8 @@ func (h *Host) DelAddr(link string, p netip.Prefix) error {
 type Route struct {
 	// To is where packets go to; a zero length means everywhere.
 	To netip.Prefix
-	// Via is the next hop, taken for a neighbour on Link even if no address of Link says so; invalid means To is on the link.
+	// Via is the next hop, taken for a neighbour on Link even if no address of Link says so; invalid means To is on the
+	// link.
 	Via netip.Addr
 	// Link is the way out.
 	Link string
@@ -168,8 +171,8 @@ func (h *Host) Forward() error {
 	return h.Sysctl("net/ipv6/conf/all/forwarding", "1")
 }
 
-// Settle waits until the host's links and addresses can be used. The kernel does the last steps on its own time: it drops
-// packets on a link that has just come up, and does not yet know that an IPv6 address is its own.
+// Settle waits until the host's links and addresses can be used. The kernel does the last steps on its own time: it
+// drops packets on a link that has just come up, and does not yet know that an IPv6 address is its own.
 func (h *Host) Settle() error {
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
 		waiting, err := h.unsettled()
@@ -211,7 +214,8 @@ func (h *Host) unsettled() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	local, err := h.nl.RouteListFiltered(netlink.FAMILY_V6, &netlink.Route{Table: unix.RT_TABLE_LOCAL}, netlink.RT_FILTER_TABLE)
+	local, err := h.nl.RouteListFiltered(netlink.FAMILY_V6, &netlink.Route{Table: unix.RT_TABLE_LOCAL},
+		netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return "", err
 	}

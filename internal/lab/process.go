@@ -2,8 +2,8 @@ package lab
 
 import "syscall"
 
-// StartTied starts the program like Start and ties it to the host: it is killed when the host is closed and when this process
-// ends, however that ends. It leads a process group of its own, so a signal from a terminal does not reach it.
+// StartTied starts the program like Start and ties it to the host: it is killed when the host is closed and when this
+// process ends, however that ends. It leads a process group of its own, so a signal from a terminal does not reach it.
 func (c *Cmd) StartTied() error {
 	if c.SysProcAttr == nil {
 		c.SysProcAttr = &syscall.SysProcAttr{}

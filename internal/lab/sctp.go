@@ -6,9 +6,9 @@ import (
 	"hash/crc32"
 )
 
-// Many kernels have no SCTP sockets, or have not loaded them. The beginning of an association is enough to see where a packet
-// goes: INIT, answered by INIT ACK or ABORT (RFC 9260 section 5.1), with the verification tags and checksums that conntrack
-// looks at.
+// Many kernels have no SCTP sockets, or have not loaded them. The beginning of an association is enough to see where a
+// packet goes: INIT, answered by INIT ACK or ABORT (RFC 9260 section 5.1), with the verification tags and checksums
+// that conntrack looks at.
 
 // The chunks of an SCTP packet that are used here.
 const (

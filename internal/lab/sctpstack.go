@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// kernelSCTP reports whether the kernel answers SCTP packets itself, which spoils what a raw socket says. That is so from the
-// moment somebody on the machine has made an SCTP socket. Then the kernel's sockets are used, just like TCP's.
+// kernelSCTP reports whether the kernel answers SCTP packets itself, which spoils what a raw socket says. That is so
+// from the moment somebody on the machine has made an SCTP socket. Then the kernel's sockets are used, just like TCP's.
 func (h *Host) kernelSCTP() bool {
 	answers := false
 	_ = h.inside(func() {
@@ -29,8 +29,8 @@ func (h *Host) kernelSCTP() bool {
 	return answers
 }
 
-// listenKernelSCTP serves a port with the kernel's sockets, one an address: one for all addresses would offer each client all
-// of them to talk to, and answer from whichever the kernel likes best.
+// listenKernelSCTP serves a port with the kernel's sockets, one an address: one for all addresses would offer each
+// client all of them to talk to, and answer from whichever the kernel likes best.
 func (s *Server) listenKernelSCTP(f ipfamily.Family, port uint16) error {
 	family := map[ipfamily.Family]int{ipfamily.IPv4: netlink.FAMILY_V4, ipfamily.IPv6: netlink.FAMILY_V6}[f]
 	addrs, err := s.host.nl.AddrList(nil, family)
@@ -69,8 +69,9 @@ func (h *Host) listenKernelSCTP(at netip.AddrPort) (net.Listener, error) {
 	return net.FileListener(socket)
 }
 
-// sctpStack is a host's share of SCTP: one raw socket a family for all its servers and clients, told apart by port. A raw
-// socket sees all packets and all ICMP errors of its host, so a socket a client would cost the square of the clients.
+// sctpStack is a host's share of SCTP: one raw socket a family for all its servers and clients, told apart by port. A
+// raw socket sees all packets and all ICMP errors of its host, so a socket a client would cost the square of the
+// clients.
 type sctpStack struct {
 	name  string
 	conns map[ipfamily.Family]*net.IPConn
@@ -140,8 +141,8 @@ func (s *sctpStack) Close() error {
 	return errors.Join(errs...)
 }
 
-// read takes packets and ICMP errors until the socket is closed. Any wake-up may mean either: a send in another goroutine
-// may have taken the sign of a new error, but never the error itself.
+// read takes packets and ICMP errors until the socket is closed. Any wake-up may mean either: a send in another
+// goroutine may have taken the sign of a new error, but never the error itself.
 func (s *sctpStack) read(f ipfamily.Family, c *net.IPConn) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -251,8 +252,8 @@ func (s *sctpStack) finish(port uint16, verdict func(*sctpDial) (Result, bool)) 
 	}
 }
 
-// send sends a packet; an invalid source leaves the choice to the kernel. The socket is shared, so an ICMP error that is
-// meant for somebody else may come back from here first: the kernel then has not sent, and has forgotten the error.
+// send sends a packet; an invalid source leaves the choice to the kernel. The socket is shared, so an ICMP error that
+// is meant for somebody else may come back from here first: the kernel then has not sent, and has forgotten the error.
 func (s *sctpStack) send(p sctpPacket, from, to netip.Addr) error {
 	c := s.conns[ipfamily.Of(to)]
 	if c == nil {

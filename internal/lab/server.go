@@ -16,15 +16,16 @@ import (
 //
 //	pod-1 198.51.100.7:41234 10.244.1.10:8080
 //
-// TCP clients get the line when they connect, and then all they send is sent back. Each UDP datagram is answered with the
-// line and the datagram. SCTP clients get it as the state cookie of the INIT ACK.
+// TCP clients get the line when they connect, and then all they send is sent back. Each UDP datagram is answered with
+// the line and the datagram. SCTP clients get it as the state cookie of the INIT ACK.
 type Server struct {
 	host *Host
 	open closers
 	wg   sync.WaitGroup
 }
 
-// Serve answers on ports of all addresses of the host, in both families. The server is closed with the host at the latest.
+// Serve answers on ports of all addresses of the host, in both families. The server is closed with the host at the
+// latest.
 func (h *Host) Serve(p snapshot.Protocol, ports ...uint16) (*Server, error) {
 	s := &Server{host: h}
 	if !h.open.add(s) {

@@ -17,8 +17,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// DialContext connects from inside the host like net.Dialer.DialContext, for network tcp or udp and an address without names.
-// It fits http.Transport. The caller closes the connection.
+// DialContext connects from inside the host like net.Dialer.DialContext, for network tcp or udp and an address without
+// names. It fits http.Transport. The caller closes the connection.
 func (h *Host) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	to, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -56,8 +56,8 @@ func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err erro
 	return c, err
 }
 
-// connect makes a socket inside the host and connects it from the calling goroutine: only the first needs the host's thread,
-// so that any number of connections can wait for their answer. An invalid from leaves the choice to the kernel.
+// connect makes a socket inside the host and connects it from the calling goroutine: only the first needs the host's
+// thread, so that any number of connections can wait for their answer. An invalid from leaves the choice to the kernel.
 func (h *Host) connect(ctx context.Context, p snapshot.Protocol, from, to netip.AddrPort) (net.Conn, error) {
 	to = unmap(to)
 	fd, err := h.socket(p, ipfamily.Of(to.Addr()))

@@ -47,8 +47,8 @@ func enterNetns(ns *os.File) error {
 	return nil
 }
 
-// ThreadTime is the processor time that the calling thread has used so far. What the kernel does for a packet counts for the
-// thread that sends it, up to the other end of the link. The caller must stay on its thread between two calls.
+// ThreadTime is the processor time that the calling thread has used so far. What the kernel does for a packet counts
+// for the thread that sends it, up to the other end of the link. The caller must stay on its thread between two calls.
 func ThreadTime() (time.Duration, error) {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {

@@ -45,8 +45,8 @@ type Config struct {
 	Dir string
 	// ServiceRanges are the ranges of cluster IPs, the first family is the primary one.
 	ServiceRanges []netip.Prefix
-	// RequestTimeout is how long a request may take, which large lists need; 0 means 10 s. It is also how long the server takes to
-	// end while somebody watches.
+	// RequestTimeout is how long a request may take, which large lists need; 0 means 10 s. It is also how long the server
+	// takes to end while somebody watches.
 	RequestTimeout time.Duration
 	// Fill, if there is any, writes objects into etcd before the API server is started.
 	Fill func(context.Context) error
@@ -158,7 +158,8 @@ func (p *Plane) serverArgs() []string {
 	return []string{
 		"--etcd-servers=http://127.0.0.1:2379", fmt.Sprintf("--secure-port=%d", securePort), "--bind-address=0.0.0.0",
 		"--advertise-address=" + ip, "--service-cluster-ip-range=" + strings.Join(ranges, ","),
-		"--tls-cert-file=" + p.file("server.crt"), "--tls-private-key-file=" + p.file("server.key"), "--client-ca-file=" + p.file("ca.crt"),
+		"--tls-cert-file=" + p.file("server.crt"), "--tls-private-key-file=" + p.file("server.key"), "--client-ca-file=" +
+			p.file("ca.crt"),
 		"--token-auth-file=" + p.file("tokens.csv"), "--authorization-mode=RBAC",
 		"--service-account-issuer=" + p.url, "--service-account-key-file=" + p.file("accounts.key"),
 		"--service-account-signing-key-file=" + p.file("accounts.key"), "--cert-dir=" + p.file("certificates"),
@@ -169,8 +170,8 @@ func (p *Plane) serverArgs() []string {
 	}
 }
 
-// StartServer starts the API server, which must not run, and waits until it is ready. Controllers are started again: they would
-// wait half a minute before they look for it.
+// StartServer starts the API server, which must not run, and waits until it is ready. Controllers are started again:
+// they would wait half a minute before they look for it.
 func (p *Plane) StartServer(ctx context.Context) error {
 	if err := p.server.Start(); err != nil {
 		return err
@@ -190,8 +191,8 @@ func (p *Plane) StopServer(ctx context.Context) error { return p.server.Stop(ctx
 // KillServer kills the API server.
 func (p *Plane) KillServer() error { return p.server.Kill() }
 
-// StartControllers starts the controllers that make EndpointSlices for Services with selectors and for Endpoints objects.
-// Started already, it does nothing.
+// StartControllers starts the controllers that make EndpointSlices for Services with selectors and for Endpoints
+// objects. Started already, it does nothing.
 func (p *Plane) StartControllers() error {
 	if p.managers != nil {
 		return nil

@@ -13,7 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
-// Process is a program on a host that may be started again after it has ended. It dies with its host and with this process.
+// Process is a program on a host that may be started again after it has ended. It dies with its host and with this
+// process.
 type Process struct {
 	host *lab.Host
 	log  string

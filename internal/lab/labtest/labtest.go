@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
-// Main is the TestMain of a package whose tests build hosts: func TestMain(m *testing.M) { labtest.Main(m) }. Without the
-// rights, the whole test program runs in a user namespace; where there is none, it fails and says why.
+// Main is the TestMain of a package whose tests build hosts: func TestMain(m *testing.M) { labtest.Main(m) }. Without
+// the rights, the whole test program runs in a user namespace; where there is none, it fails and says why.
 func Main(m interface{ Run() int }) {
 	status, done, err := lab.Enter()
 	switch {

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// NoNamespacesLeft fails the test if a thread or a descriptor of this process is in another network namespace than this thread.
-// Threads and descriptors have ten seconds to go.
+// NoNamespacesLeft fails the test if a thread or a descriptor of this process is in another network namespace than this
+// thread. Threads and descriptors have ten seconds to go.
 func NoNamespacesLeft(t testing.TB) {
 	t.Helper()
 	own, err := os.Readlink("/proc/self/ns/net")

@@ -20,8 +20,8 @@ type Nft struct {
 	Major, Minor int
 }
 
-// Nfts gives the system's nft and those in the directory VERDICT_NFT_DIR, where `make test` puts other versions. That the
-// system has none, or the directory, is a failure.
+// Nfts gives the system's nft and those in the directory VERDICT_NFT_DIR, where `make test` puts other versions. That
+// the system has none, or the directory, is a failure.
 func Nfts(t testing.TB) []Nft {
 	t.Helper()
 	system, err := exec.LookPath("nft")
@@ -68,9 +68,10 @@ func NewNft(t testing.TB) Nft {
 // affinity has it in IPv6. 1.0.6 aborts on it; 1.1.3 is the first known to load it.
 func (n Nft) LoadsWideUpdates() bool { return n.Major > 1 || n.Minor >= 1 }
 
-// LoadsRanges says whether this nft loads, on this kernel, a rule that looks for a protocol in a set with ranges, as the source
-// ranges of load balancers are. nft 1.0.6 puts a change of byte order before it, of one byte in steps of two: Linux 6.18 takes
-// that and does nothing, 7.2 refuses it. That any other nft is refused, or for another reason, is a failure.
+// LoadsRanges says whether this nft loads, on this kernel, a rule that looks for a protocol in a set with ranges, as
+// the source ranges of load balancers are. nft 1.0.6 puts a change of byte order before it, of one byte in steps of
+// two: Linux 6.18 takes that and does nothing, 7.2 refuses it. That any other nft is refused, or for another reason, is
+// a failure.
 func (n Nft) LoadsRanges(t testing.TB, h *lab.Host) bool {
 	t.Helper()
 	const ranges = `table ip x {
@@ -86,8 +87,8 @@ func (n Nft) LoadsRanges(t testing.TB, h *lab.Host) bool {
 
 var counterValues = regexp.MustCompile(`counter packets \d+ bytes \d+`)
 
-// List gives the host's ruleset as this nft lists it, without the counters' values. The elements of sets that nft lists in
-// the order in which they came are sorted.
+// List gives the host's ruleset as this nft lists it, without the counters' values. The elements of sets that nft lists
+// in the order in which they came are sorted.
 func (n Nft) List(t testing.TB, h *lab.Host) string {
 	t.Helper()
 	blocks := strings.Split(counterValues.ReplaceAllString(Run(t, h, "", n.Path, "list", "ruleset"), "counter"), "\n\n")

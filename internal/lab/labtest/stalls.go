@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Stalls takes note of when this process did not get to run, and with it the servers and clients in it: whoever then waits in vain for
-// an answer says something about the machine, and nothing about the network.
+// Stalls takes note of when this process did not get to run, and with it the servers and clients in it: whoever then
+// waits in vain for an answer says something about the machine, and nothing about the network.
 type Stalls struct {
 	mu   sync.Mutex
 	last time.Time
@@ -17,7 +17,8 @@ type Stalls struct {
 
 const (
 	stallTick = 10 * time.Millisecond
-	// stallLeast is what a process that gets to run does not reach by far: the collector stops it for less than a millisecond.
+	// stallLeast is what a process that gets to run does not reach by far: the collector stops it for less than a
+	// millisecond.
 	stallLeast = 50 * time.Millisecond
 )
 
