@@ -48,9 +48,9 @@ func Nfts(t testing.TB) []Nft {
 	return list
 }
 
-// NewNft gives an nft of 1.1 or later, which loads IPv6 session affinity, and on any kernel a set with ranges. Where make
-// tools has fetched others, in VERDICT_NFT_DIR, one must be among them; without, a machine whose own is older skips the
-// test.
+// NewNft gives an nft of 1.1 or later, which loads IPv6 session affinity, and on any kernel a set with ranges. Where
+// make tools has fetched others, in VERDICT_NFT_DIR, one must be among them; without, a machine whose own is older
+// skips the test.
 func NewNft(t testing.TB) Nft {
 	t.Helper()
 	list := Nfts(t)

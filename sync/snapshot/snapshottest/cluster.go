@@ -137,7 +137,8 @@ func (c Cluster) Slice(i, part int) *snapshot.Slice {
 	}
 	if c.Odd {
 		for n := range manyPorts {
-			s.Ports = append(s.Ports, snapshot.SlicePort{Name: fmt.Sprint("p", n), Protocol: snapshot.TCP, Port: uint16(9000 + n)})
+			s.Ports = append(s.Ports,
+				snapshot.SlicePort{Name: fmt.Sprint("p", n), Protocol: snapshot.TCP, Port: uint16(9000 + n)})
 		}
 	}
 	format := []string{"10.244.1.%d", "fd00:244::%x"}[part]
@@ -145,7 +146,8 @@ func (c Cluster) Slice(i, part int) *snapshot.Slice {
 		if c.Yes() {
 			continue
 		}
-		e := snapshot.Endpoint{Addr: addr(fmt.Sprintf(format, n+1)), Ready: c.Yes(), Node: fmt.Sprintf("node-%d", 1+c.IntN(2))}
+		e := snapshot.Endpoint{Addr: addr(fmt.Sprintf(format, n+1)), Ready: c.Yes(),
+			Node: fmt.Sprintf("node-%d", 1+c.IntN(2))}
 		e.Serving, e.Terminating = e.Ready || c.Yes(), !e.Ready && c.Yes()
 		s.Endpoints = append(s.Endpoints, e)
 	}
