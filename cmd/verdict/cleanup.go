@@ -35,7 +35,7 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
 				return fmt.Errorf("%w; verdict run may be at work without it: stop it first, then give --stop", err)
 			case err == nil && !stop:
-				return fmt.Errorf("verdict run is at work here (%s): stop it first, or give --stop to have it end", holder)
+				return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
 			}
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 			// So long that a proxy which does not hear has been ended meanwhile.
@@ -55,6 +55,6 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 			return err
 		},
 	}
-	cmd.Flags().BoolVar(&stop, "stop", false, `have "verdict run" end first, if it is at work here`)
+	cmd.Flags().BoolVar(&stop, "stop", false, `stop "verdict run" first, if it is running here`)
 	return cmd
 }

@@ -44,7 +44,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	}
 	p := printer{w: w}
 	for _, pid := range found.Running() {
-		p.line("kube-proxy is at work here, as process %d: remove its DaemonSet, or it will write its rules again", pid)
+		p.line("kube-proxy is running here, as process %d: remove its DaemonSet, or it will write its rules again", pid)
 	}
 	if found.Empty() {
 		p.line("there is nothing of kube-proxy's to remove")
