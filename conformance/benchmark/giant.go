@@ -180,7 +180,12 @@ func (n *node) untilGiant(
 			if answers {
 				return n.reaches(to).IsValid()
 			}
-			return !n.reaches(to).IsValid() && !n.reaches(to).IsValid()
+			for range 2 {
+				if n.reaches(to).IsValid() {
+					return false
+				}
+			}
+			return true
 		})
 		if err != nil {
 			return n.wait(took, err)
