@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Backend is a reconcile.Writer that has IPVS schedule, and another backend do everything else. Its methods may be called at
-// the same time; all but Statistics wait for each other.
+// Backend is a reconcile.Writer that has IPVS schedule, and another backend do everything else. Its methods may be
+// called at the same time; all but Statistics wait for each other.
 type Backend struct {
 	inner   reconcile.Writer
 	options Options
@@ -36,8 +36,8 @@ type Backend struct {
 	services []netip.Prefix
 	// behind says that the kernel may not hold want, so that all of it has to be looked at.
 	behind bool
-	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what the kernel
-	// holds then, unless it is doubtful: then they are read.
+	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what
+	// the kernel holds then, unless it is doubtful: then they are read.
 	active, doubtful bool
 	have             contents
 	routes           map[netip.Addr]netip.Addr // and their source
@@ -56,8 +56,8 @@ type Backend struct {
 
 var _ reconcile.Writer = (*Backend)(nil)
 
-// New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet: neither
-// IPVS nor its parameters are as much as looked at before a Service asks for it.
+// New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet:
+// neither IPVS nor its parameters are as much as looked at before a Service asks for it.
 func New(inner reconcile.Writer, o Options) (*Backend, error) {
 	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), behind: true, doubtful: true}
 	if b.options.DrainLimit == 0 {
@@ -83,8 +83,9 @@ func (b *Backend) Close() error {
 	return errors.Join(b.ipvs.close(), b.reading.ipvs.close(), b.net.close(), b.guard.close())
 }
 
-// Probe says whether this kernel has IPVS and the schedulers, which it is made to load, and whether this process may set the
-// parameters that are needed, unless they are set already. The error is a *Missing that names modules, if they are what is missing. It is asked in the network namespace of the calling thread.
+// Probe says whether this kernel has IPVS and the schedulers, which it is made to load, and whether this process may
+// set the parameters that are needed, unless they are set already. The error is a *Missing that names modules, if
+// they are what is missing. It is asked in the network namespace of the calling thread.
 func Probe(schedulers ...string) error {
 	s, err := openSocket(unix.NETLINK_GENERIC)
 	if err != nil {
@@ -119,10 +120,11 @@ func (v *ipvs) probe(schedulers []string) error {
 
 func module(scheduler string) string { return "ip_vs_" + scheduler }
 
-// Apply has IPVS ready before the other backend sends it anything, and takes away what is not wanted any more after that.
+// Apply has IPVS ready before the other backend sends it anything, and takes away what is not wanted any more after
+// that.
 //
-// If the kernel refuses what a Service asks of IPVS, or somebody else has a virtual service at the Service's address, the error
-// wraps a *dataplane.Refused. What was written for others by then stays: nothing is sent there.
+// If the kernel refuses what a Service asks of IPVS, or somebody else has a virtual service at the Service's address,
+// the error wraps a *dataplane.Refused. What was written for others by then stays: nothing is sent there.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -180,8 +182,8 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 	return inner
 }
 
-// follow brings the table up to date, and gives the keys that may have to be written. If need be it starts to use IPVS, and reads
-// what the kernel holds.
+// follow brings the table up to date, and gives the keys that may have to be written. If need be it starts to use
+// IPVS, and reads what the kernel holds.
 func (b *Backend) follow(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
 	b.services = nil
@@ -344,8 +346,8 @@ func sorted(keys map[dataplane.Key]bool) []dataplane.Key {
 	return slices.SortedFunc(maps.Keys(keys), dataplane.Key.Compare)
 }
 
-// write commits ops. stale says that the kernel holds something else than was believed; an error that it refuses something, or
-// that nobody knows what it holds.
+// write commits ops. stale says that the kernel holds something else than was believed; an error that it refuses
+// something, or that nobody knows what it holds.
 func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) {
 	if stale, err := b.lost(ops); stale || err != nil {
 		return stale, err
@@ -382,8 +384,8 @@ func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) 
 	return stale, nil
 }
 
-// lost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions: whoever puts
-// one of his own in its place just now goes unnoticed.
+// lost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions:
+// whoever puts one of his own in its place just now goes unnoticed.
 func (b *Backend) lost(ops []op) (bool, error) {
 	var last dataplane.Key
 	for _, o := range ops {
@@ -410,8 +412,8 @@ func tally(v verb, r *dataplane.Receipt) {
 	}
 }
 
-// explain says why the kernel refuses a write; nil if the only reason is that it holds something else than was believed. fatal
-// says that it is not because of what was asked for.
+// explain says why the kernel refuses a write; nil if the only reason is that it holds something else than was
+// believed. fatal says that it is not because of what was asked for.
 func (b *Backend) explain(o op, errno unix.Errno) (why error, fatal bool) {
 	switch {
 	case o.verb == newService && errno == unix.EEXIST:
@@ -473,7 +475,8 @@ func (b *Backend) verify(ops []op) error {
 	return nil
 }
 
-// compare says in words what the kernel holds else than is believed of one virtual service; nothing if it is as it should be.
+// compare says in words what the kernel holds else than is believed of one virtual service; nothing if it is as it
+// should be.
 func (b *Backend) compare(k dataplane.Key) (string, error) {
 	have := b.have.services[k]
 	l, there, err := b.ipvs.service(k)
@@ -521,7 +524,8 @@ func differs(k dataplane.Key, is, should *found) string {
 	return ""
 }
 
-// Remove takes everything of ours out of the kernel, connections included, and gives parameters their values from before.
+// Remove takes everything of ours out of the kernel, connections included, and gives parameters their values from
+// before.
 func (b *Backend) Remove() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

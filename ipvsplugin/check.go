@@ -8,8 +8,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// How often Check does its parts, and how long it takes for each at most. IPVS counts no transactions and tells nobody about them,
-// so that what others do with it shows only by looking.
+// How often Check does its parts, and how long it takes for each at most. IPVS counts no transactions and tells
+// nobody about them, so that what others do with it shows only by looking.
 const (
 	drainEvery = 2 * time.Second
 	guardEvery = 2 * time.Second
@@ -177,7 +177,8 @@ func (b *Backend) checkRoutes(start time.Time) (wrong []string, err error) {
 	return wrong, nil
 }
 
-// checkGuard follows addresses that come to this host or go, and looks at the guard if there was a transaction of anybody.
+// checkGuard follows addresses that come to this host or go, and looks at the guard if there was a transaction of
+// anybody.
 func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
 	w := &b.watch
 	if start.Before(w.nextGuard) {

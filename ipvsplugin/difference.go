@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Differences says, one line each, what IPVS holds else than a State asks for. What drains is no difference. It reads in the network
-// namespace of the calling thread, beside a running proxy, and does not load IPVS.
+// Differences says, one line each, what IPVS holds else than a State asks for. What drains is no difference. It reads
+// in the network namespace of the calling thread, beside a running proxy, and does not load IPVS.
 func Differences(st *dataplane.State) (lines []string, err error) {
 	want, have := newTable(), newContents()
 	want.replace(st)
@@ -52,7 +52,10 @@ func differenceAt(k dataplane.Key, want *VirtualService, have *found) (lines []s
 			case !there:
 				lines = append(lines, fmt.Sprintf("the destination %s of %s is missing", d.AddrPort, k))
 			case is.Weight != d.Weight:
-				lines = append(lines, fmt.Sprintf("the destination %s of %s has weight %d, not %d", d.AddrPort, k, is.Weight, d.Weight))
+				lines = append(
+					lines,
+					fmt.Sprintf("the destination %s of %s has weight %d, not %d", d.AddrPort, k, is.Weight, d.Weight),
+				)
 			}
 		}
 	}

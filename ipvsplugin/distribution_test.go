@@ -20,8 +20,8 @@ const (
 // spread is who got how many connections: all of them, and those that stay open.
 type spread struct{ all, held map[string]int }
 
-// chiSquare measures how uneven counts are, with spreadEndpoints-1 degrees of freedom: about 3 is what random choice gives, 0 is
-// perfectly even.
+// chiSquare measures how uneven counts are, with spreadEndpoints-1 degrees of freedom: about 3 is what random choice
+// gives, 0 is perfectly even.
 func chiSquare(counts map[string]int) (x float64) {
 	total := 0
 	for _, n := range counts {
@@ -36,11 +36,17 @@ func chiSquare(counts map[string]int) (x float64) {
 }
 
 func (s spread) String() string {
-	return fmt.Sprintf("all %v, chi-square %.2f; long ones %v, chi-square %.2f", s.all, chiSquare(s.all), s.held, chiSquare(s.held))
+	return fmt.Sprintf(
+		"all %v, chi-square %.2f; long ones %v, chi-square %.2f",
+		s.all,
+		chiSquare(s.all),
+		s.held,
+		chiSquare(s.held),
+	)
 }
 
-// uneven opens connections of which every fourth stays, and the others end at once: whoever deals in turn gives all that stay to
-// the same endpoint.
+// uneven opens connections of which every fourth stays, and the others end at once: whoever deals in turn gives all
+// that stay to the same endpoint.
 func (w *world) uneven(number int, f ipfamily.Family) spread {
 	w.t.Helper()
 	s := spread{map[string]int{}, map[string]int{}}
@@ -60,13 +66,17 @@ func (w *world) uneven(number int, f ipfamily.Family) spread {
 	return s
 }
 
-// TestIPVSDistribution has connections of very different length dealt by rr, lc and nftables. rr deals exactly in turn, whatever
-// comes of it; lc has the long ones even, as random choice has them in 3 of 100 cases only; nftables is random.
+// TestIPVSDistribution has connections of very different length dealt by rr, lc and nftables. rr deals exactly in
+// turn, whatever comes of it; lc has the long ones even, as random choice has them in 3 of 100 cases only; nftables
+// is random.
 func TestIPVSDistribution(t *testing.T) {
 	w := newWorld(t, spreadEndpoints+1, 0, dataplane.IPVSAuto)
 	here := ready(0, 1, 2, 3)
-	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), here: here}), w.delta(app{number: 2, scheduling: scheduler("lc"), here: here}),
-		w.delta(app{number: 3, here: here}))
+	w.apply(
+		w.delta(app{number: 1, scheduling: scheduler("rr"), here: here}),
+		w.delta(app{number: 2, scheduling: scheduler("lc"), here: here}),
+		w.delta(app{number: 3, here: here}),
+	)
 	for _, f := range lab.Families() {
 		rr, lc, random := w.uneven(1, f), w.uneven(2, f), w.uneven(3, f)
 		t.Logf("%v\nrr:       %v\nlc:       %v\nnftables: %v", f, rr, lc, random)

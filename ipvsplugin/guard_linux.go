@@ -13,8 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
-// An address with a local route is the host's: listeners on 0.0.0.0 can be reached at it, it answers ping, and ARP, by which it
-// would pull the traffic of a whole network to itself. The guard is against that:
+// An address with a local route is the host's: listeners on 0.0.0.0 can be reached at it, it answers ping, and ARP,
+// by which it would pull the traffic of a whole network to itself. The guard is against that:
 //
 //	table arp verdict-ipvs {                             table ip verdict-ipvs {
 //		set addresses { type ipv4_addr; }                    set addresses { type ipv4_addr; }
@@ -24,10 +24,10 @@ import (
 //		}                                                        ip daddr @addresses reject
 //	}                                                        }
 //
-// and table ip6 as table ip. IPVS takes what it schedules out of the input hook at priority 98, so no packet that the guard sees is
-// anybody's. A client whose connection IPVS has forgotten learns by the reset that it is over, which no ICMP error would tell it. In
-// IPv6 the kernel answers solicitations only for addresses that are on a device. Those that are on one are not guarded: they are the
-// host's own, whoever else may use them.
+// and table ip6 as table ip. IPVS takes what it schedules out of the input hook at priority 98, so no packet that the
+// guard sees is anybody's. A client whose connection IPVS has forgotten learns by the reset that it is over, which no
+// ICMP error would tell it. In IPv6 the kernel answers solicitations only for addresses that are on a device. Those
+// that are on one are not guarded: they are the host's own, whoever else may use them.
 const (
 	guardTable = "verdict-ipvs"
 	guardSet   = "addresses"
@@ -179,7 +179,11 @@ func (g *guard) note(name string) {
 }
 
 // where an address stands in the header: of ARP over Ethernet, IPv4, IPv6.
-var guardOffsets = map[byte][2]uint32{unix.NFPROTO_ARP: {24, 4}, unix.NFPROTO_IPV4: {16, 4}, unix.NFPROTO_IPV6: {24, 16}}
+var guardOffsets = map[byte][2]uint32{
+	unix.NFPROTO_ARP:  {24, 4},
+	unix.NFPROTO_IPV4: {16, 4},
+	unix.NFPROTO_IPV6: {24, 16},
+}
 
 // rules gives how many rules a table has.
 func rules(family byte) int {

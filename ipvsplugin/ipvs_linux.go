@@ -58,7 +58,11 @@ const (
 	destStats64  = 12
 )
 
-var protocolNumbers = [...]uint16{snapshot.TCP: unix.IPPROTO_TCP, snapshot.UDP: unix.IPPROTO_UDP, snapshot.SCTP: unix.IPPROTO_SCTP}
+var protocolNumbers = [...]uint16{
+	snapshot.TCP:  unix.IPPROTO_TCP,
+	snapshot.UDP:  unix.IPPROTO_UDP,
+	snapshot.SCTP: unix.IPPROTO_SCTP,
+}
 
 // ipvs speaks with IPVS. It is for one goroutine at a time.
 type ipvs struct {
@@ -74,11 +78,15 @@ type Missing struct {
 
 func (e *Missing) Error() string {
 	names := strings.Join(e.Modules, " ")
-	return fmt.Sprintf("IPVS cannot schedule: the kernel lacks %s, and does not load it by itself (modprobe -a %s may)", names, names)
+	return fmt.Sprintf(
+		"IPVS cannot schedule: the kernel lacks %s, and does not load it by itself (modprobe -a %s may)",
+		names,
+		names,
+	)
 }
 
-// find looks the family of generic netlink up, for which Linux 6.1 loads the module ip_vs; 5.10 does not. Nothing succeeds
-// without it.
+// find looks the family of generic netlink up, for which Linux 6.1 loads the module ip_vs; 5.10 does not. Nothing
+// succeeds without it.
 func (v *ipvs) find() error {
 	if v.family != 0 {
 		return nil
@@ -352,8 +360,8 @@ func (v *ipvs) dests(k dataplane.Key) (list []used, err error) {
 
 // contents reads everything of ours. before is what was ours when this process looked last.
 //
-// Whoever edits a virtual service of ours by other means takes our mark from it. It is still ours if it has just the destinations
-// that it had; its Config is empty then, so that it gets the mark again.
+// Whoever edits a virtual service of ours by other means takes our mark from it. It is still ours if it has just the
+// destinations that it had; its Config is empty then, so that it gets the mark again.
 func (v *ipvs) contents(before contents) (contents, error) {
 	c := newContents()
 	list, err := v.services()
@@ -400,8 +408,8 @@ func (v *ipvs) fill(l listed) (*found, error) {
 	return f, err
 }
 
-// try asks whether the kernel has a scheduler, which it loads for that. It is asked for a virtual service with a netmask that is
-// not possible: so nothing is made, and whether the scheduler is there is looked at first.
+// try asks whether the kernel has a scheduler, which it loads for that. It is asked for a virtual service with a
+// netmask that is not possible: so nothing is made, and whether the scheduler is there is looked at first.
 func (v *ipvs) try(scheduler string) (bool, error) {
 	v.request(cmdNewService, 0, func() {
 		n := v.out.Nest(attrService)

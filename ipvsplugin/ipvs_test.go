@@ -32,7 +32,10 @@ func (w *world) flows(a app, f ipfamily.Family) (list []flow) {
 	i := map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]
 	cluster := vip(a.number, f)
 	external := []netip.AddrPort{netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], a.number), 80),
-		netip.AddrPortFrom(lab.Nth(lab.ExternalRange[i], 100+a.number), 80), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
+		netip.AddrPortFrom(
+			lab.Nth(lab.ExternalRange[i], 100+a.number),
+			80,
+		), netip.AddrPortFrom(w.Node.IP(f), uint16(30000+a.number))}
 	for _, from := range []*lab.Host{w.Pods[0], w.Pods[2], w.RemotePods[2], w.Node, w.Outside} {
 		// By their interface only the pods of this node are known.
 		byRange := w.planner.Config().DetectLocal.Mode != dataplane.DetectInterfaceNamePrefix
@@ -45,8 +48,8 @@ func (w *world) flows(a app, f ipfamily.Family) (list []flow) {
 	return list
 }
 
-// TestIPVSFlows sends flows from everywhere to every kind of frontend, under every policy, with endpoints here, elsewhere and
-// nowhere. IPVS schedules, and everything else is as it is without.
+// TestIPVSFlows sends flows from everywhere to every kind of frontend, under every policy, with endpoints here,
+// elsewhere and nowhere. IPVS schedules, and everything else is as it is without.
 func TestIPVSFlows(t *testing.T) {
 	byPrefix := func(p string) dataplane.DetectLocal {
 		return dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: p}
@@ -77,8 +80,11 @@ func (w *world) allFlows() {
 	var all []snapshot.Delta
 	for _, ends := range [][2][]endpoint{{ready(0, 1), ready(0, 1)}, {nil, ready(0, 1)}, {ready(0, 1), nil}, {nil, nil}} {
 		for policy := range 4 {
-			apps = append(apps, app{number: len(apps) + 1, external: true, internalLocal: policy&1 != 0, externalLocal: policy&2 != 0,
-				here: ends[0], there: ends[1]})
+			apps = append(
+				apps,
+				app{number: len(apps) + 1, external: true, internalLocal: policy&1 != 0, externalLocal: policy&2 != 0,
+					here: ends[0], there: ends[1]},
+			)
 			all = append(all, w.delta(apps[len(apps)-1]))
 		}
 	}
@@ -128,7 +134,15 @@ func (w *world) send(a app, fl flow, p snapshot.Protocol) {
 		wait = time.Second
 	}
 	r := fl.from.Dial(p, fl.to, lab.Options{Timeout: wait})
-	what := fmt.Sprintf("%s to %s/%s (internal local %v, external local %v): %v", fl.from.Name, fl.to, p, a.internalLocal, a.externalLocal, r)
+	what := fmt.Sprintf(
+		"%s to %s/%s (internal local %v, external local %v): %v",
+		fl.from.Name,
+		fl.to,
+		p,
+		a.internalLocal,
+		a.externalLocal,
+		r,
+	)
 	switch {
 	case r.Outcome != want:
 		w.t.Errorf("%s; want %v by %v", what, want, by)
@@ -441,7 +455,22 @@ func TestIPVSOthers(t *testing.T) {
 	theirs = w.list()
 	before := w.sysctls()
 	w.backend.options.Timeouts = Timeouts{TCP: time.Hour, UDP: 7 * time.Second}
-	labtest.Run(t, w.Node, "", "ip", "route", "add", "local", "203.0.113.77", "dev", "lo", "table", "local", "proto", "static")
+	labtest.Run(
+		t,
+		w.Node,
+		"",
+		"ip",
+		"route",
+		"add",
+		"local",
+		"203.0.113.77",
+		"dev",
+		"lo",
+		"table",
+		"local",
+		"proto",
+		"static",
+	)
 
 	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), here: ready(0)}))
 	_, err := w.try(w.delta(app{number: 2, scheduling: scheduler("rr"), here: ready(0, 1)}))
@@ -487,7 +516,16 @@ func TestIPVSOthers(t *testing.T) {
 func (w *world) sysctls() string {
 	w.t.Helper()
 	d := "/proc/sys/net/ipv4/vs/"
-	out := labtest.Run(w.t, w.Node, "", "cat", d+"conntrack", d+"expire_nodest_conn", d+"expire_quiescent_template", d+"conn_reuse_mode")
+	out := labtest.Run(
+		w.t,
+		w.Node,
+		"",
+		"cat",
+		d+"conntrack",
+		d+"expire_nodest_conn",
+		d+"expire_quiescent_template",
+		d+"conn_reuse_mode",
+	)
 	return strings.Join(strings.Fields(out), " ")
 }
 
@@ -588,7 +626,11 @@ func TestIPVSGuard(t *testing.T) {
 	// An address that is put on a device is the node's own.
 	labtest.Check(t, w.Node.AddAddr("eth0", netip.MustParsePrefix("203.0.113.1/32")))
 	w.until("the address is not guarded", func() bool {
-		return w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:22"), lab.Options{Timeout: time.Second}).Outcome == lab.Answered
+		return w.Outside.Dial(
+			snapshot.TCP,
+			netip.MustParseAddrPort("203.0.113.1:22"),
+			lab.Options{Timeout: time.Second},
+		).Outcome == lab.Answered
 	})
 	labtest.Run(t, w.Node2, "", "ip", "neigh", "flush", "all")
 	if !arp() {
@@ -599,7 +641,11 @@ func TestIPVSGuard(t *testing.T) {
 	}
 	labtest.Check(t, w.Node.DelAddr("eth0", netip.MustParsePrefix("203.0.113.1/32")))
 	w.until("the address is guarded again", func() bool {
-		return w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:22"), lab.Options{Timeout: time.Second}).Outcome == lab.Refused
+		return w.Outside.Dial(
+			snapshot.TCP,
+			netip.MustParseAddrPort("203.0.113.1:22"),
+			lab.Options{Timeout: time.Second},
+		).Outcome == lab.Refused
 	})
 }
 
@@ -629,7 +675,8 @@ func TestIPVSStatistics(t *testing.T) {
 	of.Destinations, err = w.backend.DestinationStatistics(of.Key)
 	labtest.Check(t, err)
 	t.Logf("%+v", of)
-	if len(of.Destinations) != 2 || of.Destinations[0].Connections != 5 || of.BytesIn < 10*40 || of.PacketsIn < 20 || of.BytesOut == 0 {
+	if len(of.Destinations) != 2 || of.Destinations[0].Connections != 5 || of.BytesIn < 10*40 || of.PacketsIn < 20 ||
+		of.BytesOut == 0 {
 		t.Errorf("%+v", of)
 	}
 }
@@ -744,7 +791,8 @@ func TestIPVSUnused(t *testing.T) {
 	w.apply(w.delta(app{number: 1, here: ready(0), external: true}))
 	w.check()
 	tables := labtest.Run(t, w.Node, "", "nft", "list", "tables")
-	if after := w.sysctls(); after != before || w.list() != "" || w.routes() != "" || strings.Contains(tables, guardTable) {
+	if after := w.sysctls(); after != before || w.list() != "" || w.routes() != "" ||
+		strings.Contains(tables, guardTable) {
 		t.Errorf("sysctls %s, services %s, routes %s, tables %s", after, w.list(), w.routes(), tables)
 	}
 	w.inside(w.backend.Remove)
@@ -932,10 +980,19 @@ func TestIPVSBreaksLater(t *testing.T) {
 // TestIPVSRefuses refuses one Service, by name, and serves the other.
 func TestIPVSRefuses(t *testing.T) {
 	w := newWorld(t, 1, 0, dataplane.IPVSAuto)
-	good, bad := app{number: 1, scheduling: scheduler("rr"), here: ready(0)}, app{number: 2, scheduling: scheduler("nosuch"), here: ready(0)}
+	good, bad := app{
+		number:     1,
+		scheduling: scheduler("rr"),
+		here:       ready(0),
+	}, app{
+		number:     2,
+		scheduling: scheduler("nosuch"),
+		here:       ready(0),
+	}
 	_, err := w.try(w.both(good, bad))
 	refused, ok := err.(*dataplane.Refused)
-	if !ok || len(refused.Services) != 1 || refused.Services[bad.name()] == nil || !strings.Contains(err.Error(), "ip_vs_nosuch") {
+	if !ok || len(refused.Services) != 1 || refused.Services[bad.name()] == nil ||
+		!strings.Contains(err.Error(), "ip_vs_nosuch") {
 		t.Errorf("%v", err)
 	}
 	w.apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{bad.name(): nil}})

@@ -1,9 +1,10 @@
-// Package ipvsplugin has IPVS choose the endpoint of a connection, for the Services that ask for it. It schedules and nothing
-// else: the backend it wraps decides who is served, masquerades, rejects and drops, and leaves the packets of such frontends as
-// they are. docs/decisions/0011-ipvs.md says how both work together.
+// Package ipvsplugin has IPVS choose the endpoint of a connection, for the Services that ask for it. It schedules and
+// nothing else: the backend it wraps decides who is served, masquerades, rejects and drops, and leaves the packets of
+// such frontends as they are. docs/decisions/0011-ipvs.md says how both work together.
 //
-// Everything it makes in the kernel is marked as ours in the kernel itself, so that a new process finds it, and nothing else is
-// ever changed: virtual services by bits in their flags, routes by their protocol, tables by their name.
+// Everything it makes in the kernel is marked as ours in the kernel itself, so that a new process finds it, and
+// nothing else is ever changed: virtual services by bits in their flags, routes by their protocol, tables by their
+// name.
 package ipvsplugin
 
 import (
@@ -46,7 +47,8 @@ type Config struct {
 	Scheduler string
 	// Flags are Persistent, SchedFallback and SchedPort.
 	Flags uint32
-	// Timeout is how long a client stays with its destination after its last connection, in seconds, if Flags has Persistent.
+	// Timeout is how long a client stays with its destination after its last connection, in seconds, if Flags has
+	// Persistent.
 	Timeout uint32
 }
 
@@ -55,8 +57,9 @@ type Destination struct {
 	netip.AddrPort
 	// Weight is 0 while the destination drains: it gets no new connections, and keeps those it has.
 	Weight uint32
-	// Until is when a destination that drains is given up, in seconds since 1970; 0 for one that is in use. It is stored as the
-	// destination's upper threshold, a number of connections that is never reached, so that the next process knows it.
+	// Until is when a destination that drains is given up, in seconds since 1970; 0 for one that is in use. It is stored
+	// as the destination's upper threshold, a number of connections that is never reached, so that the next process
+	// knows it.
 	Until uint32
 }
 
@@ -64,12 +67,12 @@ type Destination struct {
 type Options struct {
 	// DrainLimit is how long a destination may drain; 0 means DefaultDrainLimit. Whole seconds count.
 	DrainLimit time.Duration
-	// NodeAddrs gives the addresses of the node, best first, which connections of the node itself to a Service come from. If it is
-	// nil, or gives none that is on this host, the host's first global address of the family is taken.
+	// NodeAddrs gives the addresses of the node, best first, which connections of the node itself to a Service come
+	// from. If it is nil, or gives none that is on this host, the host's first global address of the family is taken.
 	NodeAddrs func() []netip.Addr
-	// Adopt is asked about a virtual service of somebody else at a key that a Service wants. If it says yes, the virtual service is
-	// ours from then on, with its connections, as kube-proxy's can be when Verdict takes over from it. Otherwise, and if it is nil, the
-	// Service is refused and the virtual service left alone.
+	// Adopt is asked about a virtual service of somebody else at a key that a Service wants. If it says yes, the virtual
+	// service is ours from then on, with its connections, as kube-proxy's can be when Verdict takes over from it.
+	// Otherwise, and if it is nil, the Service is refused and the virtual service left alone.
 	Adopt func(VirtualService) bool
 	// Timeouts replace those of the kernel that are not 0 here.
 	Timeouts Timeouts

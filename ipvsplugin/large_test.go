@@ -15,9 +15,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// TestIPVSLargeDatagrams has datagrams that fit no device go to endpoints and back, in fragments. Those of the node itself get to
-// IPVS before they are cut, by the MTU of lo, and it does not cut them: the sender is told at once, and by IPv4 only once. By IPv6
-// IPVS never lets them pass.
+// TestIPVSLargeDatagrams has datagrams that fit no device go to endpoints and back, in fragments. Those of the node
+// itself get to IPVS before they are cut, by the MTU of lo, and it does not cut them: the sender is told at once, and
+// by IPv4 only once. By IPv6 IPVS never lets them pass.
 func TestIPVSLargeDatagrams(t *testing.T) {
 	const mtu = 1500
 	w := newWorld(t, 2, 1, dataplane.IPVSAuto)

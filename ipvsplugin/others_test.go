@@ -202,7 +202,8 @@ func TestIPVSClients(t *testing.T) {
 	}
 }
 
-// TestIPVSSourceRanges: source ranges hold at a load balancer address where IPVS chooses, and at one where nftables does.
+// TestIPVSSourceRanges: source ranges hold at a load balancer address where IPVS chooses, and at one where nftables
+// does.
 func TestIPVSSourceRanges(t *testing.T) {
 	w := newWorld(t, 2, 0, dataplane.IPVSAuto)
 	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0), external: true}

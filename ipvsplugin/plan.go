@@ -114,8 +114,9 @@ type planner struct {
 
 // drains says whether destinations can be kept without getting new connections.
 //
-// UDP has no end that could be waited for: what comes next from a client goes elsewhere. The schedulers dh and lblc choose by
-// the destination address of the packet, and dh goes on choosing a destination of weight 0, so that nobody would be served.
+// UDP has no end that could be waited for: what comes next from a client goes elsewhere. The schedulers dh and lblc
+// choose by the destination address of the packet, and dh goes on choosing a destination of weight 0, so that nobody
+// would be served.
 func drains(k dataplane.Key, c Config) bool { return k.Protocol != snapshot.UDP && c.Scheduler != "dh" }
 
 // make gives what has to be there before packets are sent: virtual services, destinations, and their weights.
@@ -141,8 +142,8 @@ func (p *planner) make(k dataplane.Key, have *found, want *VirtualService) (ops 
 	return ops
 }
 
-// config gives how a virtual service is to schedule while some of its destinations drain. sh and mh go on choosing those, and
-// then refuse the client unless they are told to fall back on others.
+// config gives how a virtual service is to schedule while some of its destinations drain. sh and mh go on choosing
+// those, and then refuse the client unless they are told to fall back on others.
 func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Config {
 	c := want.Config
 	if hashes(c.Scheduler) && drains(k, c) && !p.all(have, want) {
@@ -167,7 +168,11 @@ func wants(vs *VirtualService, a netip.AddrPort) bool {
 	if vs == nil {
 		return false
 	}
-	_, there := slices.BinarySearchFunc(vs.Destinations, a, func(d Destination, a netip.AddrPort) int { return d.Compare(a) })
+	_, there := slices.BinarySearchFunc(
+		vs.Destinations,
+		a,
+		func(d Destination, a netip.AddrPort) int { return d.Compare(a) },
+	)
 	return there
 }
 

@@ -29,29 +29,49 @@ func (d *dice) n(n int) int {
 func (d *dice) delta() snapshot.Delta {
 	i := d.n(3)
 	name := snapshot.Name{Namespace: "fuzz", Name: fmt.Sprint("s", i)}
-	out := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name: nil}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	out := snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{name: nil},
+		Slices:   map[snapshot.Name]*snapshot.Slice{},
+	}
 	if d.n(6) == 0 {
 		return out
 	}
 	svc := &snapshot.Service{Name: name, InternalLocal: d.n(4) == 0, ExternalLocal: d.n(2) == 0,
-		ClusterIPs:      []netip.Addr{netip.AddrFrom4([4]byte{10, 96, 0, byte(1 + i)}), netip.MustParseAddr(fmt.Sprintf("fd00:96::%d", 1+i))},
+		ClusterIPs: []netip.Addr{
+			netip.AddrFrom4([4]byte{10, 96, 0, byte(1 + i)}),
+			netip.MustParseAddr(fmt.Sprintf("fd00:96::%d", 1+i)),
+		},
 		LoadBalancerIPs: []netip.Addr{netip.AddrFrom4([4]byte{203, 0, 113, byte(d.n(2))})}}
 	if d.n(4) > 0 {
-		svc.Scheduling = &snapshot.Scheduling{Scheduler: []string{"rr", "mh", "sh", "dh"}[d.n(4)], Port: d.n(2) == 0, Fallback: d.n(3) == 0}
+		svc.Scheduling = &snapshot.Scheduling{
+			Scheduler: []string{"rr", "mh", "sh", "dh"}[d.n(4)],
+			Port:      d.n(2) == 0,
+			Fallback:  d.n(3) == 0,
+		}
 	}
 	if d.n(3) == 0 {
 		svc.Affinity = time.Duration(1+d.n(2)) * time.Hour
 	}
 	sl := &snapshot.Slice{Name: name, Service: name.Name}
 	for p := range 1 + d.n(2) {
-		port := snapshot.Port{Name: fmt.Sprint(p), Protocol: protocols[d.n(3)], Port: uint16(80 + p), NodePort: uint16(30000 + 2*i + p)}
+		port := snapshot.Port{
+			Name:     fmt.Sprint(p),
+			Protocol: protocols[d.n(3)],
+			Port:     uint16(80 + p),
+			NodePort: uint16(30000 + 2*i + p),
+		}
 		svc.Ports = append(svc.Ports, port)
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: port.Name, Protocol: port.Protocol, Port: 8080})
 	}
 	for range d.n(4) {
 		n := d.n(5)
-		e := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, byte(n % 2), byte(n)}), Node: []string{"node-1", "node-2"}[n%2],
-			Ready: d.n(4) > 0, Serving: true, Weight: uint16(d.n(3))}
+		e := snapshot.Endpoint{
+			Addr:    netip.AddrFrom4([4]byte{10, 244, byte(n % 2), byte(n)}),
+			Node:    []string{"node-1", "node-2"}[n%2],
+			Ready:   d.n(4) > 0,
+			Serving: true,
+			Weight:  uint16(d.n(3)),
+		}
 		if d.n(3) == 0 {
 			e.Addr = netip.MustParseAddr(fmt.Sprintf("fd00:244::%d", n))
 		}
@@ -61,11 +81,53 @@ func (d *dice) delta() snapshot.Delta {
 	return out
 }
 
-// FuzzIncrementalEqualsFull follows random changes. The table that is updated is the one that is made anew; and what the planner
-// writes takes a strict kernel there, without ever taking from a packet what it needs.
+// FuzzIncrementalEqualsFull follows random changes. The table that is updated is the one that is made anew; and what
+// the planner writes takes a strict kernel there, without ever taking from a packet what it needs.
 func FuzzIncrementalEqualsFull(f *testing.F) {
 	f.Add([]byte("some services that come and go, and their endpoints with them"))
-	f.Add([]byte{0, 1, 1, 1, 0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3, 1, 1, 1, 1, 2, 2, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 2})
+	f.Add(
+		[]byte{
+			0,
+			1,
+			1,
+			1,
+			0,
+			1,
+			2,
+			1,
+			1,
+			1,
+			1,
+			1,
+			1,
+			1,
+			3,
+			1,
+			1,
+			1,
+			1,
+			2,
+			2,
+			1,
+			1,
+			0,
+			1,
+			1,
+			1,
+			1,
+			1,
+			1,
+			0,
+			1,
+			1,
+			1,
+			1,
+			1,
+			1,
+			1,
+			2,
+		},
+	)
 	f.Fuzz(func(t *testing.T, data []byte) {
 		d := &dice{data[:min(len(data), 600)]}
 		addrs := []netip.Addr{netip.MustParseAddr("192.0.2.1")}
@@ -149,7 +211,8 @@ func (k *strictKernel) serves(key dataplane.Key, want *VirtualService) {
 			k.t.Fatalf("%s lacks %v: %v", key, d, f)
 		}
 	}
-	if len(f.dests) > len(want.Destinations) && hashes(f.Scheduler) && f.Flags&SchedFallback == 0 && key.Protocol != snapshot.UDP {
+	if len(f.dests) > len(want.Destinations) && hashes(f.Scheduler) && f.Flags&SchedFallback == 0 &&
+		key.Protocol != snapshot.UDP {
 		k.t.Fatalf("%s hashes to destinations that drain", key)
 	}
 }
@@ -192,7 +255,10 @@ func TestDraining(t *testing.T) {
 	} {
 		k := dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: c.protocol, Port: 80}
 		have := newContents()
-		have.put(k, &found{Config{Scheduler: c.scheduler}, map[netip.AddrPort]Destination{at: {at, 1, 0}, other: {other, 1, 0}}})
+		have.put(
+			k,
+			&found{Config{Scheduler: c.scheduler}, map[netip.AddrPort]Destination{at: {at, 1, 0}, other: {other, 1, 0}}},
+		)
 		want := &VirtualService{Key: k, Config: Config{Scheduler: c.scheduler}, Destinations: []Destination{{other, 1, 0}}}
 		p := &planner{until: 7}
 		var got []string
@@ -219,21 +285,34 @@ func TestDraining(t *testing.T) {
 func TestPrint(t *testing.T) {
 	addr := netip.MustParseAddr
 	ends := &dataplane.Pool{Endpoints: []dataplane.Endpoint{
-		{AddrPort: netip.MustParseAddrPort("10.244.0.1:8080"), Weight: 1}, {AddrPort: netip.MustParseAddrPort("10.244.0.2:8080"), Weight: 65535}}}
-	ends6 := &dataplane.Pool{Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("[fd00:244::1]:8080"), Weight: 3}}}
+		{
+			AddrPort: netip.MustParseAddrPort("10.244.0.1:8080"),
+			Weight:   1,
+		}, {AddrPort: netip.MustParseAddrPort("10.244.0.2:8080"), Weight: 65535}}}
+	ends6 := &dataplane.Pool{
+		Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("[fd00:244::1]:8080"), Weight: 3}},
+	}
 	none := &dataplane.Pool{}
 	port := func(p snapshot.Protocol, a string, pool *dataplane.Pool, affinity time.Duration, s dataplane.Scheduling) *dataplane.ServicePort {
-		return &dataplane.ServicePort{Cluster: pool, Local: none, Affinity: affinity, Scheduling: &s, Frontends: []dataplane.Frontend{
-			{Key: dataplane.Key{Addr: addr(a), Protocol: p, Port: 80}, Routes: []dataplane.Route{{Pool: pool}}}}}
+		return &dataplane.ServicePort{
+			Cluster:    pool,
+			Local:      none,
+			Affinity:   affinity,
+			Scheduling: &s,
+			Frontends: []dataplane.Frontend{
+				{Key: dataplane.Key{Addr: addr(a), Protocol: p, Port: 80}, Routes: []dataplane.Route{{Pool: pool}}}},
+		}
 	}
 	name := snapshot.Name{Namespace: "a", Name: "b"}
-	st := &dataplane.State{Services: map[snapshot.Name]*dataplane.Service{name: {Name: name, Ports: []*dataplane.ServicePort{
-		port(snapshot.SCTP, "10.96.0.2", ends, 0, dataplane.Scheduling{Scheduler: "sh", Port: true, Fallback: true}),
-		port(snapshot.TCP, "10.96.0.1", ends, 3*time.Hour, dataplane.Scheduling{Scheduler: "wlc"}),
-		port(snapshot.UDP, "fd00:96::1", ends6, time.Minute, dataplane.Scheduling{Scheduler: "mh", Port: true}),
-		port(snapshot.TCP, "10.96.0.3", none, 0, dataplane.Scheduling{Scheduler: "rr"}),
-		port(snapshot.TCP, "127.0.0.1", ends, 0, dataplane.Scheduling{Scheduler: "rr"}),
-	}}}}
+	st := &dataplane.State{
+		Services: map[snapshot.Name]*dataplane.Service{name: {Name: name, Ports: []*dataplane.ServicePort{
+			port(snapshot.SCTP, "10.96.0.2", ends, 0, dataplane.Scheduling{Scheduler: "sh", Port: true, Fallback: true}),
+			port(snapshot.TCP, "10.96.0.1", ends, 3*time.Hour, dataplane.Scheduling{Scheduler: "wlc"}),
+			port(snapshot.UDP, "fd00:96::1", ends6, time.Minute, dataplane.Scheduling{Scheduler: "mh", Port: true}),
+			port(snapshot.TCP, "10.96.0.3", none, 0, dataplane.Scheduling{Scheduler: "rr"}),
+			port(snapshot.TCP, "127.0.0.1", ends, 0, dataplane.Scheduling{Scheduler: "rr"}),
+		}}},
+	}
 	var b strings.Builder
 	if err := Print(&b, st); err != nil {
 		t.Fatal(err)

@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// needs says whether the host has to take in what is sent to an address: because a Service is there, or because connections of one
-// that was there go on.
+// needs says whether the host has to take in what is sent to an address: because a Service is there, or because
+// connections of one that was there go on.
 func (b *Backend) needs(a netip.Addr) bool {
 	if b.want.addrs[a] > 0 {
 		return true
@@ -57,7 +57,8 @@ func (b *Backend) source(of netip.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// reach makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is there first.
+// reach makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is
+// there first.
 func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	var missing []route
 	seen := map[netip.Addr]bool{}
@@ -159,8 +160,8 @@ func (b *Backend) moved() (routes []route) {
 	return routes
 }
 
-// protect has the guard guard the routes there are and those to come, but not what is on a device. A guard that nobody has read
-// yet is compared with what it should be.
+// protect has the guard guard the routes there are and those to come, but not what is on a device. A guard that
+// nobody has read yet is compared with what it should be.
 func (b *Backend) protect(coming []route, r *dataplane.Receipt) error {
 	want := map[netip.Addr]bool{}
 	for a := range b.routes {
@@ -205,7 +206,8 @@ func difference(a, b map[netip.Addr]bool) (list []netip.Addr) {
 	return list
 }
 
-// leave takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks at all.
+// leave takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks
+// at all.
 func (b *Backend) leave(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	gone := map[netip.Addr]netip.Addr{}
 	for k := range keys {

@@ -13,8 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
-// Packets to an address that the host does not have are forwarded and never get to IPVS. So each address has a route of type
-// local, which makes the kernel take them in without the address being on any device.
+// Packets to an address that the host does not have are forwarded and never get to IPVS. So each address has a route
+// of type local, which makes the kernel take them in without the address being on any device.
 const (
 	// routeProtocol marks routes as ours.
 	routeProtocol = 86
@@ -43,12 +43,25 @@ const (
 // rtnetlink reads and writes routes. It is for one goroutine at a time.
 type rtnetlink struct{ *socket }
 
-// route is a local route of ours; source is the address that connections of the node to it come from, invalid if the kernel takes
-// the address itself.
+// route is a local route of ours; source is the address that connections of the node to it come from, invalid if the
+// kernel takes the address itself.
 type route struct{ to, source netip.Addr }
 
 func rtmsg(f ipfamily.Family, bits int, protocol byte) []byte {
-	return []byte{f.NFProto(), byte(bits), 0, 0, unix.RT_TABLE_LOCAL, protocol, unix.RT_SCOPE_HOST, unix.RTN_LOCAL, 0, 0, 0, 0}
+	return []byte{
+		f.NFProto(),
+		byte(bits),
+		0,
+		0,
+		unix.RT_TABLE_LOCAL,
+		protocol,
+		unix.RT_SCOPE_HOST,
+		unix.RTN_LOCAL,
+		0,
+		0,
+		0,
+		0,
+	}
 }
 
 // write writes the message that adds, replaces or deletes a route.
@@ -63,7 +76,8 @@ func (n rtnetlink) write(typ, flags uint16, r route) {
 	n.out.End(m)
 }
 
-// add adds routes, or gives those that are there another source. It gives those that the kernel refuses, with what it says.
+// add adds routes, or gives those that are there another source. It gives those that the kernel refuses, with what it
+// says.
 func (n rtnetlink) add(routes []route) (map[netip.Addr]error, error) {
 	return n.all("add", unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, routes)
 }

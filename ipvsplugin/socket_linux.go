@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
-// socket is a netlink socket in the network namespace of the thread that opened it, with the messages it sends next. It is for one
-// goroutine at a time.
+// socket is a netlink socket in the network namespace of the thread that opened it, with the messages it sends next.
+// It is for one goroutine at a time.
 type socket struct {
 	*netlink.Conn
 	out netlink.Buffer
@@ -18,7 +18,8 @@ type socket struct {
 	messages, bytes int
 }
 
-// receiveBuffer has room for what the kernel answers to maxBatch messages, of which each takes less than a kilobyte, several times.
+// receiveBuffer has room for what the kernel answers to maxBatch messages, of which each takes less than a kilobyte,
+// several times.
 const receiveBuffer = 4 << 20
 
 func openSocket(protocol int) (*socket, error) {
@@ -37,8 +38,8 @@ func (s *socket) close() error {
 	return s.Close()
 }
 
-// maxBatch bounds the messages of one datagram, so that the answers fit into a receive buffer of default size even if all of them
-// are refused.
+// maxBatch bounds the messages of one datagram, so that the answers fit into a receive buffer of default size even if
+// all of them are refused.
 const maxBatch = 200
 
 // refused is what the kernel says against one message of a batch, by its place.

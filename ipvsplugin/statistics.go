@@ -10,8 +10,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Statistics are what IPVS counted, since the virtual service or destination was made. The kernel's rates follow some seconds
-// behind.
+// Statistics are what IPVS counted, since the virtual service or destination was made. The kernel's rates follow some
+// seconds behind.
 type Statistics struct {
 	Connections                 uint64
 	PacketsIn, PacketsOut       uint64
@@ -50,8 +50,8 @@ type DestinationStatistics struct {
 	Statistics
 }
 
-// Statistics reads those of all virtual services of ours, without their destinations; none if IPVS is not in use. It may be called
-// while the backend works.
+// Statistics reads those of all virtual services of ours, without their destinations; none if IPVS is not in use. It
+// may be called while the backend works.
 func (b *Backend) Statistics() (all []ServiceStatistics, err error) {
 	err = b.read(func(v *ipvs) error {
 		list, err := v.services()
@@ -65,8 +65,8 @@ func (b *Backend) Statistics() (all []ServiceStatistics, err error) {
 	return all, err
 }
 
-// DestinationStatistics reads those of the destinations of a virtual service; none if it is gone. It may be called while the backend
-// works.
+// DestinationStatistics reads those of the destinations of a virtual service; none if it is gone. It may be called
+// while the backend works.
 func (b *Backend) DestinationStatistics(of dataplane.Key) (all []DestinationStatistics, err error) {
 	err = b.read(func(v *ipvs) error {
 		all, err = v.destinationStatistics(of)
@@ -89,8 +89,8 @@ func (b *Backend) read(f func(*ipvs) error) error {
 	return f(&b.reading.ipvs)
 }
 
-// ReadStatistics reads those of all virtual services of ours, and their destinations, for a process that has no Backend. It reads in
-// the network namespace of the calling thread, and does not load IPVS.
+// ReadStatistics reads those of all virtual services of ours, and their destinations, for a process that has no
+// Backend. It reads in the network namespace of the calling thread, and does not load IPVS.
 func ReadStatistics() (all []ServiceStatistics, err error) {
 	err = reading(func(v *ipvs) error {
 		all, err = v.statistics()

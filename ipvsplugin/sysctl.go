@@ -20,8 +20,8 @@ var sysctls = []sysctl.Setting{
 	{Path: "proc/sys/net/ipv4/vs/conn_reuse_mode", Value: 1},
 }
 
-// Sysctls gives what IPVS needs, for a process that may set it in place of one that may not. The parameters are there once IPVS is
-// loaded.
+// Sysctls gives what IPVS needs, for a process that may set it in place of one that may not. The parameters are there
+// once IPVS is loaded.
 func Sysctls() []sysctl.Setting { return slices.Clone(sysctls) }
 
 // What was before is written down as the name of a chain, was-0-net.ipv4.vs.conntrack: it stays as long as the kernel's

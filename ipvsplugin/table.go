@@ -19,7 +19,11 @@ type table struct {
 }
 
 func newTable() table {
-	return table{services: map[dataplane.Key]*VirtualService{}, of: map[snapshot.Name][]*VirtualService{}, addrs: map[netip.Addr]int{}}
+	return table{
+		services: map[dataplane.Key]*VirtualService{},
+		of:       map[snapshot.Name][]*VirtualService{},
+		addrs:    map[netip.Addr]int{},
+	}
 }
 
 // replace makes the table that of a whole State. It gives the keys that may differ.
@@ -35,8 +39,8 @@ func (t *table) replace(st *dataplane.State) map[dataplane.Key]bool {
 	return touched
 }
 
-// update follows a Change. It gives the keys that may differ. A key may go from one Service to another in one Change, so that
-// all are taken out before any is put in.
+// update follows a Change. It gives the keys that may differ. A key may go from one Service to another in one Change,
+// so that all are taken out before any is put in.
 func (t *table) update(st *dataplane.State, change dataplane.Change) map[dataplane.Key]bool {
 	touched := map[dataplane.Key]bool{}
 	for _, n := range change.Services {

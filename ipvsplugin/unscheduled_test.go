@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestIPVSTaken: where somebody else has the virtual services, as a kube-proxy at work has, nftables carries the Services, at once and
-// by their endpoints as they change; and IPVS does once they are gone.
+// TestIPVSTaken: where somebody else has the virtual services, as a kube-proxy at work has, nftables carries the
+// Services, at once and by their endpoints as they change; and IPVS does once they are gone.
 func TestIPVSTaken(t *testing.T) {
 	w := newWorld(t, 3, 0, dataplane.IPVSAlways)
 	labtest.Run(t, w.Node, "-A -t 10.96.0.1:80 -s wlc\n-a -t 10.96.0.1:80 -r 10.244.1.10:8080 -m\n", "ipvsadm", "-R")

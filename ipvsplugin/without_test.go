@@ -22,8 +22,8 @@ func (c *counting) Apply(*dataplane.State, dataplane.Change) (dataplane.Receipt,
 func (c *counting) Check() ([]string, time.Duration, error) { return []string{"x"}, time.Minute, nil }
 func (c *counting) Remove() error                           { c.removed++; return nil }
 
-// TestWithoutIPVS has a backend that nobody asks for IPVS do nothing, and one that is asked say what is missing. In a kernel with IPVS
-// nothing is missing.
+// TestWithoutIPVS has a backend that nobody asks for IPVS do nothing, and one that is asked say what is missing. In a
+// kernel with IPVS nothing is missing.
 func TestWithoutIPVS(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
 	labtest.Check(t, h.Do(func() error {
@@ -41,10 +41,14 @@ func TestWithoutIPVS(t *testing.T) {
 		if found, again, err := b.Check(); len(found) != 1 || again != time.Minute || err != nil {
 			t.Errorf("%q, %v, %v", found, again, err)
 		}
-		pool := &dataplane.Pool{Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.244.0.1:80"), Weight: 1}}}
+		pool := &dataplane.Pool{
+			Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("10.244.0.1:80"), Weight: 1}},
+		}
 		n := snapshot.Name{Namespace: "a", Name: "b"}
 		st.Services[n] = &dataplane.Service{Name: n, Ports: []*dataplane.ServicePort{{
-			Name: dataplane.PortName{Service: n}, Cluster: pool, Local: &dataplane.Pool{}, Scheduling: &dataplane.Scheduling{Scheduler: "rr"},
+			Name: dataplane.PortName{
+				Service: n,
+			}, Cluster: pool, Local: &dataplane.Pool{}, Scheduling: &dataplane.Scheduling{Scheduler: "rr"},
 			Frontends: []dataplane.Frontend{{Key: dataplane.Key{Addr: netip.MustParseAddr("10.96.0.1"), Port: 80},
 				Routes: []dataplane.Route{{Pool: pool}}}},
 		}}}

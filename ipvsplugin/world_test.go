@@ -22,7 +22,8 @@ import (
 
 // The tests named TestIPVS need a kernel with IPVS: internal/guest/matrix -k 6.1 ./ipvsplugin -test.run=IPVS
 //
-// Where there is none they fail, unless VERDICT_IPVS=none says that this machine is known to have none; guests never hear of that.
+// Where there is none they fail, unless VERDICT_IPVS=none says that this machine is known to have none; guests never
+// hear of that.
 
 func TestMain(m *testing.M) { labtest.Main(m) }
 
@@ -240,14 +241,20 @@ func (a app) name() snapshot.Name {
 func (w *world) delta(a app) snapshot.Delta {
 	svc := &snapshot.Service{Name: a.name(), Scheduling: a.scheduling, Affinity: a.affinity,
 		InternalLocal: a.internalLocal, ExternalLocal: a.externalLocal}
-	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	d := snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices:   map[snapshot.Name]*snapshot.Slice{},
+	}
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], a.number))
 		if a.external {
 			svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, lab.Nth(lab.ExternalRange[i], a.number))
 			svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 100+a.number))
 		}
-		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: svc.Name.Namespace, Name: fmt.Sprint(svc.Name.Name, f)}, Service: svc.Name.Name}
+		sl := &snapshot.Slice{
+			Name:    snapshot.Name{Namespace: svc.Name.Namespace, Name: fmt.Sprint(svc.Name.Name, f)},
+			Service: svc.Name.Name,
+		}
 		for _, p := range protocols {
 			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: targetPort})
 		}
@@ -271,5 +278,8 @@ func (w *world) delta(a app) snapshot.Delta {
 
 // vip is the cluster IP of a Service, with its port.
 func vip(number int, f ipfamily.Family) netip.AddrPort {
-	return netip.AddrPortFrom(lab.Nth(lab.ServiceRange[map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]], number), 80)
+	return netip.AddrPortFrom(
+		lab.Nth(lab.ServiceRange[map[ipfamily.Family]int{ipfamily.IPv4: 0, ipfamily.IPv6: 1}[f]], number),
+		80,
+	)
 }

@@ -50,8 +50,8 @@ func TestCompat(t *testing.T) {
 	labtest.Check(t, v.keeper.Wait())
 }
 
-// TestSwitchBackends goes from nftables to iptables and back, under clients that connect all the time and hold connections. Not one
-// fails, and of each backend nothing is left once the other one has taken over.
+// TestSwitchBackends goes from nftables to iptables and back, under clients that connect all the time and hold
+// connections. Not one fails, and of each backend nothing is left once the other one has taken over.
 func TestSwitchBackends(t *testing.T) {
 	for _, program := range []string{"iptables-nft", "iptables-legacy"} {
 		t.Run(program, func(t *testing.T) {

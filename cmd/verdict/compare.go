@@ -20,7 +20,10 @@ const (
 )
 
 // comparing gives a command the exit statuses of diff: whatever goes wrong is 2.
-func comparing(cmd *cobra.Command, run func(ctx context.Context, cmd *cobra.Command) (same bool, err error)) *cobra.Command {
+func comparing(
+	cmd *cobra.Command,
+	run func(ctx context.Context, cmd *cobra.Command) (same bool, err error),
+) *cobra.Command {
 	trouble := func(err error) error {
 		fmt.Fprintln(os.Stderr, "verdict:", err)
 		return exitStatus(exitTrouble)

@@ -91,10 +91,12 @@ func (c *compared) nft(text string) {
 func TestCompare(t *testing.T) {
 	c := newCompared(t)
 	diff := append([]string{"diff"}, c.flags...)
-	if out, status := c.run("verify"); status != exitSame || !strings.Contains(out, "right: the kernel holds what was written") {
+	if out, status := c.run("verify"); status != exitSame ||
+		!strings.Contains(out, "right: the kernel holds what was written") {
 		t.Errorf("verify: %d\n%s", status, out)
 	}
-	if out, status := c.run(append([]string{"verify"}, c.flags...)...); status != exitSame || !strings.Contains(out, "11 Services") {
+	if out, status := c.run(append([]string{"verify"}, c.flags...)...); status != exitSame ||
+		!strings.Contains(out, "11 Services") {
 		t.Errorf("verify with objects: %d\n%s", status, out)
 	}
 	if out, status := c.run(diff...); status != exitSame || !strings.HasPrefix(out, "same: ") {
@@ -135,7 +137,8 @@ By Service (kernel: NUMBERS)
 	}
 	checkComparisonJSON(t, c, diff)
 	labtest.Check(t, c.backend.Remove())
-	if out, status := c.run("verify"); status != exitDiffers || !strings.Contains(out, "! ip verdict: the table is not there") {
+	if out, status := c.run("verify"); status != exitDiffers ||
+		!strings.Contains(out, "! ip verdict: the table is not there") {
 		t.Errorf("verify without tables: %d\n%s", status, out)
 	}
 }
@@ -166,7 +169,8 @@ func checkComparisonJSON(t *testing.T, c *compared, diff []string) {
 		got.Tables[0].Digest == got.Tables[0].Found || got.Tables[0].Revision == 0 {
 		t.Errorf("diff --json: %d\n%s", status, out)
 	}
-	if e := got.Differences[2]; e.Side != "wanted" || e.Set != "uncounted-endpoints" || e.Port != "shop/cart:grpc" || e.Family != "ip" {
+	if e := got.Differences[2]; e.Side != "wanted" || e.Set != "uncounted-endpoints" || e.Port != "shop/cart:grpc" ||
+		e.Family != "ip" {
 		t.Errorf("a difference is %+v", e)
 	}
 }
@@ -188,8 +192,8 @@ func TestCompareTrouble(t *testing.T) {
 	}
 }
 
-// TestCompareBesideAProxy verifies again and again while a proxy writes all the time: what is on its way is no difference, and the
-// proxy finds nothing that others did.
+// TestCompareBesideAProxy verifies again and again while a proxy writes all the time: what is on its way is no
+// difference, and the proxy finds nothing that others did.
 func TestCompareBesideAProxy(t *testing.T) {
 	c := newCompared(t)
 	stop := make(chan struct{})
@@ -243,7 +247,8 @@ func (c *compared) scale(n int) {
 	}
 }
 
-// TestCompareWithoutRights: who may not read is told so. Rights in a user namespace of its own are none over the host's.
+// TestCompareWithoutRights: who may not read is told so. Rights in a user namespace of its own are none over the
+// host's.
 func TestCompareWithoutRights(t *testing.T) {
 	c := newCompared(t)
 	for _, args := range [][]string{{"verify"}, {"explain", "pod", "10.96.0.10:53/udp", "--live"}, {"top", "--once"}} {

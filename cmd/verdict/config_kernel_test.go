@@ -74,7 +74,8 @@ var revision = regexp.MustCompile(`0x[0-9a-f]{8} comment`)
 // noIPVS leaves all Services to nftables, whatever the mode: not every kernel has IPVS.
 const noIPVS = "---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvs: never\n"
 
-// TestReloadInKernel: after changes of the file at work, the kernel holds what a proxy writes that begins with the last of them.
+// TestReloadInKernel: after changes of the file at work, the kernel holds what a proxy writes that begins with the
+// last of them.
 func TestReloadInKernel(t *testing.T) {
 	r := &tuned{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), file: filepath.Join(t.TempDir(), "config.conf")}
 	labtest.Check(t, os.Symlink("..data/config.conf", r.file))

@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// demoProcess runs the real command until it has shown a text, sends it a signal, and gives its exit status. The user is one
-// without rights if that is possible; else this test already is that user, in a user namespace.
+// demoProcess runs the real command until it has shown a text, sends it a signal, and gives its exit status. The user
+// is one without rights if that is possible; else this test already is that user, in a user namespace.
 func demoProcess(t *testing.T, nobody bool, at string, signal os.Signal) (shown string, status int) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "verdict-test-")

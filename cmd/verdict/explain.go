@@ -60,7 +60,12 @@ taken from the kernel's rules.`,
 	}
 	f := cmd.Flags()
 	f.BoolVar(&o.live, "live", false, "ask the kernel of this node; needs CAP_NET_ADMIN")
-	f.StringVar(&o.iface, "interface", "", "the interface the packet comes in by (default: the one this host's routes lead back to SRC)")
+	f.StringVar(
+		&o.iface,
+		"interface",
+		"",
+		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)",
+	)
 	f.BoolVar(&o.trace, "trace", false, "with --live, show each rule that looks at the packet")
 	f.BoolVar(&o.all, "all", false, "show all endpoints, however many there are")
 	f.BoolVar(&o.json, "json", false, "print JSON (docs/ANSWERS.md)")

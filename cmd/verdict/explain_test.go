@@ -15,8 +15,22 @@ import (
 
 // explainFrom are the flags for the objects of the golden questions.
 var explainFrom = map[string][]string{
-	"cluster": {"--from", "../../examples/cluster.yaml", "--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:10:244::/48"},
-	"odd":     {"--from", "testdata/explain/odd.yaml", "--hostname-override", "node-1", "--cluster-cidr", "10.244.0.0/16,fd00:244::/32"},
+	"cluster": {
+		"--from",
+		"../../examples/cluster.yaml",
+		"--hostname-override",
+		"node-1",
+		"--cluster-cidr",
+		"10.244.0.0/16,fd00:10:244::/48",
+	},
+	"odd": {
+		"--from",
+		"testdata/explain/odd.yaml",
+		"--hostname-override",
+		"node-1",
+		"--cluster-cidr",
+		"10.244.0.0/16,fd00:244::/32",
+	},
 }
 
 // question is a line of testdata/explain/questions.txt.
@@ -55,7 +69,11 @@ func TestExplain(t *testing.T) {
 			want, err := os.ReadFile(golden)
 			labtest.Check(t, err)
 			if got != string(want) {
-				t.Errorf("explain answers something else than %s (go test -update writes it anew):\n%s", golden, labtest.FirstDifference(got, string(want)))
+				t.Errorf(
+					"explain answers something else than %s (go test -update writes it anew):\n%s",
+					golden,
+					labtest.FirstDifference(got, string(want)),
+				)
 			}
 			checkAnswerJSON(t, q, got)
 		})
@@ -79,7 +97,8 @@ func checkAnswerJSON(t *testing.T, q question, text string) {
 			t.Errorf("the text lacks %s", addr)
 		}
 	}
-	if (v.Outcome == "endpoint" && math.Abs(whole-1) > 1e-9) || !strings.Contains(text, v.Why) || !strings.Contains(text, a.Origin.Why) {
+	if (v.Outcome == "endpoint" && math.Abs(whole-1) > 1e-9) || !strings.Contains(text, v.Why) ||
+		!strings.Contains(text, a.Origin.Why) {
 		t.Errorf("text and JSON differ: chances add up to %v, why %q", whole, v.Why)
 	}
 	decides := 0
@@ -131,8 +150,16 @@ func TestExplainArguments(t *testing.T) {
 
 // TestExplainInterfaces: where interfaces tell pods from others, they are asked for, or guessed from the Node's ranges.
 func TestExplainInterfaces(t *testing.T) {
-	flags := []string{"--from", "testdata/explain/odd.yaml", "--hostname-override", "node-1", "--detect-local-mode", "BridgeInterface",
-		"--pod-bridge-interface", "cni0"}
+	flags := []string{
+		"--from",
+		"testdata/explain/odd.yaml",
+		"--hostname-override",
+		"node-1",
+		"--detect-local-mode",
+		"BridgeInterface",
+		"--pod-bridge-interface",
+		"cni0",
+	}
 	for _, test := range []struct {
 		args, why string
 		pod       bool

@@ -69,7 +69,12 @@ func (m mover) move(scheduler string) {
 	for i := range loadServices {
 		s := m.service(i)
 		if scheduler != "" {
-			s = strings.Replace(s, "namespace: default}", fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler), 1)
+			s = strings.Replace(
+				s,
+				"namespace: default}",
+				fmt.Sprintf("namespace: default, annotations: {verdict/scheduler: %s}}", scheduler),
+				1,
+			)
 		}
 		out.WriteString(s)
 	}
@@ -84,7 +89,10 @@ func (m mover) move(scheduler string) {
 			return moved == (scheduler != "")
 		}
 		at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[0], loadServices), 80)
-		return strings.Contains(labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"), fmt.Sprintf("-A -t %s -s %s", at, scheduler))
+		return strings.Contains(
+			labtest.Run(m.t, m.cluster.Node, "", "ipvsadm", "-Sn"),
+			fmt.Sprintf("-A -t %s -s %s", at, scheduler),
+		)
 	})
 	m.event("they are")
 }
@@ -128,7 +136,8 @@ func (m mover) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 	}
 }
 
-// hold keeps TCP connections, opened one after the other while Services move, and pings over all of them until it is stopped.
+// hold keeps TCP connections, opened one after the other while Services move, and pings over all of them until it is
+// stopped.
 func (m mover) hold(from *lab.Host, stop <-chan struct{}) {
 	var conns []*lab.Conn
 	for n := 0; ; n++ {
@@ -183,8 +192,8 @@ func (m mover) again(how int) {
 	m.event("it is back")
 }
 
-// TestIPVSUnderLoad moves Services from nftables to IPVS and back, kills the proxy and restarts it, while clients open connections
-// all the time and hold others. Not one fails.
+// TestIPVSUnderLoad moves Services from nftables to IPVS and back, kills the proxy and restarts it, while clients
+// open connections all the time and hold others. Not one fails.
 func TestIPVSUnderLoad(t *testing.T) {
 	m := newMover(t)
 	stop, clients := make(chan struct{}), sync.WaitGroup{}
@@ -204,8 +213,14 @@ func TestIPVSUnderLoad(t *testing.T) {
 	}
 	close(stop)
 	clients.Wait()
-	t.Logf("%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures", 2**moves,
-		time.Since(start).Round(time.Second), m.dials.Load(), m.pings.Load(), len(m.failures))
+	t.Logf(
+		"%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures",
+		2**moves,
+		time.Since(start).Round(time.Second),
+		m.dials.Load(),
+		m.pings.Load(),
+		len(m.failures),
+	)
 	if len(m.failures) > 0 {
 		t.Errorf("%d clients failed, such as:\n%s\nwhat was done:\n%s", len(m.failures),
 			strings.Join(m.failures[:min(10, len(m.failures))], "\n"), strings.Join(*m.events, "\n"))
@@ -221,17 +236,29 @@ func TestIPVSUnderLoad(t *testing.T) {
 func newMover(t *testing.T) mover {
 	t.Helper()
 	needIPVS(t)
-	m := mover{events: new([]string), victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
-		random: rand.New(rand.NewPCG(1, 1)), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1]),
-			"--ipvs-addresses", fmt.Sprintf("%s,%s", lab.ExternalRange[0], lab.ExternalRange[1])}}}
+	m := mover{
+		events: new([]string),
+		victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
+			random: rand.New(
+				rand.NewPCG(1, 1),
+			), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1]),
+				"--ipvs-addresses", fmt.Sprintf("%s,%s", lab.ExternalRange[0], lab.ExternalRange[1])}},
+	}
 	for _, p := range append(append([]*lab.Host{}, m.cluster.Pods...), m.cluster.RemotePods...) {
 		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
 			_, err := p.Serve(protocol, 8080)
 			labtest.Check(t, err)
 		}
 	}
-	m.write("node.yaml", fmt.Sprintf("apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
-		"{type: InternalIP, address: \"%s\"}]}\n", m.cluster.Node.IP(ipfamily.IPv4), m.cluster.Node.IP(ipfamily.IPv6)))
+	m.write(
+		"node.yaml",
+		fmt.Sprintf(
+			"apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
+				"{type: InternalIP, address: \"%s\"}]}\n",
+			m.cluster.Node.IP(ipfamily.IPv4),
+			m.cluster.Node.IP(ipfamily.IPv6),
+		),
+	)
 	for i := range loadServices {
 		m.write(fmt.Sprintf("slice-%d.yaml", i), m.slice(i))
 	}

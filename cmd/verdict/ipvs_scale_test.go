@@ -49,12 +49,21 @@ func scaleVIP(i int) string { return scaleAddr(96, i+1) }
 
 func scaleService(i int) v1.Service {
 	ip := scaleVIP(i)
-	return v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprint("web-", i), ResourceVersion: "1"},
-		Spec: v1.ServiceSpec{Type: v1.ServiceTypeClusterIP, ClusterIP: ip, ClusterIPs: []string{ip}, IPFamilies: []v1.IPFamily{v1.IPv4Protocol},
-			SessionAffinity: v1.ServiceAffinityNone, Ports: []v1.ServicePort{{Name: "http", Protocol: v1.ProtocolTCP, Port: 80}}}}
+	return v1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprint("web-", i), ResourceVersion: "1"},
+		Spec: v1.ServiceSpec{
+			Type:            v1.ServiceTypeClusterIP,
+			ClusterIP:       ip,
+			ClusterIPs:      []string{ip},
+			IPFamilies:      []v1.IPFamily{v1.IPv4Protocol},
+			SessionAffinity: v1.ServiceAffinityNone,
+			Ports:           []v1.ServicePort{{Name: "http", Protocol: v1.ProtocolTCP, Port: 80}},
+		},
+	}
 }
 
-// scaleSlice gives the endpoints of a Service. One of them, newcomer, takes the place of the first; empty means none does.
+// scaleSlice gives the endpoints of a Service. One of them, newcomer, takes the place of the first; empty means none
+// does.
 func scaleSlice(i int, newcomer string) discovery.EndpointSlice {
 	s := discovery.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprint("web-", i, "-x7f2q"), ResourceVersion: "1",
@@ -76,7 +85,14 @@ func scaleSlice(i int, newcomer string) discovery.EndpointSlice {
 // put has a path answer with a list.
 func (a *apiServer) put(t *testing.T, path, apiVersion, kind string, items any) {
 	t.Helper()
-	b, err := json.Marshal(map[string]any{"apiVersion": apiVersion, "kind": kind, "metadata": map[string]any{"resourceVersion": "2"}, "items": items})
+	b, err := json.Marshal(
+		map[string]any{
+			"apiVersion": apiVersion,
+			"kind":       kind,
+			"metadata":   map[string]any{"resourceVersion": "2"},
+			"items":      items,
+		},
+	)
 	labtest.Check(t, err)
 	a.lists[path] = b
 }
@@ -98,9 +114,12 @@ func newAPIServer(t *testing.T, services int, node netip.Addr) *apiServer {
 	a.put(t, "/api/v1/services", "v1", "ServiceList", all)
 	a.put(t, "/apis/networking.k8s.io/v1/servicecidrs", "networking.k8s.io/v1", "ServiceCIDRList", []any{})
 	a.put(t, "/api/v1/endpoints", "v1", "EndpointsList", []any{})
-	self := v1.Node{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Node"}, ObjectMeta: metav1.ObjectMeta{Name: "node", ResourceVersion: "1"},
-		Spec:   v1.NodeSpec{PodCIDR: "10.244.1.0/24", PodCIDRs: []string{"10.244.1.0/24"}},
-		Status: v1.NodeStatus{Addresses: []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: node.String()}}}}
+	self := v1.Node{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Node"},
+		ObjectMeta: metav1.ObjectMeta{Name: "node", ResourceVersion: "1"},
+		Spec:       v1.NodeSpec{PodCIDR: "10.244.1.0/24", PodCIDRs: []string{"10.244.1.0/24"}},
+		Status:     v1.NodeStatus{Addresses: []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: node.String()}}},
+	}
 	a.put(t, "/api/v1/nodes", "v1", "NodeList", []v1.Node{self})
 	b, err := json.Marshal(self)
 	labtest.Check(t, err)
@@ -187,8 +206,15 @@ func newScaled(t *testing.T, services int, begin func(*scaled) *lab.Cmd, ready f
 	server := &http.Server{Handler: s.api}
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(func() { labtest.Check(t, server.Close()) })
-	labtest.Check(t, os.WriteFile(s.file("kubeconfig"), []byte(`{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}],
-clusters: [{name: c, cluster: {server: "http://`+scaleURL+`"}}], users: [{name: u, user: {}}]}`), 0o600))
+	labtest.Check(
+		t,
+		os.WriteFile(
+			s.file("kubeconfig"),
+			[]byte(`{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}],
+clusters: [{name: c, cluster: {server: "http://`+scaleURL+`"}}], users: [{name: u, user: {}}]}`),
+			0o600,
+		),
+	)
 	return s
 }
 
@@ -263,9 +289,20 @@ func (s *scaled) measure(name string) {
 	slices.Sort(changes)
 	s.stop()
 	again := s.start()
-	s.t.Logf("%s, %d Services with %d endpoints: start to everything written %v; an endpoint replaced, from the watch event until ipvsadm lists it %v to %v, median %v; "+
-		"start after a restart %v", name, *scaleServices, scaleEndpoints, cold.Round(10*time.Millisecond), changes[0].Round(time.Millisecond),
-		changes[scaleChanges-1].Round(time.Millisecond), changes[scaleChanges/2].Round(time.Millisecond), again.Round(10*time.Millisecond))
+	s.t.Logf(
+		"%s, %d Services with %d endpoints: start to everything written %v; an endpoint replaced, from the watch event until ipvsadm lists it %v to %v, median %v; "+
+			"start after a restart %v",
+		name,
+		*scaleServices,
+		scaleEndpoints,
+		cold.Round(10*time.Millisecond),
+		changes[0].Round(time.Millisecond),
+		changes[scaleChanges-1].Round(
+			time.Millisecond,
+		),
+		changes[scaleChanges/2].Round(time.Millisecond),
+		again.Round(10*time.Millisecond),
+	)
 }
 
 // TestIPVSScale measures start, change and restart through IPVS. A start includes that of the
@@ -273,8 +310,17 @@ func (s *scaled) measure(name string) {
 func TestIPVSScale(t *testing.T) {
 	needIPVS(t)
 	begin := func(s *scaled) *lab.Cmd {
-		cmd := s.node.Command("/proc/self/exe", "run", "--kubeconfig", s.file("kubeconfig"), "--hostname-override", "node", "--ipvs=always",
-			"--cluster-cidr", "10.244.0.0/16")
+		cmd := s.node.Command(
+			"/proc/self/exe",
+			"run",
+			"--kubeconfig",
+			s.file("kubeconfig"),
+			"--hostname-override",
+			"node",
+			"--ipvs=always",
+			"--cluster-cidr",
+			"10.244.0.0/16",
+		)
 		cmd.Env = append(os.Environ(), beVerdict+"=1")
 		return cmd
 	}

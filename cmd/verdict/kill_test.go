@@ -60,7 +60,8 @@ func (v *victim) fail(format string, args ...any) {
 	v.failures = append(v.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
 }
 
-// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a hundred.
+// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a
+// hundred.
 func (v *victim) failSince(start time.Time, r lab.Result, format string, args ...any) {
 	if r.Outcome == lab.TimedOut && v.stalls != nil && v.stalls.Since(start) &&
 		v.excused.Add(1) <= 10+(v.dials.Load()+v.pings.Load())/100 {
@@ -99,7 +100,8 @@ status: {loadBalancer: {ingress: [{ip: %s}]}}
 		30000+i, 31000+i, lab.Nth(lab.ExternalRange[0], i+1))
 }
 
-// slice gives a Service's endpoints: some of the pods, never none. All pods go on to serve, so whoever is sent to one is answered.
+// slice gives a Service's endpoints: some of the pods, never none. All pods go on to serve, so whoever is sent to one
+// is answered.
 func (v *victim) slice(i int) string {
 	var out strings.Builder
 	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
@@ -236,10 +238,12 @@ func (v *victim) wait(what string, times int) {
 	testkit.Eventually(v.t, patience, waited, func() bool { return strings.Count(v.said(), what) >= times }, v.said)
 }
 
-// childrenPerKeeper bounds how often a keeper's child is killed before the keeper is: each time it waits longer before it starts another.
+// childrenPerKeeper bounds how often a keeper's child is killed before the keeper is: each time it waits longer
+// before it starts another.
 const childrenPerKeeper = 3
 
-// kill kills the proxy at a random moment, mostly without its keeper. It says how often each was hit, and the ruleset flushed.
+// kill kills the proxy at a random moment, mostly without its keeper. It says how often each was hit, and the ruleset
+// flushed.
 func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flushes int) {
 	orphan := 0 // the last child that a keeper left
 	for n := 0; children+keepers < *kills; n++ {
@@ -308,8 +312,13 @@ func newVictim(t *testing.T) *victim {
 		}
 	}
 	var services strings.Builder
-	fmt.Fprintf(&services, "apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
-		"{type: InternalIP, address: \"%s\"}]}\n---", v.cluster.Node.IP(ipfamily.IPv4), v.cluster.Node.IP(ipfamily.IPv6))
+	fmt.Fprintf(
+		&services,
+		"apiVersion: v1\nkind: Node\nmetadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: %s}, "+
+			"{type: InternalIP, address: \"%s\"}]}\n---",
+		v.cluster.Node.IP(ipfamily.IPv4),
+		v.cluster.Node.IP(ipfamily.IPv6),
+	)
 	for i := range killServices {
 		services.WriteString(v.service(i))
 		v.write(fmt.Sprintf("slice-%d.yaml", i), v.slice(i))
@@ -321,8 +330,8 @@ func newVictim(t *testing.T) *victim {
 	return v
 }
 
-// TestKilled kills the proxy, again and again, while endpoints change and clients open new connections and hold old ones. Not one
-// fails. In the end the kernel holds exactly what the files ask for.
+// TestKilled kills the proxy, again and again, while endpoints change and clients open new connections and hold old
+// ones. Not one fails. In the end the kernel holds exactly what the files ask for.
 func TestKilled(t *testing.T) {
 	v := newVictim(t)
 	v.start()
@@ -335,9 +344,18 @@ func TestKilled(t *testing.T) {
 	if flushes == 0 {
 		t.Error("the ruleset was never flushed")
 	}
-	t.Logf("%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures, %d late since the machine was busy",
-		children, keepers, time.Since(start).Round(time.Millisecond), flushes, v.edits.Load(), v.dials.Load(), v.pings.Load(), len(v.failures),
-		v.excused.Load())
+	t.Logf(
+		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures, %d late since the machine was busy",
+		children,
+		keepers,
+		time.Since(start).Round(time.Millisecond),
+		flushes,
+		v.edits.Load(),
+		v.dials.Load(),
+		v.pings.Load(),
+		len(v.failures),
+		v.excused.Load(),
+	)
 	v.failed()
 	v.settle()
 }
@@ -346,7 +364,11 @@ func TestKilled(t *testing.T) {
 func (v *victim) failed() {
 	v.t.Helper()
 	if len(v.failures) > 0 {
-		v.t.Errorf("%d clients failed, such as:\n%s", len(v.failures), strings.Join(v.failures[:min(10, len(v.failures))], "\n"))
+		v.t.Errorf(
+			"%d clients failed, such as:\n%s",
+			len(v.failures),
+			strings.Join(v.failures[:min(10, len(v.failures))], "\n"),
+		)
 	}
 }
 
@@ -366,7 +388,8 @@ func (v *victim) clients() (stop func()) {
 	}
 }
 
-// settle lets the proxy come to rest and end. Another one must find exactly what the files ask for, and look at all of it.
+// settle lets the proxy come to rest and end. Another one must find exactly what the files ask for, and look at all
+// of it.
 func (v *victim) settle() {
 	v.t.Helper()
 	for again := range 2 {

@@ -18,7 +18,10 @@ func TestMain(m *testing.M) {
 	if os.Getenv(beVerdict) != "" {
 		os.Exit(run())
 	}
-	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "verdict-test-xtables.lock")) // the hosts' rules are nobody else's
+	os.Setenv(
+		"XTABLES_LOCKFILE",
+		filepath.Join(os.TempDir(), "verdict-test-xtables.lock"),
+	) // the hosts' rules are nobody else's
 	labtest.Main(m)
 }
 

@@ -57,15 +57,22 @@ func newCrowd(t *testing.T, services, endpoints int, first netip.Addr) crowd {
 			}
 			slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{at.String()},
 				NodeName: &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready, Serving: &ready},
-				TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprintf("web-%d-%d", i, e), UID: uid}})
+				TargetRef: &corev1.ObjectReference{
+					Kind:      "Pod",
+					Namespace: "default",
+					Name:      fmt.Sprintf("web-%d-%d", i, e),
+					UID:       uid,
+				}})
 		}
 		slices.Items = append(slices.Items, slice)
 	}
 	return crowd{
 		"services":       encode(all, corev1.SchemeGroupVersion.WithKind("ServiceList")),
 		"endpointslices": encode(slices, discoveryv1.SchemeGroupVersion.WithKind("EndpointSliceList")),
-		"nodes": encode(&corev1.NodeList{ListMeta: version, Items: []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: node}}}},
-			corev1.SchemeGroupVersion.WithKind("NodeList")),
+		"nodes": encode(
+			&corev1.NodeList{ListMeta: version, Items: []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: node}}}},
+			corev1.SchemeGroupVersion.WithKind("NodeList"),
+		),
 		"servicecidrs": encode(&networkingv1.ServiceCIDRList{ListMeta: version},
 			networkingv1.SchemeGroupVersion.WithKind("ServiceCIDRList")),
 	}

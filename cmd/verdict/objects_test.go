@@ -36,8 +36,9 @@ func (l lists) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	resource := r.URL.Path[strings.LastIndex(r.URL.Path, "/")+1:]
 	status := func(code int, reason string) {
 		w.WriteHeader(code)
-		json.NewEncoder(w).Encode(map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason,
-			"message": resource + " " + reason})
+		json.NewEncoder(w).
+			Encode(map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason,
+				"message": resource + " " + reason})
 	}
 	switch body, ok := l[resource]; {
 	case r.URL.Query().Has("sendInitialEvents"):
@@ -70,13 +71,23 @@ func TestExplainFromAPI(t *testing.T) {
 	server := httptest.NewServer(apiLists)
 	defer server.Close()
 	ask := func(url string) (string, error) {
-		return command("explain", "10.244.3.3", "10.96.0.1:80", "--kubeconfig", kubeconfigOf(t, url), "--hostname-override", "n", "--json")
+		return command(
+			"explain",
+			"10.244.3.3",
+			"10.96.0.1:80",
+			"--kubeconfig",
+			kubeconfigOf(t, url),
+			"--hostname-override",
+			"n",
+			"--json",
+		)
 	}
 	out, err := ask(server.URL)
 	labtest.Check(t, err)
 	var a inspect.AnswerJSON
 	labtest.Check(t, json.Unmarshal([]byte(out), &a))
-	if v := a.Objects; v.From != "the API server" || len(v.Endpoints) != 1 || v.Endpoints[0].Address != "10.244.1.1" || v.Service.Name != "default/web" {
+	if v := a.Objects; v.From != "the API server" || len(v.Endpoints) != 1 || v.Endpoints[0].Address != "10.244.1.1" ||
+		v.Service.Name != "default/web" {
 		t.Errorf("%s", out)
 	}
 	forbidden := httptest.NewServer(lists{"services": apiLists["services"]})

@@ -68,14 +68,18 @@ func TestRender(t *testing.T) {
 			want, err := os.ReadFile(goldenPath(file))
 			labtest.Check(t, err)
 			if got != string(want) {
-				t.Errorf("render prints something else than %s (go test -update writes it anew):\n%s", goldenPath(file), labtest.FirstDifference(got, string(want)))
+				t.Errorf(
+					"render prints something else than %s (go test -update writes it anew):\n%s",
+					goldenPath(file),
+					labtest.FirstDifference(got, string(want)),
+				)
 			}
 		})
 	}
 }
 
-// TestGoldensLoad gives every golden to every nft at hand, and compares what it lists then with what it lists of our own
-// commit of the same state. An nft that would abort on a line is not given it: the text says so itself.
+// TestGoldensLoad gives every golden to every nft at hand, and compares what it lists then with what it lists of our
+// own commit of the same state. An nft that would abort on a line is not given it: the text says so itself.
 func TestGoldensLoad(t *testing.T) {
 	for file, flags := range goldens(t) {
 		for _, n := range labtest.Nfts(t) {

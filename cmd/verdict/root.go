@@ -75,6 +75,17 @@ Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough; o
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(newDemo(), newRun(), newRender(), newExplain(), newDiff(), newVerify(), newTop(), newCleanup(), newTakeover(), newBench())
+	root.AddCommand(
+		newDemo(),
+		newRun(),
+		newRender(),
+		newExplain(),
+		newDiff(),
+		newVerify(),
+		newTop(),
+		newCleanup(),
+		newTakeover(),
+		newBench(),
+	)
 	return root
 }

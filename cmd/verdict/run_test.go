@@ -10,7 +10,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// TestOtherThanRun: --write-config-to, --version and --cleanup do not run, and wrong values are not written as if nothing were.
+// TestOtherThanRun: --write-config-to, --version and --cleanup do not run, and wrong values are not written as if
+// nothing were.
 func TestOtherThanRun(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "written.conf")
 	_, err := command("run", "--write-config-to", path, "--cluster-cidr=10.244.0.0/16", "--keeper=none")
@@ -20,7 +21,13 @@ func TestOtherThanRun(t *testing.T) {
 	if len(problems) > 0 || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 || s.Keeper != "none" {
 		t.Errorf("%+v, %v", s, problems)
 	}
-	_, err = command("run", "--config", configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"), "--write-config-to", path+"2")
+	_, err = command(
+		"run",
+		"--config",
+		configFile(t, "nodePortAddresses: [10.0.0.0/33]\noomScoreAdj: 9999\n"),
+		"--write-config-to",
+		path+"2",
+	)
 	if err == nil || strings.Count(err.Error(), "\n") != 2 {
 		t.Errorf("it does not name each value that is wrong: %v", err)
 	}

@@ -137,7 +137,13 @@ func TestServing(t *testing.T) {
 	healthz := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 10256).String()
 	check := "http://" + netip.AddrPortFrom(node.IP(ipfamily.IPv4), 30900).String() + "/"
 
-	s.await("started", balancer, healthz+"/healthz", 200, `"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`)
+	s.await(
+		"started",
+		balancer,
+		healthz+"/healthz",
+		200,
+		`"nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":`,
+	)
 	s.await("started", balancer, healthz+"/readyz", 200, `"healthy":true`)
 	s.await("has an endpoint", balancer, check, 200, "\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true")
 	s.pages()
@@ -150,7 +156,13 @@ func TestServing(t *testing.T) {
 	}
 	s.taint = "ToBeDeletedByClusterAutoscaler"
 	s.objects(true)
-	s.await("is to be deleted", balancer, healthz+"/healthz", 503, `"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`)
+	s.await(
+		"is to be deleted",
+		balancer,
+		healthz+"/healthz",
+		503,
+		`"missing":["the Node has the taint ToBeDeletedByClusterAutoscaler"]`,
+	)
 	s.await("is to be deleted", balancer, healthz+"/livez", 200, `"healthy":true`)
 	s.await("is to be deleted", balancer, check, 200, `"localEndpoints": 1`)
 
@@ -181,7 +193,8 @@ func (s *shown) pages() {
 		"/proxyMode": "nftables", "/healthz": "ok",
 		"/configz": `{"kubeproxy.config.k8s.io":{`, "/metrics/slis": `kubernetes_healthcheck{name="rules",type="healthz"} 1`,
 	} {
-		if code, _, body := s.get(s.cluster.Node, "http://127.0.0.1:10249"+path); code != 200 || !strings.Contains(body, want) {
+		if code, _, body := s.get(s.cluster.Node, "http://127.0.0.1:10249"+path); code != 200 ||
+			!strings.Contains(body, want) {
 			s.t.Errorf("%s: %d %s; want %q", path, code, body, want)
 		}
 	}

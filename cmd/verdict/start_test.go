@@ -75,7 +75,8 @@ func badStarts(t *testing.T, good string) []badStart {
 	}
 }
 
-// TestBadStart: a start that cannot work ends with an error, changes nothing on the host, and leaves the proxy that runs alone.
+// TestBadStart: a start that cannot work ends with an error, changes nothing on the host, and leaves the proxy that
+// runs alone.
 func TestBadStart(t *testing.T) {
 	v := newVictim(t)
 	node := v.cluster.Node
@@ -101,7 +102,9 @@ func TestBadStart(t *testing.T) {
 		refused(bad)
 	}
 	hold(t, node, 10256, func() {
-		refused(badStart{"the port is taken", "address already in use", nil, []string{"--from", good, "--bind-address-hard-fail"}})
+		refused(
+			badStart{"the port is taken", "address already in use", nil, []string{"--from", good, "--bind-address-hard-fail"}},
+		)
 	})
 
 	before := hostState(t, node)

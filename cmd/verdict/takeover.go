@@ -91,13 +91,15 @@ func (p *printer) line(format string, args ...any) {
 	}
 }
 
-// ownRules says which rules of iptables are ours on this node, for commands beside a running proxy. The error says that there are no
-// rules of ours at all, so that nobody would carry the Services without kube-proxy's.
+// ownRules says which rules of iptables are ours on this node, for commands beside a running proxy. The error says
+// that there are no rules of ours at all, so that nobody would carry the Services without kube-proxy's.
 func ownRules(ctx context.Context) (takeover.Own, error) {
 	if backends.HasTables() {
 		return takeover.Own{}, nil
 	}
-	errNobody := errors.New("there are no rules of Verdict's here, so that nobody would carry the Services: start verdict run first")
+	errNobody := errors.New(
+		"there are no rules of Verdict's here, so that nobody would carry the Services: start verdict run first",
+	)
 	i, err := xtables.Inspect(ctx, iptshim.Options{})
 	if err != nil { // without programs there are no rules of ours
 		return takeover.Own{}, errNobody

@@ -62,16 +62,28 @@ func TestTakeoverCommand(t *testing.T) {
 	}
 }
 
-// TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone, unless they are to stay.
+// TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone,
+// unless they are to stay.
 func TestRunTakesOver(t *testing.T) {
 	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed kube-proxy's rules", takeover.Never: "rules are kept, as configured"} {
 		t.Run(string(mode), func(t *testing.T) {
-			r := &tuned{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), file: filepath.Join(t.TempDir(), "config.conf")}
+			r := &tuned{
+				t:    t,
+				host: labtest.NewHost(t, labtest.NewNet(t), "node"),
+				file: filepath.Join(t.TempDir(), "config.conf"),
+			}
 			labtest.Check(t, os.Symlink("..data/config.conf", r.file))
 			labtest.Run(t, r.host, "table ip kube-proxy { }\n", "nft", "-f", "-")
-			labtest.Run(t, r.host, "*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n",
-				"iptables-nft-restore", "--noflush")
-			r.configure("mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\ntakeover: " + string(mode) + "\n")
+			labtest.Run(
+				t,
+				r.host,
+				"*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n",
+				"iptables-nft-restore",
+				"--noflush",
+			)
+			r.configure(
+				"mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\ntakeover: " + string(mode) + "\n",
+			)
 			r.start()
 			defer r.stop()
 			r.wait(want, 1)

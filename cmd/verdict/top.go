@@ -51,7 +51,12 @@ second: first those on the screen, the others in turn.`,
 	f := cmd.Flags()
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between two samples, at least 100ms")
 	f.StringVar(&o.order, "sort", inspect.ByRate, "rate, total or name")
-	f.StringVar(&o.service, "service", "", "show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints")
+	f.StringVar(
+		&o.service,
+		"service",
+		"",
+		"show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints",
+	)
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
 	f.BoolVar(&o.json, "json", false, "print one sample as JSON (docs/ANSWERS.md)")

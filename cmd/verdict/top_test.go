@@ -108,7 +108,8 @@ func TestTopOnce(t *testing.T) {
 		})
 	}()
 	out, status := c.run("top", "--once", "--interval", "500ms")
-	if status != 0 || !strings.Contains(out, "connections/s to 14 service ports") || !strings.Contains(strings.Split(out, "\n")[1], "shop/checkout:http") {
+	if status != 0 || !strings.Contains(out, "connections/s to 14 service ports") ||
+		!strings.Contains(strings.Split(out, "\n")[1], "shop/checkout:http") {
 		t.Errorf("%d\n%s", status, out)
 	}
 	out, _ = c.run("top", "--json", "--interval", "500ms", "--service", "shop/checkout")
@@ -116,7 +117,8 @@ func TestTopOnce(t *testing.T) {
 	d := json.NewDecoder(strings.NewReader(out))
 	d.DisallowUnknownFields()
 	labtest.Check(t, d.Decode(&got))
-	if len(got.Ports) != 1 || got.Ports[0].Rate == 0 || got.Ports[0].Service != "shop/checkout" || len(got.Ports[0].Endpoints) != 2 ||
+	if len(got.Ports) != 1 || got.Ports[0].Rate == 0 || got.Ports[0].Service != "shop/checkout" ||
+		len(got.Ports[0].Endpoints) != 2 ||
 		got.Counted != dataplane.CountedEndpoints {
 		t.Fatalf("%s", out)
 	}

@@ -19,7 +19,8 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 )
 
-// Every Service and every endpoint has an address of its own, in the ranges that the world has for them, also in the largest cluster.
+// Every Service and every endpoint has an address of its own, in the ranges that the world has for them, also in the
+// largest cluster.
 func TestAddresses(t *testing.T) {
 	if !podRange.Contains(endpointRange.Addr()) || !podRange.Contains(clientAddr) || endpointRange.Contains(serverAddr) {
 		t.Error("ranges do not fit each other")
@@ -136,12 +137,19 @@ func TestAwait(t *testing.T) {
 	if err != nil || looks != 3 || took <= 0 {
 		t.Errorf("%v after %d looks: %v", took, looks, err)
 	}
-	if took, err := await(t.Context(), time.Now(), 5*time.Millisecond, fine, func() bool { return false }); !errors.Is(err, errLimit) || took < 5*time.Millisecond {
+	if took, err := await(t.Context(), time.Now(), 5*time.Millisecond, fine, func() bool { return false }); !errors.Is(
+		err,
+		errLimit,
+	) ||
+		took < 5*time.Millisecond {
 		t.Errorf("never: %v, %v", took, err)
 	}
 	gone := errors.New("it has ended")
 	began := time.Now().Add(-2 * time.Second)
-	if _, err := await(t.Context(), began, time.Minute, func() error { return gone }, func() bool { return false }); !errors.Is(err, gone) {
+	if _, err := await(t.Context(), began, time.Minute, func() error { return gone }, func() bool { return false }); !errors.Is(
+		err,
+		gone,
+	) {
 		t.Errorf("ended: %v", err)
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())

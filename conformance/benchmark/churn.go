@@ -14,12 +14,13 @@ import (
 // writers is how many requests may be under way at once.
 const writers = 32
 
-// probePause is how long a probe rests, on average, before it changes again. All of them together add some changes a second to
-// those of the rate.
+// probePause is how long a probe rests, on average, before it changes again. All of them together add some changes a
+// second to those of the rate.
 const probePause = time.Second
 
-// churn changes endpoints of Services by chance at a steady rate, for a time. Meanwhile the probes change one after the other, each
-// as soon as its last change was seen, which says how long a change takes. In the end one of them says how far behind the proxy is.
+// churn changes endpoints of Services by chance at a steady rate, for a time. Meanwhile the probes change one after
+// the other, each as soon as its last change was seen, which says how long a change takes. In the end one of them
+// says how far behind the proxy is.
 func (n *node) churn(ctx context.Context, rate float64, length, drain time.Duration) (*results.Churn, error) {
 	out := &results.Churn{Rate: rate}
 	s := &samples{}
@@ -63,7 +64,8 @@ func (n *node) probing(ctx context.Context, s *samples, probe int, end time.Time
 	}
 }
 
-// behind changes the last probe and waits: proxies get changes in the order they were written, so what came before is done then.
+// behind changes the last probe and waits: proxies get changes in the order they were written, so what came before is
+// done then.
 func (n *node) behind(ctx context.Context, out *results.Wait, drain time.Duration) error {
 	probe := n.probe(probes - 1)
 	want, err := n.change(ctx, probe, 0)
@@ -100,7 +102,8 @@ func (n *node) write(ctx context.Context, rate float64, end time.Time) (int, err
 	return int(done.Load()), err
 }
 
-// pace puts a token into due at a rate until the end. What the writers cannot take is late, and not made up for after the end.
+// pace puts a token into due at a rate until the end. What the writers cannot take is late, and not made up for after
+// the end.
 func pace(ctx context.Context, rate float64, end time.Time, due chan<- struct{}) error {
 	began := time.Now()
 	for i := 0; ; i++ {

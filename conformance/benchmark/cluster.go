@@ -1,5 +1,5 @@
-// Package benchmark measures Service proxies in large clusters, from outside: a real control plane with as many Services as wanted, a
-// node with the proxy under test, and packets that tell what the node's kernel has been told.
+// Package benchmark measures Service proxies in large clusters, from outside: a real control plane with as many
+// Services as wanted, a node with the proxy under test, and packets that tell what the node's kernel has been told.
 package benchmark
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 )
 
-// The addresses. Endpoints are counted up from the beginning of their range, those that come in the place of others from its
-// middle. The server's host answers at all of them.
+// The addresses. Endpoints are counted up from the beginning of their range, those that come in the place of others
+// from its middle. The server's host answers at all of them.
 var (
 	serviceRange  = netip.MustParsePrefix("10.96.0.0/16")
 	endpointRange = netip.MustParsePrefix("10.128.0.0/10")
@@ -94,7 +94,8 @@ func (c *cluster) targetPort(i int) int32 {
 	return serverPort
 }
 
-// replace puts an endpoint that nobody had before in the place of one, and gives the slice as it is then, and the newcomer.
+// replace puts an endpoint that nobody had before in the place of one, and gives the slice as it is then, and the
+// newcomer.
 func (c *cluster) replace(i, endpoint int) (*discovery.EndpointSlice, netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -130,7 +131,10 @@ func (c *cluster) service(i int) *v1.Service {
 func (c *cluster) ipAddress(i int) *networking.IPAddress {
 	a := &networking.IPAddress{ObjectMeta: c.meta(i, c.clusterIP(i).String(), "bbbb")}
 	a.Namespace = ""
-	a.Labels = map[string]string{"ipaddress.kubernetes.io/ip-family": "IPv4", "ipaddress.kubernetes.io/managed-by": "ipallocator.k8s.io"}
+	a.Labels = map[string]string{
+		"ipaddress.kubernetes.io/ip-family":  "IPv4",
+		"ipaddress.kubernetes.io/managed-by": "ipallocator.k8s.io",
+	}
 	a.Spec.ParentRef = &networking.ParentReference{Resource: "services", Namespace: c.namespace(i), Name: c.name(i)}
 	return a
 }
@@ -156,7 +160,8 @@ func (c *cluster) sliceOf(i int, endpoints []netip.Addr) *discovery.EndpointSlic
 	return s
 }
 
-// spread gives n Services that lie evenly among the ordinary ones, the first and the last among them; all if there are fewer.
+// spread gives n Services that lie evenly among the ordinary ones, the first and the last among them; all if there
+// are fewer.
 func (c *cluster) spread(n int) (all []int) {
 	last := c.size.Services - 1
 	if n > last {

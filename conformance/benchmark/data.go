@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// dialed is how many Services connections go to, each triesOfEach times for the latency: chains of iptables are in no order that
-	// is known, so no Service is the last for sure, but one of many is near the end.
+	// dialed is how many Services connections go to, each triesOfEach times for the latency: chains of iptables are in
+	// no order that is known, so no Service is the last for sure, but one of many is near the end.
 	dialed      = 256
 	triesOfEach = 12
 	// clients is how many open connections at the same time where these are counted.
@@ -81,9 +81,10 @@ func latencies(ctx context.Context, to []netip.AddrPort, out *results.Data) erro
 // dialLimit is how long a connection may take to be answered. A lost SYN takes a second.
 const dialLimit = 500 * time.Millisecond
 
-// dial opens a connection from the calling thread's namespace, with as little as possible around it, and cuts it by RST. It gives the
-// time until the peer's kernel had answered. Before it cuts it may wait for the first byte of the server, which then has taken the
-// connection: a long queue of such as are not taken yet would overflow, and the server's kernel would drop what comes.
+// dial opens a connection from the calling thread's namespace, with as little as possible around it, and cuts it by
+// RST. It gives the time until the peer's kernel had answered. Before it cuts it may wait for the first byte of the
+// server, which then has taken the connection: a long queue of such as are not taken yet would overflow, and the
+// server's kernel would drop what comes.
 func dial(to netip.AddrPort, wait bool) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -25,9 +25,9 @@ const (
 	flowTOS = 0x08
 )
 
-// flow gives what a new flow to a Service costs above one straight to an endpoint, in microseconds of processor time: of the thread
-// that sends its SYN from the node itself, until the packet is out of the node. Both are measured by turns, so that what else goes on
-// concerns both; the median of the rounds' differences is given.
+// flow gives what a new flow to a Service costs above one straight to an endpoint, in microseconds of processor time:
+// of the thread that sends its SYN from the node itself, until the packet is out of the node. Both are measured by
+// turns, so that what else goes on concerns both; the median of the rounds' differences is given.
 func (n *node) flow(ctx context.Context) (float64, error) {
 	undo, err := n.flowRoutes()
 	if err != nil {

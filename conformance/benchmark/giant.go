@@ -105,16 +105,16 @@ func (w *world) deleteGiant(ctx context.Context) error {
 	)
 }
 
-// giantRoutes has the client hear at once that a frontend does not answer. What the proxy does not translate goes to the
-// server, which resets it, and what the proxy rejects is always answered: the kernel would limit the rate of both ICMP
-// messages.
+// giantRoutes has the client hear at once that a frontend does not answer. What the proxy does not translate goes to
+// the server, which resets it, and what the proxy rejects is always answered: the kernel would limit the rate of both
+// ICMP messages.
 func (n *node) giantRoutes() error {
 	return errors.Join(n.ownAddresses(giantRange), n.host.Sysctl("net/ipv4/icmp_ratemask", "0"),
 		n.host.AddRoute(lab.Route{To: giantRange, Via: serverAddr, Link: "server"}))
 }
 
-// giant creates the giant in a proxy at rest, and deletes it as soon as the proxy is at rest again. Whatever happens, it
-// is not there for the next proxy.
+// giant creates the giant in a proxy at rest, and deletes it as soon as the proxy is at rest again. Whatever happens,
+// it is not there for the next proxy.
 func (n *node) giant(ctx context.Context, limit time.Duration) (*results.Giant, error) {
 	if err := n.giantRoutes(); err != nil {
 		return nil, err
@@ -168,8 +168,8 @@ func (n *node) giantStep(
 	return &results.GiantStep{Wait: *w, Others: s.spans()}, err
 }
 
-// untilGiant waits for all frontends of the sample. None counts as gone that was silent only once: on a busy machine one
-// look may come too late.
+// untilGiant waits for all frontends of the sample. None counts as gone that was silent only once: on a busy machine
+// one look may come too late.
 func (n *node) untilGiant(
 	ctx context.Context, began time.Time, limit time.Duration, answers bool,
 ) (*results.Wait, error) {

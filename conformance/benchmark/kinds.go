@@ -42,11 +42,31 @@ var (
 var kinds = []Kind{
 	{Name: "verdict-nftables", program: verdict, mode: "nftables", args: runVerdict},
 	{Name: "kube-proxy-nftables", program: "kube-proxy", mode: "nftables", args: runKubeProxy},
-	{Name: "verdict-iptables", program: verdict, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "legacy"},
+	{
+		Name:    "verdict-iptables",
+		program: verdict,
+		mode:    "iptables",
+		args:    append(slices.Clone(runVerdict), "--backend=iptables"),
+		needs:   "--backend",
+		tables:  "legacy",
+	},
 	{Name: "kube-proxy-iptables", program: "kube-proxy", mode: "iptables", args: runKubeProxy, tables: "legacy"},
-	{Name: "verdict-iptables-nft", program: verdict, mode: "iptables", args: append(slices.Clone(runVerdict), "--backend=iptables"), needs: "--backend", tables: "nft"},
+	{
+		Name:    "verdict-iptables-nft",
+		program: verdict,
+		mode:    "iptables",
+		args:    append(slices.Clone(runVerdict), "--backend=iptables"),
+		needs:   "--backend",
+		tables:  "nft",
+	},
 	{Name: "kube-proxy-iptables-nft", program: "kube-proxy", mode: "iptables", args: runKubeProxy, tables: "nft"},
-	{Name: "verdict-ipvs", program: verdict, mode: "ipvs", args: append(slices.Clone(runVerdict), "--ipvs=always"), ipvs: true},
+	{
+		Name:    "verdict-ipvs",
+		program: verdict,
+		mode:    "ipvs",
+		args:    append(slices.Clone(runVerdict), "--ipvs=always"),
+		ipvs:    true,
+	},
 	{Name: "kube-proxy-ipvs", program: "kube-proxy", mode: "ipvs", args: runKubeProxy, tables: "legacy", ipvs: true},
 	{Name: "kube-proxy-1.36-nftables", program: "kube-proxy-1.36", mode: "nftables", args: runKubeProxy},
 	{Name: "kube-proxy-1.36-iptables", program: "kube-proxy-1.36", mode: "iptables", args: runKubeProxy, tables: "legacy"},
@@ -86,8 +106,8 @@ var ErrMissing = errors.New("left out")
 // Programs are the files of all programs, by their names: verdict, kube-proxy, kube-proxy-1.36, etcd, kube-apiserver.
 type Programs map[string]string
 
-// Build builds the control plane and the programs of these proxies, by their kinds' names, unless they are in the cache. root is
-// the directory of the sources, dir is where Verdict's program goes. The first time takes minutes.
+// Build builds the control plane and the programs of these proxies, by their kinds' names, unless they are in the
+// cache. root is the directory of the sources, dir is where Verdict's program goes. The first time takes minutes.
 func Build(ctx context.Context, root, dir string, proxies []string) (Programs, error) {
 	names := []string{"etcd", "kube-apiserver"}
 	for _, name := range proxies {
@@ -116,7 +136,8 @@ func Build(ctx context.Context, root, dir string, proxies []string) (Programs, e
 	return p, nil
 }
 
-// Obtain finds the program and gives its version and the beginning of its digest. The error is ErrMissing if the program or the machine lacks what the mode needs.
+// Obtain finds the program and gives its version and the beginning of its digest. The error is ErrMissing if the
+// program or the machine lacks what the mode needs.
 func (k *Kind) Obtain(ctx context.Context, p Programs) (version string, err error) {
 	args := []string{"--version"}
 	if k.program == verdict {
@@ -182,7 +203,8 @@ func (k *Kind) path(dir string) (string, error) {
 	return dir + string(os.PathListSeparator) + path, nil
 }
 
-// config is kube-proxy's file. Its periods are left as they are by default; what concerns the whole machine is left alone.
+// config is kube-proxy's file. Its periods are left as they are by default; what concerns the whole machine is left
+// alone.
 func (k *Kind) config(kubeconfig string) string {
 	return fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration

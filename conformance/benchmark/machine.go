@@ -58,8 +58,8 @@ const (
 	idleLimit = time.Minute
 )
 
-// idle waits until the machine is at rest, so that what came before is over: a control plane that takes in what it was filled with,
-// the kernel that clears a node away. On a machine that has other work it gives up after a minute.
+// idle waits until the machine is at rest, so that what came before is over: a control plane that takes in what it
+// was filled with, the kernel that clears a node away. On a machine that has other work it gives up after a minute.
 func idle(ctx context.Context) error {
 	for end := time.Now().Add(idleLimit); ; {
 		before, err := busy()

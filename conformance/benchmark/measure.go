@@ -19,14 +19,21 @@ import (
 // errLimit says that something was not done in the time it had.
 var errLimit = errors.New("not done in time")
 
-// pause is how long to wait before the next look at something that has not come after so long: so looks are few where much is
-// to do, and the error stays at two in a hundred.
+// pause is how long to wait before the next look at something that has not come after so long: so looks are few where
+// much is to do, and the error stays at two in a hundred.
 func pause(waited time.Duration) time.Duration {
 	return min(max(waited/50, 300*time.Microsecond), 50*time.Millisecond)
 }
 
-// await looks until there is what is waited for, and gives the time since began. The error is errLimit, that of check, or ctx's.
-func await(ctx context.Context, began time.Time, limit time.Duration, check func() error, look func() bool) (time.Duration, error) {
+// await looks until there is what is waited for, and gives the time since began. The error is errLimit, that of
+// check, or ctx's.
+func await(
+	ctx context.Context,
+	began time.Time,
+	limit time.Duration,
+	check func() error,
+	look func() bool,
+) (time.Duration, error) {
 	checked := began
 	for {
 		if look() {
@@ -48,7 +55,8 @@ func await(ctx context.Context, began time.Time, limit time.Duration, check func
 	}
 }
 
-// rest sleeps. The runtime's own timers may be late by a millisecond where nothing else goes on, so short rests are the kernel's.
+// rest sleeps. The runtime's own timers may be late by a millisecond where nothing else goes on, so short rests are
+// the kernel's.
 func rest(ctx context.Context, d time.Duration) error {
 	if d >= 5*time.Millisecond {
 		return sleep(ctx, d)
@@ -58,8 +66,8 @@ func rest(ctx context.Context, d time.Duration) error {
 	return ctx.Err()
 }
 
-// lookTimeout is how long a look waits for an answer. A proxy may have dropped the first packet, and the client would send it
-// again after a second.
+// lookTimeout is how long a look waits for an answer. A proxy may have dropped the first packet, and the client would
+// send it again after a second.
 const lookTimeout = 150 * time.Millisecond
 
 // reaches says where a connection from the client ends just now; an invalid address means nowhere.
@@ -68,7 +76,8 @@ func (n *node) reaches(to netip.AddrPort) netip.Addr {
 	return r.Destination.Addr()
 }
 
-// wait makes a result of what await gave. That the limit was hit is a result and no error; after an error there is none.
+// wait makes a result of what await gave. That the limit was hit is a result and no error; after an error there is
+// none.
 func (n *node) wait(d time.Duration, err error) (*results.Wait, error) {
 	w := &results.Wait{Seconds: d.Seconds(), Limit: errors.Is(err, errLimit), Processor: n.usage.processor().Seconds()}
 	if err != nil && !w.Limit {
@@ -80,8 +89,8 @@ func (n *node) wait(d time.Duration, err error) (*results.Wait, error) {
 // sampled is how many Services are looked at again and again before all are tried.
 const sampled = 32
 
-// untilAll waits until every Service answers. Those of the sample are waited for one after the other. Then each of the cluster is
-// tried, and what does not answer was not there when the sample was, and is waited for.
+// untilAll waits until every Service answers. Those of the sample are waited for one after the other. Then each of
+// the cluster is tried, and what does not answer was not there when the sample was, and is waited for.
 func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duration) (*results.Wait, error) {
 	var took time.Duration
 	sample := n.spread(sampled)
@@ -129,16 +138,16 @@ func (n *node) stop(ctx context.Context) error {
 	return n.proxy.Stop(ctx)
 }
 
-// A process is at rest when it and its children have used less than a part of a second of processor time in two seconds: kube-proxy
-// lets one pass between the end of a sync and the next.
+// A process is at rest when it and its children have used less than a part of a second of processor time in two
+// seconds: kube-proxy lets one pass between the end of a sync and the next.
 const (
 	restTime = 2 * time.Second
 	restMost = 100 * time.Millisecond
 	restLook = 20 * time.Millisecond
 )
 
-// again restarts the proxy while nothing changes, and waits until it is at rest: there is nothing to see in packets, which go on all
-// the time. The result is the time until the rest began.
+// again restarts the proxy while nothing changes, and waits until it is at rest: there is nothing to see in packets,
+// which go on all the time. The result is the time until the rest began.
 func (n *node) again(ctx context.Context, limit time.Duration) (*results.Wait, error) {
 	if err := n.stop(ctx); err != nil {
 		return nil, err
@@ -171,7 +180,8 @@ func (n *node) calm(ctx context.Context, began time.Time, limit time.Duration) (
 // resting finds the first time of rest in a growing processor time.
 type resting struct{ at, busy []time.Duration }
 
-// look takes the processor time at a moment, and gives when rest began and what had been used by then, as soon as it has lasted.
+// look takes the processor time at a moment, and gives when rest began and what had been used by then, as soon as it
+// has lasted.
 func (r *resting) look(at, busy time.Duration) (quiet, used time.Duration, ok bool) {
 	r.at, r.busy = append(r.at, at), append(r.busy, busy)
 	for len(r.at) > 1 && busy-r.busy[0] >= restMost {
@@ -204,8 +214,16 @@ func (w *world) change(ctx context.Context, service, endpoint int) (newcomer net
 		return newcomer, err
 	}
 	const protobuf = "application/vnd.kubernetes.protobuf"
-	_, err = w.plane.Client.DiscoveryV1().RESTClient().Put().Namespace(slice.Namespace).Resource("endpointslices").Name(slice.Name).
-		SetHeader("Content-Type", protobuf).SetHeader("Accept", protobuf).Body(body).DoRaw(ctx)
+	_, err = w.plane.Client.DiscoveryV1().
+		RESTClient().
+		Put().
+		Namespace(slice.Namespace).
+		Resource("endpointslices").
+		Name(slice.Name).
+		SetHeader("Content-Type", protobuf).
+		SetHeader("Accept", protobuf).
+		Body(body).
+		DoRaw(ctx)
 	if err != nil {
 		return newcomer, fmt.Errorf("write EndpointSlice %s/%s: %w", slice.Namespace, slice.Name, err)
 	}
@@ -220,8 +238,8 @@ type samples struct {
 	writes []float64
 }
 
-// span writes one change of a probe and waits for the kernel to have it, from before the request to the first connection that
-// ends at the newcomer. A limit that was hit is counted, and no error.
+// span writes one change of a probe and waits for the kernel to have it, from before the request to the first
+// connection that ends at the newcomer. A limit that was hit is counted, and no error.
 func (n *node) span(ctx context.Context, s *samples, probe int, limit time.Duration) error {
 	began := time.Now()
 	want, err := n.change(ctx, n.probe(probe), 0)
@@ -256,15 +274,15 @@ func (s *samples) spans() results.Spans {
 	return out
 }
 
-// The pause between single changes is longer than the second that kube-proxy lets pass between two of its syncs, by default and at
-// least, so that a change never waits for it.
+// The pause between single changes is longer than the second that kube-proxy lets pass between two of its syncs, by
+// default and at least, so that a change never waits for it.
 const (
 	quietLeast = 1500 * time.Millisecond
 	quietMore  = 500 * time.Millisecond
 )
 
-// changes tries single changes, one after the other in a proxy that is at rest otherwise. After the limit none begins, and each has as
-// long to arrive.
+// changes tries single changes, one after the other in a proxy that is at rest otherwise. After the limit none
+// begins, and each has as long to arrive.
 func (n *node) changes(ctx context.Context, count int, limit time.Duration) (*results.Spans, error) {
 	s := &samples{}
 	end := time.Now().Add(limit)

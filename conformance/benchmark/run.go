@@ -35,8 +35,9 @@ type Plan struct {
 // errBudget says that the time is up.
 var errBudget = errors.New("the time is up")
 
-// Run measures every cell that is not there yet: all sizes once, from the smallest, then all again, so that a run that is broken off
-// has as much of everything as there was time for. In each repeat another proxy is the first. It reports whether all is done.
+// Run measures every cell that is not there yet: all sizes once, from the smallest, then all again, so that a run
+// that is broken off has as much of everything as there was time for. In each repeat another proxy is the first. It
+// reports whether all is done.
 func (p *Plan) Run(ctx context.Context) (complete bool, err error) {
 	if p.Budget > 0 {
 		var cancel context.CancelFunc
@@ -61,7 +62,8 @@ func (p *Plan) Run(ctx context.Context) (complete bool, err error) {
 	return true, nil
 }
 
-// missing gives the proxies whose cells are not there, beginning with another in each repeat. The node without a proxy is the first.
+// missing gives the proxies whose cells are not there, beginning with another in each repeat. The node without a
+// proxy is the first.
 func (p *Plan) missing(size results.Size, repeat int) (missing []*Kind) {
 	n := len(p.Kinds)
 	order := []*Kind{{Name: results.Baseline}}
@@ -113,7 +115,13 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 		if err := idle(ctx); err != nil {
 			return err
 		}
-		c := &results.Cell{Size: size, Proxy: k.Name, Repeat: repeat, Began: time.Now().UTC().Truncate(time.Second), Load: load()}
+		c := &results.Cell{
+			Size:   size,
+			Proxy:  k.Name,
+			Repeat: repeat,
+			Began:  time.Now().UTC().Truncate(time.Second),
+			Load:   load(),
+		}
 		began := time.Now()
 		err := p.cell(ctx, w, k, c)
 		c.Took = time.Since(began).Round(time.Millisecond).Seconds()
@@ -245,7 +253,13 @@ func summary(c *results.Cell) string {
 		fmt.Fprintf(&b, "  change %s", results.Milliseconds(results.Percentile(c.Change.Milliseconds, 0.5)))
 	}
 	for _, ch := range c.Churn {
-		fmt.Fprintf(&b, "  at %v/s %s, %.2f cores", ch.Rate, results.Milliseconds(results.Percentile(ch.Milliseconds, 0.5)), ch.Cores)
+		fmt.Fprintf(
+			&b,
+			"  at %v/s %s, %.2f cores",
+			ch.Rate,
+			results.Milliseconds(results.Percentile(ch.Milliseconds, 0.5)),
+			ch.Cores,
+		)
 	}
 	if c.Restart != nil {
 		fmt.Fprintf(&b, "  restart %s", results.WaitText(*c.Restart))
@@ -257,7 +271,12 @@ func summary(c *results.Cell) string {
 		fmt.Fprintf(&b, "  connect %.0f µs", c.Data.First)
 	}
 	if c.Giant != nil {
-		fmt.Fprintf(&b, "  giant %s, deleted %s", results.WaitText(c.Giant.Created.Wait), results.WaitText(c.Giant.Deleted.Wait))
+		fmt.Fprintf(
+			&b,
+			"  giant %s, deleted %s",
+			results.WaitText(c.Giant.Created.Wait),
+			results.WaitText(c.Giant.Deleted.Wait),
+		)
 	}
 	if c.Error != "" {
 		fmt.Fprintf(&b, "  failed: %s", results.Shortened(c.Error))

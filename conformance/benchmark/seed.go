@@ -21,8 +21,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
-// The API server allocates some hundred Services a second, and takes their EndpointSlices at a thousand. So the objects are
-// written where it keeps them, as it would have, through the JSON gateway of etcd, which needs no client of gRPC.
+// The API server allocates some hundred Services a second, and takes their EndpointSlices at a thousand. So the
+// objects are written where it keeps them, as it would have, through the JSON gateway of etcd, which needs no client
+// of gRPC.
 
 // store is etcd on a host.
 type store struct{ client *http.Client }
@@ -90,8 +91,8 @@ func (s *store) put(ctx context.Context, pairs []pair) error {
 	return nil
 }
 
-// compact forgets all but the newest content, which the API server does only every five minutes: until then, churn could fill
-// the store.
+// compact forgets all but the newest content, which the API server does only every five minutes: until then, churn
+// could fill the store.
 func (s *store) compact(ctx context.Context) error {
 	revision, err := s.call(ctx, "range", map[string]any{"key": []byte("/registry/health")})
 	if err != nil {
@@ -132,8 +133,8 @@ func (s *store) ready(ctx context.Context) error {
 	}
 }
 
-// seed writes all objects of a cluster as soon as the store answers, and says how far it is. No API server may be there yet: it would
-// repair what it sees by halves.
+// seed writes all objects of a cluster as soon as the store answers, and says how far it is. No API server may be
+// there yet: it would repair what it sees by halves.
 func (s *store) seed(ctx context.Context, c *cluster, progress func(done, of int)) error {
 	if err := s.ready(ctx); err != nil {
 		return err

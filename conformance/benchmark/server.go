@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// serve answers at a port of the server's host, one connection after the other, until the host is closed: the host's namespace goes
-// with the listener.
+// serve answers at a port of the server's host, one connection after the other, until the host is closed: the host's
+// namespace goes with the listener.
 func (n *node) serve(port int, answer func(net.Conn)) error {
 	l, err := n.server.Listen("tcp4", fmt.Sprintf(":%d", port))
 	if err != nil {

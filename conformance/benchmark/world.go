@@ -60,7 +60,11 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	}
 	w.store = newStore(w.host)
 	fill := func(ctx context.Context) error {
-		err := w.store.seed(ctx, w.cluster, func(done, of int) { progress(fmt.Sprintf("writing Services: %d of %d", done, of)) })
+		err := w.store.seed(
+			ctx,
+			w.cluster,
+			func(done, of int) { progress(fmt.Sprintf("writing Services: %d of %d", done, of)) },
+		)
 		progress("starting the API server")
 		return err
 	}
@@ -84,8 +88,8 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	return w.list(ctx)
 }
 
-// list reads all objects as a proxy does. So the API server has had each in its hands before anything is measured, and it is sure
-// that it has taken them in.
+// list reads all objects as a proxy does. So the API server has had each in its hands before anything is measured,
+// and it is sure that it has taken them in.
 func (w *world) list(ctx context.Context) error {
 	for _, path := range []string{"/api/v1/services", "/apis/discovery.k8s.io/v1/endpointslices"} {
 		request := w.plane.Client.CoreV1().RESTClient().Get().AbsPath(path).

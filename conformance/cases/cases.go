@@ -1,8 +1,9 @@
-// Package cases holds what the conformance suite expects of a proxy, as data: a file for each theme, readable by an operator.
+// Package cases holds what the conformance suite expects of a proxy, as data: a file for each theme, readable by an
+// operator.
 //
-// There are two kinds of cases. A matrix names options, states of endpoints, frontends and senders, and every combination
-// of them is a case; what is to happen follows from the rules of Kubernetes, which Expect knows. A story is a row of steps,
-// each of which changes something or says what is to be seen.
+// There are two kinds of cases. A matrix names options, states of endpoints, frontends and senders, and every
+// combination of them is a case; what is to happen follows from the rules of Kubernetes, which Expect knows. A story
+// is a row of steps, each of which changes something or says what is to be seen.
 package cases
 
 import (
@@ -29,7 +30,16 @@ const (
 	UnusedPort Frontend = "unused-port"
 )
 
-var frontends = []Frontend{ClusterIP, LoadBalancer, ExternalIP, NodePortA, NodePortB, SecondNodePortA, Localhost, UnusedPort}
+var frontends = []Frontend{
+	ClusterIP,
+	LoadBalancer,
+	ExternalIP,
+	NodePortA,
+	NodePortB,
+	SecondNodePortA,
+	Localhost,
+	UnusedPort,
+}
 
 // Protocol is "tcp", "udp" or "sctp".
 type Protocol string
@@ -60,8 +70,8 @@ var senders = []string{
 // endpoints are all hosts that may answer for a Service: pods, and the nodes for pods in the host's network.
 var endpointHosts = []string{"a1", "a2", "a3", "b1", "b2", "b3", "node-a", "node-b"}
 
-// Options are the fields of a Service that matter in a matrix. The zero value is a Service of type LoadBalancer with the
-// defaults of Kubernetes, a node port, an address of a load balancer and an external IP.
+// Options are the fields of a Service that matter in a matrix. The zero value is a Service of type LoadBalancer with
+// the defaults of Kubernetes, a node port, an address of a load balancer and an external IP.
 type Options struct {
 	// InternalTrafficPolicy and ExternalTrafficPolicy are Cluster, the default, or Local.
 	InternalTrafficPolicy string `yaml:"internalTrafficPolicy"`
@@ -103,7 +113,8 @@ const (
 	NotReady    Condition = "unready"
 )
 
-// Endpoint is an endpoint in a state: in YAML "ready", or "ready for zone-a", with the zones or nodes that its hints name.
+// Endpoint is an endpoint in a state: in YAML "ready", or "ready for zone-a", with the zones or nodes that its hints
+// name.
 type Endpoint struct {
 	Condition Condition
 	Zones     []string
@@ -264,7 +275,8 @@ type When struct {
 
 func (w *When) holds(f Flow, state, variation string, outcome Outcome) bool {
 	return in(w.Frontends, f.Frontend) && in(w.Senders, f.From) && in(w.Protocols, f.Protocol) && in(w.Families, f.Family) &&
-		in(w.States, state) && in(w.Variations, variation) && in(w.Outcomes, outcome)
+		in(w.States, state) && in(w.Variations, variation) &&
+		in(w.Outcomes, outcome)
 }
 
 func in[T comparable](all []T, one T) bool { return len(all) == 0 || slices.Contains(all, one) }

@@ -127,7 +127,10 @@ func (t *Step) check() error {
 	case t.Expect != nil:
 		return t.Expect.check()
 	case t.Open != nil:
-		return errors.Join(known("from", []string{t.Open.From}, senders), known("frontend", []Frontend{t.Open.Frontend}, append(frontends, "")))
+		return errors.Join(
+			known("from", []string{t.Open.From}, senders),
+			known("frontend", []Frontend{t.Open.Frontend}, append(frontends, "")),
+		)
 	case t.Exchange != nil:
 		return known("from", t.Exchange.From, senders)
 	case t.Traffic != nil:
@@ -147,8 +150,14 @@ func hostsOf[V any](field string, set map[string]V) error {
 
 func (e *ExpectStep) check() error {
 	err := errors.Join(
-		known("expect: from", e.From, senders), known("expect: frontends", e.Frontends, frontends),
-		known("expect: families", e.Families, Families), known("expect: sees", []string{e.Sees}, []string{"", Kept, "node-a", "node-b"}),
+		known("expect: from", e.From, senders),
+		known("expect: frontends", e.Frontends, frontends),
+		known(
+			"expect: families",
+			e.Families,
+			Families,
+		),
+		known("expect: sees", []string{e.Sees}, []string{"", Kept, "node-a", "node-b"}),
 	)
 	if len(e.From) == 0 || (e.To == "") == (e.Address == "") || e.Answer.Outcome == "" {
 		err = errors.Join(err, errors.New("expect: from, answer, and one of to and address are needed"))

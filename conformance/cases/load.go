@@ -283,7 +283,11 @@ func (a *Answer) UnmarshalYAML(n *yaml.Node) error {
 	}
 	a.Outcome = Outcome(n.Value)
 	if !slices.Contains([]Outcome{Answered, Refused, Dropped, Unanswered}, a.Outcome) {
-		return fmt.Errorf("line %d: %q is none of refused, dropped, unanswered, answered, and no list of endpoints", n.Line, n.Value)
+		return fmt.Errorf(
+			"line %d: %q is none of refused, dropped, unanswered, answered, and no list of endpoints",
+			n.Line,
+			n.Value,
+		)
 	}
 	return nil
 }

@@ -65,7 +65,9 @@ func TestErrors(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := LoadFrom(fstest.MapFS{
-				"states.yaml": {Data: []byte("states: {one: {title: one, endpoints: {a1: ready}}}")}, "x.yaml": {Data: []byte(c.text)},
+				"states.yaml": {
+					Data: []byte("states: {one: {title: one, endpoints: {a1: ready}}}"),
+				}, "x.yaml": {Data: []byte(c.text)},
 			})
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got %v, want %q", err, c.want)

@@ -35,7 +35,8 @@ type Variation struct {
 	Options `yaml:",inline"`
 }
 
-// cases gives all combinations: a case for each variation, state, frontend, protocol and family, with a look for each sender.
+// cases gives all combinations: a case for each variation, state, frontend, protocol and family, with a look for each
+// sender.
 func (m *Matrix) cases(theme string, states map[string]*State) []*Case {
 	vary := m.Vary
 	if len(vary) == 0 {
@@ -71,7 +72,8 @@ func (m *Matrix) cases(theme string, states map[string]*State) []*Case {
 }
 
 func (m *Matrix) short(variation, state string) bool {
-	return (len(m.Slice.States) > 0 || len(m.Slice.Variations) > 0) && in(m.Slice.States, state) && in(m.Slice.Variations, variation)
+	return (len(m.Slice.States) > 0 || len(m.Slice.Variations) > 0) && in(m.Slice.States, state) &&
+		in(m.Slice.Variations, variation)
 }
 
 func (m *Matrix) looks(c *Case, variation, state string, f Flow) (looks []Look) {

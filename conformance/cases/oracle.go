@@ -36,8 +36,8 @@ func Expect(o Options, s *State, f Flow) (w Want, promised bool) {
 	return w, true
 }
 
-// entryNode is where a proxy meets the packet: at the sender's own node; for clients at the node that the router leads them
-// to; and at the node whose port it is.
+// entryNode is where a proxy meets the packet: at the sender's own node; for clients at the node that the router
+// leads them to; and at the node whose port it is.
 func entryNode(f Flow) string {
 	switch f.Frontend {
 	case NodePortA, SecondNodePortA:
@@ -66,9 +66,9 @@ func isNode(host string) bool { return strings.HasPrefix(host, "node-") }
 
 func isPod(host string) bool { return !isNode(host) && !strings.HasPrefix(host, "client-") }
 
-// crooked says that answers go back by another way than the question came: a pod asks another node's port, and with policy
-// Local its address is kept, so an endpoint elsewhere answers it directly. Whether that works is up to the pod network,
-// which may masquerade what pods send to nodes.
+// crooked says that answers go back by another way than the question came: a pod asks another node's port, and with
+// policy Local its address is kept, so an endpoint elsewhere answers it directly. Whether that works is up to the pod
+// network, which may masquerade what pods send to nodes.
 func crooked(o Options, f Flow, entry string) bool {
 	return o.ExternalTrafficPolicy == "Local" && isPod(f.From) && nodeOf(f.From) != entry
 }
@@ -96,9 +96,9 @@ func internal(o Options, s *State, f Flow, entry string) Want {
 	return answer(usable, s, f, entry, source)
 }
 
-// external is the addresses for clients outside. With policy Cluster all endpoints are used and nobody keeps the address. With
-// Local, clients outside are led to this node's endpoints and keep it; pods and the node itself are treated as if they
-// had gone out and come back at a node that has some.
+// external is the addresses for clients outside. With policy Cluster all endpoints are used and nobody keeps the
+// address. With Local, clients outside are led to this node's endpoints and keep it; pods and the node itself are
+// treated as if they had gone out and come back at a node that has some.
 func external(o Options, s *State, f Flow, entry string) Want {
 	switch {
 	case o.ExternalTrafficPolicy != "Local":
@@ -111,8 +111,8 @@ func external(o Options, s *State, f Flow, entry string) Want {
 	return answer(localSet(s, entry), s, f, entry, Kept)
 }
 
-// answer turns a set of endpoints into what is seen. A Service without endpoints refuses; one that has some, but not where
-// its policy wants them, drops, since others may find them by another way.
+// answer turns a set of endpoints into what is seen. A Service without endpoints refuses; one that has some, but not
+// where its policy wants them, drops, since others may find them by another way.
 func answer(usable []string, s *State, f Flow, entry, source string) Want {
 	if len(usable) == 0 {
 		if len(clusterSet(s, entry)) > 0 {
@@ -136,8 +136,8 @@ func answer(usable []string, s *State, f Flow, entry, source string) Want {
 	return Want{Outcome: Answered, Endpoints: usable, Sources: sources}
 }
 
-// clusterSet gives the endpoints that a node uses with policy Cluster: those that are ready, narrowed down by hints; if none
-// is ready, those that still serve while they terminate.
+// clusterSet gives the endpoints that a node uses with policy Cluster: those that are ready, narrowed down by hints;
+// if none is ready, those that still serve while they terminate.
 func clusterSet(s *State, node string) []string {
 	ready := with(s, Ready)
 	if len(ready) == 0 {

@@ -68,7 +68,11 @@ func TestExpect(t *testing.T) {
 		{Options{}, "a1 ready for node-b zone-a, a2 ready for node-a zone-a", "pod-a", ClusterIP, "a2; source kept"},
 		{Options{}, "a1 ready for node-b zone-a, a2 ready for node-c zone-a", "pod-a", ClusterIP, "one of a1, a2; source kept"},
 	} {
-		got, promised := Expect(c.options, state(t, c.state), Flow{From: c.from, Frontend: c.frontend, Protocol: TCP, Family: IPv4})
+		got, promised := Expect(
+			c.options,
+			state(t, c.state),
+			Flow{From: c.from, Frontend: c.frontend, Protocol: TCP, Family: IPv4},
+		)
 		if !promised || got.String() != c.want {
 			t.Errorf("%+v, endpoints %s, from %s to %s: got %q, want %q", c.options, c.state, c.from, c.frontend, got, c.want)
 		}

@@ -13,8 +13,8 @@ type Story struct {
 	Title     string   `yaml:"title"`
 	Source    string   `yaml:"source"`
 	StandsFor []string `yaml:"standsFor"`
-	// Each makes a story for every combination of values: $(KEY) in any text stands for the value, $(number) for the number of
-	// the combination, from 1.
+	// Each makes a story for every combination of values: $(KEY) in any text stands for the value, $(number) for the
+	// number of the combination, from 1.
 	Each map[string][]string `yaml:"each"`
 	// Slice says that it belongs to the short run.
 	Slice   bool         `yaml:"slice"`
@@ -98,8 +98,8 @@ type EndpointsStep struct {
 	Slice string `yaml:"slice"`
 	// Set is the endpoints by the names of their hosts.
 	Set map[string]Endpoint `yaml:"set"`
-	// Ports are targets by the names of ports. A port that is not named has the number of its targetPort, or 8080. If Only is
-	// set, the slices have no other ports.
+	// Ports are targets by the names of ports. A port that is not named has the number of its targetPort, or 8080. If
+	// Only is set, the slices have no other ports.
 	Ports map[string]int32 `yaml:"ports"`
 	Only  bool             `yaml:"only"`
 	// Labels are set on the slices, besides the name of the Service.
@@ -232,7 +232,8 @@ type StopStep struct {
 	Only []string `yaml:"only"`
 }
 
-// ExchangeStep sends so many bytes to each port of a Service: over TCP, or as one datagram of UDP. The endpoints send them back.
+// ExchangeStep sends so many bytes to each port of a Service: over TCP, or as one datagram of UDP. The endpoints send
+// them back.
 type ExchangeStep struct {
 	From  []string `yaml:"from"`
 	To    string   `yaml:"to"`

@@ -24,13 +24,14 @@ const (
 	textLimit = 64 << 10
 	// whyLimit bounds a reason: an error may hold a whole log.
 	whyLimit = 2 << 10
-	// pageLimit is what a page may have in bytes, so that it stays usable however much failed. First the cases get their part, then
-	// the packets, then objects and listings; a text that several results have in common is written, and counted, once.
+	// pageLimit is what a page may have in bytes, so that it stays usable however much failed. First the cases get their
+	// part, then the packets, then objects and listings; a text that several results have in common is written, and
+	// counted, once.
 	pageLimit = 9_000_000
 )
 
-// WriteHTML writes a page that needs nothing but itself. It stays below 10 MB for 5,000 cases and 3 proxies, even if none of them
-// passes: packets, objects and listings that go beyond that are left out, and the page says so.
+// WriteHTML writes a page that needs nothing but itself. It stays below 10 MB for 5,000 cases and 3 proxies, even if
+// none of them passes: packets, objects and listings that go beyond that are left out, and the page says so.
 func WriteHTML(w io.Writer, r *Run) error {
 	b := pageBuilder{run: r, texts: map[string]string{}, left: pageLimit}
 	if err := pageTemplate.Execute(w, b.page()); err != nil {
@@ -137,7 +138,10 @@ func (b *pageBuilder) page() *page {
 	for _, proxy := range r.Proxies {
 		c := r.Count(proxy.Name)
 		all = all.plus(c)
-		p.Columns = append(p.Columns, pageColumn{proxy.Name, proxy.Version, span(proxy.Took), c.chips(), c.words(), proxy.Witness})
+		p.Columns = append(
+			p.Columns,
+			pageColumn{proxy.Name, proxy.Version, span(proxy.Took), c.chips(), c.words(), proxy.Witness},
+		)
 	}
 	for i := len(Outcomes) - 1; i >= 0; i-- {
 		m := marks[Outcomes[i]]
@@ -212,7 +216,9 @@ func (b *pageBuilder) theme(g *theme) pageTheme {
 
 func (b *pageBuilder) oneCase(c *Case) pageCase {
 	k := pageCase{Rest: c.Name, Title: c.Title, Source: c.Source, StandsFor: c.StandsFor}
-	b.spend(markup+(len(b.run.Proxies)+len(c.StandsFor))*40, append([]string{c.Name, c.Title, c.Source}, c.StandsFor...)...)
+	b.spend(
+		markup+(len(b.run.Proxies)+len(c.StandsFor))*40,
+		append([]string{c.Name, c.Title, c.Source}, c.StandsFor...)...)
 	if rest, ok := strings.CutPrefix(c.Name, c.Theme+"/"); ok && c.Theme != "" {
 		k.Prefix, k.Rest = c.Theme+"/", rest
 	}
@@ -232,7 +238,14 @@ func (b *pageBuilder) oneCase(c *Case) pageCase {
 }
 
 func (b *pageBuilder) finding(proxy string, m pageCell, result *Result) pageFinding {
-	f := pageFinding{Proxy: proxy, Took: span(result.Took), Cell: m, Why: cut(result.Why, whyLimit), Right: result.Right, result: result}
+	f := pageFinding{
+		Proxy:  proxy,
+		Took:   span(result.Took),
+		Cell:   m,
+		Why:    cut(result.Why, whyLimit),
+		Right:  result.Right,
+		result: result,
+	}
 	b.spend(markup, f.Proxy, f.Why, f.Right)
 	return f
 }
@@ -289,5 +302,11 @@ func cut(text string, limit int) string {
 	if len(text) <= limit {
 		return text
 	}
-	return strings.ToValidUTF8(text[:limit], "") + fmt.Sprintf("\n... %s more bytes are in the JSON report\n", thousands(len(text)-limit))
+	return strings.ToValidUTF8(
+		text[:limit],
+		"",
+	) + fmt.Sprintf(
+		"\n... %s more bytes are in the JSON report\n",
+		thousands(len(text)-limit),
+	)
 }

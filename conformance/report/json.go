@@ -11,8 +11,8 @@ import (
 // Outcomes are all there are, the worst first.
 var Outcomes = []Outcome{Broken, Fail, Differs, Skipped, Pass}
 
-// WriteJSON writes a run, for ReadJSON and for other programs: the fields of Run under the names in its tags, durations in
-// nanoseconds.
+// WriteJSON writes a run, for ReadJSON and for other programs: the fields of Run under the names in its tags,
+// durations in nanoseconds.
 func WriteJSON(w io.Writer, r *Run) error {
 	e := json.NewEncoder(w)
 	e.SetEscapeHTML(false)
@@ -40,8 +40,8 @@ func ReadJSON(rd io.Reader) (*Run, error) {
 	return r, nil
 }
 
-// Check says what of a run contradicts itself: names that are empty or occur twice, results of a proxy that is not among the
-// Proxies, outcomes that do not exist.
+// Check says what of a run contradicts itself: names that are empty or occur twice, results of a proxy that is not
+// among the Proxies, outcomes that do not exist.
 func (r *Run) Check() error {
 	var errs []error
 	proxies, cases := map[string]bool{}, map[string]bool{}
@@ -64,7 +64,10 @@ func (r *Run) Check() error {
 			case result == nil:
 				errs = append(errs, fmt.Errorf("case %s: results: that of %s is null", c.Name, name))
 			case !slices.Contains(Outcomes, result.Outcome):
-				errs = append(errs, fmt.Errorf("case %s: results: %s: outcome: %q is none of %q", c.Name, name, result.Outcome, Outcomes))
+				errs = append(
+					errs,
+					fmt.Errorf("case %s: results: %s: outcome: %q is none of %q", c.Name, name, result.Outcome, Outcomes),
+				)
 			}
 		}
 	}

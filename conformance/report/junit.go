@@ -57,8 +57,8 @@ func (s seconds) MarshalXMLAttr(name xml.Name) (xml.Attr, error) {
 	return xml.Attr{Name: name, Value: fmt.Sprintf("%.3f", time.Duration(s).Seconds())}, nil
 }
 
-// WriteJUnit writes JUnit XML: a suite for each proxy. A case that Differs counts as passed, with the reason in system-out; one
-// that is Broken is an error.
+// WriteJUnit writes JUnit XML: a suite for each proxy. A case that Differs counts as passed, with the reason in
+// system-out; one that is Broken is an error.
 func WriteJUnit(w io.Writer, r *Run) error {
 	all := junitSuites{Name: "service proxy conformance", Time: seconds(r.Took)}
 	for _, p := range r.Proxies {

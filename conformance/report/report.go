@@ -1,4 +1,5 @@
-// Package report holds what a run of the conformance suite found, and shows it: on a terminal, as JUnit XML, as one HTML page.
+// Package report holds what a run of the conformance suite found, and shows it: on a terminal, as JUnit XML, as one
+// HTML page.
 package report
 
 import (
@@ -47,8 +48,8 @@ type Proxy struct {
 
 // Witness counts looks of which the listing of the rules was asked, too.
 type Witness struct {
-	// Agree counts looks where listing, packets and expectation are the same, Disagree those where the listing says something
-	// else: their cases failed.
+	// Agree counts looks where listing, packets and expectation are the same, Disagree those where the listing says
+	// something else: their cases failed.
 	Agree    int `json:"agree"`
 	Disagree int `json:"disagree"`
 	// NotAsked counts the others by the reason why a listing has no answer.
@@ -71,7 +72,13 @@ func (w *Witness) String() string {
 	for _, not := range w.NotAsked {
 		n += not.Count
 	}
-	return fmt.Sprintf("%s looks agree, %s disagree, %s not asked, took %s", thousands(w.Agree), thousands(w.Disagree), thousands(n), span(w.Took))
+	return fmt.Sprintf(
+		"%s looks agree, %s disagree, %s not asked, took %s",
+		thousands(w.Agree),
+		thousands(w.Disagree),
+		thousands(n),
+		span(w.Took),
+	)
 }
 
 // Case is one case, and what became of it for each proxy.

@@ -106,8 +106,19 @@ func TestJUnit(t *testing.T) {
 	var sum [4]int
 	for i, s := range got.Suites {
 		p, c := r.Proxies[i], r.Count(r.Proxies[i].Name)
-		if s.Name != p.Name || s.Failures != c.Fail || s.Errors != c.Broken || s.Skipped != c.Skipped || s.Tests != len(r.Cases) || s.Time != p.Took.Seconds() {
-			t.Errorf("suite %s: %d tests, %d failures, %d errors, %d skipped, %g s; counted %+v", s.Name, s.Tests, s.Failures, s.Errors, s.Skipped, s.Time, c)
+		if s.Name != p.Name || s.Failures != c.Fail || s.Errors != c.Broken || s.Skipped != c.Skipped ||
+			s.Tests != len(r.Cases) ||
+			s.Time != p.Took.Seconds() {
+			t.Errorf(
+				"suite %s: %d tests, %d failures, %d errors, %d skipped, %g s; counted %+v",
+				s.Name,
+				s.Tests,
+				s.Failures,
+				s.Errors,
+				s.Skipped,
+				s.Time,
+				c,
+			)
 		}
 		for k, n := range []int{s.Tests, s.Failures, s.Errors, s.Skipped} {
 			sum[k] += n
@@ -292,7 +303,8 @@ func TestHTMLLongListing(t *testing.T) {
 	}
 }
 
-// TestTable compares with a golden, which an operator has looked at, and holds the coloured table against the plain one.
+// TestTable compares with a golden, which an operator has looked at, and holds the coloured table against the plain
+// one.
 func TestTable(t *testing.T) {
 	r := synthetic(20, 0.15)
 	plain := written(t, r, asTable)

@@ -14,7 +14,12 @@ func synthetic(cases int, bad float64) *Run {
 		Begun: time.Date(2026, 3, 14, 9, 26, 53, 0, time.UTC), Took: 14*time.Minute + 31*time.Second,
 		Host: "Linux 6.18.5, 2 cores, nft 1.0.6",
 		Proxies: []Proxy{
-			{Name: "verdict", Version: "verdict 0.5.0", Took: 4 * time.Minute, Witness: &Witness{Agree: 9312, Took: 3 * time.Second}},
+			{
+				Name:    "verdict",
+				Version: "verdict 0.5.0",
+				Took:    4 * time.Minute,
+				Witness: &Witness{Agree: 9312, Took: 3 * time.Second},
+			},
 			{Name: "kube-proxy-nftables", Version: "Kubernetes v1.36.3", Took: 5 * time.Minute, Witness: &Witness{
 				Agree: 9198, Disagree: 2, Took: 4 * time.Second,
 				NotAsked: []NotAsked{{"the load balancer answers", 12, ""}, {"a rule is not known", 100, "node-a: rule 17"}},
@@ -29,7 +34,15 @@ func synthetic(cases int, bad float64) *Run {
 	for i := range cases {
 		name := themes[i*len(themes)/cases]
 		c := Case{
-			Name:  fmt.Sprintf("%s/%s/%s/%s/%s-%d", name, pick(random, "cluster", "local"), pick(random, "endpoints-here", "endpoints-elsewhere", "node-without-endpoints"), pick(random, "tcp", "udp", "sctp"), pick(random, "ipv4", "ipv6"), i),
+			Name: fmt.Sprintf(
+				"%s/%s/%s/%s/%s-%d",
+				name,
+				pick(random, "cluster", "local"),
+				pick(random, "endpoints-here", "endpoints-elsewhere", "node-without-endpoints"),
+				pick(random, "tcp", "udp", "sctp"),
+				pick(random, "ipv4", "ipv6"),
+				i,
+			),
 			Theme: name, Source: "Virtual IPs and Service Proxies, section Traffic policies",
 			Title:   "A client outside of the cluster asks a load balancer's address of a Service whose traffic policy is Local, on a node without endpoints: it gets no answer.",
 			Results: map[string]*Result{},
@@ -63,10 +76,40 @@ func spoil(random *rand.Rand, result *Result) {
 		result.Why, result.Right = "it drops where the contract says reject: the rule comes after the one that drops", "verdict"
 	}
 	result.Looks = []Look{
-		{From: "pod a1", To: "10.96.0.10:80/tcp", Count: 24, Want: "one of a1, b1; source unchanged", Got: "a1 13 times, b1 11 times; source unchanged", OK: true},
-		{Step: "after the endpoint is gone", From: "outside", To: "203.0.113.10:80/tcp", Count: 1, Want: "refused", Got: "dropped"},
-		{Step: "after the endpoint is gone", From: "node 1 <&>", To: "[fd00:10:96::a]:80/tcp", Count: 3, Want: "one of a1, b1; source unchanged", Got: "a1; source is the node's"},
+		{
+			From:  "pod a1",
+			To:    "10.96.0.10:80/tcp",
+			Count: 24,
+			Want:  "one of a1, b1; source unchanged",
+			Got:   "a1 13 times, b1 11 times; source unchanged",
+			OK:    true,
+		},
+		{
+			Step:  "after the endpoint is gone",
+			From:  "outside",
+			To:    "203.0.113.10:80/tcp",
+			Count: 1,
+			Want:  "refused",
+			Got:   "dropped",
+		},
+		{
+			Step:  "after the endpoint is gone",
+			From:  "node 1 <&>",
+			To:    "[fd00:10:96::a]:80/tcp",
+			Count: 3,
+			Want:  "one of a1, b1; source unchanged",
+			Got:   "a1; source is the node's",
+		},
 	}
-	result.Objects = fmt.Sprintf("apiVersion: v1\nkind: Service\nmetadata: {name: web-%d, namespace: default}\nspec:\n  clusterIP: 10.96.0.10\n  ports: [{port: 80, targetPort: 8080}]\n", random.IntN(1000))
-	result.Listing = fmt.Sprintf("# %d\n", random.IntN(1<<30)) + strings.Repeat("table ip verdict {\n\tchain pick-2 {\n\t\tdnat ip to ip daddr . meta l4proto . th dport . numgen random mod 2 map @endpoints\n\t}\n}\n", 60)
+	result.Objects = fmt.Sprintf(
+		"apiVersion: v1\nkind: Service\nmetadata: {name: web-%d, namespace: default}\nspec:\n  clusterIP: 10.96.0.10\n  ports: [{port: 80, targetPort: 8080}]\n",
+		random.IntN(1000),
+	)
+	result.Listing = fmt.Sprintf(
+		"# %d\n",
+		random.IntN(1<<30),
+	) + strings.Repeat(
+		"table ip verdict {\n\tchain pick-2 {\n\t\tdnat ip to ip daddr . meta l4proto . th dport . numgen random mod 2 map @endpoints\n\t}\n}\n",
+		60,
+	)
 }

@@ -9,11 +9,12 @@ import (
 	"unicode/utf8"
 )
 
-// WriteTable writes a summary for a terminal: for each theme and each proxy how many cases passed and how many did not, then
-// every case that failed, with its packets. It has no colour; WriteColourTable has.
+// WriteTable writes a summary for a terminal: for each theme and each proxy how many cases passed and how many did
+// not, then every case that failed, with its packets. It has no colour; WriteColourTable has.
 func WriteTable(w io.Writer, r *Run) error { return writeTable(w, r, false) }
 
-// WriteColourTable writes what WriteTable does, with ANSI colours. The words are the same: no colour says anything alone.
+// WriteColourTable writes what WriteTable does, with ANSI colours. The words are the same: no colour says anything
+// alone.
 func WriteColourTable(w io.Writer, r *Run) error { return writeTable(w, r, true) }
 
 func writeTable(w io.Writer, r *Run, colour bool) error {
@@ -46,7 +47,14 @@ func (t *table) paint(o Outcome, text string) string {
 
 func (t *table) head() {
 	r := t.run
-	fmt.Fprintf(&t.out, "%s cases, %s, begun %s, took %s\n", thousands(len(r.Cases)), r.Host, r.Begun.Format(time.DateTime+" MST"), span(r.Took))
+	fmt.Fprintf(
+		&t.out,
+		"%s cases, %s, begun %s, took %s\n",
+		thousands(len(r.Cases)),
+		r.Host,
+		r.Begun.Format(time.DateTime+" MST"),
+		span(r.Took),
+	)
 	width := 0
 	for _, p := range r.Proxies {
 		width = max(width, len(p.Name))
@@ -77,7 +85,8 @@ type cell struct {
 	outcome Outcome
 }
 
-// themes writes a line for each theme, and the total: for each proxy a number under each outcome that occurs in the run.
+// themes writes a line for each theme, and the total: for each proxy a number under each outcome that occurs in the
+// run.
 func (t *table) themes() {
 	r := t.run
 	var outcomes []Outcome
@@ -115,7 +124,8 @@ func (t *table) line(name string, outcomes []Outcome, counts func(proxy string) 
 	return row
 }
 
-// grid writes rows in columns, the first to the left, the numbers to the right; above each group of them the proxy's name.
+// grid writes rows in columns, the first to the left, the numbers to the right; above each group of them the proxy's
+// name.
 func (t *table) grid(rows [][]cell, group int) {
 	widths := make([]int, len(rows[0]))
 	for _, row := range rows {

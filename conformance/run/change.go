@@ -173,7 +173,11 @@ func (t *teller) writePod(ctx context.Context, host string, ready bool, p *cases
 		}
 		pod, err = client.Create(ctx, &v1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Name: host, Namespace: t.namespace, Labels: p.Labels},
-			Spec:       v1.PodSpec{NodeName: testbed.NodeOf(host), Containers: []v1.Container{container}, HostNetwork: testbed.IsNode(host)},
+			Spec: v1.PodSpec{
+				NodeName:    testbed.NodeOf(host),
+				Containers:  []v1.Container{container},
+				HostNetwork: testbed.IsNode(host),
+			},
 		}, metav1.CreateOptions{})
 	}
 	if err != nil {

@@ -37,7 +37,8 @@ func (c *opened) close() error {
 	return c.conn.Close()
 }
 
-// retryAfter is how long a client of UDP or SCTP waits until it asks again, where a change takes effect within some time.
+// retryAfter is how long a client of UDP or SCTP waits until it asks again, where a change takes effect within some
+// time.
 const retryAfter = 400 * time.Millisecond
 
 // firstFlowPort is where the ports of flows begin: below those that other clients get.
@@ -105,7 +106,8 @@ func (t *teller) ping(ctx context.Context, s *cases.Step) error {
 	}
 	patience := t.patience(want)
 	if s.Ping.Within > 0 {
-		// A packet on its way while a flow is removed is lost, and UDP and SCTP send it once here: there is time for another one.
+		// A packet on its way while a flow is removed is lost, and UDP and SCTP send it once here: there is time for
+		// another one.
 		patience = min(patience, retryAfter)
 	}
 	var r lab.Result
@@ -193,7 +195,8 @@ func (t *teller) begin(s *cases.TrafficStep) error {
 	return nil
 }
 
-// dial opens one connection. UDP and SCTP send once here, and a busy machine loses packets: only two in a row are a failure.
+// dial opens one connection. UDP and SCTP send once here, and a busy machine loses packets: only two in a row are a
+// failure.
 func (c *traffic) dial(host *lab.Host, a target, timeout time.Duration) {
 	began := time.Now()
 	r := host.Dial(labProtocol(a.protocol), a.to, lab.Options{Timeout: timeout})
@@ -218,7 +221,14 @@ func (t *teller) stop(s *cases.Step) error {
 	c.end()
 	delete(t.traffic, s.Stop.As)
 	names := slices.Sorted(maps.Keys(c.endpoints))
-	l := report.Look{Step: s.Step, From: "traffic " + s.Stop.As, To: "all it asks", Count: c.opened, Want: "no failure", OK: len(c.failures) == 0 && c.opened > 0}
+	l := report.Look{
+		Step:  s.Step,
+		From:  "traffic " + s.Stop.As,
+		To:    "all it asks",
+		Count: c.opened,
+		Want:  "no failure",
+		OK:    len(c.failures) == 0 && c.opened > 0,
+	}
 	l.Got = fmt.Sprintf("%d connections, answered by %s", c.opened, strings.Join(names, ", "))
 	if len(s.Stop.Only) > 0 {
 		l.Want += ", answered by " + strings.Join(s.Stop.Only, ", ")

@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// answerTimeout is how long an answer may take on a busy machine, silence how long none may come until a packet counts as
-	// dropped. The latter is shorter than the time after which TCP tries again.
+	// answerTimeout is how long an answer may take on a busy machine, silence how long none may come until a packet
+	// counts as dropped. The latter is shorter than the time after which TCP tries again.
 	answerTimeout = 2 * time.Second
 	silence       = 700 * time.Millisecond
 	// maxTries bounds how often is asked until every endpoint has answered: one of four is missed in one of 10^7 cases.
@@ -48,7 +48,11 @@ type seen struct {
 }
 
 func newSeen() *seen {
-	return &seen{endpoints: make(map[string]int), sources: make(map[string]map[netip.Addr]int), ports: make(map[uint16]int)}
+	return &seen{
+		endpoints: make(map[string]int),
+		sources:   make(map[string]map[netip.Addr]int),
+		ports:     make(map[uint16]int),
+	}
 }
 
 func (s *seen) note(r lab.Result) {

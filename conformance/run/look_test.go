@@ -15,8 +15,12 @@ import (
 func TestMain(m *testing.M) { labtest.Main(m) }
 
 func answered(endpoint, source string) lab.Result {
-	return lab.Result{Outcome: lab.Answered, Endpoint: endpoint, Source: netip.AddrPortFrom(netip.MustParseAddr(source), 40000),
-		Destination: netip.MustParseAddrPort("10.244.1.10:8080")}
+	return lab.Result{
+		Outcome:     lab.Answered,
+		Endpoint:    endpoint,
+		Source:      netip.AddrPortFrom(netip.MustParseAddr(source), 40000),
+		Destination: netip.MustParseAddrPort("10.244.1.10:8080"),
+	}
 }
 
 // TestFits holds the judgement of packets: what is wanted passes, and everything else fails.
@@ -27,7 +31,11 @@ func TestFits(t *testing.T) {
 	}
 	t.Cleanup(func() { labtest.Check(t, topology.Close()) })
 	const pod, node = "10.244.1.9", "192.0.2.10" // pod-a, node-a
-	both := cases.Want{Outcome: cases.Answered, Endpoints: []string{"a1", "b1"}, Sources: map[string]string{"a1": cases.Kept, "b1": "node-a"}}
+	both := cases.Want{
+		Outcome:   cases.Answered,
+		Endpoints: []string{"a1", "b1"},
+		Sources:   map[string]string{"a1": cases.Kept, "b1": "node-a"},
+	}
 	sticky := both
 	sticky.Sticky = true
 	refused, dropped := lab.Result{Outcome: lab.Refused}, lab.Result{Outcome: lab.TimedOut}
@@ -84,7 +92,13 @@ func TestTopology(t *testing.T) {
 		for _, to := range []string{"a1", "a2", "a3", "b1", "b2", "b3", "node-a", "node-b"} {
 			for _, f := range lab.Families() {
 				want := cases.Want{Outcome: cases.Answered, Endpoints: []string{to}, Sources: map[string]string{to: cases.Kept}}
-				q := asked{from: from, to: netip.AddrPortFrom(topology.Host(to).IP(f), podPort), protocol: snapshot.TCP, want: want, at: podPort}
+				q := asked{
+					from:     from,
+					to:       netip.AddrPortFrom(topology.Host(to).IP(f), podPort),
+					protocol: snapshot.TCP,
+					want:     want,
+					at:       podPort,
+				}
 				if got, ok := look(topology, 1, q); !ok {
 					t.Errorf("%s to %s, %s: got %s", from, to, f, got.words(topology, q))
 				}
@@ -94,7 +108,12 @@ func TestTopology(t *testing.T) {
 			continue
 		}
 		for i := range testbed.ServiceRange {
-			q := asked{from: from, to: netip.AddrPortFrom(lab.Nth(testbed.ServiceRange[i], 77), 80), protocol: snapshot.UDP, want: cases.Want{Outcome: cases.Dropped}}
+			q := asked{
+				from:     from,
+				to:       netip.AddrPortFrom(lab.Nth(testbed.ServiceRange[i], 77), 80),
+				protocol: snapshot.UDP,
+				want:     cases.Want{Outcome: cases.Dropped},
+			}
 			if got, ok := look(topology, 1, q); !ok {
 				t.Errorf("%s to %s: got %s", from, q.to, got.words(topology, q))
 			}

@@ -91,7 +91,15 @@ func (r *proxyRun) writeMatrix(ctx context.Context, all []*cases.Case) (map[stri
 			return nil, err
 		}
 		o := &written{service: s}
-		o.slices = endpointSlices(r.testbed.Topology, c.Theme, c.Service, c.Service, c.State.Endpoints, slicePorts(s.Spec.Ports, nil, false), cases.Families)
+		o.slices = endpointSlices(
+			r.testbed.Topology,
+			c.Theme,
+			c.Service,
+			c.Service,
+			c.State.Endpoints,
+			slicePorts(s.Spec.Ports, nil, false),
+			cases.Families,
+		)
 		for _, slice := range o.slices {
 			if err := writeSlice(ctx, r.testbed, slice); err != nil {
 				return nil, err
@@ -144,7 +152,8 @@ func (r *proxyRun) wanted(l *cases.Look) (cases.Want, *cases.Difference) {
 	return l.Want, nil
 }
 
-// ask gives what a look asks, with what the case says of this proxy. A look that the Service has no frontend for is an error.
+// ask gives what a look asks, with what the case says of this proxy. A look that the Service has no frontend for is
+// an error.
 func (r *proxyRun) ask(l *cases.Look, s *v1.Service) (a asked, differs *cases.Difference, err error) {
 	var port *v1.ServicePort
 	for i := range s.Spec.Ports {

@@ -25,12 +25,18 @@ func (t *teller) mirrored(ctx context.Context, m *cases.MirroredStep) error {
 	}
 	var subset v1.EndpointSubset
 	for _, host := range m.Hosts {
-		subset.Addresses = append(subset.Addresses, v1.EndpointAddress{IP: t.testbed.Host(host).IP4.String(), NodeName: new(testbed.NodeOf(host))})
+		subset.Addresses = append(
+			subset.Addresses,
+			v1.EndpointAddress{IP: t.testbed.Host(host).IP4.String(), NodeName: new(testbed.NodeOf(host))},
+		)
 	}
 	for _, p := range t.services[m.Of].Spec.Ports {
 		subset.Ports = append(subset.Ports, v1.EndpointPort{Name: p.Name, Port: m.Port, Protocol: p.Protocol})
 	}
-	e := &v1.Endpoints{ObjectMeta: metav1.ObjectMeta{Name: m.Of, Namespace: t.namespace}, Subsets: []v1.EndpointSubset{subset}}
+	e := &v1.Endpoints{
+		ObjectMeta: metav1.ObjectMeta{Name: m.Of, Namespace: t.namespace},
+		Subsets:    []v1.EndpointSubset{subset},
+	}
 	_, err := client.Create(ctx, e, metav1.CreateOptions{})
 	if apierrors.IsAlreadyExists(err) {
 		_, err = client.Update(ctx, e, metav1.UpdateOptions{})

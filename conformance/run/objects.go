@@ -41,7 +41,9 @@ func matrixService(c *cases.Case, n int) *v1.Service {
 		ObjectMeta: metav1.ObjectMeta{Name: c.Service, Namespace: c.Theme},
 		Spec: v1.ServiceSpec{
 			Type: v1.ServiceTypeLoadBalancer, IPFamilyPolicy: new(v1.IPFamilyPolicyRequireDualStack),
-			SessionAffinity: v1.ServiceAffinity(o.SessionAffinity), ExternalTrafficPolicy: v1.ServiceExternalTrafficPolicy(o.ExternalTrafficPolicy),
+			SessionAffinity: v1.ServiceAffinity(
+				o.SessionAffinity,
+			), ExternalTrafficPolicy: v1.ServiceExternalTrafficPolicy(o.ExternalTrafficPolicy),
 			LoadBalancerSourceRanges: sourceRanges(o.SourceRanges),
 		},
 		Status: v1.ServiceStatus{LoadBalancer: v1.LoadBalancerStatus{Ingress: ingress(n, o.IPMode)}},
@@ -108,12 +110,21 @@ func sourceRanges(words []string) (ranges []string) {
 }
 
 // endpointSlices gives the EndpointSlices of a Service, one of each family.
-func endpointSlices(t *testbed.Topology, namespace, service, name string, set map[string]cases.Endpoint, ports []discovery.EndpointPort,
-	families []cases.Family) (all []*discovery.EndpointSlice) {
+func endpointSlices(
+	t *testbed.Topology,
+	namespace, service, name string,
+	set map[string]cases.Endpoint,
+	ports []discovery.EndpointPort,
+	families []cases.Family,
+) (all []*discovery.EndpointSlice) {
 	for _, f := range families {
 		slice := &discovery.EndpointSlice{
 			ObjectMeta: metav1.ObjectMeta{
-				Name: fmt.Sprintf("%s-%s", name, f), Namespace: namespace, Labels: map[string]string{discovery.LabelServiceName: service},
+				Name: fmt.Sprintf(
+					"%s-%s",
+					name,
+					f,
+				), Namespace: namespace, Labels: map[string]string{discovery.LabelServiceName: service},
 			},
 			AddressType: map[cases.Family]discovery.AddressType{cases.IPv4: discovery.AddressTypeIPv4, cases.IPv6: discovery.AddressTypeIPv6}[f],
 			Ports:       ports,
@@ -204,7 +215,13 @@ func slicePorts(spec []v1.ServicePort, ports map[string]int32, only bool) (all [
 }
 
 // reach gives where a Service is asked; ok is false if it has no such frontend.
-func reach(t *testbed.Topology, s *v1.Service, p *v1.ServicePort, frontend cases.Frontend, f cases.Family) (to netip.AddrPort, ok bool) {
+func reach(
+	t *testbed.Topology,
+	s *v1.Service,
+	p *v1.ServicePort,
+	frontend cases.Frontend,
+	f cases.Family,
+) (to netip.AddrPort, ok bool) {
 	var addr netip.Addr
 	port := p.Port
 	switch frontend {

@@ -89,7 +89,13 @@ func Run(ctx context.Context, o Options) (*report.Run, error) {
 	return out, errors.Join(errs...)
 }
 
-func runProxy(ctx context.Context, o Options, kind *testbed.Kind, peers testbed.Peers, results map[string]*report.Case) (p report.Proxy, err error) {
+func runProxy(
+	ctx context.Context,
+	o Options,
+	kind *testbed.Kind,
+	peers testbed.Peers,
+	results map[string]*report.Case,
+) (p report.Proxy, err error) {
 	p = report.Proxy{Name: kind.Name}
 	began := time.Now()
 	defer func() { p.Took = time.Since(began) }()
@@ -109,7 +115,14 @@ func runProxy(ctx context.Context, o Options, kind *testbed.Kind, peers testbed.
 	}
 	defer func() { err = errors.Join(err, b.Close()) }()
 	o.Progress.say("%s is in force on both nodes", version)
-	r := &proxyRun{testbed: b, name: kind.Name, progress: o.Progress, parallel: o.Parallel, verbose: o.Verbose, results: results}
+	r := &proxyRun{
+		testbed:  b,
+		name:     kind.Name,
+		progress: o.Progress,
+		parallel: o.Parallel,
+		verbose:  o.Verbose,
+		results:  results,
+	}
 	r.listing = sync.OnceValue(r.listAll)
 	r.obtain = func(ctx context.Context, name string) (*testbed.Kind, string, error) {
 		kind, err := testbed.FindKind(name)
@@ -161,8 +174,8 @@ func (r *proxyRun) listAll() string {
 	return all.String()
 }
 
-// excerpt gives the lines of a listing that name a Service. The matrix does not change while it is looked at, so one listing
-// does for all.
+// excerpt gives the lines of a listing that name a Service. The matrix does not change while it is looked at, so one
+// listing does for all.
 func (r *proxyRun) excerpt(name string) string { return grep(r.listing(), name) }
 
 // grep gives the lines with a word, and the commands that the lines are from.

@@ -51,7 +51,10 @@ func (r *proxyRun) story(ctx context.Context, s *cases.Story) {
 	began := time.Now()
 	result := r.tell(ctx, s)
 	result.Took = time.Since(began)
-	r.done(&report.Case{Name: s.FullName(), Theme: s.Theme, Title: s.Title, Source: s.Source, StandsFor: s.StandsFor}, result)
+	r.done(
+		&report.Case{Name: s.FullName(), Theme: s.Theme, Title: s.Title, Source: s.Source, StandsFor: s.StandsFor},
+		result,
+	)
 }
 
 // teller tells one story.
@@ -125,7 +128,15 @@ func (t *teller) unfit() string {
 // step does one step. Before it looks, it waits for what was written.
 func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	switch {
-	case s.Expect != nil, s.Open != nil, s.Ping != nil, s.Traffic != nil, s.Stop != nil, s.HTTP != nil, s.Exchange != nil, s.Wait != 0, s.Proxy != nil:
+	case s.Expect != nil,
+		s.Open != nil,
+		s.Ping != nil,
+		s.Traffic != nil,
+		s.Stop != nil,
+		s.HTTP != nil,
+		s.Exchange != nil,
+		s.Wait != 0,
+		s.Proxy != nil:
 		if err := t.settle(ctx); err != nil {
 			return err
 		}
@@ -217,7 +228,13 @@ func (a target) words() string {
 }
 
 // targets gives all ways that a step names.
-func (t *teller) targets(from []string, to string, ports []string, frontends []cases.Frontend, families []cases.Family) ([]target, error) {
+func (t *teller) targets(
+	from []string,
+	to string,
+	ports []string,
+	frontends []cases.Frontend,
+	families []cases.Family,
+) ([]target, error) {
 	s := t.services[to]
 	if s == nil {
 		return nil, fmt.Errorf("there is no Service %s", to)
@@ -316,8 +333,18 @@ func (t *teller) apart(s *cases.Step, answered []*seen) {
 		}
 	}
 	d := t.differs(s)
-	t.look(report.Look{Step: s.Step, From: "all of them", To: s.Expect.To, Count: len(answered), Want: "not the same endpoint for all",
-		Got: strings.Join(slices.Sorted(maps.Keys(all)), ", "), OK: len(all) > 1 == (d == nil)}, d)
+	t.look(
+		report.Look{
+			Step:  s.Step,
+			From:  "all of them",
+			To:    s.Expect.To,
+			Count: len(answered),
+			Want:  "not the same endpoint for all",
+			Got:   strings.Join(slices.Sorted(maps.Keys(all)), ", "),
+			OK:    len(all) > 1 == (d == nil),
+		},
+		d,
+	)
 }
 
 func orTCP(p cases.Protocol) cases.Protocol {
@@ -339,7 +366,15 @@ func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want c
 		got, ok = look(t.testbed.Topology, t.testbed.Slow, q)
 		return ok
 	})
-	l := report.Look{Step: s.Step, From: to.from, To: to.words(), Count: got.tries, Want: q.want.String(), Got: got.words(t.testbed.Topology, q), OK: ok}
+	l := report.Look{
+		Step:  s.Step,
+		From:  to.from,
+		To:    to.words(),
+		Count: got.tries,
+		Want:  q.want.String(),
+		Got:   got.words(t.testbed.Topology, q),
+		OK:    ok,
+	}
 	if ok {
 		l.Got = l.Want
 		l.Want = want.String()
@@ -390,8 +425,11 @@ func (t *teller) clear(ctx context.Context) error {
 	for name := range t.services {
 		errs = append(errs, ignoreMissing(core.Services(t.namespace).Delete(ctx, name, metav1.DeleteOptions{})))
 	}
-	errs = append(errs,
-		t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}),
+	errs = append(
+		errs,
+		t.testbed.Client.DiscoveryV1().
+			EndpointSlices(t.namespace).
+			DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}),
 		core.Pods(t.namespace).DeleteCollection(ctx, zero, metav1.ListOptions{}),
 	)
 	return errors.Join(errs...)

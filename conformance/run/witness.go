@@ -59,8 +59,8 @@ type testimonies struct {
 	notAsked        map[exclusion]report.NotAsked
 }
 
-// hear lists the rules and asks them about all looks. It comes before the packets, so that no affinity is remembered yet, and
-// packets don't wait for it.
+// hear lists the rules and asks them about all looks. It comes before the packets, so that no affinity is remembered
+// yet, and packets don't wait for it.
 func (w *testimonies) hear(ctx context.Context, r *proxyRun, all []*cases.Case, objects map[string]*written) error {
 	if w == nil {
 		return nil
@@ -131,7 +131,8 @@ func (w *testimonies) exclude(err error) {
 	n := w.notAsked[why]
 	n.Why = string(why)
 	n.Count++
-	if _, more, ok := strings.Cut(err.Error(), n.Why+": "); ok && (n.Example == "" || more < n.Example) { // the least, whatever the order
+	if _, more, ok := strings.Cut(err.Error(), n.Why+": "); ok &&
+		(n.Example == "" || more < n.Example) { // the least, whatever the order
 		n.Example = more
 	}
 	w.notAsked[why] = n
@@ -266,8 +267,8 @@ func (l *listings) follow(h hop, a asked, says *seen) error {
 	return nil
 }
 
-// arrive takes a packet from a node to where it goes next: to a host that answers or refuses, to the other node, or to the router,
-// where what nobody has ends without an answer.
+// arrive takes a packet from a node to where it goes next: to a host that answers or refuses, to the other node, or
+// to the router, where what nobody has ends without an answer.
 func (l *listings) arrive(h hop, a asked, says *seen) error {
 	owner := h.node
 	if !h.dst.Addr().IsLoopback() {
@@ -332,7 +333,8 @@ func (s *seen) sourceWords(t *testbed.Topology, a asked, endpoint string) (words
 	return words
 }
 
-// equals says that what is said is what is wanted: nothing else, and every endpoint, even where a client shall see only one.
+// equals says that what is said is what is wanted: nothing else, and every endpoint, even where a client shall see
+// only one.
 func (s *seen) equals(t *testbed.Topology, a asked) bool {
 	sticky := a.want.Sticky
 	a.want.Sticky = false

@@ -15,8 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// handmade is a Service proxy's ruleset in small, for both nodes: a Service with a1 and b1, addresses that are dropped and refused,
-// and a port of ::1.
+// handmade is a Service proxy's ruleset in small, for both nodes: a Service with a1 and b1, addresses that are
+// dropped and refused, and a port of ::1.
 const handmade = `
 table ip t {
 	chain a1 { ip saddr 10.244.1.10 meta mark set 1; meta l4proto tcp dnat to 10.244.1.10:8080; }
@@ -37,7 +37,12 @@ table ip6 t {
 
 // question is what a sender asks of the handmade ruleset.
 func question(from, to string, outcome cases.Outcome, sources map[string]string) asked {
-	a := asked{from: from, to: netip.MustParseAddrPort(to), protocol: snapshot.TCP, want: cases.Want{Outcome: outcome, Sources: sources}}
+	a := asked{
+		from:     from,
+		to:       netip.MustParseAddrPort(to),
+		protocol: snapshot.TCP,
+		want:     cases.Want{Outcome: outcome, Sources: sources},
+	}
 	for _, e := range []string{"a1", "b1"} {
 		if sources[e] != "" {
 			a.want.Endpoints = append(a.want.Endpoints, e)
@@ -79,7 +84,13 @@ var mutations = []struct{ name, old, new, from, says string }{
 		"the listing of node-a says: b1; source kept; port 8080, or refused, or dropped; " +
 			"packets: one of a1, b1; source kept for b1; source node-a for a1; port 8080"},
 	{"refused", `{"drop": null}`, `{"reject": null}`, "pod-a", "the listing of node-a says: refused; packets: dropped"},
-	{"dropped", `{"reject": {"type": "icmp", "expr": "admin-prohibited"}}`, `{"drop": null}`, "pod-a", "the listing of node-a says: dropped; packets: refused"},
+	{
+		"dropped",
+		`{"reject": {"type": "icmp", "expr": "admin-prohibited"}}`,
+		`{"drop": null}`,
+		"pod-a",
+		"the listing of node-a says: dropped; packets: refused",
+	},
 }
 
 // TestWitness holds a handmade ruleset against packets, and then changes in its listing, each of which has to be found.

@@ -18,9 +18,10 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// canary tells when a proxy has taken all that was written before. It is a Service whose port and whose EndpointSlices' port
-// change each time. A proxy gets the objects of one kind in the order they were written, so once the new port leads to the
-// new target, it has seen all older changes of Services and of EndpointSlices, and programs them no later.
+// canary tells when a proxy has taken all that was written before. It is a Service whose port and whose
+// EndpointSlices' port change each time. A proxy gets the objects of one kind in the order they were written, so once
+// the new port leads to the new target, it has seen all older changes of Services and of EndpointSlices, and programs
+// them no later.
 type canary struct {
 	mu         sync.Mutex
 	generation int
@@ -91,7 +92,12 @@ func (tb *Testbed) createCanary(ctx context.Context) error {
 }
 
 func (c *canary) servicePort() v1.ServicePort {
-	return v1.ServicePort{Name: "canary", Port: c.port(), Protocol: v1.ProtocolTCP, TargetPort: intstr.FromString("canary")}
+	return v1.ServicePort{
+		Name:       "canary",
+		Port:       c.port(),
+		Protocol:   v1.ProtocolTCP,
+		TargetPort: intstr.FromString("canary"),
+	}
 }
 
 func (c *canary) slicePorts() []discovery.EndpointPort {
@@ -105,8 +111,8 @@ func addressType(f ipfamily.Family) discovery.AddressType {
 	return discovery.AddressTypeIPv6
 }
 
-// Sync waits until the proxies on all nodes carry what was written to the API server before the call. Calls at the same time
-// share a round.
+// Sync waits until the proxies on all nodes carry what was written to the API server before the call. Calls at the
+// same time share a round.
 func (tb *Testbed) Sync(ctx context.Context) error {
 	c := &tb.canary
 	c.mu.Lock()

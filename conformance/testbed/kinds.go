@@ -34,8 +34,9 @@ type Kind struct {
 	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
 	mode  string
 	build func(ctx context.Context, from Programs, dir string) (string, error)
-	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy registers
-	// its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go, NewNodeTopologyConfig in 1.36 and 1.37).
+	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy
+	// registers its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go,
+	// NewNodeTopologyConfig in 1.36 and 1.37).
 	forgetsZone bool
 }
 
@@ -62,8 +63,8 @@ func verdict(name, mode string, listings [][]string, witness bool, args ...strin
 	}
 }
 
-// kubeProxies are the modes of a kube-proxy, which conformance/peers/build knows under a name. What the cases say of the newest
-// counts for older ones, too.
+// kubeProxies are the modes of a kube-proxy, which conformance/peers/build knows under a name. What the cases say of
+// the newest counts for older ones, too.
 func kubeProxies(program string) []Kind {
 	all := []Kind{
 		{mode: "nftables", Listings: listNFT, Witness: true},

@@ -14,11 +14,13 @@ import (
 type Programs struct {
 	// Root is the directory of Verdict's sources, where programs are built.
 	Root string
-	// Ready is a directory that holds verdict and the real components under their own names. Empty means that they are built.
+	// Ready is a directory that holds verdict and the real components under their own names. Empty means that they are
+	// built.
 	Ready string
 }
 
-// Sources finds the directory of Verdict's sources, which is dir or one above it; empty stands for the working directory.
+// Sources finds the directory of Verdict's sources, which is dir or one above it; empty stands for the working
+// directory.
 func Sources(dir string) (string, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {

@@ -49,8 +49,8 @@ func joined[T fmt.Stringer](all []T) string {
 	return strings.Join(words, ",")
 }
 
-// Configure writes the configuration file for the next start, with these fields changed: nested as in the file. None means
-// as it was in the beginning.
+// Configure writes the configuration file for the next start, with these fields changed: nested as in the file. None
+// means as it was in the beginning.
 func (p *Proxy) Configure(fields map[string]any) error {
 	text := p.expand(p.Kind.Config)
 	if p.Kind.mode != "" {
@@ -65,7 +65,8 @@ func (p *Proxy) Configure(fields map[string]any) error {
 	return os.WriteFile(p.config, []byte(text), 0o600)
 }
 
-// kubeProxyConfig is kube-proxy's file for a node. What concerns the whole machine and not the node's namespace is left alone.
+// kubeProxyConfig is kube-proxy's file for a node. What concerns the whole machine and not the node's namespace is
+// left alone.
 func kubeProxyConfig(mode, node, kubeconfig string) map[string]any {
 	period := map[string]any{"syncPeriod": "30s", "minSyncPeriod": "20ms"}
 	return map[string]any{

@@ -43,8 +43,8 @@ func (s Slow) Times(d time.Duration) time.Duration { return time.Duration(float6
 // Peers are the programs of the control plane.
 type Peers struct{ Etcd, APIServer, ControllerManager string }
 
-// Open builds the testbed in an empty directory of its own, starts the control plane and the proxies, and waits until these
-// carry Services. Whoever has it must Close it.
+// Open builds the testbed in an empty directory of its own, starts the control plane and the proxies, and waits until
+// these carry Services. Whoever has it must Close it.
 func Open(ctx context.Context, kind *Kind, binary string, peers Peers, slow Slow, dir string) (*Testbed, error) {
 	tb := &Testbed{Kind: kind, Proxies: make(map[string]*Proxy), Slow: slow, dir: dir}
 	if err := tb.open(ctx, binary, peers); err != nil {
@@ -116,14 +116,20 @@ func (tb *Testbed) createNode(ctx context.Context, i int, name string) error {
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{
 			v1.LabelHostname: name, v1.LabelTopologyZone: Zones[name],
 		}},
-		Spec: v1.NodeSpec{PodCIDR: podRange(i)[0].String(), PodCIDRs: []string{podRange(i)[0].String(), podRange(i)[1].String()}},
+		Spec: v1.NodeSpec{
+			PodCIDR:  podRange(i)[0].String(),
+			PodCIDRs: []string{podRange(i)[0].String(), podRange(i)[1].String()},
+		},
 	}
 	node, err := tb.Client.CoreV1().Nodes().Create(ctx, node, metav1.CreateOptions{})
 	if err != nil {
 		return err
 	}
 	for _, f := range lab.Families() {
-		node.Status.Addresses = append(node.Status.Addresses, v1.NodeAddress{Type: v1.NodeInternalIP, Address: h.IP(f).String()})
+		node.Status.Addresses = append(
+			node.Status.Addresses,
+			v1.NodeAddress{Type: v1.NodeInternalIP, Address: h.IP(f).String()},
+		)
 	}
 	node.Status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue, Reason: "Lab"}}
 	_, err = tb.Client.CoreV1().Nodes().UpdateStatus(ctx, node, metav1.UpdateOptions{})

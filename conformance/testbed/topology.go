@@ -1,5 +1,5 @@
-// Package testbed is where proxies are held to the suite: two nodes with pods, a client outside and a router in front of the
-// nodes, all of them network namespaces; a control plane; and the proxy under test on each node.
+// Package testbed is where proxies are held to the suite: two nodes with pods, a client outside and a router in front
+// of the nodes, all of them network namespaces; a control plane; and the proxy under test on each node.
 package testbed
 
 import (
@@ -79,11 +79,12 @@ const (
 //	                                           |   |
 //	                           client-a 198.51.100.7   client-b 198.51.100.8
 //
-// The pods of node-a have routes; those of node-b are behind a bridge, which shows netfilter what it carries, where the kernel can.
+// The pods of node-a have routes; those of node-b are behind a bridge, which shows netfilter what it carries, where
+// the kernel can.
 //
-// The router sends what client-a has for a load balancer's address, an external or a cluster IP to node-a, and what client-b
-// has to node-b, as a load balancer without translation does. What nodes send to such addresses, since no proxy translated
-// it, ends there without an answer.
+// The router sends what client-a has for a load balancer's address, an external or a cluster IP to node-a, and what
+// client-b has to node-b, as a load balancer without translation does. What nodes send to such addresses, since no
+// proxy translated it, ends there without an answer.
 type Topology struct {
 	*lab.Net
 	hosts map[string]*lab.Host
@@ -112,7 +113,12 @@ func (t *Topology) build() error {
 	if err := errors.Join(wire.PlainBridges(), wire.AddBridge("br0")); err != nil {
 		return err
 	}
-	numbers := map[string]int{"router": routerNumber, "control": controlNumber, "node-a": nodeNumber, "node-b": 2 * nodeNumber}
+	numbers := map[string]int{
+		"router":  routerNumber,
+		"control": controlNumber,
+		"node-a":  nodeNumber,
+		"node-b":  2 * nodeNumber,
+	}
 	for _, name := range []string{"router", "control", "node-a", "node-b"} {
 		if err := t.addToSegment(wire, name, numbers[name]); err != nil {
 			return err
@@ -314,8 +320,8 @@ func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// serve has every pod, the nodes (for endpoints in the host's network), the router (as a balancer) and the control plane (for
-// the canary) answer.
+// serve has every pod, the nodes (for endpoints in the host's network), the router (as a balancer) and the control
+// plane (for the canary) answer.
 func (t *Topology) serve() error {
 	protocols := []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 	for name, h := range t.hosts {
@@ -403,8 +409,8 @@ func RangeOf(host string) []netip.Prefix {
 // Owns says whether an address is one of a host's own, as AddrsOf has them.
 func (t *Topology) Owns(host string, a netip.Addr) bool { return slices.Contains(t.AddrsOf(host), a) }
 
-// AddrsOf gives a host's own addresses but those of loopback: of a node also its other one, and the one that its pods have as
-// their gateway; of the router those of the load balancer, and not those that clients have as their gateway.
+// AddrsOf gives a host's own addresses but those of loopback: of a node also its other one, and the one that its pods
+// have as their gateway; of the router those of the load balancer, and not those that clients have as their gateway.
 func (t *Topology) AddrsOf(host string) []netip.Addr {
 	h := t.hosts[host]
 	all := []netip.Addr{h.IP4, h.IP6}
@@ -432,7 +438,8 @@ func (t *Topology) Owner(a netip.Addr) string {
 	return ""
 }
 
-// Bridged gives the addresses that are behind an interface of a node, if that is a bridge that shows netfilter what it carries.
+// Bridged gives the addresses that are behind an interface of a node, if that is a bridge that shows netfilter what
+// it carries.
 func (t *Topology) Bridged(node, link string) []netip.Prefix {
 	if link != PodBridge || !lab.BridgesCallNetfilter() {
 		return nil
@@ -440,8 +447,8 @@ func (t *Topology) Bridged(node, link string) []netip.Prefix {
 	return podRange(slices.Index(nodeNames, node))
 }
 
-// Entry gives the node that is the first to see a packet, and the interface by which it comes in there, which is empty if the node
-// sends it itself. The node is empty if no node sees the packet.
+// Entry gives the node that is the first to see a packet, and the interface by which it comes in there, which is
+// empty if the node sends it itself. The node is empty if no node sees the packet.
 func (t *Topology) Entry(from string, to netip.Addr) (node, link string) {
 	switch node := NodeOf(from); {
 	case node == from:

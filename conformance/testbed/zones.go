@@ -23,8 +23,8 @@ const (
 	zoneLimit = 30 * time.Second
 )
 
-// createZoneCanary makes a Service with an endpoint for each zone: the control plane's host, at another port for each. Proxies
-// hear of their Node apart from Services, so that they know their zone is seen only by it.
+// createZoneCanary makes a Service with an endpoint for each zone: the control plane's host, at another port for
+// each. Proxies hear of their Node apart from Services, so that they know their zone is seen only by it.
 func (tb *Testbed) createZoneCanary(ctx context.Context) error {
 	service := &v1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: zonesName, Namespace: canaryNamespace},
@@ -38,7 +38,11 @@ func (tb *Testbed) createZoneCanary(ctx context.Context) error {
 	for i, node := range tb.Nodes() {
 		slice := &discovery.EndpointSlice{
 			ObjectMeta: metav1.ObjectMeta{
-				Name: fmt.Sprintf("%s-%s", zonesName, letter(i)), Namespace: canaryNamespace, Labels: map[string]string{discovery.LabelServiceName: zonesName},
+				Name: fmt.Sprintf(
+					"%s-%s",
+					zonesName,
+					letter(i),
+				), Namespace: canaryNamespace, Labels: map[string]string{discovery.LabelServiceName: zonesName},
 			},
 			AddressType: discovery.AddressTypeIPv4,
 			Endpoints: []discovery.Endpoint{{

@@ -172,8 +172,20 @@ func evaluate(t *testing.T, rule rulefmt.Rule, series string) (fired []string) {
 	engine := promqltest.NewTestEngineWithOpts(t, promql.EngineOpts{MaxSamples: 1 << 20, Timeout: time.Minute})
 	expr, err := parser.NewParser(parser.Options{}).ParseExpr(rule.Expr)
 	check(t, err)
-	alert := rules.NewAlertingRule(rule.Alert, expr, time.Duration(rule.For), time.Duration(rule.KeepFiringFor),
-		labels.FromMap(rule.Labels), labels.FromMap(rule.Annotations), labels.EmptyLabels(), "", true, promslog.NewNopLogger())
+	alert := rules.NewAlertingRule(
+		rule.Alert,
+		expr,
+		time.Duration(rule.For),
+		time.Duration(rule.KeepFiringFor),
+		labels.FromMap(
+			rule.Labels,
+		),
+		labels.FromMap(rule.Annotations),
+		labels.EmptyLabels(),
+		"",
+		true,
+		promslog.NewNopLogger(),
+	)
 	for minute := range 61 {
 		at := time.Unix(0, 0).Add(time.Duration(minute) * time.Minute)
 		_, err := alert.Eval(t.Context(), 0, at, rules.EngineQueryFunc(engine, storage), &url.URL{}, 0)

@@ -26,8 +26,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/testkit"
 )
 
-// TestCluster: a real API server takes what kustomize and Helm print, checking every field, and the ServiceAccount may do what the
-// program does, and no more.
+// TestCluster: a real API server takes what kustomize and Helm print, checking every field, and the ServiceAccount
+// may do what the program does, and no more.
 func TestCluster(t *testing.T) {
 	plane, host := startPlane(t)
 	for how, text := range rendered(t) {
@@ -40,7 +40,9 @@ func TestCluster(t *testing.T) {
 	o, err := decodeOverlay("k3s")
 	check(t, err)
 	check(t, apply(t, plane, o, metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict}))
-	_, err = plane.Client.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}, metav1.CreateOptions{})
+	_, err = plane.Client.CoreV1().
+		Nodes().
+		Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}, metav1.CreateOptions{})
 	check(t, err)
 	p, err := runOn(t, plane, host, o)
 	check(t, err)
@@ -53,7 +55,8 @@ func TestCluster(t *testing.T) {
 	role.Rules = append(role.Rules[:2:2], role.Rules[3:]...)
 	_, err = plane.Client.RbacV1().ClusterRoles().Update(t.Context(), role, metav1.UpdateOptions{})
 	check(t, err)
-	if p, err = runOn(t, plane, host, o); err != nil || !strings.Contains(p.log, `servicecidrs.networking.k8s.io is forbidden`) {
+	if p, err = runOn(t, plane, host, o); err != nil ||
+		!strings.Contains(p.log, `servicecidrs.networking.k8s.io is forbidden`) {
 		t.Errorf("without the rule for ServiceCIDRs: %v, log:\n%s", err, p.log)
 	}
 }
@@ -118,7 +121,10 @@ func runOn(t *testing.T, plane *control.Plane, host *lab.Host, o objects) (*ran,
 	dir := t.TempDir()
 	writeFiles(t, plane, dir, o["ConfigMap/verdict"].(*corev1.ConfigMap))
 	c := o.daemonSet().Spec.Template.Spec.Containers[0]
-	c.Env = []corev1.EnvVar{{Name: "KUBERNETES_SERVICE_HOST", Value: host.IP4.String()}, {Name: "KUBERNETES_SERVICE_PORT", Value: strconv.Itoa(6443)}}
+	c.Env = []corev1.EnvVar{
+		{Name: "KUBERNETES_SERVICE_HOST", Value: host.IP4.String()},
+		{Name: "KUBERNETES_SERVICE_PORT", Value: strconv.Itoa(6443)},
+	}
 	events := plane.Client.EventsV1().Events(metav1.NamespaceDefault)
 	before, err := events.List(t.Context(), metav1.ListOptions{})
 	check(t, err)
@@ -147,7 +153,10 @@ func writeFiles(t *testing.T, plane *control.Plane, dir string, config *corev1.C
 	accounts := plane.Client.CoreV1().ServiceAccounts("kube-system")
 	token, err := accounts.CreateToken(t.Context(), "verdict", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
 	check(t, err)
-	files := map[string]string{"token": token.Status.Token, "ca.crt": readFile(t, filepath.Join(filepath.Dir(plane.Kubeconfig()), "ca.crt"))}
+	files := map[string]string{
+		"token":  token.Status.Token,
+		"ca.crt": readFile(t, filepath.Join(filepath.Dir(plane.Kubeconfig()), "ca.crt")),
+	}
 	maps.Copy(files, config.Data)
 	for name, content := range files {
 		check(t, os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600))
@@ -165,9 +174,15 @@ func TestFromKubeProxy(t *testing.T) {
 	t.Logf("1. verdict takeover --dry-run:\n%s", labtest.Run(t, host, "", verdict, "takeover", "--dry-run"))
 
 	said := startVerdict(t, plane, host, config)
-	testkit.Eventually(t, 30*time.Second, "it carries the Services", func() bool { return strings.Contains(said(), "all Services are programmed") })
+	testkit.Eventually(
+		t,
+		30*time.Second,
+		"it carries the Services",
+		func() bool { return strings.Contains(said(), "all Services are programmed") },
+	)
 	testkit.Eventually(t, 30*time.Second, "it removes kube-proxy's rules, or sees it", func() bool {
-		return strings.Contains(said(), "removed kube-proxy's rules") || strings.Contains(said(), "kube-proxy is running on this node")
+		return strings.Contains(said(), "removed kube-proxy's rules") ||
+			strings.Contains(said(), "kube-proxy is running on this node")
 	})
 	if s := ready(host); s != http.StatusNotFound {
 		t.Errorf("beside kube-proxy, /readyz answers %d", s)
@@ -175,7 +190,12 @@ func TestFromKubeProxy(t *testing.T) {
 	t.Logf("3. verdict verify:\n%s", labtest.Run(t, host, "", verdict, "verify"))
 
 	check(t, proxy.Stop(t.Context()))
-	testkit.Eventually(t, 30*time.Second, "it is ready once kube-proxy has ended", func() bool { return ready(host) == http.StatusOK })
+	testkit.Eventually(
+		t,
+		30*time.Second,
+		"it is ready once kube-proxy has ended",
+		func() bool { return ready(host) == http.StatusOK },
+	)
 	t.Logf("5. verdict takeover:\n%s", labtest.Run(t, host, "", verdict, "takeover"))
 	if r := natRules(t, host); strings.Contains(r, "KUBE-SVC-") {
 		t.Errorf("there are still rules of kube-proxy:\n%s", r)
@@ -187,7 +207,11 @@ func TestFromKubeProxy(t *testing.T) {
 func prepare(t *testing.T, plane *control.Plane, host *lab.Host) *corev1.ConfigMap {
 	t.Helper()
 	nodes := plane.Client.CoreV1().Nodes()
-	node, err := nodes.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}, metav1.CreateOptions{})
+	node, err := nodes.Create(
+		t.Context(),
+		&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}},
+		metav1.CreateOptions{},
+	)
 	check(t, err)
 	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: host.IP4.String()}}
 	_, err = nodes.UpdateStatus(t.Context(), node, metav1.UpdateOptions{})

@@ -268,7 +268,8 @@ func checkRightsOf(o objects, rights []corev1.Capability) error {
 	if !reflect.DeepEqual(s.Capabilities, want) {
 		return fmt.Errorf("capabilities %v; want %v", s.Capabilities, want)
 	}
-	if s.Privileged != nil || s.AllowPrivilegeEscalation == nil || *s.AllowPrivilegeEscalation || !*s.ReadOnlyRootFilesystem {
+	if s.Privileged != nil || s.AllowPrivilegeEscalation == nil || *s.AllowPrivilegeEscalation ||
+		!*s.ReadOnlyRootFilesystem {
 		return fmt.Errorf("the container has more rights than it needs")
 	}
 	return nil
@@ -415,10 +416,12 @@ func TestCleanup(t *testing.T) {
 	want := proxy.daemonSet().Spec.Template.Spec.Containers[0]
 	pod := o["DaemonSet/verdict-cleanup"].(*appsv1.DaemonSet).Spec.Template.Spec
 	c := pod.Containers[0]
-	if !pod.HostNetwork || len(pod.Containers) != 1 || c.Image != want.Image || !reflect.DeepEqual(c.SecurityContext, want.SecurityContext) {
+	if !pod.HostNetwork || len(pod.Containers) != 1 || c.Image != want.Image ||
+		!reflect.DeepEqual(c.SecurityContext, want.SecurityContext) {
 		t.Errorf("want a container like %+v; got %+v", want, c)
 	}
-	if out, err := exec.Command(verdict, append(c.Args, "--help")...).CombinedOutput(); err != nil || !strings.Contains(string(out), "Cleanup deletes") {
+	if out, err := exec.Command(verdict, append(c.Args, "--help")...).CombinedOutput(); err != nil ||
+		!strings.Contains(string(out), "Cleanup deletes") {
 		t.Errorf("verdict %v: %v: %s", c.Args, err, out)
 	}
 }

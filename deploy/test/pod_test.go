@@ -64,7 +64,12 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 	case verb == "list" && rest[0] == "nodes":
 		fmt.Fprint(w, node)
 	case verb == "list":
-		fmt.Fprintf(w, `{"kind":%q,"apiVersion":%q,"metadata":{"resourceVersion":"1"},"items":[]}`, kinds[rest[0]], strings.TrimPrefix(group+"/v1", "/"))
+		fmt.Fprintf(
+			w,
+			`{"kind":%q,"apiVersion":%q,"metadata":{"resourceVersion":"1"},"items":[]}`,
+			kinds[rest[0]],
+			strings.TrimPrefix(group+"/v1", "/"),
+		)
 	default:
 		w.WriteHeader(http.StatusCreated)
 		fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Success"}`)

@@ -84,7 +84,8 @@ func kustomize(t *testing.T, cluster string) string {
 }
 
 func buildOverlay(cluster string) (string, error) {
-	built, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), "../kustomize/overlays/"+cluster)
+	built, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).
+		Run(filesys.MakeFsOnDisk(), "../kustomize/overlays/"+cluster)
 	if err != nil {
 		return "", err
 	}

@@ -22,35 +22,113 @@ const everywhere = "internal/ipfamily"
 // layers says what each package may import besides the standard library: packages of ours, and modules of others. Test
 // files may import more.
 var layers = map[string]struct{ ours, others []string }{
-	"internal/ipfamily":    {},
-	"sync/snapshot":        {},
-	"sync/dataplane":       {ours: []string{"sync/snapshot"}},
-	"sync/watch":           {ours: []string{"sync/snapshot"}, others: []string{"*"}},
-	"sync/reconcile":       {ours: []string{"sync/snapshot", "sync/dataplane"}},
-	"nft":                  {ours: []string{"sync/snapshot", "sync/dataplane"}},
-	"nft/kernel":           {ours: []string{"internal/netlink", "nft", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
-	"nft/iptshim":          {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
-	"nft/iptshim/xtables":  {ours: []string{"internal/netlink", "nft/iptshim", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
-	"ipvsplugin":           {ours: []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/google/nftables", "golang.org/x/sys"}},
-	"internal/benchmark":   {ours: []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sync", "golang.org/x/sys"}},
-	"internal/demo":        {ours: []string{"internal/backends", "internal/conntrack", "internal/inspect", "internal/lab", "internal/node", "internal/terminal", "internal/units", "nft", "nft/kernel", "sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"}, others: []string{"github.com/spf13/pflag"}},
-	"internal/inspect":     {ours: []string{"internal/config", "internal/terminal", "internal/units", "sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"}, others: []string{"github.com/spf13/pflag", "github.com/vishvananda/netlink", "golang.org/x/sys"}},
-	"internal/terminal":    {others: []string{"golang.org/x/term"}},
-	"internal/units":       {},
-	"internal/backends":    {ours: []string{"internal/config", "internal/metrics", "internal/sysctl", "internal/takeover", "ipvsplugin", "nft", "nft/iptshim", "nft/iptshim/xtables", "nft/kernel", "sync/dataplane", "sync/reconcile"}},
-	"internal/cgroup":      {},
-	"internal/config":      {ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"}, others: []string{"k8s.io/kube-proxy", "k8s.io/component-base", "k8s.io/apimachinery", "sigs.k8s.io/yaml", "go.yaml.in/yaml/v3", "github.com/spf13/pflag"}},
-	"internal/conntrack":   {ours: []string{"internal/netlink", "sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"golang.org/x/sys"}},
-	"internal/health":      {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
-	"internal/logging":     {},
-	"internal/netlink":     {others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"}},
-	"internal/keeper":      {others: []string{"golang.org/x/sys"}},
-	"internal/metrics":     {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}, others: []string{"github.com/prometheus/client_golang"}},
-	"internal/sysctl":      {},
-	"internal/testkit":     {},
-	"internal/lab":         {ours: []string{"sync/snapshot"}, others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"}},
+	"internal/ipfamily": {},
+	"sync/snapshot":     {},
+	"sync/dataplane":    {ours: []string{"sync/snapshot"}},
+	"sync/watch":        {ours: []string{"sync/snapshot"}, others: []string{"*"}},
+	"sync/reconcile":    {ours: []string{"sync/snapshot", "sync/dataplane"}},
+	"nft":               {ours: []string{"sync/snapshot", "sync/dataplane"}},
+	"nft/kernel": {
+		ours:   []string{"internal/netlink", "nft", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"github.com/google/nftables", "golang.org/x/sys"},
+	},
+	"nft/iptshim": {ours: []string{"nft", "sync/snapshot", "sync/dataplane"}},
+	"nft/iptshim/xtables": {
+		ours:   []string{"internal/netlink", "nft/iptshim", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"golang.org/x/sys"},
+	},
+	"ipvsplugin": {
+		ours:   []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"github.com/google/nftables", "golang.org/x/sys"},
+	},
+	"internal/benchmark": {
+		ours:   []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"github.com/vishvananda/netlink", "golang.org/x/sync", "golang.org/x/sys"},
+	},
+	"internal/demo": {
+		ours: []string{
+			"internal/backends",
+			"internal/conntrack",
+			"internal/inspect",
+			"internal/lab",
+			"internal/node",
+			"internal/terminal",
+			"internal/units",
+			"nft",
+			"nft/kernel",
+			"sync/dataplane",
+			"sync/reconcile",
+			"sync/snapshot",
+			"sync/watch",
+		},
+		others: []string{"github.com/spf13/pflag"},
+	},
+	"internal/inspect": {
+		ours: []string{
+			"internal/config",
+			"internal/terminal",
+			"internal/units",
+			"sync/dataplane",
+			"sync/reconcile",
+			"sync/snapshot",
+			"sync/watch",
+		},
+		others: []string{"github.com/spf13/pflag", "github.com/vishvananda/netlink", "golang.org/x/sys"},
+	},
+	"internal/terminal": {others: []string{"golang.org/x/term"}},
+	"internal/units":    {},
+	"internal/backends": {
+		ours: []string{
+			"internal/config",
+			"internal/metrics",
+			"internal/sysctl",
+			"internal/takeover",
+			"ipvsplugin",
+			"nft",
+			"nft/iptshim",
+			"nft/iptshim/xtables",
+			"nft/kernel",
+			"sync/dataplane",
+			"sync/reconcile",
+		},
+	},
+	"internal/cgroup": {},
+	"internal/config": {
+		ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"},
+		others: []string{
+			"k8s.io/kube-proxy",
+			"k8s.io/component-base",
+			"k8s.io/apimachinery",
+			"sigs.k8s.io/yaml",
+			"go.yaml.in/yaml/v3",
+			"github.com/spf13/pflag",
+		},
+	},
+	"internal/conntrack": {
+		ours:   []string{"internal/netlink", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"golang.org/x/sys"},
+	},
+	"internal/health":  {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
+	"internal/logging": {},
+	"internal/netlink": {
+		others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"},
+	},
+	"internal/keeper": {others: []string{"golang.org/x/sys"}},
+	"internal/metrics": {
+		ours:   []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"},
+		others: []string{"github.com/prometheus/client_golang"},
+	},
+	"internal/sysctl":  {},
+	"internal/testkit": {},
+	"internal/lab": {
+		ours:   []string{"sync/snapshot"},
+		others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"},
+	},
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},
-	"internal/takeover":    {ours: []string{"internal/netlink"}, others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"}},
+	"internal/takeover": {
+		ours:   []string{"internal/netlink"},
+		others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"},
+	},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 
 	// A running proxy knows no backend but by internal/backends; of nft/kernel it has the socket that owns the tables.
@@ -62,24 +140,61 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"golang.org/x/sync"}},
 	"sync/reconcile/reconciletest": {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 
-	// conformance is a module of its own, and held to the same table. It sees a proxy from outside only: of ours it may use
-	// what makes hosts and control planes, and nothing that decides or writes.
-	"conformance/testbed":           {ours: []string{"internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/cases":             {others: []string{"*"}},
-	"conformance/cmd/benchmark":     {ours: []string{"conformance/testbed", "conformance/benchmark/results", "conformance/benchmark", "internal/lab"}, others: []string{"*"}},
-	"conformance/cmd/conformance":   {ours: []string{"conformance/testbed", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"}, others: []string{"*"}},
+	// conformance is a module of its own, and held to the same table. It sees a proxy from outside only: of ours it may
+	// use what makes hosts and control planes, and nothing that decides or writes.
+	"conformance/testbed": {
+		ours:   []string{"internal/lab", "internal/lab/control", "sync/snapshot"},
+		others: []string{"*"},
+	},
+	"conformance/cases": {others: []string{"*"}},
+	"conformance/cmd/benchmark": {
+		ours:   []string{"conformance/testbed", "conformance/benchmark/results", "conformance/benchmark", "internal/lab"},
+		others: []string{"*"},
+	},
+	"conformance/cmd/conformance": {
+		ours:   []string{"conformance/testbed", "conformance/cases", "conformance/report", "conformance/run", "internal/lab"},
+		others: []string{"*"},
+	},
 	"conformance/benchmark/results": {others: []string{"gonum.org/v1/plot"}},
 	"conformance/report":            {},
-	"conformance/run":               {ours: []string{"conformance/testbed", "conformance/cases", "conformance/report", "conformance/nfteval", "internal/lab", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/benchmark":         {ours: []string{"conformance/testbed", "conformance/benchmark/results", "internal/lab", "internal/lab/control", "sync/snapshot"}, others: []string{"*"}},
-	"conformance/nfteval":           {},
-	"cmd/verdict":                   {ours: []string{"*"}, others: []string{"*"}},
-	"sync/snapshot/snapshottest":    {ours: []string{"sync/snapshot"}},
+	"conformance/run": {
+		ours: []string{
+			"conformance/testbed",
+			"conformance/cases",
+			"conformance/report",
+			"conformance/nfteval",
+			"internal/lab",
+			"sync/snapshot",
+		},
+		others: []string{"*"},
+	},
+	"conformance/benchmark": {
+		ours: []string{
+			"conformance/testbed",
+			"conformance/benchmark/results",
+			"internal/lab",
+			"internal/lab/control",
+			"sync/snapshot",
+		},
+		others: []string{"*"},
+	},
+	"conformance/nfteval":        {},
+	"cmd/verdict":                {ours: []string{"*"}, others: []string{"*"}},
+	"sync/snapshot/snapshottest": {ours: []string{"sync/snapshot"}},
 }
 
-// reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's configuration only.
+// reserved are modules that only these packages may see. Of Kubernetes, internal/config sees kube-proxy's
+// configuration only.
 var reserved = map[string][]string{
-	"k8s.io/":                    {"sync/watch", "internal/config", "conformance/testbed", "conformance/cases", "conformance/run", "conformance/benchmark", "internal/lab/control"},
+	"k8s.io/": {
+		"sync/watch",
+		"internal/config",
+		"conformance/testbed",
+		"conformance/cases",
+		"conformance/run",
+		"conformance/benchmark",
+		"internal/lab/control",
+	},
 	"github.com/google/nftables": {"ipvsplugin", "nft/kernel"},
 	"github.com/mdlayher/":       {"internal/netlink"},
 }

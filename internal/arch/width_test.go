@@ -29,11 +29,9 @@ docs/CONFIGURATION.md
 docs/IPTABLES.md
 docs/RULESET.md
 internal/arch
-internal/benchmark
 internal/config
 internal/conntrack
 internal/health
-internal/ipfamily
 internal/metrics
 internal/takeover
 internal/units

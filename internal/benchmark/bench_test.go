@@ -8,8 +8,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// BenchmarkCold measures the whole line, from objects in memory to the kernel's acknowledgement, into an empty namespace, and
-// beside it the kernel alone, given the same bytes in another empty namespace. Own is all that is not the kernel's.
+// BenchmarkCold measures the whole line, from objects in memory to the kernel's acknowledgement, into an empty
+// namespace, and beside it the kernel alone, given the same bytes in another empty namespace. Own is all that is not
+// the kernel's.
 func BenchmarkCold(b *testing.B) {
 	for _, services := range []int{1000, 10000} {
 		b.Run(fmt.Sprintf("%dx10", services), func(b *testing.B) {
@@ -29,8 +30,8 @@ func BenchmarkCold(b *testing.B) {
 	}
 }
 
-// BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in clusters of
-// different size.
+// BenchmarkOneEndpoint measures one endpoint replaced, from the changed slice to the kernel's acknowledgement, in
+// clusters of different size.
 func BenchmarkOneEndpoint(b *testing.B) {
 	for _, services := range []int{1000, 10000, 100000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

@@ -1,8 +1,9 @@
-// Package benchmark measures the whole line from objects in memory to the kernel's acknowledgement, in network namespaces of its
-// own, and beside it the floor: the kernel alone, given the same bytes. "verdict bench" and the Go benchmarks use it.
+// Package benchmark measures the whole line from objects in memory to the kernel's acknowledgement, in network
+// namespaces of its own, and beside it the floor: the kernel alone, given the same bytes. "verdict bench" and the Go
+// benchmarks use it.
 //
-// The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice. Percentiles are exact: of all samples
-// sorted, the one that so many percent do not exceed.
+// The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice. Percentiles are exact: of
+// all samples sorted, the one that so many percent do not exceed.
 package benchmark
 
 import (

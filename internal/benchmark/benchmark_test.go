@@ -26,7 +26,11 @@ func TestMain(m *testing.M) { labtest.Main(m) }
 func small(t testing.TB) Options {
 	t.Helper()
 	t.Cleanup(func() { labtest.NoNamespacesLeft(t) })
-	return Options{Services: 50, Endpoints: 3, Open: func() (*kernel.Backend, error) { return kernel.Open(kernel.Options{Counters: 1 << 20}) }}
+	return Options{
+		Services:  50,
+		Endpoints: 3,
+		Open:      func() (*kernel.Backend, error) { return kernel.Open(kernel.Options{Counters: 1 << 20}) },
+	}
 }
 
 // encoded gives a result as a JSON object.
@@ -42,8 +46,8 @@ func encoded(t *testing.T, result Result) (fields map[string]any) {
 func filled(t *testing.T, result Result) map[string]any {
 	t.Helper()
 	fields := encoded(t, result)
-	// Of each Service the frontend, the cluster IP and 3 slots; so few endpoints are all on this node, and may reach themselves;
-	// the range.
+	// Of each Service the frontend, the cluster IP and 3 slots; so few endpoints are all on this node, and may reach
+	// themselves; the range.
 	if got, want := fields["elements"], 50*(3+3)+150+1.0; got != want {
 		t.Errorf("%v elements, want %v", got, want)
 	}
@@ -115,14 +119,34 @@ func TestCold(t *testing.T) {
 		}
 	}
 	if r.SlowestFloor < r.Seconds.Commit/20 {
-		t.Errorf("the kernel took %v s, and %v s for the same bytes alone: they can't be the same", r.Seconds.Commit, r.SlowestFloor)
+		t.Errorf(
+			"the kernel took %v s, and %v s for the same bytes alone: they can't be the same",
+			r.Seconds.Commit,
+			r.SlowestFloor,
+		)
 	}
 	if r.Rounds != 3 || r.Seconds.Commit > r.Slowest.Total || r.Floor > r.SlowestFloor || r.Slowest.Total > 600 {
 		t.Errorf("%+v", r)
 	}
-	printed(t, r, inSeconds(r.Seconds.Policy), inSeconds(r.Seconds.Compile), inSeconds(r.Seconds.Encode), inSeconds(r.Seconds.Commit),
-		inSeconds(r.Seconds.Total), inSeconds(r.Floor), inSeconds(r.SlowestFloor), units.Bytes(r.RSS), units.Bytes(r.Collected), units.Bytes(r.Kernel),
-		units.Bytes(int64(r.Bytes)), units.Thousands(int(r.Allocations)), units.Thousands(r.Messages)+" messages")
+	printed(
+		t,
+		r,
+		inSeconds(r.Seconds.Policy),
+		inSeconds(r.Seconds.Compile),
+		inSeconds(r.Seconds.Encode),
+		inSeconds(r.Seconds.Commit),
+		inSeconds(
+			r.Seconds.Total,
+		),
+		inSeconds(r.Floor),
+		inSeconds(r.SlowestFloor),
+		units.Bytes(r.RSS),
+		units.Bytes(r.Collected),
+		units.Bytes(r.Kernel),
+		units.Bytes(int64(r.Bytes)),
+		units.Thousands(int(r.Allocations)),
+		units.Thousands(r.Messages)+" messages",
+	)
 }
 
 func TestChange(t *testing.T) {
@@ -149,7 +173,16 @@ func TestChange(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	for _, k := range r.Kinds.each() {
-		printed(t, r, k.name, inMicroseconds(k.P50), inMicroseconds(k.P99), inMicroseconds(k.OwnP50), inMicroseconds(k.FloorP50), fmt.Sprint(k.Bytes))
+		printed(
+			t,
+			r,
+			k.name,
+			inMicroseconds(k.P50),
+			inMicroseconds(k.P99),
+			inMicroseconds(k.OwnP50),
+			inMicroseconds(k.FloorP50),
+			fmt.Sprint(k.Bytes),
+		)
 	}
 }
 
@@ -164,7 +197,14 @@ func TestRestart(t *testing.T) {
 	if r.Rounds != 3 || r.Changed != 5 || r.Corrected.Elements != 4*5 {
 		t.Errorf("%+v", r)
 	}
-	printed(t, r, inSeconds(r.Adopted.Seconds), inSeconds(r.Corrected.Seconds), inSeconds(r.Corrected.Slowest), "5 Services changed")
+	printed(
+		t,
+		r,
+		inSeconds(r.Adopted.Seconds),
+		inSeconds(r.Corrected.Seconds),
+		inSeconds(r.Corrected.Slowest),
+		"5 Services changed",
+	)
 }
 
 func TestChurn(t *testing.T) {
@@ -184,8 +224,19 @@ func TestChurn(t *testing.T) {
 	if r.P50 > r.P99 || r.P99 > r.Max || r.Behind > r.Backlog || r.Backlog > 300 || r.Transactions > 300 {
 		t.Errorf("%+v", r)
 	}
-	printed(t, r, inMilliseconds(r.P50), inMilliseconds(r.P99), inMilliseconds(r.Max), inMilliseconds(r.Late), fmt.Sprintf("%.2f", r.Cores), inSeconds(r.Seconds),
-		units.Thousands(r.TxnElements)+" elements", units.Thousands(r.Transactions)+" transactions", "500 changes a second")
+	printed(
+		t,
+		r,
+		inMilliseconds(r.P50),
+		inMilliseconds(r.P99),
+		inMilliseconds(r.Max),
+		inMilliseconds(r.Late),
+		fmt.Sprintf("%.2f", r.Cores),
+		inSeconds(r.Seconds),
+		units.Thousands(r.TxnElements)+" elements",
+		units.Thousands(r.Transactions)+" transactions",
+		"500 changes a second",
+	)
 }
 
 // Changes that are too many for the rate are put at once; all are carried, in fewer transactions, and all are counted.

@@ -81,8 +81,8 @@ type changeRun struct {
 	floor   [numChangeKinds][]time.Duration
 }
 
-// Change fills a kernel, then changes one thing at a time and measures from the event to the kernel's acknowledgement. A round
-// is one change of each kind.
+// Change fills a kernel, then changes one thing at a time and measures from the event to the kernel's
+// acknowledgement. A round is one change of each kind.
 func Change(ctx context.Context, o Options, rounds int) (*ChangeResult, error) {
 	r := &changeRun{Options: o, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
 		result: &ChangeResult{Rounds: rounds}}

@@ -70,8 +70,8 @@ type ChurnResult struct {
 // drainMost is how long changes that are behind are waited for.
 const drainMost = 30 * time.Second
 
-// Churn fills a kernel, then puts changes into the queue at a steady rate while the proxy's own loop programs them, and measures
-// each from that moment to the acknowledgement of the transaction that holds it.
+// Churn fills a kernel, then puts changes into the queue at a steady rate while the proxy's own loop programs them,
+// and measures each from that moment to the acknowledgement of the transaction that holds it.
 func Churn(ctx context.Context, o Options, load Load) (_ *ChurnResult, err error) {
 	h, err := newHost(o)
 	if err != nil {
@@ -81,8 +81,12 @@ func Churn(ctx context.Context, o Options, load Load) (_ *ChurnResult, err error
 	run := &churnRun{
 		Options: o, load: load, cluster: NewCluster(o.Services, o.Endpoints), random: rand.New(rand.NewPCG(1, 1)),
 		queue: snapshot.NewQueue(1),
-		watch: &churnWatch{Writer: h.backend, filled: make(chan dataplane.Receipt, 1), waiting: map[snapshot.Name][]churnChange{}},
-		out:   &ChurnResult{Rate: load.Rate},
+		watch: &churnWatch{
+			Writer:  h.backend,
+			filled:  make(chan dataplane.Receipt, 1),
+			waiting: map[snapshot.Name][]churnChange{},
+		},
+		out: &ChurnResult{Rate: load.Rate},
 	}
 	loop := reconcile.Loop{
 		Queue: run.queue, Planner: dataplane.NewPlanner(NodeConfig), Writer: run.watch, Log: slog.New(slog.DiscardHandler),
@@ -177,8 +181,8 @@ func (r *churnRun) put(ctx context.Context, start time.Time) error {
 	return nil
 }
 
-// changed gives the slice that a change makes of another. The last endpoint is never removed, but replaced. Endpoints do not
-// come back, so that no two states of a slice are alike.
+// changed gives the slice that a change makes of another. The last endpoint is never removed, but replaced. Endpoints
+// do not come back, so that no two states of a slice are alike.
 func (r *churnRun) changed(n int, s *snapshot.Slice) *snapshot.Slice {
 	switch {
 	case n%3 == 1:

@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The made-up cluster's addresses: cluster IPs are counted up in the lower quarter of 10.0.0.0/8, endpoints in the upper half,
-// and those that come in the place of others in the quarter between.
+// The made-up cluster's addresses: cluster IPs are counted up in the lower quarter of 10.0.0.0/8, endpoints in the
+// upper half, and those that come in the place of others in the quarter between.
 const (
 	firstClusterIP = 10 << 24
 	firstNewcomer  = firstClusterIP + 1<<22
@@ -100,12 +100,16 @@ func (c *Cluster) endpoint(a netip.Addr, at int) snapshot.Endpoint {
 	return snapshot.Endpoint{Addr: a, Node: c.nodes[at%len(c.nodes)], Ready: true, Serving: true}
 }
 
-// All gives the objects of the whole cluster as they are at the beginning: Services, slices, the node and the ServiceCIDR.
+// All gives the objects of the whole cluster as they are at the beginning: Services, slices, the node and the
+// ServiceCIDR.
 func (c *Cluster) All() snapshot.Delta {
 	d := snapshot.Delta{
-		Services:     make(map[snapshot.Name]*snapshot.Service, c.services),
-		Slices:       make(map[snapshot.Name]*snapshot.Slice, c.services),
-		Node:         &snapshot.Node{Name: NodeConfig.NodeName, Addresses: []netip.Addr{netip.AddrFrom4([4]byte{192, 0, 2, 1})}},
+		Services: make(map[snapshot.Name]*snapshot.Service, c.services),
+		Slices:   make(map[snapshot.Name]*snapshot.Slice, c.services),
+		Node: &snapshot.Node{
+			Name:      NodeConfig.NodeName,
+			Addresses: []netip.Addr{netip.AddrFrom4([4]byte{192, 0, 2, 1})},
+		},
 		ServiceCIDRs: &[]netip.Prefix{netip.PrefixFrom(addr(firstClusterIP), 10)},
 	}
 	for i := range c.services {
@@ -115,8 +119,8 @@ func (c *Cluster) All() snapshot.Delta {
 	return d
 }
 
-// elements is how many there are when everything is written: of each Service its frontend, its pool, its cluster IP and its
-// slots; of each endpoint on this node one that lets it reach itself; and the Services' range.
+// elements is how many there are when everything is written: of each Service its frontend, its pool, its cluster IP
+// and its slots; of each endpoint on this node one that lets it reach itself; and the Services' range.
 func (c *Cluster) elements() int {
 	all := c.services * c.endpoints
 	return 3*c.services + all + (all+len(c.nodes)-1)/len(c.nodes) + 1

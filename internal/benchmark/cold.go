@@ -33,9 +33,9 @@ type coldRound struct{ policy, compile, encode, commit, floor time.Duration }
 
 func (r coldRound) total() time.Duration { return r.policy + r.compile + r.encode + r.commit }
 
-// Cold measures one transaction that brings a whole cluster into an empty kernel, several times: the time of each step, and
-// beside it the floor, which is the kernel alone given the same bytes. The first fill, which is not timed, says how much
-// memory it takes.
+// Cold measures one transaction that brings a whole cluster into an empty kernel, several times: the time of each
+// step, and beside it the floor, which is the kernel alone given the same bytes. The first fill, which is not timed,
+// says how much memory it takes.
 func Cold(ctx context.Context, o Options, rounds int) (*ColdResult, error) {
 	out := &ColdResult{Rounds: rounds}
 	o.show("the first fill")
@@ -98,8 +98,8 @@ func (o Options) coldRound(ctx context.Context) (round coldRound, err error) {
 	return round, errors.Join(err, h.close())
 }
 
-// coldFill fills an empty kernel and gives the bytes that took. The namespace is gone after it: two full ones would be in
-// each other's way.
+// coldFill fills an empty kernel and gives the bytes that took. The namespace is gone after it: two full ones would
+// be in each other's way.
 func (o Options) coldFill(ctx context.Context, round *coldRound) (batches [][]byte, err error) {
 	l, err := newLine(o)
 	if err != nil {

@@ -33,8 +33,9 @@ const (
 	flowPort       = 80
 )
 
-// Flow measures what a new UDP flow of this node to a Service takes the kernel, in processor time of the thread that sends it.
-// It measures all variants by turns, so that other work on the machine affects all alike. Prepare comes first.
+// Flow measures what a new UDP flow of this node to a Service takes the kernel, in processor time of the thread that
+// sends it. It measures all variants by turns, so that other work on the machine affects all alike. Prepare comes
+// first.
 func Flow(ctx context.Context, o *FlowOptions) (_ *FlowResult, err error) {
 	variants := o.variants()
 	defer func() {

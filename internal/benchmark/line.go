@@ -50,8 +50,8 @@ func (h *host) reopen() error {
 	return err
 }
 
-// close empties the namespace and lets it go. Tables that went only with it would be there for a while yet: the kernel takes
-// its time with namespaces.
+// close empties the namespace and lets it go. Tables that went only with it would be there for a while yet: the
+// kernel takes its time with namespaces.
 func (h *host) close() error {
 	return errors.Join(h.backend.Remove(), h.backend.Close(), h.net.Close())
 }
@@ -71,7 +71,8 @@ func newLine(o Options) (*line, error) {
 	return &line{h, snapshot.New(), dataplane.NewPlanner(NodeConfig)}, nil
 }
 
-// step is the way of one event. Policy is the time until it is decided what the event means; the rest is in the receipt.
+// step is the way of one event. Policy is the time until it is decided what the event means; the rest is in the
+// receipt.
 func (l *line) step(d snapshot.Delta) (policy time.Duration, r dataplane.Receipt, err error) {
 	start := time.Now()
 	change, _ := l.planner.Apply(l.snapshot, l.snapshot.Apply(d))
@@ -162,9 +163,9 @@ func residentMemory() (int64, error) {
 	return n, nil
 }
 
-// kernelMemory is what the kernel holds, on the whole machine, of the kinds that nf_tables takes: elements are slab objects,
-// hash tables are slab or vmalloc by their size, and counters are per CPU. A kernel that does not tell one of them is taken
-// to hold none.
+// kernelMemory is what the kernel holds, on the whole machine, of the kinds that nf_tables takes: elements are slab
+// objects, hash tables are slab or vmalloc by their size, and counters are per CPU. A kernel that does not tell one
+// of them is taken to hold none.
 func kernelMemory() (int64, error) {
 	info, err := os.ReadFile("/proc/meminfo")
 	if err != nil {

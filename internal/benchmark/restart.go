@@ -28,8 +28,8 @@ type RestartKind struct {
 	Elements int     `json:"elements_written"`
 }
 
-// Restart measures how long a new process takes to adopt the tables that it finds, from objects in memory until the kernel is
-// known to hold them: when nothing changed meanwhile, and when changed Services have another endpoint.
+// Restart measures how long a new process takes to adopt the tables that it finds, from objects in memory until the
+// kernel is known to hold them: when nothing changed meanwhile, and when changed Services have another endpoint.
 func Restart(ctx context.Context, o Options, rounds, changed int) (_ *RestartResult, err error) {
 	out := &RestartResult{Rounds: rounds, Changed: changed}
 	l, err := newLine(o)
@@ -70,8 +70,22 @@ func Restart(ctx context.Context, o Options, rounds, changed int) (_ *RestartRes
 		return nil, fmt.Errorf("%d messages and %d elements were written: this measures something else",
 			out.Adopted.Messages, out.Corrected.Elements)
 	}
-	out.Adopted.Seconds, out.Adopted.Slowest = percentile(sorted(adopted), 50).Seconds(), percentile(sorted(adopted), 100).Seconds()
-	out.Corrected.Seconds, out.Corrected.Slowest = percentile(sorted(corrected), 50).Seconds(), percentile(sorted(corrected), 100).Seconds()
+	out.Adopted.Seconds, out.Adopted.Slowest = percentile(
+		sorted(adopted),
+		50,
+	).Seconds(),
+		percentile(
+			sorted(adopted),
+			100,
+		).Seconds()
+	out.Corrected.Seconds, out.Corrected.Slowest = percentile(
+		sorted(corrected),
+		50,
+	).Seconds(),
+		percentile(
+			sorted(corrected),
+			100,
+		).Seconds()
 	return out, nil
 }
 

@@ -83,9 +83,15 @@ func giant(name string, n, externalIPs, ports, endpoints int) snapshot.Delta {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p, Protocol: snapshot.TCP, Port: uint16(8000 + i)})
 	}
 	for i := range endpoints {
-		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true})
+		sl.Endpoints = append(
+			sl.Endpoints,
+			snapshot.Endpoint{Addr: addr(firstNewcomer + 1<<21 + uint32(i)), Ready: true, Serving: true},
+		)
 	}
-	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}}
+	return snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices:   map[snapshot.Name]*snapshot.Slice{sl.Name: sl},
+	}
 }
 
 // victimAddr is the external IP of a victim.

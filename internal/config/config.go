@@ -189,7 +189,10 @@ func (d *Document) periods() section {
 
 func (r *reading) checkPeriods() {
 	if p := r.doc.periods(); p.least.Duration > p.sync.Duration && p.sync.Duration > 0 {
-		r.complain(p.name+".minSyncPeriod", fmt.Sprintf("%s is more than the syncPeriod, %s", p.least.Duration, p.sync.Duration))
+		r.complain(
+			p.name+".minSyncPeriod",
+			fmt.Sprintf("%s is more than the syncPeriod, %s", p.least.Duration, p.sync.Duration),
+		)
 	}
 }
 
@@ -197,7 +200,8 @@ func (r *reading) checkPeriods() {
 // flags.
 func (r *reading) resolve(last *Settings) error {
 	var typed []error
-	if kubeconfig, from := r.flags.wrote("clientConnection.kubeconfig"), r.flags.wrote(verdictKind+".manifests"); kubeconfig != "" && from != "" {
+	if kubeconfig, from := r.flags.wrote("clientConnection.kubeconfig"), r.flags.wrote(verdictKind+".manifests"); kubeconfig != "" &&
+		from != "" {
 		typed = append(typed, errors.New(from+" and "+kubeconfig+" exclude each other"))
 	}
 	defaults := &Document{}
@@ -341,7 +345,8 @@ func (r *reading) noteMark() {
 		return
 	}
 	for _, name := range []string{"iptables.masqueradeBit", "nftables.masqueradeBit"} {
-		if f := fieldNamed(name); r.doc.value(f.path()) != any(int32(defaultMasqueradeBit)) && f.counts(r.doc.KubeProxy.Mode) {
+		if f := fieldNamed(name); r.doc.value(f.path()) != any(int32(defaultMasqueradeBit)) &&
+			f.counts(r.doc.KubeProxy.Mode) {
 			r.tell(Note, f.path(), "it has no effect with nftables, which masquerades without a mark")
 		}
 	}

@@ -43,7 +43,11 @@ func prefixes(texts ...string) (out []netip.Prefix) {
 // TestKubeadmWrites: testdata/kubeadm.conf is what kubeadm makes of a new cluster: three fields that it sets, and all
 // others as zeros.
 func TestKubeadmWrites(t *testing.T) {
-	c := v1alpha1.KubeProxyConfiguration{BindAddress: "0.0.0.0", ClusterCIDR: "10.244.0.0/16", FeatureGates: map[string]bool{}}
+	c := v1alpha1.KubeProxyConfiguration{
+		BindAddress:  "0.0.0.0",
+		ClusterCIDR:  "10.244.0.0/16",
+		FeatureGates: map[string]bool{},
+	}
 	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind
 	c.ClientConnection.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
 	want, err := yaml.Marshal(c)
@@ -70,7 +74,9 @@ func TestKubeadm(t *testing.T) {
 		t.Errorf("it decides %+v; want %+v", s.Policy, want)
 	}
 	if s.Client.Kubeconfig != "/var/lib/kube-proxy/kubeconfig.conf" || s.MinSyncPeriod != 0 || s.SyncPeriod != 30*time.Second ||
-		s.Healthz.String() != "0.0.0.0:10256" || s.Metrics.String() != "127.0.0.1:10249" || s.OOMScoreAdj != -999 {
+		s.Healthz.String() != "0.0.0.0:10256" ||
+		s.Metrics.String() != "127.0.0.1:10249" ||
+		s.OOMScoreAdj != -999 {
 		t.Errorf("it gives %+v", s)
 	}
 	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
@@ -118,7 +124,8 @@ func TestBroken(t *testing.T) {
 func TestOneBadRange(t *testing.T) {
 	const file = head + "mode: nftables\nclusterCIDR: 10.244.0.0/16\nnodePortAddresses:\n- 10.0.0.0/8\n- 192.168.0.0/33\n- fd00::/8\n"
 	s, said := loadText(t, file)
-	if want := prefixes("10.0.0.0/8", "fd00::/8"); !slices.Equal(s.Policy.NodePortAddresses, want) || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
+	if want := prefixes("10.0.0.0/8", "fd00::/8"); !slices.Equal(s.Policy.NodePortAddresses, want) ||
+		len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
 		t.Errorf("it decides %+v", s.Policy)
 	}
 	want := `f:7: nodePortAddresses[1]: "192.168.0.0/33" is no range of addresses such as 10.244.0.0/16; it is left out`
@@ -128,7 +135,8 @@ func TestOneBadRange(t *testing.T) {
 
 	before, _ := loadText(t, strings.Replace(strings.Replace(file, "/33", "/16", 1), "10.244", "10.245", 1))
 	s, problems, err := load("f", []byte(file), nil, before)
-	if err != nil || !slices.Equal(s.Policy.NodePortAddresses, before.Policy.NodePortAddresses) || s.Policy.DetectLocal.ClusterCIDRs[0] != prefixes("10.244.0.0/16")[0] {
+	if err != nil || !slices.Equal(s.Policy.NodePortAddresses, before.Policy.NodePortAddresses) ||
+		s.Policy.DetectLocal.ClusterCIDRs[0] != prefixes("10.244.0.0/16")[0] {
 		t.Errorf("while running it decides %+v, %v", s.Policy, err)
 	}
 	want = strings.Replace(want, "it is left out", `it stays ["10.0.0.0/8","192.168.0.0/16","fd00::/8"]`, 1)
@@ -309,7 +317,8 @@ func TestBackends(t *testing.T) {
 			t.Errorf("mode %s, backend %q: %s, bit %d, it says %q", row.mode, row.backend, s.Backend, s.MasqueradeBit, said)
 		}
 	}
-	if s, said := loadText(t, head+"mode: nftables\nnftables: {masqueradeBit: 4}\n", "--iptables-compat"); !s.IPTablesCompat || len(said) > 0 {
+	if s, said := loadText(t, head+"mode: nftables\nnftables: {masqueradeBit: 4}\n", "--iptables-compat"); !s.IPTablesCompat ||
+		len(said) > 0 {
 		t.Errorf("compat: %v, it says %q", s.IPTablesCompat, said)
 	}
 }
@@ -343,9 +352,15 @@ func TestSettings(t *testing.T) {
 func TestSysctls(t *testing.T) {
 	const dir = "proc/sys/net/netfilter/nf_conntrack_"
 	top := func(n int) []sysctl.Setting {
-		return []sysctl.Setting{{Path: dir + "max", Value: n, AtLeast: true}, {Path: "sys/module/nf_conntrack/parameters/hashsize", Value: n / 4, AtLeast: true}}
+		return []sysctl.Setting{
+			{Path: dir + "max", Value: n, AtLeast: true},
+			{Path: "sys/module/nf_conntrack/parameters/hashsize", Value: n / 4, AtLeast: true},
+		}
 	}
-	times := []sysctl.Setting{{Path: dir + "tcp_timeout_established", Value: 86400}, {Path: dir + "tcp_timeout_close_wait", Value: 3600}}
+	times := []sysctl.Setting{
+		{Path: dir + "tcp_timeout_established", Value: 86400},
+		{Path: dir + "tcp_timeout_close_wait", Value: 3600},
+	}
 	for _, row := range []struct {
 		text string
 		cpus int
@@ -413,7 +428,8 @@ func TestWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 		again, problems, err := load("f", b.Bytes(), nil, nil)
-		if err != nil || len(again.Changes(s)) > 0 || !reflect.DeepEqual(again.Policy, s.Policy) || !reflect.DeepEqual(again.Client, s.Client) {
+		if err != nil || len(again.Changes(s)) > 0 || !reflect.DeepEqual(again.Policy, s.Policy) ||
+			!reflect.DeepEqual(again.Client, s.Client) {
 			t.Errorf("%v: %v, %v, changes %v", args, err, texts(problems), again.Changes(s))
 		}
 		first, _, _ := strings.Cut(b.String(), "\n---\n")

@@ -33,7 +33,10 @@ type decoder struct {
 const maxUnknown = 20
 
 func (d *decoder) say(s Severity, p path, text string) {
-	d.found = append(d.found, &Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: p.String(), Text: text})
+	d.found = append(
+		d.found,
+		&Problem{Severity: s, File: d.file, Line: d.at.line(trimKind(p)), Field: p.String(), Text: text},
+	)
 }
 
 // trimKind gives the path in its own document.

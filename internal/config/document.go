@@ -130,7 +130,12 @@ func (r *reading) part(p part) error {
 	}
 	fields, ok := value.(map[string]any)
 	if !ok {
-		return &Problem{Severity: Bad, File: r.file, Line: p.first + 1, Text: "this is no " + kubeProxyKind + ", but " + show(value)}
+		return &Problem{
+			Severity: Bad,
+			File:     r.file,
+			Line:     p.first + 1,
+			Text:     "this is no " + kubeProxyKind + ", but " + show(value),
+		}
 	}
 	version, _ := fields["apiVersion"].(string)
 	kind, _ := fields["kind"].(string)

@@ -34,7 +34,8 @@ type field struct {
 	effect Effect
 	// does says what is done about it, or for Never, why nothing is. It is a row of docs/CONFIGURATION.md.
 	does string
-	// check says what is wrong with a value; nil or "" if nothing is. It is given a pointer's target, and each entry of a list.
+	// check says what is wrong with a value; nil or "" if nothing is. It is given a pointer's target, and each entry of
+	// a list.
 	check func(v any) string
 }
 
@@ -46,42 +47,101 @@ const (
 
 // fields is every field there is, in kube-proxy's order. Tests hold it, the types and docs/CONFIGURATION.md together.
 var fields = []field{
-	{"featureGates", Live, "`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` rejects " +
-		"mode `ipvs`. The log names the others in one line: they have no effect, see " +
-		"[KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)", nil},
-	{"clientConnection.kubeconfig", Restart, "as kube-proxy; empty, without `--master`, means the cluster this runs in", nil},
+	{
+		"featureGates",
+		Live,
+		"`AllowServiceExternalIPs=false` leaves `spec.externalIPs` out; `KubeProxyIPVS=false` rejects " +
+			"mode `ipvs`. The log names the others in one line: they have no effect, see " +
+			"[KUBE-PROXY.md](KUBE-PROXY.md#feature-gates)",
+		nil,
+	},
+	{
+		"clientConnection.kubeconfig",
+		Restart,
+		"as kube-proxy; empty, without `--master`, means the cluster this runs in",
+		nil,
+	},
 	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", accepted},
 	{"clientConnection.contentType", Restart, "protobuf or JSON", oneOf(contentProtobuf, contentJSON)},
 	{"clientConnection.qps", Restart, "as kube-proxy", nil},
 	{"clientConnection.burst", Restart, "as kube-proxy", atLeast(0)},
 	{"logging.format", Restart, "`text` or `json`, written by log/slog", oneOf("text", "json")},
 	{"logging.flushFrequency", Never, noBuffer, positive},
-	{"logging.verbosity", Live, "0 and 1: what operators should know; from 2 on also a line for each transaction", atMost(math.MaxInt32)},
+	{
+		"logging.verbosity",
+		Live,
+		"0 and 1: what operators should know; from 2 on also a line for each transaction",
+		atMost(math.MaxInt32),
+	},
 	{"logging.vmodule", Never, "there is one verbosity for all files", nil},
 	{"logging.options.text.splitStream", Never, noBuffer, nil},
 	{"logging.options.text.infoBufferSize", Never, noBuffer, nil},
 	{"logging.options.json.splitStream", Never, noBuffer, nil},
 	{"logging.options.json.infoBufferSize", Never, noBuffer, nil},
-	{"hostnameOverride", Restart, "as kube-proxy: in lower case, without spaces around it; empty means the host's name", notBlank},
-	{"bindAddress", Live, "as kube-proxy: takes the place of the Node's address of its family; no socket is bound to it", anAddress},
+	{
+		"hostnameOverride",
+		Restart,
+		"as kube-proxy: in lower case, without spaces around it; empty means the host's name",
+		notBlank,
+	},
+	{
+		"bindAddress",
+		Live,
+		"as kube-proxy: takes the place of the Node's address of its family; no socket is bound to it",
+		anAddress,
+	},
 	{"healthzBindAddress", Restart, "as kube-proxy", anAddrPort},
 	{"metricsBindAddress", Restart, "as kube-proxy", anAddrPort},
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
 	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
-	{"mode", Live, "which backend is used, `backend` below says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
-		oneOf("", modeIPTables, modeIPVS, modeNFTables)},
-	{"iptables.masqueradeBit", Restart, "where rules of iptables are written (`backend` and `iptablesCompat` below), the bit of the mark, as kube-proxy, unless the mode is `nftables`; nftables needs no mark", within(0, 31)},
+	{
+		"mode",
+		Live,
+		"which backend is used, `backend` below says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+		oneOf("", modeIPTables, modeIPVS, modeNFTables),
+	},
+	{
+		"iptables.masqueradeBit",
+		Restart,
+		"where rules of iptables are written (`backend` and `iptablesCompat` below), the bit of the mark, as kube-proxy, unless the mode is `nftables`; nftables needs no mark",
+		within(0, 31),
+	},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
-	{"iptables.localhostNodePorts", Live, "in every mode, see [decisions/0001-localhost-nodeports.md](decisions/0001-localhost-nodeports.md)", nil},
-	{"iptables.syncPeriod", Live, "twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty", positive},
-	{"iptables.minSyncPeriod", Live, "more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty", notNegative},
+	{
+		"iptables.localhostNodePorts",
+		Live,
+		"in every mode, see [decisions/0001-localhost-nodeports.md](decisions/0001-localhost-nodeports.md)",
+		nil,
+	},
+	{
+		"iptables.syncPeriod",
+		Live,
+		"twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty",
+		positive,
+	},
+	{
+		"iptables.minSyncPeriod",
+		Live,
+		"more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty",
+		notNegative,
+	},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
 	{"ipvs.minSyncPeriod", Live, "as `iptables.minSyncPeriod`, in mode `ipvs`", notNegative},
-	{"ipvs.scheduler", Live, "as kube-proxy: how a Service that IPVS schedules is scheduled if it does not say so itself; empty means `rr`", aScheduler},
+	{
+		"ipvs.scheduler",
+		Live,
+		"as kube-proxy: how a Service that IPVS schedules is scheduled if it does not say so itself; empty means `rr`",
+		aScheduler,
+	},
 	{"ipvs.excludeCIDRs", Never, "no virtual service is touched but Verdict's own", aRange},
 	{"ipvs.strictARP", Never, "nobody is told by ARP that an address of a Service is here, with it or without", nil},
-	{"ipvs.tcpTimeout", Restart, "as kube-proxy, while IPVS schedules something; `verdict cleanup` puts back what was before", notNegative},
+	{
+		"ipvs.tcpTimeout",
+		Restart,
+		"as kube-proxy, while IPVS schedules something; `verdict cleanup` puts back what was before",
+		notNegative,
+	},
 	{"ipvs.tcpFinTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"ipvs.udpTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
 	{"nftables.masqueradeBit", Restart, "as `iptables.masqueradeBit`, in mode `nftables`", within(0, 31)},
@@ -93,7 +153,12 @@ var fields = []field{
 	{"winkernel.enableDSR", Never, noWindows, nil},
 	{"winkernel.rootHnsEndpointName", Never, noWindows, nil},
 	{"winkernel.forwardHealthCheckVip", Never, noWindows, nil},
-	{"detectLocalMode", Live, "as kube-proxy", oneOf(modeClusterCIDR, modeNodeCIDR, modeBridgeInterface, modeInterfacePrefix)},
+	{
+		"detectLocalMode",
+		Live,
+		"as kube-proxy",
+		oneOf(modeClusterCIDR, modeNodeCIDR, modeBridgeInterface, modeInterfacePrefix),
+	},
 	{"detectLocal.bridgeInterface", Live, "as kube-proxy, in mode `BridgeInterface`", nil},
 	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
 	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
@@ -108,32 +173,96 @@ var fields = []field{
 	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; once set, it stays until somebody else takes it back", nil},
 	{"conntrack.udpTimeout", Live, "as kube-proxy", seconds},
 	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", seconds},
-	{"configSyncPeriod", Never, "each change that the API server tells of is passed on once; there is nothing to go through again", positive},
+	{
+		"configSyncPeriod",
+		Never,
+		"each change that the API server tells of is passed on once; there is nothing to go through again",
+		positive,
+	},
 	{"portRange", Never, "it has none in kube-proxy either", nil},
 	{"windowsRunAsService", Never, noWindows, nil},
 
-	{verdictKind + ".manifests", Restart, "take the objects from this file or directory, which is watched, in place of the Kubernetes API", nil},
-	{verdictKind + ".backend", Restart, "what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
-		knownBackend},
-	{verdictKind + ".iptablesDispatch", Restart, "how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
-		oneOf("tree", "list")},
-	{verdictKind + ".iptablesCompat", Restart, "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)", nil},
-	{verdictKind + ".keeper", Restart, "who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/0008-keeper.md](decisions/0008-keeper.md)",
-		oneOf("auto", "process", "systemd", "none")},
-	{verdictKind + ".ownTables", Restart, "let nobody else change the tables, where the kernel can do that (Linux 6.9)", nil},
-	{verdictKind + ".takeover", Restart, "`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",
-		oneOf("auto", "never")},
-	{verdictKind + ".ipvs", Live, "which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
-		oneOf("auto", "always", "never")},
-	{verdictKind + ".ipvsServices", Live, "with `auto`, the number of Services from which on IPVS schedules all of them until the next start; 0: never", atLeast(0)},
-	{verdictKind + ".ipvsAddresses", Live, "ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node takes in all of such an address. " +
-		"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)", aSmallRange},
-	{verdictKind + ".metricsConnections", Restart, "how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
-		oneOf("off", "service", "endpoint")},
-	{verdictKind + ".metricsMaxSeries", Restart, "how many Service ports, and how many endpoints, have a series of their own in the metrics", atLeast(1)},
-	{verdictKind + ".counterMemoryMiB", Restart, "how much memory the kernel's counters may take: 16 bytes for each possible processor and frontend, " +
-		"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation `verdict/counters` " +
-		"([METRICS.md](METRICS.md))", atLeast(0)},
+	{
+		verdictKind + ".manifests",
+		Restart,
+		"take the objects from this file or directory, which is watched, in place of the Kubernetes API",
+		nil,
+	},
+	{
+		verdictKind + ".backend",
+		Restart,
+		"what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
+		knownBackend,
+	},
+	{
+		verdictKind + ".iptablesDispatch",
+		Restart,
+		"how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
+		oneOf("tree", "list"),
+	},
+	{
+		verdictKind + ".iptablesCompat",
+		Restart,
+		"beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)",
+		nil,
+	},
+	{
+		verdictKind + ".keeper",
+		Restart,
+		"who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/0008-keeper.md](decisions/0008-keeper.md)",
+		oneOf("auto", "process", "systemd", "none"),
+	},
+	{
+		verdictKind + ".ownTables",
+		Restart,
+		"let nobody else change the tables, where the kernel can do that (Linux 6.9)",
+		nil,
+	},
+	{
+		verdictKind + ".takeover",
+		Restart,
+		"`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",
+		oneOf("auto", "never"),
+	},
+	{
+		verdictKind + ".ipvs",
+		Live,
+		"which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
+		oneOf("auto", "always", "never"),
+	},
+	{
+		verdictKind + ".ipvsServices",
+		Live,
+		"with `auto`, the number of Services from which on IPVS schedules all of them until the next start; 0: never",
+		atLeast(0),
+	},
+	{
+		verdictKind + ".ipvsAddresses",
+		Live,
+		"ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node takes in all of such an address. " +
+			"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)",
+		aSmallRange,
+	},
+	{
+		verdictKind + ".metricsConnections",
+		Restart,
+		"how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
+		oneOf("off", "service", "endpoint"),
+	},
+	{
+		verdictKind + ".metricsMaxSeries",
+		Restart,
+		"how many Service ports, and how many endpoints, have a series of their own in the metrics",
+		atLeast(1),
+	},
+	{
+		verdictKind + ".counterMemoryMiB",
+		Restart,
+		"how much memory the kernel's counters may take: 16 bytes for each possible processor and frontend, " +
+			"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation `verdict/counters` " +
+			"([METRICS.md](METRICS.md))",
+		atLeast(0),
+	},
 }
 
 // fieldNamed finds a field; it is an error of ours if there is none.

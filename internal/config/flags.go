@@ -61,9 +61,13 @@ var policyFlags = []option{
 	text("hostname-override",
 		"name of this node in the cluster: tells which endpoints are local (default: the host's name)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.HostnameOverride }, "hostnameOverride"),
-	text("bind-address",
-		"this node's own IP address, in place of the Node object's of its family; nothing is bound to it (default 0.0.0.0: the Node object's)", ofPolicy,
-		func(d *Document) *string { return &d.KubeProxy.BindAddress }, "bindAddress"),
+	text(
+		"bind-address",
+		"this node's own IP address, in place of the Node object's of its family; nothing is bound to it (default 0.0.0.0: the Node object's)",
+		ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.BindAddress },
+		"bindAddress",
+	),
 	{name: "proxy-mode", kind: "string", about: ofPolicy, fields: []string{"mode"},
 		usage: "iptables, ipvs or nftables: --backend decides what is used, but a list of node port addresses that is empty means something else in each (default nftables)",
 		set:   func(d *Document, s string, _ bool) error { d.KubeProxy.Mode = v1alpha1.ProxyMode(s); return nil }},
@@ -72,9 +76,13 @@ var policyFlags = []option{
 			d.KubeProxy.IPTables.MasqueradeAll, d.KubeProxy.NFTables.MasqueradeAll = on, on
 		},
 		"iptables.masqueradeAll", "nftables.masqueradeAll"),
-	boolean("iptables-localhost-nodeports",
-		"answer on IPv4 node ports at 127.0.0.1 too; sets net.ipv4.conf.all.route_localnet, and guards the loopback range (default true)", ofPolicy,
-		func(d *Document, on bool) { d.KubeProxy.IPTables.LocalhostNodePorts = &on }, "iptables.localhostNodePorts"),
+	boolean(
+		"iptables-localhost-nodeports",
+		"answer on IPv4 node ports at 127.0.0.1 too; sets net.ipv4.conf.all.route_localnet, and guards the loopback range (default true)",
+		ofPolicy,
+		func(d *Document, on bool) { d.KubeProxy.IPTables.LocalhostNodePorts = &on },
+		"iptables.localhostNodePorts",
+	),
 	{name: "detect-local-mode", kind: "string", about: ofPolicy, fields: []string{"detectLocalMode"},
 		usage: "how pods are told from others: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix (default ClusterCIDR)",
 		set: func(d *Document, s string, _ bool) error {
@@ -85,9 +93,13 @@ var policyFlags = []option{
 		func(d *Document) *string { return &d.KubeProxy.DetectLocal.BridgeInterface }, "detectLocal.bridgeInterface"),
 	text("pod-interface-name-prefix", "how the names of pods' interfaces begin (mode InterfaceNamePrefix)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.DetectLocal.InterfaceNamePrefix }, "detectLocal.interfaceNamePrefix"),
-	text("cluster-cidr",
-		"pods' addresses, one range or one of each family with a comma between; what comes from elsewhere is masqueraded on its way to a cluster IP (mode ClusterCIDR)", ofPolicy,
-		func(d *Document) *string { return &d.KubeProxy.ClusterCIDR }, "clusterCIDR"),
+	text(
+		"cluster-cidr",
+		"pods' addresses, one range or one of each family with a comma between; what comes from elsewhere is masqueraded on its way to a cluster IP (mode ClusterCIDR)",
+		ofPolicy,
+		func(d *Document) *string { return &d.KubeProxy.ClusterCIDR },
+		"clusterCIDR",
+	),
 	list("nodeport-addresses",
 		"which of this host's addresses answer on node ports: ranges, primary (the Node object's), localhost, all "+
 			"(default primary,localhost)", ofPolicy,
@@ -95,21 +107,49 @@ var policyFlags = []option{
 	{name: "feature-gates", kind: "mapStringBool",
 		usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs and KubeProxyIPVS have an effect",
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
-	number("iptables-masquerade-bit", "bit of the mark that rules of iptables set on what is to be masqueraded, 0 to 31; nftables needs none (default 14)", ofPolicy,
+	number(
+		"iptables-masquerade-bit",
+		"bit of the mark that rules of iptables set on what is to be masqueraded, 0 to 31; nftables needs none (default 14)",
+		ofPolicy,
 		func(d *Document, n int32) {
 			d.KubeProxy.IPTables.MasqueradeBit, d.KubeProxy.NFTables.MasqueradeBit = &n, &n
 		},
-		"iptables.masqueradeBit", "nftables.masqueradeBit"),
-	word("backend", "auto|nftables|iptables", "what writes the rules (default auto: nftables where the kernel can, else iptables)", ofPolicy,
-		func(d *Document) *string { return &d.Verdict.Backend }, verdictKind+".backend"),
-	word("iptables-dispatch", "tree|list", "how rules of iptables find a Service: by a tree of chains, or by one list as kube-proxy's (default tree)", ofPolicy,
-		func(d *Document) *string { return &d.Verdict.IPTablesDispatch }, verdictKind+".iptablesDispatch"),
+		"iptables.masqueradeBit",
+		"nftables.masqueradeBit",
+	),
+	word(
+		"backend",
+		"auto|nftables|iptables",
+		"what writes the rules (default auto: nftables where the kernel can, else iptables)",
+		ofPolicy,
+		func(d *Document) *string { return &d.Verdict.Backend },
+		verdictKind+".backend",
+	),
+	word(
+		"iptables-dispatch",
+		"tree|list",
+		"how rules of iptables find a Service: by a tree of chains, or by one list as kube-proxy's (default tree)",
+		ofPolicy,
+		func(d *Document) *string { return &d.Verdict.IPTablesDispatch },
+		verdictKind+".iptablesDispatch",
+	),
 	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
-	list("ipvs-addresses", "ranges of load balancer addresses that nobody but Services has, at which IPVS may schedule (default none)", ofPolicy,
-		func(d *Document) *[]string { return &d.Verdict.IPVSAddresses }, verdictKind+".ipvsAddresses"),
-	word("ipvs", "auto|always|never", "which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)", ofPolicy,
-		func(d *Document) *string { return &d.Verdict.IPVS }, verdictKind+".ipvs"),
+	list(
+		"ipvs-addresses",
+		"ranges of load balancer addresses that nobody but Services has, at which IPVS may schedule (default none)",
+		ofPolicy,
+		func(d *Document) *[]string { return &d.Verdict.IPVSAddresses },
+		verdictKind+".ipvsAddresses",
+	),
+	word(
+		"ipvs",
+		"auto|always|never",
+		"which Services IPVS schedules (default always in mode ipvs, else auto: those that ask for it)",
+		ofPolicy,
+		func(d *Document) *string { return &d.Verdict.IPVS },
+		verdictKind+".ipvs",
+	),
 }
 
 var serverFlags = []option{
@@ -134,18 +174,24 @@ var serverFlags = []option{
 }
 
 var kernelFlags = []option{
-	period("iptables-sync-period",
+	period(
+		"iptables-sync-period",
 		"twice as long the kernel may be behind before the proxy counts as unhealthy; in modes iptables and nftables (default 30s)",
 		func(d *Document, t metav1.Duration) {
 			d.KubeProxy.IPTables.SyncPeriod, d.KubeProxy.NFTables.SyncPeriod = t, t
 		},
-		"iptables.syncPeriod", "nftables.syncPeriod"),
-	period("iptables-min-sync-period",
+		"iptables.syncPeriod",
+		"nftables.syncPeriod",
+	),
+	period(
+		"iptables-min-sync-period",
 		"the least time between two transactions, in modes iptables and nftables (default 0s: as little as the kernel allows)",
 		func(d *Document, t metav1.Duration) {
 			d.KubeProxy.IPTables.MinSyncPeriod, d.KubeProxy.NFTables.MinSyncPeriod = t, t
 		},
-		"iptables.minSyncPeriod", "nftables.minSyncPeriod"),
+		"iptables.minSyncPeriod",
+		"nftables.minSyncPeriod",
+	),
 	period("ipvs-sync-period", "as --iptables-sync-period, in mode ipvs (default 30s)",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.SyncPeriod = t }, "ipvs.syncPeriod"),
 	period("ipvs-min-sync-period", "as --iptables-min-sync-period, in mode ipvs (default 0s)",
@@ -167,12 +213,18 @@ var kernelFlags = []option{
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.MaxPerCore = &n }, "conntrack.maxPerCore"),
 	number("conntrack-min", "connections to track at least (default 131072)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.Min = &n }, "conntrack.min"),
-	period("conntrack-tcp-timeout-established",
+	period(
+		"conntrack-tcp-timeout-established",
 		"how long idle TCP connections are tracked; 0 leaves the kernel's (default 24h)",
-		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPEstablishedTimeout = &t }, "conntrack.tcpEstablishedTimeout"),
-	period("conntrack-tcp-timeout-close-wait",
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPEstablishedTimeout = &t },
+		"conntrack.tcpEstablishedTimeout",
+	),
+	period(
+		"conntrack-tcp-timeout-close-wait",
 		"how long half-closed TCP connections are tracked; 0 leaves the kernel's (default 1h)",
-		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPCloseWaitTimeout = &t }, "conntrack.tcpCloseWaitTimeout"),
+		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPCloseWaitTimeout = &t },
+		"conntrack.tcpCloseWaitTimeout",
+	),
 	boolean("conntrack-tcp-be-liberal", "let TCP packets outside of the window pass as valid", ofRun,
 		func(d *Document, on bool) { d.KubeProxy.Conntrack.TCPBeLiberal = on }, "conntrack.tcpBeLiberal"),
 	period("conntrack-udp-timeout", "how long UDP flows without an answer are tracked; 0 leaves the kernel's",
@@ -188,12 +240,17 @@ var clientFlags = []option{
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.ContentType }, "clientConnection.contentType"),
 	number("kube-api-burst", "requests to the API server that may come at once (default 10)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.ClientConnection.Burst = n }, "clientConnection.burst"),
-	{name: "kube-api-qps", kind: "float32", usage: "requests to the API server each second (default 5)", fields: []string{"clientConnection.qps"},
+	{
+		name:   "kube-api-qps",
+		kind:   "float32",
+		usage:  "requests to the API server each second (default 5)",
+		fields: []string{"clientConnection.qps"},
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseFloat(s, 32)
 			d.KubeProxy.ClientConnection.QPS = float32(n)
 			return plain(err, quote(s)+" is no number")
-		}},
+		},
+	},
 	period("config-sync-period", "has no effect: nothing needs to be read again",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.ConfigSyncPeriod = t }, "configSyncPeriod"),
 }
@@ -219,24 +276,72 @@ var logFlags = []option{
 }
 
 var ownFlags = []option{
-	text("from", "manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API", ofRun,
-		func(d *Document) *string { return &d.Verdict.Manifests }, verdictKind+".manifests"),
-	boolean("iptables-compat", "beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING of iptables for others that jump there", ofRun,
-		func(d *Document, on bool) { d.Verdict.IPTablesCompat = on }, verdictKind+".iptablesCompat"),
-	word("keeper", "auto|process|systemd|none", "who holds the netlink socket while this is restarted (default auto)", ofRun,
-		func(d *Document) *string { return &d.Verdict.Keeper }, verdictKind+".keeper"),
-	boolean("own-tables", "let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)", ofRun,
-		func(d *Document, on bool) { d.Verdict.OwnTables = &on }, verdictKind+".ownTables"),
-	word("takeover", "auto|never", "what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)", ofRun,
-		func(d *Document) *string { return &d.Verdict.Takeover }, verdictKind+".takeover"),
-	number("ipvs-services", "with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)", ofRun,
-		func(d *Document, n int32) { d.Verdict.IPVSServices = &n }, verdictKind+".ipvsServices"),
-	word("metrics-connections", "off|service|endpoint", "how finely new connections are counted in the metrics (default service)", ofRun,
-		func(d *Document) *string { return &d.Verdict.MetricsConnections }, verdictKind+".metricsConnections"),
-	number("metrics-max-series", "how many Service ports, and how many endpoints, have a series of their own (default 5000)", ofRun,
-		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n }, verdictKind+".metricsMaxSeries"),
-	number("counter-memory-mib", "how much memory the kernel's counters of frontends and endpoints may take, in MiB (default 16)", ofRun,
-		func(d *Document, n int32) { d.Verdict.CounterMemoryMiB = &n }, verdictKind+".counterMemoryMiB"),
+	text(
+		"from",
+		"manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Manifests },
+		verdictKind+".manifests",
+	),
+	boolean(
+		"iptables-compat",
+		"beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING of iptables for others that jump there",
+		ofRun,
+		func(d *Document, on bool) { d.Verdict.IPTablesCompat = on },
+		verdictKind+".iptablesCompat",
+	),
+	word(
+		"keeper",
+		"auto|process|systemd|none",
+		"who holds the netlink socket while this is restarted (default auto)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Keeper },
+		verdictKind+".keeper",
+	),
+	boolean(
+		"own-tables",
+		"let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)",
+		ofRun,
+		func(d *Document, on bool) { d.Verdict.OwnTables = &on },
+		verdictKind+".ownTables",
+	),
+	word(
+		"takeover",
+		"auto|never",
+		"what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Takeover },
+		verdictKind+".takeover",
+	),
+	number(
+		"ipvs-services",
+		"with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)",
+		ofRun,
+		func(d *Document, n int32) { d.Verdict.IPVSServices = &n },
+		verdictKind+".ipvsServices",
+	),
+	word(
+		"metrics-connections",
+		"off|service|endpoint",
+		"how finely new connections are counted in the metrics (default service)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.MetricsConnections },
+		verdictKind+".metricsConnections",
+	),
+	number(
+		"metrics-max-series",
+		"how many Service ports, and how many endpoints, have a series of their own (default 5000)",
+		ofRun,
+		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n },
+		verdictKind+".metricsMaxSeries",
+	),
+	number(
+		"counter-memory-mib",
+		"how much memory the kernel's counters of frontends and endpoints may take, in MiB (default 16)",
+		ofRun,
+		func(d *Document, n int32) { d.Verdict.CounterMemoryMiB = &n },
+		verdictKind+".counterMemoryMiB",
+	),
 }
 
 func text(name, usage string, about scope, at func(*Document) *string, fields ...string) option {
@@ -313,8 +418,12 @@ func address(name, usage string, at func(*Document) *string, fields ...string) o
 
 // portOnly is deprecated. In kube-proxy it counts only if the address beside it has no port.
 func portOnly(name, better string, at func(*Document) *string, host, field string) option {
-	return option{name: name, kind: "int32", usage: "port of --" + better + "; 0 for no such server", fields: []string{field},
-		note: "it is deprecated: give --" + better + " a port",
+	return option{
+		name:   name,
+		kind:   "int32",
+		usage:  "port of --" + better + "; 0 for no such server",
+		fields: []string{field},
+		note:   "it is deprecated: give --" + better + " a port",
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseUint(s, 10, 16)
 			switch _, hasPort := parseAddrPort(*at(d)); {
@@ -328,7 +437,8 @@ func portOnly(name, better string, at func(*Document) *string, host, field strin
 				*at(d) = withPort(*at(d), int(n))
 			}
 			return nil
-		}}
+		},
+	}
 }
 
 // idle is a flag that is taken, and does nothing.
@@ -370,9 +480,19 @@ func plain(err error, text string) error {
 
 // Add adds all flags.
 func (f *Flags) Add(fs *pflag.FlagSet) {
-	fs.StringVar(&f.WriteConfigTo, "write-config-to", "", "write the configuration, with all flags and defaults in it, to this file, and exit")
+	fs.StringVar(
+		&f.WriteConfigTo,
+		"write-config-to",
+		"",
+		"write the configuration, with all flags and defaults in it, to this file, and exit",
+	)
 	fs.BoolVar(&f.Cleanup, "cleanup", false, `remove everything of ours from this node, and exit: "verdict cleanup"`)
-	fs.BoolVar(&f.InitOnly, "init-only", false, "set the sysctls, which needs a privileged container, and exit; CAP_NET_ADMIN is enough for the rest")
+	fs.BoolVar(
+		&f.InitOnly,
+		"init-only",
+		false,
+		"set the sysctls, which needs a privileged container, and exit; CAP_NET_ADMIN is enough for the rest",
+	)
 	fs.BoolVar(&f.Version, "version", false, "print the version, and exit")
 	fs.StringVar(&f.masterURL, "master", "", "address of the API server, in place of the kubeconfig file's")
 	f.add(fs, ofRun)

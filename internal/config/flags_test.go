@@ -27,7 +27,22 @@ func TestFlagNames(t *testing.T) {
 	fs := pflag.NewFlagSet("run", pflag.ContinueOnError)
 	new(Flags).Add(fs)
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := append(strings.Fields(kubeProxyFlags), "from", "backend", "iptables-dispatch", "iptables-compat", "keeper", "own-tables", "takeover", "ipvs", "ipvs-addresses", "counter-memory-mib", "ipvs-services", "metrics-connections", "metrics-max-series")
+	want := append(
+		strings.Fields(kubeProxyFlags),
+		"from",
+		"backend",
+		"iptables-dispatch",
+		"iptables-compat",
+		"keeper",
+		"own-tables",
+		"takeover",
+		"ipvs",
+		"ipvs-addresses",
+		"counter-memory-mib",
+		"ipvs-services",
+		"metrics-connections",
+		"metrics-max-series",
+	)
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
 		t.Errorf("got %v\nwant %v", got, want)
@@ -151,15 +166,26 @@ func TestFlagErrors(t *testing.T) {
 		}
 	}
 	s, said := loadText(t, head+"clusterCIDR: [10.0.0.0/8]\nmode: nftables\n", "--cluster-cidr=10.9.0.0/16")
-	if want := "f:3: clusterCIDR: a list is no text; --cluster-cidr is used"; !slices.Equal(said, []string{want}) || len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
+	if want := "f:3: clusterCIDR: a list is no text; --cluster-cidr is used"; !slices.Equal(said, []string{want}) ||
+		len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
 		t.Errorf("it says %v", said)
 	}
 }
 
 // TestFlagNotes: flags that do nothing, or are deprecated, are answered by a line.
 func TestFlagNotes(t *testing.T) {
-	_, said := loadText(t, head+"mode: nftables\n", "--healthz-port=1", "--vmodule=a=1", "--log-text-split-stream", "--ipvs-scheduler=rr",
-		"--iptables-masquerade-bit=15", "--config-sync-period=1h", "--feature-gates=Foo=true", "--machine-id-file=/etc/machine-id")
+	_, said := loadText(
+		t,
+		head+"mode: nftables\n",
+		"--healthz-port=1",
+		"--vmodule=a=1",
+		"--log-text-split-stream",
+		"--ipvs-scheduler=rr",
+		"--iptables-masquerade-bit=15",
+		"--config-sync-period=1h",
+		"--feature-gates=Foo=true",
+		"--machine-id-file=/etc/machine-id",
+	)
 	want := []string{
 		"--feature-gates: these have no effect: Foo",
 		"--config-sync-period: it has no effect: each change that the API server tells of is passed on once; there is nothing to go through again",
@@ -183,8 +209,26 @@ func TestPolicyFlags(t *testing.T) {
 	f.AddPolicy(fs)
 	var got []string
 	fs.VisitAll(func(f *pflag.Flag) { got = append(got, f.Name) })
-	want := []string{"backend", "bind-address", "cluster-cidr", "config", "detect-local-mode", "feature-gates", "hostname-override",
-		"iptables-dispatch", "iptables-localhost-nodeports", "iptables-masquerade-bit", "ipvs", "ipvs-addresses", "ipvs-scheduler", "masquerade-all", "nodeport-addresses", "pod-bridge-interface", "pod-interface-name-prefix", "proxy-mode"}
+	want := []string{
+		"backend",
+		"bind-address",
+		"cluster-cidr",
+		"config",
+		"detect-local-mode",
+		"feature-gates",
+		"hostname-override",
+		"iptables-dispatch",
+		"iptables-localhost-nodeports",
+		"iptables-masquerade-bit",
+		"ipvs",
+		"ipvs-addresses",
+		"ipvs-scheduler",
+		"masquerade-all",
+		"nodeport-addresses",
+		"pod-bridge-interface",
+		"pod-interface-name-prefix",
+		"proxy-mode",
+	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}

@@ -148,7 +148,11 @@ func (d *Document) settings() *Settings {
 		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit), IPTablesList: v.IPTablesDispatch == "list",
 
 		IPVSServices: int(*v.IPVSServices),
-		IPVSTimeouts: [...]time.Duration{c.IPVS.TCPTimeout.Duration, c.IPVS.TCPFinTimeout.Duration, c.IPVS.UDPTimeout.Duration},
+		IPVSTimeouts: [...]time.Duration{
+			c.IPVS.TCPTimeout.Duration,
+			c.IPVS.TCPFinTimeout.Duration,
+			c.IPVS.UDPTimeout.Duration,
+		},
 
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
 		CounterMemoryMiB: int(*v.CounterMemoryMiB),
@@ -218,7 +222,11 @@ func (d *Document) ipvs() dataplane.IPVS {
 	if name == "" {
 		name = "rr"
 	}
-	modes := map[string]dataplane.IPVSMode{"never": dataplane.IPVSNever, "auto": dataplane.IPVSAuto, "always": dataplane.IPVSAlways}
+	modes := map[string]dataplane.IPVSMode{
+		"never":  dataplane.IPVSNever,
+		"auto":   dataplane.IPVSAuto,
+		"always": dataplane.IPVSAlways,
+	}
 	ipvs := dataplane.IPVS{Mode: modes[d.Verdict.IPVS], Default: dataplane.Scheduling{Scheduler: name, Port: name == "mh"}}
 	for _, text := range d.Verdict.IPVSAddresses {
 		if r, ok := parsePrefix(text); ok {

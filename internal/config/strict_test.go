@@ -52,8 +52,11 @@ func TestWrongTypes(t *testing.T) {
 
 // TestNull: a duration that is null is none, and said to be none; other fields that are null are as good as not there.
 func TestNull(t *testing.T) {
-	_, said := loadText(t, head+"mode: nftables\nnftables: {minSyncPeriod: null, syncPeriod: ~, masqueradeAll: null}\nclusterCIDR: null\n"+
-		"conntrack: {tcpEstablishedTimeout: null, udpTimeout: null}\n")
+	_, said := loadText(
+		t,
+		head+"mode: nftables\nnftables: {minSyncPeriod: null, syncPeriod: ~, masqueradeAll: null}\nclusterCIDR: null\n"+
+			"conntrack: {tcpEstablishedTimeout: null, udpTimeout: null}\n",
+	)
 	want := []string{
 		"f:4: nftables.minSyncPeriod: null is no duration such as 30s or 1h30m; the default is used, 0s",
 		"f:4: nftables.syncPeriod: null is no duration such as 30s or 1h30m; the default is used, 30s",

@@ -34,20 +34,21 @@ type Look struct {
 
 // Flows counts flows.
 type Flows struct {
-	// Judged are those to the frontends that were looked at, Removed those of them that were deleted. One that is listed anew
-	// counts anew.
+	// Judged are those to the frontends that were looked at, Removed those of them that were deleted. One that is listed
+	// anew counts anew.
 	Judged, Removed int
 }
 
-// Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop tell its Listener, and Run
-// it.
+// Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop tell its Listener,
+// and Run it.
 type Cleaner struct {
 	table  table
 	looked func(Look)
 	wake   chan struct{}
 
-	// mu is held while the loop writes: as long as it is free, the frontends below are those that are programmed. Without
-	// that, a flow to an endpoint which a transaction brought a moment ago would look like one to an endpoint that is gone.
+	// mu is held while the loop writes: as long as it is free, the frontends below are those that are programmed.
+	// Without that, a flow to an endpoint which a transaction brought a moment ago would look like one to an endpoint
+	// that is gone.
 	mu   sync.Mutex
 	held frontends
 	// sure says that held is what is programmed: the last transaction succeeded. Otherwise nothing is deleted.
@@ -64,8 +65,8 @@ type turn struct {
 	left int
 }
 
-// A frontend is looked at as soon as the transaction is in, and once more after lookAgain: a packet that was on its way then,
-// and translated by the old rules, enters the table only when it leaves the host.
+// A frontend is looked at as soon as the transaction is in, and once more after lookAgain: a packet that was on its
+// way then, and translated by the old rules, enters the table only when it leaves the host.
 const (
 	looks     = 2
 	lookAgain = time.Second
@@ -77,8 +78,9 @@ const (
 	retryMost  = time.Minute
 )
 
-// A Cleaner works for workAtOnce and then pauses for as long; between two looks it pauses for restFactor times what the last
-// one took. So a storm of changes costs a fifth of a core at most, and what piles up meanwhile is looked at together.
+// A Cleaner works for workAtOnce and then pauses for as long; between two looks it pauses for restFactor times what
+// the last one took. So a storm of changes costs a fifth of a core at most, and what piles up meanwhile is looked at
+// together.
 const (
 	workAtOnce = 10 * time.Millisecond
 	restFactor = 4
@@ -91,11 +93,17 @@ func newCleaner(t table, looked func(Look)) *Cleaner {
 	if looked == nil {
 		looked = func(Look) {}
 	}
-	return &Cleaner{table: t, looked: looked, wake: make(chan struct{}, 1), held: frontends{}, turns: map[dataplane.Key]turn{}}
+	return &Cleaner{
+		table:  t,
+		looked: looked,
+		wake:   make(chan struct{}, 1),
+		held:   frontends{},
+		turns:  map[dataplane.Key]turn{},
+	}
 }
 
-// Listener gives what a loop has to tell the Cleaner. Its Writing waits while the Cleaner deletes a few flows, which takes
-// less than a millisecond, and never while it lists them.
+// Listener gives what a loop has to tell the Cleaner. Its Writing waits while the Cleaner deletes a few flows, which
+// takes less than a millisecond, and never while it lists them.
 func (c *Cleaner) Listener() reconcile.Listener {
 	return reconcile.Listener{
 		Writing:   c.mu.Lock,
@@ -107,8 +115,8 @@ func (c *Cleaner) Listener() reconcile.Listener {
 	}
 }
 
-// committed takes over a transaction that the kernel acknowledged. After one that failed, or that wrote everything anew, the
-// flows of all frontends are worth a look: nobody knows what was in force meanwhile.
+// committed takes over a transaction that the kernel acknowledged. After one that failed, or that wrote everything
+// anew, the flows of all frontends are worth a look: nobody knows what was in force meanwhile.
 func (c *Cleaner) committed(commit reconcile.Commit) {
 	defer c.mu.Unlock()
 	now := turn{time.Now(), looks}

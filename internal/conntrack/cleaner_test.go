@@ -95,7 +95,8 @@ func fine(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receip
 // loops are those that Cleaners listen to.
 var loops sync.Map
 
-// behind gives a writer that writes by another one, and tells the Cleaner, as the loop does. There is one loop for a Cleaner.
+// behind gives a writer that writes by another one, and tells the Cleaner, as the loop does. There is one loop for a
+// Cleaner.
 func behind(c *Cleaner, w reconcile.Writer) reconcile.Writer {
 	loop, _ := loops.LoadOrStore(c, &reconciletest.Loop{Listeners: []reconcile.Listener{c.Listener()}})
 	loop.(*reconciletest.Loop).Writer = w
@@ -150,7 +151,13 @@ func TestLooksTwice(t *testing.T) {
 		if got := table.since(start); !slices.Equal(got, []float64{0, 1.005}) {
 			t.Errorf("looked at %v", got)
 		}
-		want := Look{Frontends: 1, Lists: 1, Flows: ipfamily.Per[Flows]{{Judged: 2, Removed: 1}}, Took: table.takes, Worked: table.takes}
+		want := Look{
+			Frontends: 1,
+			Lists:     1,
+			Flows:     ipfamily.Per[Flows]{{Judged: 2, Removed: 1}},
+			Took:      table.takes,
+			Worked:    table.takes,
+		}
 		if !slices.Equal(*told, []Look{want, want}) {
 			t.Errorf("told %+v", *told)
 		}
@@ -213,15 +220,22 @@ func TestEndpointArrivesMeanwhile(t *testing.T) {
 	})
 }
 
-// TestFailures: after a transaction that failed nothing is deleted until one succeeds, and then everything is looked at. A
-// table that cannot be listed is asked again, less and less often.
+// TestFailures: after a transaction that failed nothing is deleted until one succeeds, and then everything is looked
+// at. A table that cannot be listed is asked again, less and less often.
 func TestFailures(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{}
-		c, told := running(t, table, state(service("dns", dnsKey+">10.0.0.1:53"), service("old", "10.96.0.2:53/udp>10.0.0.9:53")))
+		c, told := running(
+			t,
+			table,
+			state(service("dns", dnsKey+">10.0.0.1:53"), service("old", "10.96.0.2:53/udp>10.0.0.9:53")),
+		)
 		table.add(dnsKey, "10.0.0.2:53")
 		table.add("10.96.0.2:53/udp", "10.0.0.9:53")
-		failing := behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable }))
+		failing := behind(
+			c,
+			backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable }),
+		)
 		oldGone := dataplane.Change{Services: []snapshot.Name{name("old")}}
 		if _, err := failing.Apply(state(service("dns", dnsKey+">10.0.0.2:53")), oldGone); err != errTable {
 			t.Fatal(err)
@@ -232,7 +246,10 @@ func TestFailures(t *testing.T) {
 		}
 		table.fails = 3
 		start := time.Now()
-		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dataplane.Change{})
+		_, err := behind(
+			c,
+			backendFunc(fine),
+		).Apply(state(service("dns", dnsKey+">10.0.0.1:53,10.0.0.2:53")), dataplane.Change{})
 		labtest.Check(t, err)
 		rest(time.Minute)
 		if len(table.flows) != 1 || table.flows[0].frontend != key(dnsKey) {

@@ -13,8 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Conn is a pair of netlink sockets to the kernel's connection tracking: flows are deleted while the list they are in is still
-// being read, so that memory does not follow their number. It is not safe for concurrent use.
+// Conn is a pair of netlink sockets to the kernel's connection tracking: flows are deleted while the list they are in
+// is still being read, so that memory does not follow their number. It is not safe for concurrent use.
 type Conn struct {
 	lists, deletes *netlink.Conn
 	out            netlink.Buffer
@@ -39,8 +39,8 @@ func Dial(netns int) (*Conn, error) {
 // Close closes the sockets.
 func (c *Conn) Close() error { return errors.Join(c.lists.Close(), c.deletes.Close()) }
 
-// Load has the kernel load connection tracking, if it is a module and nobody needed it yet: any question for it does that. Its
-// sysctls are there from then on.
+// Load has the kernel load connection tracking, if it is a module and nobody needed it yet: any question for it does
+// that. Its sysctls are there from then on.
 func Load() error {
 	c, err := Dial(0)
 	if err != nil {
@@ -58,8 +58,9 @@ func (c *Conn) filters() bool { return !c.unfiltered }
 // maxDumps bounds how often a list begins again because the kernel found it to be inconsistent.
 const maxDumps = 10
 
-// list calls do with the flows that answer a query, one datagram's at a time. A list that was interrupted begins again, and
-// then do sees flows twice. If the kernel turns out not to filter, that shows in filters, and what do saw may be anything.
+// list calls do with the flows that answer a query, one datagram's at a time. A list that was interrupted begins
+// again, and then do sees flows twice. If the kernel turns out not to filter, that shows in filters, and what do saw
+// may be anything.
 func (c *Conn) list(q query, do func([]flow) error) error {
 	for range maxDumps {
 		err := c.listOnce(q, do)
@@ -108,8 +109,8 @@ func (c *Conn) take(q query, body []byte) {
 	c.flows = append(c.flows, f)
 }
 
-// maxDeletes bounds one sendmsg. Each deletion may be refused, and what the kernel says then must fit into a socket's receive
-// buffer of default size, where a message takes 768 bytes.
+// maxDeletes bounds one sendmsg. Each deletion may be refused, and what the kernel says then must fit into a socket's
+// receive buffer of default size, where a message takes 768 bytes.
 const maxDeletes = 128
 
 // remove deletes flows and says how many the kernel did delete. That one is gone already is no error.

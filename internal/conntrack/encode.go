@@ -13,7 +13,8 @@ const (
 	messageDelete = unix.NFNL_SUBSYS_CTNETLINK<<8 | 2
 )
 
-// What a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h, which are part of the kernel's interface all the same.
+// What a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h, which are part of the kernel's interface
+// all the same.
 const (
 	filterIPDst   = 1 << 1
 	filterProto   = 1 << 3
@@ -52,10 +53,11 @@ func writeFilter(w *netlink.Buffer, q query) {
 	w.Close(filter)
 }
 
-// writeDelete writes the message that deletes a flow. The kernel looks up who has these replies, in the zone, and lets him live if he
-// does not have the id, which is made of the original tuple and of where the flow is in memory. Both tuples are the flow's,
-// then. Looked up by the original one, a flow that began anew meanwhile, to another endpoint, would be found, and often has the
-// old one's place and so its id. A message without a tuple would delete everything: parseFlow sees to it that there is one.
+// writeDelete writes the message that deletes a flow. The kernel looks up who has these replies, in the zone, and
+// lets him live if he does not have the id, which is made of the original tuple and of where the flow is in memory.
+// Both tuples are the flow's, then. Looked up by the original one, a flow that began anew meanwhile, to another
+// endpoint, would be found, and often has the old one's place and so its id. A message without a tuple would delete
+// everything: parseFlow sees to it that there is one.
 func writeDelete(w *netlink.Buffer, f *flow) {
 	m := w.Netfilter(messageDelete, 0, ipfamily.Of(f.frontend.Addr).NFProto())
 	w.Attr(ctaTupleReply|unix.NLA_F_NESTED, f.reply...)

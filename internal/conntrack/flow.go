@@ -16,13 +16,13 @@ type flow struct {
 	endpoint netip.AddrPort
 	// zoned says that it is not in the default zone, in one direction at least.
 	zoned bool
-	// reply (the tuple of the replies), zone and id are what the kernel finds it by, as it wrote them. zone is nil in the default
-	// one.
+	// reply (the tuple of the replies), zone and id are what the kernel finds it by, as it wrote them. zone is nil in
+	// the default one.
 	reply, zone, id []byte
 }
 
-// translated says whether the flow goes elsewhere than it was sent to. The kernel's status has a bit for that, too, which is
-// not set when an endpoint happens to be the frontend's own address and port.
+// translated says whether the flow goes elsewhere than it was sent to. The kernel's status has a bit for that, too,
+// which is not set when an endpoint happens to be the frontend's own address and port.
 func (f *flow) translated() bool {
 	return f.endpoint != netip.AddrPortFrom(f.frontend.Addr, f.frontend.Port)
 }

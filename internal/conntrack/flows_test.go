@@ -105,7 +105,10 @@ func ready(hosts ...*lab.Host) (out []end) {
 // service is a Service with all addresses there are, and endpoints at a port.
 func (p *proxied) service(change func(*snapshot.Service), target uint16, ends ...end) snapshot.Delta {
 	svc := &snapshot.Service{Name: name("dns")}
-	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	d := snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices:   map[snapshot.Name]*snapshot.Slice{},
+	}
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], 1))
 		svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 1))
@@ -149,7 +152,10 @@ func (p *proxied) clients() (out []client) {
 			client{"pod to external IP", p.Pods[2], external}, client{"outside to external IP", p.Outside, external},
 			client{"outside to node port", p.Outside, node}, client{"node to its node port", p.Node, node})
 	}
-	return append(out, client{"node to localhost node port", p.Node, netip.MustParseAddrPort(fmt.Sprintf("127.0.0.1:%d", nodePort))})
+	return append(
+		out,
+		client{"node to localhost node port", p.Node, netip.MustParseAddrPort(fmt.Sprintf("127.0.0.1:%d", nodePort))},
+	)
 }
 
 // held opens a flow of each client, and gives those that get an answer.
@@ -177,8 +183,8 @@ func (p *proxied) expect(flows map[client]*lab.Conn, hosts ...*lab.Host) {
 	}
 }
 
-// TestEndpointGone: held flows go on with another endpoint; without the look they do not. TCP, held at the endpoint that is
-// gone, is untouched.
+// TestEndpointGone: held flows go on with another endpoint; without the look they do not. TCP, held at the endpoint
+// that is gone, is untouched.
 func TestEndpointGone(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -246,7 +252,8 @@ func TestServiceGone(t *testing.T) {
 	}
 }
 
-// TestBeforeTheFirst: a client that sent before there was a Service keeps sending into the void, until it has endpoints.
+// TestBeforeTheFirst: a client that sent before there was a Service keeps sending into the void, until it has
+// endpoints.
 func TestBeforeTheFirst(t *testing.T) {
 	p := newProxied(t)
 	for i, cl := range p.clients() {
@@ -343,7 +350,8 @@ func TestRestart(t *testing.T) {
 	p.expect(udp, p.Pods[1])
 }
 
-// TestExternalLocal: the endpoint on this node leaves; clients from outside are dropped then, and pods are served elsewhere.
+// TestExternalLocal: the endpoint on this node leaves; clients from outside are dropped then, and pods are served
+// elsewhere.
 func TestExternalLocal(t *testing.T) {
 	p := newProxied(t)
 	local := func(s *snapshot.Service) { s.ExternalLocal = true }
@@ -365,7 +373,8 @@ func TestExternalLocal(t *testing.T) {
 	p.expect(udp, p.Pods[1], p.RemotePods[0])
 }
 
-// TestSCTP: an association cannot be taken over, but a client that begins anew from its port must not meet the old flow.
+// TestSCTP: an association cannot be taken over, but a client that begins anew from its port must not meet the old
+// flow.
 func TestSCTP(t *testing.T) {
 	p := newProxied(t)
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {

@@ -1,9 +1,9 @@
-// Package conntrack removes UDP and SCTP flows that the kernel goes on translating as nobody would today: a flow is translated
-// once, when it begins, and keeps its endpoint for as long as its client keeps sending, even when the endpoint is gone or the
-// Service had none at that moment. TCP ends by itself and is never touched.
+// Package conntrack removes UDP and SCTP flows that the kernel goes on translating as nobody would today: a flow is
+// translated once, when it begins, and keeps its endpoint for as long as its client keeps sending, even when the
+// endpoint is gone or the Service had none at that moment. TCP ends by itself and is never touched.
 //
-// A Cleaner stands around a backend, learns from each transaction which frontends are worth a look, and looks at them in its
-// own time: it has the kernel list their flows, and deletes those that are wrong by tuple and id.
+// A Cleaner stands around a backend, learns from each transaction which frontends are worth a look, and looks at them
+// in its own time: it has the kernel list their flows, and deletes those that are wrong by tuple and id.
 package conntrack
 
 import (
@@ -14,12 +14,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// frontends says where the flows of each UDP and SCTP frontend that is programmed may go. It keeps pointers into Services,
-// which nobody changes.
+// frontends says where the flows of each UDP and SCTP frontend that is programmed may go. It keeps pointers into
+// Services, which nobody changes.
 type frontends map[dataplane.Key]*dataplane.ServicePort
 
-// replace replaces Services by others, in the same order, and gives the frontends whose flows may be wrong now: sorted and
-// unique, those that are gone among them.
+// replace replaces Services by others, in the same order, and gives the frontends whose flows may be wrong now:
+// sorted and unique, those that are gone among them.
 func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key {
 	was := map[dataplane.Key]*dataplane.ServicePort{}
 	for _, svc := range before {
@@ -63,8 +63,9 @@ func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.Serv
 	}
 }
 
-// mayHaveWrong says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new, it had
-// no endpoints, or an endpoint has left. Whatever else changes, policies among it, is for flows that are yet to begin.
+// mayHaveWrong says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new,
+// it had no endpoints, or an endpoint has left. Whatever else changes, policies among it, is for flows that are yet
+// to begin.
 func mayHaveWrong(before, now *dataplane.ServicePort) bool {
 	if before == nil {
 		return true
@@ -84,12 +85,12 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 
 // wrong says whether a flow to a frontend worth a look has to go.
 //
-// A frontend that is carried has no right flows but those to its serving endpoints; those that were never translated began
-// before it was carried. One that is carried no more leaves behind what was translated for it; what was not is somebody
-// else's, such as a process that listens at what used to be a node port.
+// A frontend that is carried has no right flows but those to its serving endpoints; those that were never translated
+// began before it was carried. One that is carried no more leaves behind what was translated for it; what was not is
+// somebody else's, such as a process that listens at what used to be a node port.
 //
-// In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does: there it
-// is no wonder that one goes by untranslated.
+// In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does:
+// there it is no wonder that one goes by untranslated.
 func (fs frontends) wrong(f *flow) bool {
 	sp, carried := fs[f.frontend]
 	if (!carried || f.zoned) && !f.translated() {

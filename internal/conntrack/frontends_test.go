@@ -32,8 +32,8 @@ func keys(list string) (out []dataplane.Key) {
 	return out
 }
 
-// service makes a Service from ports such as "10.96.0.1:53/udp,192.0.2.10:30053/udp>10.244.1.10:53,10.244.1.11:53", each
-// with its frontends and its serving endpoints.
+// service makes a Service from ports such as "10.96.0.1:53/udp,192.0.2.10:30053/udp>10.244.1.10:53,10.244.1.11:53",
+// each with its frontends and its serving endpoints.
 func service(n string, ports ...string) *dataplane.Service {
 	svc := &dataplane.Service{Name: name(n)}
 	for i, p := range ports {
@@ -81,9 +81,24 @@ func TestFollow(t *testing.T) {
 		{"scaled to zero", dns, service("dns", "10.96.0.1:53/udp"), "10.96.0.1:53/udp"},
 		{"still at zero", service("dns", "10.96.0.1:53/udp"), service("dns", "10.96.0.1:53/udp"), ""},
 		{"scaled from zero", service("dns", "10.96.0.1:53/udp"), dns, "10.96.0.1:53/udp"},
-		{"frontend more", dns, service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"), "192.0.2.1:30053/udp"},
-		{"frontend less", service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"), dns, "192.0.2.1:30053/udp"},
-		{"other address", dns, service("dns", "10.96.0.2:53/udp>10.0.0.1:53,10.0.0.2:53"), "10.96.0.1:53/udp 10.96.0.2:53/udp"},
+		{
+			"frontend more",
+			dns,
+			service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"),
+			"192.0.2.1:30053/udp",
+		},
+		{
+			"frontend less",
+			service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,10.0.0.2:53"),
+			dns,
+			"192.0.2.1:30053/udp",
+		},
+		{
+			"other address",
+			dns,
+			service("dns", "10.96.0.2:53/udp>10.0.0.1:53,10.0.0.2:53"),
+			"10.96.0.1:53/udp 10.96.0.2:53/udp",
+		},
 		{"SCTP", service("x", "10.96.0.1:53/sctp>10.0.0.1:53"), service("x", "10.96.0.1:53/sctp"), "10.96.0.1:53/sctp"},
 		{"every frontend of a port", service("x", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53"),
 			service("x", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.2:53"), "10.96.0.1:53/udp 192.0.2.1:30053/udp"},
@@ -109,9 +124,18 @@ func TestFollow(t *testing.T) {
 // TestFrontendMoves: an address goes from one Service to another in one change, in either order of their names.
 func TestFrontendMoves(t *testing.T) {
 	for _, from := range []string{"a", "z"} {
-		fs, old, next := frontends{}, service(from, "10.96.0.1:53/udp>10.0.0.1:53"), service("m", "10.96.0.1:53/udp>10.0.0.2:53")
+		fs, old, next := frontends{}, service(
+			from,
+			"10.96.0.1:53/udp>10.0.0.1:53",
+		), service(
+			"m",
+			"10.96.0.1:53/udp>10.0.0.2:53",
+		)
 		fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{old})
-		if got := fs.replace([]*dataplane.Service{old, nil}, []*dataplane.Service{nil, next}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
+		if got := fs.replace([]*dataplane.Service{old, nil}, []*dataplane.Service{nil, next}); !slices.Equal(
+			got,
+			keys("10.96.0.1:53/udp"),
+		) {
 			t.Errorf("from %s: look at %v", from, got)
 		}
 		if sp := fs[key("10.96.0.1:53/udp")]; sp == nil || sp.Name.Service != name("m") {
@@ -122,9 +146,18 @@ func TestFrontendMoves(t *testing.T) {
 
 // TestFrontendMovesInParts: the Service that gets an address is written before the one that loses it.
 func TestFrontendMovesInParts(t *testing.T) {
-	fs, old, next := frontends{}, service("a", "10.96.0.1:53/udp>10.0.0.1:53"), service("m", "10.96.0.1:53/udp>10.0.0.2:53")
+	fs, old, next := frontends{}, service(
+		"a",
+		"10.96.0.1:53/udp>10.0.0.1:53",
+	), service(
+		"m",
+		"10.96.0.1:53/udp>10.0.0.2:53",
+	)
 	fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{old})
-	if got := fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{next}); !slices.Equal(got, keys("10.96.0.1:53/udp")) {
+	if got := fs.replace([]*dataplane.Service{nil}, []*dataplane.Service{next}); !slices.Equal(
+		got,
+		keys("10.96.0.1:53/udp"),
+	) {
 		t.Errorf("look at %v", got)
 	}
 	fs.replace([]*dataplane.Service{old}, []*dataplane.Service{nil})
@@ -136,7 +169,10 @@ func TestFrontendMovesInParts(t *testing.T) {
 func TestWrong(t *testing.T) {
 	fs := frontends{}
 	fs.replace(nil, []*dataplane.Service{
-		service("dns", "10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,192.0.2.1:30053"), service("none", "10.96.0.2:53/udp")})
+		service(
+			"dns",
+			"10.96.0.1:53/udp,192.0.2.1:30053/udp>10.0.0.1:53,192.0.2.1:30053",
+		), service("none", "10.96.0.2:53/udp")})
 	tests := []struct {
 		what, frontend, endpoint string
 		zoned, wrong             bool
@@ -228,7 +264,12 @@ func (w walk) slice(n snapshot.Name) *snapshot.Slice {
 	}
 	for i := range 4 {
 		if w.yes() {
-			ep := snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), Ready: w.yes(), Serving: w.yes(), Terminating: w.yes()}
+			ep := snapshot.Endpoint{
+				Addr:        netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}),
+				Ready:       w.yes(),
+				Serving:     w.yes(),
+				Terminating: w.yes(),
+			}
 			if w.yes() {
 				ep.Node, ep.ForZones = "here", []string{"a"}
 			}
@@ -238,9 +279,9 @@ func (w walk) slice(n snapshot.Name) *snapshot.Slice {
 	return sl
 }
 
-// TestFollowProperty walks at random. At every step what is followed by change must be what follows from the full state; a
-// flow that was right and is not any more must be to a frontend that gets a look; and no flow to an endpoint that serves,
-// told from the snapshot alone, is ever wrong.
+// TestFollowProperty walks at random. At every step what is followed by change must be what follows from the full
+// state; a flow that was right and is not any more must be to a frontend that gets a look; and no flow to an endpoint
+// that serves, told from the snapshot alone, is ever wrong.
 func TestFollowProperty(t *testing.T) {
 	for seed := range uint64(300) {
 		w := walk{rand.New(rand.NewPCG(seed, 1))}

@@ -75,7 +75,11 @@ func insert(t testing.TB, c *Conn, entries ...entry) {
 
 func writeInsert(w *netlink.Buffer, e entry) {
 	frontend := netip.AddrPortFrom(e.frontend.Addr, e.frontend.Port)
-	m := w.Netfilter(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, ipfamily.Of(e.frontend.Addr).NFProto())
+	m := w.Netfilter(
+		unix.NFNL_SUBSYS_CTNETLINK<<8,
+		unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+		ipfamily.Of(e.frontend.Addr).NFProto(),
+	)
 	tuple := func(typ uint16, src, dst netip.AddrPort) {
 		from, to := uint16(ctaIPv6Src), uint16(ctaIPv6Dst)
 		if src.Addr().Is4() {
@@ -188,8 +192,8 @@ func mixed() (entries []entry, fronts []dataplane.Key) {
 	return entries, fronts
 }
 
-// TestExactFlows has one endpoint leave one frontend of many, among flows that differ in one thing each: with filters for each
-// frontend, for a protocol, and without.
+// TestExactFlows has one endpoint leave one frontend of many, among flows that differ in one thing each: with filters
+// for each frontend, for a protocol, and without.
 func TestExactFlows(t *testing.T) {
 	entries, fronts := mixed()
 	for _, k := range fronts {
@@ -299,7 +303,11 @@ func TestAmongMany(t *testing.T) {
 	k := key("10.96.0.1:53/udp")
 	var entries []entry
 	for i := range 50000 {
-		e := entry{client: clientOf(i, false), frontend: key("198.51.100.1:443/tcp"), endpoint: netip.MustParseAddrPort("198.51.100.1:443")}
+		e := entry{
+			client:   clientOf(i, false),
+			frontend: key("198.51.100.1:443/tcp"),
+			endpoint: netip.MustParseAddrPort("198.51.100.1:443"),
+		}
 		if i%2 == 0 {
 			e.frontend, e.endpoint = key("198.51.100.1:53/udp"), netip.MustParseAddrPort("198.51.100.1:53")
 		}
@@ -319,7 +327,8 @@ func TestAmongMany(t *testing.T) {
 	labtest.Check(t, err)
 	l := lookNow(t, c)
 	t.Logf("%+v", l)
-	if got := removed(t, before, listAll(t, conn)); len(got) != 10000 || l.Flows[0].Removed != 10000 || l.Flows[0].Judged < 20000 {
+	if got := removed(t, before, listAll(t, conn)); len(got) != 10000 || l.Flows[0].Removed != 10000 ||
+		l.Flows[0].Judged < 20000 {
 		t.Errorf("removed %d, look %+v", len(got), l)
 	}
 	// A restart: all is right.
@@ -340,7 +349,11 @@ func full(b *testing.B, n int) (*Conn, dataplane.Key) {
 	entries := make([]entry, n)
 	for i := range entries {
 		e := &entries[i]
-		*e = entry{client: clientOf(i, false), frontend: key("198.51.100.1:443/tcp"), endpoint: netip.MustParseAddrPort("198.51.100.1:443")}
+		*e = entry{
+			client:   clientOf(i, false),
+			frontend: key("198.51.100.1:443/tcp"),
+			endpoint: netip.MustParseAddrPort("198.51.100.1:443"),
+		}
 		switch {
 		case i < 100:
 			e.frontend, e.endpoint = k, endpoints[0][0]
@@ -435,7 +448,10 @@ func TestSmallBuffers(t *testing.T) {
 	const each = 500
 	var entries []entry
 	for i := range 2 * each {
-		entries = append(entries, entry{client: clientOf(i, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]})
+		entries = append(
+			entries,
+			entry{client: clientOf(i, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]},
+		)
 	}
 	insert(t, conn, entries...)
 	var seen []flow

@@ -19,9 +19,9 @@ type query struct {
 	port uint16
 }
 
-// queryFor asks for the flows to a frontend, as far as the kernel is able to tell them. It compares ports for TCP and UDP only.
-// IPv6 addresses it compares the wrong way round, and lists just the others: ctnetlink_filter_match_tuple, from 5.8 on and
-// still in 6.18.
+// queryFor asks for the flows to a frontend, as far as the kernel is able to tell them. It compares ports for TCP and
+// UDP only. IPv6 addresses it compares the wrong way round, and lists just the others: ctnetlink_filter_match_tuple,
+// from 5.8 on and still in 6.18.
 func queryFor(k dataplane.Key) query {
 	q := query{family: ipfamily.Of(k.Addr), protocol: k.Protocol}
 	if q.family == ipfamily.IPv4 {
@@ -44,12 +44,12 @@ func (q query) compare(o query) int {
 		cmp.Compare(q.port, o.port))
 }
 
-// maxSingle is how many frontends of a family and protocol are asked for one by one. Each time the kernel walks its whole
-// table, so for more of them it is cheaper to be told all flows of the protocol once.
+// maxSingle is how many frontends of a family and protocol are asked for one by one. Each time the kernel walks its
+// whole table, so for more of them it is cheaper to be told all flows of the protocol once.
 const maxSingle = 4
 
-// queries plans how to list the flows to frontends, sorted and unique. Without filters it is a whole family at a time. Other
-// flows may be listed, too.
+// queries plans how to list the flows to frontends, sorted and unique. Without filters it is a whole family at a
+// time. Other flows may be listed, too.
 func queries(keys []dataplane.Key, filters bool) []query {
 	groups := map[query][]query{}
 	for _, k := range keys {

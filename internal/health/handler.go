@@ -69,7 +69,13 @@ func writeJSON(w http.ResponseWriter, code int, body []byte) {
 // answer gives what a probe is told. As in kube-proxy, lastUpdated is the present while all is well, and healthy says
 // nothing of the node. Both families are written in the same transactions, so they are always the same.
 func (s *Status) answer(probe Probe) (code int, a answer) {
-	a = answer{LastUpdated: s.Updated, CurrentTime: s.Now, Healthy: s.Healthy(), Missing: s.Missing, Quarantined: s.Quarantined}
+	a = answer{
+		LastUpdated: s.Updated,
+		CurrentTime: s.Now,
+		Healthy:     s.Healthy(),
+		Missing:     s.Missing,
+		Quarantined: s.Quarantined,
+	}
 	if !s.Updated.IsZero() {
 		family := familyAnswer{s.Updated, s.Healthy()}
 		a.Status = map[string]familyAnswer{"IPv4": family, "IPv6": family}

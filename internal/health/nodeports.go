@@ -58,8 +58,11 @@ type ListenError struct {
 }
 
 func (e *ListenError) Error() string {
-	return fmt.Sprintf("health check node port of Service %s: %v; load balancers take this node for one without endpoints of it",
-		e.Service, e.Err)
+	return fmt.Sprintf(
+		"health check node port of Service %s: %v; load balancers take this node for one without endpoints of it",
+		e.Service,
+		e.Err,
+	)
 }
 
 func (e *ListenError) Unwrap() error { return e.Err }
@@ -101,8 +104,8 @@ func (n *NodePorts) Listener() reconcile.Listener {
 	return reconcile.Listener{InSync: func(s reconcile.InSync) { n.InSync(s.Snapshot, s.Change) }}
 }
 
-// InSync takes over what is programmed: change says what may differ from the call before. It costs what the change does, and
-// opens nothing itself.
+// InSync takes over what is programmed: change says what may differ from the call before. It costs what the change
+// does, and opens nothing itself.
 func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -410,7 +413,12 @@ func (n *NodePorts) answer(w http.ResponseWriter, c *check, family ipfamily.Fami
 		code = http.StatusOK
 	}
 	w.Header().Set("X-Load-Balancing-Endpoint-Weight", strconv.Itoa(count))
-	writeJSON(w, code, fmt.Appendf(nil,
+	writeJSON(w, code, fmt.Appendf(
+		nil,
 		"{\n\t\"service\": {\n\t\t\"namespace\": %q,\n\t\t\"name\": %q\n\t},\n\t\"localEndpoints\": %d,\n\t\"serviceProxyHealthy\": %v\n}",
-		c.name.Namespace, c.name.Name, count, healthy))
+		c.name.Namespace,
+		c.name.Name,
+		count,
+		healthy,
+	))
 }

@@ -48,7 +48,11 @@ func service(n string, port uint16, clusterIPs string) snapshot.Delta {
 
 // endpoints are the Service's: "10.1.0.1" is ready, "-10.1.0.1" drains, and all are here.
 func endpoints(svc, list string) snapshot.Delta {
-	sl := &snapshot.Slice{Name: name(svc + "-1"), Service: svc, Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+	sl := &snapshot.Slice{
+		Name:    name(svc + "-1"),
+		Service: svc,
+		Ports:   []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}},
+	}
 	for _, a := range strings.Fields(list) {
 		text, drains := strings.CutPrefix(a, "-")
 		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: netip.MustParseAddr(text), Node: "here", Ready: !drains,
@@ -165,7 +169,9 @@ func TestPortsOpenAndClose(t *testing.T) {
 		expect("they change places", "tcp4 192.0.2.1:30100, tcp4 192.0.2.1:30200")
 		apply(addrDelta("192.0.2.7"))
 		expect("another address", "tcp4 192.0.2.7:30100, tcp4 192.0.2.7:30200")
-		ports.SetConfig(dataplane.Config{NodeName: "here", NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}})
+		ports.SetConfig(
+			dataplane.Config{NodeName: "here", NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}},
+		)
 		apply()
 		expect("another configuration", "tcp4 0.0.0.0:30100, tcp4 0.0.0.0:30200")
 		ports.SetConfig(dataplane.Config{NodeName: "here"})
@@ -182,8 +188,10 @@ func TestPortsOpenAndClose(t *testing.T) {
 		if _, failing := ports.Ports(); failing != 1 {
 			t.Errorf("%d are failing", failing)
 		}
-		want := []string{"health check node port of Service default/c: listen tcp4: address already in use; load balancers take " +
-			"this node for one without endpoints of it"}
+		want := []string{
+			"health check node port of Service default/c: listen tcp4: address already in use; load balancers take " +
+				"this node for one without endpoints of it",
+		}
 		if !slices.Equal(reports, want) {
 			t.Errorf("reported %q; want %q, once", reports, want)
 		}
@@ -222,7 +230,11 @@ func TestOnePortOfTwoServices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host := &fakeSockets{open: map[string]*fakeListener{}}
 		reports := 0
-		ports := &NodePorts{Config: dataplane.Config{NodeName: "here"}, Listen: host.listen, Report: func(*ListenError) { reports++ }}
+		ports := &NodePorts{
+			Config: dataplane.Config{NodeName: "here"},
+			Listen: host.listen,
+			Report: func(*ListenError) { reports++ },
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() { ports.Run(ctx); close(ended) }()
@@ -294,7 +306,10 @@ func TestPortsAnswer(t *testing.T) {
 	healthy := true
 	var mu sync.Mutex
 	ports := &NodePorts{
-		Config:  dataplane.Config{NodeName: "here", NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}},
+		Config: dataplane.Config{
+			NodeName:          "here",
+			NodePortAddresses: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")},
+		},
 		Healthy: func() bool { mu.Lock(); defer mu.Unlock(); return healthy },
 		Report:  func(e *ListenError) { t.Error(e) },
 		Listen: func(network, addr string) (l net.Listener, err error) {
@@ -313,7 +328,11 @@ func TestPortsAnswer(t *testing.T) {
 		ports.InSync(snap, snap.Apply(d))
 	}
 	c := client(h)
-	apply(addrDelta("127.0.0.1 ::1"), service("web", 30100, "10.96.0.1 fd00::1"), endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"))
+	apply(
+		addrDelta("127.0.0.1 ::1"),
+		service("web", 30100, "10.96.0.1 fd00::1"),
+		endpoints("web", "10.1.0.1 10.1.0.2 -10.1.0.3 fd00:1::1"),
+	)
 	for open := 0; open != 2; open, _ = ports.Ports() {
 		time.Sleep(time.Millisecond)
 	}
@@ -340,8 +359,12 @@ func TestPortsAnswer(t *testing.T) {
 		body, err := io.ReadAll(resp.Body)
 		labtest.Check(t, err)
 		resp.Body.Close()
-		want := fmt.Sprintf("{\n\t\"service\": {\n\t\t\"namespace\": \"default\",\n\t\t\"name\": \"web\"\n\t},\n\t\"localEndpoints\": %d,\n"+
-			"\t\"serviceProxyHealthy\": %v\n}", test.count, test.healthy)
+		want := fmt.Sprintf(
+			"{\n\t\"service\": {\n\t\t\"namespace\": \"default\",\n\t\t\"name\": \"web\"\n\t},\n\t\"localEndpoints\": %d,\n"+
+				"\t\"serviceProxyHealthy\": %v\n}",
+			test.count,
+			test.healthy,
+		)
 		if resp.StatusCode != test.code || string(body) != want {
 			t.Errorf("%s: %d %s; want %d %s", test.what, resp.StatusCode, body, test.code, want)
 		}

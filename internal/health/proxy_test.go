@@ -151,8 +151,11 @@ func TestBodies(t *testing.T) {
 				t.Errorf("%s:\n%s\nwant\n%s", probe, got, want)
 			}
 		}
-		expect("healthz", `503 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","nodeEligible":true,"healthy":false,`+
-			`"missing":["the rules are not in yet"]}`)
+		expect(
+			"healthz",
+			`503 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","nodeEligible":true,"healthy":false,`+
+				`"missing":["the rules are not in yet"]}`,
+		)
 		expect("livez", `200 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","healthy":true,`+
 			`"missing":["the rules are not in yet"]}`)
 		s.p.InSync(node)

@@ -49,7 +49,8 @@ func TestServerWaitsForItsAddress(t *testing.T) {
 		go func() { ended <- s.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || failures != 1 || !strings.Contains(log.String(), "health checks: listen tcp: address already in use") {
+		if n := strings.Count(log.String(), "level=ERROR"); n != 1 || failures != 1 ||
+			!strings.Contains(log.String(), "health checks: listen tcp: address already in use") {
 			t.Errorf("%d errors:\n%s", n, log)
 		}
 		if host.tries < 12 || host.tries > 20 {
@@ -81,7 +82,13 @@ func TestServerHardFail(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	s := &Server{Name: "metrics", Addr: l.Addr().String(), Handler: hello, HardFail: true, Log: slog.New(slog.DiscardHandler)}
+	s := &Server{
+		Name:     "metrics",
+		Addr:     l.Addr().String(),
+		Handler:  hello,
+		HardFail: true,
+		Log:      slog.New(slog.DiscardHandler),
+	}
 	if err := s.Run(t.Context()); !errors.Is(err, syscall.EADDRINUSE) || !strings.HasPrefix(err.Error(), "metrics: ") {
 		t.Errorf("%v; want the address to be in use", err)
 	}

@@ -24,7 +24,8 @@ const (
 	nfprotoIPv6 = 10
 )
 
-// Of returns the family of an address. An IPv4-mapped IPv6 address is IPv6; so is the zero Addr, which belongs to neither.
+// Of returns the family of an address. An IPv4-mapped IPv6 address is IPv6; so is the zero Addr, which belongs to
+// neither.
 func Of(a netip.Addr) Family {
 	if a.Is4() {
 		return IPv4
@@ -49,7 +50,8 @@ func (f Family) String() string { return Per[string]{"IPv4", "IPv6"}[f] }
 // NFT returns the family as nft writes it: "ip" or "ip6".
 func (f Family) NFT() string { return Per[string]{"ip", "ip6"}[f] }
 
-// NFProto returns the kernel's number of the family, which is NFPROTO_IPV4 or NFPROTO_IPV6 and equals AF_INET or AF_INET6.
+// NFProto returns the kernel's number of the family, which is NFPROTO_IPV4 or NFPROTO_IPV6 and equals AF_INET or
+// AF_INET6.
 func (f Family) NFProto() uint8 { return Per[uint8]{nfprotoIPv4, nfprotoIPv6}[f] }
 
 // Version returns 4 or 6.

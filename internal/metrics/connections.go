@@ -29,21 +29,36 @@ func portLabels(more ...string) []string {
 var (
 	serviceConnectionsDesc = prometheus.NewDesc("verdict_service_connections_total",
 		"New connections to a Service port that were sent to an endpoint.", portLabels(), nil)
-	serviceRefusedDesc = prometheus.NewDesc("verdict_service_refused_packets_total",
-		"Packets to a Service port without an endpoint, by what happened to them: reject or drop.", portLabels("verdict"), nil)
+	serviceRefusedDesc = prometheus.NewDesc(
+		"verdict_service_refused_packets_total",
+		"Packets to a Service port without an endpoint, by what happened to them: reject or drop.",
+		portLabels("verdict"),
+		nil,
+	)
 	endpointConnectionsDesc = prometheus.NewDesc("verdict_endpoint_connections_total",
 		"New connections to a Service port that were sent to this endpoint.", portLabels("endpoint_address"), nil)
-	refusedDesc = prometheus.NewDesc("verdict_refused_packets_total",
-		"Packets that were sent to no endpoint, by reason and by what happened to them.", []string{ipFamily, "reason", "verdict"}, nil)
-	leftOutDesc = prometheus.NewDesc("verdict_series_left_out",
-		"Service ports, or endpoints, that have counted something and found no room for a series of their own.", []string{"metric"}, nil)
+	refusedDesc = prometheus.NewDesc(
+		"verdict_refused_packets_total",
+		"Packets that were sent to no endpoint, by reason and by what happened to them.",
+		[]string{ipFamily, "reason", "verdict"},
+		nil,
+	)
+	leftOutDesc = prometheus.NewDesc(
+		"verdict_series_left_out",
+		"Service ports, or endpoints, that have counted something and found no room for a series of their own.",
+		[]string{"metric"},
+		nil,
+	)
 	mapElementsDesc = prometheus.NewDesc("verdict_map_elements",
 		"Elements of a map or set of ours in the kernel.", []string{ipFamily, "map"}, nil)
 	mapMaxElementsDesc = prometheus.NewDesc("verdict_map_max_elements",
 		"Elements that a map or set takes at most; those without a limit are not here.", []string{ipFamily, "map"}, nil)
-	affinityEntriesDesc = prometheus.NewDesc("verdict_affinity_entries",
+	affinityEntriesDesc = prometheus.NewDesc(
+		"verdict_affinity_entries",
 		"Entries of the map of remembered clients that are this Service's; while it is three quarters full, for those with most.",
-		[]string{ipFamily, "service_namespace", "service_name"}, nil)
+		[]string{ipFamily, "service_namespace", "service_name"},
+		nil,
+	)
 	readDurationDesc = prometheus.NewDesc("verdict_counters_read_duration_seconds",
 		"How long the last reading of the kernel's counters took.", nil, nil)
 	readFailuresDesc = prometheus.NewDesc("verdict_counters_read_failures_total",

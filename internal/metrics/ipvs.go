@@ -83,7 +83,10 @@ func newIPVSLedger() *ipvsLedger {
 }
 
 // enter takes a reading of all frontends, and gives those whose endpoints are worth reading.
-func (g *ipvsLedger) enter(read map[dataplane.Key]IPVSCounts, portAt func(dataplane.Key) (dataplane.PortName, bool)) (due []dataplane.Key) {
+func (g *ipvsLedger) enter(
+	read map[dataplane.Key]IPVSCounts,
+	portAt func(dataplane.Key) (dataplane.PortName, bool),
+) (due []dataplane.Key) {
 	maps.DeleteFunc(g.last, func(k dataplane.Key, _ *ipvsFrontend) bool { _, there := read[k]; return !there })
 	for k, counts := range read {
 		fe := g.last[k]
@@ -120,7 +123,12 @@ func (g *ipvsLedger) port(n dataplane.PortName) *ipvsPort {
 }
 
 // enterEndpoints takes a reading of the endpoints behind a frontend. First says that nothing of it was read before.
-func (g *ipvsLedger) enterEndpoints(k dataplane.Key, name dataplane.PortName, read map[netip.AddrPort]IPVSEndpoint, first bool) {
+func (g *ipvsLedger) enterEndpoints(
+	k dataplane.Key,
+	name dataplane.PortName,
+	read map[netip.AddrPort]IPVSEndpoint,
+	first bool,
+) {
 	fe := g.last[k]
 	if fe == nil {
 		return
@@ -211,8 +219,14 @@ var (
 		"Connections of an endpoint that are established now, as IPVS sees them.", portLabels("endpoint_address"), nil)
 )
 
-var ipvsDescs = []*prometheus.Desc{ipvsConnectionsDesc, ipvsPacketsDesc, ipvsBytesDesc, ipvsEndpointConnectionsDesc, ipvsEndpointBytesDesc,
-	ipvsEndpointActiveDesc}
+var ipvsDescs = []*prometheus.Desc{
+	ipvsConnectionsDesc,
+	ipvsPacketsDesc,
+	ipvsBytesDesc,
+	ipvsEndpointConnectionsDesc,
+	ipvsEndpointBytesDesc,
+	ipvsEndpointActiveDesc,
+}
 
 // ipvsSample is a Service port that IPVS schedules.
 type ipvsSample struct {

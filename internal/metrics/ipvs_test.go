@@ -38,7 +38,11 @@ func (f *fakeIPVS) Endpoints(of dataplane.Key, do func(netip.AddrPort, IPVSEndpo
 // connect has a frontend count a connection with as many packets to an endpoint.
 func (f *fakeIPVS) connect(k dataplane.Key, at netip.AddrPort, packets uint64) {
 	c, e := f.services[k], f.endpoints[k][at]
-	more := IPVSCounts{Connections: 1, Packets: [2]uint64{packets, packets}, Bytes: [2]uint64{100 * packets, 1000 * packets}}
+	more := IPVSCounts{
+		Connections: 1,
+		Packets:     [2]uint64{packets, packets},
+		Bytes:       [2]uint64{100 * packets, 1000 * packets},
+	}
 	c.add(more)
 	e.add(more)
 	e.Active = 1
@@ -52,7 +56,10 @@ func (f *fakeIPVS) connect(k dataplane.Key, at netip.AddrPort, packets uint64) {
 // TestIPVS: what IPVS counts is added up by Service port over all its frontends, never falls when a frontend or an
 // endpoint goes or begins anew, and leaves out what was counted before the first reading.
 func TestIPVS(t *testing.T) {
-	f := &fakeIPVS{services: map[dataplane.Key]IPVSCounts{}, endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{}}
+	f := &fakeIPVS{
+		services:  map[dataplane.Key]IPVSCounts{},
+		endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{},
+	}
 	w := newWorld(Options{Detail: PerEndpoint, MaxSeries: 100, IPVS: f})
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	port := dataplane.PortName{Service: n, Port: "p", Protocol: snapshot.TCP}
@@ -62,11 +69,19 @@ func TestIPVS(t *testing.T) {
 	var keys []dataplane.Key
 	for _, a := range []string{"10.96.0.1", "192.0.2.1"} {
 		keys = append(keys, dataplane.Key{Addr: addr(a), Protocol: snapshot.TCP, Port: 80})
-		sp.Frontends = append(sp.Frontends, dataplane.Frontend{Key: keys[len(keys)-1], Routes: []dataplane.Route{{Pool: pool}}})
+		sp.Frontends = append(
+			sp.Frontends,
+			dataplane.Frontend{Key: keys[len(keys)-1], Routes: []dataplane.Route{{Pool: pool}}},
+		)
 	}
 	w.apply(t, true)
 	w.reader.locked(func() {
-		w.reader.ledger.replace([]*dataplane.Service{nil}, []*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, false, 1)
+		w.reader.ledger.replace(
+			[]*dataplane.Service{nil},
+			[]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}},
+			false,
+			1,
+		)
 		w.reader.ledger.ports[port].shown = true
 	})
 	read := func() (s ipvsSample) {
@@ -132,7 +147,12 @@ func TestIPVS(t *testing.T) {
 		t.Error("no error")
 	}
 	w.reader.locked(func() {
-		w.reader.ledger.replace([]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}}, []*dataplane.Service{nil}, false, 2)
+		w.reader.ledger.replace(
+			[]*dataplane.Service{{Name: n, Ports: []*dataplane.ServicePort{sp}}},
+			[]*dataplane.Service{nil},
+			false,
+			2,
+		)
 	})
 	f.broken = nil
 	if s := read(); s.Connections != 0 || len(w.reader.scheduled.ports) != 0 {

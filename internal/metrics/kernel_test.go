@@ -63,7 +63,9 @@ func newNode(t testing.TB, c *lab.Cluster, o Options) *node {
 	})
 	addrs := []netip.Addr{c.Node.IP(ipfamily.IPv4), c.Node.IP(ipfamily.IPv6)}
 	cidrs := append([]netip.Prefix{}, lab.ServiceRange...)
-	n.snap.Apply(snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node", Addresses: addrs}})
+	n.snap.Apply(
+		snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node", Addresses: addrs}},
+	)
 	return n
 }
 
@@ -105,8 +107,15 @@ func (n *node) read() map[string]uint64 {
 // service is one of both families: its endpoints are the first pods, and the first remote ones.
 func service(c *lab.Cluster, number, here, there int, affinity time.Duration) snapshot.Delta {
 	name := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("s%d", number)}
-	svc := &snapshot.Service{Name: name, Affinity: affinity, Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: atPort}}}
-	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	svc := &snapshot.Service{
+		Name:     name,
+		Affinity: affinity,
+		Ports:    []snapshot.Port{{Protocol: snapshot.TCP, Port: atPort}},
+	}
+	d := snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{name: svc},
+		Slices:   map[snapshot.Name]*snapshot.Slice{},
+	}
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
 		svc.ClusterIPs = append(svc.ClusterIPs, lab.Nth(lab.ServiceRange[i], number))
 		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: fmt.Sprint(name.Name, i)}, Service: name.Name,
@@ -127,7 +136,11 @@ func (y tally) dial(t testing.TB, from *lab.Host, number, times int) {
 	t.Helper()
 	for i := range times {
 		f := i % 2
-		r := from.Dial(snapshot.TCP, netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], number), atPort), lab.Options{Timeout: 5 * time.Second})
+		r := from.Dial(
+			snapshot.TCP,
+			netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], number), atPort),
+			lab.Options{Timeout: 5 * time.Second},
+		)
 		name := fmt.Sprintf("s%d", number)
 		switch r.Outcome {
 		case lab.Answered:

@@ -104,7 +104,12 @@ func (k *kubeProxy) register(registry, slis prometheus.Registerer, o *Options, r
 }
 
 func (k *kubeProxy) registerSync(m maker, o *Options) {
-	k.sync = m.histograms("kubeproxy_sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", syncBuckets(), ipFamily)
+	k.sync = m.histograms(
+		"kubeproxy_sync_proxy_rules_duration_seconds",
+		"SyncProxyRules latency in seconds",
+		syncBuckets(),
+		ipFamily,
+	)
 	k.syncFull = m.histograms("kubeproxy_sync_full_proxy_rules_duration_seconds",
 		"SyncProxyRules latency in seconds for full resyncs", syncBuckets(), ipFamily)
 	k.syncPartial = m.histograms("kubeproxy_sync_partial_proxy_rules_duration_seconds",
@@ -115,8 +120,14 @@ func (k *kubeProxy) registerSync(m maker, o *Options) {
 		"The last time a sync of proxy rules was queued", ipFamily)
 	k.programming = m.histograms("kubeproxy_network_programming_duration_seconds",
 		"In Cluster Network Programming Latency in seconds", programmingBuckets(), ipFamily)
-	k.endpointChanges = m.counter("kubeproxy_sync_proxy_rules_endpoint_changes_total", "Cumulative proxy rules Endpoint changes")
-	k.serviceChanges = m.counter("kubeproxy_sync_proxy_rules_service_changes_total", "Cumulative proxy rules Service changes")
+	k.endpointChanges = m.counter(
+		"kubeproxy_sync_proxy_rules_endpoint_changes_total",
+		"Cumulative proxy rules Endpoint changes",
+	)
+	k.serviceChanges = m.counter(
+		"kubeproxy_sync_proxy_rules_service_changes_total",
+		"Cumulative proxy rules Service changes",
+	)
 	if o.Waiting != nil {
 		m.gaugeFunc("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "Pending proxy rules Endpoint changes", nil,
 			func() float64 { return float64(o.Waiting().Slices) })

@@ -170,11 +170,16 @@ func (g *ledger) advance(l *last, packets uint64, same bool, began uint64) (more
 }
 
 func newLedger(detail Detail, room int) *ledger {
-	return &ledger{detail: detail, room: room, ports: map[dataplane.PortName]*port{}, frontends: map[dataplane.Key]*frontend{}}
+	return &ledger{
+		detail:    detail,
+		room:      room,
+		ports:     map[dataplane.PortName]*port{},
+		frontends: map[dataplane.Key]*frontend{},
+	}
 }
 
-// replace takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where there is none. Full
-// says that everything began at 0.
+// replace takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where
+// there is none. Full says that everything began at 0.
 func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment uint64) {
 	if full {
 		g.renewed, g.opening = moment, false
@@ -259,7 +264,11 @@ func (sp servicePort) answers(k dataplane.Key) bool {
 	if sp.ServicePort == nil {
 		return false
 	}
-	_, found := slices.BinarySearchFunc(sp.Frontends, k, func(f dataplane.Frontend, k dataplane.Key) int { return f.Key.Compare(k) })
+	_, found := slices.BinarySearchFunc(
+		sp.Frontends,
+		k,
+		func(f dataplane.Frontend, k dataplane.Key) int { return f.Key.Compare(k) },
+	)
 	return found
 }
 
@@ -282,7 +291,11 @@ func (sp servicePort) has(ep netip.AddrPort) bool {
 }
 
 func holds(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(pool, ep, func(e dataplane.Endpoint, ep netip.AddrPort) int { return e.Compare(ep) })
+	_, found := slices.BinarySearchFunc(
+		pool,
+		ep,
+		func(e dataplane.Endpoint, ep netip.AddrPort) int { return e.Compare(ep) },
+	)
 	return found
 }
 

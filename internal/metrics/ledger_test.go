@@ -115,7 +115,12 @@ func (k *fakeKernel) element(want map[dataplane.Counted]*fakeElement, at datapla
 }
 
 // pool makes the slots of a pool, unless they are there already.
-func (k *fakeKernel) pool(slots map[fakePlace]*fakeElement, id uint32, sp *dataplane.ServicePort, pool *dataplane.Pool) {
+func (k *fakeKernel) pool(
+	slots map[fakePlace]*fakeElement,
+	id uint32,
+	sp *dataplane.ServicePort,
+	pool *dataplane.Pool,
+) {
 	for i, ep := range k.assign(id, pool.Endpoints) {
 		place := placeOf(id, sp.Affinity > 0, i, ep.AddrPort)
 		s := &fakeElement{name: sp.Name, endpoint: dataplane.EndpointCount{Endpoint: ep.AddrPort, Place: place.Place},
@@ -319,7 +324,11 @@ type randomCluster struct {
 }
 
 func newRandomCluster(seed uint64) *randomCluster {
-	c := &randomCluster{rand.New(rand.NewPCG(seed, 8)), snapshot.New(), dataplane.NewPlanner(dataplane.Config{NodeName: "n1"})}
+	c := &randomCluster{
+		rand.New(rand.NewPCG(seed, 8)),
+		snapshot.New(),
+		dataplane.NewPlanner(dataplane.Config{NodeName: "n1"}),
+	}
 	addrs := []netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}
 	c.snap.Apply(snapshot.Delta{HostAddrs: &addrs, Node: &snapshot.Node{Name: "n1", Addresses: addrs}})
 	return c
@@ -335,12 +344,19 @@ func (c *randomCluster) step() dataplane.Change {
 		}
 	}
 	for i, pods := range []string{"10.1.0.%d", "fd00:1::%d"} {
-		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: "ns", Name: fmt.Sprint(n.Name, i)}, Service: n.Name, Ports: []snapshot.SlicePort{
-			{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53}}}
+		sl := &snapshot.Slice{
+			Name:    snapshot.Name{Namespace: "ns", Name: fmt.Sprint(n.Name, i)},
+			Service: n.Name,
+			Ports: []snapshot.SlicePort{
+				{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53}},
+		}
 		for p := range 4 {
 			if c.IntN(2) == 0 {
-				sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: addr(fmt.Sprintf(pods, p+1)), Ready: true, Serving: true,
-					Node: fmt.Sprint("n", 1+c.IntN(2))})
+				sl.Endpoints = append(
+					sl.Endpoints,
+					snapshot.Endpoint{Addr: addr(fmt.Sprintf(pods, p+1)), Ready: true, Serving: true,
+						Node: fmt.Sprint("n", 1+c.IntN(2))},
+				)
 			}
 		}
 		d.Slices[sl.Name] = sl
@@ -351,9 +367,13 @@ func (c *randomCluster) step() dataplane.Change {
 
 func (c *randomCluster) service(n snapshot.Name) *snapshot.Service {
 	number := 1 + c.IntN(4) // two Services may have the same address
-	svc := &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{addr(fmt.Sprintf("10.96.0.%d", number)), addr(fmt.Sprintf("fd00::%d", number))},
-		ExternalLocal: c.IntN(2) == 0, InternalLocal: c.IntN(2) == 0,
-		Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: uint16(30000 + number)}}}
+	svc := &snapshot.Service{
+		Name:          n,
+		ClusterIPs:    []netip.Addr{addr(fmt.Sprintf("10.96.0.%d", number)), addr(fmt.Sprintf("fd00::%d", number))},
+		ExternalLocal: c.IntN(2) == 0,
+		InternalLocal: c.IntN(2) == 0,
+		Ports:         []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: uint16(30000 + number)}},
+	}
 	if c.IntN(2) == 0 {
 		svc.Ports = append(svc.Ports, snapshot.Port{Name: "b", Protocol: snapshot.UDP, Port: 53})
 	}
@@ -438,7 +458,10 @@ func walk(t *testing.T, seed uint64) {
 
 // connectSome has clients come to some frontends.
 func (k *fakeKernel) connectSome(r *rand.Rand, times int) {
-	keys := slices.SortedFunc(maps.Keys(k.frontends), func(a, b dataplane.Counted) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
+	keys := slices.SortedFunc(
+		maps.Keys(k.frontends),
+		func(a, b dataplane.Counted) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) },
+	)
 	for range times {
 		if len(keys) > 0 {
 			k.connect(r, keys[r.IntN(len(keys))], 1+r.IntN(5))

@@ -39,7 +39,12 @@ func New(o Options) *Metrics {
 	if o.MaxSeries == 0 {
 		o.MaxSeries = DefaultMaxSeries
 	}
-	m := &Metrics{registry: prometheus.NewRegistry(), slis: prometheus.NewRegistry(), reader: newReader(&o), begin: time.Now()}
+	m := &Metrics{
+		registry: prometheus.NewRegistry(),
+		slis:     prometheus.NewRegistry(),
+		reader:   newReader(&o),
+		begin:    time.Now(),
+	}
 	m.registry.MustRegister(
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		collectors.NewGoCollector(),

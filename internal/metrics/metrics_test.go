@@ -92,14 +92,21 @@ func newWorld(o Options) *world {
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
 	if o.IPVS == nil {
-		w.ipvs = &fakeIPVS{services: map[dataplane.Key]IPVSCounts{}, endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{}}
+		w.ipvs = &fakeIPVS{
+			services:  map[dataplane.Key]IPVSCounts{},
+			endpoints: map[dataplane.Key]map[netip.AddrPort]IPVSEndpoint{},
+		}
 		o.IPVS = w.ipvs
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.Place = func() bool { return true }
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
-		return []Fill{{Set: "services", Elements: 5, Size: 1024}, {Family: ipfamily.IPv6, Set: AffinitySet, Size: 9}, {Set: "source-ranges"}}
+		return []Fill{
+			{Set: "services", Elements: 5, Size: 1024},
+			{Family: ipfamily.IPv6, Set: AffinitySet, Size: 9},
+			{Set: "source-ranges"},
+		}
 	}
 	o.AffinityShares = func() []AffinityShare {
 		return []AffinityShare{{Service: snapshot.Name{Namespace: "ns", Name: "a"}, Entries: 8}}
@@ -114,8 +121,18 @@ func newWorld(o Options) *world {
 // apply writes the change of one step.
 func (w *world) apply(t testing.TB, full bool) {
 	t.Helper()
-	w.fake.receipt = dataplane.Receipt{Full: full, Added: 3, Replaced: 2, Removed: 1, Messages: 4, Bytes: 500, Counted: dataplane.CountedFrontends,
-		Plan: time.Microsecond, Encode: time.Millisecond, Commit: time.Second}
+	w.fake.receipt = dataplane.Receipt{
+		Full:     full,
+		Added:    3,
+		Replaced: 2,
+		Removed:  1,
+		Messages: 4,
+		Bytes:    500,
+		Counted:  dataplane.CountedFrontends,
+		Plan:     time.Microsecond,
+		Encode:   time.Millisecond,
+		Commit:   time.Second,
+	}
 	r, err := w.backend.Apply(w.cluster.planner.State(), w.cluster.step())
 	if err == nil {
 		w.written(reconcile.Transaction{Receipt: r, Policy: time.Minute, Total: 2 * time.Second, Services: 9})
@@ -141,7 +158,14 @@ func everything(t testing.TB, detail Detail) *world {
 	}
 	w.kernel.rules[0][dataplane.RefusedUnusedPort] = 5
 	now := time.Now()
-	w.inSync(reconcile.InSync{Triggers: []snapshot.Trigger{{At: now.Add(-400 * time.Millisecond)}, {At: now.Add(-2 * time.Second), Family: ipfamily.IPv6}}})
+	w.inSync(
+		reconcile.InSync{
+			Triggers: []snapshot.Trigger{
+				{At: now.Add(-400 * time.Millisecond)},
+				{At: now.Add(-2 * time.Second), Family: ipfamily.IPv6},
+			},
+		},
+	)
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	w.Before(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
@@ -183,10 +207,18 @@ func labelsOf(f *dto.MetricFamily) []string {
 func TestNames(t *testing.T) {
 	var b strings.Builder
 	for _, f := range gather(t, everything(t, PerEndpoint)) {
-		if strings.HasPrefix(f.GetName(), "go_") || strings.HasPrefix(f.GetName(), "process_") || f.GetName() == "promhttp_metric_handler_errors_total" {
+		if strings.HasPrefix(f.GetName(), "go_") || strings.HasPrefix(f.GetName(), "process_") ||
+			f.GetName() == "promhttp_metric_handler_errors_total" {
 			continue // these are the library's
 		}
-		fmt.Fprintf(&b, "%s{%s} %s\n\t%s\n", f.GetName(), strings.Join(labelsOf(f), ","), strings.ToLower(f.GetType().String()), f.GetHelp())
+		fmt.Fprintf(
+			&b,
+			"%s{%s} %s\n\t%s\n",
+			f.GetName(),
+			strings.Join(labelsOf(f), ","),
+			strings.ToLower(f.GetType().String()),
+			f.GetHelp(),
+		)
 	}
 	golden := filepath.Join("testdata", "names.txt")
 	if *update {
@@ -199,7 +231,11 @@ func TestNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	if b.String() != string(want) {
-		t.Errorf("the metrics are others than in %s; if they should be, run go test -update and read the difference:\n%s", golden, b.String())
+		t.Errorf(
+			"the metrics are others than in %s; if they should be, run go test -update and read the difference:\n%s",
+			golden,
+			b.String(),
+		)
 	}
 }
 
@@ -232,7 +268,10 @@ func series(t testing.TB, w *world, prefix string) (out []string) {
 			if h := m.Histogram; h != nil {
 				value = fmt.Sprintf("%d in %.3g", h.GetSampleCount(), h.GetSampleSum())
 			}
-			out = append(out, fmt.Sprintf("%s{%s} %s", strings.TrimPrefix(f.GetName(), prefix), strings.Join(labels, ","), value))
+			out = append(
+				out,
+				fmt.Sprintf("%s{%s} %s", strings.TrimPrefix(f.GetName(), prefix), strings.Join(labels, ","), value),
+			)
 		}
 	}
 	return out
@@ -259,8 +298,18 @@ func TestKubeProxyValues(t *testing.T) {
 	expect("kubeproxy_conntrack_reconciler_deleted_entries_total", "{ip_family=IPv4} 2", "{ip_family=IPv6} 3")
 	expect("kubeproxy_conntrack_reconciler_sync_duration_seconds", both("1 in 1")...)
 	expect("kubeproxy_network_programming_duration_seconds", "{ip_family=IPv4} 1 in 0.4", "{ip_family=IPv6} 1 in 2")
-	expect("kubeproxy_proxy_", "healthz_total{code=200} 0", "healthz_total{code=503} 1", "livez_total{code=200} 0", "livez_total{code=503} 1")
-	expect("rest_client_requests_total", "{code=200,host=192.0.2.1:6443,method=GET} 1", "{code=<error>,host=192.0.2.1:6443,method=GET} 1")
+	expect(
+		"kubeproxy_proxy_",
+		"healthz_total{code=200} 0",
+		"healthz_total{code=503} 1",
+		"livez_total{code=200} 0",
+		"livez_total{code=503} 1",
+	)
+	expect(
+		"rest_client_requests_total",
+		"{code=200,host=192.0.2.1:6443,method=GET} 1",
+		"{code=<error>,host=192.0.2.1:6443,method=GET} 1",
+	)
 	expect("kubernetes_healthcheck", "{name=rules,type=healthz} 1",
 		"s_total{name=rules,status=error,type=healthz} 1", "s_total{name=rules,status=error,type=livez} 1",
 		"s_total{name=rules,status=error,type=readyz} 1")
@@ -357,22 +406,49 @@ func TestOwnValues(t *testing.T) {
 			t.Errorf("%s:\n%s\nwant\n%s", prefix, strings.Join(got, "\n"), strings.Join(want, "\n"))
 		}
 	}
-	expect("verdict_transactions_total", "{outcome=adopted} 0", "{outcome=failed} 1", "{outcome=full} 1", "{outcome=partial} 8")
+	expect(
+		"verdict_transactions_total",
+		"{outcome=adopted} 0",
+		"{outcome=failed} 1",
+		"{outcome=full} 1",
+		"{outcome=partial} 8",
+	)
 	expect("verdict_transaction_elements_total", "{change=added} 27", "{change=removed} 9", "{change=replaced} 18")
 	expect("verdict_transaction_bytes_total", "{} 4500")
 	expect("verdict_transaction_messages_total", "{} 36")
-	expect("verdict_transaction_duration_seconds", "{phase=commit} 9 in 9", "{phase=encode} 9 in 0.009", "{phase=plan} 9 in 9e-06",
-		"{phase=policy} 9 in 540")
+	expect(
+		"verdict_transaction_duration_seconds",
+		"{phase=commit} 9 in 9",
+		"{phase=encode} 9 in 0.009",
+		"{phase=plan} 9 in 9e-06",
+		"{phase=policy} 9 in 540",
+	)
 	expect("verdict_start_info", "{how=full} 1")
 	expect("verdict_counted_info", "{counted=frontends} 1")
 	expect("verdict_services", "{} 9")
 	expect("verdict_foreign_", "changes_total{} 2", "check_failures_total{} 1")
-	expect("verdict_quarantined_", "service_since_timestamp_seconds{service_name=a,service_namespace=ns} 1000", "services{} 1")
+	expect(
+		"verdict_quarantined_",
+		"service_since_timestamp_seconds{service_name=a,service_namespace=ns} 1000",
+		"services{} 1",
+	)
 	expect("verdict_health_check_node_ports", "{state=failing} 1", "{state=open} 3")
-	expect("verdict_map_", "elements{ip_family=IPv4,map=services} 5", "elements{ip_family=IPv4,map=source-ranges} 0",
-		"elements{ip_family=IPv6,map=affinity} 4", "max_elements{ip_family=IPv4,map=services} 1024", "max_elements{ip_family=IPv6,map=affinity} 9")
-	expect("verdict_conntrack_", "entries{} 7", "flows_judged_total{ip_family=IPv4} 9", "flows_judged_total{ip_family=IPv6} 8",
-		"look_failures_total{} 1", "max_entries{} 1000")
+	expect(
+		"verdict_map_",
+		"elements{ip_family=IPv4,map=services} 5",
+		"elements{ip_family=IPv4,map=source-ranges} 0",
+		"elements{ip_family=IPv6,map=affinity} 4",
+		"max_elements{ip_family=IPv4,map=services} 1024",
+		"max_elements{ip_family=IPv6,map=affinity} 9",
+	)
+	expect(
+		"verdict_conntrack_",
+		"entries{} 7",
+		"flows_judged_total{ip_family=IPv4} 9",
+		"flows_judged_total{ip_family=IPv6} 8",
+		"look_failures_total{} 1",
+		"max_entries{} 1000",
+	)
 	expect("verdict_refused_packets_total",
 		"{ip_family=IPv4,reason=source-ranges,verdict=drop} 0", "{ip_family=IPv4,reason=unallocated,verdict=drop} 0",
 		"{ip_family=IPv4,reason=unused-port,verdict=reject} 5", "{ip_family=IPv6,reason=source-ranges,verdict=drop} 0",
@@ -383,8 +459,8 @@ func TestOwnValues(t *testing.T) {
 	expect("verdict_series_left_out")
 }
 
-// TestConnections: all connections are shown once: at Service ports with a series, or with the others; and no more series than
-// there is room for.
+// TestConnections: all connections are shown once: at Service ports with a series, or with the others; and no more
+// series than there is room for.
 func TestConnections(t *testing.T) {
 	w := everything(t, PerEndpoint)
 	sum := func(lines []string) (n int) {
@@ -401,7 +477,8 @@ func TestConnections(t *testing.T) {
 		refused += int(truth.refused[0] + truth.refused[1])
 	}
 	shown := series(t, w, "verdict_service_connections_total")
-	if got := sum(shown); got != connections || len(shown) != 5 || !strings.Contains(strings.Join(shown, "\n"), "service_name=_others,") {
+	if got := sum(shown); got != connections || len(shown) != 5 ||
+		!strings.Contains(strings.Join(shown, "\n"), "service_name=_others,") {
 		t.Errorf("%d connections; want %d in 4 series and others:\n%s", got, connections, strings.Join(shown, "\n"))
 	}
 	if got := sum(series(t, w, "verdict_service_refused_packets_total")); got != refused {
@@ -424,7 +501,11 @@ func TestConnections(t *testing.T) {
 // TestPages asks the metrics server for everything it shows.
 func TestPages(t *testing.T) {
 	w := everything(t, PerService)
-	srv := httptest.NewServer(w.Handler(Pages{Mode: "nftables", Profiling: true, Config: func() any { return map[string]int{"kubeproxy.config.k8s.io": 1} }}))
+	srv := httptest.NewServer(
+		w.Handler(
+			Pages{Mode: "nftables", Profiling: true, Config: func() any { return map[string]int{"kubeproxy.config.k8s.io": 1} }},
+		),
+	)
 	defer srv.Close()
 	const plain, nosniff = "text/plain; charset=utf-8", "nosniff"
 	for _, test := range []struct {
@@ -451,7 +532,8 @@ func TestPages(t *testing.T) {
 		if resp.StatusCode != test.code || !strings.HasPrefix(strings.TrimSpace(string(body)), test.body) {
 			t.Errorf("%s: %d %.80q; want %d %q", test.path, resp.StatusCode, body, test.code, test.body)
 		}
-		if c, o := resp.Header.Get("Content-Type"), resp.Header.Get("X-Content-Type-Options"); c != test.contentType || o != test.options {
+		if c, o := resp.Header.Get("Content-Type"), resp.Header.Get("X-Content-Type-Options"); c != test.contentType ||
+			o != test.options {
 			t.Errorf("%s: Content-Type %q, X-Content-Type-Options %q", test.path, c, o)
 		}
 	}

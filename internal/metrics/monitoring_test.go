@@ -15,11 +15,24 @@ import (
 
 // What Prometheus' query language is made of, as far as deploy/monitoring uses it.
 var (
-	promTokens = regexp.MustCompile(`"(?:[^"\\]|\\.)*"|[a-zA-Z_:$][a-zA-Z0-9_:]*|[0-9.]+[a-z]*|\[[^\]]*\]|=~|!~|!=|==|>=|<=|[-+*/(){},=<>]|\S`)
-	promWord   = regexp.MustCompile(`^[a-zA-Z_:][a-zA-Z0-9_:]*$`)
+	promTokens = regexp.MustCompile(
+		`"(?:[^"\\]|\\.)*"|[a-zA-Z_:$][a-zA-Z0-9_:]*|[0-9.]+[a-z]*|\[[^\]]*\]|=~|!~|!=|==|>=|<=|[-+*/(){},=<>]|\S`,
+	)
+	promWord = regexp.MustCompile(`^[a-zA-Z_:][a-zA-Z0-9_:]*$`)
 	// promClauses are followed by labels in parentheses.
 	promClauses = []string{"by", "without", "on", "ignoring", "group_left", "group_right"}
-	promKnown   = []string{"absent", "sum", "max", "count", "rate", "increase", "changes", "histogram_quantile", "topk", "time"}
+	promKnown   = []string{
+		"absent",
+		"sum",
+		"max",
+		"count",
+		"rate",
+		"increase",
+		"changes",
+		"histogram_quantile",
+		"topk",
+		"time",
+	}
 	// promSets are operators between results.
 	promSets = []string{"and", "or", "unless"}
 	// targetLabels are those that Prometheus gives to everything it scrapes.
@@ -159,7 +172,8 @@ func TestRules(t *testing.T) {
 	for _, g := range file.Groups {
 		for _, r := range g.Rules {
 			check(t, r.Alert, r.Expr, shown)
-			if r.Alert == "" || names[r.Alert] || r.Annotations["summary"] == "" || !slices.Contains([]string{"critical", "warning", "info"}, r.Labels["severity"]) {
+			if r.Alert == "" || names[r.Alert] || r.Annotations["summary"] == "" ||
+				!slices.Contains([]string{"critical", "warning", "info"}, r.Labels["severity"]) {
 				t.Errorf("%q is there twice, or lacks a summary or a severity", r.Alert)
 			}
 			names[r.Alert] = true

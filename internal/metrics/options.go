@@ -111,7 +111,11 @@ type Counters interface {
 	Frontends(at []dataplane.Counted, do func(dataplane.FrontendCount)) error
 	// Endpoints reads those of the endpoints of some frontends, as they were read before. Members gives the endpoints that
 	// one with session affinity may have.
-	Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort, do func(dataplane.EndpointCount)) error
+	Endpoints(
+		of []dataplane.FrontendCount,
+		members func(dataplane.Counted) []netip.AddrPort,
+		do func(dataplane.EndpointCount),
+	) error
 	// Refused reads how many packets were turned away by no frontend.
 	Refused() ([]dataplane.RefusedCount, error)
 	// Affinity counts remembered clients, IPv4 and IPv6; -1 if that takes longer than the patience given.

@@ -36,22 +36,45 @@ func (w *own) register(registry prometheus.Registerer, o *Options) {
 		prometheus.Labels{"version": o.Version, "goversion": runtime.Version()}, func() float64 { return 1 })
 	w.start = m.gauges("verdict_start_info",
 		"1, with how the tables were found at the start: adopted as they were, corrected, or written in full.", "how")
-	w.startDuration = m.gauge("verdict_start_duration_seconds", "Time from the start until all Services were in force; 0 until then.")
+	w.startDuration = m.gauge(
+		"verdict_start_duration_seconds",
+		"Time from the start until all Services were in force; 0 until then.",
+	)
 	w.services = m.gauge("verdict_services", "Services in force.")
-	w.counted = m.gauges("verdict_counted_info",
-		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, frontends, most-frontends, or nothing.", "counted")
-	w.transactions = m.counters("verdict_transactions_total",
-		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was nothing to write, failed.", "outcome")
-	w.elements = m.counters("verdict_transaction_elements_total", "Elements of maps and sets written, by change.", "change")
+	w.counted = m.gauges(
+		"verdict_counted_info",
+		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, frontends, most-frontends, or nothing.",
+		"counted",
+	)
+	w.transactions = m.counters(
+		"verdict_transactions_total",
+		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was nothing to write, failed.",
+		"outcome",
+	)
+	w.elements = m.counters(
+		"verdict_transaction_elements_total",
+		"Elements of maps and sets written, by change.",
+		"change",
+	)
 	w.messages = m.counter("verdict_transaction_messages_total", "Netlink messages sent in transactions.")
 	w.bytes = m.counter("verdict_transaction_bytes_total", "Bytes sent in transactions.")
-	w.duration = m.histograms("verdict_transaction_duration_seconds",
-		"Time of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).", phaseBuckets(), "phase")
-	w.foreignChanges = m.counter("verdict_foreign_changes_total", "Changes that others made to our tables, and that were repaired.")
+	w.duration = m.histograms(
+		"verdict_transaction_duration_seconds",
+		"Time of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).",
+		phaseBuckets(),
+		"phase",
+	)
+	w.foreignChanges = m.counter(
+		"verdict_foreign_changes_total",
+		"Changes that others made to our tables, and that were repaired.",
+	)
 	w.checkFailures = m.counter("verdict_foreign_check_failures_total", "Looks for changes of others that failed.")
 	w.flowsJudged = m.counters("verdict_conntrack_flows_judged_total",
 		"Tracked UDP and SCTP flows that were looked at after a change.", ipFamily)
-	w.lookFailures = m.counter("verdict_conntrack_look_failures_total", "Looks at tracked flows that failed, and were repeated.")
+	w.lookFailures = m.counter(
+		"verdict_conntrack_look_failures_total",
+		"Looks at tracked flows that failed, and were repeated.",
+	)
 	w.readyz = m.counters("verdict_readyz_total", "Answers of /readyz, by HTTP status.", "code")
 	w.registerFuncs(m, o)
 	w.zero()
@@ -76,8 +99,12 @@ func (w *own) registerFuncs(m maker, o *Options) {
 			"open":    func() int { open, _ := o.NodePorts(); return open },
 			"failing": func() int { _, failing := o.NodePorts(); return failing },
 		} {
-			m.gaugeFunc("verdict_health_check_node_ports", "Sockets of health check node ports, by state: open, or failing to open.",
-				prometheus.Labels{"state": state}, func() float64 { return float64(value()) })
+			m.gaugeFunc(
+				"verdict_health_check_node_ports",
+				"Sockets of health check node ports, by state: open, or failing to open.",
+				prometheus.Labels{"state": state},
+				func() float64 { return float64(value()) },
+			)
 		}
 	}
 	if o.Quarantined != nil {
@@ -125,8 +152,12 @@ const maxNamed = 50
 var (
 	quarantinedDesc = prometheus.NewDesc("verdict_quarantined_services",
 		"Services that the kernel refuses, and of which what it took before stays in force.", nil, nil)
-	quarantinedSinceDesc = prometheus.NewDesc("verdict_quarantined_service_since_timestamp_seconds",
-		"When the kernel first refused a Service; of the first 50 by name.", []string{"service_namespace", "service_name"}, nil)
+	quarantinedSinceDesc = prometheus.NewDesc(
+		"verdict_quarantined_service_since_timestamp_seconds",
+		"When the kernel first refused a Service; of the first 50 by name.",
+		[]string{"service_namespace", "service_name"},
+		nil,
+	)
 )
 
 func (quarantine) Describe(ch chan<- *prometheus.Desc) {
@@ -146,7 +177,12 @@ func (q quarantine) Collect(ch chan<- prometheus.Metric) {
 type conntrack struct{ o *Options }
 
 var (
-	conntrackDesc     = prometheus.NewDesc("verdict_conntrack_entries", "Connections that the kernel tracks, of whatever kind.", nil, nil)
+	conntrackDesc = prometheus.NewDesc(
+		"verdict_conntrack_entries",
+		"Connections that the kernel tracks, of whatever kind.",
+		nil,
+		nil,
+	)
 	conntrackMostDesc = prometheus.NewDesc("verdict_conntrack_max_entries",
 		"Connections that the kernel can track; beyond that it drops packets.", nil, nil)
 )

@@ -16,8 +16,8 @@ import (
 const (
 	// readAgain is how old a reading may be that is shown again.
 	readAgain = 5 * time.Second
-	// readBudget is how long reading goes on, but for the very first: half of it for frontends, the rest for endpoints. What it did
-	// not come to has its turn next time.
+	// readBudget is how long reading goes on, but for the very first: half of it for frontends, the rest for endpoints.
+	// What it did not come to has its turn next time.
 	readBudget = 300 * time.Millisecond
 	// openingBudget is the same for the very first, which has to see everything.
 	openingBudget = time.Minute
@@ -39,8 +39,8 @@ type portions struct {
 
 var usual = portions{list: 16384, frontends: 1024, endpoints: 64}
 
-// reader keeps the ledger: it reads the counters when they are asked for, and takes over what transactions write. Nothing that a
-// transaction waits for takes longer than a moment.
+// reader keeps the ledger: it reads the counters when they are asked for, and takes over what transactions write.
+// Nothing that a transaction waits for takes longer than a moment.
 type reader struct {
 	counters Counters
 	ipvs     IPVS
@@ -169,7 +169,8 @@ func (r *reader) countLocal(svc *dataplane.Service, by int) {
 	}
 }
 
-// begin begins a reading, unless one is under way or was a moment ago, and gives what is closed at its end; nil if there is none.
+// begin begins a reading, unless one is under way or was a moment ago, and gives what is closed at its end; nil if
+// there is none.
 func (r *reader) begin() (running <-chan struct{}) {
 	r.locked(func() {
 		// Before the first transaction nobody knows whose the tables are.

@@ -46,9 +46,16 @@ func plain(services, endpoints int) (*dataplane.State, dataplane.Change) {
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for i := range services {
 		n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("service-%d", i)}
-		d.Services[n] = &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})},
-			Ports: []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}}}
-		sl := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		d.Services[n] = &snapshot.Service{
+			Name:       n,
+			ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})},
+			Ports:      []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}},
+		}
+		sl := &snapshot.Slice{
+			Name:    n,
+			Service: n.Name,
+			Ports:   []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}},
+		}
 		for e := range endpoints {
 			at := i*endpoints + e
 			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Ready: true, Serving: true,
@@ -237,7 +244,8 @@ func TestOpeningReading(t *testing.T) {
 	bump()
 	r.read(make(chan struct{}))
 	p = r.picture()
-	if ports, endpoints := p.connections(); ports != 15 || endpoints != 15 || p.refused[1][dataplane.RefusedUnusedPort] != 7 {
+	if ports, endpoints := p.connections(); ports != 15 || endpoints != 15 ||
+		p.refused[1][dataplane.RefusedUnusedPort] != 7 {
 		t.Errorf("%d and %d connections; want 15: %+v", ports, endpoints, p)
 	}
 }

@@ -61,8 +61,13 @@ func TestOthersWriteMeanwhile(t *testing.T) {
 func TestVerify(t *testing.T) {
 	for _, f := range ipfamily.All {
 		h := labtest.NewHost(t, labtest.NewNet(t), "node")
-		restore(t, h, legacy, f,
-			"*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n")
+		restore(
+			t,
+			h,
+			legacy,
+			f,
+			"*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n",
+		)
 		inside(t, h, func() error {
 			b, err := readBlob(f, "nat")
 			if err != nil {

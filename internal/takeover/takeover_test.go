@@ -179,13 +179,18 @@ func TestCaptures(t *testing.T) {
 				}
 				// kube-proxy puts its jumps before what is there, and a copy of KUBE-FIREWALL's rule is not taken for ours.
 				capture := rulesOf(f, testdata(t, "iptables.txt"))
-				capture = regexp.MustCompile(`(?m)^-A .* -j KUBE-FIREWALL\n|^-A KUBE-FIREWALL .*\n|^:KUBE-FIREWALL .*\n`).ReplaceAllString(capture, "")
+				capture = regexp.MustCompile(`(?m)^-A .* -j KUBE-FIREWALL\n|^-A KUBE-FIREWALL .*\n|^:KUBE-FIREWALL .*\n`).
+					ReplaceAllString(capture, "")
 				capture = regexp.MustCompile(`(?m)^-A ([A-Z]+ )`).ReplaceAllString(capture, "-I $1")
 				capture = regexp.MustCompile(`(?m)^:[A-Z]+ ACCEPT .*\n`).ReplaceAllString(capture, "")
 				restore(t, h, v, f, capture)
 				restore(t, h, v, f, "*filter\n:INPUT ACCEPT [7:700]\nCOMMIT\n") // which iptables-restore itself forgets
 				found := remove(t, h)
-				want := fmt.Sprintf("iptables rules (%s, %s): 25 chains and 12 rules that jump to them, in the tables nat, filter, mangle", v, f)
+				want := fmt.Sprintf(
+					"iptables rules (%s, %s): 25 chains and 12 rules that jump to them, in the tables nat, filter, mangle",
+					v,
+					f,
+				)
 				if s := found.Summary(); !found.HasServices() || len(s) != 1 || s[0] != want {
 					t.Errorf("found %q, want %q", s, want)
 				}

@@ -76,8 +76,8 @@ func (s *site) generation() uint32 {
 
 func (s *site) list() string { return labtest.Nfts(s.t)[0].List(s.t, s.host) }
 
-// TestRestartWritesNothing: a backend that finds what it wants leaves it alone, counters and affinity included, and then changes
-// it as if it had been there all the time.
+// TestRestartWritesNothing: a backend that finds what it wants leaves it alone, counters and affinity included, and
+// then changes it as if it had been there all the time.
 func TestRestartWritesNothing(t *testing.T) {
 	s := newSite(t, 12, Options{})
 	for i := range 20 { // so that slots are no longer sorted
@@ -110,7 +110,8 @@ func TestRestartCorrects(t *testing.T) {
 		change := s.change(i)
 		added, _, removed := alive.Plan(s.planner.State(), change, 0).Counts()
 		s.restart(Options{})
-		if r := s.apply(dataplane.Change{}); r.Full || r.Adopted != change.Empty() || r.Added != added || r.Removed != removed {
+		if r := s.apply(dataplane.Change{}); r.Full || r.Adopted != change.Empty() || r.Added != added ||
+			r.Removed != removed {
 			t.Fatalf("change %d, %d added and %d removed: %+v", i, added, removed, r)
 		}
 		quiet(t, s.backend)
@@ -196,7 +197,8 @@ func nftFails(t *testing.T, h *lab.Host, args ...string) {
 	}
 }
 
-// TestOwnership: owned tables are ours alone, for as long as somebody holds the socket; then they stay, and the next may have them.
+// TestOwnership: owned tables are ours alone, for as long as somebody holds the socket; then they stay, and the next
+// may have them.
 func TestOwnership(t *testing.T) {
 	h, _ := host(t)
 	var socket *os.File
@@ -274,8 +276,8 @@ func (s *site) generationOf(b *Backend) uint32 {
 	return g
 }
 
-// TestRefusedServices: the kernel refuses what overlapping source ranges ask for. The Services are named, nothing else of the
-// transaction is in, and without them the rest goes in.
+// TestRefusedServices: the kernel refuses what overlapping source ranges ask for. The Services are named, nothing
+// else of the transaction is in, and without them the rest goes in.
 func TestRefusedServices(t *testing.T) {
 	s := newSite(t, 6, Options{})
 	bad := map[snapshot.Name]bool{}
@@ -315,7 +317,8 @@ func TestRefusedServices(t *testing.T) {
 	// From nothing, too.
 	s.restart(Options{})
 	labtest.Check(t, s.backend.Remove())
-	if _, err := s.backend.ApplyAll(poisoned(), dataplane.Change{}); !errors.As(err, &refused) || len(refused.Services) != 2 {
+	if _, err := s.backend.ApplyAll(poisoned(), dataplane.Change{}); !errors.As(err, &refused) ||
+		len(refused.Services) != 2 {
 		t.Fatalf("got %v", err)
 	}
 	clear(bad)
@@ -327,8 +330,8 @@ func TestRefusedServices(t *testing.T) {
 	quiet(t, s.backend)
 }
 
-// poison gives a Service that asks for what the kernel refuses: source ranges of which one lies in the other, which old kernels
-// take, and a frontend that leads to endpoints and to none, if it has any that leads to endpoints.
+// poison gives a Service that asks for what the kernel refuses: source ranges of which one lies in the other, which
+// old kernels take, and a frontend that leads to endpoints and to none, if it has any that leads to endpoints.
 func poison(svc *dataplane.Service) *dataplane.Service {
 	s := *svc
 	s.Ports = nil
@@ -401,8 +404,8 @@ func (w *faulty) Room(n int) (int, error) {
 	return w.Wire.Room(n)
 }
 
-// TestFaults breaks the wire in every way it can break, in the middle of changes. After at most one error the kernel holds what it
-// should, and what was in is not written twice.
+// TestFaults breaks the wire in every way it can break, in the middle of changes. After at most one error the kernel
+// holds what it should, and what was in is not written twice.
 func TestFaults(t *testing.T) {
 	closed := os.ErrClosed
 	for _, c := range []struct {
@@ -446,7 +449,13 @@ func TestFaults(t *testing.T) {
 // TestSmallDatagrams: with a small send buffer, as in a user namespace, the fill and large changes go out in steps.
 func TestSmallDatagrams(t *testing.T) {
 	h, b := host(t)
-	s := &site{t: t, host: h, backend: b, random: rand.New(rand.NewPCG(2, 2)), planner: dataplane.NewPlanner(configs["cluster CIDR"])}
+	s := &site{
+		t:       t,
+		host:    h,
+		backend: b,
+		random:  rand.New(rand.NewPCG(2, 2)),
+		planner: dataplane.NewPlanner(configs["cluster CIDR"]),
+	}
 	s.snap = cluster(s.random, 250, false)
 	s.planner.Apply(s.snap, snapshot.Change{})
 	const most = 120 << 10
@@ -524,8 +533,8 @@ func TestAdoptedUnseen(t *testing.T) {
 	}
 }
 
-// TestLostAnswerOfAPart loses the kernel's answer to the first part of a fill that takes several: it is in, and what it had no room
-// for has to follow.
+// TestLostAnswerOfAPart loses the kernel's answer to the first part of a fill that takes several: it is in, and what
+// it had no room for has to follow.
 func TestLostAnswerOfAPart(t *testing.T) {
 	s := newSite(t, 30, Options{})
 	labtest.Check(t, s.backend.Remove())

@@ -21,19 +21,21 @@ type Options struct {
 	// Socket, if not nil, is what OpenSocket gave, here or in another process. The tables are written by it. It stays the
 	// caller's.
 	Socket *os.File
-	// Own makes the tables ours alone, where the kernel can do that (Linux 6.9): others get EPERM, and "nft flush ruleset"
-	// passes them by, for as long as anybody holds Socket open. Later they are everybody's, until the next Backend owns them.
+	// Own makes the tables ours alone, where the kernel can do that (Linux 6.9): others get EPERM, and "nft flush
+	// ruleset" passes them by, for as long as anybody holds Socket open. Later they are everybody's, until the next
+	// Backend owns them.
 	Own bool
 	// Counters is how many counters elements may have; 0 means that each has one. See nft.Counting.
 	Counters int
-	// Crowded, if not nil, is told when the map of remembered clients is nearly full, and when another Service than before holds most
-	// of it: see AffinityShares.
+	// Crowded, if not nil, is told when the map of remembered clients is nearly full, and when another Service than
+	// before holds most of it: see AffinityShares.
 	Crowded func([]AffinityShare)
 }
 
 // Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
-	// Sent, if not nil, is given the batch of each transaction, for Conn.Replay. The bytes hold until the Backend is called again.
+	// Sent, if not nil, is given the batch of each transaction, for Conn.Replay. The bytes hold until the Backend is
+	// called again.
 	Sent func(batch []byte)
 
 	options Options
@@ -42,8 +44,8 @@ type Backend struct {
 	dial func(netns int) (*Conn, error)
 	// dumpMost is the constant of that name, but in tests.
 	dumpMost int
-	// conn is what we write by, and what owns the tables. reader only reads, and so does sweeper, whose dumps of the affinity maps
-	// go on while others read.
+	// conn is what we write by, and what owns the tables. reader only reads, and so does sweeper, whose dumps of the
+	// affinity maps go on while others read.
 	conn, reader, sweeper *Conn
 	// owns says that the kernel can make tables ours, and that it is wished for.
 	owns bool
@@ -58,10 +60,11 @@ type Backend struct {
 	unseen bool
 	// filling says that new tables do not have everything yet.
 	filling bool
-	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables hold is listed
-	// then.
+	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables
+	// hold is listed then.
 	strays bool
-	// missed is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last comes first.
+	// missed is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last
+	// comes first.
 	missed dataplane.Change
 	// ahead says that the last transaction had only what goes ahead of large Services, so that these get on now.
 	ahead bool
@@ -142,16 +145,16 @@ func (b *Backend) Close() error {
 	return errors.Join(errs...)
 }
 
-// Probe asks the kernel whether it takes our ruleset, without leaving anything. It returns nil, ErrRights, an *Unsupported, or
-// another error.
+// Probe asks the kernel whether it takes our ruleset, without leaving anything. It returns nil, ErrRights, an
+// *Unsupported, or another error.
 func (b *Backend) Probe() error { return b.conn.Probe() }
 
-// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything, everything anew;
-// and each of them once more because the kernel asked for it, or because it has to be a smaller one.
+// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything,
+// everything anew; and each of them once more because the kernel asked for it, or because it has to be a smaller one.
 const maxAttempts = 8
 
-// How many elements a transaction has at most, so that nobody waits for long: a change behind it, others who want to write to
-// nf_tables, a signal. The kernel takes some 3 us for each.
+// How many elements a transaction has at most, so that nobody waits for long: a change behind it, others who want to
+// write to nf_tables, a signal. The kernel takes some 3 us for each.
 const (
 	writeAtOnce = 16384
 	// fillAtOnce is for new tables, as long as they do not have everything.
@@ -160,13 +163,13 @@ const (
 	aheadSize = 512
 )
 
-// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it corrects what was
-// found or stands in for other tables. Receipt.Left names the Services it did not get to; the next Apply goes on, after what is
-// named in its own change.
+// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it
+// corrects what was found or stands in for other tables. Receipt.Left names the Services it did not get to; the next
+// Apply goes on, after what is named in its own change.
 //
-// What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise. After an error
-// the kernel holds what it held before. The error is a *dataplane.Refused if the kernel takes everything but what some Services ask
-// for.
+// What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise.
+// After an error the kernel holds what it held before. The error is a *dataplane.Refused if the kernel takes
+// everything but what some Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
@@ -217,7 +220,8 @@ func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (data
 	return all, err
 }
 
-// first adds a change to another, which goes on after it: what waits already does not wait longer because it changes again.
+// first adds a change to another, which goes on after it: what waits already does not wait longer because it changes
+// again.
 func first(change, then dataplane.Change) dataplane.Change {
 	if len(change.Services) == 0 { // much may wait, for many transactions
 		return dataplane.Change{Globals: change.Globals || then.Globals, Services: then.Services}
@@ -226,7 +230,10 @@ func first(change, then dataplane.Change) dataplane.Change {
 	for _, name := range then.Services {
 		waits[name] = true
 	}
-	out := dataplane.Change{Globals: change.Globals || then.Globals, Services: make([]snapshot.Name, 0, len(change.Services)+len(waits))}
+	out := dataplane.Change{
+		Globals:  change.Globals || then.Globals,
+		Services: make([]snapshot.Name, 0, len(change.Services)+len(waits)),
+	}
 	for _, name := range change.Services {
 		if !waits[name] {
 			out.Services = append(out.Services, name)
@@ -367,8 +374,8 @@ func (b *Backend) fromNothing(want *dataplane.State) *nft.Txn {
 	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
 }
 
-// anew plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment without Services.
-// If so much cannot be sent at once, they come back a little at a time.
+// anew plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment
+// without Services. If so much cannot be sent at once, they come back a little at a time.
 func (b *Backend) anew(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
 	if b.room > 0 {
 		return b.fromNothing(want), nil

@@ -27,11 +27,17 @@ func large(services, endpoints int) snapshot.Delta {
 			ClusterIPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})},
 			Ports:      []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}},
 		}
-		s := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
+		s := &snapshot.Slice{
+			Name:    n,
+			Service: n.Name,
+			Ports:   []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}},
+		}
 		for e := range endpoints {
 			at := i*endpoints + e
 			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{
-				Addr: netip.AddrFrom4([4]byte{10, 128 + byte(at>>16), byte(at >> 8), byte(at)}), Node: fmt.Sprintf("node-%d", at%100),
+				Addr: netip.AddrFrom4(
+					[4]byte{10, 128 + byte(at>>16), byte(at >> 8), byte(at)},
+				), Node: fmt.Sprintf("node-%d", at%100),
 				Ready: true, Serving: true})
 		}
 		d.Slices[n] = s
@@ -116,8 +122,8 @@ func BenchmarkPlan(b *testing.B) {
 	}
 }
 
-// BenchmarkPlanInParts plans a first state in transactions of a bounded size. What a Service costs should not depend on how many
-// there are, nor on how many transactions they take.
+// BenchmarkPlanInParts plans a first state in transactions of a bounded size. What a Service costs should not depend
+// on how many there are, nor on how many transactions they take.
 func BenchmarkPlanInParts(b *testing.B) {
 	for _, services := range []int{5000, 20000} {
 		snap := snapshot.New()

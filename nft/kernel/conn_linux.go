@@ -37,8 +37,8 @@ func inherit(f *os.File) (*Conn, error) {
 	return &Conn{Conn: c}, nil
 }
 
-// OpenSocket opens the netlink socket that a Backend writes by, for a process that is to hold it while Backends come and go. The
-// caller closes it; the tables a Backend owns are protected as long as somebody holds it.
+// OpenSocket opens the netlink socket that a Backend writes by, for a process that is to hold it while Backends come
+// and go. The caller closes it; the tables a Backend owns are protected as long as somebody holds it.
 func OpenSocket() (*os.File, error) {
 	s, err := netlink.Open(unix.NETLINK_NETFILTER, 0)
 	if err != nil {
@@ -86,8 +86,8 @@ func (c *Conn) Replay(batch []byte) error {
 	return nil
 }
 
-// dump asks for all objects of a kind, and calls do with the attributes of each. If somebody commits a transaction meanwhile,
-// in any table, objects may be missing: then it calls begin and do anew, from the first one on.
+// dump asks for all objects of a kind, and calls do with the attributes of each. If somebody commits a transaction
+// meanwhile, in any table, objects may be missing: then it calls begin and do anew, from the first one on.
 func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
 	err := c.Dump(request, begin, withAttributes(do))
 	if c.tolerant && errors.Is(err, unix.EINTR) {
@@ -97,8 +97,8 @@ func (c *Conn) dump(request []byte, begin func(), do func(attrs []byte)) error {
 	return err
 }
 
-// query sends a request and calls do with the attributes of each object in the answer. The error is EINTR if objects may be missing
-// from a list.
+// query sends a request and calls do with the attributes of each object in the answer. The error is EINTR if objects
+// may be missing from a list.
 func (c *Conn) query(request []byte, do func(attrs []byte)) error {
 	return c.Query(request, withAttributes(do))
 }
@@ -107,8 +107,8 @@ func withAttributes(do func(attrs []byte)) func(body []byte) {
 	return func(body []byte) { do(body[min(netlink.NetfilterLen, len(body)):]) }
 }
 
-// getChunk is how many elements are asked for at once: the kernel answers each in a datagram of its own, and all of them have to
-// find room in the socket.
+// getChunk is how many elements are asked for at once: the kernel answers each in a datagram of its own, and all of
+// them have to find room in the socket.
 const getChunk = 32
 
 // get reads elements of one set by their keys, and calls do with each that is there.
@@ -116,7 +116,8 @@ func (c *Conn) get(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func
 	return c.getListed(f, set, keys, func(l nft.Listed) { do(l.Element) })
 }
 
-// getListed is get with what the kernel adds to the elements. In the set of source ranges a key is found in the range it lies in.
+// getListed is get with what the kernel adds to the elements. In the set of source ranges a key is found in the range
+// it lies in.
 func (c *Conn) getListed(f ipfamily.Family, set nft.SetID, keys []nft.Element, do func(nft.Listed)) error {
 	for len(keys) > 0 {
 		n := min(getChunk, len(keys))

@@ -16,8 +16,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Counters reads what the kernel has counted in our tables. It has a socket of its own, and the kernel lets everybody read while
-// somebody writes: it holds up nobody. That tables or elements are not there is no error. It is not safe for concurrent use.
+// Counters reads what the kernel has counted in our tables. It has a socket of its own, and the kernel lets everybody
+// read while somebody writes: it holds up nobody. That tables or elements are not there is no error. It is not safe
+// for concurrent use.
 type Counters struct {
 	conn  *Conn
 	netns *os.File
@@ -57,8 +58,8 @@ func (c *Counters) reopen() error {
 	return nil
 }
 
-// AllFrontends reads the counts of all frontends. It lists the maps, whose cost is quadratic: with more than some ten thousands it is
-// better to name them.
+// AllFrontends reads the counts of all frontends. It lists the maps, whose cost is quadratic: with more than some ten
+// thousands it is better to name them.
 func (c *Counters) AllFrontends(do func(dataplane.FrontendCount)) error {
 	if err := c.ready(); err != nil {
 		return err
@@ -85,8 +86,8 @@ func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.Fronte
 	}
 }
 
-// list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it will be read
-// again.
+// list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it
+// will be read again.
 func (c *Counters) list(f ipfamily.Family, set nft.SetID, do func(nft.Listed)) error {
 	err := c.conn.query(listRequest(f, set), func(attrs []byte) { eachElement(f, set, attrs, do) })
 	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
@@ -167,8 +168,8 @@ func (c *Counters) frontends(f ipfamily.Family, at []dataplane.Counted) (found [
 	return found, nil
 }
 
-// Endpoints reads the counts of the endpoints of some frontends, as they were read before; of those that share a pool once. Members
-// gives the endpoints that a frontend with session affinity may have.
+// Endpoints reads the counts of the endpoints of some frontends, as they were read before; of those that share a pool
+// once. Members gives the endpoints that a frontend with session affinity may have.
 func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplane.Counted) []netip.AddrPort,
 	do func(dataplane.EndpointCount),
 ) error {
@@ -264,8 +265,9 @@ func refusedBy(attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool
 	return refusal, packets, ok && known
 }
 
-// Affinity counts the clients that are remembered, in each family. Kernels before Linux 6.16 do not know how many there are. There
-// they are listed, which for many takes long: after the time given it is given up, and the family has -1.
+// Affinity counts the clients that are remembered, in each family. Kernels before Linux 6.16 do not know how many
+// there are. There they are listed, which for many takes long: after the time given it is given up, and the family
+// has -1.
 func (c *Counters) Affinity(patience time.Duration) (counts ipfamily.Per[int], err error) {
 	if err := c.ready(); err != nil {
 		return counts, err
@@ -309,6 +311,6 @@ func elementsIn(attrs []byte) (n int) {
 	return n
 }
 
-// Fill says how full the sets of both tables are, as far as they are planned, after the last transaction; nil before the first. Safe
-// for concurrent use.
+// Fill says how full the sets of both tables are, as far as they are planned, after the last transaction; nil before
+// the first. Safe for concurrent use.
 func (b *Backend) Fill() *ipfamily.Per[nft.Fill] { return b.fill.Load() }

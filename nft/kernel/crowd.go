@@ -31,7 +31,8 @@ type crowd struct {
 }
 
 const (
-	// crowdAgain is how often the kernel is asked how full the maps are. Before Linux 6.16 it does not tell, and they are listed.
+	// crowdAgain is how often the kernel is asked how full the maps are. Before Linux 6.16 it does not tell, and they
+	// are listed.
 	crowdAgain = 30 * time.Second
 	// crowded is how many entries make a map nearly full: three quarters of its size.
 	crowded = nft.AffinitySize / 4 * 3
@@ -93,8 +94,9 @@ func (b *Backend) share(family int, entries map[uint32]int) {
 	}
 }
 
-// AffinityShares names the Services that hold most of a map of remembered clients, those with most first, at most ten in each
-// family; none unless the map is three quarters full. New clients are not remembered while it is full. Safe for concurrent use.
+// AffinityShares names the Services that hold most of a map of remembered clients, those with most first, at most ten
+// in each family; none unless the map is three quarters full. New clients are not remembered while it is full. Safe
+// for concurrent use.
 func (b *Backend) AffinityShares() []AffinityShare {
 	if shown := b.crowd.shown.Load(); shown != nil {
 		return *shown

@@ -14,8 +14,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestAffinityShares has the clients of one Service, with 200 ports, fill most of the map of remembered clients. The Service is
-// named, once, and no longer when the clients are forgotten.
+// TestAffinityShares has the clients of one Service, with 200 ports, fill most of the map of remembered clients. The
+// Service is named, once, and no longer when the clients are forgotten.
 func TestAffinityShares(t *testing.T) {
 	h, _ := host(t)
 	var told [][]AffinityShare
@@ -36,7 +36,8 @@ func TestAffinityShares(t *testing.T) {
 		}
 		got := b.AffinityShares()
 		// A list of a map that grows has a few twice, or not at all.
-		named := len(got) > 0 && got[0].Service == greedy && got[0].Family == ipfamily.IPv4 && max(got[0].Entries-entries, entries-got[0].Entries) < 1000
+		named := len(got) > 0 && got[0].Service == greedy && got[0].Family == ipfamily.IPv4 &&
+			max(got[0].Entries-entries, entries-got[0].Entries) < 1000
 		if named != (entries > 0) || len(told) != news {
 			t.Errorf("%d entries: %v hold most; told %d times, want %d", entries, got, len(told), news)
 		}

@@ -38,8 +38,8 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 	return h, err
 }
 
-// structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares them with
-// those that it gives.
+// structure reads from the rules what they were made for. It is only as good as the rules: whoever uses it compares
+// them with those that it gives.
 func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
 	for _, rules := range h.rules {
@@ -125,7 +125,8 @@ func countOnes(b byte) (n int) {
 	return n
 }
 
-// table gives the chains of ours that are there, each with the rules that are in it. Wanted has the rules they should have.
+// table gives the chains of ours that are there, each with the rules that are in it. Wanted has the rules they should
+// have.
 func (h *heldRules) table(f ipfamily.Family, wanted nft.Table) nft.Table {
 	t := nft.Table{Family: f, Comment: wanted.Comment, Sets: wanted.Sets}
 	for _, c := range wanted.Chains {

@@ -1,5 +1,5 @@
-// Package kernel carries package nft's values to and from the kernel's nf_tables by netlink. Every transaction is one batch in
-// one datagram, so that it happens as a whole or not at all.
+// Package kernel carries package nft's values to and from the kernel's nf_tables by netlink. Every transaction is one
+// batch in one datagram, so that it happens as a whole or not at all.
 package kernel
 
 import (
@@ -46,8 +46,8 @@ type batch struct {
 	tableName string
 	// tableFlags are those of new tables.
 	tableFlags uint32
-	// unfinished leaves out the end, without which the kernel takes nothing; single gives each new element a message of its own,
-	// so that the kernel says of each what it thinks.
+	// unfinished leaves out the end, without which the kernel takes nothing; single gives each new element a message of
+	// its own, so that the kernel says of each what it thinks.
 	unfinished, single bool
 	// chains caches the bytes of verdicts that lead to a chain.
 	chains map[nft.ChainID][]byte
@@ -79,8 +79,8 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 	return b.Bytes()
 }
 
-// keepBytes is what a batch may keep for the next: the usual change takes far less, and a node full of Services should not hold
-// for good what its first fill took.
+// keepBytes is what a batch may keep for the next: the usual change takes far less, and a node full of Services
+// should not hold for good what its first fill took.
 const keepBytes = 1 << 20
 
 // trim lets go of what only a large transaction needed.
@@ -371,7 +371,8 @@ func (b *batch) element(f ipfamily.Family, e *nft.Element, whole bool) {
 	b.Close(start)
 }
 
-// rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has none.
+// rangeEnd writes the element that ends a range of a tree: the first key after it. A range up to the last address has
+// none.
 func (b *batch) rangeEnd(f ipfamily.Family, e *nft.Element) {
 	last, _ := netip.AddrFromSlice(e.KeyEnd(f))
 	next := last.Next()
@@ -411,7 +412,8 @@ func (b *batch) verdict(id nft.ChainID) []byte {
 	return w.Bytes()
 }
 
-// describe names the object of the message with a sequence number; offset is where in the message the kernel points to, or 0.
+// describe names the object of the message with a sequence number; offset is where in the message the kernel points
+// to, or 0.
 func (b *batch) describe(seq uint32, offset int) string {
 	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= seq })
 	if i == len(b.notes) || b.notes[i].seq != seq {
@@ -432,7 +434,8 @@ func (b *batch) describe(seq uint32, offset int) string {
 	return what
 }
 
-// elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody knows which.
+// elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody
+// knows which.
 func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok bool) {
 	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.Seq })
 	if i == len(b.notes) || b.notes[i].seq != r.Seq || len(b.notes[i].elements) == 0 {
@@ -448,8 +451,9 @@ func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok
 	return n.family, n.elements[at], true
 }
 
-// elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements, as it does
-// with kernels that do not say which one they refuse (5.10 does not, 6.1 does). Ranges of a tree are two on the wire.
+// elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements,
+// as it does with kernels that do not say which one they refuse (5.10 does not, 6.1 does). Ranges of a tree are two
+// on the wire.
 func (b *batch) elementAt(n *note, offset int) int {
 	at := headerLen + netlink.AttrLen // of the list's first element, after the table and the set
 	var list []byte

@@ -14,8 +14,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// register gives the number of the register at a place counted in words of four bytes: the four registers of 16 bytes where
-// one begins, else the small ones, as nft does.
+// register gives the number of the register at a place counted in words of four bytes: the four registers of 16 bytes
+// where one begins, else the small ones, as nft does.
 func register(word int) uint32 {
 	if word%4 == 0 {
 		return unix.NFT_REG_1 + uint32(word/4)
@@ -116,7 +116,13 @@ func lookup(f ipfamily.Family, key nft.Concat, m nft.SetID) []expr.Any {
 func loadFor(f ipfamily.Family, key nft.Concat, set nft.SetID) []expr.Any {
 	out := load(f, key, 0)
 	if nft.SetByID(set).Interval && key.Fields[0] == nft.Priority {
-		order := &expr.Byteorder{Op: expr.ByteorderHton, SourceRegister: register(0), DestRegister: register(0), Len: 4, Size: 4}
+		order := &expr.Byteorder{
+			Op:             expr.ByteorderHton,
+			SourceRegister: register(0),
+			DestRegister:   register(0),
+			Len:            4,
+			Size:           4,
+		}
 		out = slices.Insert(out, 1, expr.Any(order))
 	}
 	return out
@@ -222,7 +228,8 @@ func nameIs(which expr.MetaKey, name string, prefix, not bool) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: which, Register: register(0)}, equal(not, value)}
 }
 
-// inPrefix compares an address with a range: only the bytes that count where the range ends at a byte, else under a mask.
+// inPrefix compares an address with a range: only the bytes that count where the range ends at a byte, else under a
+// mask.
 func inPrefix(f ipfamily.Family, field nft.Field, p netip.Prefix, not bool) []expr.Any {
 	addr := p.Masked().Addr().AsSlice()
 	n := p.Bits() / 8

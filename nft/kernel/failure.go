@@ -22,8 +22,12 @@ type Owned struct {
 }
 
 func (e *Owned) Error() string {
-	return fmt.Sprintf("the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first, or wait for it if it is about to be restarted",
-		e.Family.NFT(), nft.TableName, e.Port)
+	return fmt.Sprintf(
+		"the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first, or wait for it if it is about to be restarted",
+		e.Family.NFT(),
+		nft.TableName,
+		e.Port,
+	)
 }
 
 // failed decides what to do about a transaction that failed: nil means to try again at once.
@@ -35,7 +39,8 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		if !b.shrink(large) {
 			return err
 		}
-		if again && b.trust != certain { // what is wrong cannot be mended at once: everything is made anew, a little at a time
+		if again &&
+			b.trust != certain { // what is wrong cannot be mended at once: everything is made anew, a little at a time
 			b.trust = broken
 		}
 		return nil
@@ -74,8 +79,9 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	return err
 }
 
-// meets says whether a transaction failed for the first time because something is where an element of ours has to go: others may have
-// put it there before we looked, or a process that was stopped midway, and no one has listed all there is.
+// meets says whether a transaction failed for the first time because something is where an element of ours has to go:
+// others may have put it there before we looked, or a process that was stopped midway, and no one has listed all
+// there is.
 func (b *Backend) meets(err error) bool {
 	var r *rejected
 	return !b.strays && errors.As(err, &r) && r.any(unix.EEXIST)
@@ -87,8 +93,8 @@ func (b *Backend) alone() bool {
 	return err == nil && generation == b.generation
 }
 
-// unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its answers got
-// lost. The revision in the tables tells.
+// unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its
+// answers got lost. The revision in the tables tells.
 func (b *Backend) unclear(txn *nft.Txn, err error) error {
 	if rerr := b.heal(); rerr != nil {
 		b.trust = min(b.trust, doubtful)
@@ -107,8 +113,8 @@ func (b *Backend) unclear(txn *nft.Txn, err error) error {
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
-	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true, and to write what it
-	// had no room for.
+	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true, and to
+	// write what it had no room for.
 	b.trust, b.missed = doubtful, first(txn.Left, b.missed)
 	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 	return nil
@@ -161,8 +167,8 @@ func (b *Backend) owned(err error) error {
 	return fmt.Errorf("%w (%w)", ErrRights, err)
 }
 
-// blameless are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another owner of the
-// table, and that the kernel wants to be asked again.
+// blameless are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another
+// owner of the table, and that the kernel wants to be asked again.
 var blameless = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
 
 // blame finds the Services whose elements of a transaction the kernel does not take. It gives none if anything but
@@ -201,10 +207,10 @@ type objection struct {
 	why     error
 }
 
-// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of its
-// own: kernels before 6.1 do not say which of several they refuse. If that is more than this process may send, a part of
-// the elements is asked for at a time, always with all the rest of the transaction. It is not ok if that did not work
-// out, or something else is refused.
+// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of
+// its own: kernels before 6.1 do not say which of several they refuse. If that is more than this process may send, a
+// part of the elements is asked for at a time, always with all the rest of the transaction. It is not ok if that did
+// not work out, or something else is refused.
 func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 	added := 0
 	for i := range step.Tables {
@@ -241,8 +247,8 @@ func part(step *nft.Txn, from, to int) *nft.Txn {
 	return p
 }
 
-// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it thinks of it, and
-// then throws all of it away.
+// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it
+// thinks of it, and then throws all of it away.
 func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
 	offer := &batch{unfinished: true, single: true, tableFlags: b.batch.tableFlags}
 	refused, err := b.conn.Commit(offer.encode(step))

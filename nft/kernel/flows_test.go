@@ -18,9 +18,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The flows are the specification: every source, to every kind of frontend, under every policy and state of endpoints, with
-// real packets. What must happen is worked out here once more, from the sentences of kube-proxy's contract and not from our
-// tables of routes.
+// The flows are the specification: every source, to every kind of frontend, under every policy and state of
+// endpoints, with real packets. What must happen is worked out here once more, from the sentences of kube-proxy's
+// contract and not from our tables of routes.
 
 // states of the endpoints of a Service: each endpoint is a pod with conditions.
 type condition string
@@ -62,7 +62,12 @@ func (s flowService) name() snapshot.Name {
 }
 
 func (s flowService) String() string {
-	return fmt.Sprintf("endpoints %s, internal local %v, external local %v", s.state.name, s.internalLocal, s.externalLocal)
+	return fmt.Sprintf(
+		"endpoints %s, internal local %v, external local %v",
+		s.state.name,
+		s.internalLocal,
+		s.externalLocal,
+	)
 }
 
 func flowServices() []flowService {
@@ -83,7 +88,8 @@ const (
 	nodePorts   = 30000
 )
 
-// object gives the Service object and its slices. Endpoints on this node are the first pods, on the other the first remote ones.
+// object gives the Service object and its slices. Endpoints on this node are the first pods, on the other the first
+// remote ones.
 func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 	svc := &snapshot.Service{
 		Name: s.name(), InternalLocal: s.internalLocal, ExternalLocal: s.externalLocal,
@@ -93,7 +99,10 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 		svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, lab.Nth(lab.ExternalRange[i], s.number))
 		svc.ExternalIPs = append(svc.ExternalIPs, lab.Nth(lab.ExternalRange[i], 100+s.number))
 	}
-	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	d := snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+		Slices:   map[snapshot.Name]*snapshot.Slice{},
+	}
 	slices := [2]*snapshot.Slice{}
 	for i := range slices {
 		n := snapshot.Name{Namespace: svc.Name.Namespace, Name: fmt.Sprintf("%s-%d", svc.Name.Name, i)}
@@ -101,7 +110,10 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 		d.Slices[n] = slices[i]
 	}
 	for _, p := range flowProtocols {
-		svc.Ports = append(svc.Ports, snapshot.Port{Name: p.String(), Protocol: p, Port: servicePort, NodePort: nodePorts + uint16(s.number)})
+		svc.Ports = append(
+			svc.Ports,
+			snapshot.Port{Name: p.String(), Protocol: p, Port: servicePort, NodePort: nodePorts + uint16(s.number)},
+		)
 		for _, sl := range slices {
 			sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: p.String(), Protocol: p, Port: targetPort})
 		}
@@ -121,7 +133,8 @@ func (s flowService) delta(c *lab.Cluster) snapshot.Delta {
 	return d
 }
 
-// usable gives the names of the endpoints that may answer: the ready ones, or if there are none the terminating ones that serve.
+// usable gives the names of the endpoints that may answer: the ready ones, or if there are none the terminating ones
+// that serve.
 func (s flowService) usable(c *lab.Cluster, localOnly bool) []string {
 	for _, want := range []condition{ready, terminating} {
 		var names []string
@@ -326,7 +339,10 @@ func TestFlows(t *testing.T) {
 				delta.Merge(s.delta(c))
 			}
 			snap.Apply(delta)
-			st, conflicts := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: d.cfg, MasqueradeAll: d.all}, snap)
+			st, conflicts := dataplane.Compute(
+				dataplane.Config{NodeName: "node", DetectLocal: d.cfg, MasqueradeAll: d.all},
+				snap,
+			)
 			if conflicts != nil {
 				t.Fatal(conflicts)
 			}
@@ -370,8 +386,8 @@ func sendFlows(t *testing.T, c *lab.Cluster, d detector, services []flowService)
 	}
 }
 
-// dialAsExpected waits long for an answer that should come, and tries once more: these are many packets at a time on a small
-// machine. It does not wait long for one that should not come.
+// dialAsExpected waits long for an answer that should come, and tries once more: these are many packets at a time on
+// a small machine. It does not wait long for one that should not come.
 func dialAsExpected(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, want lab.Outcome) lab.Result {
 	if want == lab.TimedOut {
 		return from.Dial(p, to, lab.Options{Timeout: 300 * time.Millisecond})
@@ -384,7 +400,11 @@ func dialAsExpected(from *lab.Host, p snapshot.Protocol, to netip.AddrPort, want
 }
 
 // one gives a cluster with one Service in it, made from the matrix's by a change.
-func one(t *testing.T, state endpointState, change func(*snapshot.Service)) (*lab.Cluster, *Backend, flowService, *dataplane.State) {
+func one(
+	t *testing.T,
+	state endpointState,
+	change func(*snapshot.Service),
+) (*lab.Cluster, *Backend, flowService, *dataplane.State) {
 	t.Helper()
 	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
 	s := flowService{number: 1, state: state}
@@ -399,7 +419,10 @@ func oneState(c *lab.Cluster, s flowService, change func(*snapshot.Service)) *da
 	change(d.Services[s.name()])
 	snap.Apply(facts(c))
 	snap.Apply(d)
-	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR, LocalhostNodePorts: true}, snap)
+	st, _ := dataplane.Compute(
+		dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR, LocalhostNodePorts: true},
+		snap,
+	)
 	return st
 }
 
@@ -413,7 +436,11 @@ func TestBalance(t *testing.T) {
 	const n = 900
 	got := map[string]int{}
 	for range n {
-		r := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), lab.Options{Timeout: 3 * time.Second})
+		r := c.Pods[2].Dial(
+			snapshot.TCP,
+			s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4),
+			lab.Options{Timeout: 3 * time.Second},
+		)
 		got[r.Endpoint]++
 	}
 	counted := map[string]uint64{}
@@ -480,8 +507,8 @@ func TestUnusedPort(t *testing.T) {
 	}
 }
 
-// TestUnallocated drops what is sent to a cluster IP that no Service has, as long as it lies in a service range. Somebody who
-// has that address shows what would happen otherwise.
+// TestUnallocated drops what is sent to a cluster IP that no Service has, as long as it lies in a service range.
+// Somebody who has that address shows what would happen otherwise.
 func TestUnallocated(t *testing.T) {
 	c, b, _, st := one(t, both, asIs)
 	_, err := c.Outside.Serve(snapshot.TCP, 80)
@@ -512,7 +539,8 @@ func TestUnallocated(t *testing.T) {
 	reach(lab.TimedOut)
 }
 
-// TestSourceRanges says who may use a load balancer address with loadBalancerSourceRanges, and that nothing else is restricted.
+// TestSourceRanges says who may use a load balancer address with loadBalancerSourceRanges, and that nothing else is
+// restricted.
 func TestSourceRanges(t *testing.T) {
 	outsideOnly := []netip.Prefix{lab.OutsideRange[0], lab.OutsideRange[1]}
 	withNode := append(slices.Clone(outsideOnly), lab.NodeRange...)
@@ -573,8 +601,8 @@ func TestLocalhostNodePort(t *testing.T) {
 	}
 }
 
-// TestGuardLoopback lets a neighbour route the node's loopback range to it (CVE-2020-8558): with route_localnet, which node
-// ports at 127.0.0.1 need, the kernel alone would let him in.
+// TestGuardLoopback lets a neighbour route the node's loopback range to it (CVE-2020-8558): with route_localnet,
+// which node ports at 127.0.0.1 need, the kernel alone would let him in.
 func TestGuardLoopback(t *testing.T) {
 	c, b, _, st := one(t, both, asIs)
 	_, err := c.Node.Serve(snapshot.TCP, 9999)
@@ -669,8 +697,8 @@ func TestAffinity(t *testing.T) {
 	}
 }
 
-// TestAffinityHostNetwork binds clients to an endpoint that is the node itself: their packets are delivered here and never
-// pass postrouting.
+// TestAffinityHostNetwork binds clients to an endpoint that is the node itself: their packets are delivered here and
+// never pass postrouting.
 func TestAffinityHostNetwork(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
 	for _, p := range flowProtocols {
@@ -764,7 +792,11 @@ func TestConnectionsSurvive(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
 	var held []*lab.Conn
 	for range 20 {
-		conn, r := c.Outside.Open(snapshot.TCP, s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4), lab.Options{Timeout: 3 * time.Second})
+		conn, r := c.Outside.Open(
+			snapshot.TCP,
+			s.frontendOf(c, dataplane.LoadBalancerIP, ipfamily.IPv4),
+			lab.Options{Timeout: 3 * time.Second},
+		)
 		if conn == nil {
 			t.Fatal(r)
 		}
@@ -797,7 +829,10 @@ func kernelsBuckets(t *testing.T, c *lab.Cluster, b *Backend, s flowService) {
 				continue
 			}
 			key := nft.AffinityElement(e.PoolID(), c.Pods[2].IP(f))
-			if !slices.ContainsFunc(listed[i].Elements[nft.Affinity], func(l nft.Listed) bool { return bytes.Equal(l.Key(), key.Key()) }) {
+			if !slices.ContainsFunc(
+				listed[i].Elements[nft.Affinity],
+				func(l nft.Listed) bool { return bytes.Equal(l.Key(), key.Key()) },
+			) {
 				t.Errorf("%v: the pod's entry is in another bucket", f)
 			}
 		}

@@ -71,8 +71,13 @@ func cluster(random *rand.Rand, services int, affinity bool) *snapshot.Snapshot 
 	addrs := []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("2001:db8::1")}
 	cidrs := []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("10.97.0.0/16"),
 		netip.MustParsePrefix("fd00:96::/112")}
-	d := snapshot.Delta{HostAddrs: &addrs, ServiceCIDRs: &cidrs, Node: &snapshot.Node{Name: "node-1", Addresses: addrs[1:]},
-		Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+	d := snapshot.Delta{
+		HostAddrs:    &addrs,
+		ServiceCIDRs: &cidrs,
+		Node:         &snapshot.Node{Name: "node-1", Addresses: addrs[1:]},
+		Services:     map[snapshot.Name]*snapshot.Service{},
+		Slices:       map[snapshot.Name]*snapshot.Slice{},
+	}
 	for i := range services {
 		d.Merge(serviceDelta(random, i, affinity))
 	}
@@ -100,9 +105,15 @@ func serviceDelta(random *rand.Rand, i int, affinity bool) snapshot.Delta {
 	}
 	d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: svc}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for part, pods := range []netip.Prefix{lab.NodePodRange[0], lab.NodePodRange[1]} {
-		sl := &snapshot.Slice{Name: snapshot.Name{Namespace: n.Namespace, Name: fmt.Sprintf("%s-%d", n.Name, part)}, Service: n.Name,
-			Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}, {Name: "b", Protocol: snapshot.UDP, Port: 53},
-				{Name: "c", Protocol: snapshot.SCTP, Port: 9}}}
+		sl := &snapshot.Slice{
+			Name:    snapshot.Name{Namespace: n.Namespace, Name: fmt.Sprintf("%s-%d", n.Name, part)},
+			Service: n.Name,
+			Ports: []snapshot.SlicePort{
+				{Name: "a", Protocol: snapshot.TCP, Port: 8080},
+				{Name: "b", Protocol: snapshot.UDP, Port: 53},
+				{Name: "c", Protocol: snapshot.SCTP, Port: 9},
+			},
+		}
 		for e := range random.IntN(5) {
 			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: lab.Nth(pods, 10+random.IntN(4)+4*e),
 				Node: fmt.Sprintf("node-%d", 1+random.IntN(2)), Ready: true, Serving: true})
@@ -121,8 +132,14 @@ var configs = map[string]dataplane.Config{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}}},
 	"unknown":        {NodeName: "node-1"},
 	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
-	"bridge":         {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
-	"prefix":         {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"}},
+	"bridge": {
+		NodeName:    "node-1",
+		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"},
+	},
+	"prefix": {
+		NodeName:    "node-1",
+		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"},
+	},
 }
 
 func text(t testing.TB, st *dataplane.State) string {
@@ -134,8 +151,8 @@ func text(t testing.TB, st *dataplane.State) string {
 	return b.String()
 }
 
-// TestTwoWritersOneListing writes states by netlink, and loads the text of the same states with every nft at hand: each of
-// them must list both the same.
+// TestTwoWritersOneListing writes states by netlink, and loads the text of the same states with every nft at hand:
+// each of them must list both the same.
 func TestTwoWritersOneListing(t *testing.T) {
 	for name, cfg := range configs {
 		t.Run(name, func(t *testing.T) {
@@ -162,7 +179,11 @@ func TestTwoWritersOneListing(t *testing.T) {
 				labtest.Check(t, b.Remove())
 				labtest.Run(t, h, text(t, loadable), n.Path, "-f", "-")
 				if loaded := number.ReplaceAllString(n.List(t, h), "0x00000001$1"); loaded != written {
-					t.Errorf("%s lists what it loaded and what we wrote differently:\n%s", n.Path, labtest.FirstDifference(loaded, written))
+					t.Errorf(
+						"%s lists what it loaded and what we wrote differently:\n%s",
+						n.Path,
+						labtest.FirstDifference(loaded, written),
+					)
 				}
 			}
 		})
@@ -223,8 +244,8 @@ func setAttributes(t *testing.T, c *Conn) map[string]string {
 	return out
 }
 
-// TestChangesEndWhereTheFullStateDoes walks through random changes in a real kernel; after each, what the kernel lists is
-// what the state asks for.
+// TestChangesEndWhereTheFullStateDoes walks through random changes in a real kernel; after each, what the kernel
+// lists is what the state asks for.
 func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
 	random := rand.New(rand.NewPCG(3, 9))
 	_, b := host(t)
@@ -247,8 +268,8 @@ func TestChangesEndWhereTheFullStateDoes(t *testing.T) {
 	}
 }
 
-// TestOverlappingRanges moves between service ranges and source ranges that overlap, touch and replace one another: Kubernetes
-// allows all that, and a set of ranges takes no overlaps.
+// TestOverlappingRanges moves between service ranges and source ranges that overlap, touch and replace one another:
+// Kubernetes allows all that, and a set of ranges takes no overlaps.
 func TestOverlappingRanges(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 5))
 	_, b := host(t)
@@ -281,8 +302,8 @@ func TestOverlappingRanges(t *testing.T) {
 	}
 }
 
-// held gives what the kernel holds, a line for each element. Slots may be in any order, so that their lines are two: which
-// slots there are, and which endpoints.
+// held gives what the kernel holds, a line for each element. Slots may be in any order, so that their lines are two:
+// which slots there are, and which endpoints.
 func held(t testing.TB, b *Backend) string {
 	t.Helper()
 	l, err := b.List()
@@ -342,7 +363,10 @@ func TestRefusalNamesTheObject(t *testing.T) {
 	set := nft.SetByID(nft.Pools)
 	want := "nft: ip verdict: add element pools { " + services[2].Text(ipfamily.IPv4, &set) + " }: file exists"
 	if linuxBefore(t, 6, 1) { // it says only which message
-		want = "nft: ip verdict: add element pools { " + services[0].Text(ipfamily.IPv4, &set) + " } or one of the 2 after it: file exists"
+		want = "nft: ip verdict: add element pools { " + services[0].Text(
+			ipfamily.IPv4,
+			&set,
+		) + " } or one of the 2 after it: file exists"
 	}
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -381,13 +405,19 @@ func TestForgetAffinity(t *testing.T) {
 	sticky := func(endpoints ...string) *dataplane.State {
 		s := snapshot.New()
 		n := snapshot.Name{Namespace: "default", Name: "web"}
-		slice := &snapshot.Slice{Name: n, Service: "web", Ports: []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}}}
+		slice := &snapshot.Slice{
+			Name:    n,
+			Service: "web",
+			Ports:   []snapshot.SlicePort{{Name: "a", Protocol: snapshot.TCP, Port: 8080}},
+		}
 		for _, e := range endpoints {
 			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: addr(e), Ready: true, Serving: true})
 		}
 		s.Apply(snapshot.Delta{
-			Services: map[snapshot.Name]*snapshot.Service{n: {Name: n, Affinity: time.Hour, ClusterIPs: []netip.Addr{addr("10.96.0.1")},
-				Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80}}}},
+			Services: map[snapshot.Name]*snapshot.Service{
+				n: {Name: n, Affinity: time.Hour, ClusterIPs: []netip.Addr{addr("10.96.0.1")},
+					Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80}}},
+			},
 			Slices: map[snapshot.Name]*snapshot.Slice{n: slice}})
 		st, _ := dataplane.Compute(configs["unknown"], s)
 		return st
@@ -402,7 +432,10 @@ func TestForgetAffinity(t *testing.T) {
 		entries = append(entries, fmt.Sprintf("%s . %d timeout 1h : 10.244.1.%d . 8080", id, i, 1+i%2))
 	}
 	labtest.Run(t, h, "add element ip verdict affinity { "+strings.Join(entries, ", ")+" }", "nft", "-f", "-")
-	_, err = b.ApplyAll(sticky("10.244.1.1"), dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}})
+	_, err = b.ApplyAll(
+		sticky("10.244.1.1"),
+		dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "web"}}},
+	)
 	labtest.Check(t, err)
 	quiet(t, b)
 	left, err := b.conn.Elements(ipfamily.IPv4, nft.Affinity)
@@ -447,13 +480,15 @@ func TestProbe(t *testing.T) {
 			}
 		}
 		err := p.judge(refused, c.release)
-		if unsupported, ok := err.(*Unsupported); !ok || len(unsupported.Missing) == 0 || !strings.Contains(err.Error(), c.want) {
+		if unsupported, ok := err.(*Unsupported); !ok || len(unsupported.Missing) == 0 ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("refused %q: got %v; want %s", c.refuse, err, c.want)
 		}
 	}
 }
 
-// TestListIsWhatNftLists compares what List prints of a table that has carried traffic with what nft lists, numbers included.
+// TestListIsWhatNftLists compares what List prints of a table that has carried traffic with what nft lists, numbers
+// included.
 func TestListIsWhatNftLists(t *testing.T) {
 	c, b, s, _ := one(t, both, asIs)
 	at := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)

@@ -26,8 +26,8 @@ func (e *Unsupported) Error() string {
 // ErrRights says that the process may not write the network namespace's nf_tables.
 var ErrRights = errors.New("no right to change nf_tables: run as root, or with CAP_NET_ADMIN")
 
-// Probe asks the kernel whether it takes our ruleset, without leaving anything: a batch that is never finished is checked
-// message by message and then thrown away. It returns nil, ErrRights, an *Unsupported, or another error.
+// Probe asks the kernel whether it takes our ruleset, without leaving anything: a batch that is never finished is
+// checked message by message and then thrown away. It returns nil, ErrRights, an *Unsupported, or another error.
 func (c *Conn) Probe() error {
 	b := batch{tableName: probeName}
 	b.Reset()
@@ -49,8 +49,8 @@ func (c *Conn) Probe() error {
 // probeName is not the name of our tables, which may belong to another process.
 const probeName = nft.TableName + "-probe"
 
-// ownership says whether this kernel lets a table belong to a socket and stay when that is closed. Without the latter (Linux
-// 5.12 to 6.8) a table would vanish with the last process that holds the socket, and all Services with it.
+// ownership says whether this kernel lets a table belong to a socket and stay when that is closed. Without the latter
+// (Linux 5.12 to 6.8) a table would vanish with the last process that holds the socket, and all Services with it.
 func (c *Conn) ownership() (bool, error) {
 	b := batch{tableName: probeName}
 	b.Reset()
@@ -70,8 +70,8 @@ func probeTable(f ipfamily.Family) *nft.TableTxn {
 	return &nft.TableTxn{Create: &t}
 }
 
-// judge turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are known
-// by the kernel's version alone.
+// judge turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are
+// known by the kernel's version alone.
 func (b *batch) judge(refused []netlink.Error, release string) error {
 	var missing []string
 	add := func(s string) {
@@ -109,8 +109,8 @@ func (b *batch) judge(refused []netlink.Error, release string) error {
 	return nil
 }
 
-// dependsOn says whether an object was refused only because another was: a rule whose chain or set is not there, or anything
-// in a table that is not there. Objects are "table", "chain NAME" or "set NAME".
+// dependsOn says whether an object was refused only because another was: a rule whose chain or set is not there, or
+// anything in a table that is not there. Objects are "table", "chain NAME" or "set NAME".
 func dependsOn(what string, refused []string) bool {
 	for _, object := range refused {
 		kind, name, _ := strings.Cut(object, " ")

@@ -17,8 +17,9 @@ import (
 
 // Elements reads all elements of one of our sets, in the kernel's order. A table or set that is not there gives none.
 //
-// A set that has just grown gets more buckets a moment after the transaction, and the kernel may then list some elements twice and
-// others not at all. So a list is taken again until each is there once, and as many as the kernel tells (Linux 6.16).
+// A set that has just grown gets more buckets a moment after the transaction, and the kernel may then list some
+// elements twice and others not at all. So a list is taken again until each is there once, and as many as the kernel
+// tells (Linux 6.16).
 func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err error) {
 	if s := nft.SetByID(set); s.Interval {
 		return c.ranges(f, set)
@@ -139,8 +140,9 @@ func eachElement(f ipfamily.Family, set nft.SetID, attrs []byte, do func(nft.Lis
 	return ends
 }
 
-// closeRanges gives the elements of a tree of ranges their ends: each ends before the nearest end after it, or at the last
-// address there is. The kernel lists beginnings and ends as elements of their own, in no order that says which belong together.
+// closeRanges gives the elements of a tree of ranges their ends: each ends before the nearest end after it, or at the
+// last address there is. The kernel lists beginnings and ends as elements of their own, in no order that says which
+// belong together.
 func closeRanges(f ipfamily.Family, starts []nft.Listed, ends [][]byte) {
 	slices.SortFunc(ends, bytes.Compare)
 	for i := range starts {
@@ -191,7 +193,8 @@ func parseElement(elem []byte) (p parsed) {
 	return p
 }
 
-// ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their chain.
+// ruleCounters fills in the counters of the rules of our table's chains. Rules come in the order they have in their
+// chain.
 func (c *Conn) ruleCounters(f ipfamily.Family, chains []nft.Chain) error {
 	var w netlink.Buffer
 	m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETRULE), unix.NLM_F_DUMP, f.NFProto())
@@ -206,7 +209,8 @@ func (c *Conn) ruleCounters(f ipfamily.Family, chains []nft.Chain) error {
 		}
 		n := seen[chain]
 		seen[chain]++
-		if i := slices.IndexFunc(chains, func(c nft.Chain) bool { return c.ID.Name() == chain }); i >= 0 && n < len(chains[i].Rules) {
+		if i := slices.IndexFunc(chains, func(c nft.Chain) bool { return c.ID.Name() == chain }); i >= 0 &&
+			n < len(chains[i].Rules) {
 			countRule(chains[i].Rules[n], a[unix.NFTA_RULE_EXPRESSIONS])
 		}
 	})

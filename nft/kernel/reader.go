@@ -64,8 +64,8 @@ func (r *Reader) Revisions() (out ipfamily.Per[nft.Revision], err error) {
 	return out, nil
 }
 
-// Get gives those of some elements of a set that are there, by their keys. In a set of ranges it takes one key, and gives the range
-// that holds it.
+// Get gives those of some elements of a set that are there, by their keys. In a set of ranges it takes one key, and
+// gives the range that holds it.
 func (r *Reader) Get(f ipfamily.Family, set nft.SetID, keys []nft.Element) (out []nft.Listed, err error) {
 	if set == nft.ServiceCIDRs {
 		return r.cidr(f, keys)
@@ -95,8 +95,8 @@ func (r *Reader) cidr(f ipfamily.Family, keys []nft.Element) ([]nft.Listed, erro
 	return nil, nil
 }
 
-// List gives all elements of a set, in the kernel's order. It walks the set, at a cost that grows faster than the set: beyond
-// ListMost elements use Get. Whole is false if others wrote so often meanwhile that some may be missing.
+// List gives all elements of a set, in the kernel's order. It walks the set, at a cost that grows faster than the
+// set: beyond ListMost elements use Get. Whole is false if others wrote so often meanwhile that some may be missing.
 func (r *Reader) List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error) {
 	r.conn.torn = false
 	elements, err = r.conn.Elements(f, set)
@@ -120,17 +120,17 @@ func (r *Reader) Sizes(f ipfamily.Family) (n [nft.NumSets]int, known bool, err e
 
 // TableFound is one of our tables as it was found.
 type TableFound struct {
-	// There says that there is such a table; Owner is the netlink port that may write it, 0 if everybody may; Dormant says that it
-	// is switched off.
+	// There says that there is such a table; Owner is the netlink port that may write it, 0 if everybody may; Dormant
+	// says that it is switched off.
 	There   bool
 	Owner   uint32
 	Dormant bool
-	// Structure is what its rules tell it was made for, and Table has the chains and rules that are there: a rule that is not
-	// Verdict's is a nft.Foreign.
+	// Structure is what its rules tell it was made for, and Table has the chains and rules that are there: a rule that
+	// is not Verdict's is a nft.Foreign.
 	Structure nft.Structure
 	Table     nft.Table
-	// Wrong says in words in what sets, chains and rules are not those of such a structure. Numbered chains count as right here,
-	// whether anything leads to them or not.
+	// Wrong says in words in what sets, chains and rules are not those of such a structure. Numbered chains count as
+	// right here, whether anything leads to them or not.
 	Wrong []string
 }
 
@@ -171,9 +171,9 @@ type Contents struct {
 	Wrong []string
 	// Contradictions are elements that do not fit together.
 	Contradictions []nft.Difference
-	// Quiet says that the tables were not written to while they were read. Otherwise what was found may never have been there at
-	// one moment, and elements may be missing. What is Wrong, and the Contradictions, were then looked for piece by piece, each
-	// at a moment when nobody wrote, and without Unchecked frontends for which there was none.
+	// Quiet says that the tables were not written to while they were read. Otherwise what was found may never have been
+	// there at one moment, and elements may be missing. What is Wrong, and the Contradictions, were then looked for
+	// piece by piece, each at a moment when nobody wrote, and without Unchecked frontends for which there was none.
 	Quiet     bool
 	Unchecked int
 }
@@ -181,8 +181,8 @@ type Contents struct {
 // quietTries is how often everything is read in the hope that nobody writes meanwhile.
 const quietTries = 3
 
-// Contents reads everything, at a cost that grows with the number of elements: half a second for 100,000. It is compared with
-// the tables of a model; nil stands for what the elements found ask for.
+// Contents reads everything, at a cost that grows with the number of elements: half a second for 100,000. It is
+// compared with the tables of a model; nil stands for what the elements found ask for.
 func (r *Reader) Contents(wanted *nft.Model) (c *Contents, err error) {
 	for range quietTries {
 		quiet, err := r.quietly(func() (err error) {
@@ -351,15 +351,18 @@ func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 	return c, nil
 }
 
-// miscounted says which sets have other elements besides those that were read, where the kernel counts them: slots that no pool
-// leads to are not seen if they are read by their keys.
+// miscounted says which sets have other elements besides those that were read, where the kernel counts them: slots
+// that no pool leads to are not seen if they are read by their keys.
 func (s *structure) miscounted(f ipfamily.Family, read *[nft.NumSets][]nft.Element) (out []string) {
 	for set := range nft.NumSets {
 		if !s.counted || !set.IsContent() || nft.SetByID(set).Interval {
 			continue
 		}
 		if n := s.counts[set] - len(read[set]); n > 0 {
-			out = append(out, fmt.Sprintf("%s %s: %s holds %d elements more than the pools lead to", f.NFT(), nft.TableName, set, n))
+			out = append(
+				out,
+				fmt.Sprintf("%s %s: %s holds %d elements more than the pools lead to", f.NFT(), nft.TableName, set, n),
+			)
 		}
 	}
 	return out

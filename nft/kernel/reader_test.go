@@ -27,8 +27,8 @@ func openReader(t testing.TB, h *lab.Host) *Reader {
 	return r
 }
 
-// TestReaderReadsStructures: what rules were made for is read from the rules alone, and the digest of what was read is that of the
-// revision.
+// TestReaderReadsStructures: what rules were made for is read from the rules alone, and the digest of what was read
+// is that of the revision.
 func TestReaderReadsStructures(t *testing.T) {
 	for _, name := range slices.Sorted(mapsKeys(configs)) {
 		for _, all := range []bool{false, true} {
@@ -40,7 +40,11 @@ func TestReaderReadsStructures(t *testing.T) {
 	}
 	for _, pods := range []string{"10.244.0.0/16", "10.0.0.0/9", "10.128.0.0/11", "10.1.2.0/24", "10.1.2.3/32", "0.0.0.0/0", "192.0.2.128/25"} {
 		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
-		checkStructure(t, pods, &dataplane.State{Pods4: p, Pods6: dataplane.Pods{InterfacePrefix: "cali"}, LocalhostNodePorts: true})
+		checkStructure(
+			t,
+			pods,
+			&dataplane.State{Pods4: p, Pods6: dataplane.Pods{InterfacePrefix: "cali"}, LocalhostNodePorts: true},
+		)
 	}
 	for _, pods := range []string{"fd00::/8", "2001:db8:7::/48", "fd00:244::/33", "::/0"} {
 		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
@@ -110,8 +114,8 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		for _, d := range found.Contradictions {
 			wrong = append(wrong, d.String())
 		}
-		// What is looked for by pieces, as it must be if the tables are written to all the time, is the same but for slots that no
-		// pool leads to.
+		// What is looked for by pieces, as it must be if the tables are written to all the time, is the same but for slots
+		// that no pool leads to.
 		pieces := *found
 		labtest.Check(t, reader.piecemeal(&pieces))
 		for _, d := range found.Contradictions {
@@ -120,7 +124,8 @@ func TestReaderSeesForeignHands(t *testing.T) {
 				t.Errorf("by pieces it is not found: %v", d)
 			}
 		}
-		if pieces.Unchecked > 0 || len(pieces.Contradictions) > len(found.Contradictions) || len(pieces.Wrong) > len(found.Wrong) {
+		if pieces.Unchecked > 0 || len(pieces.Contradictions) > len(found.Contradictions) ||
+			len(pieces.Wrong) > len(found.Wrong) {
 			t.Errorf("by pieces: %d unchecked, %v, %v", pieces.Unchecked, pieces.Contradictions, pieces.Wrong)
 		}
 		for _, d := range m.Differences(&found.Found, &ipfamily.Per[nft.Table]{found.Tables[0].Table, found.Tables[1].Table}) {

@@ -36,8 +36,8 @@ func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	return found, nil
 }
 
-// claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it stays
-// everybody's, since the kernel does not change that: it has to be made anew.
+// claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it
+// stays everybody's, since the kernel does not change that: it has to be made anew.
 func (b *Backend) claim() error {
 	port, err := b.conn.Wire.Port()
 	if err != nil {
@@ -67,12 +67,12 @@ func (b *Backend) claim() error {
 	return nil
 }
 
-// dumpMost is how many slots are read by listing the whole map. The kernel walks it anew for each datagram of a list, so that
-// larger ones are read faster by their keys, which follow from the frontends.
+// dumpMost is how many slots are read by listing the whole map. The kernel walks it anew for each datagram of a list,
+// so that larger ones are read faster by their keys, which follow from the frontends.
 const dumpMost = 32768
 
-// readElements is Conn.readElements, and finds the slots that no pool leads to, too: if others left such and they stayed, each Check
-// would find them and no correction would end that.
+// readElements is Conn.readElements, and finds the slots that no pool leads to, too: if others left such and they
+// stayed, each Check would find them and no correction would end that.
 func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale) error {
 	most := b.dumpMost
 	for i := range found {
@@ -97,8 +97,8 @@ func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale)
 	return nil
 }
 
-// readElements reads what the tables hold in stale buckets. More slots than most are read by their keys, as all are of which only
-// some buckets are stale.
+// readElements reads what the tables hold in stale buckets. More slots than most are read by their keys, as all are
+// of which only some buckets are stale.
 func (c *Conn) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale, most int) error {
 	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
@@ -157,8 +157,8 @@ func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
 	return b.model.SetSlots(unread), nil
 }
 
-// checkBudget bounds how long a Check keeps its caller, who may have a change to write; an inspection goes on after restFactor
-// times as long.
+// checkBudget bounds how long a Check keeps its caller, who may have a change to write; an inspection goes on after
+// restFactor times as long.
 const (
 	checkBudget = 5 * time.Millisecond
 	restFactor  = 4
@@ -173,9 +173,9 @@ type inspection struct {
 	again int
 }
 
-// Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the next Apply
-// repairs it. It also ends what transactions left to do: affinity entries of endpoints that are gone. Again is when it wants
-// to go on; 0 means that it is through.
+// Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the
+// next Apply repairs it. It also ends what transactions left to do: affinity entries of endpoints that are gone.
+// Again is when it wants to go on; 0 means that it is through.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.trust != certain { // the next Apply will look
 		return nil, 0, nil
@@ -244,8 +244,8 @@ func (b *Backend) recount() (more bool, err error) {
 	return len(b.model.Recounts(1)) > 0, nil
 }
 
-// lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our tables, and
-// begins an inspection unless nobody else could have written to them.
+// lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our
+// tables, and begins an inspection unless nobody else could have written to them.
 func (b *Backend) lookAround() ([]string, error) {
 	generation, err := b.reader.Generation()
 	if err != nil || generation == b.generation {
@@ -266,9 +266,21 @@ func (b *Backend) lookAround() ([]string, error) {
 		case info.handle != was.handle:
 			found = append(found, fmt.Sprintf("%s %s: the table is another one", f.NFT(), nft.TableName))
 		case info.owner != was.owner:
-			found = append(found, fmt.Sprintf("%s %s: the table's owner is netlink port %d, no longer %d", f.NFT(), nft.TableName, info.owner, was.owner))
+			found = append(
+				found,
+				fmt.Sprintf(
+					"%s %s: the table's owner is netlink port %d, no longer %d",
+					f.NFT(),
+					nft.TableName,
+					info.owner,
+					was.owner,
+				),
+			)
 		case info.flags != was.flags:
-			found = append(found, fmt.Sprintf("%s %s: the table's flags are %#x, no longer %#x", f.NFT(), nft.TableName, info.flags, was.flags))
+			found = append(
+				found,
+				fmt.Sprintf("%s %s: the table's flags are %#x, no longer %#x", f.NFT(), nft.TableName, info.flags, was.flags),
+			)
 		}
 		mine = mine && info.owner != 0
 	}
@@ -366,8 +378,8 @@ func differences(f ipfamily.Family, want []nft.Element, got map[string]nft.Eleme
 	return found
 }
 
-// inspectRanges compares the sets of ranges, which are listed as a whole, and the numbers of elements of others that are small
-// enough for that.
+// inspectRanges compares the sets of ranges, which are listed as a whole, and the numbers of elements of others that
+// are small enough for that.
 func (b *Backend) inspectRanges() (found []string, err error) {
 	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {

@@ -13,7 +13,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// TestReplay: the batches of a fill and of changes take another kernel to the same content; what is refused is an error.
+// TestReplay: the batches of a fill and of changes take another kernel to the same content; what is refused is an
+// error.
 func TestReplay(t *testing.T) {
 	_, b := host(t)
 	_, other := host(t)

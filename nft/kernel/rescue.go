@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints: those
-// of the present layout, or of an older one.
+// rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints:
+// those of the present layout, or of an older one.
 func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
 	for i, f := range ipfamily.All {
 		if !b.tables[i].there {
@@ -58,8 +58,8 @@ func (c *Conn) rescue(f ipfamily.Family, m *nft.Model) (out []nft.Listed, err er
 	return out, nil
 }
 
-// layout1Pools reads what the ids of pools stand for in layout 1, which had them for session affinity alone: its maps sticky and
-// outside-sticky, of the years before tables had pools.
+// layout1Pools reads what the ids of pools stand for in layout 1, which had them for session affinity alone: its maps
+// sticky and outside-sticky, of the years before tables had pools.
 func (c *Conn) layout1Pools(f ipfamily.Family) (map[uint32]dataplane.Counted, error) {
 	out := map[uint32]dataplane.Counted{}
 	for _, name := range [...]string{"sticky", "outside-sticky"} {

@@ -53,8 +53,8 @@ func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
 // structure is what a table holds besides elements, compared with what it should.
 type structure struct {
 	nft.Found
-	// sets says that all sets are there and as they should be, and chains such that elements and rules alone can mend the table;
-	// counted that the kernel tells how many elements sets have.
+	// sets says that all sets are there and as they should be, and chains such that elements and rules alone can mend
+	// the table; counted that the kernel tells how many elements sets have.
 	sets, counted bool
 	// digested says that the digests are such as Verdict writes.
 	digested bool
@@ -63,8 +63,8 @@ type structure struct {
 	wrong []string
 }
 
-// structure reads a table back and compares it with what it should be. Chains that should not be there but have a name of ours
-// count as found, and are compared with what their name promises.
+// structure reads a table back and compares it with what it should be. Chains that should not be there but have a
+// name of ours count as found, and are compared with what their name promises.
 func (c *Conn) structure(f ipfamily.Family, want nft.Table, layout nft.Structure) (*structure, error) {
 	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
 	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s))

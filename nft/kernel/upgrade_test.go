@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// cart gives the objects that the rulesets in testdata/layouts were written for: a Service with session affinity of both families and
-// externalTrafficPolicy Local.
+// cart gives the objects that the rulesets in testdata/layouts were written for: a Service with session affinity of
+// both families and externalTrafficPolicy Local.
 func cart() *dataplane.State {
 	n := snapshot.Name{Namespace: "shop", Name: "cart"}
 	snap := snapshot.New()
@@ -27,14 +27,20 @@ func cart() *dataplane.State {
 		s := &snapshot.Slice{Name: snapshot.Name{Namespace: n.Namespace, Name: name}, Service: n.Name,
 			Ports: []snapshot.SlicePort{{Name: "http", Protocol: snapshot.TCP, Port: 8080}}}
 		for i, a := range addrs {
-			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: addr(a), Node: fmt.Sprintf("node-%d", i+1), Ready: true, Serving: true})
+			s.Endpoints = append(
+				s.Endpoints,
+				snapshot.Endpoint{Addr: addr(a), Node: fmt.Sprintf("node-%d", i+1), Ready: true, Serving: true},
+			)
 		}
 		return s
 	}
 	four, six := slice("cart-1", "10.244.1.2", "10.244.2.2"), slice("cart-2", "fd00:10:244:1::2", "fd00:10:244:2::2")
 	snap.Apply(snapshot.Delta{
 		Services: map[snapshot.Name]*snapshot.Service{n: {Name: n, Affinity: 3 * time.Hour, ExternalLocal: true,
-			ClusterIPs: []netip.Addr{addr("10.96.0.1"), addr("fd00:10:96::1")}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
+			ClusterIPs: []netip.Addr{
+				addr("10.96.0.1"),
+				addr("fd00:10:96::1"),
+			}, LoadBalancerIPs: []netip.Addr{addr("203.0.113.1")},
 			SourceRanges: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("10.0.0.0/8")},
 			Ports:        []snapshot.Port{{Name: "http", Protocol: snapshot.TCP, Port: 80}}}},
 		Slices: map[snapshot.Name]*snapshot.Slice{four.Name: four, six.Name: six},
@@ -45,8 +51,8 @@ func cart() *dataplane.State {
 	return st
 }
 
-// TestUpgrade starts on the tables of every earlier layout. They are replaced in one transaction, and the clients that they remember
-// stay with their endpoints.
+// TestUpgrade starts on the tables of every earlier layout. They are replaced in one transaction, and the clients
+// that they remember stay with their endpoints.
 func TestUpgrade(t *testing.T) {
 	layouts, err := filepath.Glob("testdata/layouts/*.nft")
 	labtest.Check(t, err)
@@ -64,9 +70,15 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 	text, err := os.ReadFile(file)
 	labtest.Check(t, err)
 	labtest.Run(t, h, string(text), n.Path, "-f", "-")
-	clients := map[ipfamily.Family][]string{ipfamily.IPv4: {"10.244.7.7", "10.244.7.8"}, ipfamily.IPv6: {"fd00:10:244:7::7", "fd00:10:244:7::8"}}
+	clients := map[ipfamily.Family][]string{
+		ipfamily.IPv4: {"10.244.7.7", "10.244.7.8"},
+		ipfamily.IPv6: {"fd00:10:244:7::7", "fd00:10:244:7::8"},
+	}
 	pools := map[ipfamily.Family]string{ipfamily.IPv4: "5655:8476", ipfamily.IPv6: "5669:57be"}
-	eps := map[ipfamily.Family][]string{ipfamily.IPv4: {"10.244.1.2", "10.244.2.2"}, ipfamily.IPv6: {"fd00:10:244:1::2", "fd00:10:244:2::2"}}
+	eps := map[ipfamily.Family][]string{
+		ipfamily.IPv4: {"10.244.1.2", "10.244.2.2"},
+		ipfamily.IPv6: {"fd00:10:244:1::2", "fd00:10:244:2::2"},
+	}
 	for f, list := range clients {
 		for i, c := range list {
 			labtest.Run(t, h, fmt.Sprintf("add element %s verdict affinity { %s . %s timeout 3h expires 2h : %s . 8080 }",
@@ -74,8 +86,15 @@ func upgrade(t *testing.T, file string, n labtest.Nft) {
 		}
 	}
 	// One from outside, which has the pool of this node's endpoints; and one whose pool nobody has any more.
-	labtest.Run(t, h, "add element ip verdict affinity { 198.51.100.9 . 5655:8609 timeout 3h expires 2h : 10.244.1.2 . 8080,"+
-		" 10.244.7.9 . 5600:1 timeout 3h expires 2h : 10.244.1.2 . 8080 }", n.Path, "-f", "-")
+	labtest.Run(
+		t,
+		h,
+		"add element ip verdict affinity { 198.51.100.9 . 5655:8609 timeout 3h expires 2h : 10.244.1.2 . 8080,"+
+			" 10.244.7.9 . 5600:1 timeout 3h expires 2h : 10.244.1.2 . 8080 }",
+		n.Path,
+		"-f",
+		"-",
+	)
 	before, err := b.reader.Generation()
 	labtest.Check(t, err)
 	st := cart()

@@ -7,9 +7,10 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// The userdata of a set tells nft how to print its elements; the kernel only stores it. The numbers below are libnftnl's and
-// libnftables' (include/libnftnl/udata.h, include/expression.h, include/proto.h): type, length and value in one byte each
-// but for the value, numbers in the host's order. Tests compare it with what nft itself writes.
+// The userdata of a set tells nft how to print its elements; the kernel only stores it. The numbers below are
+// libnftnl's and libnftables' (include/libnftnl/udata.h, include/expression.h, include/proto.h): type, length and
+// value in one byte each but for the value, numbers in the host's order. Tests compare it with what nft itself
+// writes.
 const (
 	udataComment     = 0 // of a table, chain or element
 	udataKeyOrder    = 0
@@ -131,7 +132,8 @@ func typeofField(f ipfamily.Family, field nft.Field) []byte {
 	panic("kernel: a field that no set has as its key")
 }
 
-// The data types of libnftables (include/datatype.h) that nft shows without typeof; a concatenation packs six bits each.
+// The data types of libnftables (include/datatype.h) that nft shows without typeof; a concatenation packs six bits
+// each.
 const (
 	typeInteger = 4
 	typeIPv4    = 7

@@ -123,8 +123,8 @@ func (c *content) incomplete() string {
 	return ""
 }
 
-// fact is what the kernel must hold whatever happened before: an element, or of a slot that it is there and, for itself, which
-// endpoint there is.
+// fact is what the kernel must hold whatever happened before: an element, or of a slot that it is there and, for
+// itself, which endpoint there is.
 type fact struct {
 	element    nft.Element
 	slot, data string
@@ -289,7 +289,8 @@ func (w *walker) verifyQuiet() {
 	}
 }
 
-// handle looks whether a table is still the same. One that was made anew without need has lost its affinity without need.
+// handle looks whether a table is still the same. One that was made anew without need has lost its affinity without
+// need.
 func (w *walker) handle(i int, info tableInfo) {
 	w.t.Helper()
 	if was := w.handles[i]; was != info.handle {

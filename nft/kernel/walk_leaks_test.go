@@ -15,12 +15,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-var walkSyncs = flag.Int("walk.syncs", 0, "how many transactions TestLeaks looks at; 0 means as many as everyday tests should")
+var walkSyncs = flag.Int(
+	"walk.syncs",
+	0,
+	"how many transactions TestLeaks looks at; 0 means as many as everyday tests should",
+)
 
 // leakSeed is no walk's.
 const leakSeed = 1 << 32
 
-// leakRounds is how often everything is taken away and measured, after a first round that fills the kernel's and Go's caches.
+// leakRounds is how often everything is taken away and measured, after a first round that fills the kernel's and Go's
+// caches.
 const leakRounds = 10
 
 // The tolerances. Goroutines and descriptors are counted, and none may be left. The kernel's memory is that of a
@@ -38,11 +43,17 @@ type usage struct {
 }
 
 func (u usage) String() string {
-	return fmt.Sprintf("%d goroutines, %d files, heap %d KiB, kernel %d KiB", u.goroutines, u.files, u.heap>>10, u.kernel>>10)
+	return fmt.Sprintf(
+		"%d goroutines, %d files, heap %d KiB, kernel %d KiB",
+		u.goroutines,
+		u.files,
+		u.heap>>10,
+		u.kernel>>10,
+	)
 }
 
-// TestLeaks has a backend write many small transactions, with restarts, refusals, faults and foreign hands, and then take everything
-// away: nothing is left, be it of the first few or of many.
+// TestLeaks has a backend write many small transactions, with restarts, refusals, faults and foreign hands, and then
+// take everything away: nothing is left, be it of the first few or of many.
 func TestLeaks(t *testing.T) {
 	syncs := *walkSyncs
 	switch {
@@ -126,8 +137,8 @@ func (w *walker) sync() {
 	}
 }
 
-// empty takes everything away, ends the process, and measures what is left, until that is no more than before or does not get
-// less. Then another process begins.
+// empty takes everything away, ends the process, and measures what is left, until that is no more than before or does
+// not get less. Then another process begins.
 func (w *walker) empty(before usage) (u usage) {
 	w.t.Helper()
 	w.must(w.backend.Remove())

@@ -30,7 +30,17 @@ const (
 	numVerbs
 )
 
-var verbNames = [numVerbs]string{"batch", "generation", "table", "sets", "chains", "rules", "elements", "keys", "affinity"}
+var verbNames = [numVerbs]string{
+	"batch",
+	"generation",
+	"table",
+	"sets",
+	"chains",
+	"rules",
+	"elements",
+	"keys",
+	"affinity",
+}
 
 // verbOf reads what a datagram asks for.
 func verbOf(b []byte) verb {
@@ -75,8 +85,17 @@ const (
 	numIllnesses
 )
 
-var illnessNames = [numIllnesses]string{"interrupted", "send fails", "closed before", "recv fails", "answer lost", "closed after",
-	"refused falsely", "too long", "others first"}
+var illnessNames = [numIllnesses]string{
+	"interrupted",
+	"send fails",
+	"closed before",
+	"recv fails",
+	"answer lost",
+	"closed after",
+	"refused falsely",
+	"too long",
+	"others first",
+}
 
 // trouble is an illness that strikes once.
 type trouble struct {
@@ -110,8 +129,8 @@ type faults struct {
 	// round counts how often all wires became well.
 	round int
 
-	// harm counts what may make a call of the Backend's fail; lies are false refusals, after which it may write everything anew;
-	// steps counts what may make it write in steps.
+	// harm counts what may make a call of the Backend's fail; lies are false refusals, after which it may write
+	// everything anew; steps counts what may make it write in steps.
 	harm, lies, steps int
 	// struck counts, for good, what happened.
 	struck map[string]int
@@ -187,8 +206,8 @@ func (f *faults) judge(t *trouble) {
 type walkWire struct {
 	netlink.Wire
 	f *faults
-	// ill strikes while the answer is read; again is an interrupted call that is made once more. Answers are made up and come
-	// before the kernel's.
+	// ill strikes while the answer is read; again is an interrupted call that is made once more. Answers are made up and
+	// come before the kernel's.
 	ill, again *trouble
 	answers    [][]byte
 }
@@ -293,7 +312,10 @@ func falseRefusal(b []byte, errno unix.Errno, r *rand.Rand) []byte {
 
 // arm lets a trouble strike one of the next datagrams, and says which.
 func (f *faults) arm(r *rand.Rand, owned bool) string {
-	t := &trouble{verb: oneOf(r, verbBatch, verb(r.IntN(int(numVerbs))), verb(r.IntN(int(numVerbs)))), illness: illness(r.IntN(int(numIllnesses)))}
+	t := &trouble{
+		verb:    oneOf(r, verbBatch, verb(r.IntN(int(numVerbs))), verb(r.IntN(int(numVerbs)))),
+		illness: illness(r.IntN(int(numIllnesses))),
+	}
 	switch t.illness {
 	case sendFails:
 		t.errno = oneOf(r, unix.ENOBUFS, unix.ENOMEM)

@@ -12,8 +12,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// walkWorld is the cluster as it really is, which nobody sees but through deltas. Its universe is small, so that names, addresses
-// and ports collide all the time.
+// walkWorld is the cluster as it really is, which nobody sees but through deltas. Its universe is small, so that
+// names, addresses and ports collide all the time.
 type walkWorld struct {
 	services map[snapshot.Name]*snapshot.Service
 	slices   map[snapshot.Name]*snapshot.Slice
@@ -29,13 +29,24 @@ const (
 )
 
 var (
-	worldHosts = []netip.Addr{addr("127.0.0.1"), addr("192.0.2.1"), addr("192.0.2.2"), addr("2001:db8::1"), addr("2001:db8::2"), addr("fe80::1")}
+	worldHosts = []netip.Addr{
+		addr("127.0.0.1"),
+		addr("192.0.2.1"),
+		addr("192.0.2.2"),
+		addr("2001:db8::1"),
+		addr("2001:db8::2"),
+		addr("fe80::1"),
+	}
 	worldCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("10.97.0.0/16"),
-		netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("255.255.255.0/24"), netip.MustParsePrefix("fd00:10:96::/112"),
+		netip.MustParsePrefix(
+			"10.96.0.0/12",
+		), netip.MustParsePrefix("255.255.255.0/24"), netip.MustParsePrefix("fd00:10:96::/112"),
 		netip.MustParsePrefix("fd00:10:96::/64")}
 	worldSources = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/25"), netip.MustParsePrefix("198.51.100.0/24"),
 		netip.MustParsePrefix("198.51.100.128/25"), netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("0.0.0.0/0"),
-		netip.MustParsePrefix("2001:db8:1::/48"), netip.MustParsePrefix("2001:db8::/32"), netip.MustParsePrefix("255.255.255.255/32")}
+		netip.MustParsePrefix(
+			"2001:db8:1::/48",
+		), netip.MustParsePrefix("2001:db8::/32"), netip.MustParsePrefix("255.255.255.255/32")}
 	worldPods = []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24"), netip.MustParsePrefix("10.244.2.0/24"),
 		netip.MustParsePrefix("fd00:10:244:1::/64")}
 )
@@ -290,10 +301,16 @@ func (w *walkWorld) burst(come bool) snapshot.Delta {
 		}
 		d.Services[n] = &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{lab.Nth(lab.ServiceRange[0], 1000+i)},
 			ExternalIPs: []netip.Addr{lab.Nth(lab.ExternalRange[0], 100+i%100)}, Affinity: time.Duration(i%2) * time.Hour,
-			Ports: []snapshot.Port{{Protocol: snapshot.TCP, Port: 1000 + uint16(i)}, {Name: "n", Protocol: snapshot.TCP, Port: 2000 + uint16(i)}}}
+			Ports: []snapshot.Port{
+				{Protocol: snapshot.TCP, Port: 1000 + uint16(i)},
+				{Name: "n", Protocol: snapshot.TCP, Port: 2000 + uint16(i)},
+			}}
 		s := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 80}}}
 		for e := range 3 {
-			s.Endpoints = append(s.Endpoints, snapshot.Endpoint{Addr: lab.Nth(lab.PodRange[0], 2000+3*i+e), Ready: true, Serving: true})
+			s.Endpoints = append(
+				s.Endpoints,
+				snapshot.Endpoint{Addr: lab.Nth(lab.PodRange[0], 2000+3*i+e), Ready: true, Serving: true},
+			)
 		}
 		d.Slices[n] = s
 	}

@@ -5,9 +5,9 @@ import (
 	"time"
 )
 
-// CheckEvery is how often the loop has the Writer look for what others changed, besides once after each transaction, unless the
-// Writer asks for another time: so a change is noticed, and repaired, within a second, even if the loop is busy for as long
-// again.
+// CheckEvery is how often the loop has the Writer look for what others changed, besides once after each transaction,
+// unless the Writer asks for another time: so a change is noticed, and repaired, within a second, even if the loop is
+// busy for as long again.
 const CheckEvery = 500 * time.Millisecond
 
 // checkRoom is a rest that a Check does not exceed.
@@ -38,9 +38,9 @@ func (l *Loop) check() {
 	}
 }
 
-// checkNow says whether a Check should be made though there is something to write, where changes come one right after another.
-// It should if it is due and the rest after a transaction, in which changes have to wait anyway, is long enough for it; and,
-// so that short rests do not put it off for ever, if it is overdue by as long as it may wait.
+// checkNow says whether a Check should be made though there is something to write, where changes come one right after
+// another. It should if it is due and the rest after a transaction, in which changes have to wait anyway, is long
+// enough for it; and, so that short rests do not put it off for ever, if it is overdue by as long as it may wait.
 func (l *Loop) checkNow(rested time.Time) bool {
 	now := time.Now()
 	if l.dirty || now.Before(l.checkAt) {

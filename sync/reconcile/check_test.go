@@ -52,7 +52,8 @@ func TestCheckOnlyWhatIsHeld(t *testing.T) {
 	})
 }
 
-// TestForeignChange says that what a Check finds is repaired at once, by a transaction even if nothing else has changed.
+// TestForeignChange says that what a Check finds is repaired at once, by a transaction even if nothing else has
+// changed.
 func TestForeignChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{}
@@ -121,7 +122,8 @@ func TestCheckAgain(t *testing.T) {
 	})
 }
 
-// TestCheckFails says that a Check which fails goes on being made, and is a line in the log once, until it has succeeded.
+// TestCheckFails says that a Check which fails goes on being made, and is a line in the log once, until it has
+// succeeded.
 func TestCheckFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		err := errors.New("no buffer space")
@@ -166,8 +168,8 @@ func TestChangeBeforeCheck(t *testing.T) {
 	}
 }
 
-// TestCheckAmidChanges says that changes without a pause put off the Checks for a while if the rests between transactions are
-// short, but not for ever, and that they do not wait for a Check where it fits into a rest.
+// TestCheckAmidChanges says that changes without a pause put off the Checks for a while if the rests between
+// transactions are short, but not for ever, and that they do not wait for a Check where it fits into a rest.
 func TestCheckAmidChanges(t *testing.T) {
 	for _, c := range []struct {
 		takes, checkTakes time.Duration

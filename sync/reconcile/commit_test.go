@@ -72,8 +72,9 @@ func (w *partWriter) Check() ([]string, time.Duration, error) {
 
 func (w *partWriter) Remove() error { return nil }
 
-// TestCommitsTellWhatIsProgrammed: whatever is written in parts, refused, tried again or fails, who listens to commits knows
-// which Services the kernel holds wholly, and Before is what was told of last. Each Writing has one answer.
+// TestCommitsTellWhatIsProgrammed: whatever is written in parts, refused, tried again or fails, who listens to
+// commits knows which Services the kernel holds wholly, and Before is what was told of last. Each Writing has one
+// answer.
 func TestCommitsTellWhatIsProgrammed(t *testing.T) {
 	met := partWriter{}
 	for seed := range uint64(40) {

@@ -49,7 +49,9 @@ func TestInSync(t *testing.T) {
 		q, _ := start(t, b)
 		slice := snapshot.Name{Namespace: "default", Name: "a-1"}
 		changed := func() snapshot.Delta {
-			return snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{slice: {Name: slice, Service: "a", Triggered: time.Now()}}}
+			return snapshot.Delta{
+				Slices: map[snapshot.Name]*snapshot.Slice{slice: {Name: slice, Service: "a", Triggered: time.Now()}},
+			}
 		}
 		expect := func(what, want string) {
 			t.Helper()

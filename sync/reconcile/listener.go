@@ -7,12 +7,12 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Listener hears what a Loop does. A field that is nil is not called. The Loop calls its listeners in their order, in its own
-// goroutine, in the order in which things happen.
+// Listener hears what a Loop does. A field that is nil is not called. The Loop calls its listeners in their order, in
+// its own goroutine, in the order in which things happen.
 //
-// The next transaction waits until a listener returns. So a listener must not block: it must do no I/O and must not wait for
-// anybody who takes longer than a moment. It must not call the Loop's Run or the Queue's Take. It may keep what an event
-// points to and must not change it, except for InSync.Snapshot.
+// The next transaction waits until a listener returns. So a listener must not block: it must do no I/O and must not
+// wait for anybody who takes longer than a moment. It must not call the Loop's Run or the Queue's Take. It may keep
+// what an event points to and must not change it, except for InSync.Snapshot.
 type Listener struct {
 	// Writing is called before the Writer is asked. Exactly one of Committed and Failed follows.
 	Writing func()
@@ -22,15 +22,15 @@ type Listener struct {
 	Failed func(Failure)
 	// Written is called when the last part of a state is written: after Committed, unless Receipt.Left names Services.
 	Written func(Transaction)
-	// InSync is called whenever the kernel holds all that was taken from the queue, but for what is quarantined. It may not
-	// have taken a transaction.
+	// InSync is called whenever the kernel holds all that was taken from the queue, but for what is quarantined. It may
+	// not have taken a transaction.
 	InSync func(InSync)
 	// Checked is called after each look at what others changed.
 	Checked func(Check)
 	// Quarantined is called with Services that are put into quarantine, and why.
 	Quarantined func(*dataplane.Refused)
-	// Unscheduled is called with Services that are programmed without the Scheduling they ask for, because the kernel refuses
-	// it, or because the planner does, at all their addresses or at some.
+	// Unscheduled is called with Services that are programmed without the Scheduling they ask for, because the kernel
+	// refuses it, or because the planner does, at all their addresses or at some.
 	Unscheduled func(*dataplane.Refused)
 	// Contested is called with new conflicts, summed up; there may be many.
 	Contested func([]dataplane.ConflictSummary)
@@ -38,13 +38,13 @@ type Listener struct {
 
 // Commit is one transaction that the kernel acknowledged.
 type Commit struct {
-	// Before and After are the Services that the transaction may have changed: as they were programmed before, and as they are
-	// now. Both have the same order; a Service is nil where there is none, which may be in both. A Service that is not wholly written
-	// (Receipt.Left) is not named until it is; then its Before is what was programmed before its first part. So for each
-	// Service, the Before of one Commit is the After of the last Commit that named it.
+	// Before and After are the Services that the transaction may have changed: as they were programmed before, and as
+	// they are now. Both have the same order; a Service is nil where there is none, which may be in both. A Service that
+	// is not wholly written (Receipt.Left) is not named until it is; then its Before is what was programmed before its
+	// first part. So for each Service, the Before of one Commit is the After of the last Commit that named it.
 	Before, After []*dataplane.Service
-	// Receipt is that of this transaction alone. If it is Full, the Writer wrote everything anew, also what Before and After
-	// do not name.
+	// Receipt is that of this transaction alone. If it is Full, the Writer wrote everything anew, also what Before and
+	// After do not name.
 	dataplane.Receipt
 	// First says that the transaction belongs to the first state, which may be written in parts.
 	First bool

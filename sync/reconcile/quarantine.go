@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Quarantined is a Service that the kernel refuses. What the kernel took of it before stays in force, but for what other
-// Services have got since.
+// Quarantined is a Service that the kernel refuses. What the kernel took of it before stays in force, but for what
+// other Services have got since.
 type Quarantined struct {
 	Name snapshot.Name
 	// Err is what the kernel says of it.
@@ -68,13 +68,13 @@ func (l *Loop) publish() {
 	l.lists.Store(&lists)
 }
 
-// A Service that is refused is tried again after trialFirst, then after twice as long each time up to trialMost. Each trial
-// that fails costs all others a second transaction, and mostly it takes a change of the Service to end well.
+// A Service that is refused is tried again after trialFirst, then after twice as long each time up to trialMost. Each
+// trial that fails costs all others a second transaction, and mostly it takes a change of the Service to end well.
 const (
 	trialFirst = time.Second
 	trialMost  = 5 * time.Minute
-	// trialMostUnscheduled is for those that lack only their Scheduling. It ends when somebody else goes, such as a kube-proxy in IPVS mode,
-	// and a trial costs the others no transaction of nftables.
+	// trialMostUnscheduled is for those that lack only their Scheduling. It ends when somebody else goes, such as a
+	// kube-proxy in IPVS mode, and a trial costs the others no transaction of nftables.
 	trialMostUnscheduled = 30 * time.Second
 )
 
@@ -85,8 +85,9 @@ type quarantine struct {
 	// next is when it is tried again, wait how long it waits for that.
 	next time.Time
 	wait time.Duration
-	// changed says that it has changed since it was refused. Then it is tried at once, and the next trial is when it would be
-	// anyway: a Service whose endpoints come and go does not put off its next trial, nor is it a line in the log each time.
+	// changed says that it has changed since it was refused. Then it is tried at once, and the next trial is when it
+	// would be anyway: a Service whose endpoints come and go does not put off its next trial, nor is it a line in the
+	// log each time.
 	changed bool
 	// trial says that the state has it as it should be.
 	trial bool
@@ -112,7 +113,8 @@ func (a *quarantine) refused(err error, now time.Time) (counts bool) {
 	return true
 }
 
-// unanswered takes note that a trial ended without an answer. For one that changed, what was said of it before means little.
+// unanswered takes note that a trial ended without an answer. For one that changed, what was said of it before means
+// little.
 func (a *quarantine) unanswered(now time.Time) {
 	if a.changed {
 		a.wait = 0
@@ -164,8 +166,15 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	a = w.quarantine(n)
 	a.unscheduled = false
 	if news = a.refused(err, time.Now()); news {
-		l.Log.Error("the kernel refuses this Service; it is quarantined, and what the kernel held of it before stays in force",
-			"service", n.String(), "err", err, "retry", a.wait)
+		l.Log.Error(
+			"the kernel refuses this Service; it is quarantined, and what the kernel held of it before stays in force",
+			"service",
+			n.String(),
+			"err",
+			err,
+			"retry",
+			a.wait,
+		)
 	} else {
 		l.Log.Debug("the kernel refuses this Service as it is now, too", "service", n.String(), "err", err)
 	}

@@ -99,7 +99,11 @@ func with(name string, ports ...uint16) snapshot.Delta {
 // endpoint is the one endpoint that all ports of a Service have.
 func endpoint(name, addr string) snapshot.Delta {
 	n := nameOf(name)
-	sl := &snapshot.Slice{Name: n, Service: name, Endpoints: []snapshot.Endpoint{{Addr: netip.MustParseAddr(addr), Ready: true}}}
+	sl := &snapshot.Slice{
+		Name:      n,
+		Service:   name,
+		Endpoints: []snapshot.Endpoint{{Addr: netip.MustParseAddr(addr), Ready: true}},
+	}
 	for _, p := range []uint16{80, 81, poison} {
 		sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: fmt.Sprint("p", p), Protocol: snapshot.TCP, Port: 8080})
 	}
@@ -355,7 +359,8 @@ func TestChangeIsTriedAtOnce(t *testing.T) {
 	})
 }
 
-// TestQuarantinedIsDeleted says that a Service which is gone is quarantined no more, whether the kernel had something of it or not.
+// TestQuarantinedIsDeleted says that a Service which is gone is quarantined no more, whether the kernel had something
+// of it or not.
 func TestQuarantinedIsDeleted(t *testing.T) {
 	for _, ports := range [][]uint16{{80}, {poison}} {
 		synctest.Test(t, func(t *testing.T) {
@@ -472,7 +477,8 @@ func TestGiveUp(t *testing.T) {
 		begin := time.Now()
 		q.Put(with("x", 80, 81))
 		expectCalls(t, b, begin, "0:failed 0:failed 0:1")
-		if lines := log.take("ERROR", "default/x"); len(lines) != 2 || !strings.Contains(lines[1], "nothing of it is in force") {
+		if lines := log.take("ERROR", "default/x"); len(lines) != 2 ||
+			!strings.Contains(lines[1], "nothing of it is in force") {
 			t.Errorf("log: %q", lines)
 		}
 		// It has not changed, and is refused: there is nothing it could fall back on.

@@ -1,7 +1,7 @@
-// Package reconcile drives one Writer to what the cluster asks for: it takes deltas from a queue, keeps the snapshot and the
-// state, and has the difference written. A Service that the kernel refuses is quarantined, so that it keeps nothing else from
-// being written; what others change in the kernel is repaired. It does I/O only through its Writer, and tells Listeners what
-// happened.
+// Package reconcile drives one Writer to what the cluster asks for: it takes deltas from a queue, keeps the snapshot
+// and the state, and has the difference written. A Service that the kernel refuses is quarantined, so that it keeps
+// nothing else from being written; what others change in the kernel is repaired. It does I/O only through its Writer,
+// and tells Listeners what happened.
 package reconcile
 
 import (
@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Loop brings a Writer up to date with a queue. Nothing is written before the queue's sources are all synced, and nothing
-// is withdrawn when the loop ends.
+// Loop brings a Writer up to date with a queue. Nothing is written before the queue's sources are all synced, and
+// nothing is withdrawn when the loop ends.
 type Loop struct {
 	Queue   *snapshot.Queue
 	Planner *dataplane.Planner
@@ -36,7 +36,8 @@ type Loop struct {
 	wrote bool
 	// dirty says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	dirty bool
-	// left says that the backend has not written all of the state yet, and parts and began are what it has written of it, since when.
+	// left says that the backend has not written all of the state yet, and parts and began are what it has written of
+	// it, since when.
 	left  bool
 	parts dataplane.Receipt
 	began time.Time
@@ -45,7 +46,8 @@ type Loop struct {
 	// turns says whose changes are next, once the first state was written: then filled is set.
 	turns  turns
 	filled bool
-	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will wait.
+	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will
+	// wait.
 	retryAt   time.Time
 	retryWait time.Duration
 
@@ -70,9 +72,10 @@ const (
 	retryMost  = 30 * time.Second
 )
 
-// After a transaction the next one waits for restFactor times as long as it took. So the first change after quiet goes out at
-// once, and a burst is gathered for just so long that the kernel, which validates every verdict again at each commit, is not
-// busy with us for more than a fifth of the time. After a long transaction, such as the first, the rest is restMost.
+// After a transaction the next one waits for restFactor times as long as it took. So the first change after quiet
+// goes out at once, and a burst is gathered for just so long that the kernel, which validates every verdict again at
+// each commit, is not busy with us for more than a fifth of the time. After a long transaction, such as the first,
+// the rest is restMost.
 const (
 	restFactor = 4
 	restMost   = 50 * time.Millisecond
@@ -108,7 +111,13 @@ func (l *Loop) Run(ctx context.Context) error {
 			}
 			continue
 		}
-		l.Log.Error("failed to apply a transaction; what the kernel held before stays in force", "err", err, "retry", l.retryWait)
+		l.Log.Error(
+			"failed to apply a transaction; what the kernel held before stays in force",
+			"err",
+			err,
+			"retry",
+			l.retryWait,
+		)
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, retryMost)
 	}
 	return nil
@@ -155,8 +164,8 @@ func (l *Loop) ack() {
 	tell(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
 
-// await waits until there is something to write. While there is not, it looks what others have changed. It returns false when
-// the context ends.
+// await waits until there is something to write. While there is not, it looks what others have changed. It returns
+// false when the context ends.
 func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 	for {
 		due, check := l.turn()
@@ -204,7 +213,8 @@ func (l *Loop) turn() (due time.Time, check bool) {
 	return due, check
 }
 
-// pause waits until the rest after the last transaction is over, at the time given. It returns false when the context ends.
+// pause waits until the rest after the last transaction is over, at the time given. It returns false when the context
+// ends.
 func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bool {
 	if l.checkNow(rested) {
 		l.check()
@@ -287,13 +297,15 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 // crowded tells of Services that have become too large.
 func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Service) {
 	for i, n := range change.Services {
-		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity && (before[i] == nil || !before[i].OverCapacity) {
+		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity &&
+			(before[i] == nil || !before[i].OverCapacity) {
 			l.Log.Warn("this Service has more endpoints than are served", "service", n.String())
 		}
 	}
 }
 
-// write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state without them.
+// write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state
+// without them.
 func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 	l.wrote = true
 	for {

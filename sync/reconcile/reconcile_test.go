@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// fakeBackend stands in for a kernel that can refuse: it notes what it is told, and holds it to what a State and a Change
-// promise.
+// fakeBackend stands in for a kernel that can refuse: it notes what it is told, and holds it to what a State and a
+// Change promise.
 type fakeBackend struct {
 	t    *testing.T
 	loop *Loop
@@ -204,7 +204,9 @@ func start(t *testing.T, b *fakeBackend) (*snapshot.Queue, context.CancelFunc) {
 		b.loop = &Loop{Log: slog.New(slog.DiscardHandler)}
 	}
 	l := b.loop
-	b.t, l.Queue, l.Planner, l.Writer = t, q, dataplane.NewPlanner(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}}), b
+	b.t, l.Queue, l.Planner, l.Writer = t, q, dataplane.NewPlanner(
+		dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto}},
+	), b
 	done := make(chan error, 1)
 	go func() { done <- l.Run(ctx) }()
 	t.Cleanup(func() {
@@ -301,8 +303,8 @@ func TestCountedIsTold(t *testing.T) {
 	})
 }
 
-// TestRefusal says that a refused transaction is tried again by itself, less and less often, and at once when there is news;
-// and that the loop goes on as if nothing had been once the kernel takes it.
+// TestRefusal says that a refused transaction is tried again by itself, less and less often, and at once when there
+// is news; and that the loop goes on as if nothing had been once the kernel takes it.
 func TestRefusal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{refuse: 12}
@@ -344,8 +346,8 @@ func TestRefusal(t *testing.T) {
 	})
 }
 
-// TestBurst says that the first change after quiet goes out at once, and that those of a burst share transactions, the more
-// the longer one takes.
+// TestBurst says that the first change after quiet goes out at once, and that those of a burst share transactions,
+// the more the longer one takes.
 func TestBurst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &fakeBackend{takes: 10 * time.Millisecond}
@@ -355,7 +357,9 @@ func TestBurst(t *testing.T) {
 		begin := time.Now()
 		for i := range 1000 {
 			q.Put(service(string(rune('0' + i%10))))
-			q.Put(snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i), 0, 0}), 16)}})
+			q.Put(
+				snapshot.Delta{ServiceCIDRs: &[]netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i), 0, 0}), 16)}},
+			)
 			time.Sleep(time.Millisecond)
 		}
 		time.Sleep(time.Second)

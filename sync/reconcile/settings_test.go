@@ -10,8 +10,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// TestLeastRest: the first change goes out at once, later ones wait for so long after the last transaction, together. What needs no
-// transaction does not count, and a shorter time counts at once for the rest after the next transaction.
+// TestLeastRest: the first change goes out at once, later ones wait for so long after the last transaction, together.
+// What needs no transaction does not count, and a shorter time counts at once for the rest after the next
+// transaction.
 func TestLeastRest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var least atomic.Int64

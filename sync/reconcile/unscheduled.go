@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// reportUnscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a rule of
-// ours is against it rather than the kernel.
+// reportUnscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a
+// rule of ours is against it rather than the kernel.
 func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Service) {
 	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
 	var wholly []string

@@ -47,7 +47,8 @@ func TestUnscheduled(t *testing.T) {
 			told.Unscheduled != 1 || told.Quarantined != 0 || len(hooked) != 1 {
 			t.Errorf("%+v, %+v, %v", list, told, hooked)
 		}
-		if lines := log.take("WARN"); len(lines) != 1 || !strings.Contains(lines[0], "default/x") || !strings.Contains(lines[0], "ip_vs_lc is missing") {
+		if lines := log.take("WARN"); len(lines) != 1 || !strings.Contains(lines[0], "default/x") ||
+			!strings.Contains(lines[0], "ip_vs_lc is missing") {
 			t.Errorf("log: %q", lines)
 		}
 		time.Sleep(100 * time.Millisecond)
@@ -56,7 +57,8 @@ func TestUnscheduled(t *testing.T) {
 		time.Sleep(100 * time.Millisecond)
 		q.Put(by("rr", with("x", 80)))
 		expectCalls(t, b, begin, "0.2:3")
-		if s := b.kernel.Services[nameOf("x")].Ports[0].Scheduling; s == nil || s.Scheduler != "rr" || b.loop.Unscheduled() != nil {
+		if s := b.kernel.Services[nameOf("x")].Ports[0].Scheduling; s == nil || s.Scheduler != "rr" ||
+			b.loop.Unscheduled() != nil {
 			t.Errorf("%+v, %+v", s, b.loop.Unscheduled())
 		}
 	})
@@ -77,7 +79,8 @@ func TestScheduledLater(t *testing.T) {
 		b.set(func() { b.judge = nil })
 		time.Sleep(6 * time.Second)
 		expectCalls(t, b, begin, "15:1")
-		if lines := log.take("IPVS schedules", "services=1"); len(lines) != 1 || b.kernel.Services[nameOf("x")].Ports[0].Scheduling == nil {
+		if lines := log.take("IPVS schedules", "services=1"); len(lines) != 1 ||
+			b.kernel.Services[nameOf("x")].Ports[0].Scheduling == nil {
 			t.Errorf("log: %q", lines)
 		}
 	})
@@ -128,7 +131,9 @@ func TestTooMuchForIPVS(t *testing.T) {
 			}
 		}})
 		q, _ := start(t, b)
-		b.loop.Planner.SetConfig(dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MaxPerService: 3, MaxPerNamespace: 5}})
+		b.loop.Planner.SetConfig(
+			dataplane.Config{IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto, MaxPerService: 3, MaxPerNamespace: 5}},
+		)
 		expect := func(what, unscheduled, warned string, news ...string) {
 			t.Helper()
 			synctest.Wait()
@@ -140,7 +145,8 @@ func TestTooMuchForIPVS(t *testing.T) {
 				}
 			}
 			lines := strings.Join(log.take("WARN"), " ")
-			if got := strings.Join(names, " "); got != unscheduled || warned == "" != (lines == "") || !strings.Contains(lines, warned) {
+			if got := strings.Join(names, " "); got != unscheduled || warned == "" != (lines == "") ||
+				!strings.Contains(lines, warned) {
 				t.Errorf("%s: without a scheduler %q, want %q; log: %q", what, got, unscheduled, lines)
 			}
 			slices.Sort(told)
@@ -149,10 +155,18 @@ func TestTooMuchForIPVS(t *testing.T) {
 			}
 			told = nil
 		}
-		q.Put(merged(by("lc", with("a", 80)), endpoint("a", "10.1.0.1"), by("lc", with("b", 80, 81)), endpoint("b", "10.1.0.1"),
-			by("lc", with("c", 80)), endpoint("c", "10.1.0.1"), by("lc", with("d", 80)), endpoint("d", "10.1.0.1")))
+		q.Put(
+			merged(by("lc", with("a", 80)), endpoint("a", "10.1.0.1"), by("lc", with("b", 80, 81)), endpoint("b", "10.1.0.1"),
+				by("lc", with("c", 80)), endpoint("c", "10.1.0.1"), by("lc", with("d", 80)), endpoint("d", "10.1.0.1")),
+		)
 		q.Synced()
-		expect("at the start", "b d", "services=2", "b: it asks IPVS for too many", "d: with the older Services of its namespace, it asks")
+		expect(
+			"at the start",
+			"b d",
+			"services=2",
+			"b: it asks IPVS for too many",
+			"d: with the older Services of its namespace, it asks",
+		)
 		q.Put(endpoint("b", "10.1.0.2"))
 		time.Sleep(time.Second)
 		expect("nothing new", "b d", "")

@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// walk is a cluster that changes at random, over a kernel that refuses at random. Names, addresses and ports are few, so that
-// Services take keys from each other all the time.
+// walk is a cluster that changes at random, over a kernel that refuses at random. Names, addresses and ports are few,
+// so that Services take keys from each other all the time.
 type walk struct {
 	*rand.Rand
 	t *testing.T
@@ -32,8 +32,8 @@ type walk struct {
 	met
 }
 
-// met counts what the walk is about: refusals by name, trials without an answer, quarantined Services that were kept as they were
-// acknowledged, those that had to give way to others, and those that got no scheduler.
+// met counts what the walk is about: refusals by name, trials without an answer, quarantined Services that were kept
+// as they were acknowledged, those that had to give way to others, and those that got no scheduler.
 type met struct{ refused, unanswered, kept, cut, unscheduled int }
 
 var walkNames = []string{"a", "b", "c", "d", "e"}
@@ -93,7 +93,8 @@ func (w *walk) put(d snapshot.Delta) {
 	w.q.Put(d)
 }
 
-// judge is the kernel: it refuses Services with the port, of which it may not name all at once, and now and then everything.
+// judge is the kernel: it refuses Services with the port, of which it may not name all at once, and now and then
+// everything.
 func (w *walk) judge(st *dataplane.State) error {
 	for n, a := range w.b.loop.want.quarantined {
 		switch svc := st.Services[n]; {
@@ -129,7 +130,10 @@ func (w *walk) judge(st *dataplane.State) error {
 
 // byLC says whether a Service asks for the scheduler that the kernel has not got.
 func byLC(svc *dataplane.Service) bool {
-	return slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" })
+	return slices.ContainsFunc(
+		svc.Ports,
+		func(sp *dataplane.ServicePort) bool { return sp.Scheduling != nil && sp.Scheduling.Scheduler == "lc" },
+	)
 }
 
 // refusesLC is an IPVS without that scheduler.
@@ -188,8 +192,8 @@ func (w *walk) settled(what string) {
 	}
 }
 
-// TestWalk says that whatever the kernel refuses in between, it comes to hold all that it can be brought to take, and in the
-// end what the cluster asks for. What every single State and Change must be, the backend says.
+// TestWalk says that whatever the kernel refuses in between, it comes to hold all that it can be brought to take, and
+// in the end what the cluster asks for. What every single State and Change must be, the backend says.
 func TestWalk(t *testing.T) {
 	sum := met{}
 	for seed := range uint64(40) {

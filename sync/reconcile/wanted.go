@@ -9,20 +9,21 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// wanted is the state the kernel is asked for, and how far it has acknowledged that. It is the planner's own state as long as
-// the kernel refuses none of its Services.
+// wanted is the state the kernel is asked for, and how far it has acknowledged that. It is the planner's own state as
+// long as the kernel refuses none of its Services.
 type wanted struct {
 	planner *dataplane.Planner
 
-	// latest is what has changed since the kernel was asked last; before holds the Services it names as they were. They are
-	// only filed in held when the transaction fails, which is rare.
+	// latest is what has changed since the kernel was asked last; before holds the Services it names as they were. They
+	// are only filed in held when the transaction fails, which is rare.
 	latest dataplane.Change
 	before []*dataplane.Service
 	// held holds, of every other Service of which the state may have something the kernel has not acknowledged, what it
 	// acknowledged last; nil for a Service it has nothing of. globals says the same of what Change.Globals stands for.
 	held    map[snapshot.Name]*dataplane.Service
 	globals bool
-	// partial holds, of every Service that is not wholly written (Receipt.Left), what was programmed before its first part.
+	// partial holds, of every Service that is not wholly written (Receipt.Left), what was programmed before its first
+	// part.
 	partial map[snapshot.Name]*dataplane.Service
 
 	// quarantined are the Services that the kernel refuses.
@@ -64,8 +65,8 @@ func (w *wanted) succeed(left []snapshot.Name) {
 	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
-// committed gives the Services that the kernel has now acknowledged wholly: as they were before and as they are. Left are
-// those it has not. It is called before succeed.
+// committed gives the Services that the kernel has now acknowledged wholly: as they were before and as they are. Left
+// are those it has not. It is called before succeed.
 func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Service) {
 	now := w.asked().Services
 	if len(w.held)+len(w.partial)+len(left) == 0 { // mostly
@@ -99,8 +100,8 @@ func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Ser
 	return before, after
 }
 
-// failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not been
-// acknowledged but in its oldest version.
+// failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not
+// been acknowledged but in its oldest version.
 func (w *wanted) failed() {
 	for i, n := range w.latest.Services {
 		w.hold(n, w.before[i])
@@ -200,8 +201,8 @@ func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
 	}
 }
 
-// keepLast gives a Service in quarantine what the kernel acknowledged of it, as far as the planner gives that to no other
-// Service now. One that is refused as it was acknowledged has nothing to fall back on.
+// keepLast gives a Service in quarantine what the kernel acknowledged of it, as far as the planner gives that to no
+// other Service now. One that is refused as it was acknowledged has nothing to fall back on.
 func (w *wanted) keepLast(n snapshot.Name) {
 	now := w.planner.State().Services[n]
 	last, differs := w.held[n]
@@ -234,7 +235,8 @@ func (w *wanted) nextTrial() (due time.Time, any bool) {
 	return due, any
 }
 
-// endTrials takes back out of the state what is on trial: the transaction failed as a whole, and it may be because of them.
+// endTrials takes back out of the state what is on trial: the transaction failed as a whole, and it may be because of
+// them.
 func (w *wanted) endTrials() {
 	for n, a := range w.quarantined {
 		if a.trial {

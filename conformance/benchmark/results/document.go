@@ -11,7 +11,8 @@ const endMark = "<!-- bench: end -->"
 
 func beginMark(name string) string { return "<!-- bench: " + name + " -->" }
 
-// UpdateFile puts new content between the marks of this name in a file. Marks that are missing or in disorder are an error.
+// UpdateFile puts new content between the marks of this name in a file. Marks that are missing or in disorder are an
+// error.
 func UpdateFile(path, name, content string) error {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -43,7 +44,13 @@ var readmeSize = Size{10000, 10}
 func (r *Results) ReadmeTable() string {
 	var b strings.Builder
 	proxies := r.columns(false)
-	fmt.Fprintf(&b, "| %s Services x %d endpoints | %s |\n", grouped(readmeSize.Services), readmeSize.Endpoints, strings.Join(proxies, " | "))
+	fmt.Fprintf(
+		&b,
+		"| %s Services x %d endpoints | %s |\n",
+		grouped(readmeSize.Services),
+		readmeSize.Endpoints,
+		strings.Join(proxies, " | "),
+	)
 	fmt.Fprintf(&b, "|---|%s\n", strings.Repeat("---|", len(proxies)))
 	line := func(name string, cell func(*Row) string) {
 		fmt.Fprintf(&b, "| %s |", name)
@@ -59,7 +66,10 @@ func (r *Results) ReadmeTable() string {
 	line("restart, one endpoint changed meanwhile", func(row *Row) string { return row.Away.short(Seconds) })
 	line("one endpoint changed, median / p99", func(row *Row) string { return row.Change.text() })
 	for _, rate := range r.Settings.Rates {
-		line(fmt.Sprintf("the same at %v changes a second", rate), func(row *Row) string { return row.Churn[rate].Quantiles.text() })
+		line(
+			fmt.Sprintf("the same at %v changes a second", rate),
+			func(row *Row) string { return row.Churn[rate].Quantiles.text() },
+		)
 		line("processor cores then", func(row *Row) string { return row.Churn[rate].Cores.short(cores) })
 	}
 	line("memory, after the start / peak", func(row *Row) string {

@@ -32,7 +32,15 @@ func nothing(*Row) Spread { return Spread{} }
 // pictures gives all of them.
 func (r *Results) pictures() []picture {
 	all := []picture{
-		{"start", "Start: until every Service answers", "seconds", func(row *Row) Spread { return row.Start }, nothing, 1, false},
+		{
+			"start",
+			"Start: until every Service answers",
+			"seconds",
+			func(row *Row) Spread { return row.Start },
+			nothing,
+			1,
+			false,
+		},
 		{"restart", "Restart: until a change made meanwhile has arrived (thin line to rest, without a change)", "seconds",
 			func(row *Row) Spread { return row.Away }, func(row *Row) Spread { return row.Restart }, 1, false},
 		{"change", "One endpoint changed: from the API to the kernel (median, thin line to p99)", "milliseconds",
@@ -43,13 +51,24 @@ func (r *Results) pictures() []picture {
 			func(row *Row) Spread { return row.First }, func(row *Row) Spread { return row.Slowest }, 1, true},
 	}
 	for _, rate := range r.Settings.Rates {
-		all = append(all, picture{fmt.Sprintf("churn-%v", rate), fmt.Sprintf("%v changes a second: from the API to the kernel (median, thin line to p99)", rate),
-			"milliseconds", func(row *Row) Spread { return row.Churn[rate].P50 }, func(row *Row) Spread { return row.Churn[rate].P99 }, 1, false})
+		all = append(
+			all,
+			picture{
+				fmt.Sprintf("churn-%v", rate),
+				fmt.Sprintf("%v changes a second: from the API to the kernel (median, thin line to p99)", rate),
+				"milliseconds",
+				func(row *Row) Spread { return row.Churn[rate].P50 },
+				func(row *Row) Spread { return row.Churn[rate].P99 },
+				1,
+				false,
+			},
+		)
 	}
 	return all
 }
 
-// WritePlots writes all pictures as bench-NAME.svg into a directory, and gives their names. A picture without values is not written.
+// WritePlots writes all pictures as bench-NAME.svg into a directory, and gives their names. A picture without values
+// is not written.
 func (r *Results) WritePlots(dir string) (names []string, err error) {
 	for _, p := range r.pictures() {
 		b, err := r.draw(p)
@@ -68,8 +87,8 @@ func (r *Results) WritePlots(dir string) (names []string, err error) {
 	return names, nil
 }
 
-// look is how a proxy's line is drawn: Verdict solid, kube-proxy dashed and its older releases dotted, a colour for each mode of the set of Okabe and Ito, which
-// all eyes tell apart.
+// look is how a proxy's line is drawn: Verdict solid, kube-proxy dashed and its older releases dotted, a colour for
+// each mode of the set of Okabe and Ito, which all eyes tell apart.
 type look struct {
 	color  color.NRGBA
 	dashes []vg.Length
@@ -180,7 +199,8 @@ func render(pl *plot.Plot, title string, lines []line) ([]byte, error) {
 	return bytes.ReplaceAll(b.Bytes(), []byte(family), []byte(families)), err
 }
 
-// The places of words are worked out with Liberation Sans. Where there is none, fonts of the same widths take its place.
+// The places of words are worked out with Liberation Sans. Where there is none, fonts of the same widths take its
+// place.
 const (
 	family   = "font-family:Liberation Sans;"
 	families = "font-family:Liberation Sans,Arial,Helvetica,sans-serif;"
@@ -193,7 +213,11 @@ func corners(r vg.Rectangle) []vg.Point {
 var ink = color.NRGBA{0x33, 0x33, 0x33, 0xff}
 
 func face(size vg.Length) text.Style {
-	return text.Style{Color: ink, Font: font.From(font.Font{Typeface: "Liberation", Variant: "Sans"}, size), Handler: plot.DefaultTextHandler}
+	return text.Style{
+		Color:   ink,
+		Font:    font.From(font.Font{Typeface: "Liberation", Variant: "Sans"}, size),
+		Handler: plot.DefaultTextHandler,
+	}
 }
 
 func style(pl *plot.Plot) {
@@ -320,7 +344,8 @@ func label(pl *plot.Plot, all, left draw.Canvas, lines []line) {
 	}
 }
 
-// apart moves sorted places so that each is gap from the next, as little as that takes from below, and all lie between low and high.
+// apart moves sorted places so that each is gap from the next, as little as that takes from below, and all lie
+// between low and high.
 func apart(places []vg.Length, gap, low, high vg.Length) []vg.Length {
 	out := slices.Clone(places)
 	for i := range out {

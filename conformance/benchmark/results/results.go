@@ -1,4 +1,5 @@
-// Package results holds what a benchmark of Service proxies found, and shows it: as JSON, as tables in Markdown, and as pictures.
+// Package results holds what a benchmark of Service proxies found, and shows it: as JSON, as tables in Markdown, and
+// as pictures.
 package results
 
 import (
@@ -55,7 +56,8 @@ type Settings struct {
 	GiantLimit float64 `json:"giant_limit_s,omitempty"`
 }
 
-// Method is the number of the way in which is measured now. It is counted up when figures would no longer compare with those before.
+// Method is the number of the way in which is measured now. It is counted up when figures would no longer compare
+// with those before.
 const Method = 2
 
 // Size is how large a cluster is: so many Services with so many endpoints each.
@@ -73,7 +75,13 @@ func ParseSize(text string) (Size, error) {
 	n, err1 := strconv.Atoi(services)
 	m, err2 := strconv.Atoi(endpoints)
 	if !ok || err1 != nil || err2 != nil || n < 1 || n > MaxServices || m < 1 || m > MaxEndpoints || n*m > MaxTotal {
-		return Size{}, fmt.Errorf("%q is no size: it takes SERVICESxENDPOINTS, as 10000x10, of at most %d, %d, and %d in all", text, MaxServices, MaxEndpoints, MaxTotal)
+		return Size{}, fmt.Errorf(
+			"%q is no size: it takes SERVICESxENDPOINTS, as 10000x10, of at most %d, %d, and %d in all",
+			text,
+			MaxServices,
+			MaxEndpoints,
+			MaxTotal,
+		)
 	}
 	return Size{n, m}, nil
 }
@@ -98,8 +106,8 @@ type Cell struct {
 	Error string `json:"error,omitempty"`
 
 	Start *Wait `json:"start,omitempty"`
-	// Restart is one while nothing changed, until the processes are at rest; Away one with an endpoint changed while the proxy was
-	// away, until connections end there.
+	// Restart is one while nothing changed, until the processes are at rest; Away one with an endpoint changed while the
+	// proxy was away, until connections end there.
 	Restart *Wait   `json:"restart,omitempty"`
 	Away    *Wait   `json:"away,omitempty"`
 	Change  *Spans  `json:"change,omitempty"`
@@ -113,7 +121,8 @@ type Cell struct {
 type Wait struct {
 	Seconds float64 `json:"s"`
 	Limit   bool    `json:"limit,omitempty"`
-	// Processor is the time that the proxy and its children had a processor meanwhile, in seconds; 0 if it was not measured.
+	// Processor is the time that the proxy and its children had a processor meanwhile, in seconds; 0 if it was not
+	// measured.
 	Processor float64 `json:"cpu_s,omitempty"`
 }
 
@@ -121,7 +130,8 @@ type Wait struct {
 type Spans struct {
 	Milliseconds []float64 `json:"ms"`
 	Open         int       `json:"open,omitempty"`
-	// Write is how long the API server took to acknowledge such a write, the median in milliseconds. It is part of each span.
+	// Write is how long the API server took to acknowledge such a write, the median in milliseconds. It is part of each
+	// span.
 	Write float64 `json:"write_ms"`
 }
 
@@ -139,7 +149,8 @@ type Churn struct {
 
 // Memory is in bytes. Zero means that it could not be measured.
 type Memory struct {
-	// Resident is that of the proxy and its children, shared pages by halves, after the start; Peak the most that was seen.
+	// Resident is that of the proxy and its children, shared pages by halves, after the start; Peak the most that was
+	// seen.
 	Resident uint64 `json:"resident"`
 	Peak     uint64 `json:"peak"`
 	// Kernel is what the kernel charged to the proxy's control group after the start.
@@ -156,8 +167,8 @@ type Data struct {
 	Connections float64 `json:"connections"`
 	// Gigabits is what an established connection carried a second.
 	Gigabits float64 `json:"gigabits"`
-	// Flow is the processor time of the first packet of a new flow above that of one straight to an endpoint, in microseconds; nil
-	// without a proxy.
+	// Flow is the processor time of the first packet of a new flow above that of one straight to an endpoint, in
+	// microseconds; nil without a proxy.
 	Flow *float64 `json:"flow_us,omitempty"`
 }
 

@@ -54,7 +54,8 @@ func TestMedian(t *testing.T) {
 	}
 }
 
-// A median is a bound as soon as half of the values are limits that were hit, and so is a percentile that falls among them.
+// A median is a bound as soon as half of the values are limits that were hit, and so is a percentile that falls among
+// them.
 func TestLimits(t *testing.T) {
 	for _, c := range []struct {
 		waits   []Wait
@@ -135,7 +136,8 @@ func TestParseSize(t *testing.T) {
 	}
 }
 
-// example is a run whose figures follow simple laws, with a limit that was hit, an error, and a proxy that was left out.
+// example is a run whose figures follow simple laws, with a limit that was hit, an error, and a proxy that was left
+// out.
 func example() *Results {
 	r := &Results{
 		Machine: Machine{CPU: "Example", Cores: 2, Memory: 8 << 30, Kernel: "6.18.0"},
@@ -143,9 +145,13 @@ func example() *Results {
 			StartLimit: 300, Changes: 3, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
 			GiantLimit: 60,
 		},
-		Versions: map[string]string{"verdict-nftables": "verdict v1", "kube-proxy-nftables": "Kubernetes v1.36.3", "kube-proxy-iptables": "Kubernetes v1.36.3"},
-		LeftOut:  map[string]string{"verdict-iptables": "left out: it has no --backend"},
-		Spent:    7500,
+		Versions: map[string]string{
+			"verdict-nftables":    "verdict v1",
+			"kube-proxy-nftables": "Kubernetes v1.36.3",
+			"kube-proxy-iptables": "Kubernetes v1.36.3",
+		},
+		LeftOut: map[string]string{"verdict-iptables": "left out: it has no --backend"},
+		Spent:   7500,
 	}
 	for repeat := range 3 {
 		for _, size := range []Size{{1000, 10}, {10000, 10}, {30000, 10}, {5000, 50}} {
@@ -158,7 +164,14 @@ func example() *Results {
 }
 
 func exampleCell(size Size, proxy string, repeat, i int) *Cell {
-	c := &Cell{Size: size, Proxy: proxy, Repeat: repeat, Began: time.Date(2026, 1, 2, 3, 4, repeat, 0, time.UTC), Took: 60, Load: 0.25 * float64(i)}
+	c := &Cell{
+		Size:   size,
+		Proxy:  proxy,
+		Repeat: repeat,
+		Began:  time.Date(2026, 1, 2, 3, 4, repeat, 0, time.UTC),
+		Took:   60,
+		Load:   0.25 * float64(i),
+	}
 	slow := map[string]float64{Baseline: 1, "verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
 	flow := 3 + n/50
@@ -180,7 +193,16 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	c.Away = &Wait{Seconds: n / 8}
 	c.Change = &Spans{Milliseconds: []float64{n, 2 * n, 3 * n}, Write: 2}
 	for _, rate := range exampleRates {
-		c.Churn = append(c.Churn, Churn{Rate: rate, Written: rate - 1, Spans: Spans{Milliseconds: []float64{n, 3 * n}, Write: 2}, Cores: rate / 2000, Behind: Wait{Seconds: n / 1000}})
+		c.Churn = append(
+			c.Churn,
+			Churn{
+				Rate:    rate,
+				Written: rate - 1,
+				Spans:   Spans{Milliseconds: []float64{n, 3 * n}, Write: 2},
+				Cores:   rate / 2000,
+				Behind:  Wait{Seconds: n / 1000},
+			},
+		)
 	}
 	if size.Services == 1000 {
 		c.Giant = exampleGiant(n, repeat)

@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// Percentile gives the value that a share p (0 to 1) of the values does not exceed, by nearest rank: always one that was measured.
-// Of no values it is NaN.
+// Percentile gives the value that a share p (0 to 1) of the values does not exceed, by nearest rank: always one that
+// was measured. Of no values it is NaN.
 func Percentile(values []float64, p float64) float64 {
 	if len(values) == 0 {
 		return math.NaN()
@@ -32,7 +32,8 @@ type Spread struct {
 	Median, Min, Max float64
 	// N is how many there are; 0 means that the rest says nothing.
 	N int
-	// AtLeast says that the median is a limit that was hit: the true value is higher. MaxAtLeast says the same of the largest.
+	// AtLeast says that the median is a limit that was hit: the true value is higher. MaxAtLeast says the same of the
+	// largest.
 	AtLeast, MaxAtLeast bool
 }
 
@@ -42,7 +43,14 @@ func spreadOf(values []float64, limits int) Spread {
 		return Spread{}
 	}
 	// A limit is the largest value there can be, so the median is one as soon as it has half of them.
-	return Spread{Median(values), slices.Min(values), slices.Max(values), len(values), 2*limits >= len(values) && limits > 0, limits > 0}
+	return Spread{
+		Median(values),
+		slices.Min(values),
+		slices.Max(values),
+		len(values),
+		2*limits >= len(values) && limits > 0,
+		limits > 0,
+	}
 }
 
 // Quantiles are the median and the 99th percentile of all spans of some cells, in milliseconds.
@@ -50,8 +58,8 @@ type Quantiles struct {
 	P50, P99 Spread
 }
 
-// quantilesOf puts the spans of all repeats together. What was not done by its limit takes longer than that, so with the limit in its place
-// a quantile is never too high; if there is one up to where it lies, it may be too low.
+// quantilesOf puts the spans of all repeats together. What was not done by its limit takes longer than that, so with
+// the limit in its place a quantile is never too high; if there is one up to where it lies, it may be too low.
 func quantilesOf(all []Spans) Quantiles {
 	var values, open []float64
 	for _, s := range all {

@@ -13,12 +13,21 @@ import (
 )
 
 func cell(proxy string, repeat int) *results.Cell {
-	return &results.Cell{Size: results.Size{Services: 10, Endpoints: 2}, Proxy: proxy, Repeat: repeat, Start: &results.Wait{Seconds: 1.5}}
+	return &results.Cell{
+		Size:   results.Size{Services: 10, Endpoints: 2},
+		Proxy:  proxy,
+		Repeat: repeat,
+		Start:  &results.Wait{Seconds: 1.5},
+	}
 }
 
 // What a guest prints in pieces, among other lines, is what the machine around it has in the end.
 func TestCells(t *testing.T) {
-	inside := &results.Results{Settings: quickSettings, Versions: map[string]string{"a": "1"}, Cells: []*results.Cell{cell("a", 1)}}
+	inside := &results.Results{
+		Settings: quickSettings,
+		Versions: map[string]string{"a": "1"},
+		Cells:    []*results.Cell{cell("a", 1)},
+	}
 	var out bytes.Buffer
 	if err := printCells(&out, inside, 0); err != nil {
 		t.Fatal(err)
@@ -52,7 +61,8 @@ func TestCells(t *testing.T) {
 func TestDefaults(t *testing.T) {
 	o := &options{source: "src"}
 	o.defaults()
-	if !slices.Equal(o.sizes, fullSizes) || o.repeat != fullRepeats || o.budget != fullBudget || o.out != filepath.Join("src", "bin", "bench") {
+	if !slices.Equal(o.sizes, fullSizes) || o.repeat != fullRepeats || o.budget != fullBudget ||
+		o.out != filepath.Join("src", "bin", "bench") {
 		t.Errorf("%+v", o)
 	}
 	for _, s := range append(slices.Clone(fullSizes), quickSizes...) {
@@ -62,7 +72,8 @@ func TestDefaults(t *testing.T) {
 	}
 	o = &options{quick: true, repeat: 7}
 	o.defaults()
-	if o.budget != quickBudget || o.repeat != 7 || !reflect.DeepEqual(o.settings, quickSettings) || filepath.Base(o.out) != "bench-quick" {
+	if o.budget != quickBudget || o.repeat != 7 || !reflect.DeepEqual(o.settings, quickSettings) ||
+		filepath.Base(o.out) != "bench-quick" {
 		t.Errorf("--quick --repeat 7: %+v", o)
 	}
 	o = &options{quick: true, giant: true}
@@ -145,7 +156,8 @@ func TestDocs(t *testing.T) {
 			t.Errorf("docs/BENCHMARKS.md has no %q", want)
 		}
 	}
-	if readme, err := os.ReadFile(filepath.Join(root, "README.md")); err != nil || !strings.Contains(string(readme), "start, until every Service answers") {
+	if readme, err := os.ReadFile(filepath.Join(root, "README.md")); err != nil ||
+		!strings.Contains(string(readme), "start, until every Service answers") {
 		t.Errorf("README.md: %v", err)
 	}
 }

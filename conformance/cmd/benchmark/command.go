@@ -198,8 +198,8 @@ func (o *options) results() (*results.Results, error) {
 	return r, nil
 }
 
-// inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, the directory is in memory,
-// and its mount vanishes with this process however it ends.
+// inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, the directory is
+// in memory, and its mount vanishes with this process however it ends.
 func (o *options) inside(ctx context.Context, found *results.Results) (err error) {
 	plan := &benchmark.Plan{Repeats: o.repeat, Budget: o.budget, Results: found, Keep: o.keep}
 	for _, text := range o.sizes {

@@ -69,7 +69,8 @@ func readLine(line string, r *results.Results) (ours bool, err error) {
 	return false, nil
 }
 
-// The guest has processors for a control plane and a proxy, and memory for all programs, twice, since its files are in memory.
+// The guest has processors for a control plane and a proxy, and memory for all programs, twice, since its files are
+// in memory.
 const (
 	guestCores  = "2"
 	guestMemory = "4096"
@@ -83,7 +84,8 @@ func loadIPVS(ctx context.Context) error {
 	return nil
 }
 
-// inGuest runs this program in a guest, with all it needs, and takes up the results as they come. It always begins anew.
+// inGuest runs this program in a guest, with all it needs, and takes up the results as they come. It always begins
+// anew.
 func (o *options) inGuest(ctx context.Context, found *results.Results) (err error) {
 	dir, err := os.MkdirTemp("", "bench-")
 	if err != nil {
@@ -122,7 +124,10 @@ func (o *options) inGuest(ctx context.Context, found *results.Results) (err erro
 		inner = append(inner, "--proxy="+p)
 	}
 	found.Cells = nil
-	cmd := exec.CommandContext(ctx, filepath.Join(o.source, "internal", "guest", "run"), append(append(args, self), inner...)...)
+	cmd := exec.CommandContext(
+		ctx,
+		filepath.Join(o.source, "internal", "guest", "run"),
+		append(append(args, self), inner...)...)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {

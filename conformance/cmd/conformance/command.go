@@ -61,7 +61,12 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.main(cmd.Context(), cmd.OutOrStdout()) },
 	}
 	f := cmd.Flags()
-	f.StringArrayVar(&o.proxies, "proxy", nil, "a proxy: "+strings.Join(testbed.KindNames(), ", ")+", or a file that describes one; may be repeated")
+	f.StringArrayVar(
+		&o.proxies,
+		"proxy",
+		nil,
+		"a proxy: "+strings.Join(testbed.KindNames(), ", ")+", or a file that describes one; may be repeated",
+	)
 	f.StringVar(&o.run, "run", "", "only cases whose name holds this regular expression")
 	f.StringArrayVar(&o.themes, "theme", nil, "only cases of this theme; may be repeated")
 	f.BoolVar(&o.list, "list", false, "print every case on a line of its own, and end")
@@ -74,7 +79,12 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 	f.IntVar(&o.stories, "stories", 8, "how many stories are told at a time")
 	f.Float64Var(&o.slow, "slow", 1, "how many times as long as on an ordinary machine a change may take")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
-	f.StringVar(&o.programs, "programs", "", "a directory with verdict, etcd, kube-apiserver, kube-controller-manager and kube-proxy; empty means that they are built")
+	f.StringVar(
+		&o.programs,
+		"programs",
+		"",
+		"a directory with verdict, etcd, kube-apiserver, kube-controller-manager and kube-proxy; empty means that they are built",
+	)
 	return cmd
 }
 
@@ -83,7 +93,14 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	r := run.Options{Parallel: o.parallel, ParallelStories: o.stories, Slow: testbed.Slow(o.slow), Progress: run.NewProgress(os.Stderr), Verbose: o.verbose, Witness: o.witness}
+	r := run.Options{
+		Parallel:        o.parallel,
+		ParallelStories: o.stories,
+		Slow:            testbed.Slow(o.slow),
+		Progress:        run.NewProgress(os.Stderr),
+		Verbose:         o.verbose,
+		Witness:         o.witness,
+	}
 	if r.Cases, r.Stories, err = o.choose(suite); err != nil {
 		return err
 	}
@@ -106,8 +123,8 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	return o.inside(ctx, out, r)
 }
 
-// inside runs with a directory for its files, until the end or a signal. Unless they are to be kept, the directory is in
-// memory, and its mount vanishes with this process however it ends.
+// inside runs with a directory for its files, until the end or a signal. Unless they are to be kept, the directory is
+// in memory, and its mount vanishes with this process however it ends.
 func (o *options) inside(ctx context.Context, out io.Writer, r run.Options) (err error) {
 	if r.Dir, err = os.MkdirTemp("", "conformance-"); err != nil {
 		return err

@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Loop is a Writer that writes by another one and tells listeners of it as a reconcile.Loop does. Unlike that, it does what it
-// is told at once.
+// Loop is a Writer that writes by another one and tells listeners of it as a reconcile.Loop does. Unlike that, it
+// does what it is told at once.
 type Loop struct {
 	reconcile.Writer
 	Listeners []reconcile.Listener
