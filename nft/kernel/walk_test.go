@@ -156,7 +156,7 @@ func walkOnce(t *testing.T, seed uint64, steps int, total *tally) {
 
 // take takes one step.
 func (w *walker) take(e event) {
-	defer time.AfterFunc(time.Minute, w.hang).Stop()
+	defer time.AfterFunc(5*time.Minute, w.hang).Stop()
 	forking.RLock()
 	defer forking.RUnlock()
 	e.do(w)
