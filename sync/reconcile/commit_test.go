@@ -119,6 +119,7 @@ func TestCommitsTellWhatIsProgrammed(t *testing.T) {
 				w.put(w.delta())
 				time.Sleep(time.Duration(w.IntN(400)) * time.Millisecond)
 			}
+			synctest.Wait() // the loop may be in the middle of a step
 			met.parts, met.failures = met.parts+p.parts, met.failures+p.failures
 		})
 	}
