@@ -20,8 +20,8 @@ type table interface {
 	remove([]flow) (removed int, err error)
 }
 
-// Look is what a Cleaner tells about each time it looked.
-type Look struct {
+// SweepResult is what a Cleaner tells about each time it looked.
+type SweepResult struct {
 	// Frontends is how many were looked at, Lists how often the kernel walked its table for that.
 	Frontends, Lists int
 	// Flows counts what was found.
@@ -43,33 +43,33 @@ type Flows struct {
 // and Run it.
 type Cleaner struct {
 	table  table
-	looked func(Look)
+	report func(SweepResult)
 	wake   chan struct{}
 
 	// mu is held while the loop writes: as long as it is free, the frontends below are those that are programmed.
 	// Without that, a flow to an endpoint which a transaction brought a moment ago would look like one to an endpoint
 	// that is gone.
-	mu   sync.Mutex
-	held frontends
-	// sure says that held is what is programmed: the last transaction succeeded. Otherwise nothing is deleted.
-	sure bool
-	// turns are the frontends to look at, everything a look at all of them; it has no turns left when there is none.
-	turns      map[dataplane.Key]turn
-	everything turn
+	mu         sync.Mutex
+	programmed frontends
+	// inSync says that held is what is programmed: the last transaction succeeded. Otherwise nothing is deleted.
+	inSync bool
+	// pending are the frontends to look at, everything a look at all of them; it has no turns left when there is none.
+	pending map[dataplane.Key]pendingSweep
+	all     pendingSweep
 }
 
-// turn is when to look.
-type turn struct {
+// pendingSweep is when to look.
+type pendingSweep struct {
 	due time.Time
 	// left is how many times to look, this one included.
 	left int
 }
 
-// A frontend is looked at as soon as the transaction is in, and once more after lookAgain: a packet that was on its
+// A frontend is looked at as soon as the transaction is in, and once more after secondSweepAfter: a packet that was on its
 // way then, and translated by the old rules, enters the table only when it leaves the host.
 const (
-	looks     = 2
-	lookAgain = time.Second
+	sweepsPerChange  = 2
+	secondSweepAfter = time.Second
 )
 
 // After a look that failed, the next one waits for retryFirst, then for twice as long each time up to retryMost.
@@ -87,18 +87,18 @@ const (
 )
 
 // NewCleaner gives a Cleaner that has seen no transaction yet. After each look it calls looked, which may be nil.
-func NewCleaner(c *Conn, looked func(Look)) *Cleaner { return newCleaner(c, looked) }
+func NewCleaner(c *Conn, report func(SweepResult)) *Cleaner { return newCleaner(c, report) }
 
-func newCleaner(t table, looked func(Look)) *Cleaner {
-	if looked == nil {
-		looked = func(Look) {}
+func newCleaner(t table, report func(SweepResult)) *Cleaner {
+	if report == nil {
+		report = func(SweepResult) {}
 	}
 	return &Cleaner{
-		table:  t,
-		looked: looked,
-		wake:   make(chan struct{}, 1),
-		held:   frontends{},
-		turns:  map[dataplane.Key]turn{},
+		table:      t,
+		report:     report,
+		wake:       make(chan struct{}, 1),
+		programmed: frontends{},
+		pending:    map[dataplane.Key]pendingSweep{},
 	}
 }
 
@@ -109,7 +109,7 @@ func (c *Cleaner) Listener() reconcile.Listener {
 		Writing:   c.mu.Lock,
 		Committed: c.committed,
 		Failed: func(reconcile.Failure) {
-			c.sure = false
+			c.inSync = false
 			c.mu.Unlock()
 		},
 	}
@@ -119,17 +119,17 @@ func (c *Cleaner) Listener() reconcile.Listener {
 // anew, the flows of all frontends are worth a look: nobody knows what was in force meanwhile.
 func (c *Cleaner) committed(commit reconcile.Commit) {
 	defer c.mu.Unlock()
-	now := turn{time.Now(), looks}
-	full := commit.Full || !c.sure
+	now := pendingSweep{time.Now(), sweepsPerChange}
+	full := commit.Full || !c.inSync
 	if full {
-		c.everything = now
+		c.all = now
 	}
-	for _, k := range c.held.replace(commit.Before, commit.After) {
-		if _, carried := c.held[k]; !carried || !full {
-			c.turns[k] = now
+	for _, k := range c.programmed.replace(commit.Before, commit.After) {
+		if _, exists := c.programmed[k]; !exists || !full {
+			c.pending[k] = now
 		}
 	}
-	c.sure = true
+	c.inSync = true
 	select {
 	case c.wake <- struct{}{}:
 	default:
@@ -155,19 +155,19 @@ func (c *Cleaner) Run(ctx context.Context) error {
 			continue
 		case <-timeout:
 		}
-		s := c.begin()
-		l := s.look(ctx)
+		s := c.takeDue()
+		l := s.run(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
-		wait := lookAgain
+		wait := secondSweepAfter
 		if l.Err != nil {
 			wait, retry = retry, min(2*retry, retryMost)
 		} else {
 			retry = retryFirst
 		}
-		c.putBack(s, l.Err != nil, time.Now().Add(wait))
-		c.looked(l)
+		c.requeue(s, l.Err != nil, time.Now().Add(wait))
+		c.report(l)
 		pause(ctx, restFactor*l.Worked)
 	}
 }
@@ -176,13 +176,13 @@ func (c *Cleaner) Run(ctx context.Context) error {
 func (c *Cleaner) next() (due time.Time, any bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.sure {
+	if !c.inSync {
 		return due, false
 	}
-	if c.everything.left > 0 {
-		due, any = c.everything.due, true
+	if c.all.left > 0 {
+		due, any = c.all.due, true
 	}
-	for _, t := range c.turns {
+	for _, t := range c.pending {
 		if !any || t.due.Before(due) {
 			due, any = t.due, true
 		}
@@ -190,25 +190,25 @@ func (c *Cleaner) next() (due time.Time, any bool) {
 	return due, any
 }
 
-// begin takes the turns that are due.
-func (c *Cleaner) begin() *sweep {
+// takeDue takes the turns that are due.
+func (c *Cleaner) takeDue() *sweep {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s, now := &sweep{Cleaner: c, keys: map[dataplane.Key]int{}}, time.Now()
-	for k, t := range c.turns {
+	for k, t := range c.pending {
 		if !t.due.After(now) {
 			s.keys[k] = t.left
-			delete(c.turns, k)
+			delete(c.pending, k)
 		}
 	}
-	if c.everything.left > 0 && !c.everything.due.After(now) {
-		s.everything, c.everything = c.everything.left, turn{}
+	if c.all.left > 0 && !c.all.due.After(now) {
+		s.all, c.all = c.all.left, pendingSweep{}
 	}
 	return s
 }
 
-// putBack files what a sweep took for another turn, where there is no newer one.
-func (c *Cleaner) putBack(s *sweep, failed bool, due time.Time) {
+// requeue files what a sweep took for another turn, where there is no newer one.
+func (c *Cleaner) requeue(s *sweep, failed bool, due time.Time) {
 	spent := 1
 	if failed {
 		spent = 0
@@ -216,12 +216,12 @@ func (c *Cleaner) putBack(s *sweep, failed bool, due time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for k, left := range s.keys {
-		if _, newer := c.turns[k]; !newer && left > spent {
-			c.turns[k] = turn{due, left - spent}
+		if _, newer := c.pending[k]; !newer && left > spent {
+			c.pending[k] = pendingSweep{due, left - spent}
 		}
 	}
-	if c.everything.left == 0 && s.everything > spent {
-		c.everything = turn{due, s.everything - spent}
+	if c.all.left == 0 && s.all > spent {
+		c.all = pendingSweep{due, s.all - spent}
 	}
 }
 
@@ -229,47 +229,47 @@ func (c *Cleaner) putBack(s *sweep, failed bool, due time.Time) {
 type sweep struct {
 	*Cleaner
 	// keys and everything say how many turns each has left.
-	keys       map[dataplane.Key]int
-	everything int
-	wrong      []flow
-	// rested is the time spent on pauses; worked that since the last of them.
-	rested time.Duration
-	since  time.Time
+	keys  map[dataplane.Key]int
+	all   int
+	stale []flow
+	// paused is the time spent on pauses; worked that since the last of them.
+	paused       time.Duration
+	workingSince time.Time
 }
 
-// errUnsure ends a look: a transaction failed meanwhile, so that nobody knows what is programmed.
-var errUnsure = errors.New("conntrack: a transaction failed; flows are left alone until one succeeds")
+// errNotInSync ends a look: a transaction failed meanwhile, so that nobody knows what is programmed.
+var errNotInSync = errors.New("conntrack: a transaction failed; flows are left alone until one succeeds")
 
-// look lists the flows to the sweep's frontends and deletes those that are wrong.
-func (s *sweep) look(ctx context.Context) Look {
+// run lists the flows to the sweep's frontends and deletes those that are wrong.
+func (s *sweep) run(ctx context.Context) SweepResult {
 	start := time.Now()
-	s.since = start
+	s.workingSince = start
 	keys := s.frontends()
-	l := Look{Frontends: len(keys)}
-	l.Err = s.work(ctx, keys, &l)
+	l := SweepResult{Frontends: len(keys)}
+	l.Err = s.listAll(ctx, keys, &l)
 	l.Took = time.Since(start)
-	l.Worked = l.Took - s.rested
+	l.Worked = l.Took - s.paused
 	return l
 }
 
-func (s *sweep) work(ctx context.Context, keys []dataplane.Key, l *Look) error {
+func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResult) error {
 	filters := s.table.filters()
 	for _, q := range queries(keys, filters) {
 		l.Lists++
 		err := s.table.list(q, func(flows []flow) error {
-			if err := s.judge(flows, &l.Flows[q.family]); err != nil {
+			if err := s.deleteStale(flows, &l.Flows[q.family]); err != nil {
 				return err
 			}
-			s.breathe(ctx)
+			s.throttle(ctx)
 			return ctx.Err()
 		})
 		if err != nil {
 			return err
 		}
 		if filters && !s.table.filters() {
-			return s.work(ctx, keys, l) // a family at a time, then
+			return s.listAll(ctx, keys, l) // a family at a time, then
 		}
-		s.breathe(ctx)
+		s.throttle(ctx)
 	}
 	return nil
 }
@@ -282,8 +282,8 @@ func (s *sweep) frontends() []dataplane.Key {
 	for k := range s.keys {
 		keys = append(keys, k)
 	}
-	if s.everything > 0 {
-		for k := range s.held {
+	if s.all > 0 {
+		for k := range s.programmed {
 			if _, named := s.keys[k]; !named {
 				keys = append(keys, k)
 			}
@@ -293,28 +293,28 @@ func (s *sweep) frontends() []dataplane.Key {
 	return keys
 }
 
-// judge deletes the wrong ones of a few flows. No transaction comes between the judgement and the deletion.
-func (s *sweep) judge(flows []flow, count *Flows) error {
+// deleteStale deletes the wrong ones of a few flows. No transaction comes between the judgement and the deletion.
+func (s *sweep) deleteStale(flows []flow, count *Flows) error {
 	s.lock()
 	defer s.mu.Unlock()
-	if !s.sure {
-		return errUnsure
+	if !s.inSync {
+		return errNotInSync
 	}
-	s.wrong = s.wrong[:0]
+	s.stale = s.stale[:0]
 	for i := range flows {
 		f := &flows[i]
 		if !s.covers(f.frontend) {
 			continue
 		}
 		count.Judged++
-		if s.held.wrong(f) {
-			s.wrong = append(s.wrong, *f)
+		if s.programmed.stale(f) {
+			s.stale = append(s.stale, *f)
 		}
 	}
-	if len(s.wrong) == 0 {
+	if len(s.stale) == 0 {
 		return nil
 	}
-	removed, err := s.table.remove(s.wrong)
+	removed, err := s.table.remove(s.stale)
 	count.Removed += removed
 	return err
 }
@@ -324,8 +324,8 @@ func (s *sweep) lock() {
 	start := time.Now()
 	s.mu.Lock()
 	waited := time.Since(start)
-	s.rested += waited
-	s.since = s.since.Add(waited)
+	s.paused += waited
+	s.workingSince = s.workingSince.Add(waited)
 }
 
 // covers says whether a frontend is one of those to look at. What else the kernel listed is nobody's concern.
@@ -333,23 +333,23 @@ func (s *sweep) covers(k dataplane.Key) bool {
 	if _, named := s.keys[k]; named {
 		return true
 	}
-	if s.everything == 0 {
+	if s.all == 0 {
 		return false
 	}
-	_, carried := s.held[k]
-	return carried
+	_, exists := s.programmed[k]
+	return exists
 }
 
-// breathe pauses after each stretch of work.
-func (s *sweep) breathe(ctx context.Context) {
-	worked := time.Since(s.since)
+// throttle pauses after each stretch of work.
+func (s *sweep) throttle(ctx context.Context) {
+	worked := time.Since(s.workingSince)
 	if worked < workAtOnce {
 		return
 	}
 	start := time.Now()
 	pause(ctx, worked)
-	s.since = time.Now()
-	s.rested += s.since.Sub(start)
+	s.workingSince = time.Now()
+	s.paused += s.workingSince.Sub(start)
 }
 
 // pause waits, unless the context ends.

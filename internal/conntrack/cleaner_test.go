@@ -114,11 +114,11 @@ const dnsKey = "10.96.0.1:53/udp"
 var dnsChange = dataplane.Change{Services: []snapshot.Name{name("dns")}}
 
 // running gives a Cleaner at work in a bubble of synctest, over the first look at everything.
-func running(t *testing.T, table *fakeTable, st *dataplane.State) (*Cleaner, *[]Look) {
+func running(t *testing.T, table *fakeTable, st *dataplane.State) (*Cleaner, *[]SweepResult) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
-	var told []Look
-	c := newCleaner(table, func(l Look) { told = append(told, l) })
+	var told []SweepResult
+	c := newCleaner(table, func(l SweepResult) { told = append(told, l) })
 	go c.Run(ctx)
 	t.Cleanup(func() { cancel(); synctest.Wait() })
 	if st != nil {
@@ -139,7 +139,7 @@ func TestLooksTwice(t *testing.T) {
 		start := time.Now()
 		_, err := behind(c, backendFunc(fine)).Apply(state(service("dns", dnsKey+">10.0.0.2:53")), dnsChange)
 		labtest.Check(t, err)
-		rest(lookAgain / 2)
+		rest(secondSweepAfter / 2)
 		if len(table.flows) != 1 {
 			t.Errorf("left: %v", table.flows)
 		}
@@ -151,14 +151,14 @@ func TestLooksTwice(t *testing.T) {
 		if got := table.since(start); !slices.Equal(got, []float64{0, 1.005}) {
 			t.Errorf("looked at %v", got)
 		}
-		want := Look{
+		want := SweepResult{
 			Frontends: 1,
 			Lists:     1,
 			Flows:     ipfamily.Per[Flows]{{Judged: 2, Removed: 1}},
 			Took:      table.takes,
 			Worked:    table.takes,
 		}
-		if !slices.Equal(*told, []Look{want, want}) {
+		if !slices.Equal(*told, []SweepResult{want, want}) {
 			t.Errorf("told %+v", *told)
 		}
 	})
@@ -278,7 +278,7 @@ func TestFailureMeanwhile(t *testing.T) {
 		_, err := behind(c, backendFunc(fine)).Apply(st, dnsChange)
 		labtest.Check(t, err)
 		rest(time.Minute)
-		if len(table.flows) != 1 || len(*told) != 1 || !errors.Is((*told)[0].Err, errUnsure) {
+		if len(table.flows) != 1 || len(*told) != 1 || !errors.Is((*told)[0].Err, errNotInSync) {
 			t.Fatalf("left %v, told %v", table.flows, *told)
 		}
 		_, err = behind(c, backendFunc(fine)).Apply(st, dataplane.Change{})

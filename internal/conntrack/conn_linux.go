@@ -84,7 +84,7 @@ func (c *Conn) listOnce(q query, do func([]flow) error) error {
 	}
 	for {
 		c.flows = c.flows[:0]
-		done, err := c.lists.Next(func(body []byte) { c.take(q, body) })
+		done, err := c.lists.Next(func(body []byte) { c.appendFlow(q, body) })
 		if len(c.flows) > 0 {
 			if err := do(c.flows); err != nil {
 				return err
@@ -96,8 +96,8 @@ func (c *Conn) listOnce(q query, do func([]flow) error) error {
 	}
 }
 
-// take keeps a flow of a list.
-func (c *Conn) take(q query, body []byte) {
+// appendFlow keeps a flow of a list.
+func (c *Conn) appendFlow(q query, body []byte) {
 	if len(body) < netlink.NetfilterLen {
 		return
 	}
@@ -105,7 +105,7 @@ func (c *Conn) take(q query, body []byte) {
 	if !ok {
 		return
 	}
-	c.unfiltered = c.unfiltered || !q.answers(&f)
+	c.unfiltered = c.unfiltered || !q.matches(&f)
 	c.flows = append(c.flows, f)
 }
 
@@ -118,7 +118,7 @@ const maxDeletes = 128
 // If the socket had no room for all that the kernel refused, all flows were tried, fewer are counted, and the error
 // is ENOBUFS.
 func (c *Conn) remove(flows []flow) (removed int, err error) {
-	var unheard error
+	var overflow error
 	for part := range slices.Chunk(flows, maxDeletes) {
 		c.out.Reset()
 		for i := range part {
@@ -127,7 +127,7 @@ func (c *Conn) remove(flows []flow) (removed int, err error) {
 		refused, err := c.deletes.Commit(c.out.Bytes())
 		switch {
 		case errors.Is(err, unix.ENOBUFS):
-			unheard = fmt.Errorf("delete flows: %w", err)
+			overflow = fmt.Errorf("delete flows: %w", err)
 		case err != nil:
 			return removed, fmt.Errorf("delete flows: %w", err)
 		default:
@@ -139,5 +139,5 @@ func (c *Conn) remove(flows []flow) (removed int, err error) {
 			}
 		}
 	}
-	return removed, unheard
+	return removed, overflow
 }

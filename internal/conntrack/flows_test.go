@@ -58,7 +58,7 @@ func newProxied(t *testing.T) *proxied {
 }
 
 // restart begins with a new proxy, which knows nothing yet. The kernel keeps what it has.
-func (p *proxied) restart(looked func(Look)) {
+func (p *proxied) restart(looked func(SweepResult)) {
 	p.t.Helper()
 	var nft *kernel.Backend
 	labtest.Check(p.t, p.Node.Do(func() (err error) {
@@ -398,8 +398,8 @@ func TestSCTP(t *testing.T) {
 // TestRun is the whole of it, in its own time, under clients that never stop sending while endpoints come and go.
 func TestRun(t *testing.T) {
 	p := newProxied(t)
-	told := make(chan Look, 100)
-	p.restart(func(l Look) { told <- l })
+	told := make(chan SweepResult, 100)
+	p.restart(func(l SweepResult) { told <- l })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- p.cleaner.Run(ctx) }()

@@ -30,22 +30,22 @@ func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key 
 			}
 		})
 	}
-	var look []dataplane.Key
+	var changed []dataplane.Key
 	// A key may have gone from one Service to another: all are taken out before the first is put in.
 	for _, svc := range after {
 		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
 			fs[k] = sp
-			if mayHaveWrong(was[k], sp) {
-				look = append(look, k)
+			if mayHaveStale(was[k], sp) {
+				changed = append(changed, k)
 			}
 			delete(was, k)
 		})
 	}
 	for k := range was {
-		look = append(look, k)
+		changed = append(changed, k)
 	}
-	slices.SortFunc(look, dataplane.Key.Compare)
-	return look
+	slices.SortFunc(changed, dataplane.Key.Compare)
+	return changed
 }
 
 // eachFrontend calls do for every UDP and SCTP frontend of a Service, which may be nil.
@@ -63,10 +63,10 @@ func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.Serv
 	}
 }
 
-// mayHaveWrong says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new,
+// mayHaveStale says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new,
 // it had no endpoints, or an endpoint has left. Whatever else changes, policies among it, is for flows that are yet
 // to begin.
-func mayHaveWrong(before, now *dataplane.ServicePort) bool {
+func mayHaveStale(before, now *dataplane.ServicePort) bool {
 	if before == nil {
 		return true
 	}
@@ -83,7 +83,7 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 	return found
 }
 
-// wrong says whether a flow to a frontend worth a look has to go.
+// stale says whether a flow to a frontend worth a look has to go.
 //
 // A frontend that is carried has no right flows but those to its serving endpoints; those that were never translated
 // began before it was carried. One that is carried no more leaves behind what was translated for it; what was not is
@@ -91,10 +91,10 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 //
 // In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does:
 // there it is no wonder that one goes by untranslated.
-func (fs frontends) wrong(f *flow) bool {
-	sp, carried := fs[f.frontend]
-	if (!carried || f.zoned) && !f.translated() {
+func (fs frontends) stale(f *flow) bool {
+	sp, exists := fs[f.frontend]
+	if (!exists || f.zoned) && !f.translated() {
 		return false
 	}
-	return !carried || !serves(sp, f.endpoint)
+	return !exists || !serves(sp, f.endpoint)
 }

@@ -192,7 +192,7 @@ func TestWrong(t *testing.T) {
 	}
 	for _, test := range tests {
 		f := flow{frontend: key(test.frontend), endpoint: netip.MustParseAddrPort(test.endpoint), zoned: test.zoned}
-		if got := fs.wrong(&f); got != test.wrong {
+		if got := fs.stale(&f); got != test.wrong {
 			t.Errorf("%s: wrong is %v", test.what, got)
 		}
 	}
@@ -333,7 +333,7 @@ func checkFlow(t *testing.T, before, after frontends, look []dataplane.Key, snap
 	_, had := before[f.frontend]
 	sp, has := after[f.frontend]
 	// One that was wrong before has had its look.
-	if right := !had || !before.wrong(f); right && after.wrong(f) && !slices.Contains(look, f.frontend) {
+	if right := !had || !before.stale(f); right && after.stale(f) && !slices.Contains(look, f.frontend) {
 		t.Fatalf("%v -> %v is wrong now, and its frontend gets no look", f.frontend, f.endpoint)
 	}
 	if !has {
@@ -341,7 +341,7 @@ func checkFlow(t *testing.T, before, after frontends, look []dataplane.Key, snap
 	}
 	for _, sl := range snap.Slices[sp.Name.Service] {
 		for _, ep := range sl.Endpoints {
-			if ep.Addr == f.endpoint.Addr() && (ep.Ready || ep.Serving) && after.wrong(f) {
+			if ep.Addr == f.endpoint.Addr() && (ep.Ready || ep.Serving) && after.stale(f) {
 				t.Fatalf("%v -> %v, which serves, is wrong", f.frontend, f.endpoint)
 			}
 		}

@@ -156,9 +156,9 @@ func (b *noBackend) Check() ([]string, time.Duration, error) { return nil, 0, ni
 func (b *noBackend) Remove() error                           { return nil }
 
 // lookNow looks at all that is due, and ends the turns.
-func lookNow(t testing.TB, c *Cleaner) Look {
+func lookNow(t testing.TB, c *Cleaner) SweepResult {
 	t.Helper()
-	l := c.begin().look(context.Background())
+	l := c.takeDue().run(context.Background())
 	labtest.Check(t, l.Err)
 	return l
 }
@@ -213,7 +213,7 @@ func TestExactFlows(t *testing.T) {
 				port := fmt.Sprintf("%v>%v,%v", k, endpoints[v6][0], endpoints[v6][1])
 				_, err := b.Apply(state(service("dns", port)), dataplane.Change{})
 				labtest.Check(t, err)
-				c.everything, full.full = turn{}, how == "everything"
+				c.all, full.full = pendingSweep{}, how == "everything"
 				conn.unfiltered = how == "no filters"
 				before := listAll(t, conn)
 				_, err = b.Apply(state(service("dns", fmt.Sprintf("%v>%v", k, endpoints[v6][0]))),
@@ -252,7 +252,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 	labtest.Check(t, conn.list(query{family: ipfamily.IPv4}, func(flows []flow) error {
 		for i := range flows {
 			q := queryFor(k)
-			conn.unfiltered = conn.unfiltered || !q.answers(&flows[i])
+			conn.unfiltered = conn.unfiltered || !q.matches(&flows[i])
 		}
 		return nil
 	}))

@@ -33,8 +33,8 @@ func queryFor(k dataplane.Key) query {
 	return q
 }
 
-// answers says whether a flow is what the query asks for.
-func (q *query) answers(f *flow) bool {
+// matches says whether a flow is what the query asks for.
+func (q *query) matches(f *flow) bool {
 	return (q.protocol == 0 || f.frontend.Protocol == q.protocol) &&
 		(!q.addr.IsValid() || f.frontend.Addr == q.addr) && (q.port == 0 || f.frontend.Port == q.port)
 }

@@ -74,7 +74,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, shown.close()) }()
-	cleaner := conntrack.NewCleaner(n.Flows, func(l conntrack.Look) {
+	cleaner := conntrack.NewCleaner(n.Flows, func(l conntrack.SweepResult) {
 		n.looked(l)
 		shown.looked(l)
 	})
@@ -156,7 +156,7 @@ func (n *Node) retune(ctx context.Context, apply func(tuning)) {
 }
 
 // looked logs a look at the flows.
-func (n *Node) looked(l conntrack.Look) {
+func (n *Node) looked(l conntrack.SweepResult) {
 	if l.Err != nil {
 		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
 	}

@@ -172,7 +172,7 @@ func (t *telemetry) portFailed(e *health.ListenError) {
 }
 
 // looked is told of a look at the flows.
-func (t *telemetry) looked(l conntrack.Look) {
+func (t *telemetry) looked(l conntrack.SweepResult) {
 	flows := metrics.Flows{Took: l.Took, Failed: l.Err != nil}
 	for f, found := range l.Flows {
 		flows.Judged[f], flows.Removed[f] = found.Judged, found.Removed
