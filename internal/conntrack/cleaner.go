@@ -14,79 +14,79 @@ import (
 
 // table is the kernel's table of flows: a *Conn.
 type table interface {
-	// filters says whether list can be trusted to leave out what a query does not ask for.
+	// filters says whether list leaves out flows that a query does not ask for.
 	filters() bool
 	list(q query, do func([]flow) error) error
 	remove([]flow) (removed int, err error)
 }
 
-// SweepResult is what a Cleaner tells about each time it looked.
+// SweepResult is what a Cleaner reports after each sweep.
 type SweepResult struct {
-	// Frontends is how many were looked at, Lists how often the kernel walked its table for that.
+	// Frontends is how many frontends were checked. Lists is how many times the kernel walked its table for that.
 	Frontends, Lists int
-	// Flows counts what was found.
+	// Flows counts the flows that were found.
 	Flows ipfamily.Per[Flows]
-	// Took is the time from begin to end, Worked what is left of it without the pauses.
+	// Took is the time from start to end. Worked is Took without the pauses.
 	Took, Worked time.Duration
-	// Err says why the look ended early. It will be repeated.
+	// Err says why the sweep ended early. The Cleaner repeats a sweep that failed.
 	Err error
 }
 
 // Flows counts flows.
 type Flows struct {
-	// Judged are those to the frontends that were looked at, Removed those of them that were deleted. One that is listed
-	// anew counts anew.
+	// Judged counts the flows to the frontends that were checked, and Removed those of them that were deleted. If the
+	// kernel lists a flow again, it counts again.
 	Judged, Removed int
 }
 
-// Cleaner removes the flows that transactions leave wrong. Make one with NewCleaner, have the loop tell its Listener,
-// and Run it.
+// Cleaner removes flows that a transaction made stale. Make one with NewCleaner, add its Listener to the loop, and call
+// Run.
 type Cleaner struct {
 	table  table
 	report func(SweepResult)
 	wake   chan struct{}
 
-	// mu is held while the loop writes: as long as it is free, the frontends below are those that are programmed.
-	// Without that, a flow to an endpoint which a transaction brought a moment ago would look like one to an endpoint
-	// that is gone.
+	// mu is locked while the loop writes. While it is free, programmed holds the frontends that are in force. Without
+	// the lock, a flow to an endpoint that a transaction has just added would look like a flow to a removed endpoint.
 	mu         sync.Mutex
 	programmed frontends
-	// inSync says that held is what is programmed: the last transaction succeeded. Otherwise nothing is deleted.
+	// inSync says that programmed matches the kernel: the last transaction succeeded. Otherwise nothing is deleted.
 	inSync bool
-	// pending are the frontends to look at, everything a look at all of them; it has no turns left when there is none.
+	// pending holds the frontends to check, and all is a check of every frontend. all.left is 0 if there is none.
 	pending map[dataplane.Key]pendingSweep
 	all     pendingSweep
 }
 
-// pendingSweep is when to look.
+// pendingSweep says when to check, and how often.
 type pendingSweep struct {
 	due time.Time
-	// left is how many times to look, this one included.
+	// left is how many times to check, this time included.
 	left int
 }
 
-// A frontend is looked at as soon as the transaction is in, and once more after secondSweepAfter: a packet that was on its
-// way then, and translated by the old rules, enters the table only when it leaves the host.
+// A frontend is checked as soon as its transaction is committed, and again after secondSweepAfter. At the first check,
+// packets may still be on their way that the old rules translated. Their flows enter the table only when they leave the
+// host.
 const (
 	sweepsPerChange  = 2
 	secondSweepAfter = time.Second
 )
 
-// After a look that failed, the next one waits for retryFirst, then for twice as long each time up to retryMost.
+// After a failed sweep, the next one waits for retryFirst, then twice as long each time, up to retryMost.
 const (
 	retryFirst = time.Second
 	retryMost  = time.Minute
 )
 
-// A Cleaner works for workAtOnce and then pauses for as long; between two looks it pauses for restFactor times what
-// the last one took. So a storm of changes costs a fifth of a core at most, and what piles up meanwhile is looked at
-// together.
+// A Cleaner works for workAtOnce, then pauses for as long. After a sweep it pauses for restFactor times as long as the
+// sweep took. So many changes in a row cost at most a fifth of a core, and changes that arrive during the pause are
+// checked together.
 const (
 	workAtOnce = 10 * time.Millisecond
 	restFactor = 4
 )
 
-// NewCleaner gives a Cleaner that has seen no transaction yet. After each look it calls looked, which may be nil.
+// NewCleaner returns a Cleaner that has seen no transaction yet. After each sweep it calls report, which may be nil.
 func NewCleaner(c *Conn, report func(SweepResult)) *Cleaner { return newCleaner(c, report) }
 
 func newCleaner(t table, report func(SweepResult)) *Cleaner {
@@ -102,8 +102,8 @@ func newCleaner(t table, report func(SweepResult)) *Cleaner {
 	}
 }
 
-// Listener gives what a loop has to tell the Cleaner. Its Writing waits while the Cleaner deletes a few flows, which
-// takes less than a millisecond, and never while it lists them.
+// Listener returns what the loop must call. Writing waits while the Cleaner deletes a few flows, which takes less than
+// a millisecond. It never waits while the Cleaner lists them.
 func (c *Cleaner) Listener() reconcile.Listener {
 	return reconcile.Listener{
 		Writing:   c.mu.Lock,
@@ -115,8 +115,8 @@ func (c *Cleaner) Listener() reconcile.Listener {
 	}
 }
 
-// committed takes over a transaction that the kernel acknowledged. After one that failed, or that wrote everything
-// anew, the flows of all frontends are worth a look: nobody knows what was in force meanwhile.
+// committed records a transaction that the kernel accepted. After a failed transaction, or after one that wrote
+// everything, the flows of all frontends are checked: nobody knows what was in force in between.
 func (c *Cleaner) committed(commit reconcile.Commit) {
 	defer c.mu.Unlock()
 	now := pendingSweep{time.Now(), sweepsPerChange}
@@ -136,7 +136,7 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 	}
 }
 
-// Run works until the context ends, and then returns nil. A look that fails is told to looked and repeated.
+// Run sweeps until the context ends, and then returns nil. A sweep that fails is reported and repeated.
 func (c *Cleaner) Run(ctx context.Context) error {
 	retry := retryFirst
 	for {
@@ -150,7 +150,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			timer.Stop()
 			return nil
-		case <-c.wake: // an earlier turn, perhaps
+		case <-c.wake: // perhaps an earlier sweep is pending
 			timer.Stop()
 			continue
 		case <-timeout:
@@ -172,7 +172,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 	}
 }
 
-// next gives the time of the earliest turn.
+// next returns when the earliest pending sweep is due.
 func (c *Cleaner) next() (due time.Time, any bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -190,7 +190,7 @@ func (c *Cleaner) next() (due time.Time, any bool) {
 	return due, any
 }
 
-// takeDue takes the turns that are due.
+// takeDue starts a sweep of everything that is due.
 func (c *Cleaner) takeDue() *sweep {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -207,7 +207,7 @@ func (c *Cleaner) takeDue() *sweep {
 	return s
 }
 
-// requeue files what a sweep took for another turn, where there is no newer one.
+// requeue schedules the next check of what a sweep has checked, unless a newer one is pending.
 func (c *Cleaner) requeue(s *sweep, failed bool, due time.Time) {
 	spent := 1
 	if failed {
@@ -225,22 +225,22 @@ func (c *Cleaner) requeue(s *sweep, failed bool, due time.Time) {
 	}
 }
 
-// sweep is one look at some frontends.
+// sweep is one check of some frontends.
 type sweep struct {
 	*Cleaner
-	// keys and everything say how many turns each has left.
+	// keys and all say how many checks are left for each, this one included.
 	keys  map[dataplane.Key]int
 	all   int
 	stale []flow
-	// paused is the time spent on pauses; worked that since the last of them.
+	// paused is the time spent in pauses. workingSince is when the last pause ended.
 	paused       time.Duration
 	workingSince time.Time
 }
 
-// errNotInSync ends a look: a transaction failed meanwhile, so that nobody knows what is programmed.
+// errNotInSync ends a sweep: a transaction failed during it, so nobody knows what is programmed.
 var errNotInSync = errors.New("conntrack: a transaction failed; flows are left alone until one succeeds")
 
-// run lists the flows to the sweep's frontends and deletes those that are wrong.
+// run lists the flows to the sweep's frontends and deletes the stale ones.
 func (s *sweep) run(ctx context.Context) SweepResult {
 	start := time.Now()
 	s.workingSince = start
@@ -267,14 +267,14 @@ func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResul
 			return err
 		}
 		if filters && !s.table.filters() {
-			return s.listAll(ctx, keys, l) // a family at a time, then
+			return s.listAll(ctx, keys, l) // now one family at a time
 		}
 		s.throttle(ctx)
 	}
 	return nil
 }
 
-// frontends gives what to look at.
+// frontends returns the frontends to check.
 func (s *sweep) frontends() []dataplane.Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -293,7 +293,8 @@ func (s *sweep) frontends() []dataplane.Key {
 	return keys
 }
 
-// deleteStale deletes the wrong ones of a few flows. No transaction comes between the judgement and the deletion.
+// deleteStale deletes the stale ones of a few flows. The lock keeps transactions out between the decision and the
+// deletion.
 func (s *sweep) deleteStale(flows []flow, count *Flows) error {
 	s.lock()
 	defer s.mu.Unlock()
@@ -319,7 +320,7 @@ func (s *sweep) deleteStale(flows []flow, count *Flows) error {
 	return err
 }
 
-// lock waits until no transaction is under way, which is no work: that may take long.
+// lock waits until no transaction is in progress. The wait may be long and does not count as work.
 func (s *sweep) lock() {
 	start := time.Now()
 	s.mu.Lock()
@@ -328,7 +329,7 @@ func (s *sweep) lock() {
 	s.workingSince = s.workingSince.Add(waited)
 }
 
-// covers says whether a frontend is one of those to look at. What else the kernel listed is nobody's concern.
+// covers says whether a frontend is one of those to check. The kernel may list other flows, too.
 func (s *sweep) covers(k dataplane.Key) bool {
 	if _, named := s.keys[k]; named {
 		return true
@@ -352,7 +353,7 @@ func (s *sweep) throttle(ctx context.Context) {
 	s.paused += s.workingSince.Sub(start)
 }
 
-// pause waits, unless the context ends.
+// pause waits until the time has passed or the context ends.
 func pause(ctx context.Context, d time.Duration) {
 	t := time.NewTimer(d)
 	defer t.Stop()

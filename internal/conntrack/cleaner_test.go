@@ -18,7 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// fakeTable is a kernel's table of flows that takes its time.
+// fakeTable is a flow table whose operations take a while.
 type fakeTable struct {
 	mu    sync.Mutex
 	flows []flow
@@ -81,7 +81,7 @@ func (t *fakeTable) since(start time.Time) (out []float64) {
 	return out
 }
 
-// backendFunc is a backend that does nothing but this.
+// backendFunc is a backend that consists of its Apply.
 type backendFunc func(*dataplane.State) (dataplane.Receipt, error)
 
 func (f backendFunc) Apply(st *dataplane.State, _ dataplane.Change) (dataplane.Receipt, error) {
@@ -95,8 +95,7 @@ func fine(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receip
 // loops are those that Cleaners listen to.
 var loops sync.Map
 
-// behind gives a writer that writes by another one, and tells the Cleaner, as the loop does. There is one loop for a
-// Cleaner.
+// behind wraps a writer so that it reports to the Cleaner as the loop does. Each Cleaner has one loop.
 func behind(c *Cleaner, w reconcile.Writer) reconcile.Writer {
 	loop, _ := loops.LoadOrStore(c, &reconciletest.Loop{Listeners: []reconcile.Listener{c.Listener()}})
 	loop.(*reconciletest.Loop).Writer = w
@@ -164,7 +163,7 @@ func TestLooksTwice(t *testing.T) {
 	})
 }
 
-// TestNothingToDo: a change that leaves all flows right costs no look.
+// TestNothingToDo: a change that makes no flow stale causes no sweep.
 func TestNothingToDo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{}
@@ -199,7 +198,7 @@ func TestStorm(t *testing.T) {
 	})
 }
 
-// TestEndpointArrivesMeanwhile: while flows are listed, a transaction brings an endpoint, and a client reaches it.
+// TestEndpointArrivesMeanwhile: while flows are listed, a transaction adds an endpoint, and a client reaches it.
 func TestEndpointArrivesMeanwhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{takes: 5 * time.Millisecond}
@@ -220,8 +219,8 @@ func TestEndpointArrivesMeanwhile(t *testing.T) {
 	})
 }
 
-// TestFailures: after a transaction that failed nothing is deleted until one succeeds, and then everything is looked
-// at. A table that cannot be listed is asked again, less and less often.
+// TestFailures: after a failed transaction nothing is deleted until one succeeds; then all frontends are checked. A
+// table that cannot be listed is retried after growing pauses.
 func TestFailures(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := &fakeTable{}

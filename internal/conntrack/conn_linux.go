@@ -13,17 +13,17 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Conn is a pair of netlink sockets to the kernel's connection tracking: flows are deleted while the list they are in
-// is still being read, so that memory does not follow their number. It is not safe for concurrent use.
+// Conn is a pair of netlink sockets to the kernel's connection tracking. Flows are deleted while their list is still
+// being read, so that memory use does not depend on the number of flows. It is not safe for concurrent use.
 type Conn struct {
 	lists, deletes *netlink.Conn
 	out            netlink.Buffer
 	flows          []flow
-	// unfiltered says that this kernel, older than 5.8, does not know CTA_FILTER, which it passes over without a word.
+	// unfiltered says that this kernel is older than 5.8: it ignores CTA_FILTER silently.
 	unfiltered bool
 }
 
-// Dial opens the sockets in the network namespace that a file descriptor stands for; 0 is the caller's own.
+// Dial opens the sockets in the network namespace of a file descriptor; 0 is the caller's own namespace.
 func Dial(netns int) (*Conn, error) {
 	lists, err := netlink.Dial(unix.NETLINK_NETFILTER, netns)
 	if err != nil {
@@ -39,8 +39,8 @@ func Dial(netns int) (*Conn, error) {
 // Close closes the sockets.
 func (c *Conn) Close() error { return errors.Join(c.lists.Close(), c.deletes.Close()) }
 
-// Load has the kernel load connection tracking, if it is a module and nobody needed it yet: any question for it does
-// that. Its sysctls are there from then on.
+// Load makes the kernel load the connection tracking module if it is not loaded yet. Any request does that. Afterwards
+// its sysctls exist.
 func Load() error {
 	c, err := Dial(0)
 	if err != nil {
@@ -55,12 +55,12 @@ func Load() error {
 
 func (c *Conn) filters() bool { return !c.unfiltered }
 
-// maxDumps bounds how often a list begins again because the kernel found it to be inconsistent.
+// maxDumps bounds how often a list restarts because it was inconsistent.
 const maxDumps = 10
 
-// list calls do with the flows that answer a query, one datagram's at a time. A list that was interrupted begins
-// again, and then do sees flows twice. If the kernel turns out not to filter, that shows in filters, and what do saw
-// may be anything.
+// list calls do with the flows that match a query, one datagram at a time. If the kernel interrupts a list, it
+// restarts, and do sees some flows twice. If the kernel turns out not to filter, filters returns false from then on,
+// and do may have seen any flows.
 func (c *Conn) list(q query, do func([]flow) error) error {
 	for range maxDumps {
 		err := c.listOnce(q, do)
@@ -96,7 +96,7 @@ func (c *Conn) listOnce(q query, do func([]flow) error) error {
 	}
 }
 
-// appendFlow keeps a flow of a list.
+// appendFlow adds a flow of a list to c.flows.
 func (c *Conn) appendFlow(q query, body []byte) {
 	if len(body) < netlink.NetfilterLen {
 		return
@@ -109,14 +109,14 @@ func (c *Conn) appendFlow(q query, body []byte) {
 	c.flows = append(c.flows, f)
 }
 
-// maxDeletes bounds one sendmsg. Each deletion may be refused, and what the kernel says then must fit into a socket's
-// receive buffer of default size, where a message takes 768 bytes.
+// maxDeletes bounds one sendmsg. The kernel may reject each deletion, and all its answers must fit into a socket's
+// receive buffer of default size, where each takes 768 bytes.
 const maxDeletes = 128
 
-// remove deletes flows and says how many the kernel did delete. That one is gone already is no error.
+// remove deletes flows and returns how many the kernel deleted. A flow that is already gone is no error.
 //
-// If the socket had no room for all that the kernel refused, all flows were tried, fewer are counted, and the error
-// is ENOBUFS.
+// If the kernel's answers do not fit into the socket, all deletions were tried, removed is too low, and the error is
+// ENOBUFS.
 func (c *Conn) remove(flows []flow) (removed int, err error) {
 	var overflow error
 	for part := range slices.Chunk(flows, maxDeletes) {

@@ -13,15 +13,15 @@ const (
 	messageDelete = unix.NFNL_SUBSYS_CTNETLINK<<8 | 2
 )
 
-// What a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h, which are part of the kernel's interface
-// all the same.
+// The fields that a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h. They are part of the kernel's
+// interface although the header is internal.
 const (
 	filterIPDst   = 1 << 1
 	filterProto   = 1 << 3
 	filterDstPort = 1 << 5
 )
 
-// writeList writes the message that asks for a list.
+// writeList writes the request for a list.
 func writeList(w *netlink.Buffer, q query) {
 	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, q.family.NFProto())
 	if q.protocol != 0 {
@@ -30,7 +30,7 @@ func writeList(w *netlink.Buffer, q query) {
 	w.End(m)
 }
 
-// writeFilter writes what the kernel compares the flows' original direction with.
+// writeFilter writes the filter on the flows' original direction.
 func writeFilter(w *netlink.Buffer, q query) {
 	flags := uint32(filterProto)
 	orig := w.Nest(ctaTupleOrig)
@@ -53,11 +53,11 @@ func writeFilter(w *netlink.Buffer, q query) {
 	w.Close(filter)
 }
 
-// writeDelete writes the message that deletes a flow. The kernel looks up who has these replies, in the zone, and
-// lets him live if he does not have the id, which is made of the original tuple and of where the flow is in memory.
-// Both tuples are the flow's, then. Looked up by the original one, a flow that began anew meanwhile, to another
-// endpoint, would be found, and often has the old one's place and so its id. A message without a tuple would delete
-// everything: parseFlow sees to it that there is one.
+// writeDelete writes the request to delete one flow. The kernel looks the flow up by its reply tuple and zone, and
+// deletes it only if the id matches. The id depends on the original tuple and on the flow's place in memory, so both
+// tuples must match. A look-up by the original tuple would be wrong: it would find a flow that has begun again to
+// another endpoint, and that flow often has the same place in memory and so the same id. A message without a tuple
+// would delete every flow; parseFlow makes sure that there is one.
 func writeDelete(w *netlink.Buffer, f *flow) {
 	m := w.Netfilter(messageDelete, 0, ipfamily.Of(f.frontend.Addr).NFProto())
 	w.Attr(ctaTupleReply|unix.NLA_F_NESTED, f.reply...)

@@ -8,21 +8,21 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// flow is one entry of the kernel's table. Its byte slices hold until the next datagram is read.
+// flow is one entry of the kernel's table. Its byte slices are valid until the next datagram is read.
 type flow struct {
-	// frontend is where the first packet was sent to.
+	// frontend is the destination of the first packet.
 	frontend dataplane.Key
-	// endpoint is where it went: the source of the replies.
+	// endpoint is the source of the replies: where the packet was sent.
 	endpoint netip.AddrPort
-	// zoned says that it is not in the default zone, in one direction at least.
+	// zoned says that at least one direction is not in the default zone.
 	zoned bool
-	// reply (the tuple of the replies), zone and id are what the kernel finds it by, as it wrote them. zone is nil in
-	// the default one.
+	// reply (the tuple of the replies), zone and id identify the flow, in the kernel's encoding. zone is nil in the
+	// default zone.
 	reply, zone, id []byte
 }
 
-// translated says whether the flow goes elsewhere than it was sent to. The kernel's status has a bit for that, too,
-// which is not set when an endpoint happens to be the frontend's own address and port.
+// translated says whether the kernel sends the flow to another destination. The kernel's status has a bit for that, but
+// it is not set if an endpoint has the same address and port as the frontend.
 func (f *flow) translated() bool {
 	return f.endpoint != netip.AddrPortFrom(f.frontend.Addr, f.frontend.Port)
 }
@@ -51,7 +51,7 @@ const (
 	ctaFilterOrigFlags = 1
 )
 
-// tuple is one direction of a flow. What the kernel did not say is zero.
+// tuple is one direction of a flow. Fields that the kernel did not send are zero.
 type tuple struct {
 	src, dst         netip.Addr
 	srcPort, dstPort uint16
@@ -59,7 +59,8 @@ type tuple struct {
 	zoned            bool
 }
 
-// parseFlow reads the attributes of an entry. One of which anything needed is missing is no flow: it is never judged.
+// parseFlow reads the attributes of an entry. It returns false if a required attribute is missing; such an entry is
+// never deleted.
 func parseFlow(attrs []byte) (flow, bool) {
 	var f flow
 	var original, reply tuple

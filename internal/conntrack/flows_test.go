@@ -183,8 +183,8 @@ func (p *proxied) expect(flows map[client]*lab.Conn, hosts ...*lab.Host) {
 	}
 }
 
-// TestEndpointGone: held flows go on with another endpoint; without the look they do not. TCP, held at the endpoint
-// that is gone, is untouched.
+// TestEndpointGone: open flows continue with another endpoint, but only after a sweep. A TCP connection to the removed
+// endpoint is untouched.
 func TestEndpointGone(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -201,7 +201,7 @@ func TestEndpointGone(t *testing.T) {
 	}
 }
 
-// TestTargetPort: the endpoints stay, their port does not.
+// TestTargetPort: the endpoints stay, but their port changes.
 func TestTargetPort(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -217,7 +217,7 @@ func TestTargetPort(t *testing.T) {
 	}
 }
 
-// TestScaleToZero: the next datagram is refused, and when there are endpoints again, answered.
+// TestScaleToZero: the next datagram is rejected, and answered once there are endpoints again.
 func TestScaleToZero(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -236,7 +236,7 @@ func TestScaleToZero(t *testing.T) {
 	p.expect(udp, p.Pods[1])
 }
 
-// TestServiceGone: flows to what is no frontend any more do not go on.
+// TestServiceGone: flows to a removed frontend end.
 func TestServiceGone(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -252,8 +252,7 @@ func TestServiceGone(t *testing.T) {
 	}
 }
 
-// TestBeforeTheFirst: a client that sent before there was a Service keeps sending into the void, until it has
-// endpoints.
+// TestBeforeTheFirst: a client that sends before the Service exists gets no answer until the Service has endpoints.
 func TestBeforeTheFirst(t *testing.T) {
 	p := newProxied(t)
 	for i, cl := range p.clients() {
@@ -283,7 +282,7 @@ func TestBeforeTheFirst(t *testing.T) {
 	}
 }
 
-// TestRightFlowsStay: draining endpoints, policies, more endpoints and a restart leave every flow the one it was.
+// TestRightFlowsStay: draining endpoints, policies, more endpoints and a restart do not change any flow.
 func TestRightFlowsStay(t *testing.T) {
 	p := newProxied(t)
 	first := append(ready(p.Pods[0], p.RemotePods[0]), end{p.Pods[1], "unready"})
@@ -303,8 +302,10 @@ func TestRightFlowsStay(t *testing.T) {
 		{"an endpoint more", p.service(local, 5353, ready(p.Pods[0], p.RemotePods[0], p.Pods[1])...)},
 		{"one drains", p.service(local, 5353, draining...)},
 		{"affinity", p.service(func(s *snapshot.Service) { s.Affinity = time.Hour }, 5353, draining...)},
-		{"another Service", snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("other"): {Name: name("other"),
-			ClusterIPs: []netip.Addr{lab.Nth(lab.ServiceRange[0], 2)}, Ports: []snapshot.Port{{Protocol: snapshot.UDP, Port: port}}}}}},
+		{"another Service", snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("other"): {
+			Name: name("other"), ClusterIPs: []netip.Addr{lab.Nth(lab.ServiceRange[0], 2)},
+			Ports: []snapshot.Port{{Protocol: snapshot.UDP, Port: port}},
+		}}}},
 	} {
 		p.apply(step.Delta)
 		n := p.look()
@@ -336,7 +337,7 @@ func TestRightFlowsStay(t *testing.T) {
 	}
 }
 
-// TestRestart: an endpoint leaves while no proxy runs.
+// TestRestart: an endpoint is removed while no proxy runs.
 func TestRestart(t *testing.T) {
 	p := newProxied(t)
 	p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
@@ -373,8 +374,8 @@ func TestExternalLocal(t *testing.T) {
 	p.expect(udp, p.Pods[1], p.RemotePods[0])
 }
 
-// TestSCTP: an association cannot be taken over, but a client that begins anew from its port must not meet the old
-// flow.
+// TestSCTP: an association cannot move to another endpoint, but a client that starts again from the same port must not
+// use the old flow.
 func TestSCTP(t *testing.T) {
 	p := newProxied(t)
 	for i, f := range []ipfamily.Family{ipfamily.IPv4, ipfamily.IPv6} {
@@ -395,7 +396,7 @@ func TestSCTP(t *testing.T) {
 	}
 }
 
-// TestRun is the whole of it, in its own time, under clients that never stop sending while endpoints come and go.
+// TestRun runs the Cleaner in real time, with clients that never stop sending while endpoints come and go.
 func TestRun(t *testing.T) {
 	p := newProxied(t)
 	told := make(chan SweepResult, 100)

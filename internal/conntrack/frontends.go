@@ -1,9 +1,10 @@
-// Package conntrack removes UDP and SCTP flows that the kernel goes on translating as nobody would today: a flow is
-// translated once, when it begins, and keeps its endpoint for as long as its client keeps sending, even when the
-// endpoint is gone or the Service had none at that moment. TCP ends by itself and is never touched.
+// Package conntrack removes UDP and SCTP flows that the kernel still translates although the programmed state would
+// not. The kernel translates a flow once, when it begins. The flow then keeps its endpoint for as long as its client
+// sends, even if the endpoint is removed, or if the Service had no endpoints at that moment. TCP connections end by
+// themselves and are never touched.
 //
-// A Cleaner stands around a backend, learns from each transaction which frontends are worth a look, and looks at them
-// in its own time: it has the kernel list their flows, and deletes those that are wrong by tuple and id.
+// A Cleaner listens to the reconcile loop and learns from each transaction which frontends to check. It checks them in
+// its own time: it lists their flows and deletes the stale ones by tuple and id.
 package conntrack
 
 import (
@@ -14,24 +15,24 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// frontends says where the flows of each UDP and SCTP frontend that is programmed may go. It keeps pointers into
-// Services, which nobody changes.
+// frontends maps each programmed UDP and SCTP frontend to the port that says where its flows may go. It keeps pointers
+// into Services, which nobody changes.
 type frontends map[dataplane.Key]*dataplane.ServicePort
 
-// replace replaces Services by others, in the same order, and gives the frontends whose flows may be wrong now:
-// sorted and unique, those that are gone among them.
+// replace replaces Services by others in the same order. It returns the frontends whose flows may be stale now, the
+// removed ones included, sorted and without duplicates.
 func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key {
 	was := map[dataplane.Key]*dataplane.ServicePort{}
 	for _, svc := range before {
 		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
-			if fs[k] == sp { // otherwise another Service has got it already
+			if fs[k] == sp { // otherwise another Service already has it
 				was[k] = sp
 				delete(fs, k)
 			}
 		})
 	}
 	var changed []dataplane.Key
-	// A key may have gone from one Service to another: all are taken out before the first is put in.
+	// A key may move from one Service to another: remove all old keys before adding the first new one.
 	for _, svc := range after {
 		eachFrontend(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
 			fs[k] = sp
@@ -48,7 +49,7 @@ func (fs frontends) replace(before, after []*dataplane.Service) []dataplane.Key 
 	return changed
 }
 
-// eachFrontend calls do for every UDP and SCTP frontend of a Service, which may be nil.
+// eachFrontend calls do for every UDP and SCTP frontend of a Service. The Service may be nil.
 func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
 	if svc == nil {
 		return
@@ -63,9 +64,8 @@ func eachFrontend(svc *dataplane.Service, do func(dataplane.Key, *dataplane.Serv
 	}
 }
 
-// mayHaveStale says whether flows to a frontend that were right before, or none of ours, may be wrong now: it is new,
-// it had no endpoints, or an endpoint has left. Whatever else changes, policies among it, is for flows that are yet
-// to begin.
+// mayHaveStale says whether a change may have made flows to a frontend stale: the frontend is new, it had no endpoints,
+// or an endpoint was removed. Other changes, such as another policy, affect only flows that begin later.
 func mayHaveStale(before, now *dataplane.ServicePort) bool {
 	if before == nil {
 		return true
@@ -83,14 +83,14 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 	return found
 }
 
-// stale says whether a flow to a frontend worth a look has to go.
+// stale says whether a flow to a checked frontend must be deleted.
 //
-// A frontend that is carried has no right flows but those to its serving endpoints; those that were never translated
-// began before it was carried. One that is carried no more leaves behind what was translated for it; what was not is
-// somebody else's, such as a process that listens at what used to be a node port.
+// If the frontend is programmed, only flows to its serving endpoints are right. A flow that was not translated began
+// before the frontend was programmed. If the frontend was removed, its translated flows are stale. An untranslated flow
+// belongs to somebody else, such as a process that listens on a former node port.
 //
-// In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does:
-// there it is no wonder that one goes by untranslated.
+// In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does. An
+// untranslated flow is normal there.
 func (fs frontends) stale(f *flow) bool {
 	sp, exists := fs[f.frontend]
 	if (!exists || f.zoned) && !f.translated() {

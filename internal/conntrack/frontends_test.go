@@ -279,9 +279,9 @@ func (w walk) slice(n snapshot.Name) *snapshot.Slice {
 	return sl
 }
 
-// TestFollowProperty walks at random. At every step what is followed by change must be what follows from the full
-// state; a flow that was right and is not any more must be to a frontend that gets a look; and no flow to an endpoint
-// that serves, told from the snapshot alone, is ever wrong.
+// TestFollowProperty changes the cluster at random. After every step, the frontends that were updated by changes must
+// equal those computed from the full state. A flow that has become stale must be to a frontend that is checked. No flow
+// to a serving endpoint, as the snapshot says, is ever stale.
 func TestFollowProperty(t *testing.T) {
 	for seed := range uint64(300) {
 		w := walk{rand.New(rand.NewPCG(seed, 1))}
@@ -306,7 +306,7 @@ func TestFollowProperty(t *testing.T) {
 	}
 }
 
-// everyFlow gives every flow there can be to a frontend of before or after.
+// everyFlow returns every possible flow to a frontend of before or after.
 func everyFlow(before, after frontends) func(func(flow) bool) {
 	return func(yield func(flow) bool) {
 		all := maps.Clone(before)

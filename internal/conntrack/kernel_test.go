@@ -192,8 +192,8 @@ func mixed() (entries []entry, fronts []dataplane.Key) {
 	return entries, fronts
 }
 
-// TestExactFlows has one endpoint leave one frontend of many, among flows that differ in one thing each: with filters
-// for each frontend, for a protocol, and without.
+// TestExactFlows removes one endpoint of one frontend among flows that differ in one field each. It runs with filters
+// for each frontend, for a protocol, and without filters.
 func TestExactFlows(t *testing.T) {
 	entries, fronts := mixed()
 	for _, k := range fronts {
@@ -241,7 +241,7 @@ func TestExactFlows(t *testing.T) {
 	}
 }
 
-// TestKernelWithoutFilters: a kernel before 5.8 lists everything, whatever it is asked for. That is noticed.
+// TestKernelWithoutFilters: a kernel before 5.8 ignores filters and lists everything. The Conn notices.
 func TestKernelWithoutFilters(t *testing.T) {
 	conn := emptyHost(t)
 	entries, _ := mixed()
@@ -268,7 +268,7 @@ func TestKernelWithoutFilters(t *testing.T) {
 	}
 }
 
-// TestGoneMeanwhile deletes flows that are gone, or are others by now.
+// TestGoneMeanwhile deletes flows that are already gone, or that have been replaced by others.
 func TestGoneMeanwhile(t *testing.T) {
 	conn := emptyHost(t)
 	e := entry{client: clientOf(1, false), frontend: key("10.96.0.1:53/udp"), endpoint: endpoints[0][0]}
@@ -437,9 +437,9 @@ func BenchmarkFollow(b *testing.B) {
 	}
 }
 
-// TestSmallBuffers has receive buffers that hold next to nothing, as a host may be set up: lists are whole, and what
-// is to be removed goes, even if the kernel cannot say all that it has to about flows that were gone before. That is
-// an error, so that somebody looks again.
+// TestSmallBuffers uses very small receive buffers, as a host may be set up. Lists are still complete, and all flows
+// are removed, even if the kernel cannot report every flow that was already gone. That is an error, so that the Cleaner
+// sweeps again.
 func TestSmallBuffers(t *testing.T) {
 	conn := emptyHost(t)
 	for _, c := range []*netlink.Conn{conn.lists, conn.deletes} {

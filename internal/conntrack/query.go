@@ -10,18 +10,18 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// query is what the kernel is asked to list. All but the family may be zero, and is not compared then.
+// query selects the flows that the kernel lists. Fields other than family may be zero; they are not compared then.
 type query struct {
 	family   ipfamily.Family
 	protocol snapshot.Protocol
-	// addr and port are what the flow was sent to first.
+	// addr and port are the original destination of the flow.
 	addr netip.Addr
 	port uint16
 }
 
-// queryFor asks for the flows to a frontend, as far as the kernel is able to tell them. It compares ports for TCP and
-// UDP only. IPv6 addresses it compares the wrong way round, and lists just the others: ctnetlink_filter_match_tuple,
-// from 5.8 on and still in 6.18.
+// queryFor returns a query for the flows to a frontend, as narrow as the kernel supports. The kernel compares ports
+// only for TCP and UDP. It compares IPv6 addresses the wrong way round and lists exactly the others: see
+// ctnetlink_filter_match_tuple, from 5.8 on and still in 6.18.
 func queryFor(k dataplane.Key) query {
 	q := query{family: ipfamily.Of(k.Addr), protocol: k.Protocol}
 	if q.family == ipfamily.IPv4 {
@@ -33,7 +33,7 @@ func queryFor(k dataplane.Key) query {
 	return q
 }
 
-// matches says whether a flow is what the query asks for.
+// matches says whether the query asks for a flow.
 func (q *query) matches(f *flow) bool {
 	return (q.protocol == 0 || f.frontend.Protocol == q.protocol) &&
 		(!q.addr.IsValid() || f.frontend.Addr == q.addr) && (q.port == 0 || f.frontend.Port == q.port)
@@ -44,12 +44,12 @@ func (q query) compare(o query) int {
 		cmp.Compare(q.port, o.port))
 }
 
-// maxSingle is how many frontends of a family and protocol are asked for one by one. Each time the kernel walks its
-// whole table, so for more of them it is cheaper to be told all flows of the protocol once.
+// maxSingle is how many frontends of a family and protocol get a query each. The kernel walks its whole table for each
+// query, so listing all flows of the protocol once is cheaper for more.
 const maxSingle = 4
 
-// queries plans how to list the flows to frontends, sorted and unique. Without filters it is a whole family at a
-// time. Other flows may be listed, too.
+// queries returns the queries that list the flows to all keys, sorted and without duplicates. Without filters there is
+// one query for each family. The kernel may list other flows, too.
 func queries(keys []dataplane.Key, filters bool) []query {
 	groups := map[query][]query{}
 	for _, k := range keys {
