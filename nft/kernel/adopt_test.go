@@ -538,7 +538,7 @@ func TestAdoptedUnseen(t *testing.T) {
 func TestLostAnswerOfAPart(t *testing.T) {
 	s := newSite(t, 30, Options{})
 	labtest.Check(t, s.backend.Remove())
-	s.backend.room, s.backend.trust = 16, broken
+	s.backend.maxElements, s.backend.syncState = 16, stateUnfixable
 	s.backend.conn.Wire = &faulty{Wire: s.backend.conn.Wire, recvErr: []error{unix.ENOBUFS}}
 	_, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{})
 	labtest.Check(t, err)

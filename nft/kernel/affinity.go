@@ -11,16 +11,16 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// sweep takes affinity entries out that name endpoints their pool no longer has. The maps are listed a datagram at a
+// affinitySweep takes affinity entries out that name endpoints their pool no longer has. The maps are listed a datagram at a
 // time: the kernel needs longer for a large one than a change should wait.
-type sweep struct {
-	// turns says how often each family's map is still to be looked at, due when next.
-	turns ipfamily.Per[int]
-	due   ipfamily.Per[time.Time]
+type affinitySweep struct {
+	// left says how often each family's map is still to be looked at, due when next.
+	left ipfamily.Per[int]
+	due  ipfamily.Per[time.Time]
 	// running says that family's list is under way, in which gone were found.
 	running bool
 	family  int
-	gone    []nft.Element
+	stale   []nft.Element
 	// entries counts those of each pool in the list under way, in which seen are the keys. Torn says that it has an
 	// entry twice: the kernel is moving entries to other buckets, and left another one out in its place.
 	entries map[uint32]int
@@ -31,19 +31,19 @@ type sweep struct {
 // affinityKey is the length of a key of the maps: pool and bucket.
 const affinityKey = 8
 
-// A map is looked at as soon as the transaction is in, and once more after sweepAgain: for packets that were on their
+// A map is looked at as soon as the transaction is in, and once more after secondSweepAfter: for packets that were on their
 // way through the rules while it happened.
 const (
-	sweepTurns = 2
-	sweepAgain = time.Second
+	sweepsPerTransaction = 2
+	secondSweepAfter     = time.Second
 )
 
-// order asks for a map to be looked at, not later than at the given time.
-func (s *sweep) order(family, turns int, due time.Time) {
-	if s.turns[family] == 0 || due.Before(s.due[family]) {
+// schedule asks for a map to be looked at, not later than at the given time.
+func (s *affinitySweep) schedule(family, turns int, due time.Time) {
+	if s.left[family] == 0 || due.Before(s.due[family]) {
 		s.due[family] = due
 	}
-	s.turns[family] = max(s.turns[family], turns)
+	s.left[family] = max(s.left[family], turns)
 }
 
 // sweepUntil sweeps until a time, and says whether there is more to do soon.
@@ -53,12 +53,12 @@ func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 		if !s.running && !s.begin() {
 			return false, nil
 		}
-		done, err := b.sweepOn()
+		done, err := b.sweepStep()
 		if err == nil && done {
 			err = b.endSweep()
 		}
 		if s.running = err == nil && !done; err != nil {
-			s.order(s.family, 1, time.Now().Add(sweepAgain))
+			s.schedule(s.family, 1, time.Now().Add(secondSweepAfter))
 			return false, fmt.Errorf("session affinity: %w", err)
 		}
 	}
@@ -66,11 +66,11 @@ func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 }
 
 // begin chooses a map that is to be looked at, if there is one.
-func (s *sweep) begin() bool {
+func (s *affinitySweep) begin() bool {
 	for i := range ipfamily.All {
-		if s.turns[i] > 0 && !time.Now().Before(s.due[i]) {
-			s.turns[i]--
-			s.family, s.gone, s.due[i] = i, nil, time.Now().Add(sweepAgain)
+		if s.left[i] > 0 && !time.Now().Before(s.due[i]) {
+			s.left[i]--
+			s.family, s.stale, s.due[i] = i, nil, time.Now().Add(secondSweepAfter)
 			s.seen, s.entries, s.torn = map[[affinityKey]byte]struct{}{}, map[uint32]int{}, false
 			return true
 		}
@@ -78,16 +78,16 @@ func (s *sweep) begin() bool {
 	return false
 }
 
-// sweepOn asks for the list, or reads one datagram of it, and says whether that was the last. That others commit
+// sweepStep asks for the list, or reads one datagram of it, and says whether that was the last. That others commit
 // transactions meanwhile does not matter here: entries come and go all the time.
-func (b *Backend) sweepOn() (done bool, err error) {
+func (b *Backend) sweepStep() (done bool, err error) {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
 	if !s.running {
 		return false, b.sweeper.Ask(listRequest(f, nft.Affinity))
 	}
 	done, err = b.sweeper.Next(withAttributes(func(attrs []byte) {
-		eachElement(f, nft.Affinity, attrs, func(e nft.Listed) { s.note(&e.Element, b.model.Remembers(f, &e.Element)) })
+		eachElement(f, nft.Affinity, attrs, func(e nft.Listed) { s.add(&e.Element, b.model.Remembers(f, &e.Element)) })
 	}))
 	if done && (errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EINTR)) {
 		err = nil
@@ -95,15 +95,15 @@ func (b *Backend) sweepOn() (done bool, err error) {
 	return done, err
 }
 
-// note takes note of an entry of the list.
-func (s *sweep) note(e *nft.Element, remembered bool) {
+// add takes note of an entry of the list.
+func (s *affinitySweep) add(e *nft.Element, remembered bool) {
 	s.entries[e.ID()]++ // which twice stands for the one that was left out
 	key := [affinityKey]byte(e.Key())
 	_, twice := s.seen[key]
 	s.seen[key] = struct{}{}
 	s.torn = s.torn || twice
 	if !remembered && !twice {
-		s.gone = append(s.gone, *e)
+		s.stale = append(s.stale, *e)
 	}
 }
 
@@ -113,16 +113,16 @@ func (b *Backend) endSweep() error {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
 	var gone []nft.Element
-	for i := range s.gone {
-		if !b.model.Remembers(f, &s.gone[i]) {
-			gone = append(gone, s.gone[i])
+	for i := range s.stale {
+		if !b.model.Remembers(f, &s.stale[i]) {
+			gone = append(gone, s.stale[i])
 		}
 	}
-	s.gone, s.seen = nil, nil
-	b.share(s.family, s.entries)
+	s.stale, s.seen = nil, nil
+	b.updateShares(s.family, s.entries)
 	err := b.deleteAffinity(f, gone)
 	if len(gone) > 0 || s.torn {
-		s.order(s.family, 1, time.Now().Add(sweepAgain))
+		s.schedule(s.family, 1, time.Now().Add(secondSweepAfter))
 	}
 	return err
 }
@@ -132,7 +132,7 @@ func (b *Backend) endSweep() error {
 func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
 		b.batch.Reset()
-		b.batch.notes = b.batch.notes[:0]
+		b.batch.messages = b.batch.messages[:0]
 		b.batch.Begin()
 		first, n := uint32(b.batch.Count())+1, min(len(entries), deleteAtOnce)
 		for i := range n {
@@ -141,7 +141,7 @@ func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error
 		b.batch.Finish()
 		refused, err := b.conn.Commit(b.batch.Bytes())
 		if err == nil && len(refused) == 0 {
-			b.generation = next(b.generation)
+			b.generation = nextGeneration(b.generation)
 			entries = entries[n:]
 			continue
 		}

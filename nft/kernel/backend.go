@@ -51,46 +51,46 @@ type Backend struct {
 	owns bool
 
 	model nft.Model
-	// room is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
-	room  int
-	trust trust
-	// unseen says that the transaction under way goes by digests, and that somebody has written to nf_tables since these
+	// maxElements is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
+	maxElements int
+	syncState   syncState
+	// unverified says that the transaction under way goes by digests, and that somebody has written to nf_tables since these
 	// were. What is the same may be so by its digest and not by its elements, if somebody could once write what nobody
 	// owned: that we own the tables now does not say that a process before us has looked.
-	unseen bool
+	unverified bool
 	// filling says that new tables do not have everything yet.
 	filling bool
-	// strays says that something was met where one of ours has to go, and all is not written yet. All that the tables
+	// listAll says that something was met where one of ours has to go, and all is not written yet. All that the tables
 	// hold is listed then.
-	strays bool
-	// missed is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last
+	listAll bool
+	// pending is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last
 	// comes first.
-	missed dataplane.Change
+	pending dataplane.Change
 	// ahead says that the last transaction had only what goes ahead of large Services, so that these get on now.
 	ahead bool
 	batch batch
 	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
-	generation uint32
-	tables     ipfamily.Per[tableInfo]
-	sweep      sweep
-	crowd      crowd
-	inspection inspection
+	generation   uint32
+	tables       ipfamily.Per[tableInfo]
+	sweep        affinitySweep
+	affinityFill affinityFill
+	inspection   inspection
 	// fill is what Fill gives.
 	fill atomic.Pointer[ipfamily.Per[nft.Fill]]
 }
 
-// trust is how far the model can be believed to be what the kernel holds.
-type trust uint8
+// syncState is how far the model can be believed to be what the kernel holds.
+type syncState uint8
 
 const (
-	// stranger: nothing is known of the tables, which a former process may have left.
-	stranger trust = iota
-	// doubtful: others may have changed them. They are read back before the next transaction.
-	doubtful
-	// broken: what was read back could not be corrected. Everything is made anew.
-	broken
-	// certain: they are what the model says.
-	certain
+	// stateUnknown: nothing is known of the tables, which a former process may have left.
+	stateUnknown syncState = iota
+	// stateStale: others may have changed them. They are read back before the next transaction.
+	stateStale
+	// stateUnfixable: what was read back could not be corrected. Everything is made anew.
+	stateUnfixable
+	// stateInSync: they are what the model says.
+	stateInSync
 )
 
 // Open gives a backend for the network namespace of the calling thread. Nothing is written before the first Apply.
@@ -173,12 +173,12 @@ const (
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
-	if b.missed.Empty() {
-		b.strays = false
+	if b.pending.Empty() {
+		b.listAll = false
 	}
-	b.missed = first(change, b.missed)
+	b.pending = mergeChange(change, b.pending)
 	for attempt := 1; ; attempt++ {
-		if err := b.heal(); err != nil {
+		if err := b.reopenSockets(); err != nil {
 			return r, err
 		}
 		start := time.Now()
@@ -189,15 +189,15 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		}
 		if !txn.Empty() {
 			err = b.commit(txn, &r)
-		} else if b.trust == stranger {
+		} else if b.syncState == stateUnknown {
 			r.Adopted = true
 		}
 		if err == nil {
-			if b.unseen {
-				b.unseen, b.generation = false, 0
+			if b.unverified {
+				b.unverified, b.generation = false, 0
 			}
 			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
-			b.trust, b.missed = certain, txn.Left
+			b.syncState, b.pending = stateInSync, txn.Left
 			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
 			fill := b.model.Fill()
 			b.fill.Store(&fill)
@@ -220,18 +220,18 @@ func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (data
 	return all, err
 }
 
-// first adds a change to another, which goes on after it: what waits already does not wait longer because it changes
+// mergeChange adds a change to another, which goes on after it: what waits already does not wait longer because it changes
 // again.
-func first(change, then dataplane.Change) dataplane.Change {
+func mergeChange(change, waiting dataplane.Change) dataplane.Change {
 	if len(change.Services) == 0 { // much may wait, for many transactions
-		return dataplane.Change{Globals: change.Globals || then.Globals, Services: then.Services}
+		return dataplane.Change{Globals: change.Globals || waiting.Globals, Services: waiting.Services}
 	}
-	waits := make(map[snapshot.Name]bool, len(then.Services))
-	for _, name := range then.Services {
+	waits := make(map[snapshot.Name]bool, len(waiting.Services))
+	for _, name := range waiting.Services {
 		waits[name] = true
 	}
 	out := dataplane.Change{
-		Globals:  change.Globals || then.Globals,
+		Globals:  change.Globals || waiting.Globals,
 		Services: make([]snapshot.Name, 0, len(change.Services)+len(waits)),
 	}
 	for _, name := range change.Services {
@@ -239,7 +239,7 @@ func first(change, then dataplane.Change) dataplane.Change {
 			out.Services = append(out.Services, name)
 		}
 	}
-	out.Services = append(out.Services, then.Services...)
+	out.Services = append(out.Services, waiting.Services...)
 	return out
 }
 
@@ -252,19 +252,19 @@ func errAttempts(err error, attempts int) error {
 
 // limit gives how many elements a transaction may have.
 func (b *Backend) limit(most int) int {
-	if b.room > 0 {
-		return min(b.room, most)
+	if b.maxElements > 0 {
+		return min(b.maxElements, most)
 	}
 	return most
 }
 
 // plan gives the transaction that takes the kernel to a state, or towards it.
 func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
-	if b.trust == certain {
-		if err := b.number(); err != nil {
+	if b.syncState == stateInSync {
+		if err := b.setGeneration(); err != nil {
 			return nil, err
 		}
-		ok, err := b.learn(b.missed)
+		ok, err := b.learnSlots(b.pending)
 		if err != nil {
 			return nil, err
 		}
@@ -276,9 +276,9 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 			if txn := b.planAhead(want); txn != nil {
 				return txn, nil
 			}
-			return b.model.Plan(want, b.missed, b.limit(most)), nil
+			return b.model.Plan(want, b.pending, b.limit(most)), nil
 		}
-		b.trust = doubtful
+		b.syncState = stateStale
 	}
 	return b.planFrom(want)
 }
@@ -286,8 +286,9 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 // planAhead gives a transaction for what need not wait until a part of a large Service is written. Nil means that there
 // is no such thing, or that all are to get on: every other time.
 func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
-	all := b.missed.Services
-	if b.ahead || b.filling || b.room > 0 || b.missed.Globals || len(all) < 2 || b.model.Fits(want, all, writeAtOnce) {
+	all := b.pending.Services
+	if b.ahead || b.filling || b.maxElements > 0 || b.pending.Globals || len(all) < 2 ||
+		b.model.Fits(want, all, writeAtOnce) {
 		b.ahead = false
 		return nil
 	}
@@ -296,8 +297,8 @@ func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
 	return txn
 }
 
-// number has the next transaction bear the kernel's own number of it.
-func (b *Backend) number() error {
+// setGeneration has the next transaction bear the kernel's own number of it.
+func (b *Backend) setGeneration() error {
 	generation := b.generation
 	if generation == 0 {
 		var err error
@@ -305,7 +306,7 @@ func (b *Backend) number() error {
 			return err
 		}
 	}
-	b.model.Generation = next(generation)
+	b.model.Generation = nextGeneration(generation)
 	return nil
 }
 
@@ -317,42 +318,42 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 		return nil, err
 	}
 	b.generation = generation
-	if err := b.claim(); err != nil {
+	if err := b.takeOwnership(); err != nil {
 		return nil, err
 	}
-	if err := b.number(); err != nil {
+	if err := b.setGeneration(); err != nil {
 		return nil, err
 	}
-	if !b.tables[0].there && !b.tables[1].there {
-		return b.fromNothing(want), nil
+	if !b.tables[0].exists && !b.tables[1].exists {
+		return b.planFirst(want), nil
 	}
-	left, planned := b.missed, (*nft.Txn)(nil)
-	b.unseen = false
+	left, planned := b.pending, (*nft.Txn)(nil)
+	b.unverified = false
 	switch {
-	case b.trust == stranger || !b.model.Filled():
+	case b.syncState == stateUnknown || !b.model.Filled():
 		b.model.Load(want)
 		left = dataplane.Change{}
-	case b.model.Fits(want, b.missed.Services, b.limit(writeAtOnce)):
-		planned = b.model.Plan(want, b.missed, 0) // what it would write is worthless, but not what it wants to hold
+	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
+		planned = b.model.Plan(want, b.pending, 0) // what it would write is worthless, but not what it wants to hold
 		left = dataplane.Change{}
 	}
 	var found *ipfamily.Per[nft.Found]
-	if b.trust != broken {
+	if b.syncState != stateUnfixable {
 		if found, err = b.readBack(); err != nil {
 			return nil, err
 		}
 	}
 	if found == nil {
-		return b.anew(want, left, planned)
+		return b.planFull(want, left, planned)
 	}
 	stale := nft.AllStale()
-	if b.trust == stranger {
+	if b.syncState == stateUnknown {
 		b.model.AdoptCounting(found)
-		if !b.strays {
+		if !b.listAll {
 			stale = b.model.Stale(found)
 		}
 		b.model.Adopt(found, stale)
-		b.unseen = !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation
+		b.unverified = !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation
 		if !stale.Any() {
 			var txn nft.Txn // that process may have ended before it swept
 			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
@@ -368,17 +369,17 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	return txn, nil
 }
 
-// fromNothing plans the first of the transactions that fill new tables.
-func (b *Backend) fromNothing(want *dataplane.State) *nft.Txn {
+// planFirst plans the first of the transactions that fill new tables.
+func (b *Backend) planFirst(want *dataplane.State) *nft.Txn {
 	b.model = nft.Model{Counters: b.options.Counters, Generation: b.model.Generation}
 	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
 }
 
-// anew plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment
+// planFull plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment
 // without Services. If so much cannot be sent at once, they come back a little at a time.
-func (b *Backend) anew(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
-	if b.room > 0 {
-		return b.fromNothing(want), nil
+func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
+	if b.maxElements > 0 {
+		return b.planFirst(want), nil
 	}
 	affinity, err := b.rescue()
 	if err != nil {
@@ -418,13 +419,13 @@ const maxElementBytes = 512
 // shrink has later transactions be so small that they can be sent. It says whether that could help.
 func (b *Backend) shrink(large *netlink.TooLarge) bool {
 	room := max(large.Room/maxElementBytes, 1)
-	if b.room > 0 && room >= b.room {
-		room = b.room / 2
+	if b.maxElements > 0 && room >= b.maxElements {
+		room = b.maxElements / 2
 	}
 	if room == 0 {
 		return false
 	}
-	b.room = room
+	b.maxElements = room
 	return true
 }
 
@@ -471,12 +472,12 @@ func (b *Backend) send(bytes []byte) error {
 	if err != nil {
 		return fmt.Errorf("nft: send transaction: %w", err)
 	}
-	b.generation = next(b.generation)
+	b.generation = nextGeneration(b.generation)
 	return nil
 }
 
-// next gives the number of the generation after one of ours. The kernel leaves out 0, which here means "not known".
-func next(generation uint32) uint32 {
+// nextGeneration gives the number of the generation after one of ours. The kernel leaves out 0, which here means "not known".
+func nextGeneration(generation uint32) uint32 {
 	if generation++; generation == 1 || generation == 0 {
 		return 0
 	}
@@ -505,9 +506,9 @@ func (b *Backend) committed(txn *nft.Txn) error {
 		tt := &txn.Tables[i]
 		switch {
 		case tt.Create != nil: // the affinity map is new, too
-			b.sweep.turns[i], b.tables[i] = 0, tableInfo{}
+			b.sweep.left[i], b.tables[i] = 0, tableInfo{}
 		case tt.Sweep:
-			b.sweep.order(i, sweepTurns, time.Now())
+			b.sweep.schedule(i, sweepsPerTransaction, time.Now())
 			sweeps = true
 		}
 	}
@@ -515,13 +516,13 @@ func (b *Backend) committed(txn *nft.Txn) error {
 		// Most maps are small, and clients wait to be sent elsewhere. Check does the rest, and what failed once more.
 		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
 	}
-	return b.know()
+	return b.rememberTables()
 }
 
-// know remembers which tables ours are, to see later whether they still are the same.
-func (b *Backend) know() error {
+// rememberTables remembers which tables ours are, to see later whether they still are the same.
+func (b *Backend) rememberTables() error {
 	for i, f := range ipfamily.All {
-		if b.tables[i].there {
+		if b.tables[i].exists {
 			continue
 		}
 		info, err := b.reader.table(f)
@@ -538,28 +539,28 @@ func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 
 // Remove deletes our tables. That they are not there is no error.
 func (b *Backend) Remove() error {
-	if err := b.heal(); err != nil {
+	if err := b.reopenSockets(); err != nil {
 		return err
 	}
-	b.model, b.trust, b.missed = nft.Model{Counters: b.options.Counters}, stranger, dataplane.Change{}
-	b.sweep, b.inspection, b.room = sweep{}, inspection{}, 0
+	b.model, b.syncState, b.pending = nft.Model{Counters: b.options.Counters}, stateUnknown, dataplane.Change{}
+	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = ipfamily.Per[tableInfo]{}
 	b.batch.Reset()
-	b.batch.notes = b.batch.notes[:0]
+	b.batch.messages = b.batch.messages[:0]
 	b.batch.Begin()
 	for _, f := range ipfamily.All {
 		b.batch.End(b.batch.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 		b.batch.deleteTable(f)
 	}
 	b.batch.Finish()
-	return b.owned(b.send(b.batch.Bytes()))
+	return b.ownerError(b.send(b.batch.Bytes()))
 }
 
 // List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
 func (b *Backend) List() (ipfamily.Per[nft.Listing], error) {
 	var out ipfamily.Per[nft.Listing]
-	if err := b.heal(); err != nil {
+	if err := b.reopenSockets(); err != nil {
 		return out, err
 	}
 	for i, f := range ipfamily.All {

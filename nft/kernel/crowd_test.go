@@ -23,7 +23,7 @@ func TestAffinityShares(t *testing.T) {
 	greedy := apply200Ports(t, b)
 	check := func(entries, news int) {
 		t.Helper()
-		b.crowd.due = time.Time{} // as if half a minute had passed
+		b.affinityFill.due = time.Time{} // as if half a minute had passed
 		for deadline := time.Now().Add(3 * time.Minute); ; {
 			_, again, err := b.Check()
 			labtest.Check(t, err)
@@ -118,5 +118,5 @@ func remember(t *testing.T, b *Backend, pool uint32, endpoint netip.AddrPort, n 
 	if err != nil || len(refused) > 0 {
 		t.Fatalf("%v, refused %v", err, refused)
 	}
-	b.generation = next(b.generation)
+	b.generation = nextGeneration(b.generation)
 }

@@ -41,7 +41,7 @@ var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "
 // batch is a transaction on its way into bytes. What each message holds is noted, so that an error can name its object.
 type batch struct {
 	netlink.Buffer
-	notes []note
+	messages []message
 	// tableName is another name than our tables have, for a probe.
 	tableName string
 	// tableFlags are those of new tables.
@@ -53,11 +53,11 @@ type batch struct {
 	chains map[nft.ChainID][]byte
 }
 
-// note says what a message does. Elements are those it carries, in their order.
-type note struct {
+// message says what a message does. Elements are those it carries, in their order.
+type message struct {
 	seq      uint32
 	start    int
-	what     string
+	action   string
 	family   ipfamily.Family
 	elements []nft.Element
 }
@@ -65,7 +65,7 @@ type note struct {
 // encode turns a transaction into one batch. The bytes hold until the next call.
 func (b *batch) encode(txn *nft.Txn) []byte {
 	b.Reset()
-	b.notes = b.notes[:0]
+	b.messages = b.messages[:0]
 	if txn.Tables[0].Create != nil {
 		b.reserve(txn)
 	}
@@ -86,7 +86,7 @@ const keepBytes = 1 << 20
 // trim lets go of what only a large transaction needed.
 func (b *batch) trim() {
 	if cap(b.Bytes()) > keepBytes {
-		b.Buffer, b.notes = netlink.Buffer{}, nil
+		b.Buffer, b.messages = netlink.Buffer{}, nil
 	}
 }
 
@@ -176,7 +176,7 @@ func (b *batch) affinity(f ipfamily.Family, entries []nft.Listed) {
 
 // object starts a message about something of our table and notes what it is for.
 func (b *batch) object(f ipfamily.Family, msg uint16, flags uint16, what string) int {
-	b.notes = append(b.notes, note{seq: uint32(b.Count()) + 1, start: b.Len(), what: what, family: f})
+	b.messages = append(b.messages, message{seq: uint32(b.Count()) + 1, start: b.Len(), action: what, family: f})
 	m := b.Netfilter(netlink.NFTables(msg), flags, f.NFProto())
 	name := nft.TableName
 	if b.tableName != "" {
@@ -338,7 +338,7 @@ func (b *batch) elements(f ipfamily.Family, msg uint16, set nft.SetID, elements 
 		}
 		b.Close(list)
 		b.End(m)
-		b.notes[len(b.notes)-1].elements = elements[:n]
+		b.messages[len(b.messages)-1].elements = elements[:n]
 		elements = elements[n:]
 	}
 }
@@ -415,12 +415,12 @@ func (b *batch) verdict(id nft.ChainID) []byte {
 // describe names the object of the message with a sequence number; offset is where in the message the kernel points
 // to, or 0.
 func (b *batch) describe(seq uint32, offset int) string {
-	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= seq })
-	if i == len(b.notes) || b.notes[i].seq != seq {
+	i := sort.Search(len(b.messages), func(i int) bool { return b.messages[i].seq >= seq })
+	if i == len(b.messages) || b.messages[i].seq != seq {
 		return "transaction"
 	}
-	n := &b.notes[i]
-	what := fmt.Sprintf("%s %s: %s", n.family.NFT(), nft.TableName, n.what)
+	n := &b.messages[i]
+	what := fmt.Sprintf("%s %s: %s", n.family.NFT(), nft.TableName, n.action)
 	if len(n.elements) == 0 {
 		return what
 	}
@@ -437,11 +437,11 @@ func (b *batch) describe(seq uint32, offset int) string {
 // elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody
 // knows which.
 func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok bool) {
-	i := sort.Search(len(b.notes), func(i int) bool { return b.notes[i].seq >= r.Seq })
-	if i == len(b.notes) || b.notes[i].seq != r.Seq || len(b.notes[i].elements) == 0 {
+	i := sort.Search(len(b.messages), func(i int) bool { return b.messages[i].seq >= r.Seq })
+	if i == len(b.messages) || b.messages[i].seq != r.Seq || len(b.messages[i].elements) == 0 {
 		return 0, e, false
 	}
-	n, at := &b.notes[i], 0
+	n, at := &b.messages[i], 0
 	if len(n.elements) > 1 {
 		at = b.elementAt(n, r.Offset)
 	}
@@ -454,7 +454,7 @@ func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok
 // elementAt gives the index of the element that an offset into a message lies in; -1 if it lies before the elements,
 // as it does with kernels that do not say which one they refuse (5.10 does not, 6.1 does). Ranges of a tree are two
 // on the wire.
-func (b *batch) elementAt(n *note, offset int) int {
+func (b *batch) elementAt(n *message, offset int) int {
 	at := headerLen + netlink.AttrLen // of the list's first element, after the table and the set
 	var list []byte
 	for typ, v := range netlink.Each(b.Bytes()[n.start+headerLen:]) {

@@ -35,69 +35,69 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	var large *netlink.TooLarge
 	if errors.As(err, &large) {
 		b.model.Rollback(txn)
-		again := b.room > 0
+		shrunkBefore := b.maxElements > 0
 		if !b.shrink(large) {
 			return err
 		}
-		if again &&
-			b.trust != certain { // what is wrong cannot be mended at once: everything is made anew, a little at a time
-			b.trust = broken
+		if shrunkBefore &&
+			b.syncState != stateInSync { // what is wrong cannot be mended at once: everything is made anew, a little at a time
+			b.syncState = stateUnfixable
 		}
 		return nil
 	}
 	var r *rejected
 	if !errors.As(err, &r) {
-		return b.unclear(txn, err)
+		return b.resolveUnknownOutcome(txn, err)
 	}
 	switch {
 	case r.any(unix.EPERM):
 		b.model.Rollback(txn)
-		return b.owned(err)
+		return b.ownerError(err)
 	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
 		b.model.Rollback(txn)
 		return nil
 	case r.any(unix.ENOMEM): // which is nobody's fault
 		b.model.Rollback(txn)
 		return err
-	case !b.alone(), txn.Tables[0].Create == nil && b.meets(err): // perhaps the kernel does not hold what we think
-		b.strays = b.strays || b.meets(err)
+	case !b.noOtherWriter(), txn.Tables[0].Create == nil && b.isFirstEEXIST(err): // perhaps the kernel does not hold what we think
+		b.listAll = b.listAll || b.isFirstEEXIST(err)
 		b.model.Rollback(txn)
-		if b.trust == certain {
-			b.trust = doubtful
+		if b.syncState == stateInSync {
+			b.syncState = stateStale
 		}
 		return nil
 	}
-	services := b.blame(txn)
+	services := b.blameServices(txn)
 	b.model.Rollback(txn)
 	switch {
 	case len(services) > 0:
 		return fmt.Errorf("nft: %w", &dataplane.Refused{Services: services})
-	case b.trust != broken && txn.Tables[0].Create == nil:
-		b.trust = broken
+	case b.syncState != stateUnfixable && txn.Tables[0].Create == nil:
+		b.syncState = stateUnfixable
 		return nil
 	}
 	return err
 }
 
-// meets says whether a transaction failed for the first time because something is where an element of ours has to go:
+// isFirstEEXIST says whether a transaction failed for the first time because something is where an element of ours has to go:
 // others may have put it there before we looked, or a process that was stopped midway, and no one has listed all
 // there is.
-func (b *Backend) meets(err error) bool {
+func (b *Backend) isFirstEEXIST(err error) bool {
 	var r *rejected
-	return !b.strays && errors.As(err, &r) && r.any(unix.EEXIST)
+	return !b.listAll && errors.As(err, &r) && r.any(unix.EEXIST)
 }
 
-// alone says whether nobody else wrote to nf_tables since we know what is there.
-func (b *Backend) alone() bool {
+// noOtherWriter says whether nobody else wrote to nf_tables since we know what is there.
+func (b *Backend) noOtherWriter() bool {
 	generation, err := b.reader.Generation()
 	return err == nil && generation == b.generation
 }
 
-// unclear deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its
+// resolveUnknownOutcome deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its
 // answers got lost. The revision in the tables tells.
-func (b *Backend) unclear(txn *nft.Txn, err error) error {
-	if rerr := b.heal(); rerr != nil {
-		b.trust = min(b.trust, doubtful)
+func (b *Backend) resolveUnknownOutcome(txn *nft.Txn, err error) error {
+	if rerr := b.reopenSockets(); rerr != nil {
+		b.syncState = min(b.syncState, stateStale)
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
@@ -109,13 +109,13 @@ func (b *Backend) unclear(txn *nft.Txn, err error) error {
 		if rerr == nil && revision == b.model.Revision(f) {
 			continue
 		}
-		b.trust = min(b.trust, doubtful)
+		b.syncState = min(b.syncState, stateStale)
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
 	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true, and to
 	// write what it had no room for.
-	b.trust, b.missed = doubtful, first(txn.Left, b.missed)
+	b.syncState, b.pending = stateStale, mergeChange(txn.Left, b.pending)
 	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 	return nil
 }
@@ -130,8 +130,8 @@ func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 	return nft.RevisionOf(elements), err
 }
 
-// heal opens those sockets anew that an error has left of no use.
-func (b *Backend) heal() error {
+// reopenSockets opens those sockets anew that an error has left of no use.
+func (b *Backend) reopenSockets() error {
 	for _, c := range []struct {
 		conn **Conn
 		open func() (*Conn, error)
@@ -152,8 +152,8 @@ func (b *Backend) heal() error {
 	return nil
 }
 
-// owned turns EPERM into who owns the table, if that is why.
-func (b *Backend) owned(err error) error {
+// ownerError turns EPERM into who owns the table, if that is why.
+func (b *Backend) ownerError(err error) error {
 	if !errors.Is(err, unix.EPERM) {
 		return err
 	}
@@ -167,13 +167,13 @@ func (b *Backend) owned(err error) error {
 	return fmt.Errorf("%w (%w)", ErrRights, err)
 }
 
-// blameless are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another
+// notServiceErrors are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another
 // owner of the table, and that the kernel wants to be asked again.
-var blameless = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
+var notServiceErrors = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
 
-// blame finds the Services whose elements of a transaction the kernel does not take. It gives none if anything but
+// blameServices finds the Services whose elements of a transaction the kernel does not take. It gives none if anything but
 // elements of Services is refused: then they are not to blame.
-func (b *Backend) blame(txn *nft.Txn) map[snapshot.Name]error {
+func (b *Backend) blameServices(txn *nft.Txn) map[snapshot.Name]error {
 	objections, ok := b.objections(txn)
 	if !ok {
 		return nil
@@ -224,7 +224,7 @@ func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 		out, err = nil, nil
 		for from := 0; from < added && err == nil; from += size {
 			var some []objection
-			some, err = b.offer(part(step, from, from+size))
+			some, err = b.trial(part(step, from, from+size))
 			out = append(out, some...)
 		}
 		if err == nil || !errors.As(err, &large) || size == 1 {
@@ -247,9 +247,9 @@ func part(step *nft.Txn, from, to int) *nft.Txn {
 	return p
 }
 
-// offer asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it
+// trial asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it
 // thinks of it, and then throws all of it away.
-func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
+func (b *Backend) trial(step *nft.Txn) (out []objection, err error) {
 	offer := &batch{unfinished: true, single: true, tableFlags: b.batch.tableFlags}
 	refused, err := b.conn.Commit(offer.encode(step))
 	if err != nil && !errors.Is(err, unix.ENOBUFS) { // there is only so much room for answers
@@ -257,7 +257,7 @@ func (b *Backend) offer(step *nft.Txn) (out []objection, err error) {
 	}
 	for _, r := range refused {
 		f, e, ok := offer.elementOf(r)
-		if !ok || slices.Contains(blameless, r.Errno) {
+		if !ok || slices.Contains(notServiceErrors, r.Errno) {
 			return nil, fmt.Errorf("no element is to blame: %w", offer.refusalError(r))
 		}
 		out = append(out, objection{f, e, offer.refusalError(r)})

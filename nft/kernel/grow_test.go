@@ -68,10 +68,10 @@ func TestSweepWhileGrowing(t *testing.T) {
 			remember(t, b, id, netip.AddrPortFrom(delta.Slices[name].Endpoints[0].Addr, 8080), 10)
 		}
 	}
-	wire := &torn{Wire: b.sweeper.Wire, without: gone.Addr(), left: sweepTurns}
+	wire := &torn{Wire: b.sweeper.Wire, without: gone.Addr(), left: sweepsPerTransaction}
 	b.sweeper.Wire = wire
-	b.sweep.order(0, sweepTurns, time.Now())
-	for b.sweep.turns[0] > 0 {
+	b.sweep.schedule(0, sweepsPerTransaction, time.Now())
+	for b.sweep.left[0] > 0 {
 		clear(b.sweep.due[:]) // as if it were later
 		check(t, b)
 	}

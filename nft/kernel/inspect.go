@@ -137,7 +137,7 @@ func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*da
 			contents.Unchecked))
 	}
 	for n, f := range ipfamily.All {
-		contents.inspected(n, f, d)
+		contents.addTo(n, f, d)
 		for e := range contents.Found[n].Elements[nft.Scheduled] {
 			d.Scheduled = append(d.Scheduled, contents.Found[n].Elements[nft.Scheduled][e].FrontendKey())
 		}
@@ -149,8 +149,8 @@ func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*da
 	return d, nil
 }
 
-// inspected compares a table with what it says of itself.
-func (c *Contents) inspected(n int, f ipfamily.Family, d *dataplane.Differences) {
+// addTo compares a table with what it says of itself.
+func (c *Contents) addTo(n int, f ipfamily.Family, d *dataplane.Differences) {
 	t, found := c.Tables[n], &c.Found[n]
 	name := f.NFT() + " " + nft.TableName
 	out := dataplane.InspectedTable{Family: f.NFT(), Name: name, There: t.There, Owner: t.Owner,

@@ -69,7 +69,7 @@ func (r *counterReading) all(f ipfamily.Family) error {
 		}
 		r.out.Whole = r.out.Whole && whole
 		r.out.Read += len(listed)
-		r.take(listed, pools)
+		r.add(listed, pools)
 	}
 	return nil
 }
@@ -99,7 +99,7 @@ func (r *counterReading) named(f ipfamily.Family, of []dataplane.FrontendCount) 
 	if err != nil {
 		return err
 	}
-	r.take(found, pools)
+	r.add(found, pools)
 	return nil
 }
 
@@ -120,8 +120,8 @@ func (r *counterReading) pools(f ipfamily.Family, frontends []nft.Listed) ([]nft
 	return r.from.Get(f, nft.Pools, keys)
 }
 
-// take answers with frontends whose pools were read. One whose pool is not there is shown without endpoints.
-func (r *counterReading) take(frontends, pools []nft.Listed) {
+// add answers with frontends whose pools were read. One whose pool is not there is shown without endpoints.
+func (r *counterReading) add(frontends, pools []nft.Listed) {
 	byID := make(map[uint32]*nft.Element, len(pools))
 	for i := range pools {
 		byID[pools[i].ID()] = &pools[i].Element

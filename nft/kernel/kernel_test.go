@@ -472,14 +472,14 @@ func TestProbe(t *testing.T) {
 		p.Reset()
 		p.table(ipfamily.IPv4, probeTable(ipfamily.IPv4))
 		var refused []netlink.Error
-		for _, n := range p.notes {
+		for _, n := range p.messages {
 			what := p.describe(n.seq, 0)
 			if c.refuse != "" && strings.HasPrefix(what, c.refuse) ||
 				strings.HasPrefix(c.refuse, "ip verdict: add chain") && strings.Contains(what, "add rule prerouting ") {
 				refused = append(refused, netlink.Error{Seq: n.seq, Errno: unix.ENOENT})
 			}
 		}
-		err := p.judge(refused, c.release)
+		err := p.probeResult(refused, c.release)
 		if unsupported, ok := err.(*Unsupported); !ok || len(unsupported.Missing) == 0 ||
 			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("refused %q: got %v; want %s", c.refuse, err, c.want)

@@ -43,7 +43,7 @@ func (c *Conn) Probe() error {
 	if err := unix.Uname(&release); err != nil {
 		return fmt.Errorf("nft: uname: %w", err)
 	}
-	return b.judge(refused, unix.ByteSliceToString(release.Release[:]))
+	return b.probeResult(refused, unix.ByteSliceToString(release.Release[:]))
 }
 
 // probeName is not the name of our tables, which may belong to another process.
@@ -70,9 +70,9 @@ func probeTable(f ipfamily.Family) *nft.TableTxn {
 	return &nft.TableTxn{Create: &t}
 }
 
-// judge turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are
+// probeResult turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are
 // known by the kernel's version alone.
-func (b *batch) judge(refused []netlink.Error, release string) error {
+func (b *batch) probeResult(refused []netlink.Error, release string) error {
 	var missing []string
 	add := func(s string) {
 		for _, m := range missing {

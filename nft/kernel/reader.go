@@ -138,7 +138,7 @@ type TableFound struct {
 func (r *Reader) Table(f ipfamily.Family) (*TableFound, error) {
 	t := &TableFound{Table: nft.Table{Family: f}}
 	info, err := r.conn.table(f)
-	if err != nil || !info.there {
+	if err != nil || !info.exists {
 		return t, rights(err)
 	}
 	t.There, t.Owner, t.Dormant = true, info.owner, info.flags&tableDormant != 0
@@ -159,7 +159,7 @@ func (r *Reader) Table(f ipfamily.Family) (*TableFound, error) {
 	if err != nil {
 		return nil, rights(err)
 	}
-	t.Wrong = s.wrong
+	t.Wrong = s.differences
 	return t, nil
 }
 
@@ -235,7 +235,7 @@ func (r *Reader) piecemeal(c *Contents) error {
 				break
 			}
 		}
-		c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...)
+		c.Wrong = append(c.Wrong, c.Tables[i].structureDifferences(f)...)
 		if c.Tables[i].There {
 			c.Wrong = append(c.Wrong, c.Tables[i].Wrong...)
 		}
@@ -307,8 +307,8 @@ func (r *Reader) readPiece(f ipfamily.Family, frontends []nft.Element, found *nf
 	return nil
 }
 
-// asSuch says what is wrong with a table before one looks into it.
-func (t *TableFound) asSuch(f ipfamily.Family) []string {
+// structureDifferences says what is wrong with a table before one looks into it.
+func (t *TableFound) structureDifferences(f ipfamily.Family) []string {
 	switch {
 	case !t.There:
 		return []string{fmt.Sprintf("%s %s: the table is not there", f.NFT(), nft.TableName)}
@@ -330,7 +330,7 @@ func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 		return nil, rights(err)
 	}
 	for i, f := range ipfamily.All {
-		if c.Wrong = append(c.Wrong, c.Tables[i].asSuch(f)...); !c.Tables[i].There {
+		if c.Wrong = append(c.Wrong, c.Tables[i].structureDifferences(f)...); !c.Tables[i].There {
 			continue
 		}
 		layout := c.Tables[i].Structure
@@ -344,7 +344,7 @@ func (r *Reader) contents(wanted *nft.Model) (c *Contents, err error) {
 		}
 		s.Elements = c.Found[i].Elements
 		c.Found[i] = s.Found
-		c.Wrong = append(c.Wrong, s.wrong...)
+		c.Wrong = append(c.Wrong, s.differences...)
 		c.Wrong = append(c.Wrong, s.miscounted(f, &c.Found[i].Elements)...)
 	}
 	c.Quiet = !r.conn.torn

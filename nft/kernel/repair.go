@@ -21,7 +21,7 @@ import (
 func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	found := &ipfamily.Per[nft.Found]{}
 	for i, f := range ipfamily.All {
-		if t := &b.tables[i]; !t.there || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
+		if t := &b.tables[i]; !t.exists || t.flags&tableDormant != 0 || b.owns && t.owner == 0 {
 			return nil, nil
 		}
 		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
@@ -36,9 +36,9 @@ func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	return found, nil
 }
 
-// claim looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it
+// takeOwnership looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it
 // stays everybody's, since the kernel does not change that: it has to be made anew.
-func (b *Backend) claim() error {
+func (b *Backend) takeOwnership() error {
 	port, err := b.conn.Wire.Port()
 	if err != nil {
 		return err
@@ -51,16 +51,16 @@ func (b *Backend) claim() error {
 		switch {
 		case t.owner != 0 && t.owner != port:
 			return &Owned{f, t.owner}
-		case !b.owns || !t.there || t.owner == port || t.flags&tablePersist == 0:
+		case !b.owns || !t.exists || t.owner == port || t.flags&tablePersist == 0:
 			continue
 		}
 		b.batch.Reset()
-		b.batch.notes = b.batch.notes[:0]
+		b.batch.messages = b.batch.messages[:0]
 		b.batch.Begin()
 		b.batch.claimTable(f, b.batch.tableFlags)
 		b.batch.Finish()
 		if err := b.send(b.batch.Bytes()); err != nil {
-			return b.owned(err)
+			return b.ownerError(err)
 		}
 		t.owner, t.flags = port, t.flags|b.batch.tableFlags
 	}
@@ -76,7 +76,7 @@ const dumpMost = 32768
 func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale) error {
 	most := b.dumpMost
 	for i := range found {
-		if b.strays || found[i].Revision == (nft.Revision{}) { // then nobody knows what there may be
+		if b.listAll || found[i].Revision == (nft.Revision{}) { // then nobody knows what there may be
 			most = math.MaxInt
 		}
 	}
@@ -140,8 +140,8 @@ func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found
 	return err
 }
 
-// learn reads what the model has to know before it can plan a change. It is not ok if that is not what it should be.
-func (b *Backend) learn(change dataplane.Change) (ok bool, err error) {
+// learnSlots reads what the model has to know before it can plan a change. It is not ok if that is not what it should be.
+func (b *Backend) learnSlots(change dataplane.Change) (ok bool, err error) {
 	unread := b.model.UnknownSlots(change.Services)
 	for i := range unread {
 		x := &unread[i]
@@ -169,29 +169,29 @@ type inspection struct {
 	// left are the Services still to be looked at; running says that there is an inspection.
 	left    []snapshot.Name
 	running bool
-	// again says how often sets were not what they should be when they were listed as a whole.
-	again int
+	// relists says how often sets were not what they should be when they were listed as a whole.
+	relists int
 }
 
 // Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the
 // next Apply repairs it. It also ends what transactions left to do: affinity entries of endpoints that are gone.
 // Again is when it wants to go on; 0 means that it is through.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
-	if b.trust != certain { // the next Apply will look
+	if b.syncState != stateInSync { // the next Apply will look
 		return nil, 0, nil
 	}
-	if err := b.heal(); err != nil {
+	if err := b.reopenSockets(); err != nil {
 		return nil, 0, err
 	}
 	start := time.Now()
 	deadline := start.Add(checkBudget)
-	err = b.lookAtAffinity(start)
+	err = b.checkAffinityFill(start)
 	busy := false
 	if err == nil {
 		busy, err = b.sweepUntil(deadline)
 	}
 	if err == nil {
-		found, err = b.lookAround()
+		found, err = b.checkTables()
 	}
 	recounting := false
 	if err == nil && len(found) == 0 {
@@ -201,7 +201,7 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 		found, err = b.inspect()
 	}
 	if len(found) > 0 {
-		b.trust, b.inspection = doubtful, inspection{}
+		b.syncState, b.inspection = stateStale, inspection{}
 	}
 	switch {
 	case busy: // clients are waiting to be sent elsewhere
@@ -224,10 +224,10 @@ func (b *Backend) recount() (more bool, err error) {
 	if len(names) == 0 {
 		return false, nil
 	}
-	if known, err := b.learn(dataplane.Change{Services: names}); err != nil || !known {
+	if known, err := b.learnSlots(dataplane.Change{Services: names}); err != nil || !known {
 		return false, err // others changed them, which an inspection will tell
 	}
-	if err := b.number(); err != nil {
+	if err := b.setGeneration(); err != nil {
 		return false, err
 	}
 	txn := b.model.Recount(len(names), recountElements)
@@ -236,7 +236,7 @@ func (b *Backend) recount() (more bool, err error) {
 	}
 	if err != nil {
 		b.model.Rollback(txn)
-		b.trust = doubtful
+		b.syncState = stateStale
 		return false, fmt.Errorf("counters: %w", err)
 	}
 	fill := b.model.Fill()
@@ -244,9 +244,9 @@ func (b *Backend) recount() (more bool, err error) {
 	return len(b.model.Recounts(1)) > 0, nil
 }
 
-// lookAround asks for the generation, which costs a few microseconds. If others wrote something, it looks at our
+// checkTables asks for the generation, which costs a few microseconds. If others wrote something, it looks at our
 // tables, and begins an inspection unless nobody else could have written to them.
-func (b *Backend) lookAround() ([]string, error) {
+func (b *Backend) checkTables() ([]string, error) {
 	generation, err := b.reader.Generation()
 	if err != nil || generation == b.generation {
 		return nil, err
@@ -261,7 +261,7 @@ func (b *Backend) lookAround() ([]string, error) {
 		was := b.tables[i]
 		tables[i] = info
 		switch {
-		case !info.there:
+		case !info.exists:
 			found = append(found, fmt.Sprintf("%s %s: the table is gone", f.NFT(), nft.TableName))
 		case info.handle != was.handle:
 			found = append(found, fmt.Sprintf("%s %s: the table is another one", f.NFT(), nft.TableName))
@@ -285,7 +285,7 @@ func (b *Backend) lookAround() ([]string, error) {
 		mine = mine && info.owner != 0
 	}
 	if found == nil && !(mine && b.generation != 0) {
-		if found, err = b.lookAtStructure(); err != nil {
+		if found, err = b.checkStructure(); err != nil {
 			return nil, err
 		}
 		b.inspection = inspection{running: true, left: b.model.Names()}
@@ -294,14 +294,14 @@ func (b *Backend) lookAround() ([]string, error) {
 	return found, nil
 }
 
-// lookAtStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
-func (b *Backend) lookAtStructure() (found []string, err error) {
+// checkStructure compares sets, chains, rules and, where the kernel counts them, the numbers of elements.
+func (b *Backend) checkStructure() (found []string, err error) {
 	for _, f := range ipfamily.All {
 		s, err := b.reader.structure(f, b.model.Structure(f), b.model.Layout(f))
 		if err != nil {
 			return nil, err
 		}
-		found = append(found, s.wrong...)
+		found = append(found, s.differences...)
 		if s.Revision != b.model.Revision(f) {
 			found = append(found, fmt.Sprintf("%s %s: the revision is not the one that was written", f.NFT(), nft.TableName))
 		}
@@ -320,8 +320,8 @@ func (b *Backend) lookAtStructure() (found []string, err error) {
 	return found, nil
 }
 
-// listAgain is how often a set is listed once more before an inspection believes that others have changed it.
-const listAgain = 2
+// maxRelists is how often a set is listed once more before an inspection believes that others have changed it.
+const maxRelists = 2
 
 // inspectAtOnce is how many Services are looked at in one go, some hundreds of elements.
 const inspectAtOnce = 16
@@ -331,15 +331,15 @@ func (b *Backend) inspect() (found []string, err error) {
 	in := &b.inspection
 	if len(in.left) == 0 {
 		found, err = b.inspectRanges()
-		if len(found) > 0 && in.again < listAgain { // the kernel may be moving elements to new buckets
-			in.again++
+		if len(found) > 0 && in.relists < maxRelists { // the kernel may be moving elements to new buckets
+			in.relists++
 			return nil, nil
 		}
 		in.running = err != nil
 		return found, err
 	}
 	names := in.left[:min(inspectAtOnce, len(in.left))]
-	known, err := b.learn(dataplane.Change{Services: names})
+	known, err := b.learnSlots(dataplane.Change{Services: names})
 	if err != nil {
 		return nil, err
 	}

@@ -13,7 +13,7 @@ import (
 // those of the present layout, or of an older one.
 func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
 	for i, f := range ipfamily.All {
-		if !b.tables[i].there {
+		if !b.tables[i].exists {
 			continue
 		}
 		if out[i], err = b.reader.rescue(f, &b.model); err != nil {

@@ -15,8 +15,8 @@ import (
 
 // tableInfo is what the kernel says of a table as such.
 type tableInfo struct {
-	there bool
-	flags uint32
+	exists bool
+	flags  uint32
 	// owner is the netlink port that may write the table; 0 if everybody may.
 	owner  uint32
 	handle uint64
@@ -41,7 +41,7 @@ func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
 	w.End(m)
 	err = c.query(w.Bytes(), func(attrs []byte) {
 		a := netlink.Decode(attrs)
-		info = tableInfo{there: true, flags: a[nftaTableFlags].Big32(), owner: a[nftaTableOwner].Big32(),
+		info = tableInfo{exists: true, flags: a[nftaTableFlags].Big32(), owner: a[nftaTableOwner].Big32(),
 			handle: a[nftaTableHandle].Big64()}
 	})
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -59,8 +59,8 @@ type structure struct {
 	// digested says that the digests are such as Verdict writes.
 	digested bool
 	counts   [nft.NumSets]int
-	// wrong says in words what is not as it should be.
-	wrong []string
+	// differences says in words what is not as it should be.
+	differences []string
 }
 
 // structure reads a table back and compares it with what it should be. Chains that should not be there but have a
@@ -89,8 +89,8 @@ func (c *Conn) structure(f ipfamily.Family, want nft.Table, layout nft.Structure
 	return s, err
 }
 
-func (s *structure) note(f ipfamily.Family, format string, args ...any) {
-	s.wrong = append(s.wrong, fmt.Sprintf("%s %s: ", f.NFT(), nft.TableName)+fmt.Sprintf(format, args...))
+func (s *structure) addDifference(f ipfamily.Family, format string, args ...any) {
+	s.differences = append(s.differences, fmt.Sprintf("%s %s: ", f.NFT(), nft.TableName)+fmt.Sprintf(format, args...))
 }
 
 // objects dumps all of a table's objects of a kind. A table that is not there has none.
@@ -127,7 +127,7 @@ func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) erro
 		i := slices.IndexFunc(want.Sets, func(s nft.Set) bool { return s.Name() == name })
 		if i < 0 {
 			s.sets = false
-			s.note(f, "set %s is not ours", name)
+			s.addDifference(f, "set %s is not ours", name)
 			return
 		}
 		id := want.Sets[i].ID
@@ -138,13 +138,13 @@ func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) erro
 		}
 		if !sameSet(f, want.Sets[i], attrs) {
 			s.sets = false
-			s.note(f, "set %s is another one", name)
+			s.addDifference(f, "set %s is another one", name)
 		}
 	})
 	for i := range want.Sets {
 		if !seen[want.Sets[i].ID] {
 			s.sets = false
-			s.note(f, "set %s is gone", want.Sets[i].Name())
+			s.addDifference(f, "set %s is gone", want.Sets[i].Name())
 		}
 	}
 	return err
@@ -181,7 +181,7 @@ func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Struc
 		name := attrs[unix.NFTA_CHAIN_NAME].Text()
 		if chains[name] != nil { // the kernel adds a chain by a name that the same transaction gives to another
 			s.sets = false // a name leads to only one of them, so that the other could be neither emptied nor deleted
-			s.note(f, "there is more than one chain %s", name)
+			s.addDifference(f, "there is more than one chain %s", name)
 		}
 		chains[name] = attrs
 	}); err != nil {
@@ -196,29 +196,29 @@ func (c *Conn) compareChains(f ipfamily.Family, want nft.Table, layout nft.Struc
 	}
 	for i := range want.Chains {
 		if name := want.Chains[i].ID.Name(); chains[name] == nil {
-			s.note(f, "chain %s is gone", name)
+			s.addDifference(f, "chain %s is gone", name)
 		}
 	}
 	for name, attrs := range chains {
 		chain, ok := nft.ChainNamed(want, layout, name)
 		if !ok {
 			s.Foreign = append(s.Foreign, name)
-			s.note(f, "chain %s is not ours", name)
+			s.addDifference(f, "chain %s is not ours", name)
 			continue
 		}
 		sound := sameChain(f, chain, attrs)
 		if !sound {
 			s.sets = false // no rewriting of rules will mend it
-			s.note(f, "chain %s is another one", name)
+			s.addDifference(f, "chain %s is another one", name)
 		} else if sound = sameRules(f, chain.Rules, rules[name]); !sound {
-			s.note(f, "the rules of chain %s are others", name)
+			s.addDifference(f, "the rules of chain %s are others", name)
 		} else if !slices.ContainsFunc(want.Chains, func(c nft.Chain) bool { return c.ID == chain.ID }) {
-			s.note(f, "nothing needs chain %s", name)
+			s.addDifference(f, "nothing needs chain %s", name)
 		}
 		s.Chains[chain.ID] = sound
 	}
 	slices.Sort(s.Foreign)
-	slices.Sort(s.wrong)
+	slices.Sort(s.differences)
 	return nil
 }
 

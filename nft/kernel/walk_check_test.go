@@ -231,9 +231,9 @@ func (w *walker) verifyStructure(st *dataplane.State, list ipfamily.Per[nft.List
 	for i, f := range ipfamily.All {
 		s, err := w.eye.structure(f, list[i].Table, w.backend.model.Layout(f))
 		w.must(err)
-		if !s.sets || len(s.wrong) > 0 {
+		if !s.sets || len(s.differences) > 0 {
 			again, _ := w.eye.structure(f, list[i].Table, w.backend.model.Layout(f))
-			w.fail("%s\nread again: %q", strings.Join(s.wrong, "\n"), again.wrong)
+			w.fail("%s\nread again: %q", strings.Join(s.differences, "\n"), again.differences)
 		}
 		for id := range s.Chains {
 			if !slices.ContainsFunc(list[i].Table.Chains, func(c nft.Chain) bool { return c.ID == id }) {
@@ -265,8 +265,8 @@ func (w *walker) verifyQuiet() {
 	if got := w.backend.generation; got != before {
 		w.fail("the backend knows of generation %d; it is %d", got, before)
 	}
-	if w.backend.trust != certain {
-		w.fail("the backend does not trust itself: %d", w.backend.trust)
+	if w.backend.syncState != stateInSync {
+		w.fail("the backend does not trust itself: %d", w.backend.syncState)
 	}
 	r, err := w.backend.ApplyAll(w.planner.State(), w.change(w.planner.State()))
 	w.must(err)
@@ -364,7 +364,7 @@ func (w *walker) remember() {
 			continue
 		}
 		b.Reset()
-		b.notes = b.notes[:0]
+		b.messages = b.messages[:0]
 		b.Begin()
 		b.elements(f, unix.NFT_MSG_NEWSETELEM, nft.Affinity, entries)
 		b.Finish()
@@ -372,7 +372,7 @@ func (w *walker) remember() {
 		if err != nil || len(refused) > 0 {
 			w.fail("%v", errors.Join(err, w.backend.refusals(refused)))
 		}
-		w.backend.generation = next(w.backend.generation)
+		w.backend.generation = nextGeneration(w.backend.generation)
 		for _, e := range entries {
 			w.clients[i][e] = true
 		}

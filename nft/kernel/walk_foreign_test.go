@@ -321,7 +321,7 @@ func (w *walker) othersTables() {
 		b.deleteTable(f)
 	}
 	family := oneOf(w.r, families...)
-	for _, n := range b.notes {
+	for _, n := range b.messages {
 		b.Bytes()[n.start+unix.NLMSG_HDRLEN] = family
 	}
 	b.Finish()

@@ -71,7 +71,7 @@ func TestSocketsAreReplaced(t *testing.T) {
 			for try, well := 0, 0; well < 2; try++ { // each of the three may be missed at another time
 				_, err := b.ApplyAll(s.planner.State(), change)
 				if err == nil {
-					b.sweep.order(0, 1, time.Now())
+					b.sweep.schedule(0, 1, time.Now())
 					_, _, err = b.Check()
 				}
 				if well++; err != nil {
@@ -93,7 +93,7 @@ func TestSweepThatCannotAsk(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	b := s.backend
 	sick(b.sweeper, []error{unix.ENOMEM}, nil)
-	b.sweep.order(0, 1, time.Now())
+	b.sweep.schedule(0, 1, time.Now())
 	for {
 		_, again, err := b.Check()
 		if err != nil {
@@ -103,7 +103,7 @@ func TestSweepThatCannotAsk(t *testing.T) {
 			t.Fatal("no error")
 		}
 	}
-	if b.sweep.turns[0] == 0 {
+	if b.sweep.left[0] == 0 {
 		t.Error("nobody looks at the map once more")
 	}
 	quiet(t, b)
@@ -415,7 +415,7 @@ func TestRefusedInSteps(t *testing.T) {
 			if !errors.As(err, &refused) || len(refused.Services) != 1 || refused.Services[bad] == nil {
 				t.Errorf("with %d bytes, %T: %v", most, wire, err)
 			}
-			f.most, s.backend.conn.Conn, s.backend.room = 0, netlink.New(f, false), 0
+			f.most, s.backend.conn.Conn, s.backend.maxElements = 0, netlink.New(f, false), 0
 			s.apply(dataplane.Change{Services: sortedKeys(s.planner.State().Services)})
 			quiet(t, s.backend)
 		}
@@ -439,14 +439,14 @@ func TestLittleRoom(t *testing.T) {
 		return st
 	}
 	for name, c := range map[string]struct {
-		trust trust
+		trust syncState
 		full  bool
-	}{"a change": {certain, false}, "a correction": {doubtful, false}, "anew": {broken, true}} {
+	}{"a change": {stateInSync, false}, "a correction": {stateStale, false}, "anew": {stateUnfixable, true}} {
 		t.Run(name, func(t *testing.T) {
 			_, b := host(t)
 			apply(t, b, state(0))
 			b.conn.Conn = netlink.New(&faulty{Wire: b.conn.Wire, most: 60 << 10}, false)
-			b.trust = c.trust
+			b.syncState = c.trust
 			st := state(1)
 			may := map[string]bool{}
 			for _, s := range []*dataplane.State{state(0), st} {

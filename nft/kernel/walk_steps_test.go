@@ -248,7 +248,7 @@ func (w *walker) small() {
 	w.faults.disarm()
 	w.faults.harm = harm // a socket that was lost after the commit is found out only now
 	askForRoom(w.backend.conn)
-	w.backend.room = 0
+	w.backend.maxElements = 0
 	w.settle()
 }
 
@@ -386,7 +386,7 @@ func (w *walker) poison() {
 	}
 	w.count["refused"]++
 	// There is only so much room for answers: of very many, not all are named at once.
-	few := len(bad) <= 8 && w.backend.room == 0
+	few := len(bad) <= 8 && w.backend.maxElements == 0
 	if got := sortedKeys(refused.Services); !slices.Equal(got, bad) && (few || !within(got, bad)) {
 		w.fail("%v are refused; poisoned were %v", got, bad)
 	}
@@ -443,7 +443,7 @@ func (w *walker) poisonInSteps(bad []snapshot.Name) {
 	}
 	w.faults.disarm()
 	askForRoom(w.backend.conn)
-	w.backend.room = 0
+	w.backend.maxElements = 0
 }
 
 // within says whether all of some names are among others.

@@ -204,7 +204,7 @@ func (w *walker) end() {
 	}
 	w.must(w.backend.Remove())
 	for _, f := range ipfamily.All {
-		if info, err := w.eye.table(f); err != nil || info.there {
+		if info, err := w.eye.table(f); err != nil || info.exists {
 			w.fail("after Remove: %+v, %v", info, err)
 		}
 	}
@@ -270,7 +270,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 	for _, f := range ipfamily.All {
 		info, err := w.eye.table(f)
 		w.must(err)
-		if w.backend.Owns() && info.there && info.flags&tablePersist == 0 {
+		if w.backend.Owns() && info.exists && info.flags&tablePersist == 0 {
 			w.renewed = true // a table that nobody wished to own cannot be claimed
 		}
 	}
@@ -366,7 +366,7 @@ func (w *walker) apply(want *dataplane.State) error {
 	}
 	w.wrap()
 	// A backend that has no room for what mends a table makes it anew.
-	w.renewed = w.renewed || w.meddled || w.faults.lies > 0 || w.backend.room > 0
+	w.renewed = w.renewed || w.meddled || w.faults.lies > 0 || w.backend.maxElements > 0
 	if err == nil {
 		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v",
 			len(change.Services), r.Added, r.Replaced,
@@ -405,7 +405,7 @@ func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) 
 		w.count["failed: all as before"]++
 	case unclear && lacking(&now, nft.List(want)) == "":
 		w.count["failed: all in"]++
-	case unclear && (w.faults.steps > 0 || w.faults.most > 0 || w.backend.room > 0):
+	case unclear && (w.faults.steps > 0 || w.faults.most > 0 || w.backend.maxElements > 0):
 		w.count["failed: half in"]++
 		if bad := now.incomplete(); bad != "" && before.incomplete() == "" {
 			w.fail("a transaction stopped midway, and %s", bad)
@@ -450,7 +450,7 @@ func (w *walker) let(found []string) bool {
 func (w *walker) unseen() uint32 {
 	generation, err := w.eye.Generation()
 	w.must(err)
-	if w.backend.trust != certain {
+	if w.backend.syncState != stateInSync {
 		return 0
 	}
 	return generation - w.backend.generation
@@ -473,7 +473,7 @@ func (w *walker) look() []string {
 		case found != nil:
 			w.note("  found %q", found[:min(len(found), 3)])
 			return found
-		case again == 0 && w.backend.sweep.turns == ipfamily.Per[int]{} && w.unseen() == 0:
+		case again == 0 && w.backend.sweep.left == ipfamily.Per[int]{} && w.unseen() == 0:
 			return nil
 		case again == 0: // as if it were later
 			clear(w.backend.sweep.due[:])
