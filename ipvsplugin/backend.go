@@ -34,21 +34,21 @@ type Backend struct {
 	// they are not known.
 	want     table
 	services []netip.Prefix
-	// behind says that the kernel may not hold want, so that all of it has to be looked at.
-	behind bool
+	// dirty says that the kernel may not hold want, so that all of it has to be looked at.
+	dirty bool
 	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what
 	// the kernel holds then, unless it is doubtful: then they are read.
-	active, doubtful bool
-	have             contents
-	routes           map[netip.Addr]netip.Addr // and their source
-	guarded          map[netip.Addr]bool
-	devices          []device
+	active, stale bool
+	have          contents
+	routes        map[netip.Addr]netip.Addr // and their source
+	guarded       map[netip.Addr]bool
+	devices       []device
 	// draining are virtual services with something that waits for connections to end.
 	draining map[dataplane.Key]bool
-	watch    watch
+	progress checkProgress
 
-	// reading is for Statistics.
-	reading struct {
+	// statisticsConn is for Statistics.
+	statisticsConn struct {
 		sync.Mutex
 		ipvs ipvs
 	}
@@ -59,13 +59,13 @@ var _ reconcile.Writer = (*Backend)(nil)
 // New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet:
 // neither IPVS nor its parameters are as much as looked at before a Service asks for it.
 func New(inner reconcile.Writer, o Options) (*Backend, error) {
-	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), behind: true, doubtful: true}
+	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), dirty: true, stale: true}
 	if b.options.DrainLimit == 0 {
 		b.options.DrainLimit = DefaultDrainLimit
 	}
 	var errs [4]error
 	b.ipvs.socket, errs[0] = openSocket(unix.NETLINK_GENERIC)
-	b.reading.ipvs.socket, errs[1] = openSocket(unix.NETLINK_GENERIC)
+	b.statisticsConn.ipvs.socket, errs[1] = openSocket(unix.NETLINK_GENERIC)
 	b.net.socket, errs[2] = openSocket(unix.NETLINK_ROUTE)
 	b.guard.socket, errs[3] = openSocket(unix.NETLINK_NETFILTER)
 	if err := errors.Join(errs[:]...); err != nil {
@@ -78,9 +78,9 @@ func New(inner reconcile.Writer, o Options) (*Backend, error) {
 func (b *Backend) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.reading.Lock()
-	defer b.reading.Unlock()
-	return errors.Join(b.ipvs.close(), b.reading.ipvs.close(), b.net.close(), b.guard.close())
+	b.statisticsConn.Lock()
+	defer b.statisticsConn.Unlock()
+	return errors.Join(b.ipvs.close(), b.statisticsConn.ipvs.close(), b.net.close(), b.guard.close())
 }
 
 // Probe says whether this kernel has IPVS and the schedulers, which it is made to load, and whether this process may
@@ -131,13 +131,13 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	var r dataplane.Receipt
 	before := b.sent()
 	start := time.Now()
-	touched, err := b.follow(want, change)
+	touched, err := b.update(want, change)
 	if err == nil && b.active {
 		err = b.prepare(touched, &r)
 	}
 	spent := time.Since(start)
 	if err != nil {
-		b.behind = true
+		b.dirty = true
 		return r, err
 	}
 	inner, err := b.inner.Apply(want, change)
@@ -147,14 +147,14 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		inner = inner.Then(r)
 	}
 	if err != nil {
-		b.behind = true
+		b.dirty = true
 		return inner, err
 	}
 	start = time.Now()
 	if b.active {
 		err = b.finish(touched, &r)
 	}
-	b.behind = err != nil
+	b.dirty = err != nil
 	after := b.sent()
 	return sum(inner, r, dataplane.Receipt{
 		Messages: after.Messages - before.Messages, Bytes: after.Bytes - before.Bytes, Commit: spent + time.Since(start),
@@ -182,30 +182,30 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 	return inner
 }
 
-// follow brings the table up to date, and gives the keys that may have to be written. If need be it starts to use
+// update brings the table up to date, and gives the keys that may have to be written. If need be it starts to use
 // IPVS, and reads what the kernel holds.
-func (b *Backend) follow(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
+func (b *Backend) update(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
 	b.services = nil
 	if len(want.ServiceCIDRs) > 0 {
 		b.services = slices.Concat(want.ServiceCIDRs, want.IPVSAddresses)
 	}
-	if b.behind || b.doubtful {
+	if b.dirty || b.stale {
 		touched = b.want.replace(want)
 	} else {
 		touched = b.want.update(want, change)
 	}
-	if !b.active && len(b.want.services) == 0 && (!b.doubtful || !Loaded()) {
-		b.doubtful = false
+	if !b.active && len(b.want.services) == 0 && (!b.stale || !Loaded()) {
+		b.stale = false
 		return nil, nil
 	}
-	if b.active && !b.doubtful {
-		if b.behind {
+	if b.active && !b.stale {
+		if b.dirty {
 			b.touchAll(touched)
 		}
 		return touched, nil
 	}
-	if err := b.start(); err != nil {
+	if err := b.adoptOrStart(); err != nil {
 		return nil, err
 	}
 	b.touchAll(touched)
@@ -224,8 +224,8 @@ func Loaded() bool {
 	return err == nil
 }
 
-// start sets IPVS up, and reads what there is of ours.
-func (b *Backend) start() error {
+// adoptOrStart sets IPVS up, and reads what there is of ours.
+func (b *Backend) adoptOrStart() error {
 	b.active, b.ipvs.family = false, 0 // it may have been loaded anew
 	if err := b.ipvs.find(); err != nil {
 		return b.refuseAll(err)
@@ -239,23 +239,23 @@ func (b *Backend) start() error {
 		return err
 	}
 	if len(have.services)+len(routes)+len(b.want.services) == 0 { // IPVS is somebody else's
-		b.doubtful, b.active = false, false
+		b.stale, b.active = false, false
 		return nil
 	}
-	if err := b.parameters(); err != nil {
+	if err := b.setParameters(); err != nil {
 		return b.refuseAll(err)
 	}
 	b.have, b.routes, b.guarded = have, routes, nil
 	b.draining = map[dataplane.Key]bool{}
-	b.watch = watch{stray: true}
-	b.active, b.doubtful = true, false
-	return b.look()
+	b.progress = checkProgress{strayRoutes: true}
+	b.active, b.stale = true, false
+	return b.readDevices()
 }
 
 // refuseAll is the error of a kernel that cannot schedule at all; nil if nobody asks for it.
 func (b *Backend) refuseAll(why error) error {
 	r := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
-	for n := range b.want.of {
+	for n := range b.want.byService {
 		r.Services[n] = why
 	}
 	if len(r.Services) == 0 {
@@ -269,14 +269,14 @@ const maxReads = 3
 
 // prepare writes what has to be there before anything is sent to it: addresses, virtual services, destinations.
 func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
-	if err := b.reach(touched, r); err != nil {
+	if err := b.addRoutes(touched, r); err != nil {
 		return err
 	}
 	p := b.planner()
 	for range maxReads {
 		var ops []op
 		for _, k := range sorted(touched) {
-			ops = append(ops, p.make(k, b.have.services[k], b.want.services[k])...)
+			ops = append(ops, p.prepare(k, b.have.services[k], b.want.services[k])...)
 		}
 		stale, err := b.write(ops, r)
 		if err != nil {
@@ -296,34 +296,34 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 // finish lets drain or removes what is not wanted.
 func (b *Backend) finish(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	p := b.planner()
-	p.idle = func(k dataplane.Key, _ netip.AddrPort) bool { return b.foreign(k.Addr) }
+	p.idle = func(k dataplane.Key, _ netip.AddrPort) bool { return b.mustRelease(k.Addr) }
 	var ops []op
 	for _, k := range sorted(touched) {
-		ops = append(ops, p.end(k, b.have.services[k], b.want.services[k])...)
+		ops = append(ops, p.remove(k, b.have.services[k], b.want.services[k])...)
 	}
-	if err := b.withdraw(ops, r); err != nil {
+	if err := b.writeRemovals(ops, r); err != nil {
 		return err
 	}
 	for k := range touched {
-		b.noteDraining(k)
+		b.updateDraining(k)
 	}
-	return b.leave(touched, r)
+	return b.removeRoutes(touched, r)
 }
 
-// withdraw writes ops that take something away. What is gone already leaves a doubt about the rest.
-func (b *Backend) withdraw(ops []op, r *dataplane.Receipt) error {
+// writeRemovals writes ops that take something away. What is gone already leaves a doubt about the rest.
+func (b *Backend) writeRemovals(ops []op, r *dataplane.Receipt) error {
 	stale, err := b.write(ops, r)
 	if err != nil {
 		return err
 	}
 	if stale {
-		b.doubtful, b.behind = true, true
+		b.stale, b.dirty = true, true
 		return errors.New("ipvs: somebody else changed it meanwhile")
 	}
 	return b.verify(ops)
 }
 
-func (b *Backend) noteDraining(k dataplane.Key) {
+func (b *Backend) updateDraining(k dataplane.Key) {
 	if have := b.have.services[k]; have != nil && (b.want.services[k] == nil || have.draining(b.want.services[k])) {
 		b.draining[k] = true
 	} else {
@@ -349,16 +349,16 @@ func sorted(keys map[dataplane.Key]bool) []dataplane.Key {
 // write commits ops. stale says that the kernel holds something else than was believed; an error that it refuses
 // something, or that nobody knows what it holds.
 func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) {
-	if stale, err := b.lost(ops); stale || err != nil {
+	if stale, err := b.ownershipLost(ops); stale || err != nil {
 		return stale, err
 	}
 	failed, err := b.ipvs.commitOps(ops, &b.have)
 	if err != nil {
-		b.doubtful = true
+		b.stale = true
 		return false, fmt.Errorf("ipvs: %w", err)
 	}
 	refused := map[op]bool{}
-	no := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
+	rejected := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for _, f := range failed {
 		refused[f.op] = true
 		why, fatal := b.explain(f.op, f.errno)
@@ -369,24 +369,24 @@ func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) 
 		case vs == nil || fatal:
 			return false, why
 		default:
-			no.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
+			rejected.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
 		}
 	}
 	for _, o := range ops {
 		if !refused[o] {
-			tally(o.verb, r)
+			countOp(o.verb, r)
 		}
 	}
-	if len(no.Services) > 0 {
-		b.doubtful = b.doubtful || stale
-		return false, no
+	if len(rejected.Services) > 0 {
+		b.stale = b.stale || stale
+		return false, rejected
 	}
 	return stale, nil
 }
 
-// lost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions:
+// ownershipLost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions:
 // whoever puts one of his own in its place just now goes unnoticed.
-func (b *Backend) lost(ops []op) (bool, error) {
+func (b *Backend) ownershipLost(ops []op) (bool, error) {
 	var last dataplane.Key
 	for _, o := range ops {
 		have := b.have.services[o.key]
@@ -401,7 +401,7 @@ func (b *Backend) lost(ops []op) (bool, error) {
 	return false, nil
 }
 
-func tally(v verb, r *dataplane.Receipt) {
+func countOp(v verb, r *dataplane.Receipt) {
 	switch v {
 	case newService, newDest:
 		r.Added++
@@ -468,7 +468,7 @@ func (b *Backend) verify(ops []op) error {
 			err = fmt.Errorf("ipvs: was written and acknowledged, yet %s", wrong)
 		}
 		if err != nil {
-			b.doubtful = true
+			b.stale = true
 			return err
 		}
 	}
@@ -530,7 +530,7 @@ func (b *Backend) Remove() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	errs := []error{b.inner.Remove()}
-	b.behind, b.doubtful, b.active = true, true, false
+	b.dirty, b.stale, b.active = true, true, false
 	if Loaded() {
 		errs = append(errs, b.removeServices())
 	}

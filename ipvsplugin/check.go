@@ -19,10 +19,10 @@ const (
 	drainPause = 50 * time.Millisecond
 )
 
-// watch is how far Check has come.
-type watch struct {
-	// stray says that there may be routes to addresses that nobody needs.
-	stray bool
+// checkProgress is how far Check has come.
+type checkProgress struct {
+	// strayRoutes says that there may be routes to addresses that nobody needs.
+	strayRoutes bool
 	// round are the virtual services, and after them addresses, that are still to be looked at in this round.
 	round []dataplane.Key
 	addrs []netip.Addr
@@ -38,20 +38,20 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	found, again, err = b.inner.Check()
-	if !b.active || b.doubtful || b.behind {
+	if !b.active || b.stale || b.dirty {
 		return found, again, err
 	}
 	if len(found) > 0 { // whoever flushed the other tables has flushed the guard, too
-		b.watch.nextGuard = time.Time{}
+		b.progress.nextGuard = time.Time{}
 	}
 	wrong, failed := b.check()
 	if failed != nil { // the next Apply reads everything, and says it if that fails, too
 		wrong = append(wrong, failed.Error())
 	}
 	if len(wrong) > 0 {
-		b.doubtful, b.behind = true, true
+		b.stale, b.dirty = true, true
 	}
-	if len(b.watch.drains) > 0 && (again == 0 || again > drainPause) {
+	if len(b.progress.drains) > 0 && (again == 0 || again > drainPause) {
 		again = drainPause
 	}
 	return append(found, wrong...), again, err
@@ -59,7 +59,7 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 
 func (b *Backend) check() (wrong []string, err error) {
 	start := time.Now()
-	if err := b.reap(start); err != nil {
+	if err := b.removeDrained(start); err != nil {
 		return nil, err
 	}
 	for _, part := range []func(time.Time) ([]string, error){b.checkGuard, b.checkServices, b.checkRoutes} {
@@ -71,9 +71,9 @@ func (b *Backend) check() (wrong []string, err error) {
 	return wrong, nil
 }
 
-// reap removes destinations that have no connection left, or whose time is over, and what was waiting for them.
-func (b *Backend) reap(start time.Time) error {
-	w := &b.watch
+// removeDrained removes destinations that have no connection left, or whose time is over, and what was waiting for them.
+func (b *Backend) removeDrained(start time.Time) error {
+	w := &b.progress
 	if len(w.drains) == 0 {
 		if start.Before(w.nextDrain) || len(b.draining) == 0 {
 			return nil
@@ -84,30 +84,30 @@ func (b *Backend) reap(start time.Time) error {
 	var r dataplane.Receipt
 	var ops []op
 	seen := map[dataplane.Key]bool{}
-	for n := 0; len(w.drains) > 0 && within(start, n); n++ {
+	for n := 0; len(w.drains) > 0 && timeLeft(start, n); n++ {
 		k := w.drains[0]
 		w.drains = w.drains[1:]
 		if b.have.services[k] == nil || !b.draining[k] {
 			continue
 		}
-		more, err := b.drained(k)
+		more, err := b.removable(k)
 		if err != nil {
 			return err
 		}
 		ops = append(ops, more...)
 		seen[k] = true
 	}
-	if err := b.withdraw(ops, &r); err != nil {
+	if err := b.writeRemovals(ops, &r); err != nil {
 		return err
 	}
 	for k := range seen {
-		b.noteDraining(k)
+		b.updateDraining(k)
 	}
-	return b.leave(seen, &r)
+	return b.removeRoutes(seen, &r)
 }
 
-// drained gives what can be removed of a virtual service.
-func (b *Backend) drained(k dataplane.Key) ([]op, error) {
+// removable gives what can be removed of a virtual service.
+func (b *Backend) removable(k dataplane.Key) ([]op, error) {
 	list, err := b.ipvs.dests(k)
 	if err != nil {
 		return nil, err
@@ -119,15 +119,15 @@ func (b *Backend) drained(k dataplane.Key) ([]op, error) {
 	}
 	p := b.planner()
 	p.idle = func(_ dataplane.Key, a netip.AddrPort) bool { return over[a] }
-	return p.end(k, b.have.services[k], b.want.services[k]), nil
+	return p.remove(k, b.have.services[k], b.want.services[k]), nil
 }
 
-// within says whether there is time for another thing after n. There is for one.
-func within(start time.Time, n int) bool { return n == 0 || time.Since(start) < checkTime }
+// timeLeft says whether there is time for another thing after n. There is for one.
+func timeLeft(start time.Time, n int) bool { return n == 0 || time.Since(start) < checkTime }
 
 // checkServices looks at some virtual services.
 func (b *Backend) checkServices(start time.Time) (wrong []string, err error) {
-	w := &b.watch
+	w := &b.progress
 	if len(w.round) == 0 && len(w.addrs) == 0 {
 		if start.Before(w.nextRound) {
 			return nil, nil
@@ -140,7 +140,7 @@ func (b *Backend) checkServices(start time.Time) (wrong []string, err error) {
 			w.addrs = append(w.addrs, a)
 		}
 	}
-	for n := 0; len(w.round) > 0 && within(start, n); n++ {
+	for n := 0; len(w.round) > 0 && timeLeft(start, n); n++ {
 		k := w.round[0]
 		w.round = w.round[1:]
 		if b.have.services[k] == nil {
@@ -159,8 +159,8 @@ func (b *Backend) checkServices(start time.Time) (wrong []string, err error) {
 
 // checkRoutes looks at some addresses.
 func (b *Backend) checkRoutes(start time.Time) (wrong []string, err error) {
-	w := &b.watch
-	for n := 0; len(w.addrs) > 0 && len(w.round) == 0 && within(start, n); n++ {
+	w := &b.progress
+	for n := 0; len(w.addrs) > 0 && len(w.round) == 0 && timeLeft(start, n); n++ {
 		a := w.addrs[0]
 		w.addrs = w.addrs[1:]
 		if _, there := b.routes[a]; !there {
@@ -180,19 +180,19 @@ func (b *Backend) checkRoutes(start time.Time) (wrong []string, err error) {
 // checkGuard follows addresses that come to this host or go, and looks at the guard if there was a transaction of
 // anybody.
 func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
-	w := &b.watch
+	w := &b.progress
 	if start.Before(w.nextGuard) {
 		return nil, nil
 	}
 	defer func() { w.nextGuard = start.Add(max(guardEvery, 100*time.Since(start))) }()
-	if err := b.look(); err != nil {
+	if err := b.readDevices(); err != nil {
 		return nil, err
 	}
 	var r dataplane.Receipt
 	if err := b.protect(nil, &r); err != nil {
 		return nil, err
 	}
-	if moved := b.moved(); len(moved) > 0 {
+	if moved := b.wrongSources(); len(moved) > 0 {
 		return []string{"the node's address is another one"}, nil
 	}
 	generation, err := b.guard.Generation()

@@ -14,7 +14,7 @@ import (
 func Differences(st *dataplane.State) (lines []string, err error) {
 	want, have := newTable(), newContents()
 	want.replace(st)
-	err = reading(func(v *ipvs) (err error) {
+	err = withIPVS(func(v *ipvs) (err error) {
 		have, err = v.contents(contents{})
 		return err
 	})

@@ -225,7 +225,7 @@ func (v *ipvs) commitInOrder(ops []op, c *contents) (failed []failure, err error
 			if errno, bad := r[i]; bad {
 				failed = append(failed, failure{o, errno})
 			} else {
-				c.took(o)
+				c.apply(o)
 			}
 		}
 	}

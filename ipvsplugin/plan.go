@@ -80,8 +80,8 @@ func (c *contents) put(k dataplane.Key, f *found) {
 	c.services[k] = f
 }
 
-// took follows a write that the kernel acknowledged.
-func (c *contents) took(o op) {
+// apply follows a write that the kernel acknowledged.
+func (c *contents) apply(o op) {
 	switch o.verb {
 	case newService:
 		c.put(o.key, &found{Config: o.config, dests: map[netip.AddrPort]Destination{}})
@@ -119,8 +119,8 @@ type planner struct {
 // would be served.
 func drains(k dataplane.Key, c Config) bool { return k.Protocol != snapshot.UDP && c.Scheduler != "dh" }
 
-// make gives what has to be there before packets are sent: virtual services, destinations, and their weights.
-func (p *planner) make(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
+// prepare gives what has to be there before packets are sent: virtual services, destinations, and their weights.
+func (p *planner) prepare(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
 	if want == nil {
 		return nil
 	}
@@ -146,7 +146,7 @@ func (p *planner) make(k dataplane.Key, have *found, want *VirtualService) (ops 
 // those, and then refuse the client unless they are told to fall back on others.
 func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Config {
 	c := want.Config
-	if hashes(c.Scheduler) && drains(k, c) && !p.all(have, want) {
+	if hashes(c.Scheduler) && drains(k, c) && !p.allWanted(have, want) {
 		c.Flags |= SchedFallback
 	}
 	return c
@@ -154,8 +154,8 @@ func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Con
 
 func hashes(scheduler string) bool { return scheduler == "sh" || scheduler == "mh" }
 
-// all says whether every destination there is is wanted.
-func (p *planner) all(have *found, want *VirtualService) bool {
+// allWanted says whether every destination there is is wanted.
+func (p *planner) allWanted(have *found, want *VirtualService) bool {
 	for a := range have.dests {
 		if !wants(want, a) {
 			return false
@@ -176,8 +176,8 @@ func wants(vs *VirtualService, a netip.AddrPort) bool {
 	return there
 }
 
-// end gives what goes, or begins to drain, once nobody is sent there any more. have is what there is after make.
-func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
+// remove gives what goes, or begins to drain, once nobody is sent there any more. have is what there is after make.
+func (p *planner) remove(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
 	if have == nil {
 		return nil
 	}
@@ -192,7 +192,7 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 			ops = append(ops, op{verb: setDest, key: k, dest: Destination{AddrPort: a, Until: p.until}})
 		}
 	}
-	ops, more := p.crowd(k, have, want, ops)
+	ops, more := p.limitDraining(k, have, want, ops)
 	gone += more
 	slices.SortFunc(ops, func(a, b op) int { return a.dest.Compare(b.dest.AddrPort) })
 	switch left := len(have.dests) - gone; {
@@ -207,9 +207,9 @@ func (p *planner) end(k dataplane.Key, have *found, want *VirtualService) (ops [
 // maxDraining bounds the destinations of one virtual service that drain. All of them are looked at every two seconds.
 const maxDraining = 1024
 
-// crowd has the destinations go at once that have been draining longest, if there are too many. It gives the ops with
+// limitDraining has the destinations go at once that have been draining longest, if there are too many. It gives the ops with
 // that, and how many go.
-func (p *planner) crowd(k dataplane.Key, have *found, want *VirtualService, ops []op) (all []op, gone int) {
+func (p *planner) limitDraining(k dataplane.Key, have *found, want *VirtualService, ops []op) (all []op, gone int) {
 	if len(have.dests) <= maxDraining {
 		return ops, 0
 	}

@@ -21,12 +21,12 @@ func TestCrowdOfDraining(t *testing.T) {
 			want.Destinations = append(want.Destinations, Destination{a, 1, 0})
 		}
 		p := &planner{until: at}
-		for _, ops := range []func() []op{func() []op { return p.make(k, have.services[k], &want) }, func() []op { return p.end(k, have.services[k], &want) }} {
+		for _, ops := range []func() []op{func() []op { return p.prepare(k, have.services[k], &want) }, func() []op { return p.remove(k, have.services[k], &want) }} {
 			for _, o := range ops() {
-				have.took(o)
+				have.apply(o)
 			}
 		}
-		if again := p.end(k, have.services[k], &want); len(again) > 0 {
+		if again := p.remove(k, have.services[k], &want); len(again) > 0 {
 			t.Errorf("round %d: %v", round, again[0])
 		}
 		if got, most := len(have.services[k].dests), 500+min(500*round, maxDraining); got != most {
@@ -43,8 +43,8 @@ func TestCrowdOfDraining(t *testing.T) {
 	if oldest < 1030 {
 		t.Errorf("one drains since %d", oldest)
 	}
-	for _, o := range (&planner{until: at}).end(k, have.services[k], nil) {
-		have.took(o)
+	for _, o := range (&planner{until: at}).remove(k, have.services[k], nil) {
+		have.apply(o)
 	}
 	if got := len(have.services[k].dests); got != maxDraining {
 		t.Errorf("of one that is gone %d drain", got)

@@ -171,7 +171,7 @@ func (k *strictKernel) write(ops []op) {
 		if bad {
 			k.t.Fatalf("the kernel refuses to %s", o)
 		}
-		k.took(o)
+		k.apply(o)
 	}
 }
 
@@ -183,14 +183,14 @@ func (k *strictKernel) step(touched map[dataplane.Key]bool, want *table, busy bo
 		if f := k.services[key]; f != nil {
 			before = maps.Clone(f.dests)
 		}
-		k.write(p.make(key, k.services[key], want.services[key]))
+		k.write(p.prepare(key, k.services[key], want.services[key]))
 		for a, d := range before {
 			if now := k.services[key].dests[a]; !wants(want.services[key], a) && now != d {
 				k.t.Fatalf("%s of %s changed to %v before the others were told", a, key, now)
 			}
 		}
 		k.serves(key, want.services[key])
-		k.write(p.end(key, k.services[key], want.services[key]))
+		k.write(p.remove(key, k.services[key], want.services[key]))
 		k.serves(key, want.services[key])
 		if f := k.services[key]; f != nil || want.services[key] != nil {
 			if lines := differenceAt(key, want.services[key], f); lines != nil {
@@ -262,9 +262,9 @@ func TestDraining(t *testing.T) {
 		want := &VirtualService{Key: k, Config: Config{Scheduler: c.scheduler}, Destinations: []Destination{{other, 1, 0}}}
 		p := &planner{until: 7}
 		var got []string
-		for _, f := range []func(dataplane.Key, *found, *VirtualService) []op{p.make, p.end} {
+		for _, f := range []func(dataplane.Key, *found, *VirtualService) []op{p.prepare, p.remove} {
 			for _, o := range f(k, have.services[k], want) {
-				have.took(o)
+				have.apply(o)
 				s := o.String()
 				switch o.verb {
 				case setService:
@@ -359,7 +359,7 @@ func TestDrainingAfterClockWasSetBack(t *testing.T) {
 	want := &VirtualService{Key: k, Config: Config{Scheduler: "rr"}, Destinations: []Destination{{other, 1, 0}}}
 	p := &planner{until: 1000}
 	for round, most := range []int{1, 0} {
-		ops := p.end(k, have.services[k], want)
+		ops := p.remove(k, have.services[k], want)
 		if len(ops) != most {
 			t.Errorf("round %d: %v", round, ops)
 		}
@@ -367,7 +367,7 @@ func TestDrainingAfterClockWasSetBack(t *testing.T) {
 			if o.dest != (Destination{late, 0, 1000}) {
 				t.Errorf("round %d: %s %v", round, o, o.dest)
 			}
-			have.took(o)
+			have.apply(o)
 		}
 	}
 }

@@ -11,9 +11,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// needs says whether the host has to take in what is sent to an address: because a Service is there, or because
+// needsRoute says whether the host has to take in what is sent to an address: because a Service is there, or because
 // connections of one that was there go on.
-func (b *Backend) needs(a netip.Addr) bool {
+func (b *Backend) needsRoute(a netip.Addr) bool {
 	if b.want.addrs[a] > 0 {
 		return true
 	}
@@ -21,22 +21,22 @@ func (b *Backend) needs(a netip.Addr) bool {
 	return routed && b.have.addrs[a] > 0
 }
 
-// foreign says whether the host takes in an address that is not Services' alone any more: then it has to be given back
+// mustRelease says whether the host takes in an address that is not Services' alone any more: then it has to be given back
 // at once, whoever is still connected.
-func (b *Backend) foreign(a netip.Addr) bool {
+func (b *Backend) mustRelease(a netip.Addr) bool {
 	_, routed := b.routes[a]
 	return routed && b.want.addrs[a] == 0 && b.services != nil &&
 		!slices.ContainsFunc(b.services, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-// look reads the addresses of this host.
-func (b *Backend) look() (err error) {
+// readDevices reads the addresses of this host.
+func (b *Backend) readDevices() (err error) {
 	b.devices, err = b.net.addresses()
 	return err
 }
 
-// bound says whether an address is on a device of this host.
-func (b *Backend) bound(a netip.Addr) bool {
+// onDevice says whether an address is on a device of this host.
+func (b *Backend) onDevice(a netip.Addr) bool {
 	return slices.ContainsFunc(b.devices, func(d device) bool { return d.Addr == a })
 }
 
@@ -44,7 +44,7 @@ func (b *Backend) bound(a netip.Addr) bool {
 func (b *Backend) source(of netip.Addr) netip.Addr {
 	if b.options.NodeAddrs != nil {
 		for _, a := range b.options.NodeAddrs() {
-			if a.Is4() == of.Is4() && b.bound(a) {
+			if a.Is4() == of.Is4() && b.onDevice(a) {
 				return a
 			}
 		}
@@ -57,9 +57,9 @@ func (b *Backend) source(of netip.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// reach makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is
+// addRoutes makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is
 // there first.
-func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
+func (b *Backend) addRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	var missing []route
 	seen := map[netip.Addr]bool{}
 	for k := range keys {
@@ -71,19 +71,19 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 		}
 	}
 	if len(missing) > 0 {
-		if err := b.look(); err != nil {
+		if err := b.readDevices(); err != nil {
 			return err
 		}
 	}
 	if b.guarded == nil {
-		missing = append(missing, b.moved()...)
+		missing = append(missing, b.wrongSources()...)
 	} else if len(missing) == 0 {
 		return nil
 	}
 	for i := range missing {
 		missing[i].source = b.source(missing[i].to)
 	}
-	missing, failed, err := b.spare(missing)
+	missing, failed, err := b.withoutGateways(missing)
 	if err != nil {
 		return err
 	}
@@ -93,7 +93,7 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 	slices.SortFunc(missing, func(a, b route) int { return a.to.Compare(b.to) })
 	refused, err := b.net.add(missing)
 	if err != nil {
-		b.doubtful = true
+		b.stale = true
 		return err
 	}
 	maps.Copy(failed, refused)
@@ -112,9 +112,9 @@ func (b *Backend) reach(keys map[dataplane.Key]bool, r *dataplane.Receipt) error
 // errGateway is why there is no route of ours to an address.
 var errGateway = errors.New("this node has routes by way of that address")
 
-// spare leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of
+// withoutGateways leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of
 // other nodes.
-func (b *Backend) spare(routes []route) (left []route, spared map[netip.Addr]error, err error) {
+func (b *Backend) withoutGateways(routes []route) (left []route, spared map[netip.Addr]error, err error) {
 	spared = map[netip.Addr]error{}
 	if len(routes) == 0 {
 		return nil, spared, nil
@@ -135,17 +135,17 @@ func (b *Backend) spare(routes []route) (left []route, spared map[netip.Addr]err
 
 // refuseAt is the error of addresses that no route can be had to, such as one that is for multicast.
 func (b *Backend) refuseAt(failed map[netip.Addr]error) error {
-	no := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
+	rejected := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for k, vs := range b.want.services {
 		if why := failed[k.Addr]; why != nil {
-			no.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
+			rejected.Services[vs.Service.Service] = fmt.Errorf("%s: %w", vs.Service, why)
 		}
 	}
-	return no
+	return rejected
 }
 
-// moved gives the routes whose source is not the node's address any more.
-func (b *Backend) moved() (routes []route) {
+// wrongSources gives the routes whose source is not the node's address any more.
+func (b *Backend) wrongSources() (routes []route) {
 	sources := map[bool]netip.Addr{}
 	for a, source := range b.routes {
 		want, known := sources[a.Is4()]
@@ -206,28 +206,28 @@ func difference(a, b map[netip.Addr]bool) (list []netip.Addr) {
 	return list
 }
 
-// leave takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks
+// removeRoutes takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks
 // at all.
-func (b *Backend) leave(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
+func (b *Backend) removeRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	gone := map[netip.Addr]netip.Addr{}
 	for k := range keys {
-		if source, there := b.routes[k.Addr]; there && !b.needs(k.Addr) {
+		if source, there := b.routes[k.Addr]; there && !b.needsRoute(k.Addr) {
 			gone[k.Addr] = source
 		}
 	}
-	if b.watch.stray { // routes of an earlier process that no virtual service is at
+	if b.progress.strayRoutes { // routes of an earlier process that no virtual service is at
 		for a, source := range b.routes {
-			if !b.needs(a) {
+			if !b.needsRoute(a) {
 				gone[a] = source
 			}
 		}
-		b.watch.stray = false
+		b.progress.strayRoutes = false
 	}
 	if len(gone) == 0 {
 		return nil
 	}
 	if err := b.net.remove(routesTo(gone)); err != nil {
-		b.doubtful = true
+		b.stale = true
 		return err
 	}
 	for a := range gone {

@@ -83,24 +83,24 @@ func (b *Backend) read(f func(*ipvs) error) error {
 	if !active {
 		return nil
 	}
-	b.reading.Lock()
-	defer b.reading.Unlock()
-	b.reading.ipvs.family = family
-	return f(&b.reading.ipvs)
+	b.statisticsConn.Lock()
+	defer b.statisticsConn.Unlock()
+	b.statisticsConn.ipvs.family = family
+	return f(&b.statisticsConn.ipvs)
 }
 
 // ReadStatistics reads those of all virtual services of ours, and their destinations, for a process that has no
 // Backend. It reads in the network namespace of the calling thread, and does not load IPVS.
 func ReadStatistics() (all []ServiceStatistics, err error) {
-	err = reading(func(v *ipvs) error {
+	err = withIPVS(func(v *ipvs) error {
 		all, err = v.statistics()
 		return err
 	})
 	return all, err
 }
 
-// reading calls f with a connection to IPVS, if that is in use.
-func reading(f func(*ipvs) error) error {
+// statisticsConn calls f with a connection to IPVS, if that is in use.
+func withIPVS(f func(*ipvs) error) error {
 	if !Loaded() {
 		return nil
 	}
@@ -153,7 +153,7 @@ func (v *ipvs) destinationStatistics(k dataplane.Key) (all []DestinationStatisti
 
 // ReadService reads one virtual service of ours. It is not ok if there is none; otherwise it is like ReadStatistics.
 func ReadService(k dataplane.Key) (s ServiceStatistics, ok bool, err error) {
-	err = reading(func(v *ipvs) error {
+	err = withIPVS(func(v *ipvs) error {
 		l, there, err := v.service(k)
 		if err != nil || !there || !l.ours {
 			return err

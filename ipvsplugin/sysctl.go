@@ -44,8 +44,8 @@ const (
 	timeoutUDP    = "ipvs.timeout.udp"
 )
 
-// parameters sets sysctls and timeouts, and takes note of what was before, unless an earlier process has.
-func (b *Backend) parameters() error {
+// setParameters sets sysctls and timeouts, and takes note of what was before, unless an earlier process has.
+func (b *Backend) setParameters() error {
 	notes, err := b.guard.readNotes()
 	if err != nil {
 		return err

@@ -12,17 +12,17 @@ import (
 
 // table is what a State asks of IPVS: virtual services by key, and which of them each Service has.
 type table struct {
-	services map[dataplane.Key]*VirtualService
-	of       map[snapshot.Name][]*VirtualService
+	services  map[dataplane.Key]*VirtualService
+	byService map[snapshot.Name][]*VirtualService
 	// addrs counts virtual services by address, but for those of node ports: the host has those addresses anyway.
 	addrs map[netip.Addr]int
 }
 
 func newTable() table {
 	return table{
-		services: map[dataplane.Key]*VirtualService{},
-		of:       map[snapshot.Name][]*VirtualService{},
-		addrs:    map[netip.Addr]int{},
+		services:  map[dataplane.Key]*VirtualService{},
+		byService: map[snapshot.Name][]*VirtualService{},
+		addrs:     map[netip.Addr]int{},
 	}
 }
 
@@ -44,14 +44,14 @@ func (t *table) replace(st *dataplane.State) map[dataplane.Key]bool {
 func (t *table) update(st *dataplane.State, change dataplane.Change) map[dataplane.Key]bool {
 	touched := map[dataplane.Key]bool{}
 	for _, n := range change.Services {
-		for _, vs := range t.of[n] {
+		for _, vs := range t.byService[n] {
 			delete(t.services, vs.Key)
 			touched[vs.Key] = true
 			if vs.Kind != dataplane.NodePort {
 				count(t.addrs, vs.Key.Addr, -1)
 			}
 		}
-		delete(t.of, n)
+		delete(t.byService, n)
 	}
 	for _, n := range change.Services {
 		if svc := st.Services[n]; svc != nil {
@@ -71,7 +71,7 @@ func (t *table) add(n snapshot.Name, svc *dataplane.Service, touched map[datapla
 		}
 	}
 	if len(list) > 0 {
-		t.of[n] = list
+		t.byService[n] = list
 	}
 }
 
