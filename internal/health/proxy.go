@@ -65,7 +65,7 @@ func (p *Proxy) Listener() reconcile.Listener {
 	return reconcile.Listener{
 		InSync: func(s reconcile.InSync) { p.InSync(s.Snapshot.Node) },
 		Failed: func(f reconcile.Failure) {
-			if !f.Again {
+			if !f.Replan {
 				p.Failed()
 			}
 		},

@@ -26,11 +26,11 @@ func (l *Loop) check() {
 		again = CheckEvery
 	}
 	l.checkAt = time.Now().Add(again)
-	tell(l, func(h *Listener) func(Check) { return h.Checked }, Check{found, err})
-	if err != nil && !l.blind {
+	notify(l, func(h *Listener) func(Check) { return h.Checked }, Check{found, err})
+	if err != nil && !l.checkFailed {
 		l.Log.Warn("what others change in our tables goes unnoticed for now", "err", err)
 	}
-	l.blind = err != nil
+	l.checkFailed = err != nil
 	if len(found) > 0 {
 		l.foreign += len(found)
 		l.Log.Warn("somebody else changed our tables; they are repaired", "changes", len(found),

@@ -54,8 +54,8 @@ type Commit struct {
 type Failure struct {
 	Err  error
 	Took time.Duration
-	// Again says that the Writer is asked again at once, for a state without what it refused by name.
-	Again bool
+	// Replan says that the Writer is asked again at once, for a state without what it refused by name.
+	Replan bool
 }
 
 // Check is a look at what others changed.
@@ -91,8 +91,8 @@ type InSync struct {
 	Triggers []snapshot.Trigger
 }
 
-// tell calls one field of each listener.
-func tell[E any](l *Loop, field func(*Listener) func(E), event E) {
+// notify calls one field of each listener.
+func notify[E any](l *Loop, field func(*Listener) func(E), event E) {
 	for i := range l.Listeners {
 		if hear := field(&l.Listeners[i]); hear != nil {
 			hear(event)
@@ -107,12 +107,12 @@ func (l *Loop) apply() (dataplane.Receipt, error) {
 			l.Listeners[i].Writing()
 		}
 	}
-	r, err := l.Writer.Apply(l.want.ask())
+	r, err := l.Writer.Apply(l.want.request())
 	if err != nil {
 		return r, err
 	}
 	c := Commit{Receipt: r, First: !l.filled}
 	c.Before, c.After = l.want.committed(r.Left)
-	tell(l, func(h *Listener) func(Commit) { return h.Committed }, c)
+	notify(l, func(h *Listener) func(Commit) { return h.Committed }, c)
 	return r, nil
 }

@@ -27,7 +27,7 @@ type quarantineLists struct{ quarantined, unscheduled []Quarantined }
 // Quarantined gives the Services in quarantine, sorted by name. It is safe for concurrent use; nobody may change the
 // list.
 func (l *Loop) Quarantined() []Quarantined {
-	if lists := l.lists.Load(); lists != nil {
+	if lists := l.published.Load(); lists != nil {
 		return lists.quarantined
 	}
 	return nil
@@ -36,25 +36,25 @@ func (l *Loop) Quarantined() []Quarantined {
 // Unscheduled gives the Services that are programmed without the Scheduling they ask for, sorted by name: the kernel
 // refuses it, or it would be too much. It is safe for concurrent use; nobody may change the list.
 func (l *Loop) Unscheduled() []Quarantined {
-	if lists := l.lists.Load(); lists != nil {
+	if lists := l.published.Load(); lists != nil {
 		return lists.unscheduled
 	}
 	return nil
 }
 
-// publish makes what is in quarantine known to Quarantined and Unscheduled.
-func (l *Loop) publish() {
+// publishLists makes what is in quarantine known to Quarantined and Unscheduled.
+func (l *Loop) publishLists() {
 	if len(l.want.quarantined) == 0 {
 		var lists *quarantineLists
-		if l.excluded != nil {
-			lists = &quarantineLists{unscheduled: l.excluded}
+		if l.notScheduled != nil {
+			lists = &quarantineLists{unscheduled: l.notScheduled}
 		}
-		if lists != nil || l.lists.Load() != nil {
-			l.lists.Store(lists)
+		if lists != nil || l.published.Load() != nil {
+			l.published.Store(lists)
 		}
 		return
 	}
-	lists := quarantineLists{unscheduled: slices.Clone(l.excluded)}
+	lists := quarantineLists{unscheduled: slices.Clone(l.notScheduled)}
 	for n, a := range l.want.quarantined {
 		list := &lists.quarantined
 		if a.unscheduled {
@@ -65,17 +65,17 @@ func (l *Loop) publish() {
 	for _, list := range [][]Quarantined{lists.quarantined, lists.unscheduled} {
 		slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
 	}
-	l.lists.Store(&lists)
+	l.published.Store(&lists)
 }
 
-// A Service that is refused is tried again after trialFirst, then after twice as long each time up to trialMost. Each
+// A Service that is refused is tried again after firstRetry, then after twice as long each time up to maxTrialWait. Each
 // trial that fails costs all others a second transaction, and mostly it takes a change of the Service to end well.
 const (
-	trialFirst = time.Second
-	trialMost  = 5 * time.Minute
-	// trialMostUnscheduled is for those that lack only their Scheduling. It ends when somebody else goes, such as a
+	firstRetry   = time.Second
+	maxTrialWait = 5 * time.Minute
+	// maxUnscheduledWait is for those that lack only their Scheduling. It ends when somebody else goes, such as a
 	// kube-proxy in IPVS mode, and a trial costs the others no transaction of nftables.
-	trialMostUnscheduled = 30 * time.Second
+	maxUnscheduledWait = 30 * time.Second
 )
 
 // quarantine is what there is to know of a Service that the kernel refuses.
@@ -103,8 +103,8 @@ func (a *quarantine) due() time.Time {
 	return a.next
 }
 
-// refused takes note of a refusal and says whether it counts: one before the time of a trial does not.
-func (a *quarantine) refused(err error, now time.Time) (counts bool) {
+// reject takes note of a refusal and says whether it counts: one before the time of a trial does not.
+func (a *quarantine) reject(err error, now time.Time) (counts bool) {
 	a.err, a.changed, a.trial = err, false, false
 	if now.Before(a.next) {
 		return false
@@ -113,9 +113,9 @@ func (a *quarantine) refused(err error, now time.Time) (counts bool) {
 	return true
 }
 
-// unanswered takes note that a trial ended without an answer. For one that changed, what was said of it before means
+// inconclusive takes note that a trial ended without an answer. For one that changed, what was said of it before means
 // little.
-func (a *quarantine) unanswered(now time.Time) {
+func (a *quarantine) inconclusive(now time.Time) {
 	if a.changed {
 		a.wait = 0
 	}
@@ -124,11 +124,11 @@ func (a *quarantine) unanswered(now time.Time) {
 }
 
 func (a *quarantine) backOff(now time.Time) {
-	most := trialMost
+	most := maxTrialWait
 	if a.unscheduled {
-		most = trialMostUnscheduled
+		most = maxUnscheduledWait
 	}
-	a.wait = min(max(2*a.wait, trialFirst), most)
+	a.wait = min(max(2*a.wait, firstRetry), most)
 	a.next = now.Add(a.wait)
 }
 
@@ -146,7 +146,7 @@ func (l *Loop) quarantine(refused *dataplane.Refused) (progress bool) {
 		}
 	}
 	if len(news) > 0 {
-		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Quarantined }, &dataplane.Refused{Services: news})
+		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Quarantined }, &dataplane.Refused{Services: news})
 	}
 	return progress
 }
@@ -159,13 +159,13 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 		return false, false
 	}
 	a := w.quarantined[n]
-	if _, differs := w.held[n]; a != nil && !a.trial && (!a.unscheduled || !differs) {
+	if _, differs := w.acknowledgedAs[n]; a != nil && !a.trial && (!a.unscheduled || !differs) {
 		a.unscheduled = false
-		return l.giveUp(n, err), false
+		return l.dropService(n, err), false
 	}
 	a = w.quarantine(n)
 	a.unscheduled = false
-	if news = a.refused(err, time.Now()); news {
+	if news = a.reject(err, time.Now()); news {
 		l.Log.Error(
 			"the kernel refuses this Service; it is quarantined, and what the kernel held of it before stays in force",
 			"service",
@@ -200,7 +200,7 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 		if a == nil || a.trial {
 			a = w.quarantine(n)
 			a.unscheduled = true
-			if a.refused(refused.Services[n], time.Now()) {
+			if a.reject(refused.Services[n], time.Now()) {
 				news, why = append(news, n.String()), cmp.Or(why, a.err)
 			}
 		}
@@ -209,7 +209,7 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	if news != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(news), "such as", suchAs(news), "err", why)
-		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, refused)
+		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, refused)
 	}
 	return progress
 }
@@ -217,8 +217,8 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 // suchAs names a few of many.
 func suchAs(names []string) string { return strings.Join(names[:min(3, len(names))], " ") }
 
-// giveUp takes a Service out of the state of which the kernel refuses even what it took before.
-func (l *Loop) giveUp(n snapshot.Name, err error) (progress bool) {
+// dropService takes a Service out of the state of which the kernel refuses even what it took before.
+func (l *Loop) dropService(n snapshot.Name, err error) (progress bool) {
 	if l.want.state.Services[n] == nil {
 		return false
 	}
@@ -246,5 +246,5 @@ func (l *Loop) release(left []snapshot.Name) {
 	if scheduled > 0 {
 		l.Log.Info("IPVS schedules these Services now", "services", scheduled)
 	}
-	l.want.join()
+	l.want.dropCopy()
 }

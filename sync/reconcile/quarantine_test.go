@@ -165,7 +165,7 @@ func TestQuarantine(t *testing.T) {
 		if len(list) != 2 || list[0].Name != nameOf("w") || list[1].Name != nameOf("x") {
 			t.Fatalf("quarantined: %+v", list)
 		}
-		if x := list[1]; x.Err != errPoison || !x.Since.Equal(begin) || !x.Next.Equal(begin.Add(trialFirst)) {
+		if x := list[1]; x.Err != errPoison || !x.Since.Equal(begin) || !x.Next.Equal(begin.Add(firstRetry)) {
 			t.Errorf("%+v", x)
 		}
 		if len(hooked) != 1 || len(hooked[0].Services) != 2 || hooked[0].Services[nameOf("x")] != errPoison {

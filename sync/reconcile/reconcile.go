@@ -36,15 +36,15 @@ type Loop struct {
 	wrote bool
 	// dirty says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
 	dirty bool
-	// left says that the backend has not written all of the state yet, and parts and began are what it has written of
+	// partial says that the backend has not written all of the state yet, and parts and began are what it has written of
 	// it, since when.
-	left  bool
-	parts dataplane.Receipt
-	began time.Time
+	partial bool
+	parts   dataplane.Receipt
+	began   time.Time
 	// counted is what had counters after the last transaction, one of dataplane.Counted...; empty before the first.
 	counted string
-	// turns says whose changes are next, once the first state was written: then filled is set.
-	turns  turns
+	// queued says whose changes are next, once the first state was written: then filled is set.
+	queued fairQueue
 	filled bool
 	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will
 	// wait.
@@ -54,38 +54,38 @@ type Loop struct {
 	// checkAt is when the next Check is due; it means nothing while dirty.
 	checkAt time.Time
 	// foreign is how many findings of Check are not repaired yet; blind says that the last Check failed.
-	foreign int
-	blind   bool
+	foreign     int
+	checkFailed bool
 
 	// busy is when the transaction or check began that is under way; nil if there is none.
 	busy atomic.Pointer[time.Time]
 
-	// excluded are the Services that ask for too much of IPVS, sorted by name. The list is replaced, never changed.
-	excluded []Quarantined
-	// lists are what Quarantined and Unscheduled give; nil if there are none.
-	lists atomic.Pointer[quarantineLists]
+	// notScheduled are the Services that ask for too much of IPVS, sorted by name. The list is replaced, never changed.
+	notScheduled []Quarantined
+	// published are what Quarantined and Unscheduled give; nil if there are none.
+	published atomic.Pointer[quarantineLists]
 }
 
-// A failed transaction is tried again after retryFirst, then after twice as long each time up to retryMost.
+// A failed transaction is tried again after retryFirst, then after twice as long each time up to maxRetry.
 const (
 	retryFirst = 100 * time.Millisecond
-	retryMost  = 30 * time.Second
+	maxRetry   = 30 * time.Second
 )
 
 // After a transaction the next one waits for restFactor times as long as it took. So the first change after quiet
 // goes out at once, and a burst is gathered for just so long that the kernel, which validates every verdict again at
 // each commit, is not busy with us for more than a fifth of the time. After a long transaction, such as the first,
-// the rest is restMost.
+// the rest is maxRest.
 const (
 	restFactor = 4
-	restMost   = 50 * time.Millisecond
+	maxRest    = 50 * time.Millisecond
 )
 
 // Run works until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.dirty, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
-	l.unacked, l.turns, l.filled = snapshot.Change{}, turns{}, false
-	l.excluded = nil
+	l.unacked, l.queued, l.filled = snapshot.Change{}, fairQueue{}, false
+	l.notScheduled = nil
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
@@ -101,12 +101,12 @@ func (l *Loop) Run(ctx context.Context) error {
 		err := l.step(ctx, l.takeTurns(delta, start))
 		l.busy.Store(nil)
 		took := time.Since(start)
-		heavy := l.turns.charge(start.Add(took), took, l.parts.Left)
+		heavy := l.queued.charge(start.Add(took), took, l.parts.Left)
 		rested = start.Add(took + l.restAfter(took, heavy))
 		rest.Reset(time.Until(rested))
 		if err == nil {
 			l.retryAt, l.retryWait = time.Time{}, retryFirst
-			if !l.left {
+			if !l.partial {
 				l.ack()
 			}
 			continue
@@ -118,7 +118,7 @@ func (l *Loop) Run(ctx context.Context) error {
 			"retry",
 			l.retryWait,
 		)
-		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, retryMost)
+		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, maxRetry)
 	}
 	return nil
 }
@@ -137,8 +137,8 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	if !l.filled {
 		return d
 	}
-	l.turns.put(d)
-	turn := l.turns.take(now, l.weigh)
+	l.queued.put(d)
+	turn := l.queued.next(now, l.weigh)
 	turn.Node, turn.ServiceCIDRs, turn.HostAddrs = d.Node, d.ServiceCIDRs, d.HostAddrs
 	return turn
 }
@@ -146,8 +146,8 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 // restAfter gives how long to rest after a step that took so long. Whoever made it long waits for his next turn in any
 // case; others do not have to wait for that part.
 func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
-	rest := min(restFactor*(took-heavy), restMost) + heavy/restFactor
-	if l.left {
+	rest := min(restFactor*(took-heavy), maxRest) + heavy/restFactor
+	if l.partial {
 		return took / restFactor // others may want to write to the kernel, too
 	}
 	if l.LeastRest != nil && l.wrote {
@@ -159,16 +159,16 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 
 // ack tells that the kernel holds all that was taken.
 func (l *Loop) ack() {
-	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.turns.held())}
+	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.queued.counts())}
 	l.unacked = snapshot.Change{}
-	tell(l, func(h *Listener) func(InSync) { return h.InSync }, s)
+	notify(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
 
 // await waits until there is something to write. While there is not, it looks what others have changed. It returns
 // false when the context ends.
 func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 	for {
-		due, check := l.turn()
+		due, check := l.nextDeadline()
 		if due.IsZero() {
 			alarm.Stop()
 		} else {
@@ -195,19 +195,19 @@ func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 	}
 }
 
-// turn gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
-func (l *Loop) turn() (due time.Time, check bool) {
-	if l.dirty && !l.left {
+// nextDeadline gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
+func (l *Loop) nextDeadline() (due time.Time, check bool) {
+	if l.dirty && !l.partial {
 		return l.retryAt, false
 	}
-	if l.left {
+	if l.partial {
 		return time.Now(), false
 	}
 	due, check = l.checkAt, true
 	if trial, any := l.want.nextTrial(); any && trial.Before(due) {
 		due, check = trial, false
 	}
-	if turn, any := l.turns.next(); any && turn.Before(due) {
+	if turn, any := l.queued.nextDue(); any && turn.Before(due) {
 		due, check = turn, false
 	}
 	return due, check
@@ -240,30 +240,30 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	policy := time.Since(start)
 	l.reportContests(contests)
 	if !l.dirty {
-		l.want.try(start)
+		l.want.startTrials(start)
 	}
-	if l.want.acknowledged() && !l.dirty && l.foreign == 0 && !l.left {
-		l.publish() // a Service that is gone may have been in quarantine, and nothing of it in force
+	if l.want.acknowledged() && !l.dirty && l.foreign == 0 && !l.partial {
+		l.publishLists() // a Service that is gone may have been in quarantine, and nothing of it in force
 		return nil
 	}
 	r, err := l.write(ctx)
-	l.publish()
+	l.publishLists()
 	if err != nil {
-		l.dirty, l.left, l.parts = true, false, dataplane.Receipt{}
+		l.dirty, l.partial, l.parts = true, false, dataplane.Receipt{}
 		return err
 	}
-	if l.left {
+	if l.partial {
 		r = l.parts.Then(r)
 	} else {
 		l.began = start
 	}
-	if l.left = len(r.Left) > 0; l.left {
+	if l.partial = len(r.Left) > 0; l.partial {
 		l.parts = r
 		return nil
 	}
 	l.parts = dataplane.Receipt{}
 	t := Transaction{
-		Receipt: r, Policy: policy, Total: time.Since(l.began), Services: len(l.want.asked().Services),
+		Receipt: r, Policy: policy, Total: time.Since(l.began), Services: len(l.want.currentState().Services),
 		Quarantined: len(l.Quarantined()), Unscheduled: len(l.Unscheduled()), Foreign: l.foreign,
 	}
 	l.foreign = 0
@@ -291,7 +291,7 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	if more > 0 {
 		l.Log.Warn("more Services claim the same addresses", "addresses", more)
 	}
-	tell(l, func(h *Listener) func([]dataplane.ConflictSummary) { return h.Contested }, contests)
+	notify(l, func(h *Listener) func([]dataplane.ConflictSummary) { return h.Contested }, contests)
 }
 
 // crowded tells of Services that have become too large.
@@ -318,9 +318,9 @@ func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 		took := time.Since(start)
 		l.want.failed()
 		var refused *dataplane.Refused
-		again := errors.As(err, &refused) && l.quarantine(refused) && ctx.Err() == nil
-		tell(l, func(h *Listener) func(Failure) { return h.Failed }, Failure{Err: err, Took: took, Again: again})
-		if !again {
+		replan := errors.As(err, &refused) && l.quarantine(refused) && ctx.Err() == nil
+		notify(l, func(h *Listener) func(Failure) { return h.Failed }, Failure{Err: err, Took: took, Replan: replan})
+		if !replan {
 			l.want.endTrials()
 			return r, err
 		}
@@ -350,5 +350,5 @@ func (l *Loop) report(t *Transaction) {
 	l.dirty, l.filled = false, true
 	l.Log.Debug("transaction", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 		"messages", t.Messages, "bytes", t.Bytes, "policy", t.Policy, "plan", t.Plan, "encode", t.Encode, "commit", t.Commit)
-	tell(l, func(h *Listener) func(Transaction) { return h.Written }, *t)
+	notify(l, func(h *Listener) func(Transaction) { return h.Written }, *t)
 }

@@ -322,7 +322,7 @@ func TestRefusal(t *testing.T) {
 			if got := c[i].at.Sub(c[i-1].at); got != want {
 				t.Errorf("try %d came after %v; want %v", i, got, want)
 			}
-			want = min(2*want, retryMost)
+			want = min(2*want, maxRetry)
 		}
 		b.set(func() { b.refuse = 8 })
 		q.Put(service("b"))

@@ -45,7 +45,7 @@ func TestLeastRest(t *testing.T) {
 		time.Sleep(10*time.Second + time.Millisecond)
 		expect("after the last long rest", 4)
 		q.Put(service("e"))
-		time.Sleep(restMost)
+		time.Sleep(maxRest)
 		expect("after a short rest", 5)
 	})
 }

@@ -19,31 +19,31 @@ const (
 	share = 5
 	// credit is what it may take at once, as for a rollout after some quiet.
 	credit = 250 * time.Millisecond
-	// pauseMost bounds how long changes wait, whatever the ones before them took.
-	pauseMost = 30 * time.Second
-	// stepWeight bounds the changes that one namespace has in one step, and stepMost those of all, by the weight of
+	// maxPause bounds how long changes wait, whatever the ones before them took.
+	maxPause = 30 * time.Second
+	// maxNamespaceWeight bounds the changes that one namespace has in one step, and maxStepWeight those of all, by the weight of
 	// Services: about their elements. A Service that is larger is alone.
-	stepWeight = 1 << 14
-	stepMost   = 1 << 16
+	maxNamespaceWeight = 1 << 14
+	maxStepWeight      = 1 << 16
 	// lightWeight is that of changes which need not wait until others, that take much longer, are written with them.
 	lightWeight = 1 << 10
 	// rangeWeight is that of a source range: the kernel takes about a hundred times as long for one as for another
 	// element, once there are ten thousand.
 	rangeWeight = 100
-	// weightMost bounds what is charged for each unit of weight, so that nobody pays for what somebody else's
+	// maxCharge bounds what is charged for each unit of weight, so that nobody pays for what somebody else's
 	// transaction took.
-	weightMost = 100 * time.Microsecond
+	maxCharge = 100 * time.Microsecond
 )
 
-// turns says whose changes are next. The zero value has none waiting.
-type turns struct {
+// fairQueue says whose changes are next. The zero value has none waiting.
+type fairQueue struct {
 	waiting map[string]*namespace
 	// paid is when the account of a namespace will be as good as new; one that is not in it, is.
 	paid map[string]time.Time
 	// running are the weights of what is being written.
 	running map[string]int
-	// ahead says that the last step was for changes of little weight only; the next one is for all.
-	ahead bool
+	// lightLast says that the last step was for changes of little weight only; the next one is for all.
+	lightLast bool
 }
 
 // namespace is what waits of one. Objects are in the order in which they came first.
@@ -59,7 +59,7 @@ type object struct {
 }
 
 // put adds what came.
-func (t *turns) put(d snapshot.Delta) {
+func (t *fairQueue) put(d snapshot.Delta) {
 	for n, svc := range d.Services {
 		ns := t.namespace(n.Namespace)
 		if _, waits := ns.delta.Services[n]; !waits {
@@ -76,7 +76,7 @@ func (t *turns) put(d snapshot.Delta) {
 	}
 }
 
-func (t *turns) namespace(name string) *namespace {
+func (t *fairQueue) namespace(name string) *namespace {
 	ns := t.waiting[name]
 	if ns == nil {
 		ns = &namespace{}
@@ -90,9 +90,9 @@ func (t *turns) namespace(name string) *namespace {
 	return ns
 }
 
-// take gives the changes whose turn it is: of the namespaces that owe nothing, and of each only so much. The weight is
+// next gives the changes whose turn it is: of the namespaces that owe nothing, and of each only so much. The weight is
 // that of an object.
-func (t *turns) take(now time.Time, weight func(object, *snapshot.Delta) int) snapshot.Delta {
+func (t *fairQueue) next(now time.Time, weight func(object, *snapshot.Delta) int) snapshot.Delta {
 	var ready []string
 	for name := range t.waiting {
 		if !t.due(name).After(now) {
@@ -100,23 +100,23 @@ func (t *turns) take(now time.Time, weight func(object, *snapshot.Delta) int) sn
 		}
 	}
 	slices.SortFunc(ready, func(a, b string) int { return cmp.Or(t.paid[a].Compare(t.paid[b]), cmp.Compare(a, b)) })
-	if light := t.light(ready, weight); len(light) > 0 && len(light) < len(ready) && !t.ahead {
-		ready, t.ahead = light, true
+	if light := t.light(ready, weight); len(light) > 0 && len(light) < len(ready) && !t.lightLast {
+		ready, t.lightLast = light, true
 	} else {
-		t.ahead = false
+		t.lightLast = false
 	}
-	out, room := snapshot.Delta{}, stepMost
+	out, room := snapshot.Delta{}, maxStepWeight
 	for _, name := range ready {
 		if room <= 0 {
 			break
 		}
-		room -= t.takeFrom(name, min(room, stepWeight), &out, weight)
+		room -= t.takeFrom(name, min(room, maxNamespaceWeight), &out, weight)
 	}
 	return out
 }
 
 // light gives the namespaces of some of which little waits.
-func (t *turns) light(names []string, weight func(object, *snapshot.Delta) int) (light []string) {
+func (t *fairQueue) light(names []string, weight func(object, *snapshot.Delta) int) (light []string) {
 	for _, name := range names {
 		ns, sum := t.waiting[name], 0
 		for _, o := range ns.order {
@@ -132,7 +132,7 @@ func (t *turns) light(names []string, weight func(object, *snapshot.Delta) int) 
 }
 
 // takeFrom moves the first changes of a namespace into a delta, up to about some weight, and gives theirs.
-func (t *turns) takeFrom(name string, most int, out *snapshot.Delta, weight func(object, *snapshot.Delta) int,
+func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight func(object, *snapshot.Delta) int,
 ) (sum int) {
 	ns, n := t.waiting[name], 0
 	for ; n < len(ns.order) && (n == 0 || sum < most); n++ {
@@ -161,7 +161,7 @@ func (t *turns) takeFrom(name string, most int, out *snapshot.Delta, weight func
 }
 
 // due is when a namespace has its turn again.
-func (t *turns) due(name string) time.Time {
+func (t *fairQueue) due(name string) time.Time {
 	paid := t.paid[name]
 	if paid.IsZero() {
 		return paid
@@ -169,8 +169,8 @@ func (t *turns) due(name string) time.Time {
 	return paid.Add(-share * credit)
 }
 
-// next is when the first of those that wait has its turn; zero if nobody waits.
-func (t *turns) next() (due time.Time, any bool) {
+// nextDue is when the first of those that wait has its turn; zero if nobody waits.
+func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	for name := range t.waiting {
 		if at := t.due(name); !any || at.Before(due) {
 			due, any = at, true
@@ -179,8 +179,8 @@ func (t *turns) next() (due time.Time, any bool) {
 	return due, any
 }
 
-// held counts what waits.
-func (t *turns) held() (w snapshot.Waiting) {
+// counts counts what waits.
+func (t *fairQueue) counts() (w snapshot.Waiting) {
 	for _, ns := range t.waiting {
 		w.Services, w.Slices = w.Services+len(ns.delta.Services), w.Slices+len(ns.delta.Slices)
 	}
@@ -189,13 +189,13 @@ func (t *turns) held() (w snapshot.Waiting) {
 
 // charge has those whose changes were written pay for the time that took, each by the weight of them; left are the
 // Services that are not all written. It gives the part of the time that was taken by who has to wait now.
-func (t *turns) charge(now time.Time, took time.Duration, left []snapshot.Name) (heavy time.Duration) {
+func (t *fairQueue) charge(now time.Time, took time.Duration, left []snapshot.Name) (heavy time.Duration) {
 	sum := 0
 	for _, w := range t.running {
 		sum += w
 	}
 	for name, w := range t.running {
-		part := min(time.Duration(float64(took)*float64(w)/float64(max(sum, 1))), time.Duration(w)*weightMost)
+		part := min(time.Duration(float64(took)*float64(w)/float64(max(sum, 1))), time.Duration(w)*maxCharge)
 		paid := t.paid[name]
 		if paid.Before(now) {
 			paid = now
@@ -204,18 +204,18 @@ func (t *turns) charge(now time.Time, took time.Duration, left []snapshot.Name) 
 			t.paid = map[string]time.Time{}
 		}
 		paid = paid.Add(share * part)
-		if most := now.Add(share*credit + pauseMost); paid.After(most) {
+		if most := now.Add(share*credit + maxPause); paid.After(most) {
 			paid = most
 		}
 		if t.paid[name] = paid; t.due(name).After(now) {
 			heavy += part
 		}
 	}
-	goOn := map[string]bool{}
+	unfinished := map[string]bool{}
 	for _, n := range left {
-		goOn[n.Namespace] = true
+		unfinished[n.Namespace] = true
 	}
-	maps.DeleteFunc(t.running, func(name string, _ int) bool { return !goOn[name] })
+	maps.DeleteFunc(t.running, func(name string, _ int) bool { return !unfinished[name] })
 	maps.DeleteFunc(t.paid, func(_ string, paid time.Time) bool { return !paid.After(now) })
 	return heavy
 }

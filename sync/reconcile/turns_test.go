@@ -124,10 +124,10 @@ func TestOneTenantTakesItsShare(t *testing.T) {
 		if most := took/share + credit + 2*each; c.spentSoFar() > most || c.spentSoFar() < took/share/2 {
 			t.Errorf("of %v one namespace got %v; want about %v", took, c.spentSoFar(), took/share)
 		}
-		if worst > 2*each+restMost {
+		if worst > 2*each+maxRest {
 			t.Errorf("another waited %v for transactions of %v", worst, each)
 		}
-		time.Sleep(pauseMost + time.Second)
+		time.Sleep(maxPause + time.Second)
 		synctest.Wait()
 		if c.callsSoFar() == 0 { // also a moment after which the race detector knows that all was written
 			t.Fatal("nothing was written")
@@ -151,7 +151,7 @@ func TestQuietTenantsAreNotHeldUp(t *testing.T) {
 			synctest.Wait()
 			put := time.Now()
 			time.Sleep(200 * time.Millisecond)
-			if at := c.servedAt("aaa", "a"); at.Sub(put) > 60*time.Millisecond+restMost {
+			if at := c.servedAt("aaa", "a"); at.Sub(put) > 60*time.Millisecond+maxRest {
 				t.Errorf("change %d waited %v", n, at.Sub(put))
 			}
 		}
@@ -207,7 +207,7 @@ func TestHeldChangesKeepTheirOrder(t *testing.T) {
 // TestTurnsAreBounded: one namespace has only so much in a step, the first of it first; what is light goes ahead every
 // other time; and nobody who has paid is remembered.
 func TestTurnsAreBounded(t *testing.T) {
-	var turns turns
+	var turns fairQueue
 	weights := map[string]int{"aaa": 1500, "shop": 3}
 	weight := func(o object, _ *snapshot.Delta) int { return weights[o.name.Namespace] }
 	now := time.Unix(1000, 0)
@@ -223,15 +223,15 @@ func TestTurnsAreBounded(t *testing.T) {
 		}
 		return of
 	}
-	if got := names(turns.take(now, weight)); len(got) != 1 || got["shop"] != 1 {
+	if got := names(turns.next(now, weight)); len(got) != 1 || got["shop"] != 1 {
 		t.Errorf("first come %v; want what is light", got)
 	}
 	turns.put(in("shop", service("web")))
-	d := turns.take(now, weight)
-	if got := names(d); got["aaa"] != stepWeight/1500 || got["shop"] != 1 {
+	d := turns.next(now, weight)
+	if got := names(d); got["aaa"] != maxNamespaceWeight/1500 || got["shop"] != 1 {
 		t.Errorf("then come %v", got)
 	}
-	for i := range stepWeight / 1500 {
+	for i := range maxNamespaceWeight / 1500 {
 		if _, there := d.Services[snapshot.Name{Namespace: "aaa", Name: fmt.Sprintf("a%02d", i)}]; !there {
 			t.Errorf("the one that came as number %d is not among the first", i)
 		}
@@ -240,19 +240,19 @@ func TestTurnsAreBounded(t *testing.T) {
 		t.Errorf("heavy is %v", heavy)
 	}
 	turns.put(in("shop", service("web")))
-	if got := names(turns.take(now, weight)); len(got) != 1 || got["shop"] != 1 {
+	if got := names(turns.next(now, weight)); len(got) != 1 || got["shop"] != 1 {
 		t.Errorf("who owes something goes on: %v", got)
 	}
-	due, any := turns.next()
-	if wait := due.Sub(now); !any || wait < 5*time.Second || wait > pauseMost {
+	due, any := turns.nextDue()
+	if wait := due.Sub(now); !any || wait < 5*time.Second || wait > maxPause {
 		t.Errorf("the next turn is in %v", wait)
 	}
 	weights["aaa"] = 1 << 20
-	if got := names(turns.take(due, weight)); got["aaa"] != 1 {
+	if got := names(turns.next(due, weight)); got["aaa"] != 1 {
 		t.Errorf("what is too large for a step is not alone: %v", got)
 	}
 	turns.charge(due.Add(time.Hour), time.Hour, nil)
-	if at := turns.due("aaa"); at.Sub(due.Add(time.Hour)) > pauseMost {
+	if at := turns.due("aaa"); at.Sub(due.Add(time.Hour)) > maxPause {
 		t.Errorf("after a very long step the next turn is at %v", at)
 	}
 	turns.charge(due.Add(100*time.Hour), 0, nil)

@@ -32,24 +32,24 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 		}
 	}
 	if len(moved) > 0 {
-		l.exclude(moved)
+		l.updateNotScheduled(moved)
 	}
 	if wholly != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(wholly), "such as", suchAs(wholly), "err", why)
 	}
 	if len(news) > 0 {
-		tell(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },
+		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },
 			&dataplane.Refused{Services: news, Scheduling: true})
 	}
 }
 
-// exclude keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that
+// updateNotScheduled keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that
 // changed.
-func (l *Loop) exclude(why map[snapshot.Name]dataplane.NotScheduled) {
+func (l *Loop) updateNotScheduled(why map[snapshot.Name]dataplane.NotScheduled) {
 	var list []Quarantined
 	since := map[snapshot.Name]time.Time{}
-	for _, q := range l.excluded {
+	for _, q := range l.notScheduled {
 		if _, changed := why[q.Name]; changed {
 			since[q.Name] = q.Since
 		} else {
@@ -67,5 +67,5 @@ func (l *Loop) exclude(why map[snapshot.Name]dataplane.NotScheduled) {
 		list = append(list, q)
 	}
 	slices.SortFunc(list, func(x, y Quarantined) int { return x.Name.Compare(y.Name) })
-	l.excluded = list
+	l.notScheduled = list
 }

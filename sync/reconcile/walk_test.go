@@ -214,7 +214,7 @@ func TestWalk(t *testing.T) {
 				w.b.set(func() {
 					w.b.judge = func(st *dataplane.State) error { return cmp.Or(refusesLC(st), refusesPoison(1)(st)) }
 				})
-				time.Sleep(retryMost + time.Second)
+				time.Sleep(maxRetry + time.Second)
 				w.settled(fmt.Sprintf("seed %d", seed))
 				w.b.set(func() { w.b.judge = w.judge })
 			}
@@ -238,15 +238,15 @@ func (w *walk) end(change bool) {
 	} else {
 		w.b.set(func() { w.b.judge = nil })
 	}
-	time.Sleep(2 * trialMost)
+	time.Sleep(2 * maxTrialWait)
 	w.b.set(func() { w.b.judge, w.b.look = nil, nil }) // nor is anything repaired while the test looks
-	time.Sleep(2 * trialMost)
+	time.Sleep(2 * maxTrialWait)
 	synctest.Wait()
 	want, _ := dataplane.Compute(w.b.loop.Planner.Config(), w.cluster)
 	if !reflect.DeepEqual(&w.b.kernel, want) || w.b.loop.Quarantined() != nil || w.b.loop.Unscheduled() != nil {
 		w.t.Errorf("the kernel has %+v; want %+v; quarantined: %v", w.b.kernel, want, w.b.loop.Quarantined())
 	}
-	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.held) > 0 {
+	if w.b.loop.want.state.Services != nil || len(w.b.loop.want.acknowledgedAs) > 0 {
 		w.t.Error("the loop holds on to what is acknowledged")
 	}
 }

@@ -18,10 +18,10 @@ type wanted struct {
 	// are only filed in held when the transaction fails, which is rare.
 	latest dataplane.Change
 	before []*dataplane.Service
-	// held holds, of every other Service of which the state may have something the kernel has not acknowledged, what it
+	// acknowledgedAs holds, of every other Service of which the state may have something the kernel has not acknowledged, what it
 	// acknowledged last; nil for a Service it has nothing of. globals says the same of what Change.Globals stands for.
-	held    map[snapshot.Name]*dataplane.Service
-	globals bool
+	acknowledgedAs map[snapshot.Name]*dataplane.Service
+	globals        bool
 	// partial holds, of every Service that is not wholly written (Receipt.Left), what was programmed before its first
 	// part.
 	partial map[snapshot.Name]*dataplane.Service
@@ -32,22 +32,24 @@ type wanted struct {
 	state dataplane.State
 }
 
-// asked gives the state.
-func (w *wanted) asked() *dataplane.State {
+// currentState gives the state.
+func (w *wanted) currentState() *dataplane.State {
 	if w.state.Services != nil {
 		return &w.state
 	}
 	return w.planner.State()
 }
 
-// ask gives the state, and all that may differ in it from what the kernel acknowledged.
-func (w *wanted) ask() (*dataplane.State, dataplane.Change) {
-	missed := slices.SortedFunc(maps.Keys(w.held), snapshot.Name.Compare)
-	return w.asked(), w.latest.With(dataplane.Change{Services: missed, Globals: w.globals})
+// request gives the state, and all that may differ in it from what the kernel acknowledged.
+func (w *wanted) request() (*dataplane.State, dataplane.Change) {
+	missed := slices.SortedFunc(maps.Keys(w.acknowledgedAs), snapshot.Name.Compare)
+	return w.currentState(), w.latest.With(dataplane.Change{Services: missed, Globals: w.globals})
 }
 
 // acknowledged says that the kernel has acknowledged all of the state.
-func (w *wanted) acknowledged() bool { return w.latest.Empty() && len(w.held) == 0 && !w.globals }
+func (w *wanted) acknowledged() bool {
+	return w.latest.Empty() && len(w.acknowledgedAs) == 0 && !w.globals
+}
 
 // succeed takes note that the kernel acknowledged the state, but for some Services. The backend goes on with them by
 // itself; what they were is only noted for the case that the kernel refuses them.
@@ -58,28 +60,28 @@ func (w *wanted) succeed(left []snapshot.Name) {
 	}
 	for i, n := range w.latest.Services {
 		if waits[n] && w.before[i] != nil {
-			w.hold(n, w.before[i])
+			w.keepAcknowledged(n, w.before[i])
 		}
 	}
-	maps.DeleteFunc(w.held, func(n snapshot.Name, svc *dataplane.Service) bool { return !waits[n] || svc == nil })
+	maps.DeleteFunc(w.acknowledgedAs, func(n snapshot.Name, svc *dataplane.Service) bool { return !waits[n] || svc == nil })
 	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
 // committed gives the Services that the kernel has now acknowledged wholly: as they were before and as they are. Left
 // are those it has not. It is called before succeed.
 func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Service) {
-	now := w.asked().Services
-	if len(w.held)+len(w.partial)+len(left) == 0 { // mostly
+	now := w.currentState().Services
+	if len(w.acknowledgedAs)+len(w.partial)+len(left) == 0 { // mostly
 		for _, n := range w.latest.Services {
 			after = append(after, now[n])
 		}
 		return w.before, after
 	}
-	was := make(map[snapshot.Name]*dataplane.Service, len(w.latest.Services)+len(w.held)+len(w.partial))
+	was := make(map[snapshot.Name]*dataplane.Service, len(w.latest.Services)+len(w.acknowledgedAs)+len(w.partial))
 	for i, n := range w.latest.Services {
 		was[n] = w.before[i]
 	}
-	maps.Copy(was, w.held)
+	maps.Copy(was, w.acknowledgedAs)
 	maps.Copy(was, w.partial)
 	w.partial = nil
 	if len(left) > 0 {
@@ -104,21 +106,21 @@ func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Ser
 // been acknowledged but in its oldest version.
 func (w *wanted) failed() {
 	for i, n := range w.latest.Services {
-		w.hold(n, w.before[i])
+		w.keepAcknowledged(n, w.before[i])
 	}
 	w.globals = w.globals || w.latest.Globals
 	w.latest, w.before = dataplane.Change{}, nil
 }
 
-// hold files what the kernel acknowledged last of a Service.
-func (w *wanted) hold(n snapshot.Name, svc *dataplane.Service) {
-	if _, noted := w.held[n]; noted {
+// keepAcknowledged files what the kernel acknowledged last of a Service.
+func (w *wanted) keepAcknowledged(n snapshot.Name, svc *dataplane.Service) {
+	if _, noted := w.acknowledgedAs[n]; noted {
 		return
 	}
-	if w.held == nil {
-		w.held = map[snapshot.Name]*dataplane.Service{}
+	if w.acknowledgedAs == nil {
+		w.acknowledgedAs = map[snapshot.Name]*dataplane.Service{}
 	}
-	w.held[n] = svc
+	w.acknowledgedAs[n] = svc
 }
 
 // planned takes over what the planner says of its last Apply.
@@ -150,7 +152,7 @@ func (w *wanted) planned(change dataplane.Change, before []*dataplane.Service) {
 			w.keepLast(n)
 		}
 	}
-	w.join()
+	w.dropCopy()
 }
 
 // copyGlobals brings everything of the state that is no Service's up to the planner's.
@@ -160,8 +162,8 @@ func (w *wanted) copyGlobals() {
 	w.state.Services = services
 }
 
-// part makes the state one of its own, from which Services can be taken out.
-func (w *wanted) part() {
+// copyState makes the state one of its own, from which Services can be taken out.
+func (w *wanted) copyState() {
 	if w.state.Services != nil {
 		return
 	}
@@ -170,8 +172,8 @@ func (w *wanted) part() {
 	w.copyGlobals()
 }
 
-// join makes the state the planner's own again once no Service is in quarantine: they are equal then.
-func (w *wanted) join() {
+// dropCopy makes the state the planner's own again once no Service is in quarantine: they are equal then.
+func (w *wanted) dropCopy() {
 	if len(w.quarantined) == 0 {
 		w.state = dataplane.State{}
 	}
@@ -179,7 +181,7 @@ func (w *wanted) join() {
 
 // quarantine gives what there is to know of a Service that the kernel refuses; from now on there is.
 func (w *wanted) quarantine(n snapshot.Name) *quarantine {
-	w.part()
+	w.copyState()
 	a := w.quarantined[n]
 	if a == nil {
 		a = &quarantine{since: time.Now()}
@@ -190,9 +192,9 @@ func (w *wanted) quarantine(n snapshot.Name) *quarantine {
 
 // set replaces a Service in the state, which is not the planner's own.
 func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
-	w.hold(n, w.state.Services[n])
-	if w.held[n] == svc {
-		delete(w.held, n)
+	w.keepAcknowledged(n, w.state.Services[n])
+	if w.acknowledgedAs[n] == svc {
+		delete(w.acknowledgedAs, n)
 	}
 	if svc == nil {
 		delete(w.state.Services, n)
@@ -205,7 +207,7 @@ func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
 // other Service now. One that is refused as it was acknowledged has nothing to fall back on.
 func (w *wanted) keepLast(n snapshot.Name) {
 	now := w.planner.State().Services[n]
-	last, differs := w.held[n]
+	last, differs := w.acknowledgedAs[n]
 	if !differs {
 		last = w.state.Services[n]
 	}
@@ -215,8 +217,8 @@ func (w *wanted) keepLast(n snapshot.Name) {
 	w.set(n, last.Within(now))
 }
 
-// try puts the quarantined Services whose time has come into the state as they should be.
-func (w *wanted) try(now time.Time) {
+// startTrials puts the quarantined Services whose time has come into the state as they should be.
+func (w *wanted) startTrials(now time.Time) {
 	for n, a := range w.quarantined {
 		if !a.due().After(now) {
 			a.trial = true
@@ -240,7 +242,7 @@ func (w *wanted) nextTrial() (due time.Time, any bool) {
 func (w *wanted) endTrials() {
 	for n, a := range w.quarantined {
 		if a.trial {
-			a.unanswered(time.Now())
+			a.inconclusive(time.Now())
 			if a.unscheduled {
 				w.set(n, w.planner.State().Services[n].Unscheduled())
 			} else {
