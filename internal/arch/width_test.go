@@ -36,7 +36,6 @@ internal/takeover
 internal/units
 ipvsplugin
 nft/kernel
-sync/reconcile
 `)
 	long []string
 )

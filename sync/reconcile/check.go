@@ -5,18 +5,18 @@ import (
 	"time"
 )
 
-// CheckEvery is how often the loop has the Writer look for what others changed, besides once after each transaction,
-// unless the Writer asks for another time: so a change is noticed, and repaired, within a second, even if the loop is
-// busy for as long again.
+// CheckEvery is how often the loop checks for foreign changes, besides once after each transaction. The Writer may ask
+// for another interval. A foreign change is noticed and repaired within a second, even if the loop is busy for as long
+// as CheckEvery.
 const CheckEvery = 500 * time.Millisecond
 
-// checkRoom is a rest that a Check does not exceed.
+// checkRoom is longer than a Check takes.
 const checkRoom = 20 * time.Millisecond
 
-// maxFindings bounds the line in the log: when somebody flushes our tables, everything is a finding.
+// maxFindings bounds the line in the log. If somebody flushes our tables, everything is a finding.
 const maxFindings = 8
 
-// check looks once for what others changed. What it finds, the next transaction repairs.
+// check looks once for foreign changes. The next transaction repairs what it finds.
 func (l *Loop) check() {
 	begin := time.Now()
 	l.busy.Store(&begin)
@@ -38,9 +38,9 @@ func (l *Loop) check() {
 	}
 }
 
-// checkNow says whether a Check should be made though there is something to write, where changes come one right after
-// another. It should if it is due and the rest after a transaction, in which changes have to wait anyway, is long
-// enough for it; and, so that short rests do not put it off for ever, if it is overdue by as long as it may wait.
+// checkNow says whether to check although there is something to write. It does so if the check is due and the rest
+// after the last transaction is long enough for it, since changes wait during that rest anyway. If the rests are always
+// short, it does so once the check is overdue by CheckEvery.
 func (l *Loop) checkNow(rested time.Time) bool {
 	now := time.Now()
 	if l.dirty || now.Before(l.checkAt) {

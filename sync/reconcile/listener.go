@@ -7,44 +7,45 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Listener hears what a Loop does. A field that is nil is not called. The Loop calls its listeners in their order, in
-// its own goroutine, in the order in which things happen.
+// Listener receives the events of a Loop. Fields that are nil are skipped. The Loop calls its listeners one after
+// another in its own goroutine, in the order of events.
 //
-// The next transaction waits until a listener returns. So a listener must not block: it must do no I/O and must not
-// wait for anybody who takes longer than a moment. It must not call the Loop's Run or the Queue's Take. It may keep
-// what an event points to and must not change it, except for InSync.Snapshot.
+// The next transaction waits until a listener returns. So a listener must not block: it must do no I/O, and must not
+// wait for anything that takes longer than a moment. It must not call the Loop's Run or the Queue's Take. It may keep
+// what an event points to, but must not change it. InSync.Snapshot may not be kept.
 type Listener struct {
-	// Writing is called before the Writer is asked. Exactly one of Committed and Failed follows.
+	// Writing is called before the Writer. Exactly one of Committed and Failed follows.
 	Writing func()
-	// Committed is called after each transaction that the kernel acknowledged, as soon as it did.
+	// Committed is called after each transaction, as soon as the kernel has acknowledged it.
 	Committed func(Commit)
 	// Failed is called after each transaction that failed.
 	Failed func(Failure)
 	// Written is called when the last part of a state is written: after Committed, unless Receipt.Left names Services.
 	Written func(Transaction)
-	// InSync is called whenever the kernel holds all that was taken from the queue, but for what is quarantined. It may
-	// not have taken a transaction.
+	// InSync is called whenever the kernel holds everything that was taken from the queue, except for quarantined
+	// Services. That may not have needed a transaction.
 	InSync func(InSync)
-	// Checked is called after each look at what others changed.
+	// Checked is called after each check for foreign changes.
 	Checked func(Check)
-	// Quarantined is called with Services that are put into quarantine, and why.
+	// Quarantined is called with Services that were just quarantined, and the reasons.
 	Quarantined func(*dataplane.Refused)
-	// Unscheduled is called with Services that are programmed without the Scheduling they ask for, because the kernel
-	// refuses it, or because the planner does, at all their addresses or at some.
+	// Unscheduled is called with Services that are programmed without the Scheduling they ask for, at some or all of
+	// their addresses. Either the kernel or the planner rejects it.
 	Unscheduled func(*dataplane.Refused)
-	// Contested is called with new conflicts, summed up; there may be many.
+	// Contested is called with summaries of new conflicts. There may be many.
 	Contested func([]dataplane.ConflictSummary)
 }
 
 // Commit is one transaction that the kernel acknowledged.
 type Commit struct {
 	// Before and After are the Services that the transaction may have changed: as they were programmed before, and as
-	// they are now. Both have the same order; a Service is nil where there is none, which may be in both. A Service that
-	// is not wholly written (Receipt.Left) is not named until it is; then its Before is what was programmed before its
-	// first part. So for each Service, the Before of one Commit is the After of the last Commit that named it.
+	// they are now. Both have the same order. An entry is nil if the Service did not exist at that time; it may be nil
+	// in both. A Service that is not written completely (Receipt.Left) is not named until it is. Its Before is then the
+	// version before its first part. So for each Service, the Before of one Commit is the After of the last Commit that
+	// named it.
 	Before, After []*dataplane.Service
-	// Receipt is that of this transaction alone. If it is Full, the Writer wrote everything anew, also what Before and
-	// After do not name.
+	// Receipt is the one of this transaction alone. If it is Full, the Writer wrote everything, also Services that
+	// Before and After do not name.
 	dataplane.Receipt
 	// First says that the transaction belongs to the first state, which may be written in parts.
 	First bool
@@ -54,13 +55,14 @@ type Commit struct {
 type Failure struct {
 	Err  error
 	Took time.Duration
-	// Replan says that the Writer is asked again at once, for a state without what it refused by name.
+	// Replan says that the Writer is called again at once, with a state without the Services that were rejected by
+	// name.
 	Replan bool
 }
 
-// Check is a look at what others changed.
+// Check is the result of a check for foreign changes.
 type Check struct {
-	// Found says in words what others changed. It is repaired by the next transaction.
+	// Found describes the foreign changes. The next transaction repairs them.
 	Found []string
 	// Err says why the look failed.
 	Err error
@@ -73,7 +75,7 @@ type Transaction struct {
 	Policy, Total time.Duration
 	// Services is how many Services the state holds.
 	Services int
-	// Quarantined is how many Services the kernel refuses. The state has what the kernel took of them before.
+	// Quarantined is how many Services the kernel rejects. The state holds their last accepted versions.
 	Quarantined int
 	// Unscheduled is how many Services are programmed without the Scheduling they ask for: see Loop.Unscheduled.
 	Unscheduled int
@@ -83,11 +85,11 @@ type Transaction struct {
 
 // InSync is what the kernel holds now.
 type InSync struct {
-	// Snapshot is what is programmed. It holds until the call returns.
+	// Snapshot is what is programmed. It is valid until the call returns.
 	Snapshot *snapshot.Snapshot
-	// Change says which Services may differ in it from the call before.
+	// Change names the Services that may differ from the previous call.
 	Change snapshot.Change
-	// Triggers are the beginnings of what has changed in slices since the call before.
+	// Triggers are when the changes of slices since the previous call began.
 	Triggers []snapshot.Trigger
 }
 
@@ -100,7 +102,7 @@ func notify[E any](l *Loop, field func(*Listener) func(E), event E) {
 	}
 }
 
-// apply has the Writer write once, and tells the listeners of it except for a failure.
+// apply calls the Writer once, and notifies the listeners unless it fails.
 func (l *Loop) apply() (dataplane.Receipt, error) {
 	for i := range l.Listeners {
 		if l.Listeners[i].Writing != nil {

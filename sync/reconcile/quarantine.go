@@ -11,21 +11,22 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Quarantined is a Service that the kernel refuses. What the kernel took of it before stays in force, but for what
-// other Services have got since.
+// Quarantined is a Service that the kernel rejects. What the kernel held of it before stays in force, except for
+// addresses that other Services have taken since.
 type Quarantined struct {
 	Name snapshot.Name
-	// Err is what the kernel says of it.
+	// Err is the kernel's reason.
 	Err error
-	// Since is when it was first refused, Next when it will be tried again. It is also tried when it changes.
+	// Since is when the Service was first rejected, Next when Verdict retries it. A change of the Service also causes a
+	// retry.
 	Since, Next time.Time
 }
 
 // quarantineLists are the Services that are not programmed as they should be, sorted by name.
 type quarantineLists struct{ quarantined, unscheduled []Quarantined }
 
-// Quarantined gives the Services in quarantine, sorted by name. It is safe for concurrent use; nobody may change the
-// list.
+// Quarantined returns the quarantined Services, sorted by name. It is safe for concurrent use. The caller must not
+// change the list.
 func (l *Loop) Quarantined() []Quarantined {
 	if lists := l.published.Load(); lists != nil {
 		return lists.quarantined
@@ -33,8 +34,8 @@ func (l *Loop) Quarantined() []Quarantined {
 	return nil
 }
 
-// Unscheduled gives the Services that are programmed without the Scheduling they ask for, sorted by name: the kernel
-// refuses it, or it would be too much. It is safe for concurrent use; nobody may change the list.
+// Unscheduled returns the Services that are programmed without the Scheduling they ask for, sorted by name: the kernel
+// rejects it, or it exceeds a limit. It is safe for concurrent use. The caller must not change the list.
 func (l *Loop) Unscheduled() []Quarantined {
 	if lists := l.published.Load(); lists != nil {
 		return lists.unscheduled
@@ -42,7 +43,7 @@ func (l *Loop) Unscheduled() []Quarantined {
 	return nil
 }
 
-// publishLists makes what is in quarantine known to Quarantined and Unscheduled.
+// publishLists updates what Quarantined and Unscheduled return.
 func (l *Loop) publishLists() {
 	if len(l.want.quarantined) == 0 {
 		var lists *quarantineLists
@@ -68,34 +69,34 @@ func (l *Loop) publishLists() {
 	l.published.Store(&lists)
 }
 
-// A Service that is refused is tried again after firstRetry, then after twice as long each time up to maxTrialWait. Each
-// trial that fails costs all others a second transaction, and mostly it takes a change of the Service to end well.
+// A rejected Service is retried after firstRetry, then after twice as long each time, up to maxTrialWait. Each trial
+// that fails costs all others a second transaction, and usually only a change of the Service helps.
 const (
 	firstRetry   = time.Second
 	maxTrialWait = 5 * time.Minute
-	// maxUnscheduledWait is for those that lack only their Scheduling. It ends when somebody else goes, such as a
-	// kube-proxy in IPVS mode, and a trial costs the others no transaction of nftables.
+	// maxUnscheduledWait is for Services that lack only their Scheduling. That ends when somebody else leaves, such as
+	// a kube-proxy in IPVS mode, and a trial costs the others no nftables transaction.
 	maxUnscheduledWait = 30 * time.Second
 )
 
-// quarantine is what there is to know of a Service that the kernel refuses.
+// quarantine is what the loop knows of a Service that the kernel rejects.
 type quarantine struct {
 	err   error
 	since time.Time
-	// next is when it is tried again, wait how long it waits for that.
+	// next is when it is retried, and wait is the length of that pause.
 	next time.Time
 	wait time.Duration
-	// changed says that it has changed since it was refused. Then it is tried at once, and the next trial is when it
-	// would be anyway: a Service whose endpoints come and go does not put off its next trial, nor is it a line in the
-	// log each time.
+	// changed says that the Service has changed since it was rejected. It is then retried at once, and its regular
+	// retry stays where it was. So a Service whose endpoints come and go neither delays its next retry nor fills the
+	// log.
 	changed bool
-	// trial says that the state has it as it should be.
+	// trial says that the state holds the Service as the planner wants it.
 	trial bool
-	// unscheduled says that only its Scheduling is refused, so that the state has it as it is without.
+	// unscheduled says that only the Scheduling is rejected. The state holds the Service without it.
 	unscheduled bool
 }
 
-// due gives when it is to be tried.
+// due returns when to retry.
 func (a *quarantine) due() time.Time {
 	if a.changed {
 		return a.since
@@ -103,7 +104,7 @@ func (a *quarantine) due() time.Time {
 	return a.next
 }
 
-// reject takes note of a refusal and says whether it counts: one before the time of a trial does not.
+// reject records a rejection and says whether it counts. A rejection before the regular retry does not.
 func (a *quarantine) reject(err error, now time.Time) (counts bool) {
 	a.err, a.changed, a.trial = err, false, false
 	if now.Before(a.next) {
@@ -113,8 +114,8 @@ func (a *quarantine) reject(err error, now time.Time) (counts bool) {
 	return true
 }
 
-// inconclusive takes note that a trial ended without an answer. For one that changed, what was said of it before means
-// little.
+// inconclusive records that a trial ended without an answer. If the Service has changed, its earlier rejections mean
+// little, so the pauses start again from the shortest.
 func (a *quarantine) inconclusive(now time.Time) {
 	if a.changed {
 		a.wait = 0
@@ -132,7 +133,7 @@ func (a *quarantine) backOff(now time.Time) {
 	a.next = now.Add(a.wait)
 }
 
-// quarantine takes out of the state what the kernel refuses, and says whether that makes it another state.
+// quarantine removes from the state what the kernel rejects, and says whether that changed the state.
 func (l *Loop) quarantine(refused *dataplane.Refused) (progress bool) {
 	if refused.Scheduling {
 		return l.unschedule(refused)
@@ -151,11 +152,11 @@ func (l *Loop) quarantine(refused *dataplane.Refused) (progress bool) {
 	return progress
 }
 
-// quarantineOne goes back from what a Service should be to what the kernel took of it before, and from that to nothing.
-// News says that this was not known.
+// quarantineOne replaces a Service by the version that the kernel held before; if the kernel rejects that too, it
+// removes the Service. news says that the rejection is new.
 func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	w := &l.want
-	if w.planner.State().Services[n] == nil { // it is its end that is refused
+	if w.planner.State().Services[n] == nil { // the kernel rejects its removal
 		return false, false
 	}
 	a := w.quarantined[n]
@@ -182,18 +183,18 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	return true, news
 }
 
-// unschedule has the state hold Services without the Scheduling that is refused.
+// unschedule replaces Services whose Scheduling is rejected by versions without it.
 func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	w := &l.want
 	var news []string
 	var why error
 	for _, n := range slices.SortedFunc(maps.Keys(refused.Services), snapshot.Name.Compare) {
 		svc, a := w.planner.State().Services[n], w.quarantined[n]
-		if a != nil && !a.trial { // what is in force in its place is scheduled, too
+		if a != nil && !a.trial { // the version in force is scheduled, too
 			svc = w.state.Services[n]
 		}
 		plain := svc.Unscheduled()
-		if plain == svc { // it is its end that is refused
+		if plain == svc { // the kernel rejects its removal
 			continue
 		}
 		progress = true
@@ -214,10 +215,10 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	return progress
 }
 
-// suchAs names a few of many.
+// suchAs names the first few of many names.
 func suchAs(names []string) string { return strings.Join(names[:min(3, len(names))], " ") }
 
-// dropService takes a Service out of the state of which the kernel refuses even what it took before.
+// dropService removes a Service from the state: the kernel rejects even the version that it held before.
 func (l *Loop) dropService(n snapshot.Name, err error) (progress bool) {
 	if l.want.state.Services[n] == nil {
 		return false
@@ -228,7 +229,7 @@ func (l *Loop) dropService(n snapshot.Name, err error) (progress bool) {
 	return true
 }
 
-// release takes note that the kernel took the state, and all that was on trial in it.
+// release records that the kernel accepted the state. Services on trial in it leave quarantine, except those in left.
 func (l *Loop) release(left []snapshot.Name) {
 	l.want.succeed(left)
 	scheduled := 0

@@ -1,7 +1,7 @@
-// Package reconcile drives one Writer to what the cluster asks for: it takes deltas from a queue, keeps the snapshot
-// and the state, and has the difference written. A Service that the kernel refuses is quarantined, so that it keeps
-// nothing else from being written; what others change in the kernel is repaired. It does I/O only through its Writer,
-// and tells Listeners what happened.
+// Package reconcile keeps the kernel in line with the cluster's objects through one Writer. Its loop takes deltas from
+// a queue, updates the snapshot and the wanted state, and has the Writer write the difference. If the kernel rejects a
+// Service, the loop quarantines it, so that other Services can still be written. If somebody else changes what Verdict
+// wrote, the loop repairs it. The package does I/O only through its Writer, and reports events to Listeners.
 package reconcile
 
 import (
@@ -16,72 +16,73 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Loop brings a Writer up to date with a queue. Nothing is written before the queue's sources are all synced, and
-// nothing is withdrawn when the loop ends.
+// Loop syncs a Writer with a queue. It writes nothing before all of the queue's sources are synced, and removes nothing
+// when it ends.
 type Loop struct {
 	Queue   *snapshot.Queue
 	Planner *dataplane.Planner
 	Writer  Writer
 	Log     *slog.Logger
-	// Listeners hear what the loop does. They are set before Run.
+	// Listeners are called with the loop's events. Set them before Run.
 	Listeners []Listener
-	// LeastRest, if not nil, gives the least time from the end of a transaction to the next one.
+	// LeastRest, if not nil, returns the minimum pause between the end of a transaction and the next one.
 	LeastRest func() time.Duration
 
 	snapshot *snapshot.Snapshot
 	want     wanted
-	// unacked is what has changed in the snapshot since the kernel held all of it.
+	// unacked is what has changed in the snapshot since the kernel last held all of it.
 	unacked snapshot.Change
-	// wrote says that the last step had the backend write.
+	// wrote says that the last step called the backend.
 	wrote bool
-	// dirty says that the kernel does not hold the state: the last transaction failed, or the first is yet to come.
+	// dirty says that the kernel does not hold the wanted state: the last transaction failed, or the first is still to
+	// come.
 	dirty bool
-	// partial says that the backend has not written all of the state yet, and parts and began are what it has written of
-	// it, since when.
+	// partial says that the backend has written only a part of the state. parts adds up what it wrote so far, and began
+	// is when it started.
 	partial bool
 	parts   dataplane.Receipt
 	began   time.Time
-	// counted is what had counters after the last transaction, one of dataplane.Counted...; empty before the first.
+	// counted says what had counters after the last transaction: one of dataplane.Counted..., or empty before the
+	// first.
 	counted string
-	// queued says whose changes are next, once the first state was written: then filled is set.
+	// queued holds changes that wait. It is used once the first state is written, which sets filled.
 	queued fairQueue
 	filled bool
-	// retryAt is when a failed transaction is tried again, zero if none failed; retryWait is how long the next one will
-	// wait.
+	// retryAt is when a failed transaction is retried; zero if none failed. retryWait is the pause after the next
+	// failure.
 	retryAt   time.Time
 	retryWait time.Duration
 
-	// checkAt is when the next Check is due; it means nothing while dirty.
+	// checkAt is when the next Check is due. It has no meaning while dirty.
 	checkAt time.Time
-	// foreign is how many findings of Check are not repaired yet; blind says that the last Check failed.
+	// foreign counts the findings of Check that are not repaired yet. checkFailed says that the last Check failed.
 	foreign     int
 	checkFailed bool
 
-	// busy is when the transaction or check began that is under way; nil if there is none.
+	// busy is when the current transaction or check started; nil if there is none.
 	busy atomic.Pointer[time.Time]
 
-	// notScheduled are the Services that ask for too much of IPVS, sorted by name. The list is replaced, never changed.
+	// notScheduled lists the Services that exceed a limit of IPVS, sorted by name. The list is replaced, never changed.
 	notScheduled []Quarantined
-	// published are what Quarantined and Unscheduled give; nil if there are none.
+	// published holds the lists that Quarantined and Unscheduled return; nil if both are empty.
 	published atomic.Pointer[quarantineLists]
 }
 
-// A failed transaction is tried again after retryFirst, then after twice as long each time up to maxRetry.
+// A failed transaction is retried after retryFirst, then after twice as long each time, up to maxRetry.
 const (
 	retryFirst = 100 * time.Millisecond
 	maxRetry   = 30 * time.Second
 )
 
-// After a transaction the next one waits for restFactor times as long as it took. So the first change after quiet
-// goes out at once, and a burst is gathered for just so long that the kernel, which validates every verdict again at
-// each commit, is not busy with us for more than a fifth of the time. After a long transaction, such as the first,
-// the rest is maxRest.
+// After a transaction the loop rests for restFactor times as long as the transaction took, and for maxRest at most. So
+// the first change after a quiet time is written at once, and changes in a burst are gathered. The kernel validates
+// every verdict again at each commit; the rest limits that work to a fifth of the time.
 const (
 	restFactor = 4
 	maxRest    = 50 * time.Millisecond
 )
 
-// Run works until the context ends, and then returns nil.
+// Run syncs until the context ends, and then returns nil.
 func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.dirty, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
 	l.unacked, l.queued, l.filled = snapshot.Change{}, fairQueue{}, false
@@ -123,8 +124,8 @@ func (l *Loop) Run(ctx context.Context) error {
 	return nil
 }
 
-// Busy gives since when a transaction or check has been under way; zero if there is none. It is safe for concurrent
-// use, and setting the clock does not change how long ago it is.
+// Busy returns when the current transaction or check started; zero if there is none. It is safe for concurrent use. The
+// time is monotonic, so setting the clock does not affect it.
 func (l *Loop) Busy() time.Time {
 	if since := l.busy.Load(); since != nil {
 		return *since
@@ -132,7 +133,8 @@ func (l *Loop) Busy() time.Time {
 	return time.Time{}
 }
 
-// takeTurns gives the changes whose turn it is, of those that came and those that wait. At first everything is.
+// takeTurns returns the changes to write now, out of the new ones and those that wait. Before the first state is
+// written it returns all.
 func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	if !l.filled {
 		return d
@@ -143,12 +145,12 @@ func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	return turn
 }
 
-// restAfter gives how long to rest after a step that took so long. Whoever made it long waits for his next turn in any
-// case; others do not have to wait for that part.
+// restAfter returns how long to rest after a step that took so long. heavy is the part of it that namespaces took which
+// have to wait for their next turn anyway; others need not wait for that part.
 func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 	rest := min(restFactor*(took-heavy), maxRest) + heavy/restFactor
 	if l.partial {
-		return took / restFactor // others may want to write to the kernel, too
+		return took / restFactor // other processes may want to write to the kernel
 	}
 	if l.LeastRest != nil && l.wrote {
 		rest = max(rest, l.LeastRest())
@@ -157,14 +159,14 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 	return rest
 }
 
-// ack tells that the kernel holds all that was taken.
+// ack reports that the kernel holds everything that was taken from the queue.
 func (l *Loop) ack() {
 	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.queued.counts())}
 	l.unacked = snapshot.Change{}
 	notify(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
 
-// await waits until there is something to write. While there is not, it looks what others have changed. It returns
+// await waits until there is something to write. While there is nothing, it checks for foreign changes. It returns
 // false when the context ends.
 func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 	for {
@@ -195,7 +197,7 @@ func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 	}
 }
 
-// nextDeadline gives when the loop has something to do by itself, and whether that is only a Check; zero is never.
+// nextDeadline returns when the loop has to act without a new change, and whether only a Check is due then.
 func (l *Loop) nextDeadline() (due time.Time, check bool) {
 	if l.dirty && !l.partial {
 		return l.retryAt, false
@@ -213,7 +215,7 @@ func (l *Loop) nextDeadline() (due time.Time, check bool) {
 	return due, check
 }
 
-// pause waits until the rest after the last transaction is over, at the time given. It returns false when the context
+// pause waits until the given time, when the rest after the last transaction ends. It returns false when the context
 // ends.
 func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bool {
 	if l.checkNow(rested) {
@@ -227,7 +229,7 @@ func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bo
 	}
 }
 
-// step brings the kernel up to date with one delta.
+// step applies one delta and writes the difference.
 func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
 	concerned := l.snapshot.Apply(delta)
@@ -243,7 +245,7 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 		l.want.startTrials(start)
 	}
 	if l.want.acknowledged() && !l.dirty && l.foreign == 0 && !l.partial {
-		l.publishLists() // a Service that is gone may have been in quarantine, and nothing of it in force
+		l.publishLists() // a removed Service may have been quarantined
 		return nil
 	}
 	r, err := l.write(ctx)
@@ -271,10 +273,10 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	return nil
 }
 
-// maxContests bounds the lines in the log about new conflicts after one change.
+// maxContests bounds how many new conflicts one change may log.
 const maxContests = 4
 
-// contested tells of new conflicts.
+// reportContests reports new conflicts.
 func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	if len(contests) == 0 {
 		return
@@ -294,7 +296,7 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	notify(l, func(h *Listener) func([]dataplane.ConflictSummary) { return h.Contested }, contests)
 }
 
-// crowded tells of Services that have become too large.
+// reportCrowded logs Services that have become too large.
 func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Service) {
 	for i, n := range change.Services {
 		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity &&
@@ -304,8 +306,8 @@ func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Servic
 	}
 }
 
-// write has the kernel take the state. As long as it refuses Services by name, it is asked at once for a state
-// without them.
+// write has the Writer apply the state. While the kernel rejects Services by name, write quarantines them and tries
+// again at once without them.
 func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 	l.wrote = true
 	for {
@@ -327,7 +329,7 @@ func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 	}
 }
 
-// report tells of a transaction that succeeded.
+// report logs a transaction that succeeded, and notifies the listeners.
 func (l *Loop) report(t *Transaction) {
 	switch {
 	case t.Adopted:

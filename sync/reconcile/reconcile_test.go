@@ -279,7 +279,8 @@ func TestCountedIsTold(t *testing.T) {
 		b := &fakeBackend{}
 		b.loop = &Loop{Log: slog.New(slog.NewTextHandler(&log, nil))}
 		q, cancel := start(t, b)
-		for i, counted := range []string{dataplane.CountedEndpoints, dataplane.CountedFrontends, dataplane.CountedFrontends, "",
+		for i, counted := range []string{
+			dataplane.CountedEndpoints, dataplane.CountedFrontends, dataplane.CountedFrontends, "",
 			dataplane.CountedEndpoints} {
 			b.set(func() { b.receipt.Counted = counted })
 			q.Put(service(string(rune('a' + i))))

@@ -15,38 +15,41 @@ import (
 // it; once it owes something, its next changes wait until that is paid, and meanwhile the later replace the earlier.
 // Others go ahead.
 const (
-	// share is the part of the time that a namespace may take in the long run: one in so many.
+	// Users who may write to a namespace can change its objects as often, and make them as large, as the API server
+	// allows. All changes go through one loop, so the loop accounts for time by namespace. It charges a namespace for
+	// the time that its changes took. While a namespace owes time, its further changes wait, and later ones replace
+	// earlier ones. Other namespaces go first.
 	share = 5
-	// credit is what it may take at once, as for a rollout after some quiet.
+	// credit is how much time it may take at once, as for a rollout after a quiet time.
 	credit = 250 * time.Millisecond
-	// maxPause bounds how long changes wait, whatever the ones before them took.
+	// maxPause bounds how long changes wait, however long earlier ones took.
 	maxPause = 30 * time.Second
-	// maxNamespaceWeight bounds the changes that one namespace has in one step, and maxStepWeight those of all, by the weight of
-	// Services: about their elements. A Service that is larger is alone.
+	// maxNamespaceWeight bounds the changes of one namespace in one step, and maxStepWeight those of all namespaces.
+	// The weight of a Service is about the number of its elements. A Service that exceeds the limit is written alone.
 	maxNamespaceWeight = 1 << 14
 	maxStepWeight      = 1 << 16
-	// lightWeight is that of changes which need not wait until others, that take much longer, are written with them.
+	// lightWeight is the most weight of changes that are written before heavier ones, so that they do not wait for
+	// them.
 	lightWeight = 1 << 10
-	// rangeWeight is that of a source range: the kernel takes about a hundred times as long for one as for another
-	// element, once there are ten thousand.
+	// rangeWeight is the weight of a source range. Once there are ten thousand, the kernel takes about a hundred times
+	// as long for one as for another element.
 	rangeWeight = 100
-	// maxCharge bounds what is charged for each unit of weight, so that nobody pays for what somebody else's
-	// transaction took.
+	// maxCharge bounds the charge for each unit of weight, so that no namespace pays for the transactions of others.
 	maxCharge = 100 * time.Microsecond
 )
 
-// fairQueue says whose changes are next. The zero value has none waiting.
+// fairQueue holds changes that wait, and decides which are written next. The zero value is empty.
 type fairQueue struct {
 	waiting map[string]*namespace
-	// paid is when the account of a namespace will be as good as new; one that is not in it, is.
+	// paid is when a namespace will have paid what it owes. A namespace without an entry owes nothing.
 	paid map[string]time.Time
-	// running are the weights of what is being written.
+	// running holds the weight of what is being written, by namespace.
 	running map[string]int
-	// lightLast says that the last step was for changes of little weight only; the next one is for all.
+	// lightLast says that the last step had only light changes; the next one takes all.
 	lightLast bool
 }
 
-// namespace is what waits of one. Objects are in the order in which they came first.
+// namespace is what waits of one namespace. order lists its objects in the order in which they first came.
 type namespace struct {
 	delta snapshot.Delta
 	order []object
@@ -58,7 +61,7 @@ type object struct {
 	slice bool
 }
 
-// put adds what came.
+// put adds changes.
 func (t *fairQueue) put(d snapshot.Delta) {
 	for n, svc := range d.Services {
 		ns := t.namespace(n.Namespace)
@@ -90,8 +93,8 @@ func (t *fairQueue) namespace(name string) *namespace {
 	return ns
 }
 
-// next gives the changes whose turn it is: of the namespaces that owe nothing, and of each only so much. The weight is
-// that of an object.
+// next takes the changes of the namespaces that owe nothing, up to a limit for each. weight returns the weight of an
+// object.
 func (t *fairQueue) next(now time.Time, weight func(object, *snapshot.Delta) int) snapshot.Delta {
 	var ready []string
 	for name := range t.waiting {
@@ -115,7 +118,7 @@ func (t *fairQueue) next(now time.Time, weight func(object, *snapshot.Delta) int
 	return out
 }
 
-// light gives the namespaces of some of which little waits.
+// light returns those of some namespaces whose waiting changes weigh little.
 func (t *fairQueue) light(names []string, weight func(object, *snapshot.Delta) int) (light []string) {
 	for _, name := range names {
 		ns, sum := t.waiting[name], 0
@@ -131,7 +134,7 @@ func (t *fairQueue) light(names []string, weight func(object, *snapshot.Delta) i
 	return light
 }
 
-// takeFrom moves the first changes of a namespace into a delta, up to about some weight, and gives theirs.
+// takeFrom moves the first changes of a namespace into out, up to about most in weight, and returns their weight.
 func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight func(object, *snapshot.Delta) int,
 ) (sum int) {
 	ns, n := t.waiting[name], 0
@@ -160,7 +163,7 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 	return sum
 }
 
-// due is when a namespace has its turn again.
+// due returns when a namespace may write again.
 func (t *fairQueue) due(name string) time.Time {
 	paid := t.paid[name]
 	if paid.IsZero() {
@@ -169,7 +172,7 @@ func (t *fairQueue) due(name string) time.Time {
 	return paid.Add(-share * credit)
 }
 
-// nextDue is when the first of those that wait has its turn; zero if nobody waits.
+// nextDue returns when the first namespace with waiting changes may write; any is false if nothing waits.
 func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	for name := range t.waiting {
 		if at := t.due(name); !any || at.Before(due) {
@@ -179,7 +182,7 @@ func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	return due, any
 }
 
-// counts counts what waits.
+// counts counts the objects that wait.
 func (t *fairQueue) counts() (w snapshot.Waiting) {
 	for _, ns := range t.waiting {
 		w.Services, w.Slices = w.Services+len(ns.delta.Services), w.Slices+len(ns.delta.Slices)
@@ -187,8 +190,8 @@ func (t *fairQueue) counts() (w snapshot.Waiting) {
 	return w
 }
 
-// charge has those whose changes were written pay for the time that took, each by the weight of them; left are the
-// Services that are not all written. It gives the part of the time that was taken by who has to wait now.
+// charge divides the time that a step took among the namespaces whose changes it wrote, by weight. left are the
+// Services that are not written completely. It returns the part of the time taken by namespaces that now have to wait.
 func (t *fairQueue) charge(now time.Time, took time.Duration, left []snapshot.Name) (heavy time.Duration) {
 	sum := 0
 	for _, w := range t.running {
@@ -220,8 +223,8 @@ func (t *fairQueue) charge(now time.Time, took time.Duration, left []snapshot.Na
 	return heavy
 }
 
-// weigh says about how many elements a change of an object is looked at for: those of the Service as it is in force,
-// the addresses that it asks for, and what the object has.
+// weigh returns about how many elements have to be compared for a change of an object: those of the Service in force,
+// the addresses that it asks for, and the object's own.
 func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	w, owner := 1, o.name
 	if o.slice {
@@ -239,7 +242,7 @@ func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	return w + weightOf(l.Planner.State().Services[owner])
 }
 
-// weightOf is about how many elements a Service has, which may be nil.
+// weightOf returns about how many elements a Service has. The Service may be nil.
 func weightOf(svc *dataplane.Service) (w int) {
 	if svc == nil {
 		return 0

@@ -132,7 +132,8 @@ func TestOneTenantTakesItsShare(t *testing.T) {
 		if c.callsSoFar() == 0 { // also a moment after which the race detector knows that all was written
 			t.Fatal("nothing was written")
 		}
-		if got := c.kernel.Services[snapshot.Name{Namespace: "aaa", Name: "a"}].Ports[0].Frontends[0].Key.Port; got != 1000+updates-1 {
+		svc := c.kernel.Services[snapshot.Name{Namespace: "aaa", Name: "a"}]
+		if got := svc.Ports[0].Frontends[0].Key.Port; got != 1000+updates-1 {
 			t.Errorf("the last change is not in force, but that of port %d", got)
 		}
 		if w := q.Waiting(); w != (snapshot.Waiting{}) {

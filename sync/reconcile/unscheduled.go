@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// reportUnscheduled takes note of Services that ask for IPVS and do not get it, wholly or at some addresses, since a
-// rule of ours is against it rather than the kernel.
+// reportUnscheduled reports Services that ask for IPVS and do not get it, wholly or at some addresses, because of a
+// limit of Verdict and not of the kernel.
 func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Service) {
 	news, moved := map[snapshot.Name]error{}, map[snapshot.Name]dataplane.NotScheduled{}
 	var wholly []string
@@ -44,8 +44,8 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 	}
 }
 
-// updateNotScheduled keeps the list of Services that do not get IPVS at all, which others may be reading. It is told of all that
-// changed.
+// updateNotScheduled updates the list of Services that get no IPVS at all. why holds every Service whose reason
+// changed. The list is replaced, because others may be reading the old one.
 func (l *Loop) updateNotScheduled(why map[snapshot.Name]dataplane.NotScheduled) {
 	var list []Quarantined
 	since := map[snapshot.Name]time.Time{}

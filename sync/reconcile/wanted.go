@@ -9,30 +9,32 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// wanted is the state the kernel is asked for, and how far it has acknowledged that. It is the planner's own state as
-// long as the kernel refuses none of its Services.
+// wanted is the state that the kernel should hold, and how much of it the kernel has acknowledged. It is the planner's
+// own state unless the kernel rejects some of its Services.
 type wanted struct {
 	planner *dataplane.Planner
 
-	// latest is what has changed since the kernel was asked last; before holds the Services it names as they were. They
-	// are only filed in held when the transaction fails, which is rare.
+	// latest is what has changed since the last request, and before holds the Services that it names as they were. They
+	// move to acknowledgedAs only if the transaction fails, which is rare.
 	latest dataplane.Change
 	before []*dataplane.Service
-	// acknowledgedAs holds, of every other Service of which the state may have something the kernel has not acknowledged, what it
-	// acknowledged last; nil for a Service it has nothing of. globals says the same of what Change.Globals stands for.
+	// acknowledgedAs holds, for each other Service that may differ from what the kernel acknowledged, the version that
+	// it acknowledged last; nil if the kernel has nothing of it. globals says the same of what Change.Globals stands
+	// for.
 	acknowledgedAs map[snapshot.Name]*dataplane.Service
 	globals        bool
-	// partial holds, of every Service that is not wholly written (Receipt.Left), what was programmed before its first
-	// part.
+	// partial holds, for each Service that is not written completely (Receipt.Left), the version that was programmed
+	// before its first part.
 	partial map[snapshot.Name]*dataplane.Service
 
-	// quarantined are the Services that the kernel refuses.
+	// quarantined are the Services that the kernel rejects.
 	quarantined map[snapshot.Name]*quarantine
-	// state is the planner's, but for those. It is only there while there are some: else its Services are nil.
+	// state is a copy of the planner's state without them. It exists only while Services are quarantined; otherwise its
+	// Services are nil.
 	state dataplane.State
 }
 
-// currentState gives the state.
+// currentState returns the state that the kernel should hold.
 func (w *wanted) currentState() *dataplane.State {
 	if w.state.Services != nil {
 		return &w.state
@@ -40,19 +42,19 @@ func (w *wanted) currentState() *dataplane.State {
 	return w.planner.State()
 }
 
-// request gives the state, and all that may differ in it from what the kernel acknowledged.
+// request returns the state, and everything in it that may differ from what the kernel acknowledged.
 func (w *wanted) request() (*dataplane.State, dataplane.Change) {
 	missed := slices.SortedFunc(maps.Keys(w.acknowledgedAs), snapshot.Name.Compare)
 	return w.currentState(), w.latest.With(dataplane.Change{Services: missed, Globals: w.globals})
 }
 
-// acknowledged says that the kernel has acknowledged all of the state.
+// acknowledged says whether the kernel has acknowledged all of the state.
 func (w *wanted) acknowledged() bool {
 	return w.latest.Empty() && len(w.acknowledgedAs) == 0 && !w.globals
 }
 
-// succeed takes note that the kernel acknowledged the state, but for some Services. The backend goes on with them by
-// itself; what they were is only noted for the case that the kernel refuses them.
+// succeed records that the kernel acknowledged the state, except for the Services in left. The backend continues with
+// those by itself; their old versions are kept in case the kernel rejects them.
 func (w *wanted) succeed(left []snapshot.Name) {
 	waits := make(map[snapshot.Name]bool, len(left))
 	for _, n := range left {
@@ -67,11 +69,11 @@ func (w *wanted) succeed(left []snapshot.Name) {
 	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
-// committed gives the Services that the kernel has now acknowledged wholly: as they were before and as they are. Left
-// are those it has not. It is called before succeed.
+// committed returns the Services that the kernel has now acknowledged completely, as they were before and as they are
+// now. Services in left are not complete. Call it before succeed.
 func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Service) {
 	now := w.currentState().Services
-	if len(w.acknowledgedAs)+len(w.partial)+len(left) == 0 { // mostly
+	if len(w.acknowledgedAs)+len(w.partial)+len(left) == 0 { // the usual case
 		for _, n := range w.latest.Services {
 			after = append(after, now[n])
 		}
@@ -102,8 +104,8 @@ func (w *wanted) committed(left []snapshot.Name) (before, after []*dataplane.Ser
 	return before, after
 }
 
-// failed takes note that the kernel holds what it held before. A Service that changed several times meanwhile has not
-// been acknowledged but in its oldest version.
+// failed records that the kernel still holds what it held before. If a Service has changed several times since then,
+// the kernel acknowledged only its oldest version.
 func (w *wanted) failed() {
 	for i, n := range w.latest.Services {
 		w.keepAcknowledged(n, w.before[i])
@@ -112,7 +114,7 @@ func (w *wanted) failed() {
 	w.latest, w.before = dataplane.Change{}, nil
 }
 
-// keepAcknowledged files what the kernel acknowledged last of a Service.
+// keepAcknowledged records the version of a Service that the kernel acknowledged last, unless one is recorded already.
 func (w *wanted) keepAcknowledged(n snapshot.Name, svc *dataplane.Service) {
 	if _, noted := w.acknowledgedAs[n]; noted {
 		return
@@ -123,7 +125,7 @@ func (w *wanted) keepAcknowledged(n snapshot.Name, svc *dataplane.Service) {
 	w.acknowledgedAs[n] = svc
 }
 
-// planned takes over what the planner says of its last Apply.
+// planned takes over the changes of the planner's last Apply.
 func (w *wanted) planned(change dataplane.Change, before []*dataplane.Service) {
 	if len(w.quarantined) == 0 {
 		w.latest, w.before = change, before
@@ -138,10 +140,10 @@ func (w *wanted) planned(change dataplane.Change, before []*dataplane.Service) {
 		switch {
 		case a == nil:
 			w.set(n, svc)
-		case svc == nil: // there is nothing left to refuse
+		case svc == nil: // nothing is left to reject
 			delete(w.quarantined, n)
 			w.set(n, nil)
-		case a.unscheduled && svc.Unscheduled() == svc: // it does not ask for what is refused any more
+		case a.unscheduled && svc.Unscheduled() == svc: // it no longer asks for what the kernel rejects
 			delete(w.quarantined, n)
 			w.set(n, svc)
 		case a.unscheduled:
@@ -155,14 +157,14 @@ func (w *wanted) planned(change dataplane.Change, before []*dataplane.Service) {
 	w.dropCopy()
 }
 
-// copyGlobals brings everything of the state that is no Service's up to the planner's.
+// copyGlobals copies everything from the planner's state except Services.
 func (w *wanted) copyGlobals() {
 	services := w.state.Services
 	w.state = *w.planner.State()
 	w.state.Services = services
 }
 
-// copyState makes the state one of its own, from which Services can be taken out.
+// copyState copies the planner's state, so that Services can be removed from the copy.
 func (w *wanted) copyState() {
 	if w.state.Services != nil {
 		return
@@ -172,14 +174,14 @@ func (w *wanted) copyState() {
 	w.copyGlobals()
 }
 
-// dropCopy makes the state the planner's own again once no Service is in quarantine: they are equal then.
+// dropCopy returns to the planner's own state once no Service is quarantined: both are equal then.
 func (w *wanted) dropCopy() {
 	if len(w.quarantined) == 0 {
 		w.state = dataplane.State{}
 	}
 }
 
-// quarantine gives what there is to know of a Service that the kernel refuses; from now on there is.
+// quarantine returns the quarantine of a Service, and begins one if there is none.
 func (w *wanted) quarantine(n snapshot.Name) *quarantine {
 	w.copyState()
 	a := w.quarantined[n]
@@ -190,7 +192,7 @@ func (w *wanted) quarantine(n snapshot.Name) *quarantine {
 	return a
 }
 
-// set replaces a Service in the state, which is not the planner's own.
+// set replaces a Service in the copied state.
 func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
 	w.keepAcknowledged(n, w.state.Services[n])
 	if w.acknowledgedAs[n] == svc {
@@ -203,8 +205,9 @@ func (w *wanted) set(n snapshot.Name, svc *dataplane.Service) {
 	}
 }
 
-// keepLast gives a Service in quarantine what the kernel acknowledged of it, as far as the planner gives that to no
-// other Service now. One that is refused as it was acknowledged has nothing to fall back on.
+// keepLast gives a quarantined Service the version that the kernel acknowledged last, without addresses that the
+// planner has given to other Services since. If the kernel now rejects that very version, nothing is left of the
+// Service.
 func (w *wanted) keepLast(n snapshot.Name) {
 	now := w.planner.State().Services[n]
 	last, differs := w.acknowledgedAs[n]
@@ -217,7 +220,7 @@ func (w *wanted) keepLast(n snapshot.Name) {
 	w.set(n, last.Within(now))
 }
 
-// startTrials puts the quarantined Services whose time has come into the state as they should be.
+// startTrials puts quarantined Services that are due back into the state, as the planner wants them.
 func (w *wanted) startTrials(now time.Time) {
 	for n, a := range w.quarantined {
 		if !a.due().After(now) {
@@ -227,7 +230,7 @@ func (w *wanted) startTrials(now time.Time) {
 	}
 }
 
-// nextTrial gives when the first of those in quarantine is due.
+// nextTrial returns when the first quarantined Service is due.
 func (w *wanted) nextTrial() (due time.Time, any bool) {
 	for _, a := range w.quarantined {
 		if at := a.due(); !any || at.Before(due) {
@@ -237,8 +240,8 @@ func (w *wanted) nextTrial() (due time.Time, any bool) {
 	return due, any
 }
 
-// endTrials takes back out of the state what is on trial: the transaction failed as a whole, and it may be because of
-// them.
+// endTrials takes the Services on trial out of the state again: the transaction failed as a whole, and they may be the
+// cause.
 func (w *wanted) endTrials() {
 	for n, a := range w.quarantined {
 		if a.trial {
