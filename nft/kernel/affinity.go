@@ -11,18 +11,18 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// affinitySweep takes affinity entries out that name endpoints their pool no longer has. The maps are listed a datagram at a
-// time: the kernel needs longer for a large one than a change should wait.
+// affinitySweep removes affinity entries whose endpoint is no longer in their pool. It lists the maps one datagram at a
+// time, because the kernel takes longer to list a large map than a change should wait.
 type affinitySweep struct {
-	// left says how often each family's map is still to be looked at, due when next.
+	// left is how many more times each family's map is to be listed, and due is when.
 	left ipfamily.Per[int]
 	due  ipfamily.Per[time.Time]
-	// running says that family's list is under way, in which gone were found.
+	// running says that a list of family's map is in progress. stale holds the entries to remove that it has found.
 	running bool
 	family  int
 	stale   []nft.Element
-	// entries counts those of each pool in the list under way, in which seen are the keys. Torn says that it has an
-	// entry twice: the kernel is moving entries to other buckets, and left another one out in its place.
+	// entries counts the entries of each pool in the current list, and seen holds their keys. torn says that the list
+	// has an entry twice: the kernel is moving entries to other buckets and left out another one instead.
 	entries map[uint32]int
 	seen    map[[affinityKey]byte]struct{}
 	torn    bool
@@ -31,14 +31,14 @@ type affinitySweep struct {
 // affinityKey is the length of a key of the maps: pool and bucket.
 const affinityKey = 8
 
-// A map is looked at as soon as the transaction is in, and once more after secondSweepAfter: for packets that were on their
-// way through the rules while it happened.
+// A map is listed as soon as the transaction is committed, and again after secondSweepAfter, for packets that were
+// passing the old rules at that time.
 const (
 	sweepsPerTransaction = 2
 	secondSweepAfter     = time.Second
 )
 
-// schedule asks for a map to be looked at, not later than at the given time.
+// schedule requests a number of sweeps of a map. The first is due at the given time at the latest.
 func (s *affinitySweep) schedule(family, turns int, due time.Time) {
 	if s.left[family] == 0 || due.Before(s.due[family]) {
 		s.due[family] = due
@@ -46,7 +46,7 @@ func (s *affinitySweep) schedule(family, turns int, due time.Time) {
 	s.left[family] = max(s.left[family], turns)
 }
 
-// sweepUntil sweeps until a time, and says whether there is more to do soon.
+// sweepUntil sweeps until the deadline, and says whether there is more to do soon.
 func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 	s := &b.sweep
 	for first := true; first || time.Now().Before(deadline); first = false {
@@ -65,7 +65,7 @@ func (b *Backend) sweepUntil(deadline time.Time) (busy bool, err error) {
 	return true, nil
 }
 
-// begin chooses a map that is to be looked at, if there is one.
+// begin chooses a map that is due. It returns false if there is none.
 func (s *affinitySweep) begin() bool {
 	for i := range ipfamily.All {
 		if s.left[i] > 0 && !time.Now().Before(s.due[i]) {
@@ -78,8 +78,8 @@ func (s *affinitySweep) begin() bool {
 	return false
 }
 
-// sweepStep asks for the list, or reads one datagram of it, and says whether that was the last. That others commit
-// transactions meanwhile does not matter here: entries come and go all the time.
+// sweepStep requests the list or reads one datagram of it, and says whether that was the last. Other transactions in
+// between do not matter: entries come and go all the time.
 func (b *Backend) sweepStep() (done bool, err error) {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
@@ -95,7 +95,7 @@ func (b *Backend) sweepStep() (done bool, err error) {
 	return done, err
 }
 
-// add takes note of an entry of the list.
+// add records an entry of the list.
 func (s *affinitySweep) add(e *nft.Element, remembered bool) {
 	s.entries[e.ID()]++ // which twice stands for the one that was left out
 	key := [affinityKey]byte(e.Key())
@@ -107,8 +107,8 @@ func (s *affinitySweep) add(e *nft.Element, remembered bool) {
 	}
 }
 
-// endSweep deletes what a sweep found, if it is still wrong: an endpoint may have come back. A map in which there was
-// something to delete, or of which the list was torn, is looked at again.
+// endSweep deletes the entries that a sweep found, if they are still stale: an endpoint may have come back. If
+// something was deleted, or if the list was torn, the map is swept again.
 func (b *Backend) endSweep() error {
 	s := &b.sweep
 	f := ipfamily.All[s.family]
@@ -127,8 +127,8 @@ func (b *Backend) endSweep() error {
 	return err
 }
 
-// deleteAffinity deletes entries, each by a message of its own: an entry may run out between reading and deleting,
-// which fails the batch, and the kernel then names every one that is gone. Those that are left are tried again.
+// deleteAffinity deletes entries, each with its own message. An entry may expire between reading and deleting, which
+// fails the batch. The kernel then names every entry that is gone, and the others are tried again.
 func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error {
 	for len(entries) > 0 {
 		b.batch.Reset()
@@ -166,5 +166,5 @@ func (b *Backend) deleteAffinity(f ipfamily.Family, entries []nft.Element) error
 	return nil
 }
 
-// deleteAtOnce bounds a batch of deletions: so many refusals fit into the socket.
+// deleteAtOnce bounds a batch of deletions, so that all rejections fit into the socket.
 const deleteAtOnce = 128

@@ -16,84 +16,86 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Options say how a Backend works. The zero value is a Backend for a while: it opens its own socket, and owns nothing.
+// Options configure a Backend. The zero value opens its own socket and does not own the tables.
 type Options struct {
-	// Socket, if not nil, is what OpenSocket gave, here or in another process. The tables are written by it. It stays the
-	// caller's.
+	// Socket, if not nil, is a socket from OpenSocket in this or another process, through which the tables are written.
+	// The caller keeps it open and closes it.
 	Socket *os.File
-	// Own makes the tables ours alone, where the kernel can do that (Linux 6.9): others get EPERM, and "nft flush
-	// ruleset" passes them by, for as long as anybody holds Socket open. Later they are everybody's, until the next
-	// Backend owns them.
+	// Own makes the Backend the tables' only writer, where the kernel supports that (Linux 6.9). While anybody holds
+	// Socket open, others get EPERM, and "nft flush ruleset" skips the tables. Afterwards anybody can write them, until
+	// the next Backend owns them.
 	Own bool
-	// Counters is how many counters elements may have; 0 means that each has one. See nft.Counting.
+	// Counters is how many elements may have counters; 0 means all. See nft.Counting.
 	Counters int
-	// Crowded, if not nil, is told when the map of remembered clients is nearly full, and when another Service than
-	// before holds most of it: see AffinityShares.
+	// Crowded, if not nil, is called when the affinity map becomes nearly full, and when another Service than before
+	// holds most of it: see AffinityShares.
 	Crowded func([]AffinityShare)
 }
 
-// Backend keeps our tables in one network namespace equal to a dataplane.State. It is not safe for concurrent use.
+// Backend keeps our tables in one network namespace in line with a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
-	// Sent, if not nil, is given the batch of each transaction, for Conn.Replay. The bytes hold until the Backend is
-	// called again.
+	// Sent, if not nil, is called with the batch of each transaction, for Conn.Replay. The bytes are valid until the
+	// next call of the Backend.
 	Sent func(batch []byte)
 
 	options Options
 	netns   *os.File
-	// dial opens a socket in a network namespace; tests put faults in.
+	// dial opens a socket in a network namespace. Tests replace it to inject faults.
 	dial func(netns int) (*Conn, error)
-	// dumpMost is the constant of that name, but in tests.
+	// dumpMost is the constant of the same name; tests change it.
 	dumpMost int
-	// conn is what we write by, and what owns the tables. reader only reads, and so does sweeper, whose dumps of the
-	// affinity maps go on while others read.
+	// conn writes, and owns the tables. reader only reads. sweeper also only reads; its dumps of the affinity maps
+	// continue while reader is used.
 	conn, reader, sweeper *Conn
-	// owns says that the kernel can make tables ours, and that it is wished for.
+	// owns says that Options.Own is set and that the kernel supports it.
 	owns bool
 
 	model nft.Model
-	// maxElements is how many elements fit into a transaction, since this process may not send more in one datagram; 0 if it may.
+	// maxElements is how many elements fit into a transaction if this process may send only so much in one datagram; 0
+	// is no limit.
 	maxElements int
 	syncState   syncState
-	// unverified says that the transaction under way goes by digests, and that somebody has written to nf_tables since these
-	// were. What is the same may be so by its digest and not by its elements, if somebody could once write what nobody
-	// owned: that we own the tables now does not say that a process before us has looked.
+	// unverified says that the current transaction relies on digests, and that somebody has written to nf_tables since
+	// those were written. The digests may then match although the elements do not: somebody may have changed the tables
+	// before we owned them, and the process before us may not have checked.
 	unverified bool
-	// filling says that new tables do not have everything yet.
+	// filling says that new tables are not complete yet.
 	filling bool
-	// listAll says that something was met where one of ours has to go, and all is not written yet. All that the tables
-	// hold is listed then.
+	// listAll says that an element of somebody else was in the place of one of ours, and that not everything is written
+	// yet. All elements of the tables are then listed.
 	listAll bool
-	// pending is what of past changes is not in the kernel: a transaction failed, or had no room for it. What came last
-	// comes first.
+	// pending is what the kernel lacks of past changes: a transaction failed, or had no room for it. The latest comes
+	// first.
 	pending dataplane.Change
-	// ahead says that the last transaction had only what goes ahead of large Services, so that these get on now.
+	// ahead says that the last transaction held only small changes that went ahead of large Services. The next one
+	// continues with the large ones.
 	ahead bool
 	batch batch
-	// generation is the number of the last transaction in the namespace, as far as all were ours; 0 if it is not known.
+	// generation is the number of the namespace's last transaction, provided that all were ours; 0 if it is not known.
 	generation   uint32
 	tables       ipfamily.Per[tableInfo]
 	sweep        affinitySweep
 	affinityFill affinityFill
 	inspection   inspection
-	// fill is what Fill gives.
+	// fill is what Fill returns.
 	fill atomic.Pointer[ipfamily.Per[nft.Fill]]
 }
 
-// syncState is how far the model can be believed to be what the kernel holds.
+// syncState says how well the model matches what the kernel holds.
 type syncState uint8
 
 const (
-	// stateUnknown: nothing is known of the tables, which a former process may have left.
+	// stateUnknown: nothing is known of the tables. An earlier process may have left them.
 	stateUnknown syncState = iota
-	// stateStale: others may have changed them. They are read back before the next transaction.
+	// stateStale: others may have changed the tables. They are read back before the next transaction.
 	stateStale
-	// stateUnfixable: what was read back could not be corrected. Everything is made anew.
+	// stateUnfixable: the tables as read back could not be corrected. They are rewritten completely.
 	stateUnfixable
-	// stateInSync: they are what the model says.
+	// stateInSync: the tables are what the model says.
 	stateInSync
 )
 
-// Open gives a backend for the network namespace of the calling thread. Nothing is written before the first Apply.
+// Open returns a Backend for the network namespace of the calling thread. It writes nothing before the first Apply.
 func Open(o Options) (*Backend, error) {
 	netns, err := os.Open("/proc/thread-self/ns/net")
 	if err != nil {
@@ -131,10 +133,10 @@ func (b *Backend) openWriter() (*Conn, error) {
 // openReader opens a connection to read by.
 func (b *Backend) openReader() (*Conn, error) { return b.dial(int(b.netns.Fd())) }
 
-// Owns says whether the tables are this backend's alone, as long as it holds its socket.
+// Owns says whether only this Backend can write the tables while it holds its socket.
 func (b *Backend) Owns() bool { return b.owns }
 
-// Close closes the sockets. What was written stays.
+// Close closes the sockets. The tables stay.
 func (b *Backend) Close() error {
 	errs := []error{b.netns.Close()}
 	for _, c := range []*Conn{b.conn, b.reader, b.sweeper} {
@@ -145,31 +147,32 @@ func (b *Backend) Close() error {
 	return errors.Join(errs...)
 }
 
-// Probe asks the kernel whether it takes our ruleset, without leaving anything. It returns nil, ErrRights, an
+// Probe asks the kernel whether it accepts our ruleset, without changing anything. It returns nil, ErrRights, an
 // *Unsupported, or another error.
 func (b *Backend) Probe() error { return b.conn.Probe() }
 
-// maxAttempts bounds how many transactions one Apply tries: as it is, after reading back, after listing everything,
-// everything anew; and each of them once more because the kernel asked for it, or because it has to be a smaller one.
+// maxAttempts bounds how many transactions one Apply tries: the planned one, one after reading back, one after listing
+// everything, and a full rewrite. Each may be repeated once because the kernel asked for it or because it must be
+// smaller.
 const maxAttempts = 8
 
-// How many elements a transaction has at most, so that nobody waits for long: a change behind it, others who want to
-// write to nf_tables, a signal. The kernel takes some 3 us for each.
+// The most elements of one transaction. The kernel takes about 3 us for each, and meanwhile a later change, other
+// writers to nf_tables and signals have to wait.
 const (
 	writeAtOnce = 16384
-	// fillAtOnce is for new tables, as long as they do not have everything.
+	// fillAtOnce applies to new tables until they are complete.
 	fillAtOnce = 65536
-	// aheadSize is that of the largest Service that goes ahead of those which take several transactions.
+	// aheadSize is the size of the largest Service that goes ahead of those that take several transactions.
 	aheadSize = 512
 )
 
-// Apply takes the kernel to a state, or towards it: by one transaction, which has only so many elements, unless it
-// corrects what was found or stands in for other tables. Receipt.Left names the Services it did not get to; the next
-// Apply goes on, after what is named in its own change.
+// Apply brings the kernel to a state, or closer to it, in one transaction. The transaction has a limited number of
+// elements, unless it corrects what was found or replaces tables. Receipt.Left names the Services that are not
+// complete. The next Apply continues with them after what its own change names.
 //
-// What a former process left is adopted if it is the same, corrected if it is nearly so, and replaced otherwise.
-// After an error the kernel holds what it held before. The error is a *dataplane.Refused if the kernel takes
-// everything but what some Services ask for.
+// Tables of an earlier process are adopted if they match, corrected if they nearly match, and replaced otherwise. After
+// an error the kernel holds what it held before. The error is a *dataplane.Refused if the kernel accepts everything
+// except what some Services ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
@@ -209,7 +212,7 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	}
 }
 
-// ApplyAll is Apply until nothing is left.
+// ApplyAll calls Apply until nothing is left.
 func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	all, err := b.Apply(want, change)
 	for err == nil && len(all.Left) > 0 {
@@ -220,7 +223,7 @@ func (b *Backend) ApplyAll(want *dataplane.State, change dataplane.Change) (data
 	return all, err
 }
 
-// mergeChange adds a change to another, which goes on after it: what waits already does not wait longer because it changes
+// mergeChange puts a change before the one that is waiting. A Service that already waits keeps its place if it changes
 // again.
 func mergeChange(change, waiting dataplane.Change) dataplane.Change {
 	if len(change.Services) == 0 { // much may wait, for many transactions
@@ -250,7 +253,7 @@ func errAttempts(err error, attempts int) error {
 	return nil
 }
 
-// limit gives how many elements a transaction may have.
+// limit returns how many elements a transaction may have.
 func (b *Backend) limit(most int) int {
 	if b.maxElements > 0 {
 		return min(b.maxElements, most)
@@ -258,7 +261,7 @@ func (b *Backend) limit(most int) int {
 	return most
 }
 
-// plan gives the transaction that takes the kernel to a state, or towards it.
+// plan returns the transaction that brings the kernel to a state, or closer to it.
 func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	if b.syncState == stateInSync {
 		if err := b.setGeneration(); err != nil {
@@ -283,8 +286,8 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 	return b.planFrom(want)
 }
 
-// planAhead gives a transaction for what need not wait until a part of a large Service is written. Nil means that there
-// is no such thing, or that all are to get on: every other time.
+// planAhead returns a transaction for small changes that need not wait for a part of a large Service. It returns nil if
+// there are none, and every other time, so that the large Services make progress.
 func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
 	all := b.pending.Services
 	if b.ahead || b.filling || b.maxElements > 0 || b.pending.Globals || len(all) < 2 ||
@@ -297,7 +300,7 @@ func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
 	return txn
 }
 
-// setGeneration has the next transaction bear the kernel's own number of it.
+// setGeneration gives the next transaction the generation number that the kernel will assign to it.
 func (b *Backend) setGeneration() error {
 	generation := b.generation
 	if generation == 0 {
@@ -310,9 +313,9 @@ func (b *Backend) setGeneration() error {
 	return nil
 }
 
-// planFrom is plan for a kernel that may hold anything.
+// planFrom plans for a kernel that may hold anything.
 func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
-	// What others write from now on will be seen.
+	// Later writes of others change the generation.
 	generation, err := b.reader.Generation()
 	if err != nil {
 		return nil, err
@@ -334,7 +337,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 		b.model.Load(want)
 		left = dataplane.Change{}
 	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
-		planned = b.model.Plan(want, b.pending, 0) // what it would write is worthless, but not what it wants to hold
+		planned = b.model.Plan(want, b.pending, 0) // only the planned content is used
 		left = dataplane.Change{}
 	}
 	var found *ipfamily.Per[nft.Found]
@@ -355,7 +358,7 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 		b.model.Adopt(found, stale)
 		b.unverified = !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation
 		if !stale.Any() {
-			var txn nft.Txn // that process may have ended before it swept
+			var txn nft.Txn // the earlier process may have ended before its sweep
 			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true
 			return &txn, nil
 		}
@@ -375,8 +378,8 @@ func (b *Backend) planFirst(want *dataplane.State) *nft.Txn {
 	return b.model.Plan(want, dataplane.Change{}, b.limit(fillAtOnce))
 }
 
-// planFull plans new tables in the place of others: in one transaction, whatever its size, so that there is no moment
-// without Services. If so much cannot be sent at once, they come back a little at a time.
+// planFull plans new tables that replace existing ones. It uses one transaction of any size, so that Services are never
+// missing. If that is too much to send at once, the new tables are filled in several transactions.
 func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned *nft.Txn) (*nft.Txn, error) {
 	if b.maxElements > 0 {
 		return b.planFirst(want), nil
@@ -407,16 +410,16 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	return err
 }
 
-// describe says in a receipt what a transaction does.
+// describe fills in the receipt of a transaction.
 func describe(txn *nft.Txn, r *dataplane.Receipt) {
 	r.Full = txn.Tables[0].Create != nil
 	r.Added, r.Replaced, r.Removed = txn.Counts()
 }
 
-// maxElementBytes is more than the longest element takes in a batch, with its deletion before it.
+// maxElementBytes is more than any element takes in a batch, its deletion included.
 const maxElementBytes = 512
 
-// shrink has later transactions be so small that they can be sent. It says whether that could help.
+// shrink limits later transactions to a size that can be sent. It says whether that may help.
 func (b *Backend) shrink(large *netlink.TooLarge) bool {
 	room := max(large.Room/maxElementBytes, 1)
 	if b.maxElements > 0 && room >= b.maxElements {
@@ -429,7 +432,7 @@ func (b *Backend) shrink(large *netlink.TooLarge) bool {
 	return true
 }
 
-// rejected is what the kernel refused of a batch.
+// rejected is what the kernel rejected of a batch.
 type rejected struct {
 	refused []netlink.Error
 	// text names the objects.
@@ -440,7 +443,7 @@ func (r *rejected) Error() string { return r.text.Error() }
 
 func (r *rejected) Unwrap() error { return r.text }
 
-// all says whether every refusal has one of some error numbers.
+// all says whether every rejection has one of the given error numbers.
 func (r *rejected) all(errnos ...unix.Errno) bool {
 	for _, x := range r.refused {
 		found := false
@@ -463,7 +466,7 @@ func (r *rejected) any(errno unix.Errno) bool {
 	return false
 }
 
-// send sends a batch's bytes and turns what was refused into an error that names the objects.
+// send sends a batch. If the kernel rejects it, the error names the objects.
 func (b *Backend) send(bytes []byte) error {
 	refused, err := b.conn.Commit(bytes)
 	if len(refused) > 0 {
@@ -476,7 +479,7 @@ func (b *Backend) send(bytes []byte) error {
 	return nil
 }
 
-// nextGeneration gives the number of the generation after one of ours. The kernel leaves out 0, which here means "not known".
+// nextGeneration returns the generation number after our transaction. The kernel skips 0, which here means "not known".
 func nextGeneration(generation uint32) uint32 {
 	if generation++; generation == 1 || generation == 0 {
 		return 0
@@ -484,7 +487,7 @@ func nextGeneration(generation uint32) uint32 {
 	return generation
 }
 
-// maxRefusals bounds the length of an error: when one object is refused, often all are.
+// maxRefusals bounds the length of an error: if one object is rejected, often all are.
 const maxRefusals = 8
 
 func (b *Backend) refusals(refused []netlink.Error) error {
@@ -499,7 +502,7 @@ func (b *Backend) refusals(refused []netlink.Error) error {
 	return errors.Join(errs...)
 }
 
-// committed does what is to be done once a transaction is in.
+// committed does what follows a committed transaction.
 func (b *Backend) committed(txn *nft.Txn) error {
 	sweeps := false
 	for i := range txn.Tables {
@@ -519,7 +522,7 @@ func (b *Backend) committed(txn *nft.Txn) error {
 	return b.rememberTables()
 }
 
-// rememberTables remembers which tables ours are, to see later whether they still are the same.
+// rememberTables records the identity of our tables, so that a later check can tell whether they are still the same.
 func (b *Backend) rememberTables() error {
 	for i, f := range ipfamily.All {
 		if b.tables[i].exists {
@@ -537,7 +540,7 @@ func (b *Backend) rememberTables() error {
 // Replay sends a batch that another Backend made: see Conn.Replay.
 func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 
-// Remove deletes our tables. That they are not there is no error.
+// Remove deletes our tables. It is no error if there are none.
 func (b *Backend) Remove() error {
 	if err := b.reopenSockets(); err != nil {
 		return err
@@ -557,7 +560,7 @@ func (b *Backend) Remove() error {
 	return b.ownerError(b.send(b.batch.Bytes()))
 }
 
-// List reads back what the kernel holds of our tables' elements and counters. The structure is what the model says.
+// List reads the elements and counters of our tables. The structure is taken from the model.
 func (b *Backend) List() (ipfamily.Per[nft.Listing], error) {
 	var out ipfamily.Per[nft.Listing]
 	if err := b.reopenSockets(); err != nil {

@@ -16,9 +16,9 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Counters reads what the kernel has counted in our tables. It has a socket of its own, and the kernel lets everybody
-// read while somebody writes: it holds up nobody. That tables or elements are not there is no error. It is not safe
-// for concurrent use.
+// Counters reads the kernel's counters of our tables. It has its own socket, and the kernel serves readers while
+// somebody writes, so it delays nobody. It is no error if tables or elements do not exist. It is not safe for
+// concurrent use.
 type Counters struct {
 	conn  *Conn
 	netns *os.File
@@ -58,8 +58,8 @@ func (c *Counters) reopen() error {
 	return nil
 }
 
-// AllFrontends reads the counts of all frontends. It lists the maps, whose cost is quadratic: with more than some ten
-// thousands it is better to name them.
+// AllFrontends reads the counts of all frontends. It lists the maps, at quadratic cost: beyond about ten thousand
+// frontends, use Frontends.
 func (c *Counters) AllFrontends(do func(dataplane.FrontendCount)) error {
 	if err := c.ready(); err != nil {
 		return err
@@ -212,7 +212,8 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 // refusing are the chains whose rules turn packets away that no frontend is responsible for.
 var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends}
 
-// Refused reads how many packets were turned away by rules. Those of frontends without endpoints are counted there.
+// Refused reads how many packets rules have rejected or dropped. Packets to frontends without endpoints are counted at
+// the frontends.
 func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	if err := c.ready(); err != nil {
 		return nil, err
@@ -265,9 +266,8 @@ func refusedBy(attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool
 	return refusal, packets, ok && known
 }
 
-// Affinity counts the clients that are remembered, in each family. Kernels before Linux 6.16 do not know how many
-// there are. There they are listed, which for many takes long: after the time given it is given up, and the family
-// has -1.
+// Affinity counts the remembered clients of each family. Kernels before Linux 6.16 do not know the number, so the
+// entries are listed. If that takes longer than patience, the family's count is -1.
 func (c *Counters) Affinity(patience time.Duration) (counts ipfamily.Per[int], err error) {
 	if err := c.ready(); err != nil {
 		return counts, err
@@ -311,6 +311,6 @@ func elementsIn(attrs []byte) (n int) {
 	return n
 }
 
-// Fill says how full the sets of both tables are, as far as they are planned, after the last transaction; nil before
-// the first. Safe for concurrent use.
+// Fill returns how full the sets of both tables are according to plan, after the last transaction; nil before the
+// first. It is safe for concurrent use.
 func (b *Backend) Fill() *ipfamily.Per[nft.Fill] { return b.fill.Load() }

@@ -15,32 +15,32 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// AffinityShare is how many entries of a family's map of remembered clients are a Service's.
+// AffinityShare says how many entries of a family's affinity map belong to one Service.
 type AffinityShare struct {
 	Service snapshot.Name
 	Family  ipfamily.Family
 	Entries int
 }
 
-// affinityFill watches how full the maps of remembered clients are.
+// affinityFill tracks how full the affinity maps are.
 type affinityFill struct {
 	due    time.Time
 	shares ipfamily.Per[[]AffinityShare]
-	// published is what AffinityShares gives.
+	// published is what AffinityShares returns.
 	published atomic.Pointer[[]AffinityShare]
 }
 
 const (
-	// fillCheckEvery is how often the kernel is asked how full the maps are. Before Linux 6.16 it does not tell, and they
-	// are listed.
+	// fillCheckEvery is how often the kernel is asked how full the maps are. Before Linux 6.16 it cannot tell, and the
+	// maps are listed.
 	fillCheckEvery = 30 * time.Second
-	// nearlyFull is how many entries make a map nearly full: three quarters of its size.
+	// nearlyFull is the number of entries from which on a map is nearly full: three quarters of its size.
 	nearlyFull = nft.AffinitySize / 4 * 3
 	// maxShares is how many Services are named for each family.
 	maxShares = 10
 )
 
-// checkAffinityFill has a map listed that may be nearly full.
+// checkAffinityFill schedules a list of each map that may be nearly full.
 func (b *Backend) checkAffinityFill(now time.Time) error {
 	if now.Before(b.affinityFill.due) {
 		return nil
@@ -62,7 +62,7 @@ func (b *Backend) checkAffinityFill(now time.Time) error {
 	return nil
 }
 
-// updateShares takes note of whose the entries of a map are, by pool.
+// updateShares attributes the entries of a map, counted by pool, to Services.
 func (b *Backend) updateShares(family int, entries map[uint32]int) {
 	total, services := 0, map[snapshot.Name]int{}
 	for id, n := range entries {
@@ -94,8 +94,8 @@ func (b *Backend) updateShares(family int, entries map[uint32]int) {
 	}
 }
 
-// AffinityShares names the Services that hold most of a map of remembered clients, those with most first, at most ten
-// in each family; none unless the map is three quarters full. New clients are not remembered while it is full. Safe
+// AffinityShares returns the Services that hold most of an affinity map, largest first, ten for each family at most. It
+// returns none unless the map is three quarters full. While a map is full, new clients are not remembered. It is safe
 // for concurrent use.
 func (b *Backend) AffinityShares() []AffinityShare {
 	if shown := b.affinityFill.published.Load(); shown != nil {

@@ -1,5 +1,5 @@
-// Package kernel carries package nft's values to and from the kernel's nf_tables by netlink. Every transaction is one
-// batch in one datagram, so that it happens as a whole or not at all.
+// Package kernel writes package nft's values to the kernel's nf_tables by netlink, and reads them back. Each
+// transaction is one batch in one datagram, so the kernel applies it as a whole or not at all.
 package kernel
 
 import (
@@ -38,7 +38,7 @@ const (
 // hookNumbers are the kernel's, from linux/netfilter.h.
 var hookNumbers = map[string]uint32{"prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
 
-// batch is a transaction on its way into bytes. What each message holds is noted, so that an error can name its object.
+// batch encodes a transaction. It records what each message holds, so that errors can name the object.
 type batch struct {
 	netlink.Buffer
 	messages []message
@@ -53,7 +53,7 @@ type batch struct {
 	chains map[nft.ChainID][]byte
 }
 
-// message says what a message does. Elements are those it carries, in their order.
+// message says what a message does, and which elements it carries, in order.
 type message struct {
 	seq      uint32
 	start    int
@@ -62,7 +62,7 @@ type message struct {
 	elements []nft.Element
 }
 
-// encode turns a transaction into one batch. The bytes hold until the next call.
+// encode encodes a transaction as one batch. The bytes are valid until the next call.
 func (b *batch) encode(txn *nft.Txn) []byte {
 	b.Reset()
 	b.messages = b.messages[:0]
@@ -83,7 +83,7 @@ func (b *batch) encode(txn *nft.Txn) []byte {
 // should not hold for good what its first fill took.
 const keepBytes = 1 << 20
 
-// trim lets go of what only a large transaction needed.
+// trim frees memory that only a large transaction needed.
 func (b *batch) trim() {
 	if cap(b.Bytes()) > keepBytes {
 		b.Buffer, b.messages = netlink.Buffer{}, nil
@@ -186,7 +186,8 @@ func (b *batch) object(f ipfamily.Family, msg uint16, flags uint16, what string)
 	return m
 }
 
-// replaceTable makes the table anew: it is added first, so that deleting it succeeds whether it was there or not.
+// replaceTable replaces the table. It adds the table first, so that the deletion succeeds whether the table existed or
+// not.
 func (b *batch) replaceTable(f ipfamily.Family, t *nft.Table) {
 	b.End(b.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
 	b.deleteTable(f)
@@ -434,8 +435,8 @@ func (b *batch) describe(seq uint32, offset int) string {
 	return what
 }
 
-// elementOf gives the element that was refused. It is not ok if it was something else, or one of several and nobody
-// knows which.
+// elementOf returns the rejected element. ok is false if something else was rejected, or one of several elements and
+// the kernel does not say which.
 func (b *batch) elementOf(r netlink.Error) (f ipfamily.Family, e nft.Element, ok bool) {
 	i := sort.Search(len(b.messages), func(i int) bool { return b.messages[i].seq >= r.Seq })
 	if i == len(b.messages) || b.messages[i].seq != r.Seq || len(b.messages[i].elements) == 0 {

@@ -23,14 +23,15 @@ type Owned struct {
 
 func (e *Owned) Error() string {
 	return fmt.Sprintf(
-		"the table %s %s belongs to another process, that has netlink port %d (usually its pid): stop it first, or wait for it if it is about to be restarted",
+		"the table %s %s belongs to another process, that has netlink port %d (usually its pid): "+
+			"stop it first, or wait for it if it is about to be restarted",
 		e.Family.NFT(),
 		nft.TableName,
 		e.Port,
 	)
 }
 
-// failed decides what to do about a transaction that failed: nil means to try again at once.
+// failed decides how to handle a failed transaction. It returns nil if the caller should plan and try again at once.
 func (b *Backend) failed(txn *nft.Txn, err error) error {
 	var large *netlink.TooLarge
 	if errors.As(err, &large) {
@@ -39,8 +40,8 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 		if !b.shrink(large) {
 			return err
 		}
-		if shrunkBefore &&
-			b.syncState != stateInSync { // what is wrong cannot be mended at once: everything is made anew, a little at a time
+		// A correction does not fit into one transaction: rewrite everything, in several.
+		if shrunkBefore && b.syncState != stateInSync {
 			b.syncState = stateUnfixable
 		}
 		return nil
@@ -56,10 +57,11 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	case r.all(unix.ERESTART, unix.EAGAIN, unix.EINTR):
 		b.model.Rollback(txn)
 		return nil
-	case r.any(unix.ENOMEM): // which is nobody's fault
+	case r.any(unix.ENOMEM): // no Service is the cause
 		b.model.Rollback(txn)
 		return err
-	case !b.noOtherWriter(), txn.Tables[0].Create == nil && b.isFirstEEXIST(err): // perhaps the kernel does not hold what we think
+	case !b.noOtherWriter(), txn.Tables[0].Create == nil && b.isFirstEEXIST(err):
+		// The kernel may not hold what the model says.
 		b.listAll = b.listAll || b.isFirstEEXIST(err)
 		b.model.Rollback(txn)
 		if b.syncState == stateInSync {
@@ -79,22 +81,22 @@ func (b *Backend) failed(txn *nft.Txn, err error) error {
 	return err
 }
 
-// isFirstEEXIST says whether a transaction failed for the first time because something is where an element of ours has to go:
-// others may have put it there before we looked, or a process that was stopped midway, and no one has listed all
-// there is.
+// isFirstEEXIST says whether a transaction failed, for the first time, because an element exists where one of ours must
+// go. Others may have put it there before we read the tables, or a process that was stopped midway; nobody has listed
+// all elements yet.
 func (b *Backend) isFirstEEXIST(err error) bool {
 	var r *rejected
 	return !b.listAll && errors.As(err, &r) && r.any(unix.EEXIST)
 }
 
-// noOtherWriter says whether nobody else wrote to nf_tables since we know what is there.
+// noOtherWriter says whether nobody else has written to nf_tables since the tables were last known.
 func (b *Backend) noOtherWriter() bool {
 	generation, err := b.reader.Generation()
 	return err == nil && generation == b.generation
 }
 
-// resolveUnknownOutcome deals with a transaction of which nobody knows whether it is in: it could not be sent as a whole, or its
-// answers got lost. The revision in the tables tells.
+// resolveUnknownOutcome handles a transaction that may or may not be committed: it could not be sent completely, or the
+// answers were lost. The revision in the tables decides.
 func (b *Backend) resolveUnknownOutcome(txn *nft.Txn, err error) error {
 	if rerr := b.reopenSockets(); rerr != nil {
 		b.syncState = min(b.syncState, stateStale)
@@ -113,14 +115,13 @@ func (b *Backend) resolveUnknownOutcome(txn *nft.Txn, err error) error {
 		b.model.Rollback(txn)
 		return errors.Join(err, rerr)
 	}
-	// It is in, and the model says so: there is nothing more to do but to see to it that all of that is true, and to
-	// write what it had no room for.
+	// It is committed, as the model says. What remains is to read the tables back, and to write what had no room.
 	b.syncState, b.pending = stateStale, mergeChange(txn.Left, b.pending)
 	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 	return nil
 }
 
-// revision reads what a table says of itself.
+// revision reads the revision of a table.
 func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 	listed, err := b.reader.Elements(f, nft.RevisionSet)
 	elements := make([]nft.Element, len(listed))
@@ -130,7 +131,7 @@ func (b *Backend) revision(f ipfamily.Family) (nft.Revision, error) {
 	return nft.RevisionOf(elements), err
 }
 
-// reopenSockets opens those sockets anew that an error has left of no use.
+// reopenSockets replaces the sockets that an error has made unusable.
 func (b *Backend) reopenSockets() error {
 	for _, c := range []struct {
 		conn **Conn
@@ -152,7 +153,7 @@ func (b *Backend) reopenSockets() error {
 	return nil
 }
 
-// ownerError turns EPERM into who owns the table, if that is why.
+// ownerError returns an error that names the table's owner, if that is the reason for EPERM.
 func (b *Backend) ownerError(err error) error {
 	if !errors.Is(err, unix.EPERM) {
 		return err
@@ -167,12 +168,12 @@ func (b *Backend) ownerError(err error) error {
 	return fmt.Errorf("%w (%w)", ErrRights, err)
 }
 
-// notServiceErrors are the error numbers of refusals that say nothing of an element: no memory, no room in a set, another
-// owner of the table, and that the kernel wants to be asked again.
+// notServiceErrors are errors that say nothing about an element: no memory, no room in a set, another owner of the
+// table, or a request to try again.
 var notServiceErrors = []unix.Errno{unix.ENOMEM, unix.ENFILE, unix.EPERM, unix.ERESTART, unix.EAGAIN, unix.EINTR}
 
-// blameServices finds the Services whose elements of a transaction the kernel does not take. It gives none if anything but
-// elements of Services is refused: then they are not to blame.
+// blameServices finds the Services whose elements the kernel rejects. It returns none if the kernel rejects anything
+// but elements of Services, because then they are not the cause.
 func (b *Backend) blameServices(txn *nft.Txn) map[snapshot.Name]error {
 	objections, ok := b.objections(txn)
 	if !ok {
@@ -200,17 +201,17 @@ func (b *Backend) blameServices(txn *nft.Txn) map[snapshot.Name]error {
 	return out
 }
 
-// objection is what the kernel has against an element.
+// objection is an element that the kernel rejects.
 type objection struct {
 	family  ipfamily.Family
 	element nft.Element
 	why     error
 }
 
-// objections asks the kernel which elements of a transaction it would refuse, each of what is added in a message of
-// its own: kernels before 6.1 do not say which of several they refuse. If that is more than this process may send, a
-// part of the elements is asked for at a time, always with all the rest of the transaction. It is not ok if that did
-// not work out, or something else is refused.
+// objections asks the kernel which elements of a transaction it would reject. Each new element gets its own message,
+// because kernels before 6.1 do not say which of several elements they reject. If that is more than this process may
+// send at once, it asks for a part of the elements at a time, always with the rest of the transaction. ok is false if
+// that fails, or if the kernel rejects something else.
 func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 	added := 0
 	for i := range step.Tables {
@@ -234,7 +235,8 @@ func (b *Backend) objections(step *nft.Txn) (out []objection, ok bool) {
 	return nil, false
 }
 
-// part gives a step without those of its new elements that are not among some of them, counted through all sets.
+// part returns the transaction with only some of its new elements: those from one index to another, counted through all
+// sets.
 func part(step *nft.Txn, from, to int) *nft.Txn {
 	p := &nft.Txn{Tables: step.Tables}
 	for i := range p.Tables {
@@ -247,8 +249,8 @@ func part(step *nft.Txn, from, to int) *nft.Txn {
 	return p
 }
 
-// trial asks the kernel what it would refuse, by a batch that is never finished: it says of each message what it
-// thinks of it, and then throws all of it away.
+// trial asks the kernel what it would reject, with a batch that is never finished. The kernel answers each message and
+// then discards them all.
 func (b *Backend) trial(step *nft.Txn) (out []objection, err error) {
 	offer := &batch{unfinished: true, single: true, tableFlags: b.batch.tableFlags}
 	refused, err := b.conn.Commit(offer.encode(step))

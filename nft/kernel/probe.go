@@ -13,7 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Unsupported says that this kernel lacks what we cannot do without.
+// Unsupported says that this kernel lacks a feature that every ruleset needs.
 type Unsupported struct {
 	// Missing lists the features, each with the Linux version that brought it and its build option.
 	Missing []string
@@ -63,15 +63,15 @@ func (c *Conn) ownership() (bool, error) {
 	return len(refused) == 0, nil
 }
 
-// probeTable holds one of everything that a state could ask for.
+// probeTable returns a table with one of everything that a state may need.
 func probeTable(f ipfamily.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
 	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4})
 	return &nft.TableTxn{Create: &t}
 }
 
-// probeResult turns what was refused of the probe into an error. Some features old kernels pass over in silence: those are
-// known by the kernel's version alone.
+// probeResult turns the kernel's rejections of the probe into an error. Old kernels ignore some features silently;
+// those are detected by the kernel's version.
 func (b *batch) probeResult(refused []netlink.Error, release string) error {
 	var missing []string
 	add := func(s string) {

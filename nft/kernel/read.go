@@ -15,11 +15,12 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// Elements reads all elements of one of our sets, in the kernel's order. A table or set that is not there gives none.
+// Elements reads all elements of one of our sets, in the kernel's order. It returns none if the table or set does not
+// exist.
 //
-// A set that has just grown gets more buckets a moment after the transaction, and the kernel may then list some
-// elements twice and others not at all. So a list is taken again until each is there once, and as many as the kernel
-// tells (Linux 6.16).
+// The kernel gives a set that has grown more buckets a moment after the transaction. Meanwhile it may list some
+// elements twice and omit others. So the list is repeated until it has each element once, and as many as the kernel
+// reports (Linux 6.16).
 func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err error) {
 	if s := nft.SetByID(set); s.Interval {
 		return c.ranges(f, set)

@@ -11,7 +11,7 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// Reader reads our tables beside whoever writes them, and changes nothing. It is not safe for concurrent use.
+// Reader reads our tables beside the process that writes them. It changes nothing and is not safe for concurrent use.
 type Reader struct {
 	conn *Conn
 	// cidrs are the ServiceCIDRs of each family, which are listed once; nil means not yet.
@@ -48,7 +48,7 @@ func rights(err error) error {
 	return err
 }
 
-// Revisions gives the revision of each table; the zero Revision of one that is not there, or has none.
+// Revisions returns the revision of each table; the zero Revision if the table does not exist or has none.
 func (r *Reader) Revisions() (out ipfamily.Per[nft.Revision], err error) {
 	for i, f := range ipfamily.All {
 		listed, err := r.conn.Elements(f, nft.RevisionSet)
@@ -95,18 +95,19 @@ func (r *Reader) cidr(f ipfamily.Family, keys []nft.Element) ([]nft.Listed, erro
 	return nil, nil
 }
 
-// List gives all elements of a set, in the kernel's order. It walks the set, at a cost that grows faster than the
-// set: beyond ListMost elements use Get. Whole is false if others wrote so often meanwhile that some may be missing.
+// List returns all elements of a set, in the kernel's order. Its cost grows faster than the set: beyond ListMost
+// elements use Get. whole is false if others wrote so often meanwhile that elements may be missing.
 func (r *Reader) List(f ipfamily.Family, set nft.SetID) (elements []nft.Listed, whole bool, err error) {
 	r.conn.torn = false
 	elements, err = r.conn.Elements(f, set)
 	return elements, !r.conn.torn, rights(err)
 }
 
-// ListMost is how many elements are read faster by listing them than by their keys.
+// ListMost is the number of elements up to which listing is faster than reading by key.
 const ListMost = dumpMost
 
-// Sizes gives how many elements each set of a table has, where the kernel tells (Linux 6.16); else it is not known.
+// Sizes returns the number of elements of each set of a table. known is false where the kernel cannot tell (before
+// Linux 6.16).
 func (r *Reader) Sizes(f ipfamily.Family) (n [nft.NumSets]int, known bool, err error) {
 	err = r.conn.objects(f, unix.NFT_MSG_GETSET, func(attrs netlink.Attributes) {
 		for set := range nft.NumSets {
@@ -178,11 +179,11 @@ type Contents struct {
 	Unchecked int
 }
 
-// quietTries is how often everything is read in the hope that nobody writes meanwhile.
+// quietTries is how often everything is read, until nobody writes meanwhile.
 const quietTries = 3
 
-// Contents reads everything, at a cost that grows with the number of elements: half a second for 100,000. It is
-// compared with the tables of a model; nil stands for what the elements found ask for.
+// Contents reads everything and compares it with the tables of a model, or with what the found elements themselves
+// require if wanted is nil. The cost grows with the number of elements: half a second for 100,000.
 func (r *Reader) Contents(wanted *nft.Model) (c *Contents, err error) {
 	for range quietTries {
 		quiet, err := r.quietly(func() (err error) {
@@ -200,7 +201,7 @@ func (r *Reader) Contents(wanted *nft.Model) (c *Contents, err error) {
 	return c, r.piecemeal(c)
 }
 
-// quietly reads something, and says whether our tables were not written to meanwhile.
+// quietly calls read, and says whether nobody wrote to our tables meanwhile.
 func (r *Reader) quietly(read func() error) (quiet bool, err error) {
 	before, err := r.Revisions()
 	if err != nil {
@@ -219,7 +220,7 @@ const (
 	pieceTries     = 30
 )
 
-// piecemeal looks for what is wrong by pieces.
+// piecemeal compares the tables piece by piece.
 func (r *Reader) piecemeal(c *Contents) error {
 	c.Wrong, c.Contradictions = nil, nil
 	for i, f := range ipfamily.All {
@@ -253,7 +254,7 @@ func (r *Reader) piecemeal(c *Contents) error {
 	return nil
 }
 
-// piece looks whether what belongs to some frontends fits together.
+// piece checks that everything that belongs to some frontends is consistent.
 func (r *Reader) piece(family int, frontends []nft.Element, c *Contents) error {
 	for range pieceTries {
 		var found ipfamily.Per[nft.Found]
@@ -307,7 +308,7 @@ func (r *Reader) readPiece(f ipfamily.Family, frontends []nft.Element, found *nf
 	return nil
 }
 
-// structureDifferences says what is wrong with a table before one looks into it.
+// structureDifferences describes what is wrong with a table's structure.
 func (t *TableFound) structureDifferences(f ipfamily.Family) []string {
 	switch {
 	case !t.There:

@@ -16,8 +16,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// readBack looks at the structure of our tables. It gives nil if they are not there, or not
-// such that elements alone could take them to what the model holds.
+// readBack compares the structure of our tables with the model. It returns nil if they do not exist, or if changing
+// elements alone cannot correct them.
 func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	found := &ipfamily.Per[nft.Found]{}
 	for i, f := range ipfamily.All {
@@ -36,8 +36,8 @@ func (b *Backend) readBack() (*ipfamily.Per[nft.Found], error) {
 	return found, nil
 }
 
-// takeOwnership looks for our tables, and makes those ours that nobody owns. A table that was made without the wish to own it
-// stays everybody's, since the kernel does not change that: it has to be made anew.
+// takeOwnership looks for our tables, and takes those that nobody owns. A table that was made without ownership must be
+// made again, because the kernel cannot change that.
 func (b *Backend) takeOwnership() error {
 	port, err := b.conn.Wire.Port()
 	if err != nil {
@@ -67,12 +67,12 @@ func (b *Backend) takeOwnership() error {
 	return nil
 }
 
-// dumpMost is how many slots are read by listing the whole map. The kernel walks it anew for each datagram of a list,
-// so that larger ones are read faster by their keys, which follow from the frontends.
+// dumpMost is how many slots are read by listing the whole map. The kernel walks the map again for each datagram of a
+// list, so larger maps are read faster by their keys, which follow from the frontends.
 const dumpMost = 32768
 
-// readElements is Conn.readElements, and finds the slots that no pool leads to, too: if others left such and they
-// stayed, each Check would find them and no correction would end that.
+// readElements is Conn.readElements, and also finds slots that belong to no pool. If others left such slots, every
+// Check would find them, and no correction would remove them.
 func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale) error {
 	most := b.dumpMost
 	for i := range found {
@@ -97,8 +97,8 @@ func (b *Backend) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale)
 	return nil
 }
 
-// readElements reads what the tables hold in stale buckets. More slots than most are read by their keys, as all are
-// of which only some buckets are stale.
+// readElements reads the elements in stale buckets. If there are more slots than most, or if only some buckets are
+// stale, it reads slots by their keys.
 func (c *Conn) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale, most int) error {
 	for i, f := range ipfamily.All {
 		for set := range nft.NumSets {
@@ -140,7 +140,8 @@ func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found
 	return err
 }
 
-// learnSlots reads what the model has to know before it can plan a change. It is not ok if that is not what it should be.
+// learnSlots reads the slots that the model must know before it can plan a change. ok is false if they are not what
+// they should be.
 func (b *Backend) learnSlots(change dataplane.Change) (ok bool, err error) {
 	unread := b.model.UnknownSlots(change.Services)
 	for i := range unread {
@@ -157,14 +158,14 @@ func (b *Backend) learnSlots(change dataplane.Change) (ok bool, err error) {
 	return b.model.SetSlots(unread), nil
 }
 
-// checkBudget bounds how long a Check keeps its caller, who may have a change to write; an inspection goes on after
-// restFactor times as long.
+// checkBudget bounds how long a Check takes, because its caller may have a change to write. An inspection continues
+// after a pause of restFactor times as long.
 const (
 	checkBudget = 5 * time.Millisecond
 	restFactor  = 4
 )
 
-// inspection is a look at all elements, a few at a time.
+// inspection compares all elements, a few at a time.
 type inspection struct {
 	// left are the Services still to be looked at; running says that there is an inspection.
 	left    []snapshot.Name
@@ -173,9 +174,9 @@ type inspection struct {
 	relists int
 }
 
-// Check looks, for a few milliseconds, whether somebody else changed our tables, and says in words what it found: the
-// next Apply repairs it. It also ends what transactions left to do: affinity entries of endpoints that are gone.
-// Again is when it wants to go on; 0 means that it is through.
+// Check looks, for a few milliseconds, whether somebody else changed our tables. It returns one line for each finding;
+// the next Apply repairs them. It also continues work that transactions left: removing affinity entries of removed
+// endpoints, and counting. again is the delay until the next call; 0 means that nothing is left to do.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	if b.syncState != stateInSync { // the next Apply will look
 		return nil, 0, nil
@@ -212,13 +213,13 @@ func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	return found, again, err
 }
 
-// How much a Check rewrites, at most, of what is not counted as it should be.
+// How much one Check rewrites, at most, to correct which elements have counters.
 const (
 	recountServices = 64
 	recountElements = 1024
 )
 
-// recount rewrites some Services whose elements are not counted as they should be, and says whether there are more.
+// recount rewrites some Services whose elements lack counters or should have none, and says whether there are more.
 func (b *Backend) recount() (more bool, err error) {
 	names := b.model.Recounts(recountServices)
 	if len(names) == 0 {
@@ -244,8 +245,8 @@ func (b *Backend) recount() (more bool, err error) {
 	return len(b.model.Recounts(1)) > 0, nil
 }
 
-// checkTables asks for the generation, which costs a few microseconds. If others wrote something, it looks at our
-// tables, and begins an inspection unless nobody else could have written to them.
+// checkTables reads the generation, which takes a few microseconds. If others have written since, it compares our
+// tables and begins an inspection, unless nobody else could have written to them.
 func (b *Backend) checkTables() ([]string, error) {
 	generation, err := b.reader.Generation()
 	if err != nil || generation == b.generation {
@@ -320,13 +321,13 @@ func (b *Backend) checkStructure() (found []string, err error) {
 	return found, nil
 }
 
-// maxRelists is how often a set is listed once more before an inspection believes that others have changed it.
+// maxRelists is how often a set is listed again before an inspection concludes that others have changed it.
 const maxRelists = 2
 
-// inspectAtOnce is how many Services are looked at in one go, some hundreds of elements.
+// inspectAtOnce is how many Services are compared in one step, some hundreds of elements.
 const inspectAtOnce = 16
 
-// inspect goes on with an inspection.
+// inspect continues an inspection.
 func (b *Backend) inspect() (found []string, err error) {
 	in := &b.inspection
 	if len(in.left) == 0 {
@@ -363,7 +364,7 @@ func (b *Backend) inspect() (found []string, err error) {
 	return found, nil
 }
 
-// differences says which elements are not as they should be.
+// differences describes the elements that are not as they should be.
 func differences(f ipfamily.Family, want []nft.Element, got map[string]nft.Element) (found []string) {
 	for i := range want {
 		set := nft.SetByID(want[i].Set)

@@ -9,8 +9,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// rescue reads the clients that tables which are about to be replaced remember, so that they keep their endpoints:
-// those of the present layout, or of an older one.
+// rescue reads the remembered clients from tables that are about to be replaced, so that the clients keep their
+// endpoints. It understands the present layout and layout 1.
 func (b *Backend) rescue() (out ipfamily.Per[[]nft.Listed], err error) {
 	for i, f := range ipfamily.All {
 		if !b.tables[i].exists {

@@ -13,7 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 )
 
-// tableInfo is what the kernel says of a table as such.
+// tableInfo is what the kernel says of a table itself.
 type tableInfo struct {
 	exists bool
 	flags  uint32
@@ -50,21 +50,21 @@ func (c *Conn) table(f ipfamily.Family) (info tableInfo, err error) {
 	return info, nil
 }
 
-// structure is what a table holds besides elements, compared with what it should.
+// structure is what a table holds besides elements, compared with what it should hold.
 type structure struct {
 	nft.Found
-	// sets says that all sets are there and as they should be, and chains such that elements and rules alone can mend
-	// the table; counted that the kernel tells how many elements sets have.
+	// sets says that all sets are as they should be, and that elements and rules alone can correct the chains. counted
+	// says that the kernel reports the number of elements of each set.
 	sets, counted bool
-	// digested says that the digests are such as Verdict writes.
+	// digested says that the digests are in Verdict's format.
 	digested bool
 	counts   [nft.NumSets]int
-	// differences says in words what is not as it should be.
+	// differences describes what is not as it should be.
 	differences []string
 }
 
-// structure reads a table back and compares it with what it should be. Chains that should not be there but have a
-// name of ours count as found, and are compared with what their name promises.
+// structure reads a table back and compares it with what it should be. An extra chain with a name of ours counts as
+// found, and is compared with the content that its name stands for.
 func (c *Conn) structure(f ipfamily.Family, want nft.Table, layout nft.Structure) (*structure, error) {
 	s := &structure{Found: nft.Found{Chains: map[nft.ChainID]bool{}}}
 	err := errors.Join(c.compareSets(f, want, s), c.compareChains(f, want, layout, s))

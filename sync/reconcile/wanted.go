@@ -65,7 +65,9 @@ func (w *wanted) succeed(left []snapshot.Name) {
 			w.keepAcknowledged(n, w.before[i])
 		}
 	}
-	maps.DeleteFunc(w.acknowledgedAs, func(n snapshot.Name, svc *dataplane.Service) bool { return !waits[n] || svc == nil })
+	maps.DeleteFunc(w.acknowledgedAs, func(n snapshot.Name, svc *dataplane.Service) bool {
+		return !waits[n] || svc == nil
+	})
 	w.latest, w.before, w.globals = dataplane.Change{}, nil, false
 }
 
