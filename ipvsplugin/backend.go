@@ -18,8 +18,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Backend is a reconcile.Writer that has IPVS schedule, and another backend do everything else. Its methods may be
-// called at the same time; all but Statistics wait for each other.
+// Backend is a reconcile.Writer that programs IPVS, and leaves everything else to another Writer. Its methods may be
+// called concurrently; all but Statistics and DestinationStatistics wait for each other.
 type Backend struct {
 	inner   reconcile.Writer
 	options Options
@@ -30,20 +30,20 @@ type Backend struct {
 	net   rtnetlink
 	guard guard
 
-	// want is what the last State asked for, and services are the ranges of addresses that are Services' alone; nil if
+	// want is what the last State asked for. services are the ranges of addresses that belong to Services only; nil if
 	// they are not known.
 	want     table
 	services []netip.Prefix
-	// dirty says that the kernel may not hold want, so that all of it has to be looked at.
+	// dirty says that the kernel may not hold want, so that all of it has to be compared.
 	dirty bool
-	// active says that IPVS is in use, or that there is something left of it. have, routes, guarded and devices are what
-	// the kernel holds then, unless it is doubtful: then they are read.
+	// active says that IPVS is in use, or that something of ours is left in it. have, routes, guarded and devices are
+	// then what the kernel holds, unless stale is set: then they are read again.
 	active, stale bool
 	have          contents
 	routes        map[netip.Addr]netip.Addr // and their source
 	guarded       map[netip.Addr]bool
 	devices       []device
-	// draining are virtual services with something that waits for connections to end.
+	// draining are the virtual services with destinations that wait for their connections to end.
 	draining map[dataplane.Key]bool
 	progress checkProgress
 
@@ -56,8 +56,8 @@ type Backend struct {
 
 var _ reconcile.Writer = (*Backend)(nil)
 
-// New wraps a backend. It opens its sockets in the network namespace of the calling thread, and touches nothing yet:
-// neither IPVS nor its parameters are as much as looked at before a Service asks for it.
+// New wraps a Writer. It opens its sockets in the network namespace of the calling thread. It neither reads nor changes
+// IPVS or its parameters before a Service asks for it.
 func New(inner reconcile.Writer, o Options) (*Backend, error) {
 	b := &Backend{inner: inner, options: o, now: steadyClock(), want: newTable(), dirty: true, stale: true}
 	if b.options.DrainLimit == 0 {
@@ -74,7 +74,7 @@ func New(inner reconcile.Writer, o Options) (*Backend, error) {
 	return b, nil
 }
 
-// Close closes the sockets, not the backend it wraps. What is in the kernel stays.
+// Close closes the sockets, but not the wrapped Writer. What is in the kernel stays.
 func (b *Backend) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -83,9 +83,9 @@ func (b *Backend) Close() error {
 	return errors.Join(b.ipvs.close(), b.statisticsConn.ipvs.close(), b.net.close(), b.guard.close())
 }
 
-// Probe says whether this kernel has IPVS and the schedulers, which it is made to load, and whether this process may
-// set the parameters that are needed, unless they are set already. The error is a *Missing that names modules, if
-// they are what is missing. It is asked in the network namespace of the calling thread.
+// Probe says whether this kernel has IPVS and the schedulers, which it makes the kernel load, and whether this process
+// may set the required parameters that are not set yet. If modules are missing, the error is a *Missing that names
+// them. It uses the network namespace of the calling thread.
 func Probe(schedulers ...string) error {
 	s, err := openSocket(unix.NETLINK_GENERIC)
 	if err != nil {
@@ -120,11 +120,11 @@ func (v *ipvs) probe(schedulers []string) error {
 
 func module(scheduler string) string { return "ip_vs_" + scheduler }
 
-// Apply has IPVS ready before the other backend sends it anything, and takes away what is not wanted any more after
-// that.
+// Apply prepares IPVS before the other Writer sends it anything, and afterwards removes what is no longer wanted.
 //
-// If the kernel refuses what a Service asks of IPVS, or somebody else has a virtual service at the Service's address,
-// the error wraps a *dataplane.Refused. What was written for others by then stays: nothing is sent there.
+// If the kernel rejects what a Service asks of IPVS, or if somebody else has a virtual service at its address, the
+// error wraps a *dataplane.Refused. What was written for other Services before that stays: no packets are sent there
+// yet.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -141,7 +141,8 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		return r, err
 	}
 	inner, err := b.inner.Apply(want, change)
-	for err == nil && len(inner.Left) > 0 && b.active { // what IPVS does not need any more is only taken away once nothing leads there
+	// Nothing may be removed from IPVS while packets are still sent there.
+	for err == nil && len(inner.Left) > 0 && b.active {
 		var r dataplane.Receipt
 		r, err = b.inner.Apply(want, dataplane.Change{})
 		inner = inner.Then(r)
@@ -170,7 +171,7 @@ func (b *Backend) sent() (r dataplane.Receipt) {
 	return r
 }
 
-// sum adds up what the other backend wrote and what IPVS took.
+// sum adds up the receipts of both Writers.
 func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 	inner.Adopted = inner.Adopted && ours.Added+ours.Replaced+ours.Removed == 0
 	inner.Added += ours.Added
@@ -182,8 +183,8 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 	return inner
 }
 
-// update brings the table up to date, and gives the keys that may have to be written. If need be it starts to use
-// IPVS, and reads what the kernel holds.
+// update updates the wanted table and returns the keys that may have to be written. If necessary it starts to use IPVS
+// and reads what the kernel holds.
 func (b *Backend) update(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
 	b.services = nil
@@ -218,13 +219,13 @@ func (b *Backend) touchAll(touched map[dataplane.Key]bool) {
 	}
 }
 
-// Loaded says whether IPVS is in the kernel already. To ask IPVS itself would load it.
+// Loaded says whether the kernel has loaded IPVS. A request to IPVS itself would load it.
 func Loaded() bool {
 	_, err := os.Stat("/proc/thread-self/net/ip_vs")
 	return err == nil
 }
 
-// adoptOrStart sets IPVS up, and reads what there is of ours.
+// adoptOrStart sets IPVS up, and reads what an earlier process left.
 func (b *Backend) adoptOrStart() error {
 	b.active, b.ipvs.family = false, 0 // it may have been loaded anew
 	if err := b.ipvs.find(); err != nil {
@@ -252,7 +253,7 @@ func (b *Backend) adoptOrStart() error {
 	return b.readDevices()
 }
 
-// refuseAll is the error of a kernel that cannot schedule at all; nil if nobody asks for it.
+// refuseAll returns the error for a kernel that cannot schedule at all; nil if no Service asks for it.
 func (b *Backend) refuseAll(why error) error {
 	r := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for n := range b.want.byService {
@@ -264,10 +265,10 @@ func (b *Backend) refuseAll(why error) error {
 	return r
 }
 
-// maxReads bounds how often one Apply reads what the kernel holds because others are at it.
+// maxReads bounds how often one Apply reads what the kernel holds because others change it meanwhile.
 const maxReads = 3
 
-// prepare writes what has to be there before anything is sent to it: addresses, virtual services, destinations.
+// prepare writes what must exist before packets arrive: addresses, virtual services, destinations.
 func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	if err := b.addRoutes(touched, r); err != nil {
 		return err
@@ -293,7 +294,7 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 	return fmt.Errorf("ipvs: somebody else changes it all the time")
 }
 
-// finish lets drain or removes what is not wanted.
+// finish drains or removes what is not wanted.
 func (b *Backend) finish(touched map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	p := b.planner()
 	p.idle = func(k dataplane.Key, _ netip.AddrPort) bool { return b.mustRelease(k.Addr) }
@@ -310,7 +311,7 @@ func (b *Backend) finish(touched map[dataplane.Key]bool, r *dataplane.Receipt) e
 	return b.removeRoutes(touched, r)
 }
 
-// writeRemovals writes ops that take something away. What is gone already leaves a doubt about the rest.
+// writeRemovals writes removals. If an object is already gone, the rest is read again.
 func (b *Backend) writeRemovals(ops []op, r *dataplane.Receipt) error {
 	stale, err := b.write(ops, r)
 	if err != nil {
@@ -331,8 +332,7 @@ func (b *Backend) updateDraining(k dataplane.Key) {
 	}
 }
 
-// steadyClock gives a clock that goes on from what it is now, whatever the machine's is set to later: that should
-// neither end what drains, nor have it drain for longer.
+// steadyClock returns a clock that setting the machine's clock does not affect, so that drains end in time.
 func steadyClock() func() time.Time {
 	began := time.Now()
 	return func() time.Time { return began.Add(time.Since(began)) }
@@ -346,8 +346,8 @@ func sorted(keys map[dataplane.Key]bool) []dataplane.Key {
 	return slices.SortedFunc(maps.Keys(keys), dataplane.Key.Compare)
 }
 
-// write commits ops. stale says that the kernel holds something else than was believed; an error that it refuses
-// something, or that nobody knows what it holds.
+// write commits ops. stale says that the kernel holds something other than expected. An error says that the kernel
+// rejects something, or that its content is not known.
 func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) {
 	if stale, err := b.ownershipLost(ops); stale || err != nil {
 		return stale, err
@@ -384,8 +384,8 @@ func (b *Backend) write(ops []op, r *dataplane.Receipt) (stale bool, err error) 
 	return stale, nil
 }
 
-// ownershipLost says whether a virtual service that is about to be changed is not ours any more. IPVS has no transactions:
-// whoever puts one of his own in its place just now goes unnoticed.
+// ownershipLost says whether a virtual service that is about to be changed is no longer ours. IPVS has no transactions,
+// so a replacement by somebody else right after this check goes unnoticed.
 func (b *Backend) ownershipLost(ops []op) (bool, error) {
 	var last dataplane.Key
 	for _, o := range ops {
@@ -412,8 +412,8 @@ func countOp(v verb, r *dataplane.Receipt) {
 	}
 }
 
-// explain says why the kernel refuses a write; nil if the only reason is that it holds something else than was
-// believed. fatal says that it is not because of what was asked for.
+// explain says why the kernel rejects a write. why is nil if the kernel only holds something other than expected. fatal
+// says that the cause is not what the Service asked for.
 func (b *Backend) explain(o op, errno unix.Errno) (why error, fatal bool) {
 	switch {
 	case o.verb == newService && errno == unix.EEXIST:
@@ -437,7 +437,7 @@ func (b *Backend) explain(o op, errno unix.Errno) (why error, fatal bool) {
 	return fmt.Errorf("ipvs: %s: %w", o, errno), false
 }
 
-// adopt takes a virtual service as ours, if the operator's Adopt says so. It gets our mark when it is written next.
+// adopt makes a virtual service ours if Options.Adopt agrees. The next write marks it.
 func (b *Backend) adopt(l listed) (bool, error) {
 	if b.options.Adopt == nil {
 		return false, nil
@@ -455,7 +455,7 @@ func (b *Backend) adopt(l listed) (bool, error) {
 	return true, nil
 }
 
-// verify reads back what was written. The kernel acknowledges each write; that it did it shows here.
+// verify reads back what was written, because an acknowledged write may still not be in effect.
 func (b *Backend) verify(ops []op) error {
 	var last dataplane.Key
 	for _, o := range ops {
@@ -475,8 +475,7 @@ func (b *Backend) verify(ops []op) error {
 	return nil
 }
 
-// compare says in words what the kernel holds else than is believed of one virtual service; nothing if it is as it
-// should be.
+// compare describes how one virtual service in the kernel differs from what is expected; "" if it does not.
 func (b *Backend) compare(k dataplane.Key) (string, error) {
 	have := b.have.services[k]
 	l, there, err := b.ipvs.service(k)

@@ -21,19 +21,19 @@ const (
 
 // checkProgress is how far Check has come.
 type checkProgress struct {
-	// strayRoutes says that there may be routes to addresses that nobody needs.
+	// strayRoutes says that routes may exist to addresses that no Service needs.
 	strayRoutes bool
-	// round are the virtual services, and after them addresses, that are still to be looked at in this round.
+	// round holds the virtual services, and addrs the addresses, that this round still has to check.
 	round []dataplane.Key
 	addrs []netip.Addr
 	// nextRound, nextDrain and nextGuard are when these are due again.
 	nextRound, nextDrain, nextGuard time.Time
 	generation                      uint32
-	// drains are those that are still to be looked at.
+	// drains are the draining virtual services that are still to be checked.
 	drains []dataplane.Key
 }
 
-// Check looks whether others changed what is ours, a part of it at a time, and takes away what has drained meanwhile.
+// Check looks for foreign changes, a part at a time, and removes what has drained.
 func (b *Backend) Check() (found []string, again time.Duration, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -71,7 +71,8 @@ func (b *Backend) check() (wrong []string, err error) {
 	return wrong, nil
 }
 
-// removeDrained removes destinations that have no connection left, or whose time is over, and what was waiting for them.
+// removeDrained removes destinations that have no connections left or whose time is over, and then what waited for
+// them.
 func (b *Backend) removeDrained(start time.Time) error {
 	w := &b.progress
 	if len(w.drains) == 0 {
@@ -106,7 +107,7 @@ func (b *Backend) removeDrained(start time.Time) error {
 	return b.removeRoutes(seen, &r)
 }
 
-// removable gives what can be removed of a virtual service.
+// removable returns the removals that are possible at a virtual service.
 func (b *Backend) removable(k dataplane.Key) ([]op, error) {
 	list, err := b.ipvs.dests(k)
 	if err != nil {
@@ -122,7 +123,7 @@ func (b *Backend) removable(k dataplane.Key) ([]op, error) {
 	return p.remove(k, b.have.services[k], b.want.services[k]), nil
 }
 
-// timeLeft says whether there is time for another thing after n. There is for one.
+// timeLeft says whether there is time for another step after n. The first step is always allowed.
 func timeLeft(start time.Time, n int) bool { return n == 0 || time.Since(start) < checkTime }
 
 // checkServices looks at some virtual services.
@@ -177,8 +178,8 @@ func (b *Backend) checkRoutes(start time.Time) (wrong []string, err error) {
 	return wrong, nil
 }
 
-// checkGuard follows addresses that come to this host or go, and looks at the guard if there was a transaction of
-// anybody.
+// checkGuard updates the guard when the host's addresses change, and compares the guard if anybody has committed a
+// transaction.
 func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
 	w := &b.progress
 	if start.Before(w.nextGuard) {

@@ -1,10 +1,9 @@
-// Package ipvsplugin has IPVS choose the endpoint of a connection, for the Services that ask for it. It schedules and
-// nothing else: the backend it wraps decides who is served, masquerades, rejects and drops, and leaves the packets of
-// such frontends as they are. docs/decisions/0011-ipvs.md says how both work together.
+// Package ipvsplugin makes IPVS choose the endpoints of Services that ask for it. It only schedules: the backend that
+// it wraps decides who is served, masquerades, rejects and drops, and leaves packets to such frontends alone.
+// docs/decisions/0011-ipvs.md describes how both work together.
 //
-// Everything it makes in the kernel is marked as ours in the kernel itself, so that a new process finds it, and
-// nothing else is ever changed: virtual services by bits in their flags, routes by their protocol, tables by their
-// name.
+// The plugin marks everything that it makes in the kernel, so that a new process finds it: virtual services by bits in
+// their flags, routes by their protocol, tables by their name. It changes nothing else.
 package ipvsplugin
 
 import (
@@ -16,7 +15,7 @@ import (
 
 // The flags of a virtual service that are of use here: include/uapi/linux/ip_vs.h.
 const (
-	// Persistent has clients stay with their destination.
+	// Persistent keeps clients at their destination.
 	Persistent uint32 = 0x1
 	// SchedFallback is sh-fallback and mh-fallback; SchedPort is sh-port and mh-port.
 	SchedFallback uint32 = 0x8
@@ -63,23 +62,24 @@ type Destination struct {
 	Until uint32
 }
 
-// Options are the operator's decisions. The zero value is fine.
+// Options are the operator's settings. The zero value is valid.
 type Options struct {
 	// DrainLimit is how long a destination may drain; 0 means DefaultDrainLimit. Whole seconds count.
 	DrainLimit time.Duration
-	// NodeAddrs gives the addresses of the node, best first, which connections of the node itself to a Service come
-	// from. If it is nil, or gives none that is on this host, the host's first global address of the family is taken.
+	// NodeAddrs returns the node's addresses, best first. Connections of the node itself to a Service come from the
+	// first that is on this host. If it is nil or returns none on this host, the host's first global address of the
+	// family is used.
 	NodeAddrs func() []netip.Addr
-	// Adopt is asked about a virtual service of somebody else at a key that a Service wants. If it says yes, the virtual
-	// service is ours from then on, with its connections, as kube-proxy's can be when Verdict takes over from it.
-	// Otherwise, and if it is nil, the Service is refused and the virtual service left alone.
+	// Adopt is called with a virtual service of somebody else at a key that a Service needs. If it returns true, the
+	// virtual service becomes ours with its connections, for example when Verdict takes over from kube-proxy. If it
+	// returns false or is nil, the Service is rejected and the virtual service stays untouched.
 	Adopt func(VirtualService) bool
 	// Timeouts replace those of the kernel that are not 0 here.
 	Timeouts Timeouts
 }
 
-// DefaultDrainLimit is as long as anybody should have to wait for an endpoint that is not wanted any more.
+// DefaultDrainLimit is how long a removed endpoint may keep its connections.
 const DefaultDrainLimit = time.Hour
 
-// Timeouts are how long IPVS remembers connections without packets; whole seconds, 0 is the kernel's own.
+// Timeouts are how long IPVS remembers connections without packets, in whole seconds; 0 keeps the kernel's value.
 type Timeouts struct{ TCP, TCPFin, UDP time.Duration }

@@ -63,7 +63,7 @@ type found struct {
 	dests map[netip.AddrPort]Destination
 }
 
-// contents are our virtual services as the kernel holds them, as far as it has said so. addrs counts them by address.
+// contents are our virtual services as the kernel holds them, as far as known. addrs counts them by address.
 type contents struct {
 	services map[dataplane.Key]*found
 	addrs    map[netip.Addr]int
@@ -80,7 +80,7 @@ func (c *contents) put(k dataplane.Key, f *found) {
 	c.services[k] = f
 }
 
-// apply follows a write that the kernel acknowledged.
+// apply records a write that the kernel acknowledged.
 func (c *contents) apply(o op) {
 	switch o.verb {
 	case newService:
@@ -104,22 +104,22 @@ func count(m map[netip.Addr]int, a netip.Addr, by int) {
 	}
 }
 
-// planner says what has to be written to come from what there is to what is wanted.
+// planner decides which writes lead from what the kernel holds to what is wanted.
 type planner struct {
-	// until is when what begins to drain now is given up.
+	// until is the end of drains that begin now, in seconds since 1970.
 	until uint32
-	// idle says of destinations that nobody waits for their connections to end; nil says it of none.
+	// idle says that a destination may be removed without waiting for its connections; nil means no destination.
 	idle func(dataplane.Key, netip.AddrPort) bool
 }
 
 // drains says whether destinations can be kept without getting new connections.
 //
-// UDP has no end that could be waited for: what comes next from a client goes elsewhere. The schedulers dh and lblc
-// choose by the destination address of the packet, and dh goes on choosing a destination of weight 0, so that nobody
-// would be served.
+// UDP has no end to wait for: the client's next packet goes to another destination. The schedulers dh and lblc choose
+// by the packet's destination address, and dh still chooses a destination of weight 0, so its clients would not be
+// served.
 func drains(k dataplane.Key, c Config) bool { return k.Protocol != snapshot.UDP && c.Scheduler != "dh" }
 
-// prepare gives what has to be there before packets are sent: virtual services, destinations, and their weights.
+// prepare returns the writes that must precede packets: virtual services, destinations, and their weights.
 func (p *planner) prepare(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
 	if want == nil {
 		return nil
@@ -142,8 +142,8 @@ func (p *planner) prepare(k dataplane.Key, have *found, want *VirtualService) (o
 	return ops
 }
 
-// config gives how a virtual service is to schedule while some of its destinations drain. sh and mh go on choosing
-// those, and then refuse the client unless they are told to fall back on others.
+// config returns how a virtual service schedules while some of its destinations drain. sh and mh still choose those,
+// and then reject the client unless they may fall back on other destinations.
 func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Config {
 	c := want.Config
 	if hashes(c.Scheduler) && drains(k, c) && !p.allWanted(have, want) {
@@ -154,7 +154,7 @@ func (p *planner) config(k dataplane.Key, have *found, want *VirtualService) Con
 
 func hashes(scheduler string) bool { return scheduler == "sh" || scheduler == "mh" }
 
-// allWanted says whether every destination there is is wanted.
+// allWanted says whether every existing destination is wanted.
 func (p *planner) allWanted(have *found, want *VirtualService) bool {
 	for a := range have.dests {
 		if !wants(want, a) {
@@ -176,7 +176,8 @@ func wants(vs *VirtualService, a netip.AddrPort) bool {
 	return there
 }
 
-// remove gives what goes, or begins to drain, once nobody is sent there any more. have is what there is after make.
+// remove returns the removals, and the drains to begin, once no packets are sent there. have is the content after
+// prepare.
 func (p *planner) remove(k dataplane.Key, have *found, want *VirtualService) (ops []op) {
 	if have == nil {
 		return nil
@@ -204,11 +205,11 @@ func (p *planner) remove(k dataplane.Key, have *found, want *VirtualService) (op
 	return ops
 }
 
-// maxDraining bounds the destinations of one virtual service that drain. All of them are looked at every two seconds.
+// maxDraining bounds the draining destinations of one virtual service. All of them are checked every two seconds.
 const maxDraining = 1024
 
-// limitDraining has the destinations go at once that have been draining longest, if there are too many. It gives the ops with
-// that, and how many go.
+// limitDraining removes the destinations that have drained longest if there are too many. It returns the ops with these
+// removals, and their number.
 func (p *planner) limitDraining(k dataplane.Key, have *found, want *VirtualService, ops []op) (all []op, gone int) {
 	if len(have.dests) <= maxDraining {
 		return ops, 0
@@ -241,7 +242,7 @@ func (p *planner) limitDraining(k dataplane.Key, have *found, want *VirtualServi
 	return ops, len(left)
 }
 
-// draining says whether anything of a virtual service waits for its connections to end.
+// draining says whether a virtual service has destinations that wait for their connections to end.
 func (f *found) draining(want *VirtualService) bool {
 	for a := range f.dests {
 		if !wants(want, a) {

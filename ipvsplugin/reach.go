@@ -11,8 +11,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// needsRoute says whether the host has to take in what is sent to an address: because a Service is there, or because
-// connections of one that was there go on.
+// needsRoute says whether the host must accept packets to an address: a Service is there, or connections of a former
+// Service continue.
 func (b *Backend) needsRoute(a netip.Addr) bool {
 	if b.want.addrs[a] > 0 {
 		return true
@@ -21,8 +21,8 @@ func (b *Backend) needsRoute(a netip.Addr) bool {
 	return routed && b.have.addrs[a] > 0
 }
 
-// mustRelease says whether the host takes in an address that is not Services' alone any more: then it has to be given back
-// at once, whoever is still connected.
+// mustRelease says whether the host accepts packets to an address that no longer belongs to Services only. It must
+// release the address at once, even if clients are still connected.
 func (b *Backend) mustRelease(a netip.Addr) bool {
 	_, routed := b.routes[a]
 	return routed && b.want.addrs[a] == 0 && b.services != nil &&
@@ -57,8 +57,8 @@ func (b *Backend) source(of netip.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// addRoutes makes sure that packets to the addresses of keys get to IPVS, and to nobody else on this host. The guard is
-// there first.
+// addRoutes makes sure that packets to the addresses of keys reach IPVS, and nothing else on this host. It sets up the
+// guard first.
 func (b *Backend) addRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	var missing []route
 	seen := map[netip.Addr]bool{}
@@ -109,11 +109,10 @@ func (b *Backend) addRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) e
 	return nil
 }
 
-// errGateway is why there is no route of ours to an address.
+// errGateway is the reason why an address gets no route.
 var errGateway = errors.New("this node has routes by way of that address")
 
-// withoutGateways leaves out the routes to addresses by way of which the host reaches others: those are of gateways, and often of
-// other nodes.
+// withoutGateways leaves out routes to addresses that the host uses as gateways. Those often belong to other nodes.
 func (b *Backend) withoutGateways(routes []route) (left []route, spared map[netip.Addr]error, err error) {
 	spared = map[netip.Addr]error{}
 	if len(routes) == 0 {
@@ -133,7 +132,7 @@ func (b *Backend) withoutGateways(routes []route) (left []route, spared map[neti
 	return left, spared, nil
 }
 
-// refuseAt is the error of addresses that no route can be had to, such as one that is for multicast.
+// refuseAt returns the error for addresses that cannot have a route, such as multicast addresses.
 func (b *Backend) refuseAt(failed map[netip.Addr]error) error {
 	rejected := &dataplane.Refused{Services: map[snapshot.Name]error{}, Scheduling: true}
 	for k, vs := range b.want.services {
@@ -144,7 +143,7 @@ func (b *Backend) refuseAt(failed map[netip.Addr]error) error {
 	return rejected
 }
 
-// wrongSources gives the routes whose source is not the node's address any more.
+// wrongSources returns the routes whose source is no longer the node's address.
 func (b *Backend) wrongSources() (routes []route) {
 	sources := map[bool]netip.Addr{}
 	for a, source := range b.routes {
@@ -160,8 +159,8 @@ func (b *Backend) wrongSources() (routes []route) {
 	return routes
 }
 
-// protect has the guard guard the routes there are and those to come, but not what is on a device. A guard that
-// nobody has read yet is compared with what it should be.
+// protect makes the guard cover the existing routes and the coming ones, except addresses that are on a device. A guard
+// that has not been read yet is compared first.
 func (b *Backend) protect(coming []route, r *dataplane.Receipt) error {
 	want := map[netip.Addr]bool{}
 	for a := range b.routes {
@@ -206,8 +205,8 @@ func difference(a, b map[netip.Addr]bool) (list []netip.Addr) {
 	return list
 }
 
-// removeRoutes takes routes away that nobody needs any more: those to the addresses of keys. After they were read it looks
-// at all.
+// removeRoutes removes the routes to the addresses of keys that are no longer needed. The first time after routes were
+// read, it checks all routes.
 func (b *Backend) removeRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) error {
 	gone := map[netip.Addr]netip.Addr{}
 	for k := range keys {

@@ -75,7 +75,7 @@ func (b *Backend) DestinationStatistics(of dataplane.Key) (all []DestinationStat
 	return all, err
 }
 
-// read calls f with a connection to IPVS that no transaction waits for, if that is in use.
+// read calls f with a connection to IPVS that does not wait for transactions, if IPVS is in use.
 func (b *Backend) read(f func(*ipvs) error) error {
 	b.mu.Lock()
 	active, family := b.active, b.ipvs.family
@@ -99,7 +99,7 @@ func ReadStatistics() (all []ServiceStatistics, err error) {
 	return all, err
 }
 
-// statisticsConn calls f with a connection to IPVS, if that is in use.
+// withIPVS calls f with a connection to IPVS, if IPVS is loaded.
 func withIPVS(f func(*ipvs) error) error {
 	if !Loaded() {
 		return nil

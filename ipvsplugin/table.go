@@ -26,7 +26,7 @@ func newTable() table {
 	}
 }
 
-// replace makes the table that of a whole State. It gives the keys that may differ.
+// replace rebuilds the table from a whole State, and returns the keys that may differ.
 func (t *table) replace(st *dataplane.State) map[dataplane.Key]bool {
 	touched := map[dataplane.Key]bool{}
 	for k := range t.services {
@@ -39,8 +39,8 @@ func (t *table) replace(st *dataplane.State) map[dataplane.Key]bool {
 	return touched
 }
 
-// update follows a Change. It gives the keys that may differ. A key may go from one Service to another in one Change,
-// so that all are taken out before any is put in.
+// update applies a Change, and returns the keys that may differ. A key may move from one Service to another in one
+// Change, so all old keys are removed before new ones are added.
 func (t *table) update(st *dataplane.State, change dataplane.Change) map[dataplane.Key]bool {
 	touched := map[dataplane.Key]bool{}
 	for _, n := range change.Services {
