@@ -111,9 +111,11 @@ func TestGuardHolds(t *testing.T) {
 	labtest.Check(t, g.replace(addrs))
 	holds(true, "all there")
 	for _, do := range []string{
-		"add element ip verdict-ipvs addresses { 192.0.2.1 }", "delete element ip6 verdict-ipvs addresses { " + addrs[1].String() + " }",
+		"add element ip verdict-ipvs addresses { 192.0.2.1 }",
+		"delete element ip6 verdict-ipvs addresses { " + addrs[1].String() + " }",
 		"flush chain ip verdict-ipvs input", "delete table arp verdict-ipvs",
-		"add element arp verdict-ipvs addresses { 192.0.2.1 }; delete element arp verdict-ipvs addresses { " + addrs[0].String() + " }",
+		"add element arp verdict-ipvs addresses { 192.0.2.1 }; delete element arp verdict-ipvs addresses { " +
+			addrs[0].String() + " }",
 	} {
 		before, err := g.Generation()
 		labtest.Check(t, err)

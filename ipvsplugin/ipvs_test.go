@@ -611,7 +611,8 @@ func TestIPVSGuard(t *testing.T) {
 			}
 		}
 	}
-	if r := w.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(w.Node.IP4, 22), lab.Options{Timeout: patience}); r.Outcome != lab.Answered {
+	r := w.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(w.Node.IP4, 22), lab.Options{Timeout: patience})
+	if r.Outcome != lab.Answered {
 		t.Errorf("the node itself: %v", r)
 	}
 	// ARP: node2 is on the same wire, and believes that the address is, too.
@@ -636,7 +637,8 @@ func TestIPVSGuard(t *testing.T) {
 	if !arp() {
 		t.Error("the node does not answer ARP for an address of its own")
 	}
-	if r := w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:80"), lab.Options{Timeout: patience}); r.Endpoint != "pod-1" {
+	r = w.Outside.Dial(snapshot.TCP, netip.MustParseAddrPort("203.0.113.1:80"), lab.Options{Timeout: patience})
+	if r.Endpoint != "pod-1" {
 		t.Errorf("the Service there: %v", r)
 	}
 	labtest.Check(t, w.Node.DelAddr("eth0", netip.MustParsePrefix("203.0.113.1/32")))

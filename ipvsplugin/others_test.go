@@ -44,7 +44,8 @@ func TestIPVSAddressesOfOthers(t *testing.T) {
 				for _, h := range others {
 					for _, f := range lab.Families() {
 						w.stillReaches(from, h, f, port)
-						if r := from.Dial(snapshot.TCP, netip.AddrPortFrom(h.IP(f), 80), lab.Options{Timeout: patience}); r.Endpoint != "pod-1" {
+						r := from.Dial(snapshot.TCP, netip.AddrPortFrom(h.IP(f), 80), lab.Options{Timeout: patience})
+						if r.Endpoint != "pod-1" {
 							t.Errorf("%s to the Service at %v: %v", from.Name, h.IP(f), r)
 						}
 					}
@@ -57,7 +58,8 @@ func TestIPVSAddressesOfOthers(t *testing.T) {
 // stillReaches checks that a host has what another one serves at an address of its own, and its ping.
 func (w *world) stillReaches(from, to *lab.Host, f ipfamily.Family, port uint16) {
 	w.t.Helper()
-	if r := from.Dial(snapshot.TCP, netip.AddrPortFrom(to.IP(f), port), lab.Options{Timeout: patience}); r.Endpoint != to.Name {
+	r := from.Dial(snapshot.TCP, netip.AddrPortFrom(to.IP(f), port), lab.Options{Timeout: patience})
+	if r.Endpoint != to.Name {
 		w.t.Errorf("%s to port %d of %s at %v: %v", from.Name, port, to.Name, to.IP(f), r)
 	}
 	if out, err := from.Run("ping", "-c", "1", "-W", "3", to.IP(f).String()); err != nil {
@@ -123,7 +125,8 @@ func TestIPVSGivesBack(t *testing.T) {
 		if r := w.routes(); strings.Contains(r, at.String()) || !strings.Contains(r, "10.96.0.1 ") {
 			t.Errorf("routes\n%s", r)
 		}
-		if r := w.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(at, 80), lab.Options{Timeout: patience}); r.Endpoint != "pod-1" {
+		r := w.Outside.Dial(snapshot.TCP, netip.AddrPortFrom(at, 80), lab.Options{Timeout: patience})
+		if r.Endpoint != "pod-1" {
 			t.Errorf("the Service there: %v", r)
 		}
 		w.wants()
@@ -217,7 +220,9 @@ func TestIPVSSourceRanges(t *testing.T) {
 	w.has("-A -t " + listed.String() + ":80 -s rr")
 	w.lacks(unlisted.String())
 	for _, to := range []netip.Addr{listed, unlisted} {
-		for from, want := range map[*lab.Host]lab.Outcome{w.Outside: lab.Answered, w.Node2: lab.TimedOut, w.Pods[1]: lab.TimedOut} {
+		for from, want := range map[*lab.Host]lab.Outcome{
+			w.Outside: lab.Answered, w.Node2: lab.TimedOut, w.Pods[1]: lab.TimedOut,
+		} {
 			r := from.Dial(snapshot.TCP, netip.AddrPortFrom(to, 80), lab.Options{Timeout: patience})
 			if r.Outcome != want {
 				t.Errorf("%s to %v: %v, want %v", from.Name, to, r, want)

@@ -21,7 +21,10 @@ func TestCrowdOfDraining(t *testing.T) {
 			want.Destinations = append(want.Destinations, Destination{a, 1, 0})
 		}
 		p := &planner{until: at}
-		for _, ops := range []func() []op{func() []op { return p.prepare(k, have.services[k], &want) }, func() []op { return p.remove(k, have.services[k], &want) }} {
+		for _, ops := range []func() []op{
+			func() []op { return p.prepare(k, have.services[k], &want) },
+			func() []op { return p.remove(k, have.services[k], &want) },
+		} {
 			for _, o := range ops() {
 				have.apply(o)
 			}

@@ -293,7 +293,8 @@ func TestPrint(t *testing.T) {
 		Endpoints: []dataplane.Endpoint{{AddrPort: netip.MustParseAddrPort("[fd00:244::1]:8080"), Weight: 3}},
 	}
 	none := &dataplane.Pool{}
-	port := func(p snapshot.Protocol, a string, pool *dataplane.Pool, affinity time.Duration, s dataplane.Scheduling) *dataplane.ServicePort {
+	port := func(p snapshot.Protocol, a string, pool *dataplane.Pool, affinity time.Duration, s dataplane.Scheduling,
+	) *dataplane.ServicePort {
 		return &dataplane.ServicePort{
 			Cluster:    pool,
 			Local:      none,
@@ -337,7 +338,8 @@ func TestNotes(t *testing.T) {
 		before     int
 		ok         bool
 	}{
-		{"was-0-net.ipv4.vs.conntrack", "net.ipv4.vs.conntrack", 0, true}, {"was-900-ipvs.timeout.tcp", timeoutTCP, 900, true},
+		{"was-0-net.ipv4.vs.conntrack", "net.ipv4.vs.conntrack", 0, true},
+		{"was-900-ipvs.timeout.tcp", timeoutTCP, 900, true},
 		{"was-x-net.ipv4", "", 0, false}, {"was-3", "", 0, false},
 	} {
 		name, before, ok := noted(c.note)

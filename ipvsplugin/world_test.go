@@ -261,7 +261,8 @@ func (w *world) delta(a app) snapshot.Delta {
 		for n, list := range [][]endpoint{a.here, a.there} {
 			for _, e := range list {
 				sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: [][]*lab.Host{w.Pods, w.RemotePods}[n][e.pod].IP(f),
-					Node: []string{"node", "node2"}[n], Ready: e.ready, Serving: e.serving, Terminating: e.terminating, Weight: e.weight})
+					Node: []string{"node", "node2"}[n], Ready: e.ready,
+					Serving: e.serving, Terminating: e.terminating, Weight: e.weight})
 			}
 		}
 		d.Slices[sl.Name] = sl

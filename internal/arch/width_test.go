@@ -34,8 +34,6 @@ internal/health
 internal/metrics
 internal/takeover
 internal/units
-ipvsplugin
-nft/kernel
 `)
 	long []string
 )

@@ -142,16 +142,19 @@ func TestForeignHands(t *testing.T) {
 		{"insert rule ip verdict services accept", "", false},
 		{"insert rule ip verdict postrouting accept", "the rules of chain postrouting are others", false},
 		{"add chain ip verdict mine", "chain mine is not ours", false},
-		{"add chain ip verdict mine; add rule ip verdict mine accept; insert rule ip verdict output goto mine", "chain mine is not ours", false},
+		{"add chain ip verdict mine; add rule ip verdict mine accept; insert rule ip verdict output goto mine",
+			"chain mine is not ours", false},
 		{"add set ip verdict mine { type ipv4_addr; }", "set mine is not ours", true},
 		{"flush map ip verdict services", "services", false},
 		{"delete element ip verdict services { " + key(nft.Services) + " }", "services", false},
 		{"delete element ip verdict endpoints { " + key(nft.Endpoints) + " }", "endpoints", false},
-		{"delete element ip verdict endpoints { " + key(nft.Endpoints) + " }; add element ip verdict endpoints { " + key(nft.Endpoints) +
+		{"delete element ip verdict endpoints { " + key(nft.Endpoints) +
+			" }; add element ip verdict endpoints { " + key(nft.Endpoints) +
 			" : 192.0.2.66 . 666 }", "is now { ", false},
 		{"add element ip verdict cluster-ips { 192.0.2.99 }", "cluster-ips has ", false},
 		{"flush set ip verdict service-cidrs", "service-cidrs has 0 elements", false},
-		{"delete element ip verdict service-cidrs { 10.96.0.0/16 }; add element ip verdict service-cidrs { 10.98.0.0/16 }", "10.96.0.0/16 } is gone", false},
+		{"delete element ip verdict service-cidrs { 10.96.0.0/16 }; add element ip verdict service-cidrs { 10.98.0.0/16 }",
+			"10.96.0.0/16 } is gone", false},
 		{"flush set ip verdict source-ranges", "source-ranges has 0", false},
 		{"flush set ip verdict revision", "the revision is not the one", false},
 		{"add table ip verdict { flags dormant; }", "flags are 0x1", true},

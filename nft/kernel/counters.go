@@ -233,7 +233,9 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	}
 	var out []dataplane.RefusedCount
 	for i, f := range ipfamily.All {
-		for _, r := range [...]dataplane.Refusal{dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort, dataplane.RefusedUnallocated} {
+		for _, r := range [...]dataplane.Refusal{
+			dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort, dataplane.RefusedUnallocated,
+		} {
 			out = append(out, dataplane.RefusedCount{Family: f, Refusal: r, Packets: packets[i][r]})
 		}
 	}

@@ -38,7 +38,8 @@ func ruleExprs(f ipfamily.Family, r nft.Rule) []expr.Any {
 func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	switch s := s.(type) {
 	case nft.SetLookup:
-		return append(loadFor(f, s.Key, s.Set), &expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
+		return append(loadFor(f, s.Key, s.Set),
+			&expr.Lookup{SourceRegister: register(0), SetName: s.Set.String(), Invert: s.Not})
 	case nft.VerdictMap:
 		return append(load(f, s.Key, 0), &expr.Lookup{SourceRegister: register(0), SetName: s.Map.String(),
 			DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})

@@ -681,7 +681,8 @@ func TestAffinity(t *testing.T) {
 			t.Errorf("%s: %v, then %v", o.name, r, again)
 		}
 	}
-	if now := c.Pods[2].Dial(snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4), lab.Options{}).Endpoint; now != stays {
+	at := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+	if now := c.Pods[2].Dial(snapshot.TCP, at, lab.Options{}).Endpoint; now != stays {
 		t.Errorf("the pod's endpoint was %s and stayed, but it moved to %s", stays, now)
 	}
 	// After the timeout a client is balanced anew: of 30 tries not all can hit the same of three.

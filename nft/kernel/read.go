@@ -205,7 +205,8 @@ func (c *Conn) ruleCounters(f ipfamily.Family, chains []nft.Chain) error {
 	err := c.dump(w.Bytes(), func() { seen = map[string]int{} }, func(attrs []byte) {
 		a := netlink.Decode(attrs)
 		chain := a[unix.NFTA_RULE_CHAIN].Text()
-		if a[unix.NFTA_RULE_TABLE].Text() != nft.TableName { // kernels before 4.10 do not look at the table that was asked for
+		if a[unix.NFTA_RULE_TABLE].Text() != nft.TableName {
+			// Kernels before 4.10 do not look at the table that was asked for.
 			return
 		}
 		n := seen[chain]

@@ -38,7 +38,9 @@ func TestReaderReadsStructures(t *testing.T) {
 			checkStructure(t, fmt.Sprint(name, " ", all), st)
 		}
 	}
-	for _, pods := range []string{"10.244.0.0/16", "10.0.0.0/9", "10.128.0.0/11", "10.1.2.0/24", "10.1.2.3/32", "0.0.0.0/0", "192.0.2.128/25"} {
+	for _, pods := range []string{
+		"10.244.0.0/16", "10.0.0.0/9", "10.128.0.0/11", "10.1.2.0/24", "10.1.2.3/32", "0.0.0.0/0", "192.0.2.128/25",
+	} {
 		p := dataplane.Pods{CIDR: netip.MustParsePrefix(pods)}
 		checkStructure(
 			t,
@@ -128,7 +130,8 @@ func TestReaderSeesForeignHands(t *testing.T) {
 			len(pieces.Wrong) > len(found.Wrong) {
 			t.Errorf("by pieces: %d unchecked, %v, %v", pieces.Unchecked, pieces.Contradictions, pieces.Wrong)
 		}
-		for _, d := range m.Differences(&found.Found, &ipfamily.Per[nft.Table]{found.Tables[0].Table, found.Tables[1].Table}) {
+		tables := ipfamily.Per[nft.Table]{found.Tables[0].Table, found.Tables[1].Table}
+		for _, d := range m.Differences(&found.Found, &tables) {
 			differences = append(differences, d.String()+" "+d.Port)
 		}
 		return append(wrong, found.Wrong...), differences, sound
@@ -155,7 +158,8 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		sound                    bool
 	}{
 		{"delete element ip verdict endpoints { " + tcp + " . tcp . 1 }", "slot 1 is not there",
-			"+ ip endpoints { " + tcp + " . tcp . 1 comment \"" + name + ":tcp\" : 10.244.1.11 . 8080 } " + name + ":tcp", false},
+			"+ ip endpoints { " + tcp + " . tcp . 1 comment \"" + name + ":tcp\" : 10.244.1.11 . 8080 } " +
+				name + ":tcp", false},
 		{"add element ip6 verdict endpoints { " + udp + " . udp . 7 : fd00::1 . 1 }",
 			"no pool leads there", "- ip6 endpoints { " + udp + " . udp . 7 : fd00::1 . 1 }", false},
 		{"delete element ip verdict pools { " + sctp + " }; add element ip verdict pools { " + sctp + " : drop }",
@@ -170,7 +174,8 @@ func TestReaderSeesForeignHands(t *testing.T) {
 		{"delete element ip verdict cluster-ips { 10.96.0.1 }", "", "+ ip cluster-ips { 10.96.0.1 } " + name, false},
 		{"add element ip verdict hairpin { 10.9.9.9 . 10.9.9.9 }", "", "- ip hairpin { 10.9.9.9 . 10.9.9.9 }", false},
 		{"add element ip verdict service-cidrs { 10.97.0.0/16 }", "", "- ip service-cidrs { 10.97.0.0/16 }", false},
-		{"delete table ip6 verdict", "ip6 verdict: the table is not there", "+ ip6 services { fd00:10:96::1 . tcp . 80", false},
+		{"delete table ip6 verdict", "ip6 verdict: the table is not there",
+			"+ ip6 services { fd00:10:96::1 . tcp . 80", false},
 	} {
 		nftDo(test.text)
 		wrong, differences, sound := look()
@@ -224,7 +229,10 @@ func TestReaderKeys(t *testing.T) {
 			}
 		}
 	}
-	for _, set := range []nft.SetID{nft.Services, nft.Endpoints, nft.SourceRanges, nft.ServiceCIDRs, nft.Pools, nft.UncountedEndpoints, nft.StickyEndpoints} {
+	for _, set := range []nft.SetID{
+		nft.Services, nft.Endpoints, nft.SourceRanges, nft.ServiceCIDRs, nft.Pools,
+		nft.UncountedEndpoints, nft.StickyEndpoints,
+	} {
 		if asked[set] == 0 {
 			t.Errorf("%s has no elements", set)
 		}

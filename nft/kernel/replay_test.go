@@ -53,6 +53,7 @@ func TestLargeBatchIsLetGo(t *testing.T) {
 	st, _ := dataplane.Compute(configs["cluster CIDR"], snap)
 	apply(t, b, st)
 	if sent <= keepBytes || cap(b.batch.Bytes()) > keepBytes || cap(b.batch.messages) > keepBytes {
-		t.Errorf("%d bytes were sent, room for %d bytes and %d notes is left", sent, cap(b.batch.Bytes()), cap(b.batch.messages))
+		t.Errorf("%d bytes were sent, room for %d bytes and %d notes is left",
+			sent, cap(b.batch.Bytes()), cap(b.batch.messages))
 	}
 }

@@ -44,7 +44,8 @@ var verbNames = [numVerbs]string{
 
 // verbOf reads what a datagram asks for.
 func verbOf(b []byte) verb {
-	const setName = headerLen + netlink.AttrLen + len(nft.TableName) + 1 + netlink.AttrLen // after the table's name, which is 8 bytes with its zero
+	// after the table's name, which is 8 bytes with its zero
+	const setName = headerLen + netlink.AttrLen + len(nft.TableName) + 1 + netlink.AttrLen
 	typ, dump := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:])&unix.NLM_F_DUMP == unix.NLM_F_DUMP
 	switch typ {
 	case netlink.NFTables(unix.NFT_MSG_GETGEN):
