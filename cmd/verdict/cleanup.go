@@ -50,7 +50,7 @@ While "verdict run" is at work in the same network namespace, cleanup refuses, u
 				return err
 			})
 			if err == nil {
-				remarkAlone(cmd.Context(), cmd.ErrOrStderr())
+				warnNoRules(cmd.Context(), cmd.ErrOrStderr())
 			}
 			return err
 		},

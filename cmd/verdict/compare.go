@@ -19,8 +19,8 @@ const (
 	exitTrouble
 )
 
-// comparing gives a command the exit statuses of diff: whatever goes wrong is 2.
-func comparing(
+// newCompareCommand gives a command the exit statuses of diff: whatever goes wrong is 2.
+func newCompareCommand(
 	cmd *cobra.Command,
 	run func(ctx context.Context, cmd *cobra.Command) (same bool, err error),
 ) *cobra.Command {

@@ -33,7 +33,7 @@ Exit status: 0 if there is no difference, 1 if there is one, 2 if something went
 	f.BoolVar(&all, "all", false, fmt.Sprintf("print all lines, not only the first %d", inspect.MaxDiffLines))
 	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
 	o.AddFlags(f)
-	return comparing(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
+	return newCompareCommand(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
 		if !o.Given() {
 			o.InCluster = true
 		}

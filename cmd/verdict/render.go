@@ -48,7 +48,7 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 			if err != nil {
 				return err
 			}
-			r := rendering{config: decisions, from: from, out: cmd.OutOrStdout()}
+			r := renderRun{config: decisions, from: from, out: cmd.OutOrStdout()}
 			if r.chains, err = chainsToRender(&policy, family, cmd.Flags().Changed("family")); err != nil {
 				return err
 			}
@@ -62,8 +62,8 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 	return cmd
 }
 
-// rendering is what is to be printed, and where.
-type rendering struct {
+// renderRun is what is to be printed, and where.
+type renderRun struct {
 	config dataplane.Config
 	from   string
 	out    io.Writer
@@ -98,12 +98,12 @@ func chainsToRender(policy *inspect.Policy, family string, said bool) (*renderCh
 }
 
 // render prints the ruleset. Problems with the manifests are shown, and make the exit status 1 in the end.
-func (r *rendering) render() error {
+func (r *renderRun) render() error {
 	w, config := r.out, r.config
 	if r.chains != nil {
 		config.IPVS.Mode = dataplane.IPVSNever
 	}
-	state, problems, err := compute(config, r.from)
+	state, problems, err := computeState(config, r.from)
 	if err != nil {
 		return err
 	}
@@ -150,9 +150,9 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 	return out.Flush()
 }
 
-// compute gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that
+// computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that
 // is wrong with them.
-func compute(config dataplane.Config, from string) (*dataplane.State, []error, error) {
+func computeState(config dataplane.Config, from string) (*dataplane.State, []error, error) {
 	snap, problems, err := watch.Load(from, config.NodeName)
 	if err != nil {
 		return nil, nil, err

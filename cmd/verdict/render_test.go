@@ -122,7 +122,7 @@ func write(t *testing.T, file string, flags []string) error {
 	labtest.Check(t, f.Parse(flags))
 	config, err := p.Config()
 	labtest.Check(t, err)
-	st, _, err := compute(config, file)
+	st, _, err := computeState(config, file)
 	labtest.Check(t, err)
 	backend, err := backends.OpenKernel(kernel.Options{})
 	if err != nil {

@@ -72,8 +72,8 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	return p.err
 }
 
-// remarkAlone says so if nobody carries Services any more, now that our tables are gone.
-func remarkAlone(ctx context.Context, w io.Writer) {
+// warnNoRules says so if nobody carries Services any more, now that our tables are gone.
+func warnNoRules(ctx context.Context, w io.Writer) {
 	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.HasServices() {
 		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
 	}

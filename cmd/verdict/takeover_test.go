@@ -56,7 +56,7 @@ func TestTakeoverCommand(t *testing.T) {
 		t.Errorf("afterwards: %q, %v", out, err)
 	}
 	var remark bytes.Buffer
-	labtest.Check(t, h.Do(func() error { remarkAlone(t.Context(), &remark); return nil }))
+	labtest.Check(t, h.Do(func() error { warnNoRules(t.Context(), &remark); return nil }))
 	if !strings.Contains(remark.String(), "nobody carries Services") {
 		t.Errorf("cleanup says %q", remark.String())
 	}

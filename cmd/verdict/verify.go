@@ -31,7 +31,7 @@ Exit status: 0 if all is as it should be, 1 if not, 2 if something went wrong.`,
 	f.BoolVar(&all, "all", false, "print all lines, however many there are")
 	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
 	o.AddFlags(f)
-	return comparing(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
+	return newCompareCommand(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
 		c, err := compare(ctx, &o)
 		if err != nil {
 			return false, err

@@ -161,7 +161,7 @@ func (n *node) build(k *Kind) error {
 		n.answerForAll(),
 	)
 	for _, h := range []*lab.Host{n.host, n.client, n.server, n.world.host} {
-		err = errors.Join(err, h.Settle())
+		err = errors.Join(err, h.WaitReady())
 	}
 	if err != nil || k.isBaseline() {
 		return err

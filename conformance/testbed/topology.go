@@ -133,7 +133,7 @@ func (t *Topology) build() error {
 		return err
 	}
 	for _, h := range t.Hosts() {
-		if err := h.Settle(); err != nil {
+		if err := h.WaitReady(); err != nil {
 			return err
 		}
 	}

@@ -18,16 +18,16 @@ type Change struct {
 // String gives "clusterCIDR: 10.244.0.0/16, was 10.0.0.0/8".
 func (c Change) String() string { return fmt.Sprintf("%s: %s, was %s", c.Field, c.Now, c.Before) }
 
-// Changes gives the fields in which these settings differ from those before, in kube-proxy's order. A field of a
-// section that does not count in the mode has no effect.
+// Changes returns the fields in which these settings differ from the earlier ones, in kube-proxy's order. A field of a
+// section that does not apply in the mode has no effect.
 func (s *Settings) Changes(before *Settings) (changes []Change) {
 	for i := range fields {
 		f := &fields[i]
-		if s.Document.same(f.path(), &before.Document) {
+		if s.Document.equal(f.path(), &before.Document) {
 			continue
 		}
 		c := Change{f.name, before.Document.text(f.path()), s.Document.text(f.path()), f.effect}
-		if !f.counts(s.Document.KubeProxy.Mode) {
+		if !f.appliesIn(s.Document.KubeProxy.Mode) {
 			c.Effect = Never
 		}
 		changes = append(changes, c)
@@ -35,7 +35,7 @@ func (s *Settings) Changes(before *Settings) (changes []Change) {
 	return changes
 }
 
-// KubeProxy gives the configuration in kube-proxy's type, as its /configz shows it. It must not be changed.
+// KubeProxy returns the configuration in kube-proxy's type, as its /configz shows it. Callers must not change it.
 func (s *Settings) KubeProxy() *v1alpha1.KubeProxyConfiguration {
 	c := s.Document.KubeProxy
 	for _, address := range []*string{&c.HealthzBindAddress, &c.MetricsBindAddress} {

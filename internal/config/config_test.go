@@ -487,15 +487,15 @@ func FuzzLoad(f *testing.F) {
 			}
 		}
 		theirs, terr := strict(text)
-		if terr != nil || len(split(string(text))) > 1 {
+		if terr != nil || len(splitDocuments(string(text))) > 1 {
 			return
 		}
 		r, err := read("f", text)
 		if err != nil {
 			t.Fatalf("kube-proxy takes it, we do not: %v", err)
 		}
-		if !reflect.DeepEqual(&r.doc.KubeProxy, theirs) || len(r.complaints) > 0 {
-			t.Fatalf("kube-proxy has\n%+v\nwe have\n%+v\nand %v", theirs, &r.doc.KubeProxy, r.complaints)
+		if !reflect.DeepEqual(&r.doc.KubeProxy, theirs) || len(r.fieldErrors) > 0 {
+			t.Fatalf("kube-proxy has\n%+v\nwe have\n%+v\nand %v", theirs, &r.doc.KubeProxy, r.fieldErrors)
 		}
 	})
 }

@@ -12,7 +12,7 @@ import (
 	"k8s.io/kube-proxy/config/v1alpha1"
 )
 
-// DefaultCounterMemoryMiB is how much memory the kernel's counters of frontends and endpoints may take if nobody says.
+// DefaultCounterMemoryMiB is the default limit of memory for the kernel's counters of frontends and endpoints.
 const DefaultCounterMemoryMiB = 16
 
 // kube-proxy's ports.
@@ -24,9 +24,8 @@ const (
 // defaultMasqueradeBit is kube-proxy's: the mark is 0x4000.
 const defaultMasqueradeBit = 14
 
-// setDefaults fills in what nobody said, with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0,
-// where kube-proxy takes 1s in modes iptables and nftables. A transaction costs us so little that there is nothing to
-// wait for.
+// setDefaults fills in unset fields with kube-proxy's defaults. There is one exception: minSyncPeriod stays 0, where
+// kube-proxy uses 1s in modes iptables and nftables. Transactions are cheap here, so there is no reason to wait.
 func (d *Document) setDefaults() {
 	c := &d.KubeProxy
 	c.APIVersion, c.Kind = kubeProxyVersion, kubeProxyKind
@@ -94,7 +93,7 @@ func orPointer[T any](v **T, otherwise T) {
 	}
 }
 
-// withPort adds a port to an address without one. Whatever else is wrong with it, the check finds.
+// withPort adds a port to an address that has none. It leaves invalid addresses to the check.
 func withPort(address string, port int) string {
 	if address == off {
 		return address
@@ -120,7 +119,7 @@ func parseAddr(s string) (netip.Addr, bool) {
 	return a, err == nil && a.Is4()
 }
 
-// parsePrefix reads a range of addresses. Bits behind its length are cleared, as Kubernetes does.
+// parsePrefix reads a range of addresses. It clears host bits, as Kubernetes does.
 func parsePrefix(s string) (netip.Prefix, bool) {
 	address, bits, ok := strings.Cut(strings.TrimSpace(s), "/")
 	a, valid := parseAddr(address)

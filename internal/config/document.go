@@ -18,43 +18,43 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Document is what a configuration says, in the words it is written in.
+// Document holds a configuration as it is written.
 type Document struct {
 	// KubeProxy is kube-proxy's own type.
 	KubeProxy v1alpha1.KubeProxyConfiguration `json:",inline"`
-	// Verdict is what kube-proxy has no words for. It is a document of its own in the same file, behind kube-proxy's:
-	// kube-proxy reads the first document of its file and no other.
+	// Verdict holds what kube-proxy has no fields for. It is a second document in the same file: kube-proxy reads only the
+	// first one.
 	Verdict VerdictConfiguration `json:"VerdictConfiguration"`
 }
 
 // VerdictConfiguration is our own section.
 type VerdictConfiguration struct {
 	metav1.TypeMeta `json:",inline"`
-	// Manifests is a file or a directory to take the objects from, in place of the Kubernetes API.
+	// Manifests is the file or directory that objects are read from, instead of the Kubernetes API.
 	Manifests string `json:"manifests"`
-	// Backend says what writes the rules: auto, nftables or iptables.
+	// Backend selects what writes the rules: auto, nftables or iptables.
 	Backend string `json:"backend"`
-	// IPTablesDispatch says how rules of iptables find a Service: tree or list.
+	// IPTablesDispatch selects how rules of iptables find a Service: tree or list.
 	IPTablesDispatch string `json:"iptablesDispatch"`
 	// IPTablesCompat keeps the chains KUBE-MARK-MASQ and KUBE-POSTROUTING beside nftables, for others that jump there.
 	IPTablesCompat bool `json:"iptablesCompat"`
-	// Keeper says who holds the netlink socket while the proxy is restarted: auto, process, systemd or none.
+	// Keeper selects who holds the netlink socket while the proxy restarts: auto, process, systemd or none.
 	Keeper string `json:"keeper"`
-	// OwnTables lets nobody else change the tables, where the kernel can do that; by default it does.
+	// OwnTables prevents other processes from changing the tables, if the kernel supports that. The default is true.
 	OwnTables *bool `json:"ownTables"`
-	// Takeover says what becomes of a kube-proxy's rules once ours are in force: auto or never.
+	// Takeover selects whether kube-proxy's rules are removed once Verdict's are in force: auto or never.
 	Takeover string `json:"takeover"`
-	// IPVS says which Services it schedules: auto, always or never. By default it is always in mode ipvs, else auto.
+	// IPVS selects which Services IPVS schedules: auto, always or never. The default is always in mode ipvs, else auto.
 	IPVS string `json:"ipvs"`
-	// IPVSServices is the number of Services from which on, with auto, IPVS schedules all of them; 0 means never.
+	// IPVSServices is the number of Services at which, with auto, IPVS begins to schedule all of them; 0 means never.
 	IPVSServices *int32 `json:"ipvsServices"`
 	// IPVSAddresses are the ranges of load balancer addresses at which IPVS may schedule.
 	IPVSAddresses []string `json:"ipvsAddresses"`
-	// MetricsConnections says how finely new connections are counted in the metrics: off, service or endpoint.
+	// MetricsConnections selects the detail of the metrics of new connections: off, service or endpoint.
 	MetricsConnections string `json:"metricsConnections"`
-	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own there.
+	// MetricsMaxSeries limits how many Service ports, and how many endpoints, have their own series.
 	MetricsMaxSeries *int32 `json:"metricsMaxSeries"`
-	// CounterMemoryMiB is how much memory the counters of frontends and endpoints may take in the kernel, in MiB.
+	// CounterMemoryMiB limits the memory for the counters of frontends and endpoints in the kernel, in MiB.
 	CounterMemoryMiB *int32 `json:"counterMemoryMiB"`
 }
 
@@ -66,10 +66,10 @@ const (
 	verdictKind      = "VerdictConfiguration"
 )
 
-// maxFile is how large a file may be. A ConfigMap holds 1 MiB.
+// maxFile is the size limit of a file in bytes. A ConfigMap holds 1 MiB.
 const maxFile = 4 << 20
 
-// readFile reads a whole file, which must not be endless.
+// readFile reads a whole regular file of at most maxFile bytes.
 func readFile(file string) ([]byte, error) {
 	f, err := os.OpenFile(file, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a pipe would be waited for
 	if err != nil {
@@ -77,7 +77,7 @@ func readFile(file string) ([]byte, error) {
 	}
 	defer f.Close()
 	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
-		// What is read once, such as a pipe, would be empty for the next process, or the next look at it.
+		// A pipe can be read only once: it would be empty for the next process, and when the file is read again.
 		return nil, errors.Join(err, errors.New("it is no regular file"))
 	}
 	text, err := io.ReadAll(io.LimitReader(f, maxFile+1))
@@ -87,43 +87,43 @@ func readFile(file string) ([]byte, error) {
 	return text, err
 }
 
-// reading is a file on its way to a Document.
-type reading struct {
+// loader reads a file into a Document.
+type loader struct {
 	decoder
 	doc   *Document
 	flags *Flags
-	// kubeProxy and verdict say that there was such a document, and where they are.
+	// kubeProxy and verdict are the positions of the two documents; nil if a document is missing.
 	kubeProxy, verdict *position
 }
 
 // position finds the lines of fields.
 type position struct {
-	// first is the line the document begins in, less one.
+	// first is the number of lines before the document.
 	first int
 	tree  *yamltree.Node
 }
 
-// read reads the documents of a file. An error means that there is nothing to go by.
-func read(file string, text []byte) (*reading, error) {
-	r := &reading{doc: &Document{}}
-	r.file, r.bad = file, map[string]bool{}
-	for _, part := range split(string(bytes.TrimPrefix(text, []byte("\uFEFF")))) {
-		if err := r.part(part); err != nil {
+// read reads all documents of a file. It returns an error if the file holds no configuration.
+func read(file string, text []byte) (*loader, error) {
+	r := &loader{doc: &Document{}}
+	r.file, r.rejected = file, map[string]bool{}
+	for _, part := range splitDocuments(string(bytes.TrimPrefix(text, []byte("\uFEFF")))) {
+		if err := r.readDocument(part); err != nil {
 			return nil, err
 		}
 	}
 	if r.kubeProxy == nil && r.verdict == nil {
-		return nil, &Problem{Severity: Bad, File: file, Text: "there is no " + kubeProxyKind + " in it"}
+		return nil, &Problem{Severity: Invalid, File: file, Text: "there is no " + kubeProxyKind + " in it"}
 	}
 	return r, nil
 }
 
-// part reads one document.
-func (r *reading) part(p part) error {
-	value, err := generic(p.text)
+// readDocument decodes one document.
+func (r *loader) readDocument(p documentText) error {
+	value, err := parseYAML(p.text)
 	if err != nil {
-		line, reason := yamlReason(err)
-		return &Problem{Severity: Bad, File: r.file, Line: p.first + line, Text: "this is no YAML: " + reason}
+		line, reason := splitYAMLError(err)
+		return &Problem{Severity: Invalid, File: r.file, Line: p.first + line, Text: "this is no YAML: " + reason}
 	}
 	if value == nil { // nothing but comments
 		return nil
@@ -131,46 +131,47 @@ func (r *reading) part(p part) error {
 	fields, ok := value.(map[string]any)
 	if !ok {
 		return &Problem{
-			Severity: Bad,
+			Severity: Invalid,
 			File:     r.file,
 			Line:     p.first + 1,
-			Text:     "this is no " + kubeProxyKind + ", but " + show(value),
+			Text:     "this is no " + kubeProxyKind + ", but " + describe(value),
 		}
 	}
 	version, _ := fields["apiVersion"].(string)
 	kind, _ := fields["kind"].(string)
-	at := &position{p.first, lines(p.text)}
+	at := &position{p.first, parseTree(p.text)}
 	r.at = at
 	switch {
 	case kind == kubeProxyKind && version == kubeProxyVersion && r.kubeProxy == nil:
 		r.kubeProxy = at
 		if r.verdict != nil {
-			r.say(Warning, nil, "kube-proxy reads only the first document of a file: this one should come before "+verdictKind)
+			r.reportHere(Warning, nil,
+				"kube-proxy reads only the first document of a file: this one should come before "+verdictKind)
 		}
-		r.fill(nil, fields, &r.doc.KubeProxy)
+		r.decodeDocument(nil, fields, &r.doc.KubeProxy)
 	case kind == verdictKind && version == verdictVersion && r.verdict == nil:
 		r.verdict = at
-		r.fill(path{verdictKind}, fields, &r.doc.Verdict)
+		r.decodeDocument(path{verdictKind}, fields, &r.doc.Verdict)
 	case kind == kubeProxyKind && r.kubeProxy != nil || kind == verdictKind && r.verdict != nil:
-		r.say(Warning, nil, "there is a "+kind+" before this one, which counts")
+		r.reportHere(Warning, nil, "there is a "+kind+" before this one, which counts")
 	case kind == kubeProxyKind:
 		return r.wrongVersion(version, kubeProxyVersion)
 	case kind == verdictKind:
 		return r.wrongVersion(version, verdictVersion)
 	case kind == "ConfigMap":
-		return &Problem{Severity: Bad, File: r.file, Line: p.first + 1,
+		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1,
 			Text: "this is a ConfigMap; give the file that is in it (kubeadm calls it config.conf)"}
 	case kind == "":
-		return &Problem{Severity: Bad, File: r.file, Line: p.first + 1, Text: fmt.Sprintf(
+		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1, Text: fmt.Sprintf(
 			"there is no kind; expected are apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)}
 	default:
-		r.say(Warning, path{"kind"}, clip(kind)+" is passed over: it is neither "+kubeProxyKind+" nor "+verdictKind)
+		r.reportHere(Warning, path{"kind"}, clip(kind)+" is passed over: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil
 }
 
-func (r *reading) wrongVersion(version, want string) error {
-	p := &Problem{Severity: Bad, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
+func (r *loader) wrongVersion(version, want string) error {
+	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
 		Text: quote(version) + " is not known, only " + want}
 	if version == "" {
 		p.Text = "it is missing; it should be " + want
@@ -178,24 +179,24 @@ func (r *reading) wrongVersion(version, want string) error {
 	return p
 }
 
-// line gives the line of a field in the file.
-func (r *reading) line(p path) int {
+// line returns the line of a field in the file; 0 if it is unknown.
+func (r *loader) line(p path) int {
 	if len(p) > 0 && p[0] == verdictKind {
 		return r.verdict.line(p[1:])
 	}
 	return r.kubeProxy.line(p)
 }
 
-// part is one document of a file.
-type part struct {
+// documentText is one document of a file, and the number of lines before it.
+type documentText struct {
 	first int
 	text  string
 }
 
-// split splits a file into its documents.
-func split(text string) []part {
-	var parts []part
-	current := part{}
+// splitDocuments splits a file into its documents.
+func splitDocuments(text string) []documentText {
+	var parts []documentText
+	current := documentText{}
 	var b strings.Builder
 	n := 0
 	for line := range strings.Lines(text) {
@@ -207,7 +208,7 @@ func split(text string) []part {
 		current.text = b.String()
 		parts = append(parts, current)
 		b.Reset()
-		current = part{first: n}
+		current = documentText{first: n}
 		if rest := strings.TrimLeft(line, "-. \t\r\n"); rest != "" && line[0] == '-' { // "--- {kind: X}"
 			current.first = n - 1
 			b.WriteString(rest)
@@ -219,9 +220,9 @@ func split(text string) []part {
 
 var separator = regexp.MustCompile(`^(---|\.\.\.)(\s|$)`)
 
-// generic gives a document as encoding/json would, with numbers as json.Number, by the same way kube-proxy takes: so
-// that what is a boolean there is one here.
-func generic(text string) (value any, err error) {
+// parseYAML decodes a document as encoding/json would, with numbers as json.Number. It converts YAML as kube-proxy
+// does, so that a value is a boolean here exactly if it is one there.
+func parseYAML(text string) (value any, err error) {
 	defer func() {
 		if r := recover(); r != nil { // YAML's parsers have had crashes of their own (CVE-2022-28948)
 			value, err = nil, fmt.Errorf("the parser gave up: %v", r)
@@ -238,8 +239,9 @@ func generic(text string) (value any, err error) {
 
 var yamlLine = regexp.MustCompile(`^(?:error converting YAML to JSON: )?(?:yaml: )?(?:line (\d+): )?`)
 
-// yamlReason takes an error of the YAML parser apart; its line may be one too low or, for want of one, 1.
-func yamlReason(err error) (line int, reason string) {
+// splitYAMLError splits an error of the YAML parser into line and reason. The line may be one too low; it is 1 if the
+// parser does not report one.
+func splitYAMLError(err error) (line int, reason string) {
 	text := err.Error()
 	m := yamlLine.FindStringSubmatch(text)
 	if line, err = strconv.Atoi(m[1]); err != nil {
@@ -248,8 +250,8 @@ func yamlReason(err error) (line int, reason string) {
 	return line, clip(strings.TrimSpace(text[len(m[0]):]))
 }
 
-// lines parses a document once more, for the lines of its fields; nil if that parser cannot.
-func lines(text string) (n *yamltree.Node) {
+// parseTree parses a document again to find the lines of its fields; nil if that parser fails.
+func parseTree(text string) (n *yamltree.Node) {
 	defer func() {
 		if recover() != nil {
 			n = nil
@@ -262,7 +264,7 @@ func lines(text string) (n *yamltree.Node) {
 	return n.Content[0]
 }
 
-// line gives the line of a field in the file, or of the nearest part around it that has one; 0 if that is not known.
+// line returns the line of a field in the file, or of the nearest field around it that has one; 0 if it is unknown.
 func (at *position) line(p path) int {
 	if at == nil || at.tree == nil {
 		return 0
@@ -281,7 +283,7 @@ func (at *position) line(p path) int {
 	return at.first + line
 }
 
-// child goes one step down. A mapping's key has the better line.
+// child returns the node one step down, and its line. For an entry of a mapping that is the line of the key.
 func child(n *yamltree.Node, step string) (*yamltree.Node, int) {
 	switch n.Kind {
 	case yamltree.MappingNode:
@@ -298,8 +300,8 @@ func child(n *yamltree.Node, step string) (*yamltree.Node, int) {
 	return nil, 0
 }
 
-// repeated gives the keys that a mapping has more than once, which the parser lets pass.
-func (at *position) repeated() (found []path) {
+// duplicateKeys returns the keys that a mapping has more than once, which the parser accepts.
+func (at *position) duplicateKeys() (found []path) {
 	if at.tree == nil {
 		return nil
 	}
@@ -326,11 +328,11 @@ func (at *position) repeated() (found []path) {
 	return found
 }
 
-// fileError is an error that a file could not be read with; it names the file.
+// fileError wraps the error of reading a file; it names the file.
 func fileError(file string, err error) error {
 	var p *os.PathError
 	if errors.As(err, &p) {
 		err = p.Err
 	}
-	return &Problem{Severity: Bad, File: file, Text: "it cannot be read: " + err.Error()}
+	return &Problem{Severity: Invalid, File: file, Text: "it cannot be read: " + err.Error()}
 }

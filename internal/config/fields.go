@@ -15,27 +15,27 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Effect says when a change of a field takes effect.
+// Effect tells when a change of a field takes effect.
 type Effect uint8
 
 // The effects.
 const (
-	// Live is at once, while the proxy runs.
+	// Live means immediately, while the proxy runs.
 	Live Effect = iota
-	// Restart is at the next start of the proxy.
+	// Restart means at the next start of the proxy.
 	Restart
-	// Never is for a field without meaning here.
+	// Never means that the field has no meaning here.
 	Never
 )
 
-// field is one field of a Document, as far as one can tell without the others.
+// field describes one field of a Document, independently of the others.
 type field struct {
 	name   string
 	effect Effect
-	// does says what is done about it, or for Never, why nothing is. It is a row of docs/CONFIGURATION.md.
+	// does describes the field's effect, or for Never, why it has none. It is a row of docs/CONFIGURATION.md.
 	does string
-	// check says what is wrong with a value; nil or "" if nothing is. It is given a pointer's target, and each entry of
-	// a list.
+	// check returns what is wrong with a value, or "". A nil check accepts everything. Its argument is a pointer's target,
+	// or one entry of a list.
 	check func(v any) string
 }
 
@@ -45,7 +45,7 @@ const (
 	noBuffer  = "each line of the log is written at once, to standard error"
 )
 
-// fields is every field there is, in kube-proxy's order. Tests hold it, the types and docs/CONFIGURATION.md together.
+// fields lists all fields, in kube-proxy's order. Tests keep it, the types and docs/CONFIGURATION.md consistent.
 var fields = []field{
 	{
 		"featureGates",
@@ -61,7 +61,7 @@ var fields = []field{
 		"as kube-proxy; empty, without `--master`, means the cluster this runs in",
 		nil,
 	},
-	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", accepted},
+	{"clientConnection.acceptContentTypes", Restart, "as kube-proxy; empty means protobuf, else JSON", checkContentTypes},
 	{"clientConnection.contentType", Restart, "protobuf or JSON", oneOf(contentProtobuf, contentJSON)},
 	{"clientConnection.qps", Restart, "as kube-proxy", nil},
 	{"clientConnection.burst", Restart, "as kube-proxy", atLeast(0)},
@@ -88,13 +88,13 @@ var fields = []field{
 		"bindAddress",
 		Live,
 		"as kube-proxy: takes the place of the Node's address of its family; no socket is bound to it",
-		anAddress,
+		checkAddr,
 	},
-	{"healthzBindAddress", Restart, "as kube-proxy", anAddrPort},
-	{"metricsBindAddress", Restart, "as kube-proxy", anAddrPort},
+	{"healthzBindAddress", Restart, "as kube-proxy", checkAddrPort},
+	{"metricsBindAddress", Restart, "as kube-proxy", checkAddrPort},
 	{"bindAddressHardFail", Restart, "as kube-proxy", nil},
 	{"enableProfiling", Restart, "as kube-proxy", nil},
-	{"showHiddenMetricsForVersion", Never, "no metric is hidden", aVersion},
+	{"showHiddenMetricsForVersion", Never, "no metric is hidden", checkVersion},
 	{
 		"mode",
 		Live,
@@ -132,9 +132,9 @@ var fields = []field{
 		"ipvs.scheduler",
 		Live,
 		"as kube-proxy: how a Service that IPVS schedules is scheduled if it does not say so itself; empty means `rr`",
-		aScheduler,
+		checkScheduler,
 	},
-	{"ipvs.excludeCIDRs", Never, "no virtual service is touched but Verdict's own", aRange},
+	{"ipvs.excludeCIDRs", Never, "no virtual service is touched but Verdict's own", checkPrefix},
 	{"ipvs.strictARP", Never, "nobody is told by ARP that an address of a Service is here, with it or without", nil},
 	{
 		"ipvs.tcpTimeout",
@@ -168,11 +168,11 @@ var fields = []field{
 	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
 	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher limit that is there already is left", atLeast(0)},
 	{"conntrack.min", Live, "as kube-proxy", atLeast(0)},
-	{"conntrack.tcpEstablishedTimeout", Live, "as kube-proxy", seconds},
-	{"conntrack.tcpCloseWaitTimeout", Live, "as kube-proxy", seconds},
+	{"conntrack.tcpEstablishedTimeout", Live, "as kube-proxy", checkSeconds},
+	{"conntrack.tcpCloseWaitTimeout", Live, "as kube-proxy", checkSeconds},
 	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; once set, it stays until somebody else takes it back", nil},
-	{"conntrack.udpTimeout", Live, "as kube-proxy", seconds},
-	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", seconds},
+	{"conntrack.udpTimeout", Live, "as kube-proxy", checkSeconds},
+	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", checkSeconds},
 	{
 		"configSyncPeriod",
 		Never,
@@ -241,7 +241,7 @@ var fields = []field{
 		Live,
 		"ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node takes in all of such an address. " +
 			"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)",
-		aSmallRange,
+		checkNarrowPrefix,
 	},
 	{
 		verdictKind + ".metricsConnections",
@@ -265,7 +265,7 @@ var fields = []field{
 	},
 }
 
-// fieldNamed finds a field; it is an error of ours if there is none.
+// fieldNamed returns the field of this name. It panics if there is none.
 func fieldNamed(name string) *field {
 	i := slices.IndexFunc(fields, func(f field) bool { return f.name == name })
 	if i < 0 {
@@ -277,8 +277,8 @@ func fieldNamed(name string) *field {
 // path gives the field's path.
 func (f *field) path() path { return strings.Split(f.name, ".") }
 
-// counts says whether the field is of the section that counts in a mode.
-func (f *field) counts(mode v1alpha1.ProxyMode) bool {
+// appliesIn reports whether a mode uses the field's section.
+func (f *field) appliesIn(mode v1alpha1.ProxyMode) bool {
 	section, rest, _ := strings.Cut(f.name, ".")
 	switch {
 	case section == modeNFTables:
@@ -304,7 +304,7 @@ func oneOf(words ...string) func(any) string {
 	}
 }
 
-// knownBackend takes a backend that there is.
+// knownBackend accepts the backends of this build.
 func knownBackend(v any) string {
 	words := []string{string(Auto)}
 	for _, b := range Backends {
@@ -313,8 +313,8 @@ func knownBackend(v any) string {
 	return oneOf(words...)(v)
 }
 
-// accepted are lists of content types of which we can read at least one.
-func accepted(v any) string {
+// checkContentTypes accepts a list with at least one content type that the client can read.
+func checkContentTypes(v any) string {
 	for one := range strings.SplitSeq(v.(string), ",") {
 		switch one, _, _ = strings.Cut(strings.TrimSpace(one), ";"); one {
 		case "", "*/*", contentProtobuf, contentJSON:
@@ -324,8 +324,8 @@ func accepted(v any) string {
 	return quote(v.(string)) + " has neither " + contentProtobuf + " nor " + contentJSON
 }
 
-// whole gives a number of any of the types that fields have.
-func whole(v any) int64 {
+// asInt64 converts a number of any type that fields have.
+func asInt64(v any) int64 {
 	switch v := v.(type) {
 	case int32:
 		return int64(v)
@@ -337,7 +337,7 @@ func whole(v any) int64 {
 
 func within(least, most int64) func(any) string {
 	return func(v any) string {
-		if n := whole(v); n < least || n > most {
+		if n := asInt64(v); n < least || n > most {
 			return fmt.Sprintf("%d is not within %d to %d", n, least, most)
 		}
 		return ""
@@ -346,7 +346,7 @@ func within(least, most int64) func(any) string {
 
 func atLeast(least int64) func(any) string {
 	return func(v any) string {
-		if n := whole(v); n < least {
+		if n := asInt64(v); n < least {
 			return fmt.Sprintf("%d is less than %d", n, least)
 		}
 		return ""
@@ -355,15 +355,15 @@ func atLeast(least int64) func(any) string {
 
 func atMost(most int64) func(any) string {
 	return func(v any) string {
-		if n := whole(v); n > most {
+		if n := asInt64(v); n > most {
 			return fmt.Sprintf("%d is more than %d", n, most)
 		}
 		return ""
 	}
 }
 
-// span gives a duration of either of the types that fields have.
-func span(v any) time.Duration {
+// asDuration converts a duration of either type that fields have.
+func asDuration(v any) time.Duration {
 	switch v := v.(type) {
 	case metav1.Duration:
 		return v.Duration
@@ -374,22 +374,22 @@ func span(v any) time.Duration {
 }
 
 func positive(v any) string {
-	if d := span(v); d <= 0 {
+	if d := asDuration(v); d <= 0 {
 		return d.String() + " is not more than 0"
 	}
 	return ""
 }
 
 func notNegative(v any) string {
-	if d := span(v); d < 0 {
+	if d := asDuration(v); d < 0 {
 		return d.String() + " is less than 0"
 	}
 	return ""
 }
 
-// seconds are what the kernel counts these in.
-func seconds(v any) string {
-	switch d := span(v); {
+// checkSeconds accepts what the kernel can count in seconds.
+func checkSeconds(v any) string {
+	switch d := asDuration(v); {
 	case d < 0:
 		return d.String() + " is less than 0"
 	case d > 0 && d < time.Second:
@@ -407,54 +407,54 @@ func notBlank(v any) string {
 	return ""
 }
 
-func anAddress(v any) string {
+func checkAddr(v any) string {
 	if _, ok := parseAddr(v.(string)); !ok {
 		return quote(v.(string)) + " is no IP address"
 	}
 	return ""
 }
 
-func anAddrPort(v any) string {
+func checkAddrPort(v any) string {
 	if _, ok := parseAddrPort(v.(string)); !ok && v != off {
 		return quote(v.(string)) + " is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1"
 	}
 	return ""
 }
 
-func aRange(v any) string {
+func checkPrefix(v any) string {
 	if _, ok := parsePrefix(v.(string)); !ok {
 		return quote(v.(string)) + " is no range of addresses such as 10.244.0.0/16"
 	}
 	return ""
 }
 
-// aSmallRange is one that does not hold every address.
-func aSmallRange(v any) string {
+// checkNarrowPrefix rejects ranges that hold every address.
+func checkNarrowPrefix(v any) string {
 	if r, ok := parsePrefix(v.(string)); ok && r.Bits() == 0 {
 		return quote(v.(string)) + " holds every address, also those of nodes and gateways"
 	}
-	return aRange(v)
+	return checkPrefix(v)
 }
 
 var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
 
-func aVersion(v any) string {
+func checkVersion(v any) string {
 	if s := v.(string); s != "" && !version.MatchString(s) {
 		return quote(s) + " is no version such as 1.35"
 	}
 	return ""
 }
 
-// anInterface refuses what the kernel refuses as a name; nft would take * and quotes for more than they say.
-func anInterface(s string) string {
+// checkInterfaceName rejects names that the kernel rejects, and those with * or quotes, which nft would interpret.
+func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
 		return quote(s) + " is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
 	}
 	return ""
 }
 
-// aScheduler is one of IPVS, without flags: kube-proxy's field has none.
-func aScheduler(v any) string {
+// checkScheduler accepts an IPVS scheduler without flags: kube-proxy's field has none.
+func checkScheduler(v any) string {
 	name := fmt.Sprint(v)
 	if name == "" {
 		return ""

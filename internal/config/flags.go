@@ -14,13 +14,13 @@ import (
 	"k8s.io/kube-proxy/config/v1alpha1"
 )
 
-// Flags are kube-proxy's, under their names, and our own. One that is given overrides the file. The zero value has
-// none; call Add or AddPolicy.
+// Flags are kube-proxy's flags, under their names, and Verdict's own. A flag that is given overrides the file. The zero
+// value has no flags; call Add or AddPolicy.
 type Flags struct {
-	// Config is the file; empty means none. Load is given it, not told by these Flags.
+	// Config is the file; empty means none. Pass it to Load, which does not read it from here.
 	Config string
 
-	// WriteConfigTo, Cleanup, InitOnly and Version ask for something else than to run.
+	// WriteConfigTo, Cleanup, InitOnly and Version ask for something other than a running proxy.
 	WriteConfigTo              string
 	Cleanup, InitOnly, Version bool
 
@@ -28,22 +28,22 @@ type Flags struct {
 	given     []given
 }
 
-// given is a flag on a command line, as often as it was there.
+// given is a flag on a command line, with all values in their order.
 type given struct {
 	flag  *option
 	texts []string
 }
 
-// option is a flag that stands for fields of a Document.
+// option is a flag that sets fields of a Document.
 type option struct {
 	name, kind, usage string
-	// fields are the names of those it writes.
+	// fields names the fields that the flag sets.
 	fields []string
-	// set writes a text into a Document. More says that the flag is given once more, which adds to a list.
+	// set writes a value into a Document. More is true if the flag was given before; then the value is appended to a list.
 	set func(d *Document, text string, more bool) error
-	// about is about packets: commands that only look have the flag, too.
+	// about selects the commands with this flag: ofPolicy flags decide about packets, so read-only commands have them too.
 	about scope
-	// note is said if the flag is given: that it is deprecated, or has no effect.
+	// note is reported if the flag is given: it is deprecated, or has no effect.
 	note string
 }
 
@@ -54,7 +54,7 @@ const (
 	ofPolicy
 )
 
-// flags are all that stand for fields.
+// flags lists all flags that set fields.
 var flags = slices.Concat(policyFlags, serverFlags, kernelFlags, clientFlags, logFlags, ownFlags)
 
 var policyFlags = []option{
@@ -248,7 +248,7 @@ var clientFlags = []option{
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseFloat(s, 32)
 			d.KubeProxy.ClientConnection.QPS = float32(n)
-			return plain(err, quote(s)+" is no number")
+			return withText(err, quote(s)+" is no number")
 		},
 	},
 	period("config-sync-period", "has no effect: nothing needs to be read again",
@@ -260,19 +260,19 @@ var logFlags = []option{
 		fields: []string{"logging.verbosity"}, set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseUint(s, 10, 31)
 			d.KubeProxy.Logging.Verbosity = logsapi.VerbosityLevel(n)
-			return plain(err, quote(s)+" is no whole number")
+			return withText(err, quote(s)+" is no whole number")
 		}},
 	text("logging-format",
 		"text or json (default text)", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.Logging.Format }, "logging.format"),
-	idle("vmodule", "pattern=N,...", "there is one verbosity for all files"),
-	idle("log-flush-frequency", "duration", noBuffer),
-	idle("log-text-split-stream", "", noBuffer),
-	idle("log-text-info-buffer-size", "quantity", noBuffer),
-	idle("log-json-split-stream", "", noBuffer),
-	idle("log-json-info-buffer-size", "quantity", noBuffer),
-	idle("boot-id-file", "string", "this host's boot is told by nothing"),
-	idle("machine-id-file", "string", "this host is told by its name"),
+	ignoredFlag("vmodule", "pattern=N,...", "there is one verbosity for all files"),
+	ignoredFlag("log-flush-frequency", "duration", noBuffer),
+	ignoredFlag("log-text-split-stream", "", noBuffer),
+	ignoredFlag("log-text-info-buffer-size", "quantity", noBuffer),
+	ignoredFlag("log-json-split-stream", "", noBuffer),
+	ignoredFlag("log-json-info-buffer-size", "quantity", noBuffer),
+	ignoredFlag("boot-id-file", "string", "this host's boot is told by nothing"),
+	ignoredFlag("machine-id-file", "string", "this host is told by its name"),
 }
 
 var ownFlags = []option{
@@ -349,8 +349,7 @@ func text(name, usage string, about scope, at func(*Document) *string, fields ..
 		set: func(d *Document, s string, _ bool) error { *at(d) = s; return nil }}
 }
 
-// word is one of the words that the field's check knows. A wrong one is an error at once: it is seen by whoever wrote
-// it.
+// word makes a flag that accepts only the words of the field's check. An invalid one is an error at once.
 func word(name, kind, usage string, about scope, at func(*Document) *string, field string) option {
 	return option{name: name, kind: kind, usage: usage, about: about, fields: []string{field},
 		set: func(d *Document, s string, _ bool) error {
@@ -380,7 +379,7 @@ func boolean(name, usage string, about scope, set func(*Document, bool), fields 
 		set: func(d *Document, s string, _ bool) error {
 			on, err := strconv.ParseBool(s)
 			set(d, on)
-			return plain(err, quote(s)+" is neither true nor false")
+			return withText(err, quote(s)+" is neither true nor false")
 		}}
 }
 
@@ -389,7 +388,7 @@ func number(name, usage string, about scope, set func(*Document, int32), fields 
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseInt(s, 0, 32)
 			set(d, int32(n))
-			return plain(err, quote(s)+" is no whole number")
+			return withText(err, quote(s)+" is no whole number")
 		}}
 }
 
@@ -398,12 +397,12 @@ func period(name, usage string, set func(*Document, metav1.Duration), fields ...
 		set: func(d *Document, s string, _ bool) error {
 			t, err := time.ParseDuration(s)
 			set(d, metav1.Duration{Duration: t})
-			return plain(err, quote(s)+" is "+exampleDurations)
+			return withText(err, quote(s)+" is "+exampleDurations)
 		}}
 }
 
-// address is where a server listens. kube-proxy's help says that an empty one switches the server off, which it does
-// not do there.
+// address makes a flag for a server's address. An empty one disables the server; kube-proxy's help promises that, but
+// kube-proxy does not do it.
 func address(name, usage string, at func(*Document) *string, fields ...string) option {
 	f := text(name, usage, ofRun, at, fields...)
 	f.kind = "ipport"
@@ -416,7 +415,7 @@ func address(name, usage string, at func(*Document) *string, fields ...string) o
 	return f
 }
 
-// portOnly is deprecated. In kube-proxy it counts only if the address beside it has no port.
+// portOnly makes a deprecated flag for a port. As in kube-proxy, it applies only if the address has no port.
 func portOnly(name, better string, at func(*Document) *string, host, field string) option {
 	return option{
 		name:   name,
@@ -441,8 +440,8 @@ func portOnly(name, better string, at func(*Document) *string, host, field strin
 	}
 }
 
-// idle is a flag that is taken, and does nothing.
-func idle(name, kind, why string) option {
+// ignoredFlag makes a flag that is accepted and has no effect.
+func ignoredFlag(name, kind, why string) option {
 	f := option{name: name, kind: kind, usage: "has no effect: " + why, note: "it has no effect: " + why,
 		set: func(*Document, string, bool) error { return nil }}
 	if kind == "" {
@@ -470,8 +469,8 @@ func setGates(d *Document, s string, _ bool) error {
 	return nil
 }
 
-// plain replaces an error of another package, if there is one.
-func plain(err error, text string) error {
+// withText replaces the text of an error, if there is one.
+func withText(err error, text string) error {
 	if err != nil {
 		return fmt.Errorf("%s", text)
 	}
@@ -498,7 +497,7 @@ func (f *Flags) Add(fs *pflag.FlagSet) {
 	f.add(fs, ofRun)
 }
 
-// AddPolicy adds those that decide about packets, for commands that only look.
+// AddPolicy adds the flags that decide about packets, for read-only commands.
 func (f *Flags) AddPolicy(fs *pflag.FlagSet) { f.add(fs, ofPolicy) }
 
 func (f *Flags) add(fs *pflag.FlagSet, about scope) {
@@ -533,7 +532,7 @@ func (v *value) String() string { return strings.Join(v.texts, ",") }
 // Type is for pflag.
 func (v *value) Type() string { return v.def.kind }
 
-// Set is for pflag. It tries the text, so that a wrong one is told at once.
+// Set is for pflag. It rejects an invalid value at once.
 func (v *value) Set(s string) error {
 	d := &Document{}
 	if err := v.def.set(d, s, false); err != nil {
@@ -549,8 +548,8 @@ func (v *value) Set(s string) error {
 	return nil
 }
 
-// override writes what was given into a document, and gives what there is to say about the flags themselves. The ports
-// come last: they depend on addresses.
+// override writes the given flags into a document, and returns what to report about the flags themselves. Ports are
+// written last, since they depend on addresses.
 func (f *Flags) override(d *Document) (notes []*Problem) {
 	if f == nil {
 		return nil
@@ -571,8 +570,8 @@ func (f *Flags) override(d *Document) (notes []*Problem) {
 	return notes
 }
 
-// wrote gives the flag that was given for a field, with its dashes, or "".
-func (f *Flags) wrote(field string) string {
+// flagFor returns the flag that was given for a field, with its dashes, or "".
+func (f *Flags) flagFor(field string) string {
 	if f == nil {
 		return ""
 	}
@@ -584,12 +583,12 @@ func (f *Flags) wrote(field string) string {
 	return ""
 }
 
-// blamed gives the flag that a complaint is about, or "" if it is about the file.
-func (f *Flags) blamed(c *complaint) string {
+// flagAtFault returns the flag that has the invalid value, or "" if the file has it.
+func (f *Flags) flagAtFault(c *fieldError) string {
 	if c.decoded {
 		return ""
 	}
-	return f.wrote(c.at.String())
+	return f.flagFor(c.at.String())
 }
 
 func (f *Flags) master() string {

@@ -6,34 +6,34 @@ import (
 	"unicode/utf8"
 )
 
-// Problem is one thing to say about a configuration. It prints like
+// Problem is one message about a configuration. It prints like
 //
 //	/var/lib/kube-proxy/config.conf:12: conntrack.min: -1 is below 0; the default is used, 131072
 //
 // and leaves out the parts that are unknown, which are zero.
 type Problem struct {
 	Severity Severity
-	// File is empty for what a flag says.
+	// File is empty if the problem is in a flag.
 	File string
 	// Line counts from 1 in File.
 	Line int
 	// Field is the path in the document, with list indices in brackets, or a flag with its dashes.
 	Field string
-	// Text says what is wrong, and Then what is done about it, if that is not a part of it.
+	// Text describes the problem, and Then what Verdict does about it, if Text does not say so.
 	Text, Then string
 }
 
-// Severity says how bad a Problem is.
+// Severity tells how serious a Problem is.
 type Severity uint8
 
 // The severities.
 const (
-	// Note is what somebody who moves from kube-proxy should know: a setting without effect, or with another one.
+	// Note informs users of kube-proxy: a setting has no effect, or another one.
 	Note Severity = iota
-	// Warning is about something that is passed over, such as an unknown field.
+	// Warning reports something that is ignored, such as an unknown field.
 	Warning
-	// Bad is a value that cannot be meant.
-	Bad
+	// Invalid reports an invalid value.
+	Invalid
 )
 
 func (p *Problem) Error() string {
@@ -73,10 +73,10 @@ func (p path) String() string {
 	return clip(b.String())
 }
 
-// maxQuoted is how much of somebody's text a Problem repeats.
+// maxQuoted bounds how many bytes of a user's text a Problem repeats.
 const maxQuoted = 64
 
-// clip cuts a text for a Problem, and makes control characters visible.
+// clip shortens a text for a Problem, and makes control characters visible.
 func clip(s string) string {
 	s = cut(s)
 	for _, r := range s {
@@ -87,7 +87,7 @@ func clip(s string) string {
 	return s
 }
 
-// quote is clip with quotation marks around it always.
+// quote is like clip, but always adds quotation marks.
 func quote(s string) string { return strconv.Quote(cut(s)) }
 
 func cut(s string) string {

@@ -7,12 +7,12 @@ import (
 	"sync"
 )
 
-// known are the fields of types, by the names they have in a document; values are map[string][]int.
-var known sync.Map
+// fieldCache maps types to the indices of their fields by name: map[reflect.Type]map[string][]int.
+var fieldCache sync.Map
 
-// indicesOf gives where the fields of a struct are, by the names they have in a document.
-func indicesOf(t reflect.Type) map[string][]int {
-	if m, ok := known.Load(t); ok {
+// fieldIndices returns the indices of a struct's fields by their names in a document.
+func fieldIndices(t reflect.Type) map[string][]int {
+	if m, ok := fieldCache.Load(t); ok {
 		return m.(map[string][]int)
 	}
 	m := map[string][]int{}
@@ -20,27 +20,27 @@ func indicesOf(t reflect.Type) map[string][]int {
 		tag, options, _ := strings.Cut(f.Tag.Get("json"), ",")
 		switch {
 		case options == "inline" || f.Anonymous && tag == "": // encoding/json inlines an embedded struct without a name
-			for name, index := range indicesOf(f.Type) {
+			for name, index := range fieldIndices(f.Type) {
 				m[name] = append([]int{f.Index[0]}, index...)
 			}
 		case tag != "" && tag != "-":
 			m[tag] = f.Index
 		}
 	}
-	known.Store(t, m)
+	fieldCache.Store(t, m)
 	return m
 }
 
-// at gives a field of a document, to read and to set.
+// at returns a field of a document, to read and to set.
 func (d *Document) at(p path) reflect.Value {
 	v := reflect.ValueOf(d).Elem()
 	for _, step := range p {
-		v = v.FieldByIndex(indicesOf(v.Type())[step])
+		v = v.FieldByIndex(fieldIndices(v.Type())[step])
 	}
 	return v
 }
 
-// value gives a field's value; of one that is a pointer, what it points to, or nil.
+// value returns a field's value. For a pointer it returns the target, or nil.
 func (d *Document) value(p path) any {
 	v := d.at(p)
 	if v.Kind() == reflect.Pointer {
@@ -52,7 +52,7 @@ func (d *Document) value(p path) any {
 	return v.Interface()
 }
 
-// text gives a field's value as it would be written, on one line.
+// text formats a field's value on one line, as it would be written in a file.
 func (d *Document) text(p path) string {
 	b, err := json.Marshal(d.value(p))
 	if err != nil {
@@ -64,9 +64,9 @@ func (d *Document) text(p path) string {
 	return string(b)
 }
 
-// same says whether a field says the same in another document. There is more than one way to hold the same size, or no
-// list.
-func (d *Document) same(p path, o *Document) bool {
+// equal reports whether a field means the same in another document. A size, or a missing list, can be held in more than
+// one way.
+func (d *Document) equal(p path, o *Document) bool {
 	a, b := d.value(p), o.value(p)
 	switch reflect.TypeOf(a).Kind() {
 	case reflect.Bool, reflect.Int32, reflect.Uint32, reflect.Float32, reflect.String:
@@ -75,5 +75,5 @@ func (d *Document) same(p path, o *Document) bool {
 	return d.text(p) == o.text(p)
 }
 
-// take sets a field to what it is in another document.
-func (d *Document) take(p path, from *Document) { d.at(p).Set(from.at(p)) }
+// copyField copies a field from another document.
+func (d *Document) copyField(p path, from *Document) { d.at(p).Set(from.at(p)) }

@@ -1,9 +1,9 @@
-// Package config is what the operator decided: kube-proxy's own configuration file and flags, and a small section for
-// what kube-proxy has no words for. It reads one file and, where no name is given, the host's; it is pure otherwise.
+// Package config reads kube-proxy's configuration file and flags, and a section of Verdict's own settings. It reads one
+// file and, if no node name is given, the host's name; otherwise it is pure.
 //
-// A value that cannot be meant stops nothing else. It is reported with file, line and field, and what was in force
-// before stays in force; at the start, where there is no before, the default. A bad entry of a list is left out, and a
-// list of addresses without a good one is empty: a typing error must not open what it was to close.
+// Invalid values are reported with file, line and field; the rest of the file still applies. The previous value stays
+// in force; at the start, the default is used. Invalid entries of a list are left out. A list of addresses without a
+// valid entry is empty: a typing error must not open what the list should restrict.
 package config
 
 import (
@@ -19,36 +19,36 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Settings are all decisions, checked and complete.
+// Settings hold the complete, validated configuration.
 type Settings struct {
-	// Document is what they were made from, with flags and defaults in it.
+	// Document is the source of these settings, with flags and defaults.
 	Document Document
 
-	// NodeName is the node's name; empty stands for this host's.
+	// NodeName is the node's name; empty means this host's name.
 	NodeName string
 	// Policy decides about packets. Its NodeName is the one above.
 	Policy dataplane.Config
-	// Backend writes it.
+	// Backend writes the rules.
 	Backend Backend
-	// IPTablesCompat keeps two chains of iptables beside nftables, for others that jump there; MasqueradeBit is the bit of
-	// the mark that these, and all rules of iptables, set: 0 to 31.
+	// IPTablesCompat keeps two chains of iptables beside nftables, for others that jump there. MasqueradeBit is the bit of
+	// the mark, 0 to 31, that these chains and all rules of iptables set.
 	IPTablesCompat bool
 	MasqueradeBit  int
-	// IPTablesList says that rules of iptables find a Service by one list, as kube-proxy's, and not by a tree of chains.
+	// IPTablesList makes rules of iptables find a Service by one list, as kube-proxy's do, instead of a tree of chains.
 	IPTablesList bool
 
 	Client Client
-	// Manifests is a file or a directory to take the objects from; empty means from the Kubernetes API.
+	// Manifests is the file or directory that objects are read from; empty means the Kubernetes API.
 	Manifests string
 
-	// Healthz and Metrics are where the servers listen; the zero AddrPort means that there is none.
+	// Healthz and Metrics are the addresses of the servers; the zero AddrPort means that there is no such server.
 	Healthz, Metrics netip.AddrPort
 	// HardFail ends the process if one of them cannot listen.
 	HardFail bool
 	// Profiling serves profiles at Metrics.
 	Profiling bool
 
-	// SyncPeriod is kube-proxy's; twice as long the kernel may be behind before the proxy counts as unhealthy.
+	// SyncPeriod is kube-proxy's. If a change waits twice as long, the proxy is unhealthy.
 	SyncPeriod time.Duration
 	// MinSyncPeriod is the least time between two transactions; 0 leaves that to the loop.
 	MinSyncPeriod time.Duration
@@ -61,29 +61,30 @@ type Settings struct {
 	Keeper    string
 	OwnTables bool
 
-	// IPVSServices is from how many Services on IPVS schedules all of them, if Policy.IPVS says auto; 0 means never.
-	// IPVSTimeouts are how long it remembers TCP connections, those after a FIN, and UDP flows; 0 is the kernel's.
+	// IPVSServices is the number of Services at which IPVS begins to schedule all of them, if Policy.IPVS is auto; 0 means
+	// never. IPVSTimeouts are those of TCP connections, of TCP connections after a FIN, and of UDP flows; 0 keeps the
+	// kernel's.
 	IPVSServices int
 	IPVSTimeouts [3]time.Duration
 
 	// Takeover is the name of a takeover.Mode, and MetricsConnections that of a metrics.Detail.
 	Takeover, MetricsConnections string
-	// MetricsMaxSeries is how many Service ports, and how many endpoints, have a series of their own.
+	// MetricsMaxSeries limits how many Service ports, and how many endpoints, have their own series.
 	MetricsMaxSeries int
-	// CounterMemoryMiB is how much memory the kernel's counters of frontends and endpoints may take.
+	// CounterMemoryMiB limits the memory for the kernel's counters of frontends and endpoints.
 	CounterMemoryMiB int
 }
 
-// Client says how to reach the Kubernetes API.
+// Client configures the connection to the Kubernetes API.
 type Client struct {
-	// Kubeconfig and Master are a file and the address of a server; if both are empty it is the cluster this runs in.
+	// Kubeconfig is a file, and Master the address of a server. If both are empty, the proxy runs inside the cluster.
 	Kubeconfig, Master              string
 	ContentType, AcceptContentTypes string
 	QPS                             float32
 	Burst                           int
 }
 
-// Log says how to log.
+// Log configures the log.
 type Log struct {
 	JSON  bool
 	Level slog.Level
@@ -92,16 +93,16 @@ type Log struct {
 // Backend is what writes to the kernel.
 type Backend string
 
-// The backends. kube-proxy's mode decides about none of them: it says what was best there, and is in every file that
-// kubeadm wrote.
+// The backends. kube-proxy's mode selects none of them: every file that kubeadm wrote has the mode that suited
+// kube-proxy.
 const (
-	// Auto is NFTables where the kernel can, else IPTables.
+	// Auto means NFTables if the kernel supports it, else IPTables.
 	Auto     Backend = "auto"
 	NFTables Backend = "nftables"
 	IPTables Backend = "iptables"
 )
 
-// Backends are those that a file or a flag may name besides Auto. Package backends sets them to those there are.
+// Backends are the values that a file or flag may name besides Auto. Package backends sets them to those it has.
 var Backends = []Backend{NFTables, IPTables}
 
 // kube-proxy's words.
@@ -127,10 +128,10 @@ const (
 	gateIPVS        = "KubeProxyIPVS"
 )
 
-// off is the address of a server that a flag switched off. No file can say it: it is no address.
+// off is the address of a server that a flag disabled. A file cannot say it, because it is no valid address.
 const off = "off"
 
-// settings are what a document says that was checked and has all defaults.
+// settings converts a document that is valid and has all defaults.
 func (d *Document) settings() *Settings {
 	c, v := &d.KubeProxy, &d.Verdict
 	s := &Settings{
@@ -145,7 +146,8 @@ func (d *Document) settings() *Settings {
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
 
-		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit), IPTablesList: v.IPTablesDispatch == "list",
+		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit),
+		IPTablesList: v.IPTablesDispatch == "list",
 
 		IPVSServices: int(*v.IPVSServices),
 		IPVSTimeouts: [...]time.Duration{
@@ -168,14 +170,13 @@ func (d *Document) settings() *Settings {
 	s.Healthz, _ = parseAddrPort(c.HealthzBindAddress)
 	s.Metrics, _ = parseAddrPort(c.MetricsBindAddress)
 	periods := d.periods()
-	s.SyncPeriod, s.MinSyncPeriod = periods.sync.Duration, periods.least.Duration
+	s.SyncPeriod, s.MinSyncPeriod = periods.sync.Duration, periods.minSync.Duration
 	s.Policy = d.policy()
 	s.Policy.NodeName = s.NodeName
 	return s
 }
 
-// level maps the verbosity of Kubernetes' programs: 2 is what they recommend to leave on, and it shows a line for each
-// transaction.
+// level maps the verbosity of Kubernetes' programs. They recommend 2 for production, which here logs each transaction.
 func level(verbosity uint32) slog.Level {
 	if verbosity >= 2 {
 		return slog.LevelDebug
@@ -183,7 +184,7 @@ func level(verbosity uint32) slog.Level {
 	return slog.LevelInfo
 }
 
-// policy is what decides about packets. Which section counts follows from the mode, as in kube-proxy.
+// policy returns what decides about packets. The mode selects the section, as in kube-proxy.
 func (d *Document) policy() dataplane.Config {
 	c := &d.KubeProxy
 	p := dataplane.Config{
@@ -216,7 +217,7 @@ func (d *Document) policy() dataplane.Config {
 	return p
 }
 
-// ipvs says which Services IPVS schedules, and how. kube-proxy has mh look at the clients' ports, too.
+// ipvs returns which Services IPVS schedules, and how. Scheduler mh also hashes the clients' ports, as in kube-proxy.
 func (d *Document) ipvs() dataplane.IPVS {
 	name := d.KubeProxy.IPVS.Scheduler
 	if name == "" {
@@ -255,9 +256,9 @@ var (
 	loopback   = []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128")}
 )
 
-// nodePortAddresses gives the list as the data plane has it: ranges, and whether the Node's primary addresses are among
-// them. An unset list means all addresses in kube-proxy's older modes. In mode nftables it means primary, to which the
-// data plane adds 127.0.0.1. A list that lost all its entries, which is empty and not nil, is a range that holds
+// nodePortAddresses converts the list to ranges for the data plane, and reports whether it includes the Node's primary
+// addresses. An unset list means all addresses in kube-proxy's older modes. In mode nftables it means primary, to which
+// the data plane adds 127.0.0.1. A list that lost all its entries is empty and not nil: it becomes a range that holds
 // nothing.
 func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPrimary bool) {
 	switch {
@@ -285,8 +286,8 @@ func nodePortAddresses(list []string, mode string) (ranges []netip.Prefix, atPri
 	return ranges, atPrimary
 }
 
-// Sysctls gives what is to be set on a host with so many CPUs. A limit is never lowered: somebody raised it for a
-// reason.
+// Sysctls returns the sysctls to set on a host with this number of CPUs. It never lowers a limit: somebody raised it
+// for a reason.
 func (s *Settings) Sysctls(cpus int) []sysctl.Setting {
 	c := s.Document.KubeProxy.Conntrack
 	const dir = "proc/sys/net/netfilter/nf_conntrack_"
@@ -300,7 +301,8 @@ func (s *Settings) Sysctls(cpus int) []sysctl.Setting {
 		name string
 		time time.Duration
 	}{
-		{"tcp_timeout_established", c.TCPEstablishedTimeout.Duration}, {"tcp_timeout_close_wait", c.TCPCloseWaitTimeout.Duration},
+		{"tcp_timeout_established", c.TCPEstablishedTimeout.Duration},
+		{"tcp_timeout_close_wait", c.TCPCloseWaitTimeout.Duration},
 		{"udp_timeout", c.UDPTimeout.Duration}, {"udp_timeout_stream", c.UDPStreamTimeout.Duration},
 	} {
 		if t.time > 0 {
@@ -313,7 +315,7 @@ func (s *Settings) Sysctls(cpus int) []sysctl.Setting {
 	return list
 }
 
-// conntrackMax is kube-proxy's: so many for each CPU, not less than the least, and no more than a million of them.
+// conntrackMax computes the limit as kube-proxy does: perCore for each CPU, but at least least, and at most 1048576.
 func conntrackMax(perCore, least, cpus int) int {
 	const most = 1 << 20
 	if perCore*cpus > most {
@@ -322,7 +324,7 @@ func conntrackMax(perCore, least, cpus int) int {
 	return max(perCore*cpus, least)
 }
 
-// Node gives this node's name in the cluster, as kube-proxy finds it: NodeName, or else the host's.
+// Node returns this node's name in the cluster, as kube-proxy finds it: NodeName, or else the host's name.
 func (s *Settings) Node() (string, error) {
 	if s.NodeName != "" {
 		return s.NodeName, nil

@@ -39,8 +39,8 @@ func TestWrongTypes(t *testing.T) {
 			if err != nil {
 				refused++
 			}
-			if (err != nil) != (len(r.complaints) > 0) {
-				t.Errorf("%s: %s: kube-proxy says %v; here it is %v", row.name, value, err, r.complaints)
+			if (err != nil) != (len(r.fieldErrors) > 0) {
+				t.Errorf("%s: %s: kube-proxy says %v; here it is %v", row.name, value, err, r.fieldErrors)
 			}
 		}
 	}

@@ -41,48 +41,48 @@ func DefaultLimits() Limits {
 	}
 }
 
-// room is what some listeners share: so many connections may be open. It is safe for concurrent use.
-type room struct {
+// connLimit is what some listeners share: so many connections may be open. It is safe for concurrent use.
+type connLimit struct {
 	most int
 
 	mu    sync.Mutex
-	open  []*guest // the oldest first
+	open  []*trackedConn // the oldest first
 	hosts map[string]int
 }
 
-// guest is an open connection.
-type guest struct {
+// trackedConn is an open connection.
+type trackedConn struct {
 	net.Conn
-	room *room
+	room *connLimit
 	host string
 	once sync.Once
 	// idle says that it had its answer, and is kept for the next request.
 	idle atomic.Bool
 }
 
-// note takes note of what a server says of a connection.
-func note(c net.Conn, state http.ConnState) {
-	if g, ok := c.(*guest); ok {
+// recordState takes note of what a server says of a connection.
+func recordState(c net.Conn, state http.ConnState) {
+	if g, ok := c.(*trackedConn); ok {
 		g.idle.Store(state == http.StateIdle)
 	}
 }
 
-func newRoom(most int) *room { return &room{most: most, hosts: map[string]int{}} }
+func newConnLimit(most int) *connLimit { return &connLimit{most: most, hosts: map[string]int{}} }
 
 // listen gives a listener that has its connections in the room. When that is full, a new connection takes the place
 // of one of the address that has most of them: the oldest that had its answer, else the oldest. Who asks and takes
 // his answer needs moments, and whoever opens many connections and says nothing, or little, loses his own.
-func (r *room) listen(l net.Listener) net.Listener { return &lobby{l, r} }
+func (r *connLimit) listen(l net.Listener) net.Listener { return &limitedListener{l, r} }
 
-type lobby struct {
+type limitedListener struct {
 	net.Listener
-	room *room
+	room *connLimit
 }
 
-func (l *lobby) Accept() (net.Conn, error) {
+func (l *limitedListener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
-		l.room.makeRoom() // if it is ours that are too many
+		l.room.evict() // if it is ours that are too many
 	}
 	if err != nil {
 		return nil, err
@@ -90,27 +90,27 @@ func (l *lobby) Accept() (net.Conn, error) {
 	return l.room.enter(c), nil
 }
 
-func (r *room) enter(c net.Conn) *guest {
+func (r *connLimit) enter(c net.Conn) *trackedConn {
 	host, _, err := net.SplitHostPort(c.RemoteAddr().String())
 	if err != nil {
 		host = c.RemoteAddr().String()
 	}
-	g := &guest{Conn: c, room: r, host: host}
+	g := &trackedConn{Conn: c, room: r, host: host}
 	r.mu.Lock()
 	r.open = append(r.open, g)
 	r.hosts[host]++
 	full := len(r.open) > r.most
 	r.mu.Unlock()
 	if full {
-		r.makeRoom()
+		r.evict()
 	}
 	return g
 }
 
-// makeRoom closes one connection, if there is one.
-func (r *room) makeRoom() {
+// evict closes one connection, if there is one.
+func (r *connLimit) evict() {
 	r.mu.Lock()
-	var victim *guest
+	var victim *trackedConn
 	for _, g := range r.open {
 		switch {
 		case victim == nil, r.hosts[g.host] > r.hosts[victim.host]:
@@ -126,7 +126,7 @@ func (r *room) makeRoom() {
 }
 
 // Close leaves the room.
-func (g *guest) Close() error {
+func (g *trackedConn) Close() error {
 	g.once.Do(func() {
 		r := g.room
 		r.mu.Lock()
@@ -148,10 +148,10 @@ func (g *guest) Close() error {
 const (
 	headerPatience = 5 * time.Second
 	readPatience   = 10 * time.Second
-	// writePatience is longer than a profile takes, for which net/http/pprof has 30 seconds by default.
-	writePatience = time.Minute
-	idlePatience  = 2 * time.Minute
-	maxHeader     = 16 << 10
-	// goodbye is how long requests have that are under way when the proxy ends.
-	goodbye = 500 * time.Millisecond
+	// writeTimeout is longer than a profile takes, for which net/http/pprof has 30 seconds by default.
+	writeTimeout = time.Minute
+	idlePatience = 2 * time.Minute
+	maxHeader    = 16 << 10
+	// shutdownTimeout is how long requests have that are under way when the proxy ends.
+	shutdownTimeout = 500 * time.Millisecond
 )

@@ -121,9 +121,9 @@ func serveFew(t *testing.T) {
 
 // TestRoom: whoever has most connections loses the oldest of them.
 func TestRoom(t *testing.T) {
-	r := newRoom(3)
+	r := newConnLimit(3)
 	var closed atomic.Int32
-	enter := func(host string) *guest { return r.enter(&fakeConn{host: host, closed: &closed}) }
+	enter := func(host string) *trackedConn { return r.enter(&fakeConn{host: host, closed: &closed}) }
 	patient := enter("10.0.0.1:1")
 	first := enter("10.0.0.2:1")
 	enter("10.0.0.2:2")
@@ -135,14 +135,14 @@ func TestRoom(t *testing.T) {
 	}
 	// Who has his answer goes before who has not.
 	waits, answered := r.open[1], r.open[2]
-	note(answered, http.StateIdle)
+	recordState(answered, http.StateIdle)
 	enter("10.0.0.2:200")
 	if r.open[1] != waits || r.open[2] == answered {
 		t.Error("a request is cut off")
 	}
 	first.Close() // again
 	patient.Close()
-	for _, g := range append([]*guest{}, r.open...) {
+	for _, g := range append([]*trackedConn{}, r.open...) {
 		g.Close()
 	}
 	if len(r.open) != 0 || len(r.hosts) != 0 {

@@ -43,11 +43,11 @@ type NodePorts struct {
 	// addrs are where to listen; known says that they are what Config asks for.
 	addrs []netip.Addr
 	known bool
-	// lost are sockets that failed by themselves.
-	lost []socket
-	wake chan struct{}
-	// sums count the addresses and ports that are open, and that cannot be opened.
-	sums [2]int
+	// failedSockets are sockets that failed by themselves.
+	failedSockets []socket
+	wake          chan struct{}
+	// totals count the addresses and ports that are open, and that cannot be opened.
+	totals [2]int
 }
 
 // ListenError says that a Service's health check node port cannot be listened at.
@@ -115,7 +115,7 @@ func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 		if addrs := dataplane.HealthCheckAddrs(n.Config, s); !slices.Equal(addrs, n.addrs) {
 			n.addrs = addrs
 			for _, c := range n.checks {
-				n.look(c)
+				n.markDirty(c)
 			}
 		}
 	}
@@ -138,8 +138,8 @@ func (n *NodePorts) init() {
 	}
 }
 
-// look has Run look at a check.
-func (n *NodePorts) look(c *check) {
+// markDirty has Run look at a check.
+func (n *NodePorts) markDirty(c *check) {
 	n.dirty[c] = struct{}{}
 	select {
 	case n.wake <- struct{}{}:
@@ -152,10 +152,10 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 	c, svc := n.checks[name], s.Services[name]
 	if svc == nil || svc.HealthCheckNodePort == 0 {
 		if c != nil {
-			n.unfile(c)
+			n.removeCheck(c)
 			c.port = 0
 			delete(n.checks, name)
-			n.look(c)
+			n.markDirty(c)
 		}
 		return
 	}
@@ -168,16 +168,16 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 		serves[ipfamily.Of(a)] = true
 	}
 	if c.port != svc.HealthCheckNodePort || c.serves != serves || c.age != svc.Age {
-		n.unfile(c)
+		n.removeCheck(c)
 		c.port, c.serves, c.age = svc.HealthCheckNodePort, serves, svc.Age
-		n.file(c)
-		n.look(c)
+		n.addCheck(c)
+		n.markDirty(c)
 	}
 	c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, s, name)
 }
 
-// file enters a check among those of its port, and unfile takes it out. Run looks at the others, too.
-func (n *NodePorts) file(c *check) {
+// addCheck enters a check among those of its port, and unfile takes it out. Run looks at the others, too.
+func (n *NodePorts) addCheck(c *check) {
 	list := n.byPort[c.port]
 	i, _ := slices.BinarySearchFunc(list, c, func(a, b *check) int {
 		return cmp.Or(a.age.Compare(b.age), a.name.Compare(b.name))
@@ -186,7 +186,7 @@ func (n *NodePorts) file(c *check) {
 	n.lookAt(c.port)
 }
 
-func (n *NodePorts) unfile(c *check) {
+func (n *NodePorts) removeCheck(c *check) {
 	if c.port == 0 {
 		return
 	}
@@ -199,7 +199,7 @@ func (n *NodePorts) unfile(c *check) {
 
 func (n *NodePorts) lookAt(port uint16) {
 	for _, c := range n.byPort[port] {
-		n.look(c)
+		n.markDirty(c)
 	}
 }
 
@@ -209,7 +209,7 @@ func (n *NodePorts) Run(ctx context.Context) error {
 	n.init()
 	n.Limits.Ports = cmp.Or(n.Limits.Ports, DefaultLimits().Ports)
 	n.mu.Unlock()
-	room := newRoom(cmp.Or(n.Limits.PortConnections, DefaultLimits().PortConnections))
+	room := newConnLimit(cmp.Or(n.Limits.PortConnections, DefaultLimits().PortConnections))
 	r := &run{NodePorts: n, room: room, open: map[*check]struct{}{}, failing: map[*check]struct{}{}}
 	defer r.close()
 	wait := retryFirst
@@ -239,7 +239,7 @@ type run struct {
 	open, failing map[*check]struct{}
 	// sockets counts those that are open, and room has their connections.
 	sockets int
-	room    *room
+	room    *connLimit
 }
 
 // sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed
@@ -281,13 +281,13 @@ type target struct {
 func (r *run) take() map[*check]target {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, l := range r.lost {
+	for _, l := range r.failedSockets {
 		if l.check.servers[l.at] == l.server {
 			delete(l.check.servers, l.at)
 			r.sockets--
 		}
 	}
-	r.lost = nil
+	r.failedSockets = nil
 	want := map[*check]target{}
 	for _, checks := range []map[*check]struct{}{r.dirty, r.failing} {
 		for c := range checks {
@@ -355,8 +355,8 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 			r.report(c, at, err)
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			r.lost = append(r.lost, socket{c, at, srv})
-			r.look(c)
+			r.failedSockets = append(r.failedSockets, socket{c, at, srv})
+			r.markDirty(c)
 		}
 	}()
 }
@@ -380,8 +380,8 @@ func (r *run) count(c *check) {
 	now := [2]int{len(c.servers), len(c.failed)}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.sums[0] += now[0] - c.counted[0]
-	r.sums[1] += now[1] - c.counted[1]
+	r.totals[0] += now[0] - c.counted[0]
+	r.totals[1] += now[1] - c.counted[1]
 	c.counted = now
 }
 
@@ -395,7 +395,7 @@ func (r *run) close() {
 func (n *NodePorts) Ports() (open, failing int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.sums[0], n.sums[1]
+	return n.totals[0], n.totals[1]
 }
 
 // answer tells how many endpoints there are, in kube-proxy's words. The Service's policies make no difference to that,

@@ -138,13 +138,13 @@ func (p *Proxy) Status() Status {
 		}
 	}
 	if p.synced.IsZero() {
-		s.Missing = append(s.Missing, p.first())
+		s.Missing = append(s.Missing, p.waitingFor())
 	}
 	return s
 }
 
-// first says what the first transaction waits for.
-func (p *Proxy) first() string {
+// waitingFor says what the first transaction waits for.
+func (p *Proxy) waitingFor() string {
 	if p.o.Missing != nil {
 		if list := p.o.Missing(); len(list) > 0 {
 			return "not listed yet: " + strings.Join(list, ", ")

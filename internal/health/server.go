@@ -39,8 +39,8 @@ const (
 
 func newHTTPServer(h http.Handler) *http.Server {
 	return &http.Server{
-		Handler: h, ReadHeaderTimeout: headerPatience, ReadTimeout: readPatience, WriteTimeout: writePatience,
-		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader, ConnState: note,
+		Handler: h, ReadHeaderTimeout: headerPatience, ReadTimeout: readPatience, WriteTimeout: writeTimeout,
+		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader, ConnState: recordState,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
 	}
 }
@@ -126,13 +126,13 @@ func (s *Server) serve(ctx context.Context, late bool) error {
 	defer func() { <-ended }()
 	stop := context.AfterFunc(ctx, func() {
 		defer close(ended)
-		ctx, cancel := context.WithTimeout(context.Background(), goodbye)
+		ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
 		defer cancel()
 		if srv.Shutdown(ctx) != nil {
 			srv.Close()
 		}
 	})
-	err = srv.Serve(newRoom(DefaultLimits().Connections).listen(l))
+	err = srv.Serve(newConnLimit(DefaultLimits().Connections).listen(l))
 	if stop() {
 		close(ended)
 		srv.Close()

@@ -12,15 +12,15 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Answer is what explain says.
+// Answer is the result of explain.
 type Answer struct {
 	Packet AskedPacket
 	Origin Origin
-	// Objects and Kernel are the answers of each; nil for who was not asked.
+	// Objects and Kernel are the two answers; nil if that side was not asked.
 	Objects, Kernel *View
-	// Disagreements say in what they differ, if both were asked.
+	// Disagreements lists the differences, if both were asked.
 	Disagreements []string
-	// Notes say what else one should know.
+	// Notes holds further remarks for the user.
 	Notes []string
 
 	sender      sender
@@ -33,16 +33,16 @@ type Answer struct {
 // AskedPacket is the packet that was asked about.
 type AskedPacket struct {
 	dataplane.Packet
-	// StandsFor is the word in place of the Source, if one was given.
+	// StandsFor is the word that was given instead of the Source, if any.
 	StandsFor string
 }
 
-// Key is where the packet goes.
+// Key returns the packet's destination.
 func (p *AskedPacket) Key() dataplane.Key {
 	return dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port}
 }
 
-// Origin says what the sender is to the rows of policy, and why.
+// Origin tells how the rows of policy classify the sender, and why.
 type Origin struct {
 	Pod, Node bool
 	Why       string
@@ -50,45 +50,45 @@ type Origin struct {
 
 // View is the answer of the objects, or of the kernel.
 type View struct {
-	// From says who answers, and Revision which one of its tables; 0 if those have none.
+	// From names who answers. Revision is that of the table, 0 if it has none.
 	From     string
 	Revision uint32
-	// Outcome is a dataplane.Outcome's word or "several", and Why says in a sentence what Cause says in a word.
+	// Outcome is a dataplane.Outcome's word or "several". Why explains Cause in a sentence.
 	Outcome string
 	Cause   dataplane.Cause
 	Why     string
-	// Service is the one that answers; nil if none does.
+	// Service is the Service that answers; nil if there is none.
 	Service *Service
-	// Scheduler is IPVS's, if that chooses the endpoint.
+	// Scheduler is IPVS's scheduler, if IPVS chooses the endpoint.
 	Scheduler string
-	// Ranges are the source ranges; nil if everybody may come.
-	Ranges    *Ranges
-	Rows      []Row
-	Endpoints []Endpoint
-	LeftOut   []LeftOut
-	Affinity  *Affinity
-	Near      []Near
-	// Way are the chains that decided, and Steps the rules that looked at the packet.
-	Way     []string
+	// Ranges are the source ranges; nil if every source is allowed.
+	Ranges     *Ranges
+	Rows       []Row
+	Endpoints  []Endpoint
+	Excluded   []ExcludedEndpoint
+	Affinity   *Affinity
+	NearMisses []NearMiss
+	// Chains are the chains that decided. Steps are the rules that saw the packet.
+	Chains  []string
 	Steps   []dataplane.TraceStep
 	Unclear []string
 }
 
-// Service is a service port that answers.
+// Service is a Service port that answers.
 type Service struct {
 	Port dataplane.PortName
-	// Kind is what its frontend is, as dataplane calls it; empty if it is not known.
+	// Kind is the frontend's kind, as dataplane names it; empty if unknown.
 	Kind string
-	// Claims are others' that lost the address to this one.
+	// Claims lists other Services that claim the address and lost it to this one.
 	Claims []string
-	// Connections are counted since the frontend was written; nil if they are not.
+	// Connections is the count since the frontend was written; nil if it is not counted.
 	Connections *uint64
 }
 
-// Ranges are who may come to a Service.
+// Ranges holds the allowed source ranges of a Service.
 type Ranges struct {
 	Ranges []netip.Prefix
-	// Holds is the one that lets the sender in; invalid if none does.
+	// Holds is the range that contains the sender; invalid if none does.
 	Holds netip.Prefix
 }
 
@@ -98,57 +98,57 @@ type Row struct {
 	Local, Masquerade, Decides bool
 }
 
-// Endpoint is one that the packet may go to.
+// Endpoint is an endpoint that the packet may be sent to.
 type Endpoint struct {
 	netip.AddrPort
 	Node string
-	// Chance is 0 where IPVS chooses, by its scheduler and the Weight.
+	// Chance is 0 if IPVS chooses, by its scheduler and the Weight.
 	Chance float64
 	Weight int
-	// Sees says which source address it sees, and Source the address, if it is known; of what the kernel's IPVS
-	// chooses from, neither is.
-	Sees   *dataplane.SourceSeen
-	Source netip.Addr
-	// Draining says that it terminates.
+	// SourceSeen tells which source address the endpoint sees, and Source is that address, if known. Both are unset for
+	// endpoints of the kernel's IPVS.
+	SourceSeen *dataplane.SourceSeen
+	Source     netip.Addr
+	// Draining is true if the endpoint terminates.
 	Draining    bool
 	Connections *uint64
 }
 
-// LeftOut is an endpoint that the packet cannot go to or, with an invalid address, a slice of such.
-type LeftOut struct {
+// ExcludedEndpoint is an endpoint that the packet cannot be sent to or, with an invalid address, a slice of them.
+type ExcludedEndpoint struct {
 	netip.AddrPort
 	Node, Slice string
-	// Reason is a word and Why a sentence.
+	// Reason is a word, and Why a sentence.
 	Reason, Why string
 }
 
-// Affinity is how long a sender stays with an endpoint.
+// Affinity tells how long a sender stays with an endpoint.
 type Affinity struct {
 	Timeout time.Duration
-	// Endpoint is where the sender is bound to go, for Left more; invalid if it is not bound.
+	// Endpoint is the one that the sender is bound to, for Left more; invalid if it is not bound.
 	Endpoint netip.AddrPort
 	Left     time.Duration
 }
 
-// NearMisses is a frontend that one may have meant.
-type Near struct {
+// NearMiss is a frontend that the user may have meant.
+type NearMiss struct {
 	Key  dataplane.Key
 	Port dataplane.PortName
 	// Kind is as in Service.
 	Kind string
 }
 
-// explain fills in what the objects say.
-func (a *Answer) explain(x *dataplane.Explanation, o *Objects, policy *Policy) {
+// fillObjects fills in the objects' answer.
+func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Policy) {
 	a.explanation, a.adopted = x, o.Adopted
 	a.Origin = a.originBy(x, o, policy)
 	v := &View{From: o.Source, Outcome: x.Cause.Outcome().String(), Cause: x.Cause}
 	a.Objects = v
 	if x.Frontend != nil {
-		a.frontend(v, o)
+		a.fillFrontend(v, o)
 	}
 	for _, n := range x.NearMisses {
-		v.Near = append(v.Near, Near{n.Key, n.Claim.Port, n.Claim.Kind.String()})
+		v.NearMisses = append(v.NearMisses, NearMiss{n.Key, n.Claim.Port, n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
 	if x.Cause == dataplane.FrontendFound && x.Frontend.NotScheduled != dataplane.Schedulable {
@@ -157,7 +157,7 @@ func (a *Answer) explain(x *dataplane.Explanation, o *Objects, policy *Policy) {
 	}
 }
 
-// originBy says what the sender is by the objects' flags.
+// originBy classifies the sender by the objects' flags.
 func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy) Origin {
 	if g := x.Origin.Guess; g.IsValid() {
 		return Origin{Pod: true, Why: fmt.Sprintf(
@@ -169,14 +169,14 @@ func (a *Answer) originBy(x *dataplane.Explanation, o *Objects, policy *Policy) 
 		dataplane.DetectBridgeInterface:     "--pod-bridge-interface",
 		dataplane.DetectInterfaceNamePrefix: "--pod-interface-name-prefix",
 	}[o.Config.DetectLocal.Mode]
-	if len(o.Adopted) > 0 && o.Config.DetectLocal.Mode == dataplane.DetectClusterCIDR && !policy.saysPods() {
+	if len(o.Adopted) > 0 && o.Config.DetectLocal.Mode == dataplane.DetectClusterCIDR && !policy.detectsPods() {
 		by = "the kernel's rules"
 	}
 	return originOf(a.sender, x.Origin.Pods, x.Origin.Node, by)
 }
 
-// frontend fills in what there is to say of a frontend.
-func (a *Answer) frontend(v *View, o *Objects) {
+// fillFrontend fills in the frontend.
+func (a *Answer) fillFrontend(v *View, o *Objects) {
 	x := a.explanation
 	v.Service = &Service{Port: x.Port.Name, Kind: x.Frontend.Kind.String()}
 	for _, c := range x.Claims[1:] {
@@ -195,12 +195,12 @@ func (a *Answer) frontend(v *View, o *Objects) {
 		v.Affinity = &Affinity{Timeout: x.Port.Affinity}
 	}
 	if x.Cause != dataplane.SourceRefused && x.Cause != dataplane.FromOutsideToLoopback { // else they make no difference
-		a.endpoints(v, o)
+		a.fillEndpoints(v, o)
 	}
 }
 
-// endpoints fills in the endpoints, and those that are none.
-func (a *Answer) endpoints(v *View, o *Objects) {
+// fillEndpoints fills in the endpoints that can be chosen, and the excluded ones.
+func (a *Answer) fillEndpoints(v *View, o *Objects) {
 	x := a.explanation
 	n := 0
 	for _, c := range x.Endpoints {
@@ -210,11 +210,11 @@ func (a *Answer) endpoints(v *View, o *Objects) {
 	}
 	for _, c := range x.Endpoints {
 		if !c.Reason.Included() {
-			v.LeftOut = append(v.LeftOut, LeftOut{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice,
-				Reason: c.Reason.String(), Why: a.leftOut(&c, o.Config.NodeName)})
+			v.Excluded = append(v.Excluded, ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice,
+				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)})
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), Sees: &c.SourceSeen,
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), SourceSeen: &c.SourceSeen,
 			Source: a.source(c.SourceSeen, c.Addr()), Draining: c.Reason == dataplane.IncludedTerminating}
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
@@ -222,12 +222,12 @@ func (a *Answer) endpoints(v *View, o *Objects) {
 		v.Endpoints = append(v.Endpoints, e)
 	}
 	for _, s := range x.SkippedSlices {
-		l := LeftOut{Slice: s.Slice, Reason: otherFamily,
+		l := ExcludedEndpoint{Slice: s.Slice, Reason: otherFamily,
 			Why: terminal.Plural(s.Endpoints, "endpoint") + " of the other family"}
 		if !s.OtherFamily {
 			l.Reason, l.Why = "other-port", terminal.Plural(s.Endpoints, "endpoint")+" without "+portText(x.Port.Name, s)
 		}
-		v.LeftOut = append(v.LeftOut, l)
+		v.Excluded = append(v.Excluded, l)
 	}
 }
 
@@ -250,17 +250,17 @@ func portText(p dataplane.PortName, s dataplane.SkippedSlice) string {
 	return text + "; it has " + strings.Join(has, ", ")
 }
 
-// source gives the source address that an endpoint sees; invalid if it is not known which of this node's it is.
+// source returns the source address that an endpoint sees; invalid if it is unknown which of this node's it is.
 func (a *Answer) source(s dataplane.SourceSeen, endpoint netip.Addr) netip.Addr {
 	if !s.Node() {
 		return a.sender.addr
 	}
-	from, _, _ := a.routes.to(endpoint)
+	from, _, _ := a.routes.lookup(endpoint)
 	return from
 }
 
-// leftOut says why an endpoint is not in the pool.
-func (a *Answer) leftOut(c *dataplane.EndpointDecision, node string) string {
+// exclusionText explains why an endpoint is not in the pool.
+func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) string {
 	x := a.explanation
 	switch c.Reason {
 	case dataplane.ExcludedNotReady:
@@ -295,10 +295,10 @@ func orNone(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// traced fills in what the kernel does.
-func (a *Answer) traced(t *dataplane.Trace) {
+// fillKernel fills in the kernel's answer.
+func (a *Answer) fillKernel(t *dataplane.Trace) {
 	a.trace = t
-	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Way: t.Chains(),
+	v := &View{From: "the kernel", Revision: t.Revision, Outcome: t.Outcome(), Cause: t.Cause, Chains: t.Chains(),
 		Steps:   t.Steps,
 		Unclear: t.Unclear, Scheduler: t.Scheduler}
 	a.Kernel = v
@@ -306,19 +306,19 @@ func (a *Answer) traced(t *dataplane.Trace) {
 	if t.Port.Service != (snapshot.Name{}) {
 		v.Service = &Service{Port: t.Port, Connections: t.Connections}
 	}
-	a.landed(v)
+	a.fillDestinations(v)
 	for _, d := range t.Destinations {
 		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: d.AddrPort, Weight: int(d.Weight), Draining: d.Weight == 0,
 			Connections: &d.Connections})
 	}
 	for _, n := range t.Near {
-		v.Near = append(v.Near, Near{Key: n.Key, Port: n.Port})
+		v.NearMisses = append(v.NearMisses, NearMiss{Key: n.Key, Port: n.Port})
 	}
 	v.Why = a.whyKernel(v)
 }
 
-// landed fills in the endpoints the kernel would choose from, and what it remembers.
-func (a *Answer) landed(v *View) {
+// fillDestinations fills in the endpoints that the kernel would choose from, and the affinity entry.
+func (a *Answer) fillDestinations(v *View) {
 	for _, end := range a.trace.Endings {
 		if end.Outcome != dataplane.Sent {
 			continue
@@ -331,8 +331,8 @@ func (a *Answer) landed(v *View) {
 			sees = dataplane.SourceSeenNode
 		}
 		v.Endpoints = append(v.Endpoints, Endpoint{AddrPort: end.Endpoint, Chance: float64(end.Share) / float64(end.Of),
-			Sees:   &sees,
-			Source: a.source(sees, end.Endpoint.Addr()), Connections: end.Connections})
+			SourceSeen: &sees,
+			Source:     a.source(sees, end.Endpoint.Addr()), Connections: end.Connections})
 		if end.Remember > 0 {
 			v.Affinity = &Affinity{Timeout: end.Remember}
 		}
@@ -346,7 +346,7 @@ func (a *Answer) landed(v *View) {
 	}
 }
 
-// compare says whether objects and kernel agree.
+// compare records where objects and kernel disagree.
 func (a *Answer) compare() {
 	if a.explanation == nil || a.trace == nil {
 		return
@@ -359,8 +359,8 @@ func (a *Answer) compare() {
 	}
 }
 
-// Compared says whether both were asked, and Agree whether they agree then.
+// Compared reports whether both were asked. If so, Agree reports whether they agree.
 func (a *Answer) Compared() bool { return a.Objects != nil && a.Kernel != nil }
 
-// Agree says whether objects and kernel say the same.
+// Agree reports whether objects and kernel give the same answer.
 func (a *Answer) Agree() bool { return len(a.Disagreements) == 0 }

@@ -90,7 +90,7 @@ type EndpointJSON struct {
 	Connections *uint64 `json:"connections,omitempty"`
 }
 
-// LeftOutJSON is a LeftOut as JSON.
+// LeftOutJSON is an ExcludedEndpoint as JSON.
 type LeftOutJSON struct {
 	Address string `json:"address,omitempty"`
 	Port    uint16 `json:"port,omitempty"`
@@ -107,7 +107,7 @@ type AffinityJSON struct {
 	Remaining int    `json:"remainingSeconds,omitempty"`
 }
 
-// NearJSON is a Near as JSON.
+// NearJSON is a NearMiss as JSON.
 type NearJSON struct {
 	Address  string `json:"address"`
 	Port     uint16 `json:"port"`
@@ -124,7 +124,7 @@ type StepJSON struct {
 	Found   []string `json:"found,omitempty"`
 }
 
-// JSON gives the form that is printed, with the trace or without.
+// JSON converts the answer for printing, with or without the trace.
 func (a *Answer) JSON(trace bool) *AnswerJSON {
 	p := &a.Packet
 	out := &AnswerJSON{
@@ -143,7 +143,7 @@ func (v *View) json(trace bool) *ViewJSON {
 		return nil
 	}
 	out := &ViewJSON{From: v.From, Revision: v.Revision, Outcome: v.Outcome, Cause: v.Cause.String(), Why: v.Why,
-		Scheduler: v.Scheduler, Way: v.Way, Unclear: v.Unclear}
+		Scheduler: v.Scheduler, Way: v.Chains, Unclear: v.Unclear}
 	if s := v.Service; s != nil {
 		out.Service = &ServiceJSON{s.Port.Service.String(), s.Port.Port, s.Kind, s.Claims, s.Connections}
 	}
@@ -160,7 +160,7 @@ func (v *View) json(trace bool) *ViewJSON {
 	if f := v.Affinity; f != nil {
 		out.Affinity = &AffinityJSON{int(f.Timeout / time.Second), validText(f.Endpoint), int(f.Left / time.Second)}
 	}
-	for _, n := range v.Near {
+	for _, n := range v.NearMisses {
 		out.Near = append(out.Near, NearJSON{n.Key.Addr.String(), n.Key.Port, n.Key.Protocol.String(), n.name(), n.Kind})
 	}
 	if trace {
@@ -175,12 +175,12 @@ func (out *ViewJSON) addEndpoints(v *View) {
 	for _, e := range v.Endpoints {
 		j := EndpointJSON{Address: e.Addr().String(), Port: e.Port(), Node: e.Node, Chance: e.Chance, Weight: e.Weight,
 			Source: validText(e.Source), Draining: e.Draining, Connections: e.Connections}
-		if e.Sees != nil {
-			j.Sees = e.Sees.String()
+		if e.SourceSeen != nil {
+			j.Sees = e.SourceSeen.String()
 		}
 		out.Endpoints = append(out.Endpoints, j)
 	}
-	for _, l := range v.LeftOut {
+	for _, l := range v.Excluded {
 		j := LeftOutJSON{Node: l.Node, Slice: l.Slice, Reason: l.Reason, Why: l.Why}
 		if l.IsValid() {
 			j.Address, j.Port = l.Addr().String(), l.Port()
@@ -189,7 +189,7 @@ func (out *ViewJSON) addEndpoints(v *View) {
 	}
 }
 
-// endpoints says in a word which endpoints a row leads to.
+// endpoints returns a word for the endpoints that a row leads to.
 func (r *Row) endpoints() string {
 	if r.Local {
 		return "local"
@@ -198,14 +198,14 @@ func (r *Row) endpoints() string {
 }
 
 // name is that of the service port; empty if it is not known.
-func (n *Near) name() string {
+func (n *NearMiss) name() string {
 	if n.Port == (dataplane.PortName{}) {
 		return ""
 	}
 	return n.Port.String()
 }
 
-// validText writes an address, a range or an endpoint; an invalid one is left out.
+// validText formats an address, a range or an endpoint; an invalid one becomes "".
 func validText(a interface {
 	IsValid() bool
 	String() string

@@ -13,7 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// podsText says in a word what tells pods from others.
+// podsText describes how pods are recognized.
 func podsText(p dataplane.Pods) string {
 	switch {
 	case p.Interface != "":
@@ -24,7 +24,7 @@ func podsText(p dataplane.Pods) string {
 	return p.CIDR.String()
 }
 
-// originOf says what a sender is to the rows of policy, and why. By is where it is written what tells pods from others.
+// originOf classifies a sender, and explains why. By names the setting that tells pods from others.
 func originOf(s sender, pods dataplane.Pods, node bool, by string) (o Origin) {
 	addr := s.addr.String()
 	if s.standsFor != "" {
@@ -61,7 +61,7 @@ func originOf(s sender, pods dataplane.Pods, node bool, by string) (o Origin) {
 	return o
 }
 
-// why says in a sentence what the objects ask for.
+// why explains in a sentence what the objects ask for.
 func (a *Answer) why(v *View) string {
 	x, dst := a.explanation, a.explanation.Question.Key
 	switch x.Cause {
@@ -90,7 +90,7 @@ func (a *Answer) why(v *View) string {
 	return plainWhy(x.Cause, dst.Addr)
 }
 
-// whyKernel says in a sentence what the kernel does.
+// whyKernel explains in a sentence what the kernel does.
 func (a *Answer) whyKernel(v *View) string {
 	switch {
 	case v.Outcome == "several":
@@ -108,7 +108,7 @@ func (a *Answer) whyKernel(v *View) string {
 	return plainWhy(v.Cause, a.Packet.Destination)
 }
 
-// plainWhy says what can be said without the objects.
+// plainWhy explains what is known without the objects.
 func plainWhy(c dataplane.Cause, dst netip.Addr) string {
 	switch c {
 	case dataplane.NoEndpoints:
@@ -143,7 +143,7 @@ func sentTo(taken []Endpoint) string {
 	return text
 }
 
-// percent writes a part of 1 with as many digits as it needs.
+// percent formats a fraction with as many digits as it needs.
 func percent(p float64) string {
 	switch {
 	case p >= 0.1 || p == 0:
@@ -154,7 +154,7 @@ func percent(p float64) string {
 	return fmt.Sprintf("%.2g%%", p*100)
 }
 
-// spanText writes a time in whole seconds as 30m, 1h5m or 12s.
+// spanText formats whole seconds as 30m, 1h5m or 12s.
 func spanText(d time.Duration) string {
 	text := d.Truncate(time.Second).String()
 	text = strings.TrimSuffix(text, "0s")
@@ -174,10 +174,10 @@ func labelled(s *terminal.Printer, label, format string, args ...any) {
 	s.Line("%s", labels.Row(s.Paint(terminal.Dim, label), fmt.Sprintf(format, args...)))
 }
 
-// MaxShown is how many of each kind of things are shown without --all.
+// MaxShown limits how many items of each kind are shown without --all.
 const MaxShown = 20
 
-// TextOptions say how much of an answer is shown.
+// TextOptions select how much of an answer is shown.
 type TextOptions struct {
 	// All shows all endpoints, however many there are; Trace each rule that looked at the packet.
 	All, Trace bool
@@ -212,7 +212,7 @@ func (a *Answer) Print(s *terminal.Printer, o TextOptions) {
 	}
 }
 
-// kindText says what a frontend is.
+// kindText describes a kind of frontend.
 var kindText = map[string]string{
 	"ClusterIP": "its cluster IP", "LoadBalancerIP": "a load balancer IP",
 	"ExternalIP": "an external IP", "NodePort": "its node port",
@@ -240,8 +240,8 @@ func (a *Answer) printView(s *terminal.Printer, v *View, o TextOptions) {
 		labelled(s, label, "%s%s", mark, terminal.Columns{11, 24, 1}.Row(who, where, sees))
 	}
 	a.printAffinity(s, v)
-	if len(v.Way) > 0 {
-		labelled(s, "Way", "%s", strings.Join(v.Way, " -> "))
+	if len(v.Chains) > 0 {
+		labelled(s, "Way", "%s", strings.Join(v.Chains, " -> "))
 	}
 	labelled(s, "Outcome", "%s", s.Paint(terminal.Bold, v.Why))
 	for i, u := range v.Unclear {
@@ -300,19 +300,19 @@ func (a *Answer) printAffinity(s *terminal.Printer, v *View) {
 	}
 }
 
-// printNear shows what one may have meant.
+// printNear shows the frontends that the user may have meant.
 func (a *Answer) printNear(s *terminal.Printer, v *View) {
 	if v.Service != nil {
 		return
 	}
 	const most = 8
-	for i, n := range v.Near {
+	for i, n := range v.NearMisses {
 		label := ""
 		if i == 0 {
 			label = "Near"
 		}
 		if i == most {
-			labelled(s, label, "and %d more", len(v.Near)-i)
+			labelled(s, label, "and %d more", len(v.NearMisses)-i)
 			break
 		}
 		text := fmt.Sprintf("%s/%s is %s", netip.AddrPortFrom(n.Key.Addr, n.Key.Port), n.Key.Protocol, n.name())
@@ -323,16 +323,16 @@ func (a *Answer) printNear(s *terminal.Printer, v *View) {
 	}
 }
 
-// seen says which source address an endpoint sees.
+// seen describes the source address that an endpoint sees.
 func (e *Endpoint) seen() string {
-	if e.Sees == nil {
+	if e.SourceSeen == nil {
 		return ""
 	}
 	who := "an address of this node"
 	if e.Source.IsValid() {
 		who = e.Source.String() + ", this node"
 	}
-	switch *e.Sees {
+	switch *e.SourceSeen {
 	case dataplane.SourceSeenNode:
 		return who
 	case dataplane.SourceSeenHairpin:
@@ -343,11 +343,11 @@ func (e *Endpoint) seen() string {
 	return e.Source.String() + ", the sender"
 }
 
-// printEndpoints shows the endpoints, and those that are none.
+// printEndpoints shows the endpoints that can be chosen, and the excluded ones.
 func (a *Answer) printEndpoints(s *terminal.Printer, v *View, o TextOptions) {
-	left := v.LeftOut
+	left := v.Excluded
 	if len(v.Endpoints) > 0 && !o.All { // of a Service of both families it goes without saying
-		left = slices.DeleteFunc(slices.Clone(left), func(l LeftOut) bool { return l.Reason == otherFamily })
+		left = slices.DeleteFunc(slices.Clone(left), func(l ExcludedEndpoint) bool { return l.Reason == otherFamily })
 	}
 	t := endpointTable{width: len("ENDPOINT"), limit: MaxShown}
 	if o.All {
@@ -364,7 +364,7 @@ func (a *Answer) printEndpoints(s *terminal.Printer, v *View, o TextOptions) {
 	t.left(s, left)
 }
 
-// endpointTable lays out endpoints, and those that are none.
+// endpointTable formats endpoints, chosen and excluded.
 type endpointTable struct {
 	// width and nodes are the widths of addresses and of nodes' names; nodes is 0 if none is known.
 	width, nodes int
@@ -392,7 +392,7 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 	if v.Scheduler != "" {
 		part = "WEIGHT"
 	}
-	if v.Endpoints[0].Sees == nil {
+	if v.Endpoints[0].SourceSeen == nil {
 		sees = ""
 	}
 	s.Line("")
@@ -410,7 +410,7 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 	t.more(s, len(v.Endpoints))
 }
 
-func (t *endpointTable) left(s *terminal.Printer, left []LeftOut) {
+func (t *endpointTable) left(s *terminal.Printer, left []ExcludedEndpoint) {
 	if len(left) == 0 {
 		return
 	}
@@ -433,7 +433,7 @@ func (t *endpointTable) more(s *terminal.Printer, n int) {
 }
 
 // leftOutName gives an endpoint's address, or the slice that holds several.
-func leftOutName(l LeftOut) string {
+func leftOutName(l ExcludedEndpoint) string {
 	if !l.IsValid() {
 		return "slice " + l.Slice
 	}
@@ -453,7 +453,7 @@ func (a *Answer) printAgreement(s *terminal.Printer, o TextOptions) {
 	k := a.Kernel
 	s.Line("")
 	if a.Agree() {
-		labelled(s, "Kernel", "%s, by %s%s", s.Paint(terminal.Green, "does the same"), strings.Join(k.Way, " -> "),
+		labelled(s, "Kernel", "%s, by %s%s", s.Paint(terminal.Green, "does the same"), strings.Join(k.Chains, " -> "),
 			k.revision())
 		if k.Affinity != nil && k.Affinity.Endpoint.IsValid() {
 			bound := &View{Affinity: &Affinity{Endpoint: k.Affinity.Endpoint, Left: k.Affinity.Left}}

@@ -43,7 +43,7 @@ func BenchmarkAnswers(b *testing.B) {
 	unused.Key.Port = 81
 	ask := func(q Question, o *Objects) func() error {
 		return func() error {
-			e := explaining{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
+			e := explainRun{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
 			if err := e.gather(context.Background()); err != nil {
 				return err
 			}

@@ -12,34 +12,34 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Comparison is what the kernel holds beside what it should hold.
+// Comparison is the difference between what the kernel holds and what it should hold.
 type Comparison struct {
 	dataplane.Differences
-	// Same says that nothing differs.
+	// Same is true if nothing differs.
 	Same bool
-	// Objects says where the objects come from that the kernel is compared with; empty if it is compared with itself
-	// alone. Services is how many Services they ask for.
+	// Objects names the source of the objects that the kernel is compared with; empty if it is compared only with itself.
+	// Services counts the Services that they ask for.
 	Objects  string
 	Services int
-	// Counts sum the Differences up by Service, those first that differ most.
+	// Counts sums the Differences up by Service, the largest first.
 	Counts []ServiceCount
 }
 
-// ServiceCount is how much differs of a Service; its name is empty for what belongs to none.
+// ServiceCount counts the differences of one Service. The name is empty for shared elements.
 type ServiceCount struct {
 	Service                 string
 	Missing, Extra, Changed int
 }
 
-// A difference has to last for settleTime before it is believed: a change may be on its way from the objects to the
-// kernel. While the tables are written to all the time, what is read may never have been there at one moment: then it
-// is looked at maxLooks times.
+// A difference counts only if it lasts for settleTime, because a change may be on its way to the kernel. While the
+// tables are written to continuously, a reading may mix two states: then Compare reads up to maxLooks times.
 const (
 	settleTime = 500 * time.Millisecond
 	maxLooks   = 3
 )
 
-// Compare looks at the kernel, and at the objects if there are any. What differs only for a moment does not count.
+// Compare compares the kernel with itself, and with the objects if there are any. It ignores differences that last only
+// a moment.
 func Compare(ctx context.Context, i reconcile.Inspector, o *ObjectFlags) (*Comparison, error) {
 	c, err := compareOnce(ctx, i, o, true)
 	for look := 1; err == nil && !c.Same && (look == 1 || !c.Quiet) && look < maxLooks; look++ {
@@ -50,37 +50,37 @@ func Compare(ctx context.Context, i reconcile.Inspector, o *ObjectFlags) (*Compa
 		}
 		before := c
 		if c, err = compareOnce(ctx, i, o, false); err == nil {
-			c.keep(before)
+			c.keepLasting(before)
 		}
 	}
 	return c, err
 }
 
-// keep leaves of a comparison what was there before too.
-func (c *Comparison) keep(before *Comparison) {
+// keepLasting drops differences that the earlier comparison did not have.
+func (c *Comparison) keepLasting(before *Comparison) {
 	c.Wrong = slices.DeleteFunc(c.Wrong, func(s string) bool { return !slices.Contains(before.Wrong, s) })
 	both := func(now, then []dataplane.Difference) []dataplane.Difference {
 		seen := map[string]bool{}
 		for i := range then {
-			seen[signed(&then[i])] = true
+			seen[diffLine(&then[i])] = true
 		}
-		return slices.DeleteFunc(now, func(d dataplane.Difference) bool { return !seen[signed(&d)] })
+		return slices.DeleteFunc(now, func(d dataplane.Difference) bool { return !seen[diffLine(&d)] })
 	}
 	c.Contradictions = both(c.Contradictions, before.Contradictions)
 	c.Differences.Differences = both(c.Differences.Differences, before.Differences.Differences)
 	c.finish()
 }
 
-// signed is a difference as a line of diff.
-func signed(d *dataplane.Difference) string {
+// diffLine formats a difference as a line of diff.
+func diffLine(d *dataplane.Difference) string {
 	if d.Wanted {
 		return "+ " + d.Line
 	}
 	return "- " + d.Line
 }
 
-// compareOnce reads everything once; complain has it say what is wrong with the objects.
-func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, complain bool) (*Comparison, error) {
+// compareOnce reads everything once. With printProblems it also prints what is wrong with the objects.
+func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, printProblems bool) (*Comparison, error) {
 	c := &Comparison{}
 	var wanted *dataplane.State
 	var notes []string
@@ -93,8 +93,8 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, com
 		if err != nil {
 			return nil, err
 		}
-		if complain {
-			objects.complain()
+		if printProblems {
+			objects.printProblems()
 		}
 		for _, flag := range objects.Adopted {
 			notes = append(notes, "taken from the kernel's rules: "+flag)
@@ -115,7 +115,7 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, com
 	return c, nil
 }
 
-// finish counts by Service, and says whether all is the same.
+// finish counts differences by Service, and sets Same.
 func (c *Comparison) finish() {
 	all := c.Differences.Differences
 	c.Same = len(c.Wrong)+len(c.Contradictions)+len(all) == 0

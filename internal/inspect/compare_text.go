@@ -10,7 +10,7 @@ import (
 // MaxDiffLines is how many lines PrintDiff shows of all.
 const MaxDiffLines = 100
 
-// describe says what was compared: "ip verdict revision 12, 143 elements; ip6 verdict revision 12, 96 elements".
+// describe tells what was compared: "ip verdict revision 12, 143 elements; ip6 verdict revision 12, 96 elements".
 func (c *Comparison) describe() string {
 	var parts []string
 	for _, t := range c.Tables {
@@ -32,7 +32,7 @@ func (c *Comparison) describe() string {
 	return text
 }
 
-// bounded prints lines up to a number, and how many more there are.
+// bounded prints lines up to a limit, then how many more there are.
 func bounded(s *terminal.Printer, lines []string, most int, all bool) {
 	for i, l := range lines {
 		if i == most && !all {
@@ -51,7 +51,7 @@ func (c *Comparison) wrongLines(s *terminal.Printer) (lines []string) {
 	return lines
 }
 
-// summary says how many elements of each Service differ.
+// summary tells how many elements of each Service differ.
 func (c *Comparison) summary(s *terminal.Printer) (lines []string) {
 	width := 0
 	for _, n := range c.Counts {
@@ -93,7 +93,7 @@ func (c *Comparison) PrintDiff(s *terminal.Printer, all bool) {
 		if d.Wanted {
 			colour = terminal.Green
 		}
-		lines = append(lines, s.Paint(colour, signed(&d)))
+		lines = append(lines, s.Paint(colour, diffLine(&d)))
 	}
 	bounded(s, lines, MaxDiffLines, all)
 	if len(c.Counts) > 0 {

@@ -5,14 +5,14 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// What is said of Services that are not counted because of their annotation, or in spite of it.
+// Texts about Services that are not counted because of their annotation, or in spite of it.
 const (
 	notByWish     = "connections are not counted: the Service's annotation verdict/counters is false"
 	notDespite    = "; the annotation verdict/counters asks for more than its share"
 	notByWishMany = "-: not counted, by the Service's annotation verdict/counters"
 )
 
-// notCounted says in words what is left out of one of dataplane.Counted...; empty if everything is counted.
+// notCounted describes what one of dataplane.Counted... leaves out; empty if everything is counted.
 func notCounted(counted string) string {
 	switch counted {
 	case dataplane.CountedMostEndpoints:
@@ -27,18 +27,18 @@ func notCounted(counted string) string {
 	return ""
 }
 
-// allFrontends says whether the addresses of all Services are counted, but for those that do not want it.
+// allFrontends reports whether the frontends of all Services are counted, except those that opted out.
 func allFrontends(counted string) bool {
 	return counted == dataplane.CountedEndpoints || counted == dataplane.CountedFrontends
 }
 
-// uncountedNote says why a Service's connections are not counted, or not at its endpoints; empty if they are.
-func (e *explaining) uncountedNote(counted string, v *View) string {
+// uncountedNote explains why a Service's connections, or those of its endpoints, are not counted; empty if they are.
+func (e *explainRun) uncountedNote(counted string, v *View) string {
 	frontend, endpoints := v.Service.Connections != nil, true
 	for _, taken := range v.Endpoints {
 		endpoints = endpoints && taken.Connections != nil
 	}
-	wish, known := e.wish(v.Service.Port.Service)
+	wish, known := e.requestedCounters(v.Service.Port.Service)
 	if v.Affinity != nil || len(v.Endpoints) == 0 { // its endpoints count elsewhere, or there are none
 		endpoints = notCounted(counted) == "" || known && wish == snapshot.CountersFirst
 	}
@@ -53,8 +53,8 @@ func (e *explaining) uncountedNote(counted string, v *View) string {
 	return notCounted(counted)
 }
 
-// wish gives what a Service asks of the budget for counters, if the objects were given.
-func (e *explaining) wish(service snapshot.Name) (wish snapshot.Counters, known bool) {
+// requestedCounters returns what a Service asks of the budget for counters, if the objects were given.
+func (e *explainRun) requestedCounters(service snapshot.Name) (requestedCounters snapshot.Counters, known bool) {
 	if e.objects == nil {
 		return 0, false
 	}

@@ -1,5 +1,5 @@
-// Package inspect answers what is going on on a node: what happens to a packet, in what the kernel differs from what it
-// should hold, and who is connected to. It knows the objects, and asks the kernel by a reconcile.Inspector alone.
+// Package inspect answers questions about a node: what happens to a packet, how the kernel differs from what it should
+// hold, and who is connected to. It reads the objects, and reads the kernel only by a reconcile.Inspector.
 package inspect
 
 import (
@@ -13,19 +13,19 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Explainer says what happens to a packet.
+// Explainer explains what happens to a packet.
 type Explainer struct {
-	// Objects says where the objects come from; they are asked if they are Given.
+	// Objects is the source of the objects. They are asked if they are Given.
 	Objects *ObjectFlags
-	// Inspector, if not nil, reads the kernel of this node, which is asked too.
+	// Inspector, if not nil, reads the kernel of this node, which is then asked too.
 	Inspector reconcile.Inspector
-	// Interface is the one the packet comes in by; empty for the one this host's routes lead back to the sender.
+	// Interface is the packet's input interface; empty means the one that this host's routes use for answers.
 	Interface string
 }
 
 // Explain asks the objects, the kernel, or both.
 func (x *Explainer) Explain(ctx context.Context, q Question) (*Answer, error) {
-	e := explaining{Explainer: x, q: q}
+	e := explainRun{Explainer: x, q: q}
 	if err := e.gather(ctx); err != nil {
 		return nil, err
 	}
@@ -33,18 +33,18 @@ func (x *Explainer) Explain(ctx context.Context, q Question) (*Answer, error) {
 	return e.answer(ctx)
 }
 
-// explaining is an answer on its way.
-type explaining struct {
+// explainRun collects what one answer needs.
+type explainRun struct {
 	*Explainer
-	q        Question
-	routes   *routes
-	settings *dataplane.Settings
-	objects  *Objects
-	here     []netip.Addr
+	q          Question
+	routes     *routes
+	settings   *dataplane.Settings
+	objects    *Objects
+	localAddrs []netip.Addr
 }
 
 // gather reads what the answer needs.
-func (e *explaining) gather(ctx context.Context) (err error) {
+func (e *explainRun) gather(ctx context.Context) (err error) {
 	if e.Inspector != nil {
 		if e.routes, err = openRoutes(); err != nil {
 			return err
@@ -52,7 +52,7 @@ func (e *explaining) gather(ctx context.Context) (err error) {
 		if e.settings, err = e.Inspector.Settings(ctx); err != nil {
 			return err
 		}
-		if e.here, err = hostAddrs(ctx); err != nil {
+		if e.localAddrs, err = hostAddrs(ctx); err != nil {
 			return err
 		}
 	}
@@ -60,30 +60,30 @@ func (e *explaining) gather(ctx context.Context) (err error) {
 		if e.objects, err = e.Objects.Load(ctx, e.settings, e.Inspector != nil); err != nil {
 			return err
 		}
-		e.objects.complain()
-		e.here = e.objects.Snap.HostAddrs
+		e.objects.printProblems()
+		e.localAddrs = e.objects.Snap.HostAddrs
 	}
 	return nil
 }
 
-// family is the question's.
-func (e *explaining) family() ipfamily.Family { return ipfamily.Of(e.q.Key.Addr) }
+// family returns the question's family.
+func (e *explainRun) family() ipfamily.Family { return ipfamily.Of(e.q.Key.Addr) }
 
-// pods says how pods are told from others, as the objects' flags or the kernel's rules have it.
-func (e *explaining) pods() dataplane.Pods {
+// pods returns how pods are recognized, by the objects' flags or the kernel's rules.
+func (e *explainRun) pods() dataplane.Pods {
 	if e.objects == nil {
 		return e.settings.Pods[e.family()]
 	}
 	return dataplane.PodsOf(e.objects.Config, e.objects.Snap)[e.family()]
 }
 
-func (e *explaining) answer(ctx context.Context) (*Answer, error) {
+func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 	var snap *snapshot.Snapshot
 	if e.objects != nil {
 		snap = e.objects.Snap
 	}
 	pods := e.pods()
-	s, err := e.q.place(pods, snap, e.here, e.routes, e.Interface)
+	s, err := e.q.resolveSender(pods, snap, e.localAddrs, e.routes, e.Interface)
 	if err != nil {
 		return nil, err
 	}
@@ -92,16 +92,16 @@ func (e *explaining) answer(ctx context.Context) (*Answer, error) {
 			Destination: e.q.Key.Addr, Port: e.q.Key.Port, Protocol: e.q.Key.Protocol, Interface: s.iface}}}
 	if e.objects != nil {
 		x := dataplane.Explain(e.objects.Config, snap, dataplane.Question{Source: s.addr, Interface: s.iface, Key: e.q.Key})
-		a.explain(x, e.objects, &e.Objects.Policy)
+		a.fillObjects(x, e.objects, &e.Objects.Policy)
 	}
 	if e.Inspector != nil {
 		t, err := e.Inspector.Trace(ctx, e.packet(s), dataplane.LocalNode{
-			Local:   func(a netip.Addr) bool { return slices.Contains(e.here, a) },
+			Local:   func(a netip.Addr) bool { return slices.Contains(e.localAddrs, a) },
 			Bridged: e.routes.bridged})
 		if err != nil {
 			return nil, err
 		}
-		a.traced(t)
+		a.fillKernel(t)
 		if a.Kernel.Service != nil {
 			if why := e.uncountedNote(t.Counted, a.Kernel); why != "" {
 				a.Notes = append(a.Notes, why)
@@ -109,21 +109,21 @@ func (e *explaining) answer(ctx context.Context) (*Answer, error) {
 		}
 	}
 	if a.explanation == nil {
-		a.Origin = originOf(s, pods, slices.Contains(e.here, s.addr) || s.addr.IsLoopback(), "the kernel's rules")
+		a.Origin = originOf(s, pods, slices.Contains(e.localAddrs, s.addr) || s.addr.IsLoopback(), "the kernel's rules")
 	}
 	a.compare()
 	return a, nil
 }
 
-// packet gives the first packet of the connection.
-func (e *explaining) packet(s sender) dataplane.Packet {
+// packet returns the first packet of the connection.
+func (e *explainRun) packet(s sender) dataplane.Packet {
 	p := dataplane.Packet{Source: s.addr, Destination: e.q.Key.Addr, Protocol: e.q.Key.Protocol, Port: e.q.Key.Port,
 		Interface: s.iface}
-	if local := slices.Contains(e.here, s.addr) || s.addr.IsLoopback(); p.Interface == "" && !local {
+	if local := slices.Contains(e.localAddrs, s.addr) || s.addr.IsLoopback(); p.Interface == "" && !local {
 		p.Interface = unknownInterface
 	}
 	return p
 }
 
-// unknownInterface stands for one whose name is not known. It is no name an interface can have.
+// unknownInterface stands for an interface whose name is unknown. No interface can have this name.
 const unknownInterface = "?/"

@@ -182,7 +182,7 @@ func (c *askedCluster) ask(q Question, snap *snapshot.Snapshot) (a *Answer) {
 			return err
 		}
 		defer i.Close()
-		e := explaining{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
+		e := explainRun{Explainer: &Explainer{Objects: &ObjectFlags{}, Inspector: i}, q: q}
 		if err := e.gather(context.Background()); err != nil {
 			return err
 		}
@@ -308,7 +308,7 @@ func (c *askedCluster) send(q Question, from *lab.Host, a *Answer) {
 	if i < 0 {
 		c.t.Errorf("%s -> %s/%s: %v; explain says %+v", from.Name, to, q.Key.Protocol, r, a.Kernel.Endpoints)
 	} else if e := a.Kernel.Endpoints[i]; e.Source != r.Source.Addr() {
-		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.Key.Protocol, r, e.Source, *e.Sees)
+		c.t.Errorf("%s -> %s/%s: %v; explain says it sees %s (%s)", from.Name, to, q.Key.Protocol, r, e.Source, *e.SourceSeen)
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// ObjectFlags say where a command that only looks takes the objects from, and what the operator decided.
+// ObjectFlags select the source of the objects for a read-only command, and the policy.
 type ObjectFlags struct {
 	Policy           Policy
 	From, Kubeconfig string
@@ -35,10 +35,10 @@ func (o *ObjectFlags) AddFlags(f *pflag.FlagSet) {
 	o.flags = f
 }
 
-// Given says whether the command line names objects.
+// Given reports whether the command line names objects.
 func (o *ObjectFlags) Given() bool { return o.From != "" || o.Kubeconfig != "" || o.InCluster }
 
-// Check looks at what can be said before anything is read.
+// Check validates the flags before anything is read.
 func (o *ObjectFlags) Check() error {
 	n := 0
 	for _, set := range []bool{o.From != "", o.Kubeconfig != "", o.InCluster} {
@@ -53,19 +53,19 @@ func (o *ObjectFlags) Check() error {
 	return err
 }
 
-// Objects are what a proxy would know, and what it was told.
+// Objects holds what a proxy would know, and its configuration.
 type Objects struct {
-	// Source says where they come from, in a word or two.
+	// Source names where the objects come from, in a word or two.
 	Source string
 	Config dataplane.Config
 	Snap   *snapshot.Snapshot
-	// Problems are what is wrong with the objects, Adopted the flags that were taken from the kernel's rules.
+	// Problems lists what is wrong with the objects, and Adopted the flags that were taken from the kernel's rules.
 	Problems []error
 	Adopted  []string
 }
 
-// Load reads the objects once. Settings, if not nil, are what the kernel's rules tell, which stand in for the flags
-// that are not given. Here says that this is the node itself, whatever the Node object says.
+// Load reads the objects once. Settings, if not nil, are those of the kernel's rules; they replace flags that are not
+// given. Here is true if this host is the node, whatever the Node object says.
 func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, here bool) (*Objects, error) {
 	out := &Objects{}
 	var err error
@@ -97,7 +97,7 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	return out, nil
 }
 
-// adopt takes from the kernel's rules what flags that are not given would say, and names those flags.
+// adopt sets flags that are not given to what the kernel's rules say, and returns their names.
 func (o *ObjectFlags) adopt(c *dataplane.Config, settings *dataplane.Settings) (adopted []string) {
 	four, six := settings.Pods[ipfamily.IPv4], settings.Pods[ipfamily.IPv6]
 	said := func(names ...string) bool {
@@ -134,7 +134,7 @@ func (o *ObjectFlags) adopt(c *dataplane.Config, settings *dataplane.Settings) (
 	return adopted
 }
 
-// collector gathers what a source says until it has said everything once.
+// collector collects what a source reports until the source is synced.
 type collector struct {
 	mu     sync.Mutex
 	delta  snapshot.Delta
@@ -149,8 +149,8 @@ func (c *collector) Put(d snapshot.Delta) {
 
 func (c *collector) Synced() { c.synced() }
 
-// hostAddrs reads this host's addresses. It works in the calling goroutine: its thread may be in a network namespace of
-// its own.
+// hostAddrs reads this host's addresses. It runs in the calling goroutine, whose thread may be in another network
+// namespace.
 func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -165,10 +165,9 @@ func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
 }
 
 const (
-	// listTimeout bounds how long an API server may take.
+	// listTimeout limits how long an API server may take.
 	listTimeout = 30 * time.Second
-	// listGrace is how long a list may still come after an error: the server may only lack a resource that we can do
-	// without.
+	// listGrace is how long to wait for lists after an error: the server may only lack an optional resource.
 	listGrace = 2 * time.Second
 )
 
@@ -216,7 +215,7 @@ func listKubernetes(ctx context.Context, kubeconfig, nodeName string) (*snapshot
 	return snap, problems, nil
 }
 
-// await waits until everything was listed. An error counts if nothing follows it.
+// await waits until everything is listed. It returns an error only if no list follows within listGrace.
 func await(ctx context.Context, synced <-chan struct{}, failed, ended <-chan error) error {
 	var last error
 	var grace <-chan time.Time
@@ -241,8 +240,8 @@ func await(ctx context.Context, synced <-chan struct{}, failed, ended <-chan err
 	}
 }
 
-// complain writes what is wrong with the objects to standard error, as render does.
-func (o *Objects) complain() {
+// printProblems writes what is wrong with the objects to standard error, as render does.
+func (o *Objects) printProblems() {
 	const most = 20
 	for i, p := range o.Problems {
 		if i == most {
@@ -253,7 +252,7 @@ func (o *Objects) complain() {
 	}
 }
 
-// AssumedAddrs are the addresses a node has as far as its object tells, and the loopback address every host has.
+// AssumedAddrs returns the addresses of the Node object, and the loopback address that every host has.
 func AssumedAddrs(n snapshot.Node) []netip.Addr {
 	addrs := append(slices.Clone(n.Addresses), netip.AddrFrom4([4]byte{127, 0, 0, 1}))
 	slices.SortFunc(addrs, netip.Addr.Compare)

@@ -15,22 +15,22 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// The words that stand for senders.
+// The words for senders.
 const (
 	wordNode    = "node"
 	wordOutside = "outside"
 	wordPod     = "pod"
 )
 
-// Addresses that no host has: they stand for one that is neither a pod nor this node (RFC 7600, RFC 6666).
-var somebody = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
+// Addresses that no host has. They stand for a sender that is neither a pod nor this node (RFC 7600, RFC 6666).
+var unusedAddrs = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.0.8"), netip.MustParseAddr("100::8")}
 
-// Question is what explain is asked.
+// Question is the packet that explain is asked about.
 type Question struct {
-	// Source is the sender's address; or, if that is invalid, Word is node, pod or outside.
+	// Source is the sender's address. If it is invalid, Word is node, pod or outside.
 	Source netip.Addr
 	Word   string
-	// Key is where the packet goes.
+	// Key is the packet's destination.
 	Key dataplane.Key
 }
 
@@ -84,7 +84,7 @@ func parseDestination(dst string) (k dataplane.Key, err error) {
 
 var protocolNames = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 
-// destinationError says what is missing.
+// destinationError explains what is missing in a destination.
 func destinationError(text, dst string) error {
 	_, err := netip.ParseAddr(text)
 	host, port, perr := net.SplitHostPort(text)
@@ -102,19 +102,18 @@ func destinationError(text, dst string) error {
 	return fmt.Errorf("DST: %q is no address; names are not looked up", host)
 }
 
-// sender is who sends, as an address, and why that one.
+// sender is the address that sends, and how it was chosen.
 type sender struct {
 	addr netip.Addr
-	// standsFor is the word it stands for, if one was given.
+	// standsFor is the word that was given, if any.
 	standsFor string
-	// iface is the interface by which its packets come in: empty if a process on this node sends, or if it is not
-	// known.
+	// iface is the input interface of its packets: empty if a process on this node sends, or if it is unknown.
 	iface string
 }
 
-// place finds the sender: the address a word stands for, and the interface its packets come in by, which routing tells,
-// since that is the one by which answers leave.
-func (q *Question) place(
+// resolveSender finds the address that a word stands for, and the input interface of its packets. That is the interface
+// that routing uses for answers.
+func (q *Question) resolveSender(
 	pods dataplane.Pods, snap *snapshot.Snapshot, here []netip.Addr, r *routes, iface string,
 ) (s sender, err error) {
 	s = sender{addr: q.Source, standsFor: q.Word, iface: iface}
@@ -127,9 +126,9 @@ func (q *Question) place(
 		s.addr, err = q.nodeAddr(snap, here, r)
 		return s, err
 	case wordOutside:
-		s.addr = somebody[family]
+		s.addr = unusedAddrs[family]
 	case wordPod:
-		if err := s.somePod(pods, snap, family); err != nil {
+		if err := s.assumePod(pods, snap, family); err != nil {
 			return s, err
 		}
 	}
@@ -140,18 +139,18 @@ func (q *Question) place(
 		}
 		return s, nil
 	}
-	if _, by, ok := r.to(s.addr); ok && s.iface == "" {
+	if _, by, ok := r.lookup(s.addr); ok && s.iface == "" {
 		s.iface = by
 	}
 	return s, nil
 }
 
-// nodeAddr gives the address that this node would send from.
+// nodeAddr returns the address that this node would send from.
 func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *routes) (netip.Addr, error) {
 	if q.Key.Addr.IsLoopback() {
 		return q.Key.Addr, nil
 	}
-	if a, _, ok := r.to(q.Key.Addr); ok {
+	if a, _, ok := r.lookup(q.Key.Addr); ok {
 		return a, nil
 	}
 	candidates := slices.Clone(here)
@@ -167,8 +166,8 @@ func (q *Question) nodeAddr(snap *snapshot.Snapshot, here []netip.Addr, r *route
 		"SRC: no address of this node is known that could send to %s; give one, or another --hostname-override", q.Key.Addr)
 }
 
-// somePod makes up a pod: the last address of the pods' range, which most likely is none's.
-func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family ipfamily.Family) error {
+// assumePod chooses an address for a pod: the last one of the pods' range, which most likely is unused.
+func (s *sender) assumePod(pods dataplane.Pods, snap *snapshot.Snapshot, family ipfamily.Family) error {
 	var ranges []netip.Prefix
 	switch {
 	case pods.CIDR.IsValid():
@@ -180,21 +179,21 @@ func (s *sender) somePod(pods dataplane.Pods, snap *snapshot.Snapshot, family ip
 		if snap != nil {
 			ranges = append(ranges, snap.Node.PodCIDRs...)
 		}
-		s.addr = somebody[family]
+		s.addr = unusedAddrs[family]
 	default:
 		return errors.New("SRC: pods cannot be told from others here (--cluster-cidr is not given): give an address")
 	}
 	for _, p := range ranges {
 		if family.Has(p.Addr()) {
-			s.addr = lastOf(p)
+			s.addr = lastHostAddr(p)
 			break
 		}
 	}
 	return nil
 }
 
-// lastOf gives the last address of a range but one, since the very last may be a broadcast address.
-func lastOf(p netip.Prefix) netip.Addr {
+// lastHostAddr returns the second last address of a range, because the last one may be a broadcast address.
+func lastHostAddr(p netip.Prefix) netip.Addr {
 	b := p.Masked().Addr().AsSlice()
 	for bit := p.Bits(); bit < 8*len(b)-1; bit++ {
 		b[bit/8] |= 0x80 >> (bit % 8)

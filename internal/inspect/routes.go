@@ -10,14 +10,14 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
 
-// routes answers questions about this host's routing; nil stands for a host that cannot be asked.
+// routes looks up this host's routes; nil if the host cannot be asked.
 type routes struct {
 	handle *netlink.Handle
-	// called says of each family, IPv4 first, whether bridges show netfilter the packets they carry (br_netfilter).
-	called ipfamily.Per[bool]
+	// bridgeCallsHooks tells for each family whether bridges pass their packets to netfilter (br_netfilter).
+	bridgeCallsHooks ipfamily.Per[bool]
 }
 
-// openRoutes asks the network namespace of the calling thread.
+// openRoutes opens the network namespace of the calling thread.
 func openRoutes() (*routes, error) {
 	h, err := netlink.NewHandle()
 	if err != nil {
@@ -26,7 +26,7 @@ func openRoutes() (*routes, error) {
 	r := &routes{handle: h}
 	for i, name := range [...]string{"bridge-nf-call-iptables", "bridge-nf-call-ip6tables"} {
 		value, err := os.ReadFile("/proc/sys/net/bridge/" + name)
-		r.called[i] = err == nil && string(value) != "0\n"
+		r.bridgeCallsHooks[i] = err == nil && string(value) != "0\n"
 	}
 	return r, nil
 }
@@ -37,9 +37,8 @@ func (r *routes) close() {
 	}
 }
 
-// to gives the source address that a packet of this host's own to an address would have, and the interface it would
-// leave by.
-func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
+// lookup returns the source address and the output interface that this host uses for an address.
+func (r *routes) lookup(a netip.Addr) (source netip.Addr, iface string, ok bool) {
 	if r == nil {
 		return source, "", false
 	}
@@ -54,10 +53,10 @@ func (r *routes) to(a netip.Addr) (source netip.Addr, iface string, ok bool) {
 	return source.Unmap(), iface, ok
 }
 
-// bridged says whether a packet that came in by an interface and goes to an address stays on that interface, a bridge
-// that shows it to netfilter.
+// bridged reports whether a packet leaves by the interface that it came in by, and that is a bridge that passes its
+// packets to netfilter.
 func (r *routes) bridged(iface string, to netip.Addr) bool {
-	if _, by, ok := r.to(to); !ok || by != iface || !r.called[ipfamily.Of(to)] {
+	if _, by, ok := r.lookup(to); !ok || by != iface || !r.bridgeCallsHooks[ipfamily.Of(to)] {
 		return false
 	}
 	link, err := r.handle.LinkByName(iface)

@@ -14,26 +14,26 @@ import (
 )
 
 const (
-	// listAlways is how many frontends there may be for all of them to be read each time.
+	// listAlways is the number of frontends up to which all are read each time.
 	listAlways = 4096
-	// keysPerSecond is how many elements are read otherwise, of frontends and of the pools they lead to: first those
-	// that are looked at, the others in turn.
+	// keysPerSecond limits how many elements are read if there are more frontends: first the visible ones, then the others
+	// in turn.
 	keysPerSecond = 2000
-	// relistAfter is how long new frontends may stay unseen if there are too many to read all of them each time.
+	// relistAfter is how long new frontends may stay unseen if there are too many to read each time.
 	relistAfter = 30 * time.Second
 )
 
-// meter is a counter of the kernel, with what it was when it was last read.
+// meter is a counter of the kernel, and its last reading.
 type meter struct {
 	connections uint64
 	at          time.Time
-	// rate is in connections a second; measured says that there were two readings.
+	// rate is in connections per second. measured is true after two readings.
 	rate     float64
 	measured bool
 }
 
-// read takes a reading. A counter that went back belongs to an element that was replaced: it began anew.
-func (m *meter) read(connections uint64, at time.Time) {
+// update adds a reading. If the counter is lower than before, its element was replaced and counted from 0.
+func (m *meter) update(connections uint64, at time.Time) {
 	if !m.at.IsZero() && at.After(m.at) {
 		more := connections
 		if connections >= m.connections {
@@ -52,7 +52,7 @@ type frontendMeter struct {
 	seen int
 }
 
-// name is that of the service port, or the address of a frontend of which the kernel does not say whose it is.
+// name returns the name of the Service port, or the frontend's address if the kernel does not name its Service.
 func (m *frontendMeter) name() string {
 	if m.Port == (dataplane.PortName{}) {
 		return m.Key.String()
@@ -63,14 +63,13 @@ func (m *frontendMeter) name() string {
 // endpointMeter counts the connections to an endpoint of a port, over all of its frontends.
 type endpointMeter struct {
 	addr netip.AddrPort
-	// places are the counters that add up to it.
+	// places are the counters whose sum is the endpoint's.
 	places map[endpointPlace]*meter
-	// scheduler adds up what IPVS says of it; nil if that has not got it.
+	// scheduler sums IPVS's counts of the endpoint; nil if IPVS does not have it.
 	scheduler *dataplane.SchedulerCount
 }
 
-// endpointPlace tells one counter of an endpoint from others: a place of a pool, or the frontend at which IPVS counts
-// it.
+// endpointPlace identifies one counter of an endpoint: its place in a pool, or the frontend at which IPVS counts it.
 type endpointPlace struct {
 	place    dataplane.Place
 	frontend dataplane.Key
@@ -83,14 +82,14 @@ func (e *endpointMeter) sum() (rate float64, total uint64) {
 	return rate, total
 }
 
-// portMeter is a service port: the line of top.
+// portMeter is a Service port: one line of top.
 type portMeter struct {
 	name      string
 	port      dataplane.PortName
 	frontends []*frontendMeter
-	// endpoints are read only while somebody looks at them.
+	// endpoints are read only while they are shown.
 	endpoints map[netip.AddrPort]*endpointMeter
-	// scheduler adds up what IPVS says of its frontends; nil if they are not looked at, or it schedules none.
+	// scheduler sums IPVS's counts of the frontends; nil if they are not shown, or IPVS schedules none.
 	scheduler *dataplane.SchedulerCount
 }
 
@@ -101,17 +100,17 @@ func (p *portMeter) sum() (rate float64, total uint64) {
 	return rate, total
 }
 
-// notCounted says whether nothing is counted at the addresses of the port.
+// notCounted reports whether no frontend of the port is counted.
 func (p *portMeter) notCounted() bool {
 	return !slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return !f.Uncounted })
 }
 
-// scheduled says whether IPVS chooses the endpoint at any frontend of the port.
+// scheduled reports whether IPVS chooses the endpoint at any frontend of the port.
 func (p *portMeter) scheduled() bool {
 	return slices.ContainsFunc(p.frontends, func(f *frontendMeter) bool { return f.Scheduled })
 }
 
-// choices gives the most endpoints that any frontend of the port chooses from.
+// choices returns the size of the largest pool of any frontend of the port.
 func (p *portMeter) choices() int {
 	n := 0
 	for _, f := range p.frontends {
@@ -120,9 +119,9 @@ func (p *portMeter) choices() int {
 	return n
 }
 
-// Sampler reads counters again and again, and makes rates of them.
+// Sampler reads counters repeatedly, and computes rates.
 type Sampler struct {
-	// Only, if not empty, is the one Service, or service port, that counts.
+	// Only, if not empty, is the one Service, or Service port, that is sampled.
 	Only string
 
 	from reconcile.Inspector
@@ -130,8 +129,8 @@ type Sampler struct {
 
 	frontends map[dataplane.Counted]*frontendMeter
 	ports     map[string]*portMeter
-	// listed is when all frontends were read, with the version of then; round counts such readings, next is whose turn
-	// it is.
+	// listed is when all frontends were last read, and version that of the tables then. round counts such readings, and
+	// next is the frontend whose turn it is.
 	listed           time.Time
 	version, counted string
 	round            int
@@ -141,16 +140,16 @@ type Sampler struct {
 	read int
 }
 
-// NewSampler gives a sampler that has read nothing yet.
+// NewSampler returns a sampler without readings.
 func NewSampler(from reconcile.Inspector) *Sampler {
 	return &Sampler{from: from, now: time.Now, frontends: map[dataplane.Counted]*frontendMeter{},
 		ports: map[string]*portMeter{}}
 }
 
-// Installed says whether anything was found to count.
+// Installed reports whether there is anything to count.
 func (s *Sampler) Installed() bool { return s.version != "" || len(s.ports) > 0 }
 
-// Names gives the service ports that are known, unsorted.
+// Names returns the known Service ports, unsorted.
 func (s *Sampler) Names() (names []string) {
 	for name := range s.ports {
 		names = append(names, name)
@@ -158,15 +157,16 @@ func (s *Sampler) Names() (names []string) {
 	return names
 }
 
-// Sample reads counters. Visible are the ports that somebody looks at, expanded those whose endpoints too. All reads
-// every frontend, whatever it costs; otherwise interval, the time since the last sample, bounds how many are read.
+// Sample reads counters. Visible are the ports that are shown, and expanded those whose endpoints are shown too. With
+// all, it reads every frontend at any cost; otherwise interval, the time since the last sample, limits how many are
+// read.
 func (s *Sampler) Sample(ctx context.Context, visible, expanded []string, interval time.Duration, all bool) error {
 	s.read = 0
 	if all || len(s.frontends) <= listAlways {
-		if err := s.list(ctx); err != nil {
+		if err := s.readAll(ctx); err != nil {
 			return err
 		}
-	} else if err := s.slice(ctx, visible, int(interval.Seconds()*keysPerSecond)); err != nil {
+	} else if err := s.readSlice(ctx, visible, int(interval.Seconds()*keysPerSecond)); err != nil {
 		return err
 	}
 	if err := s.endpoints(ctx, expanded); err != nil {
@@ -180,8 +180,8 @@ func (s *Sampler) Sample(ctx context.Context, visible, expanded []string, interv
 	return nil
 }
 
-// list reads all frontends; those that are gone are forgotten.
-func (s *Sampler) list(ctx context.Context) error {
+// readAll reads all frontends, and drops those that are gone.
+func (s *Sampler) readAll(ctx context.Context) error {
 	c, err := s.from.Counters(ctx, dataplane.CountersAsked{All: true})
 	if err != nil {
 		return err
@@ -190,7 +190,7 @@ func (s *Sampler) list(ctx context.Context) error {
 	s.read += c.Read
 	s.version, s.counted, s.listed = c.Version, c.Counted, s.now()
 	for i := range c.Frontends {
-		s.take(&c.Frontends[i], s.listed)
+		s.record(&c.Frontends[i], s.listed)
 	}
 	s.ports = map[string]*portMeter{}
 	s.order = s.order[:0]
@@ -211,8 +211,8 @@ func (s *Sampler) list(ctx context.Context) error {
 	return nil
 }
 
-// take takes a reading of a frontend.
-func (s *Sampler) take(c *dataplane.NamedCount, at time.Time) {
+// record stores a reading of a frontend.
+func (s *Sampler) record(c *dataplane.NamedCount, at time.Time) {
 	m := s.frontends[c.Counted]
 	if m == nil || m.Port != c.Port {
 		m = &frontendMeter{NamedCount: *c}
@@ -222,11 +222,11 @@ func (s *Sampler) take(c *dataplane.NamedCount, at time.Time) {
 		s.frontends[c.Counted] = m
 	}
 	m.NamedCount, m.seen = *c, s.round
-	m.meter.read(c.Packets, at)
+	m.meter.update(c.Packets, at)
 }
 
-// slice reads some of the frontends: those of visible ports, and then as many others as are left.
-func (s *Sampler) slice(ctx context.Context, visible []string, most int) error {
+// readSlice reads some frontends: those of visible ports, then others as far as the limit allows.
+func (s *Sampler) readSlice(ctx context.Context, visible []string, most int) error {
 	ask := dataplane.CountersAsked{}
 	wanted, pools := map[*frontendMeter]bool{}, map[uint32]bool{}
 	want := func(m *frontendMeter) {
@@ -251,14 +251,14 @@ func (s *Sampler) slice(ctx context.Context, visible []string, most int) error {
 		return err
 	}
 	if c.Version != s.version && s.now().Sub(s.listed) >= relistAfter {
-		return s.list(ctx)
+		return s.readAll(ctx)
 	}
 	s.read += c.Read
 	at := s.now()
 	for i := range c.Frontends {
 		m := s.frontends[c.Frontends[i].Counted]
 		if m != nil && m.Port == c.Frontends[i].Port { // others are seen when all are read again
-			s.take(&c.Frontends[i], at)
+			s.record(&c.Frontends[i], at)
 		}
 	}
 	return nil
@@ -285,7 +285,7 @@ func (s *Sampler) endpoints(ctx context.Context, names []string) error {
 	return nil
 }
 
-// take takes readings of all endpoints of a port.
+// record stores readings of all endpoints of a port.
 func (p *portMeter) take(c *dataplane.Counters, now time.Time) {
 	found := map[netip.AddrPort]*endpointMeter{}
 	at := func(ep netip.AddrPort) *endpointMeter {
@@ -299,7 +299,7 @@ func (p *portMeter) take(c *dataplane.Counters, now time.Time) {
 		if before := p.endpoints[ep]; before != nil && before.places[place] != nil {
 			m = before.places[place]
 		}
-		m.read(connections, now)
+		m.update(connections, now)
 		at(ep).places[place] = m
 	}
 	for i := range c.Endpoints {
@@ -328,29 +328,29 @@ func (p *portMeter) take(c *dataplane.Counters, now time.Time) {
 	p.endpoints = found
 }
 
-// Sample is what top shows.
+// Sample is the content of top.
 type Sample struct {
-	// Interval is the time between the readings, and Rate that of all ports together, in connections a second.
+	// Interval is the time between the readings. Rate is the sum of all ports, in connections per second.
 	Interval time.Duration
 	Rate     float64
 	Ports    []PortSample
-	// Counted is one of dataplane.CountedEndpoints and its like; empty if that is not known.
+	// Counted is one of dataplane.CountedEndpoints and its like; empty if unknown.
 	Counted string
 }
 
 // PortSample is a service port in a sample.
 type PortSample struct {
-	// Port has no name if the kernel does not say whose the frontend is; Name is then its address.
+	// Port is empty if the kernel does not name the frontend's Service. Then Name is the address.
 	Port  dataplane.PortName
 	Name  string
 	Rate  float64
 	Total uint64
-	// NotCounted says that nothing is counted at its addresses.
+	// NotCounted is true if no frontend of the port is counted.
 	NotCounted bool
-	// Choices is the most endpoints that any of its frontends chooses from; Scheduled says that IPVS chooses.
+	// Choices is the size of the largest pool of any frontend. Scheduled is true if IPVS chooses.
 	Choices   int
 	Scheduled bool
-	// Scheduler is nil, and Frontends and Endpoints are empty, unless somebody looks at the port.
+	// Scheduler is nil, and Frontends and Endpoints are empty, unless the port is expanded.
 	Scheduler *dataplane.SchedulerCount
 	Frontends []FrontendSample
 	Endpoints []EndpointSample
@@ -381,7 +381,7 @@ const (
 // Orders are all of them.
 var Orders = []string{ByRate, ByTotal, ByName}
 
-// Result gives what is known now, in an order, without frontends and endpoints.
+// Result returns the latest sample in an order, without frontends and endpoints.
 func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 	out := &Sample{Interval: interval, Counted: s.counted, Ports: make([]PortSample, 0, len(s.ports))}
 	for _, p := range s.ports {
@@ -398,7 +398,7 @@ func (s *Sampler) Result(order string, interval time.Duration) *Sample {
 	return out
 }
 
-// rounded leaves three digits after the point: a rate is no more exact than that.
+// rounded keeps three decimal places: a rate is not more exact than that.
 func rounded(r float64) float64 { return math.Round(r*1000) / 1000 }
 
 func compareIn(order string, rateA, rateB float64, totalA, totalB uint64, nameA, nameB string) int {
@@ -412,7 +412,7 @@ func compareIn(order string, rateA, rateB float64, totalA, totalB uint64, nameA,
 	return cmp.Or(cmp.Compare(rateB, rateA), cmp.Compare(totalB, totalA), byNames)
 }
 
-// Details fills in a port's frontends and endpoints, as far as somebody looks at them.
+// Details fills in a port's frontends and endpoints, if it is expanded.
 func (s *Sampler) Details(t *PortSample, order string) {
 	p := s.ports[t.Name]
 	t.Scheduler = p.scheduler
@@ -444,7 +444,7 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
-// Detailed gives what is known, with the endpoints of some ports.
+// Detailed returns the latest sample with the endpoints of some ports.
 func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[string]bool) *Sample {
 	sample := s.Result(order, interval)
 	for i := range sample.Ports {
@@ -455,7 +455,7 @@ func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[st
 	return sample
 }
 
-// Notice says what cannot be seen because it is not counted; empty if all is.
+// Notice explains what is missing because it is not counted; empty if everything is.
 func (s *Sample) Notice() string {
 	n := notCounted(s.Counted)
 	if n == "" && slices.ContainsFunc(s.Ports, func(p PortSample) bool { return p.NotCounted }) {

@@ -13,10 +13,10 @@ import (
 	"github.com/verdict-proxy/verdict/internal/terminal"
 )
 
-// Top shows which Services are connected to, how often.
+// Top shows the connection rates of Services.
 type Top struct {
 	Sampler *Sampler
-	// Service, if not empty, is the only one that is shown, or a service port of one.
+	// Service, if not empty, is the only Service, or Service port, that is shown.
 	Service string
 	// Order is one of Orders, and Interval the time between two samples.
 	Order    string

@@ -12,7 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/units"
 )
 
-// TopView is what one looks at: pure, but for the sample in it.
+// TopView is the screen of top. It is pure, except for the sample in it.
 type TopView struct {
 	// sample is the newest; nil before the first.
 	sample *Sample
@@ -30,7 +30,7 @@ type TopView struct {
 	failure error
 }
 
-// NewTopView gives a view without a sample, of a screen of 80 by 24.
+// NewTopView returns a view without a sample, for a screen of 80 by 24.
 func NewTopView(node, order string, interval time.Duration) *TopView {
 	return &TopView{node: node, order: order, interval: interval, expanded: map[string]bool{}, Width: 80, Height: 24}
 }
@@ -38,7 +38,7 @@ func NewTopView(node, order string, interval time.Duration) *TopView {
 // The lines of a screen that are no ports: what it is about, the names of the columns, and the keys.
 const topMargin = 4
 
-// Key carries out what a key stands for. Quit says that it was the last.
+// Key handles a key. Quit is true if top should end.
 func (v *TopView) Key(k string) (quit bool) {
 	at := v.index()
 	page := max(v.Height-topMargin-1, 1)
@@ -77,12 +77,12 @@ func (v *TopView) ports() []PortSample {
 	return v.sample.Ports
 }
 
-// index gives the place of the selected port; the first one's if it is gone.
+// index returns the index of the selected port; 0 if it is gone.
 func (v *TopView) index() int {
 	return max(slices.IndexFunc(v.ports(), func(p PortSample) bool { return p.Name == v.cursor }), 0)
 }
 
-// Show takes over a new sample.
+// Show replaces the sample.
 func (v *TopView) Show(s *Sample, err error) {
 	if v.failure = err; err != nil {
 		return
@@ -106,7 +106,7 @@ func (v *TopView) Visible() (ports, expanded []string) {
 	return ports, expanded
 }
 
-// scroll moves the window so that the selected port is in it.
+// scroll moves the window to the selected port.
 func (v *TopView) scroll() {
 	at, room := v.index(), max(v.Height-topMargin, 1)
 	if at < v.first {
@@ -132,7 +132,7 @@ func (v *TopView) linesBetween(from, to int) (n int) {
 // topColumns are rate, total, endpoints and name.
 var topColumns = terminal.Columns{12, 14, 11, 1}
 
-// right puts text at the right of a column, with a space after it.
+// right aligns text to the right of a column, followed by a space.
 func right(text string, width int) string {
 	return strings.Repeat(" ", max(width-1-utf8.RuneCountInString(text), 0)) + text
 }
@@ -141,7 +141,7 @@ func topLine(rate, total, endpoints, name string) string {
 	return topColumns.Row(right(rate, 11), right(total, 13), right(endpoints, 10), name)
 }
 
-// rateText writes connections a second.
+// rateText formats connections per second.
 func rateText(r float64) string {
 	switch {
 	case r == 0:
@@ -152,7 +152,7 @@ func rateText(r float64) string {
 	return fmt.Sprintf("%.1f", r)
 }
 
-// Render gives the screen, a line each, none wider than the screen.
+// Render returns the lines of the screen, none wider than the screen.
 func (v *TopView) Render(s *terminal.Printer) []string {
 	v.scroll()
 	ports := v.ports()
@@ -193,7 +193,7 @@ func (v *TopView) Render(s *terminal.Printer) []string {
 	return append(lines, s.Paint(terminal.Dim, clip(keys, v.Width)))
 }
 
-// portLines gives the line of a port, and those of its endpoints if they are to be seen.
+// portLines returns the line of a port, and those of its endpoints if it is expanded.
 func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 	selected := p.Name == v.cursor
 	mark := "  "
@@ -222,7 +222,7 @@ func portLine(mark string, p *PortSample) string {
 		topName(mark, p))
 }
 
-// countText gives a number of a port's, or a sign that it is not counted.
+// countText returns the text, or "-" if the port is not counted.
 func countText(p *PortSample, text string) string {
 	if p.NotCounted {
 		return "-"
@@ -230,7 +230,7 @@ func countText(p *PortSample, text string) string {
 	return text
 }
 
-// choicesText is of how many endpoints one is chosen, or who chooses.
+// choicesText tells how many endpoints can be chosen, or who chooses.
 func choicesText(p *PortSample) string {
 	switch {
 	case p.Scheduled:
@@ -241,7 +241,7 @@ func choicesText(p *PortSample) string {
 	return units.Thousands(p.Choices)
 }
 
-// topName is the name, with what IPVS says of the port if that is looked at.
+// topName is the name, followed by IPVS's counts if the port is expanded.
 func topName(mark string, p *PortSample) string {
 	if p.Scheduler == nil {
 		return mark + p.Name
@@ -249,7 +249,7 @@ func topName(mark string, p *PortSample) string {
 	return mark + p.Name + "  " + schedulerText(p.Scheduler)
 }
 
-// endpointText is the address, with what IPVS says of the endpoint.
+// endpointText is the address, followed by IPVS's weight and counts.
 func endpointText(e *EndpointSample) string {
 	text := "    " + e.AddrPort.String()
 	switch {
@@ -261,7 +261,7 @@ func endpointText(e *EndpointSample) string {
 	return fmt.Sprintf("%s  weight %d, %s", text, e.Scheduler.Weight, schedulerText(e.Scheduler))
 }
 
-// endpointLines gives a line for each endpoint of a port.
+// endpointLines returns a line for each endpoint of a port.
 func endpointLines(p *PortSample, width int) (lines []string) {
 	whole := 0.0
 	for _, e := range p.Endpoints {

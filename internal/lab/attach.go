@@ -28,10 +28,10 @@ func (h *Host) Attach(gateway *Host, a Attachment) error {
 		}
 	}
 	for i, addr := range a.Addrs {
-		own, via := single(addr), a.Gateways[i]
-		err := errors.Join(h.addAddr("eth0", own), h.AddRoute(Route{To: everywhereOf(addr), Via: via, Link: "eth0"}))
+		own, via := hostRange(addr), a.Gateways[i]
+		err := errors.Join(h.addAddr("eth0", own), h.AddRoute(Route{To: defaultRange(addr), Via: via, Link: "eth0"}))
 		if a.Bridge == "" {
-			err = errors.Join(err, gateway.addAddr(a.Link, single(via)), gateway.AddRoute(Route{To: own, Link: a.Link}))
+			err = errors.Join(err, gateway.addAddr(a.Link, hostRange(via)), gateway.AddRoute(Route{To: own, Link: a.Link}))
 		}
 		if err != nil {
 			return err
@@ -40,8 +40,8 @@ func (h *Host) Attach(gateway *Host, a Attachment) error {
 	return nil
 }
 
-// everywhereOf gives the range of all addresses of a family.
-func everywhereOf(a netip.Addr) netip.Prefix {
+// defaultRange gives the range of all addresses of a family.
+func defaultRange(a netip.Addr) netip.Prefix {
 	if a.Is4() {
 		return everywhere[0]
 	}

@@ -130,7 +130,7 @@ func (c *Cluster) build(conf Config) error {
 		}
 	}
 	for _, h := range c.Hosts() {
-		if err := h.Settle(); err != nil {
+		if err := h.WaitReady(); err != nil {
 			return err
 		}
 	}
@@ -188,7 +188,7 @@ func (c *Cluster) addToSegment(wire *Host, name string, rs []netip.Prefix, numbe
 	}
 	for i, r := range rs {
 		a := Nth(r, number)
-		own := single(a)
+		own := hostRange(a)
 		if r == NodeRange[i] {
 			own = netip.PrefixFrom(a, r.Bits())
 		}
@@ -220,5 +220,5 @@ func (c *Cluster) addPod(number int, conf Config) error {
 	return pod.Attach(c.Node, a)
 }
 
-// single gives the range of just one address.
-func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+// hostRange gives the range of just one address.
+func hostRange(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }

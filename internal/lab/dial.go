@@ -118,36 +118,36 @@ func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadl
 	defer cancel()
 	conn, err := h.connect(ctx, p, o.From, to)
 	if err != nil {
-		return nil, failure(fmt.Errorf("%s to %s: %w", p, to, err))
+		return nil, failedResult(fmt.Errorf("%s to %s: %w", p, to, err))
 	}
 	c := &Conn{host: h, conn: conn}
 	if p != snapshot.UDP {
 		c.lines = bufio.NewReader(conn)
 	}
-	r := c.greet(deadline)
+	r := c.readGreeting(deadline)
 	if r.Outcome != Answered {
 		c.abort()
 		return nil, r
 	}
 	c.greeting = r
-	if !h.open.add(aborter{c}) {
+	if !h.open.add(abortCloser{c}) {
 		c.abort()
-		return nil, failure(ErrClosed)
+		return nil, failedResult(ErrClosed)
 	}
 	return c, r
 }
 
-// greet waits for the first words of an endpoint. TCP servers speak first, UDP must be asked.
-func (c *Conn) greet(deadline time.Time) Result {
+// readGreeting waits for the first words of an endpoint. TCP servers speak first, UDP must be asked.
+func (c *Conn) readGreeting(deadline time.Time) Result {
 	if c.lines == nil {
-		return c.ask(deadline)
+		return c.exchangeDatagram(deadline)
 	}
 	if err := c.conn.SetDeadline(deadline); err != nil {
-		return failure(err)
+		return failedResult(err)
 	}
 	line, err := c.lines.ReadString('\n')
 	if err != nil {
-		return failure(err)
+		return failedResult(err)
 	}
 	return parseGreeting(line)
 }
@@ -159,31 +159,31 @@ func (c *Conn) Ping(timeout time.Duration) Result {
 	deadline := start.Add(Options{Timeout: timeout}.timeout())
 	r := c.greeting
 	if c.lines == nil {
-		r = c.ask(deadline)
+		r = c.exchangeDatagram(deadline)
 	} else if err := c.echo(deadline); err != nil {
-		r = failure(err)
+		r = failedResult(err)
 	}
 	r.Latency = time.Since(start)
 	return r
 }
 
-// ask sends a datagram and waits for the answer to just that one.
-func (c *Conn) ask(deadline time.Time) Result {
+// exchangeDatagram sends a datagram and waits for the answer to just that one.
+func (c *Conn) exchangeDatagram(deadline time.Time) Result {
 	c.pings++
 	question := fmt.Sprintf("ping %d", c.pings)
 	if err := c.conn.SetDeadline(deadline); err != nil {
-		return failure(err)
+		return failedResult(err)
 	}
 	// A packet that a firewall of this very host rejects or drops gives EPERM here. Whether the client is told of it, by
 	// ICMP, or waits in vain shows in reading.
 	if _, err := c.conn.Write([]byte(question)); err != nil && !errors.Is(err, unix.EPERM) {
-		return failure(err)
+		return failedResult(err)
 	}
 	buf := make([]byte, 512)
 	for {
 		n, err := c.conn.Read(buf)
 		if err != nil {
-			return failure(err)
+			return failedResult(err)
 		}
 		if greeting, echoed, _ := strings.Cut(string(buf[:n]), "\n"); echoed == question {
 			return parseGreeting(greeting)
@@ -216,7 +216,7 @@ func (c *Conn) Local() netip.AddrPort { return addrPort(c.conn.LocalAddr()) }
 func (c *Conn) Close() error {
 	var err error
 	c.closed.Do(func() {
-		c.host.open.remove(aborter{c})
+		c.host.open.remove(abortCloser{c})
 		err = c.conn.Close()
 	})
 	return err
@@ -230,14 +230,14 @@ func (c *Conn) abort() error {
 	return c.Close()
 }
 
-// aborter closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would
+// abortCloser closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would
 // hold its namespace for minutes.
-type aborter struct{ *Conn }
+type abortCloser struct{ *Conn }
 
-func (a aborter) Close() error { return a.abort() }
+func (a abortCloser) Close() error { return a.abort() }
 
-// failure turns an error into a Result without an answer.
-func failure(err error) Result {
+// failedResult turns an error into a Result without an answer.
+func failedResult(err error) Result {
 	r := Result{Err: err}
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.ETIMEDOUT):

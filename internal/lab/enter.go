@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// entered is set for the run of the program that Enter starts.
-const entered = "VERDICT_LAB_ENTERED"
+// enteredEnv is set for the run of the program that Enter starts.
+const enteredEnv = "VERDICT_LAB_ENTERED"
 
 // Enter makes sure that this process may build a Net. Where it lacks the rights, Enter runs the program once more, with
 // the same arguments, environment and standard files, as root of a user namespace of its own, passes signals on, and
@@ -29,8 +29,8 @@ const entered = "VERDICT_LAB_ENTERED"
 // In the run in the user namespace, or if no such thing is needed, done is false. The error says which right or sysctl
 // is missing. Call it before anything else.
 func Enter() (status int, done bool, err error) {
-	again := os.Getenv(entered) != ""
-	os.Unsetenv(entered) // children of ours may need to enter themselves
+	again := os.Getenv(enteredEnv) != ""
+	os.Unsetenv(enteredEnv) // children of ours may need to enter themselves
 	missing, err := missingRights()
 	if err != nil {
 		return 0, false, err
@@ -38,7 +38,7 @@ func Enter() (status int, done bool, err error) {
 	readOnly := sysctlsReadOnly()
 	switch {
 	case again && len(missing) > 0:
-		return 0, false, forbidden(fmt.Errorf("no %s in a user namespace", strings.Join(missing, ", ")))
+		return 0, false, explainForbidden(fmt.Errorf("no %s in a user namespace", strings.Join(missing, ", ")))
 	case again && readOnly:
 		return 0, false, remountSysctls()
 	case len(missing) == 0 && !readOnly:
@@ -48,7 +48,7 @@ func Enter() (status int, done bool, err error) {
 	if readOnly {
 		flags = unix.CLONE_NEWNS
 	}
-	status, err = runAgain(len(missing) > 0, flags)
+	status, err = reexec(len(missing) > 0, flags)
 	return status, true, err
 }
 
@@ -56,21 +56,21 @@ func Enter() (status int, done bool, err error) {
 // its own, so that whatever it starts ends with it, however it ends, and in a mount namespace of its own, where mounts
 // are nobody else's and vanish with it.
 func EnterAlone() (status int, done bool, err error) {
-	if os.Getenv(entered) == "" {
+	if os.Getenv(enteredEnv) == "" {
 		missing, err := missingRights()
 		if err != nil {
 			return 0, false, err
 		}
-		status, err = runAgain(len(missing) > 0, unix.CLONE_NEWNS|unix.CLONE_NEWPID)
+		status, err = reexec(len(missing) > 0, unix.CLONE_NEWNS|unix.CLONE_NEWPID)
 		return status, true, err
 	}
-	os.Unsetenv(entered)
+	os.Unsetenv(enteredEnv)
 	missing, err := missingRights()
 	switch {
 	case err != nil:
 		return 0, false, err
 	case len(missing) > 0:
-		return 0, false, forbidden(fmt.Errorf("no %s in a user namespace", strings.Join(missing, ", ")))
+		return 0, false, explainForbidden(fmt.Errorf("no %s in a user namespace", strings.Join(missing, ", ")))
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return 0, false, fmt.Errorf("lab: make mounts private: %w", err)
@@ -107,7 +107,7 @@ func sysctlsReadOnly() bool {
 	return unix.Statfs("/proc/sys/net", &fs) == nil && fs.Flags&unix.ST_RDONLY != 0
 }
 
-// remountSysctls makes /proc/sys writable in the mount namespace that runAgain made, which nobody else sees.
+// remountSysctls makes /proc/sys writable in the mount namespace that reexec made, which nobody else sees.
 func remountSysctls() error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("lab: make mounts private: %w", err)
@@ -119,12 +119,12 @@ func remountSysctls() error {
 	return nil
 }
 
-// runAgain runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128
+// reexec runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128
 // plus the signal if it was killed.
-func runAgain(user bool, flags uintptr) (int, error) {
+func reexec(user bool, flags uintptr) (int, error) {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
-	cmd.Env = append(os.Environ(), entered+"=1")
+	cmd.Env = append(os.Environ(), enteredEnv+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: flags}
 	if user {
@@ -141,13 +141,13 @@ func runAgain(user bool, flags uintptr) (int, error) {
 		syscall.SIGUSR2)
 	if err := cmd.Start(); err != nil {
 		signal.Stop(signals)
-		return 0, forbidden(err)
+		return 0, explainForbidden(err)
 	}
 	passed := make(chan struct{})
 	go func() {
 		defer close(passed)
 		for s := range signals {
-			passOn(cmd.Process, s)
+			forwardSignal(cmd.Process, s)
 		}
 	}()
 	err := cmd.Wait()
@@ -164,9 +164,9 @@ func runAgain(user bool, flags uintptr) (int, error) {
 	return cmd.ProcessState.ExitCode(), nil
 }
 
-// passOn sends a signal on to the child, unless the terminal sends it to both: a program that gets ^C twice thinks that
+// forwardSignal sends a signal on to the child, unless the terminal sends it to both: a program that gets ^C twice thinks that
 // its user is in a hurry.
-func passOn(child *os.Process, s os.Signal) {
+func forwardSignal(child *os.Process, s os.Signal) {
 	if (s == syscall.SIGINT || s == syscall.SIGQUIT) && inForeground() {
 		return
 	}
@@ -184,8 +184,8 @@ func inForeground() bool {
 	return err == nil && group == unix.Getpgrp()
 }
 
-// forbidden explains why user namespaces do not work here.
-func forbidden(err error) error {
+// explainForbidden explains why user namespaces do not work here.
+func explainForbidden(err error) error {
 	for _, s := range []struct{ key, bad, cure string }{
 		{"user/max_user_namespaces", "0", "a positive number"},
 		{"user/max_net_namespaces", "0", "a positive number"},

@@ -40,7 +40,7 @@ func (n *Net) NewHost(name string) (*Host, error) {
 	h := &Host{Name: name, work: make(chan func()), quit: make(chan struct{})}
 	made := make(chan error)
 	onThread(func() {
-		err := h.make()
+		err := h.createNamespace()
 		made <- err
 		for err == nil {
 			select {
@@ -63,8 +63,8 @@ func (n *Net) NewHost(name string) (*Host, error) {
 	return h, nil
 }
 
-// make moves the calling thread into a new namespace and sets that up.
-func (h *Host) make() error {
+// createNamespace moves the calling thread into a new namespace and sets that up.
+func (h *Host) createNamespace() error {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)
 	}
@@ -164,8 +164,8 @@ func (h *Host) Do(f func() error) error {
 	return err
 }
 
-// inside runs f, which must be quick, on the host's own thread. That is ten times cheaper than Do.
-func (h *Host) inside(f func()) error {
+// onThread runs f, which must be quick, on the host's own thread. That is ten times cheaper than Do.
+func (h *Host) onThread(f func()) error {
 	done := make(chan struct{})
 	select {
 	case h.work <- func() { defer close(done); f() }:
@@ -180,7 +180,7 @@ func (h *Host) inside(f func()) error {
 // name.
 func (h *Host) Sysctl(key, value string) error {
 	var err error
-	if e := h.inside(func() { err = writeSysctl(key, value) }); e != nil {
+	if e := h.onThread(func() { err = writeSysctl(key, value) }); e != nil {
 		return e
 	}
 	if err != nil {

@@ -88,7 +88,7 @@ func (h *Host) AddAddr(link string, p netip.Prefix) error {
 	if err := h.addAddr(link, p); err != nil {
 		return err
 	}
-	return h.Settle()
+	return h.WaitReady()
 }
 
 func (h *Host) addAddr(link string, p netip.Prefix) error {
@@ -171,9 +171,9 @@ func (h *Host) Forward() error {
 	return h.Sysctl("net/ipv6/conf/all/forwarding", "1")
 }
 
-// Settle waits until the host's links and addresses can be used. The kernel does the last steps on its own time: it
+// WaitReady waits until the host's links and addresses can be used. The kernel does the last steps on its own time: it
 // drops packets on a link that has just come up, and does not yet know that an IPv6 address is its own.
-func (h *Host) Settle() error {
+func (h *Host) WaitReady() error {
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
 		waiting, err := h.unsettled()
 		if err != nil {

@@ -12,7 +12,7 @@ func (c *Cmd) StartTied() error {
 	c.SysProcAttr.Setpgid = true
 	// The death signal comes when the thread ends that made the child: the host's own thread lives as long as the host.
 	var err error
-	if e := c.host.inside(func() { err = c.Cmd.Start() }); e != nil {
+	if e := c.host.onThread(func() { err = c.Cmd.Start() }); e != nil {
 		return e
 	}
 	return err

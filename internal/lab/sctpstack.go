@@ -22,7 +22,7 @@ import (
 // from the moment somebody on the machine has made an SCTP socket. Then the kernel's sockets are used, just like TCP's.
 func (h *Host) kernelSCTP() bool {
 	answers := false
-	_ = h.inside(func() {
+	_ = h.onThread(func() {
 		_, err := os.Stat("/proc/thread-self/net/sctp")
 		answers = err == nil
 	})
@@ -197,7 +197,7 @@ func (s *sctpStack) receive(f ipfamily.Family, b []byte, to netip.Addr, sender u
 		case d.tag != p.Tag || d.to != netip.AddrPortFrom(from, p.Source):
 			return Result{}, false
 		case p.Chunk == chunkAbort:
-			return failure(unix.ECONNREFUSED), true
+			return failedResult(unix.ECONNREFUSED), true
 		}
 		return parseGreeting(p.Cookie), p.Chunk == chunkInitAck
 	})
@@ -233,7 +233,7 @@ func (s *sctpStack) receiveError(b, oob []byte) {
 		}
 		errno := unix.Errno(binary.NativeEndian.Uint32(m.Data)) // the first field of sock_extended_err
 		s.finish(source, func(d *sctpDial) (Result, bool) {
-			return failure(errno), d.to.Port() == dest && d.to.Addr().Is4() == v4
+			return failedResult(errno), d.to.Port() == dest && d.to.Addr().Is4() == v4
 		})
 	}
 }
@@ -265,7 +265,7 @@ func (s *sctpStack) send(p sctpPacket, from, to netip.Addr) error {
 	}
 	var err error
 	for range 100 {
-		if _, _, err = c.WriteMsgIP(p.encode(), oob, &net.IPAddr{IP: to.AsSlice()}); failure(err).Outcome != Refused {
+		if _, _, err = c.WriteMsgIP(p.encode(), oob, &net.IPAddr{IP: to.AsSlice()}); failedResult(err).Outcome != Refused {
 			break
 		}
 	}
@@ -289,14 +289,14 @@ func (h *Host) dialSCTP(to netip.AddrPort, o Options) Result {
 	err = s.send(init, o.From.Addr().Unmap(), to.Addr())
 	var r Result
 	if err != nil && !errors.Is(err, unix.EPERM) { // EPERM: as in Conn.ask
-		r = failure(err)
+		r = failedResult(err)
 	} else {
 		timer := time.NewTimer(o.timeout())
 		defer timer.Stop()
 		select {
 		case r = <-d.reply:
 		case <-timer.C:
-			r = failure(os.ErrDeadlineExceeded)
+			r = failedResult(os.ErrDeadlineExceeded)
 		}
 	}
 	r.Latency = time.Since(start)

@@ -42,7 +42,7 @@ func (h *Host) DialContext(ctx context.Context, network, address string) (net.Co
 
 // Listen announces inside the host like net.Listen; the address has no names in it. The caller closes the listener.
 func (h *Host) Listen(network, address string) (l net.Listener, err error) {
-	if e := h.inside(func() { l, err = net.Listen(network, address) }); e != nil {
+	if e := h.onThread(func() { l, err = net.Listen(network, address) }); e != nil {
 		return nil, e
 	}
 	return l, err
@@ -50,7 +50,7 @@ func (h *Host) Listen(network, address string) (l net.Listener, err error) {
 
 // ListenPacket announces inside the host like net.ListenPacket. The caller closes the connection.
 func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err error) {
-	if e := h.inside(func() { c, err = net.ListenPacket(network, address) }); e != nil {
+	if e := h.onThread(func() { c, err = net.ListenPacket(network, address) }); e != nil {
 		return nil, e
 	}
 	return c, err
@@ -89,7 +89,7 @@ func (h *Host) socket(p snapshot.Protocol, f ipfamily.Family) (fd int, err error
 	if p == snapshot.UDP {
 		kind = unix.SOCK_DGRAM
 	}
-	e := h.inside(func() { fd, err = unix.Socket(domain, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(p)) })
+	e := h.onThread(func() { fd, err = unix.Socket(domain, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(p)) })
 	if e != nil {
 		return -1, e
 	}

@@ -128,7 +128,7 @@ func (r *reader) picture() (p picture) {
 }
 
 func (c *connections) Collect(ch chan<- prometheus.Metric) {
-	c.r.fresh()
+	c.r.waitFresh()
 	p := c.r.picture()
 	if c.o.Counters != nil {
 		c.collectRefused(ch, &p)

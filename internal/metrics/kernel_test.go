@@ -88,7 +88,7 @@ func (n *node) apply(d snapshot.Delta) dataplane.Receipt {
 // read reads the counters and gives the connections of each Service port, and of each endpoint.
 func (n *node) read() map[string]uint64 {
 	n.t.Helper()
-	for n.reader.begin() != nil { // an opening reading may be under way
+	for n.reader.startRead() != nil { // an opening reading may be under way
 		time.Sleep(time.Millisecond)
 	}
 	n.reader.read(make(chan struct{}))
@@ -285,7 +285,7 @@ func BenchmarkScrape(b *testing.B) {
 				b.StartTimer()
 				body = scrape(handler)
 				b.StopTimer()
-				for n.reader.begin() != nil { // it may have gone on after the scrape had lost its patience
+				for n.reader.startRead() != nil { // it may have gone on after the scrape had lost its patience
 					time.Sleep(time.Millisecond)
 				}
 				n.reader.locked(func() { read += n.reader.took })

@@ -188,13 +188,13 @@ func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment u
 		return
 	}
 	for i, svc := range before { // first, since a frontend may move from one Service to another
-		g.withdraw(svc, after[i])
+		g.removeOld(svc, after[i])
 	}
 	for _, svc := range after {
-		g.put(svc, moment)
+		g.addService(svc, moment)
 	}
 	for _, svc := range before { // last, since all of a port's frontends may be others now
-		g.close(svc)
+		g.removeSeries(svc)
 	}
 	if 2*g.gone > len(g.line) {
 		g.line = slices.DeleteFunc(g.line, func(fe *frontend) bool { return fe.gone })
@@ -202,8 +202,8 @@ func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment u
 	}
 }
 
-// withdraw takes out the frontends that a Service does not keep.
-func (g *ledger) withdraw(svc, after *dataplane.Service) {
+// removeOld takes out the frontends that a Service does not keep.
+func (g *ledger) removeOld(svc, after *dataplane.Service) {
 	if svc == nil {
 		return
 	}
@@ -212,25 +212,25 @@ func (g *ledger) withdraw(svc, after *dataplane.Service) {
 		kept := portOf(after, sp.Name, family)
 		for i := range sp.Frontends {
 			if fe := g.frontends[sp.Frontends[i].Key]; fe != nil && fe.port.name == sp.Name && !kept.answers(fe.key) {
-				g.drop(fe)
+				g.removeFrontend(fe)
 			}
 		}
 		if p := g.ports[sp.Name]; p != nil && kept.ServicePort == nil {
-			g.change(p, family, nil, 0)
+			g.updatePort(p, family, nil, 0)
 		}
 	}
 }
 
-// drop takes out a frontend.
-func (g *ledger) drop(fe *frontend) {
+// removeFrontend takes out a frontend.
+func (g *ledger) removeFrontend(fe *frontend) {
 	fe.gone = true
 	g.gone++
 	delete(g.frontends, fe.key)
 	fe.port.frontends--
 }
 
-// close ends the series of a Service's ports that have no frontend left.
-func (g *ledger) close(svc *dataplane.Service) {
+// removeSeries ends the series of a Service's ports that have no frontend left.
+func (g *ledger) removeSeries(svc *dataplane.Service) {
 	if svc == nil {
 		return
 	}
@@ -285,12 +285,12 @@ func (sp servicePort) pool(local bool) []dataplane.Endpoint {
 
 func (sp servicePort) sticky() bool { return sp.ServicePort != nil && sp.Affinity > 0 }
 
-// has says whether an endpoint is in one of the port's pools.
-func (sp servicePort) has(ep netip.AddrPort) bool {
-	return holds(sp.pool(false), ep) || holds(sp.pool(true), ep)
+// hasEndpoint says whether an endpoint is in one of the port's pools.
+func (sp servicePort) hasEndpoint(ep netip.AddrPort) bool {
+	return containsEndpoint(sp.pool(false), ep) || containsEndpoint(sp.pool(true), ep)
 }
 
-func holds(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
+func containsEndpoint(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
 	_, found := slices.BinarySearchFunc(
 		pool,
 		ep,
@@ -299,8 +299,8 @@ func holds(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
 	return found
 }
 
-// change takes over what a port is in one family. Endpoints that it no longer has lose their series.
-func (g *ledger) change(p *port, family ipfamily.Family, sp *dataplane.ServicePort, moment uint64) {
+// updatePort takes over what a port is in one family. Endpoints that it no longer has lose their series.
+func (g *ledger) updatePort(p *port, family ipfamily.Family, sp *dataplane.ServicePort, moment uint64) {
 	was, now := servicePort{p.now[family]}, servicePort{sp}
 	p.now[family], p.changed = sp, moment
 	if g.detail != PerEndpoint {
@@ -308,7 +308,7 @@ func (g *ledger) change(p *port, family ipfamily.Family, sp *dataplane.ServicePo
 	}
 	for _, local := range [...]bool{false, true} {
 		for _, ep := range was.pool(local) {
-			if old := p.endpoints[ep.AddrPort]; old != nil && !now.has(ep.AddrPort) {
+			if old := p.endpoints[ep.AddrPort]; old != nil && !now.hasEndpoint(ep.AddrPort) {
 				delete(p.endpoints, ep.AddrPort)
 				if old.shown {
 					g.shownAt--
@@ -318,28 +318,28 @@ func (g *ledger) change(p *port, family ipfamily.Family, sp *dataplane.ServicePo
 	}
 	renewed := was.sticky() != now.sticky() // the endpoints are counted elsewhere now
 	maps.DeleteFunc(p.members, func(m member, _ *last) bool {
-		return ipfamily.Of(m.endpoint.Addr()) == family && (renewed || !holds(now.pool(m.local), m.endpoint))
+		return ipfamily.Of(m.endpoint.Addr()) == family && (renewed || !containsEndpoint(now.pool(m.local), m.endpoint))
 	})
 }
 
-// put takes in a Service.
-func (g *ledger) put(svc *dataplane.Service, moment uint64) {
+// addService takes in a Service.
+func (g *ledger) addService(svc *dataplane.Service, moment uint64) {
 	if svc == nil {
 		return
 	}
 	for _, sp := range svc.Ports {
 		var p *port
 		for i := range sp.Frontends {
-			p = g.putFrontend(sp, &sp.Frontends[i], moment)
+			p = g.addFrontend(sp, &sp.Frontends[i], moment)
 		}
-		g.change(p, ipfamily.Of(sp.Frontends[0].Key.Addr), sp, moment)
+		g.updatePort(p, ipfamily.Of(sp.Frontends[0].Key.Addr), sp, moment)
 	}
 }
 
-func (g *ledger) putFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, moment uint64) *port {
+func (g *ledger) addFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, moment uint64) *port {
 	fe := g.frontends[f.Key]
 	if fe != nil && fe.port.name != sp.Name { // the one it comes from is not wholly written yet
-		g.drop(fe)
+		g.removeFrontend(fe)
 		fe = nil
 	}
 	if fe == nil {
@@ -357,22 +357,22 @@ func (g *ledger) putFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, m
 	inside, outside := f.Route(dataplane.Node).Pool, f.Route(dataplane.Anyone).Pool
 	fe.sides[0].lead(leadsTo(sp, f, inside), moment)
 	fe.sides[1].lead(leadsTo(sp, f, outside), moment)
-	if fe.outside = differ(inside, outside); !fe.outside {
+	if fe.outside = poolsDiffer(inside, outside); !fe.outside {
 		fe.sides[1] = side{of: fe, born: moment}
 	}
 	return fe.port
 }
 
-// differ says whether packets to two pools of the same port fare differently.
-func differ(a, b *dataplane.Pool) bool {
+// poolsDiffer says whether packets to two pools of the same port fare differently.
+func poolsDiffer(a, b *dataplane.Pool) bool {
 	if len(a.Endpoints)+len(b.Endpoints) == 0 {
 		return a.Empty != b.Empty
 	}
 	return a != b
 }
 
-// turn gives the next frontends to be read, at most n: none twice before all others.
-func (g *ledger) turn(n int) (at []dataplane.Counted) {
+// nextFrontends gives the next frontends to be read, at most n: none twice before all others.
+func (g *ledger) nextFrontends(n int) (at []dataplane.Counted) {
 	for range min(n, len(g.line)) {
 		fe := g.line[g.next]
 		g.next = (g.next + 1) % len(g.line)
@@ -387,8 +387,8 @@ func (g *ledger) turn(n int) (at []dataplane.Counted) {
 	return at
 }
 
-// find gives what a reading is of; nil if that is not known, or was written after the reading began.
-func (g *ledger) find(c dataplane.Counted, began uint64) *side {
+// lookup gives what a reading is of; nil if that is not known, or was written after the reading began.
+func (g *ledger) lookup(c dataplane.Counted, began uint64) *side {
 	fe := g.frontends[c.Key]
 	if fe == nil || fe.born > began || fe.side(c.Outside).born > began {
 		return nil
@@ -396,15 +396,15 @@ func (g *ledger) find(c dataplane.Counted, began uint64) *side {
 	return fe.side(c.Outside)
 }
 
-// enter takes the readings of frontends.
-func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
+// recordFrontends takes the readings of frontends.
+func (g *ledger) recordFrontends(counts []dataplane.FrontendCount, began uint64) {
 	if began < g.renewed {
 		return
 	}
 	var fresh []*port
 	for i := range counts {
 		c := &counts[i]
-		s := g.find(c.Counted, began)
+		s := g.lookup(c.Counted, began)
 		if s == nil {
 			continue
 		}
@@ -415,7 +415,7 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 		s.read, s.readAt = *c, began
 		if g.detail == PerEndpoint && c.Endpoints > 0 && (more > 0 || g.opening || s.late) {
 			s.late = false
-			g.want(s)
+			g.queueEndpoints(s)
 		}
 		if more == 0 {
 			continue
@@ -424,9 +424,9 @@ func (g *ledger) enter(counts []dataplane.FrontendCount, began uint64) {
 		if !p.shown && !p.any() {
 			fresh = append(fresh, p)
 		}
-		g.count(p, c, more)
+		g.addToPort(p, c, more)
 	}
-	g.show(fresh)
+	g.createSeries(fresh)
 }
 
 // sameElement says whether a reading may be of the same element as the last. That stays while its pool does, however
@@ -441,8 +441,8 @@ func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 		(c.Endpoints == 0) == (was.Endpoints == 0) && c.Empty == was.Empty
 }
 
-// count adds to a port's totals and, where nobody answered, to the refusals.
-func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
+// addToPort adds to a port's totals and, where nobody answered, to the refusals.
+func (g *ledger) addToPort(p *port, c *dataplane.FrontendCount, more uint64) {
 	if c.Endpoints > 0 || c.Scheduled {
 		p.connections += more
 		return
@@ -455,9 +455,9 @@ func (g *ledger) count(p *port, c *dataplane.FrontendCount, more uint64) {
 	g.refused[ipfamily.Of(c.Key.Addr)][refusal] += more
 }
 
-// show gives series to ports that have counted something for the first time, by their names and as long as there is
+// createSeries gives series to ports that have counted something for the first time, by their names and as long as there is
 // room. What was counted at those without goes to the others; they are asked again when they count more.
-func (g *ledger) show(fresh []*port) {
+func (g *ledger) createSeries(fresh []*port) {
 	slices.SortFunc(fresh, func(a, b *port) int { return a.name.Compare(b.name) })
 	for _, p := range fresh {
 		p.shown = g.shown < g.room
@@ -469,16 +469,16 @@ func (g *ledger) show(fresh []*port) {
 	}
 }
 
-// want has the endpoints of a frontend read.
-func (g *ledger) want(s *side) {
+// queueEndpoints has the endpoints of a frontend read.
+func (g *ledger) queueEndpoints(s *side) {
 	if !s.due {
 		s.due = true
 		g.due = append(g.due, s)
 	}
 }
 
-// wanted gives the next frontends whose endpoints are to be read, at most n, and who may be remembered there.
-func (g *ledger) wanted(n int) (of []dataplane.FrontendCount, members map[dataplane.Counted][]netip.AddrPort) {
+// nextEndpoints gives the next frontends whose endpoints are to be read, at most n, and who may be remembered there.
+func (g *ledger) nextEndpoints(n int) (of []dataplane.FrontendCount, members map[dataplane.Counted][]netip.AddrPort) {
 	n = min(n, len(g.due))
 	members = map[dataplane.Counted][]netip.AddrPort{}
 	for _, s := range g.due[:n] {
@@ -502,31 +502,31 @@ func (g *ledger) wanted(n int) (of []dataplane.FrontendCount, members map[datapl
 	return of, members
 }
 
-// wantAgain has endpoints read that could not be.
-func (g *ledger) wantAgain(of []dataplane.FrontendCount) {
+// requeueEndpoints has endpoints read that could not be.
+func (g *ledger) requeueEndpoints(of []dataplane.FrontendCount) {
 	for i := range of {
 		if fe := g.frontends[of[i].Key]; fe != nil {
-			g.want(fe.side(of[i].Outside))
+			g.queueEndpoints(fe.side(of[i].Outside))
 		}
 	}
 }
 
-// enterEndpoints takes the readings of endpoints.
-func (g *ledger) enterEndpoints(counts []dataplane.EndpointCount, began uint64) {
+// recordEndpoints takes the readings of endpoints.
+func (g *ledger) recordEndpoints(counts []dataplane.EndpointCount, began uint64) {
 	for i := range counts {
 		c := &counts[i]
-		s := g.find(c.Counted, began)
+		s := g.lookup(c.Counted, began)
 		if s == nil || began < g.renewed {
 			continue
 		}
 		p := s.of.port
 		if p.changed > began { // it may name an endpoint that is gone
-			if g.want(s); !g.opening {
+			if g.queueEndpoints(s); !g.opening {
 				continue
 			}
 		}
 		more := g.advance(p.member(member{c.Place, s.leads.local, c.Endpoint}), c.Packets, true, began)
-		if more > 0 && (servicePort{p.now[ipfamily.Of(c.Endpoint.Addr())]}).has(c.Endpoint) {
+		if more > 0 && (servicePort{p.now[ipfamily.Of(c.Endpoint.Addr())]}).hasEndpoint(c.Endpoint) {
 			g.countEndpoint(p, c.Endpoint, more)
 		}
 	}
@@ -561,8 +561,8 @@ func (g *ledger) countEndpoint(p *port, at netip.AddrPort, more uint64) {
 	}
 }
 
-// enterRules takes the readings of rules.
-func (g *ledger) enterRules(counts []dataplane.RefusedCount, began uint64) {
+// recordRules takes the readings of rules.
+func (g *ledger) recordRules(counts []dataplane.RefusedCount, began uint64) {
 	if began < g.renewed {
 		return
 	}

@@ -426,7 +426,7 @@ func walk(t *testing.T, seed uint64) {
 			t.Fatal(err)
 		}
 		if opening {
-			if running := r.begin(); running != nil {
+			if running := r.startRead(); running != nil {
 				<-running
 			}
 		}

@@ -24,10 +24,10 @@ type Metrics struct {
 	slis     *prometheus.Registry
 	reader   *reader
 	begin    time.Time
-	// begun is what was written of the first state; nil before that. Only the loop uses it.
-	begun *dataplane.Receipt
-	kube  kubeProxy
-	own   own
+	// firstReceipt is what was written of the first state; nil before that. Only the loop uses it.
+	firstReceipt *dataplane.Receipt
+	kube         kubeProxy
+	own          verdictMetrics
 }
 
 // families are the values of kube-proxy's label ip_family. Both are written in the same transactions, so most of what
@@ -65,15 +65,15 @@ type Sink interface {
 	Synced()
 }
 
-// Before gives a sink that counts what goes on to another one.
-func (m *Metrics) Before(next Sink) Sink { return counted{next, m} }
+// CountingSink gives a sink that counts what goes on to another one.
+func (m *Metrics) CountingSink(next Sink) Sink { return countingSink{next, m} }
 
-type counted struct {
+type countingSink struct {
 	Sink
 	m *Metrics
 }
 
-func (c counted) Put(d snapshot.Delta) {
+func (c countingSink) Put(d snapshot.Delta) {
 	k := &c.m.kube
 	k.serviceChanges.Add(float64(len(d.Services)))
 	k.endpointChanges.Add(float64(len(d.Slices)))
@@ -94,15 +94,15 @@ func (m *Metrics) Listener() reconcile.Listener {
 // committed takes over a transaction that the kernel acknowledged.
 func (m *Metrics) committed(c reconcile.Commit) {
 	// What comes after the beginning of new tables has counted nothing before us either.
-	m.reader.committed(&c, c.First && (m.begun == nil || !m.begun.Full))
+	m.reader.committed(&c, c.First && (m.firstReceipt == nil || !m.firstReceipt.Full))
 	if !c.First {
 		return
 	}
 	r := c.Receipt
-	if m.begun != nil {
-		r = m.begun.Then(r)
+	if m.firstReceipt != nil {
+		r = m.firstReceipt.Then(r)
 	}
-	if m.begun = &r; len(r.Left) == 0 {
+	if m.firstReceipt = &r; len(r.Left) == 0 {
 		m.started(&r)
 	}
 }
@@ -188,8 +188,8 @@ type Flows struct {
 	Failed          bool
 }
 
-// Looked takes note of such a look.
-func (m *Metrics) Looked(l Flows) {
+// ObserveFlows takes note of such a look.
+func (m *Metrics) ObserveFlows(l Flows) {
 	for i, f := range families {
 		m.kube.conntrackSync.WithLabelValues(f).Observe(l.Took.Seconds())
 		m.kube.conntrackDeleted.WithLabelValues(f).Add(float64(l.Removed[i]))
@@ -200,8 +200,8 @@ func (m *Metrics) Looked(l Flows) {
 	}
 }
 
-// Answered takes note of an answer of the health server: probe is "healthz", "livez" or "readyz".
-func (m *Metrics) Answered(probe string, code int) {
+// ObserveProbe takes note of an answer of the health server: probe is "healthz", "livez" or "readyz".
+func (m *Metrics) ObserveProbe(probe string, code int) {
 	status := "success"
 	if code != 200 {
 		status = "error"
@@ -217,8 +217,8 @@ func (m *Metrics) Answered(probe string, code int) {
 	}
 }
 
-// Requested takes note of an HTTP request to the API server; a code of 0 means that there was no answer.
-func (m *Metrics) Requested(method, host string, code int, took time.Duration) {
+// ObserveRequest takes note of an HTTP request to the API server; a code of 0 means that there was no answer.
+func (m *Metrics) ObserveRequest(method, host string, code int, took time.Duration) {
 	m.kube.requests.WithLabelValues(codeText(code), method, host).Inc()
 	m.kube.requestDuration.WithLabelValues(method, host).Observe(took.Seconds())
 }

@@ -87,7 +87,7 @@ type world struct {
 func newWorld(o Options) *world {
 	w := &world{kernel: newFakeKernel(), cluster: newRandomCluster(1)}
 	w.fake = &fakeBackend{kernel: w.kernel}
-	o.Version, o.LogLeftOut = "v1", func() uint64 { return 7 }
+	o.Version, o.LogDropped = "v1", func() uint64 { return 7 }
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Services: 1, Slices: 2} }
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
@@ -99,7 +99,7 @@ func newWorld(o Options) *world {
 		o.IPVS = w.ipvs
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
-	o.Place = func() bool { return true }
+	o.HoldsLease = func() bool { return true }
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
 		return []Fill{
@@ -167,14 +167,14 @@ func everything(t testing.TB, detail Detail) *world {
 		},
 	)
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
-	w.Before(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
+	w.CountingSink(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
-	w.Looked(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3}, Failed: true})
+	w.ObserveFlows(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3}, Failed: true})
 	for _, probe := range []string{"healthz", "livez", "readyz"} {
-		w.Answered(probe, 503)
+		w.ObserveProbe(probe, 503)
 	}
-	w.Requested("GET", "192.0.2.1:6443", 200, time.Second)
-	w.Requested("GET", "192.0.2.1:6443", 0, time.Second)
+	w.ObserveRequest("GET", "192.0.2.1:6443", 200, time.Second)
+	w.ObserveRequest("GET", "192.0.2.1:6443", 0, time.Second)
 	w.quarantined = []reconcile.Quarantined{{Name: n, Since: time.Unix(1000, 0)}}
 	return w
 }
@@ -361,7 +361,7 @@ func TestLocalhostNodePorts(t *testing.T) {
 	r := newReader(&Options{})
 	expect := func(want ipfamily.Per[int]) {
 		t.Helper()
-		if r.catchUp(); r.atLocalhost != want {
+		if r.drainQueue(); r.atLocalhost != want {
 			t.Errorf("%v; want %v", r.atLocalhost, want)
 		}
 	}

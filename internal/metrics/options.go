@@ -70,12 +70,12 @@ type Options struct {
 	AffinityShares func() []AffinityShare
 	// Owns says whether nobody else can change the tables.
 	Owns func() bool
-	// Place says whether this proxy has the place of the one proxy, so that another can take over.
-	Place func() bool
+	// HoldsLease says whether this proxy has the place of the one proxy, so that another can take over.
+	HoldsLease func() bool
 	// Conntrack tells how many connections the kernel tracks, and how many it can.
 	Conntrack func() (entries, most int, err error)
-	// LogLeftOut counts the lines that the log left out because there were too many.
-	LogLeftOut func() uint64
+	// LogDropped counts the lines that the log left out because there were too many.
+	LogDropped func() uint64
 	// Counters reads what the kernel counts.
 	Counters Counters
 	// IPVS reads what IPVS counts of the Services that it schedules.

@@ -6,8 +6,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// own are the metrics that only we have.
-type own struct {
+// verdictMetrics are the metrics that only we have.
+type verdictMetrics struct {
 	start           *prometheus.GaugeVec
 	startDuration   prometheus.Gauge
 	services        prometheus.Gauge
@@ -30,7 +30,7 @@ var phases = [...]string{"policy", "plan", "encode", "commit"}
 // seconds.
 func phaseBuckets() []float64 { return prometheus.ExponentialBuckets(1e-5, 4, 11) }
 
-func (w *own) register(registry prometheus.Registerer, o *Options) {
+func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 	m := maker{registry}
 	m.gaugeFunc("verdict_build_info", "1, with the version of this program in its labels.",
 		prometheus.Labels{"version": o.Version, "goversion": runtime.Version()}, func() float64 { return 1 })
@@ -77,10 +77,10 @@ func (w *own) register(registry prometheus.Registerer, o *Options) {
 	)
 	w.readyz = m.counters("verdict_readyz_total", "Answers of /readyz, by HTTP status.", "code")
 	w.registerFuncs(m, o)
-	w.zero()
+	w.initSeries()
 }
 
-func (w *own) registerFuncs(m maker, o *Options) {
+func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	if o.Ready != nil {
 		m.gaugeFunc("verdict_ready", "1 if all Services are in force, and no change has been waiting for too long.", nil,
 			func() float64 { return one(o.Ready()) })
@@ -89,10 +89,10 @@ func (w *own) registerFuncs(m maker, o *Options) {
 		m.gaugeFunc("verdict_owns_tables", "1 if nobody else can change our tables (Linux 6.9).", nil,
 			func() float64 { return one(o.Owns()) })
 	}
-	if o.Place != nil {
+	if o.HoldsLease != nil {
 		m.gaugeFunc("verdict_place_held",
 			"1 if another proxy can take over; 0 while a process that is no proxy has the name for that.", nil,
-			func() float64 { return one(o.Place()) })
+			func() float64 { return one(o.HoldsLease()) })
 	}
 	if o.NodePorts != nil {
 		for state, value := range map[string]func() int{
@@ -114,18 +114,18 @@ func (w *own) registerFuncs(m maker, o *Options) {
 		m.gaugeFunc("verdict_unscheduled_services", "Services that nftables carries because IPVS does not take them.", nil,
 			func() float64 { return float64(len(o.Unscheduled())) })
 	}
-	if o.LogLeftOut != nil {
+	if o.LogDropped != nil {
 		m.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "verdict_log_lines_left_out_total", Help: "Lines that the log left out because there were too many.",
-		}, func() float64 { return float64(o.LogLeftOut()) }))
+		}, func() float64 { return float64(o.LogDropped()) }))
 	}
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
 	}
 }
 
-// zero has series begin before they count.
-func (w *own) zero() {
+// initSeries has series begin before they count.
+func (w *verdictMetrics) initSeries() {
 	for _, outcome := range []string{"full", "partial", "adopted", "failed"} {
 		w.transactions.WithLabelValues(outcome)
 	}

@@ -14,30 +14,30 @@ import (
 
 // How the kernel's counters are read.
 const (
-	// readAgain is how old a reading may be that is shown again.
-	readAgain = 5 * time.Second
+	// maxReadingAge is how old a reading may be that is shown again.
+	maxReadingAge = 5 * time.Second
 	// readBudget is how long reading goes on, but for the very first: half of it for frontends, the rest for endpoints.
 	// What it did not come to has its turn next time.
 	readBudget = 300 * time.Millisecond
-	// openingBudget is the same for the very first, which has to see everything.
-	openingBudget = time.Minute
+	// firstReadBudget is the same for the very first, which has to see everything.
+	firstReadBudget = time.Minute
 	// scrapePatience is how long a scrape waits for a reading; after that it shows the one before.
 	scrapePatience = 600 * time.Millisecond
 	// affinityPatience is how long remembered clients are counted where the kernel does not know how many they are.
 	affinityPatience = 100 * time.Millisecond
-	// enterAtOnce is how many Services are entered into the ledger in the goroutine that wrote them.
-	enterAtOnce = 16
+	// maxInlineServices is how many Services are entered into the ledger in the goroutine that wrote them.
+	maxInlineServices = 16
 )
 
-// portions are how much is read at once.
-type portions struct {
+// readLimits are how much is read at once.
+type readLimits struct {
 	// list is how many frontends are listed; more are read by their keys.
 	list int
 	// frontends are read by key at a time; of endpoints frontends, the endpoints.
 	frontends, endpoints int
 }
 
-var usual = portions{list: 16384, frontends: 1024, endpoints: 64}
+var usual = readLimits{list: 16384, frontends: 1024, endpoints: 64}
 
 // reader keeps the ledger: it reads the counters when they are asked for, and takes over what transactions write.
 // Nothing that a transaction waits for takes longer than a moment.
@@ -45,13 +45,13 @@ type reader struct {
 	counters Counters
 	ipvs     IPVS
 	report   func(error)
-	portions portions
+	portions readLimits
 	// moment counts transactions.
 	moment atomic.Uint64
 
 	// queue holds what was written, until it is taken over.
 	queueMu sync.Mutex
-	queue   []written
+	queue   []ledgerUpdate
 
 	// mu guards the rest. Whoever has it takes over the queue first.
 	mu     sync.Mutex
@@ -74,12 +74,12 @@ type reader struct {
 	affinity ipfamily.Per[int]
 }
 
-// written is what a transaction wrote: Services before and after.
-type written struct {
+// ledgerUpdate is what a transaction wrote: Services before and after.
+type ledgerUpdate struct {
 	moment        uint64
 	before, after []*dataplane.Service
 	// full says that everything began to count at 0, found that it is of tables that have counted before us.
-	full, found bool
+	full, adopted bool
 }
 
 func newReader(o *Options) *reader {
@@ -95,17 +95,17 @@ func newReader(o *Options) *reader {
 
 // committed takes note of what a transaction wrote. First says that it was the first.
 func (r *reader) committed(c *reconcile.Commit, first bool) {
-	w := written{r.moment.Add(1), c.Before, c.After, c.Full, first && !c.Full}
+	w := ledgerUpdate{r.moment.Add(1), c.Before, c.After, c.Full, first && !c.Full}
 	r.queueMu.Lock()
 	r.queue = append(r.queue, w)
 	r.queueMu.Unlock()
 	switch {
-	case w.found:
-		go r.begin()
-	case len(w.before) > enterAtOnce:
+	case w.adopted:
+		go r.startRead()
+	case len(w.before) > maxInlineServices:
 		go r.locked(func() {})
 	case r.mu.TryLock():
-		r.catchUp()
+		r.drainQueue()
 		r.mu.Unlock()
 	}
 }
@@ -114,12 +114,12 @@ func (r *reader) committed(c *reconcile.Commit, first bool) {
 func (r *reader) locked(do func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.catchUp()
+	r.drainQueue()
 	do()
 }
 
-// catchUp takes over the queue.
-func (r *reader) catchUp() {
+// drainQueue takes over the queue.
+func (r *reader) drainQueue() {
 	r.queueMu.Lock()
 	queue := r.queue
 	r.queue = nil
@@ -131,7 +131,7 @@ func (r *reader) catchUp() {
 			r.countLocal(w.after[i], +1)
 		}
 		r.ledger.replace(w.before, w.after, w.full, w.moment)
-		r.ledger.opening = r.ledger.opening || w.found
+		r.ledger.opening = r.ledger.opening || w.adopted
 	}
 }
 
@@ -169,13 +169,13 @@ func (r *reader) countLocal(svc *dataplane.Service, by int) {
 	}
 }
 
-// begin begins a reading, unless one is under way or was a moment ago, and gives what is closed at its end; nil if
+// startRead begins a reading, unless one is under way or was a moment ago, and gives what is closed at its end; nil if
 // there is none.
-func (r *reader) begin() (running <-chan struct{}) {
+func (r *reader) startRead() (running <-chan struct{}) {
 	r.locked(func() {
 		// Before the first transaction nobody knows whose the tables are.
 		ready := r.counters != nil && !r.stopped && r.moment.Load() > 0
-		if r.running == nil && ready && (r.ledger.opening || time.Since(r.readAt) >= readAgain) {
+		if r.running == nil && ready && (r.ledger.opening || time.Since(r.readAt) >= maxReadingAge) {
 			r.running = make(chan struct{})
 			go r.read(r.running)
 		}
@@ -184,9 +184,9 @@ func (r *reader) begin() (running <-chan struct{}) {
 	return running
 }
 
-// fresh waits for a reading that is fresh enough, but not for long.
-func (r *reader) fresh() {
-	running := r.begin()
+// waitFresh waits for a reading that is fresh enough, but not for long.
+func (r *reader) waitFresh() {
+	running := r.startRead()
 	if running == nil {
 		return
 	}
@@ -217,7 +217,7 @@ func (r *reader) read(done chan struct{}) {
 	r.locked(func() { opening = r.ledger.opening })
 	budget := readBudget
 	if opening {
-		budget = openingBudget
+		budget = firstReadBudget
 	}
 	err := errors.Join(r.readRules(), r.readFrontends(opening, start.Add(budget/2)), r.readEndpoints(start.Add(budget)),
 		r.readIPVS(start.Add(budget)))
@@ -246,7 +246,7 @@ func (r *reader) readRules() error {
 	began := r.moment.Load()
 	counts, err := r.counters.Refused()
 	if err == nil {
-		r.locked(func() { r.ledger.enterRules(counts, began) })
+		r.locked(func() { r.ledger.recordRules(counts, began) })
 	}
 	return err
 }
@@ -262,16 +262,16 @@ func (r *reader) readFrontends(opening bool, deadline time.Time) error {
 		began := r.moment.Load()
 		counts := make([]dataplane.FrontendCount, 0, total)
 		err := r.counters.AllFrontends(func(c dataplane.FrontendCount) { counts = append(counts, c) })
-		r.locked(func() { r.ledger.enter(counts, began) })
+		r.locked(func() { r.ledger.recordFrontends(counts, began) })
 		return err
 	}
 	for done := 0; done < total && time.Now().Before(deadline); done += r.portions.frontends {
 		began := r.moment.Load()
 		var at []dataplane.Counted
-		r.locked(func() { at = r.ledger.turn(min(r.portions.frontends, total-done)) })
+		r.locked(func() { at = r.ledger.nextFrontends(min(r.portions.frontends, total-done)) })
 		counts := make([]dataplane.FrontendCount, 0, len(at))
 		err := r.counters.Frontends(at, func(c dataplane.FrontendCount) { counts = append(counts, c) })
-		r.locked(func() { r.ledger.enter(counts, began) })
+		r.locked(func() { r.ledger.recordFrontends(counts, began) })
 		if err != nil {
 			return err
 		}
@@ -287,14 +287,14 @@ func (r *reader) readEndpoints(deadline time.Time) error {
 		began := r.moment.Load()
 		var of []dataplane.FrontendCount
 		var members map[dataplane.Counted][]netip.AddrPort
-		r.locked(func() { of, members = r.ledger.wanted(min(r.portions.endpoints, left)) })
+		r.locked(func() { of, members = r.ledger.nextEndpoints(min(r.portions.endpoints, left)) })
 		var counts []dataplane.EndpointCount
 		err := r.counters.Endpoints(of, func(c dataplane.Counted) []netip.AddrPort { return members[c] },
 			func(c dataplane.EndpointCount) { counts = append(counts, c) })
 		r.locked(func() {
-			r.ledger.enterEndpoints(counts, began)
+			r.ledger.recordEndpoints(counts, began)
 			if err != nil {
-				r.ledger.wantAgain(of)
+				r.ledger.requeueEndpoints(of)
 			}
 		})
 		if err != nil {

@@ -104,22 +104,22 @@ func TestReadingIsShared(t *testing.T) {
 		k := &slowKernel{newFakeKernel(), 100 * time.Millisecond}
 		r := prepared(k, Options{}, 10, 2)
 		for range 5 {
-			go r.fresh()
+			go r.waitFresh()
 		}
-		r.fresh()
-		time.Sleep(readAgain - time.Millisecond)
-		r.fresh()
+		r.waitFresh()
+		time.Sleep(maxReadingAge - time.Millisecond)
+		r.waitFresh()
 		if k.listed != 1 {
 			t.Errorf("listed %d times; want once", k.listed)
 		}
 		time.Sleep(time.Millisecond)
-		r.fresh()
+		r.waitFresh()
 		if k.listed != 2 {
 			t.Errorf("listed %d times; want twice", k.listed)
 		}
 		r.stop()
-		time.Sleep(readAgain)
-		r.fresh()
+		time.Sleep(maxReadingAge)
+		r.waitFresh()
 		if k.listed != 2 {
 			t.Error("listed after the end")
 		}
@@ -132,7 +132,7 @@ func TestScrapeIsNotHeldUp(t *testing.T) {
 		k := &slowKernel{newFakeKernel(), 10 * time.Second}
 		r := prepared(k, Options{}, 10, 2)
 		begin := time.Now()
-		r.fresh()
+		r.waitFresh()
 		if took := time.Since(begin); took != scrapePatience {
 			t.Errorf("waited for %v", took)
 		}
@@ -160,7 +160,7 @@ func TestReadingBudget(t *testing.T) {
 		const services = 300
 		k := &slowKernel{newFakeKernel(), readBudget / 4}
 		r := prepared(k, Options{Detail: PerEndpoint}, services, 1)
-		r.portions = portions{list: services - 1, frontends: 32, endpoints: 8}
+		r.portions = readLimits{list: services - 1, frontends: 32, endpoints: 8}
 		seen := uint64(0)
 		for round := 1; ; round++ {
 			before := time.Now()
@@ -227,7 +227,7 @@ func TestOpeningReading(t *testing.T) {
 		k.rules[1][dataplane.RefusedUnusedPort] += 7
 	}
 	bump()
-	if r.begin() != nil {
+	if r.startRead() != nil {
 		t.Fatal("read before the first transaction")
 	}
 	k.broken = errors.New("not now")
@@ -276,7 +276,7 @@ func TestWrittenInParts(t *testing.T) {
 				t.Fatalf("%d Services are left: %v, %v", len(rest), err, backend.Filled())
 			}
 			change, fake.receipt.Full = dataplane.Change{}, false
-			if running := m.reader.begin(); running != nil {
+			if running := m.reader.startRead(); running != nil {
 				<-running
 			}
 			m.reader.locked(func() { m.reader.readAt = time.Time{} })

@@ -30,28 +30,28 @@ func (e clusterEvents) invalid(text string) {
 }
 
 func (e clusterEvents) unscheduled(r *dataplane.Refused) {
-	for _, n := range someOf(r) {
+	for _, n := range firstServices(r) {
 		e.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Service: n,
 			Note: "nftables chooses the endpoints: " + r.Services[n].Error()})
 	}
 }
 
 func (e clusterEvents) quarantined(r *dataplane.Refused) {
-	for _, n := range someOf(r) {
+	for _, n := range firstServices(r) {
 		e.Emit(watch.Event{Warning: true, Reason: "FailedToProgram", Action: "Program", Service: n,
-			Note: refusedNote(r.Services[n])})
+			Note: quarantineNote(r.Services[n])})
 	}
 }
 
-// someOf gives the first of the Services.
-func someOf(r *dataplane.Refused) []snapshot.Name {
+// firstServices gives the first of the Services.
+func firstServices(r *dataplane.Refused) []snapshot.Name {
 	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
 	return names[:min(maxEvents, len(names))]
 }
 
-// refusedNote says why a Service is refused. The words of a program may name other Services, which whoever reads
+// quarantineNote says why a Service is refused. The words of a program may name other Services, which whoever reads
 // the event may not know of: only the log has them.
-func refusedNote(err error) string {
+func quarantineNote(err error) string {
 	var about interface {
 		error
 		// OnlyOfService says that the text tells of nothing but what the Service asks for.

@@ -71,7 +71,7 @@ func InitOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 func WriteConfig(path string, s *config.Settings, problems []*config.Problem) error {
 	var bad []error
 	for _, p := range problems {
-		if p.Severity == config.Bad {
+		if p.Severity == config.Invalid {
 			bad = append(bad, p)
 		} else {
 			fmt.Fprintln(os.Stderr, "verdict:", p)

@@ -17,39 +17,39 @@ type ipvsChoice struct {
 	// probe says why schedulers cannot be had, which loads IPVS; nil if the backend leaves nothing to IPVS.
 	probe func(schedulers ...string) error
 
-	// many says that there were so many Services that IPVS schedules all of them.
-	many atomic.Bool
-	// ignored is for reporting once that schedulers are not heeded.
-	ignored sync.Once
-	mu      sync.Mutex
-	known   map[string]error
+	// allServices says that there were so many Services that IPVS schedules all of them.
+	allServices atomic.Bool
+	// warnOnce is for reporting once that schedulers are not heeded.
+	warnOnce sync.Once
+	mu       sync.Mutex
+	probed   map[string]error
 }
 
-// missing gives why a scheduler is not to be had, nil if it is. News says that nobody has asked before.
-func (c *ipvsChoice) missing(name string) (err error, news bool) {
+// schedulerError gives why a scheduler is not to be had, nil if it is. News says that nobody has asked before.
+func (c *ipvsChoice) schedulerError(name string) (err error, news bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err, ok := c.known[name]; ok {
+	if err, ok := c.probed[name]; ok {
 		return err, false
 	}
-	if c.known == nil {
-		c.known = map[string]error{}
+	if c.probed == nil {
+		c.probed = map[string]error{}
 	}
-	c.known[name] = c.probe(name)
-	return c.known[name], true
+	c.probed[name] = c.probe(name)
+	return c.probed[name], true
 }
 
-// possible gives which Services IPVS schedules, of what the settings say.
-func (c *ipvsChoice) possible(said dataplane.IPVS) dataplane.IPVS {
+// effective gives which Services IPVS schedules, of what the settings say.
+func (c *ipvsChoice) effective(said dataplane.IPVS) dataplane.IPVS {
 	if c.probe == nil {
 		said.Mode = dataplane.IPVSNever
 		return said
 	}
-	if said.Mode == dataplane.IPVSAuto && c.many.Load() {
+	if said.Mode == dataplane.IPVSAuto && c.allServices.Load() {
 		said.Mode = dataplane.IPVSAlways
 	}
 	if said.Mode == dataplane.IPVSAlways {
-		err, news := c.missing(said.Default.Scheduler)
+		err, news := c.schedulerError(said.Default.Scheduler)
 		if news && err != nil {
 			c.log.Error("nftables chooses the endpoints of all Services, until this is started again", "err", err)
 		}
@@ -60,16 +60,16 @@ func (c *ipvsChoice) possible(said dataplane.IPVS) dataplane.IPVS {
 	return said
 }
 
-// count has IPVS schedule all Services once there are as many as the settings say, and it can. It says whether that
+// enableAtThreshold has IPVS schedule all Services once there are as many as the settings say, and it can. It says whether that
 // is new.
-func (c *ipvsChoice) count(services, enough int, said dataplane.IPVS) bool {
-	if c.probe == nil || enough == 0 || services < enough || said.Mode != dataplane.IPVSAuto || c.many.Swap(true) {
+func (c *ipvsChoice) enableAtThreshold(services, enough int, said dataplane.IPVS) bool {
+	if c.probe == nil || enough == 0 || services < enough || said.Mode != dataplane.IPVSAuto || c.allServices.Swap(true) {
 		return false
 	}
-	if err, _ := c.missing(said.Default.Scheduler); err != nil {
+	if err, _ := c.schedulerError(said.Default.Scheduler); err != nil {
 		c.log.Warn("there are many Services, and IPVS cannot schedule them: nftables goes on",
 			"services", services, "err", err)
-		c.many.Store(false)
+		c.allServices.Store(false)
 		return false
 	}
 	c.log.Info("there are many Services: from now on IPVS schedules all of them", "services", services)
@@ -79,7 +79,7 @@ func (c *ipvsChoice) count(services, enough int, said dataplane.IPVS) bool {
 // warnIgnored reports if the operator wants IPVS for all Services from a backend that leaves nothing to it.
 func (c *ipvsChoice) warnIgnored(said dataplane.IPVS) {
 	if c.probe == nil && said.Mode == dataplane.IPVSAlways {
-		c.ignored.Do(func() {
+		c.warnOnce.Do(func() {
 			c.log.Warn(c.backend + " chooses the endpoints of all Services at random: IPVS schedules only beside nftables")
 		})
 	}
@@ -92,7 +92,7 @@ func (c *ipvsChoice) warnSchedulerIgnored(d snapshot.Delta) {
 	}
 	for name, svc := range d.Services {
 		if svc != nil && svc.AsksForIPVS() {
-			c.ignored.Do(func() {
+			c.warnOnce.Do(func() {
 				c.log.Warn(c.backend+" chooses the endpoints of Services at random, also of those that ask for a scheduler of IPVS",
 					"service", name.String(), "scheduler", svc.Scheduling.Scheduler)
 			})

@@ -25,7 +25,7 @@ func TestMissingForAll(t *testing.T) {
 		return errors.New("ip_vs_mh is missing")
 	}
 	for range 2 {
-		if got := l.possible(said).Mode; got != dataplane.IPVSAuto {
+		if got := l.effective(said).Mode; got != dataplane.IPVSAuto {
 			t.Errorf("mode %d", got)
 		}
 	}
@@ -34,7 +34,7 @@ func TestMissingForAll(t *testing.T) {
 	}
 	said.Default.Scheduler = "rr"
 	l.probe = func(...string) error { return nil }
-	if got := l.possible(said).Mode; got != dataplane.IPVSAlways {
+	if got := l.effective(said).Mode; got != dataplane.IPVSAlways {
 		t.Errorf("mode %d", got)
 	}
 }
@@ -43,10 +43,10 @@ func TestMissingForAll(t *testing.T) {
 // program.
 func TestRefusedNote(t *testing.T) {
 	large := fmt.Errorf("iptables: %w", &iptshim.TooManyRules{Family: ipfamily.IPv6, Rules: 40000})
-	if note := refusedNote(large); note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
+	if note := quarantineNote(large); note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
 		t.Error(note)
 	}
-	if note := refusedNote(errors.New("line 7: other/secret")); strings.Contains(note, "secret") || note == "" {
+	if note := quarantineNote(errors.New("line 7: other/secret")); strings.Contains(note, "secret") || note == "" {
 		t.Error(note)
 	}
 }

@@ -18,8 +18,8 @@ type kubeProxyCleaner struct {
 	removeOthers func(context.Context) error
 
 	ready chan struct{}
-	// done says that ready is closed, waits that it was reported why it is not.
-	done, waits bool
+	// isReady says that ready is closed, waits that it was reported why it is not.
+	isReady, warned bool
 }
 
 func newKubeProxyCleaner(runner takeover.Runner, removeOthers func(context.Context) error) *kubeProxyCleaner {
@@ -30,19 +30,19 @@ func newKubeProxyCleaner(runner takeover.Runner, removeOthers func(context.Conte
 // serves it.
 func (c *kubeProxyCleaner) written(t reconcile.Transaction) {
 	switch {
-	case c.done:
+	case c.isReady:
 	case t.Quarantined == 0:
-		c.done = true
+		c.isReady = true
 		close(c.ready)
-	case !c.waits && c.runner.Mode == takeover.Auto:
-		c.waits = true
+	case !c.warned && c.runner.Mode == takeover.Auto:
+		c.warned = true
 		c.runner.Log.Warn("what kube-proxy may have programmed stays as long as the kernel refuses Services",
 			"refused", t.Quarantined)
 	}
 }
 
-// removeAgain is how long a removal that failed waits for the next try.
-const removeAgain = 30 * time.Second
+// removeRetry is how long a removal that failed waits for the next try.
+const removeRetry = 30 * time.Second
 
 // run works until the context ends.
 func (c *kubeProxyCleaner) run(ctx context.Context) {
@@ -66,7 +66,7 @@ func (c *kubeProxyCleaner) retry(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(removeAgain):
+		case <-time.After(removeRetry):
 		}
 		if c.removeOthers(ctx) == nil {
 			return

@@ -27,8 +27,8 @@ func newLogger(w io.Writer, c config.Log) *logger {
 	return &logger{slog.New(limit), level, limit}
 }
 
-// problem logs one thing that the configuration check found.
-func (l *logger) problem(p *config.Problem) {
+// report logs one thing that the configuration check found.
+func (l *logger) report(p *config.Problem) {
 	switch p.Severity {
 	case config.Note:
 		l.Info(p.Error())

@@ -9,10 +9,10 @@ import (
 	"github.com/verdict-proxy/verdict/internal/cgroup"
 )
 
-// heedMemory has the garbage collector heed the container's memory limit, unless GOMEMLIMIT says what it should heed.
+// limitMemory has the garbage collector heed the container's memory limit, unless GOMEMLIMIT says what it should heed.
 // Of the limit a fifth is left for what the kernel charges to the container, and for the keeper. restarts is how many
 // processes of this keeper there were before this one.
-func heedMemory(host fs.FS, restarts int, log *logger) {
+func limitMemory(host fs.FS, restarts int, log *logger) {
 	m, err := cgroup.Read(host)
 	if err != nil {
 		log.Warn(err.Error())

@@ -37,7 +37,7 @@ func TestHeedMemory(t *testing.T) {
 		t.Setenv("GOMEMLIMIT", test.env)
 		debug.SetMemoryLimit(before)
 		var said bytes.Buffer
-		heedMemory(test.host, test.restarts, newLogger(&said, config.Log{}))
+		limitMemory(test.host, test.restarts, newLogger(&said, config.Log{}))
 		if heeds := debug.SetMemoryLimit(-1); heeds != test.heeds || !strings.Contains(said.String(), test.says) ||
 			test.says == "" && said.Len() > 0 {
 			t.Errorf("%+v: %d, %s", test, heeds, &said)

@@ -40,10 +40,10 @@ type Node struct {
 	// RouteLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
 	RouteLocalnet func() error
 
-	// tunings, if not nil, gives what is in force from then on in place of Config and leastRest.
-	tunings <-chan tuning
-	// leastRest is the least time between two transactions.
-	leastRest time.Duration
+	// tunings, if not nil, gives what is in force from then on in place of Config and minInterval.
+	updates <-chan configUpdate
+	// minInterval is the least time between two transactions.
+	minInterval time.Duration
 	// serving says what the node shows of itself. With the zero value it listens nowhere.
 	serving serving
 	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is
@@ -51,11 +51,11 @@ type Node struct {
 	stuck func(what string)
 }
 
-// tuning is what may change while a node works.
-type tuning struct {
+// configUpdate is what may change while a node works.
+type configUpdate struct {
 	policy dataplane.Config
-	// leastRest is the least time between two transactions.
-	leastRest time.Duration
+	// minInterval is the least time between two transactions.
+	minInterval time.Duration
 }
 
 // stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change
@@ -65,7 +65,7 @@ var stuckAfter = 2 * time.Minute
 // Run works until ctx is done, and leaves in the kernel what is there.
 func (n *Node) Run(ctx context.Context) (err error) {
 	var leastRest atomic.Int64
-	leastRest.Store(int64(n.leastRest))
+	leastRest.Store(int64(n.minInterval))
 	queue := snapshot.NewQueue(len(n.Sources))
 	loop := &reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(n.Config), Writer: n.Backend, Log: n.Log,
 		LeastRest: func() time.Duration { return time.Duration(leastRest.Load()) }}
@@ -75,8 +75,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	defer func() { err = errors.Join(err, shown.close()) }()
 	cleaner := conntrack.NewCleaner(n.Flows, func(l conntrack.SweepResult) {
-		n.looked(l)
-		shown.looked(l)
+		n.logCleanup(l)
+		shown.recordCleanup(l)
 	})
 	// The cleaner is the first to hear of a commit, since it keeps its look at the flows waiting for that.
 	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
@@ -90,8 +90,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	shown.run(ctx, group)
 	group.Go(func() error { return cleaner.Run(ctx) })
 	group.Go(func() error {
-		n.retune(ctx, func(t tuning) {
-			leastRest.Store(int64(t.leastRest))
+		n.applyUpdates(ctx, func(t configUpdate) {
+			leastRest.Store(int64(t.minInterval))
 			loop.Planner.SetConfig(t.policy)
 			shown.ports.SetConfig(t.policy)
 			queue.Notify()
@@ -143,20 +143,20 @@ func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 	}
 }
 
-// retune has what changes take effect until the context ends.
-func (n *Node) retune(ctx context.Context, apply func(tuning)) {
+// applyUpdates has what changes take effect until the context ends.
+func (n *Node) applyUpdates(ctx context.Context, apply func(configUpdate)) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case t := <-n.tunings:
+		case t := <-n.updates:
 			apply(t)
 		}
 	}
 }
 
-// looked logs a look at the flows.
-func (n *Node) looked(l conntrack.SweepResult) {
+// logCleanup logs a look at the flows.
+func (n *Node) logCleanup(l conntrack.SweepResult) {
 	if l.Err != nil {
 		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
 	}

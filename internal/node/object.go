@@ -23,9 +23,9 @@ type nodeObject struct {
 	config *configWatcher
 
 	// last is the Node as it was seen last, and misfits what was reported about it and the settings.
-	last    atomic.Pointer[snapshot.Node]
-	mu      sync.Mutex
-	misfits []string
+	last     atomic.Pointer[snapshot.Node]
+	mu       sync.Mutex
+	reported []string
 }
 
 // nodeSource is a source that tells a nodeObject what it sees.
@@ -49,7 +49,7 @@ type nodeSink struct {
 
 func (s *nodeSink) Put(d snapshot.Delta) {
 	if d.Node != nil {
-		s.node.saw(d.Node)
+		s.node.observe(d.Node)
 	}
 	s.ipvs.warnSchedulerIgnored(d)
 	s.Sink.Put(d)
@@ -63,8 +63,8 @@ func (s *nodeSink) Synced() {
 	s.Sink.Synced()
 }
 
-// saw logs a Node that is new or another one.
-func (o *nodeObject) saw(n *snapshot.Node) {
+// observe logs a Node that is new or another one.
+func (o *nodeObject) observe(n *snapshot.Node) {
 	last := o.last.Swap(n)
 	text := "the Node is known"
 	if last != nil {
@@ -76,24 +76,24 @@ func (o *nodeObject) saw(n *snapshot.Node) {
 	primary := primaryFamily(o.config.settings.Load().Policy.NodeIP, n.Addresses)
 	o.config.log.Info(text, "addresses", list(n.Addresses), "primary", primary.String(),
 		"pods", list(n.PodCIDRs), "zone", n.Zone)
-	o.compare()
+	o.reportMismatches()
 }
 
-// compare reports what does not fit between the settings and the Node, and was not reported before.
-func (o *nodeObject) compare() {
+// reportMismatches reports what does not fit between the settings and the Node, and was not reported before.
+func (o *nodeObject) reportMismatches() {
 	n := o.last.Load()
 	if n == nil {
 		return
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	found := misfits(o.config.settings.Load().Policy, n, ipv6Disabled())
+	found := mismatches(o.config.settings.Load().Policy, n, ipv6Disabled())
 	for _, text := range found {
-		if !slices.Contains(o.misfits, text) {
+		if !slices.Contains(o.reported, text) {
 			o.config.log.Warn(text)
 		}
 	}
-	o.misfits = found
+	o.reported = found
 }
 
 // addrs gives the node's addresses, best first.
@@ -128,9 +128,9 @@ func primaryFamily(said netip.Addr, addrs []netip.Addr) ipfamily.Family {
 	return ipfamily.Of(said)
 }
 
-// misfits says what in the settings does not fit to a Node: something is there for one family of addresses, and not
+// reported says what in the settings does not fit to a Node: something is there for one family of addresses, and not
 // for its first.
-func misfits(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
+func mismatches(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []string) {
 	family := primaryFamily(c.NodeIP, n.Addresses)
 	add := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
 	lacks := func(ranges []netip.Prefix) bool {

@@ -97,7 +97,7 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 		case <-ctx.Done():
 		}
 	}()
-	heedMemory(os.DirFS("/"), held.Restarts, w.log)
+	limitMemory(os.DirFS("/"), held.Restarts, w.log)
 	go held.Beat(context.Background()) // for as long as this process lives
 	var hasLease atomic.Bool
 	stuck := func(what string) { abort(w.log.Logger, what) }
@@ -149,15 +149,15 @@ type proxy struct {
 	object *nodeObject
 	ipvs   *ipvsChoice
 	events clusterEvents
-	// tunings take what the Node is to go by from now on.
-	tunings chan tuning
-	// wrote says that all Services are programmed. Before that, nothing on the host is touched.
-	wrote atomic.Bool
+	// updates take what the Node is to go by from now on.
+	updates chan configUpdate
+	// programmed says that all Services are programmed. Before that, nothing on the host is touched.
+	programmed atomic.Bool
 }
 
 // runProxy runs a proxy until the context ends. It writes by a socket, which it does not close.
 func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease func() bool) error {
-	log, s := w.log.Logger, w.begin()
+	log, s := w.log.Logger, w.start()
 	name, err := s.Node()
 	if err != nil {
 		return err
@@ -180,7 +180,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		return err
 	}
 	defer flows.Close()
-	p := &proxy{config: w, object: object, events: events, tunings: make(chan tuning),
+	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate),
 		ipvs: &ipvsChoice{log: log, backend: opened.Mode, probe: opened.ProbeScheduler}}
 	p.ipvs.warnIgnored(s.Policy.IPVS)
 	var beside sync.WaitGroup
@@ -196,7 +196,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		tunings: p.tunings, leastRest: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),
+		updates: p.updates, minInterval: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),
 		stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("verdict starts", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
@@ -204,7 +204,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 	if err := keeper.Notify("READY=1"); err != nil {
 		log.Warn(err.Error())
 	}
-	beside.Go(func() { p.runBeside(ctx, opened, cleaner) })
+	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
 	return n.Run(ctx)
 }
@@ -223,8 +223,8 @@ func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, 
 	return &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}, events, nil
 }
 
-// runBeside runs what works beside the node, until the context ends.
-func (p *proxy) runBeside(ctx context.Context, opened *backends.Opened, cleaner *kubeProxyCleaner) {
+// runBackground runs what works beside the node, until the context ends.
+func (p *proxy) runBackground(ctx context.Context, opened *backends.Opened, cleaner *kubeProxyCleaner) {
 	var all sync.WaitGroup
 	defer all.Wait()
 	if p.events.Events != nil {
@@ -248,7 +248,7 @@ func (p *proxy) runBeside(ctx context.Context, opened *backends.Opened, cleaner 
 // policy gives what decides about packets.
 func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
-	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.possible(policy.IPVS)
+	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
 	return policy
 }
 
@@ -257,19 +257,19 @@ func (p *proxy) listener(ctx context.Context) configListener {
 	return configListener{
 		invalid: p.events.invalid,
 		changed: func(s *config.Settings, fields map[string]bool) {
-			p.object.compare()
-			if anyOf(fields, "conntrack.") && p.wrote.Load() {
+			p.object.reportMismatches()
+			if anyInSection(fields, "conntrack.") && p.programmed.Load() {
 				setSysctls(p.config.host, s, p.config.log)
 			}
-			p.tune(ctx)
+			p.sendUpdate(ctx)
 		},
 	}
 }
 
-// tune has the settings take effect in the node.
-func (p *proxy) tune(ctx context.Context) {
+// sendUpdate has the settings take effect in the node.
+func (p *proxy) sendUpdate(ctx context.Context) {
 	select {
-	case p.tunings <- tuning{p.policy(), p.config.settings.Load().MinSyncPeriod}:
+	case p.updates <- configUpdate{p.policy(), p.config.settings.Load().MinSyncPeriod}:
 	case <-ctx.Done():
 	}
 }
@@ -278,10 +278,10 @@ func (p *proxy) tune(ctx context.Context) {
 // asked, and by then there is connection tracking.
 func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 	s := p.config.settings.Load()
-	if p.ipvs.count(t.Services, s.IPVSServices, s.Policy.IPVS) {
-		go p.tune(ctx) // who takes it waits for the loop
+	if p.ipvs.enableAtThreshold(t.Services, s.IPVSServices, s.Policy.IPVS) {
+		go p.sendUpdate(ctx) // who takes it waits for the loop
 	}
-	if !p.wrote.Swap(true) {
+	if !p.programmed.Swap(true) {
 		setSysctls(p.config.host, s, p.config.log)
 	}
 }

@@ -43,9 +43,9 @@ type serving struct {
 	// configz gives what is shown as the configuration.
 	configz func() any
 	// place, if not nil, says whether another proxy could take over.
-	place func() bool
-	// logLeftOut, if not nil, counts the lines that the log left out.
-	logLeftOut func() uint64
+	holdsLease func() bool
+	// droppedLines, if not nil, counts the lines that the log left out.
+	droppedLines func() uint64
 	// events take what the cluster's operators should see.
 	events clusterEvents
 }
@@ -54,7 +54,7 @@ type serving struct {
 func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place func() bool) serving {
 	v := serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
-		maxSeries: s.MetricsMaxSeries, logLeftOut: w.log.limit.LeftOut, events: events, place: place,
+		maxSeries: s.MetricsMaxSeries, droppedLines: w.log.limit.LeftOut, events: events, holdsLease: place,
 		configz: func() any {
 			d := &w.settings.Load().Document
 			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}
@@ -81,23 +81,23 @@ type telemetry struct {
 	ports    *health.NodePorts
 	metrics  *metrics.Metrics
 	counters backends.Counters
-	missing  *missing
+	pending  *pendingLists
 	servers  []*health.Server
 }
 
 // newTelemetry makes what a node shows, and has those servers listen without which it is not to work.
 func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *telemetry, err error) {
 	v := n.serving
-	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, missing: &missing{}}
+	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, pending: &pendingLists{}}
 	t.health = health.New(health.Options{
-		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.missing.list,
+		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) },
 	})
-	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.portFailed}
+	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	o := metrics.Options{
 		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: t.health.Healthy,
-		NodePorts: t.ports.Ports, Conntrack: tracked, Report: reporter(n.Log), Place: v.place, LogLeftOut: v.logLeftOut,
+		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
 		Fill: n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
@@ -121,7 +121,7 @@ func (t *telemetry) makeServers(mode string) []*health.Server {
 	v := &t.serving
 	return []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log,
-			Handler: t.health.Handler(func(p health.Probe, code int) { t.metrics.Answered(p.String(), code) }),
+			Handler: t.health.Handler(func(p health.Probe, code int) { t.metrics.ObserveProbe(p.String(), code) }),
 			Failed:  t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
 		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: t.log,
 			Handler: t.metrics.Handler(metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}),
@@ -164,20 +164,20 @@ func (t *telemetry) failed(reason, action string) func(error) {
 	}
 }
 
-func (t *telemetry) portFailed(e *health.ListenError) {
+func (t *telemetry) reportPortFailure(e *health.ListenError) {
 	t.log.Error("failed to listen at a health check node port", "service", e.Service.String(), "err", e)
 	t.serving.events.Emit(watch.Event{Warning: true, Reason: "FailedToStartServiceHealthcheck", Action: "Listen",
 		Service: e.Service,
 		Note:    fmt.Sprintf("node %s: %v", t.name, e)})
 }
 
-// looked is told of a look at the flows.
-func (t *telemetry) looked(l conntrack.SweepResult) {
+// recordCleanup is told of a look at the flows.
+func (t *telemetry) recordCleanup(l conntrack.SweepResult) {
 	flows := metrics.Flows{Took: l.Took, Failed: l.Err != nil}
 	for f, found := range l.Flows {
 		flows.Judged[f], flows.Removed[f] = found.Judged, found.Removed
 	}
-	t.metrics.Looked(flows)
+	t.metrics.ObserveFlows(flows)
 }
 
 // sink gives where a source is to put what it sees, and has its requests counted.
@@ -188,62 +188,62 @@ func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
 	name := "objects"
 	switch from := from.(type) {
 	case *watch.Kubernetes:
-		from.Requested = func(r watch.Request) { t.metrics.Requested(r.Method, r.Host, r.Code, r.Took) }
-		t.missing.parts(from.Missing)
-		return t.metrics.Before(queue)
+		from.Requested = func(r watch.Request) { t.metrics.ObserveRequest(r.Method, r.Host, r.Code, r.Took) }
+		t.pending.addSource(from.Missing)
+		return t.metrics.CountingSink(queue)
 	case *watch.Files:
 		name = "manifests"
 	case *watch.Host:
 		name = "the host's addresses"
 	}
-	return synced{t.metrics.Before(queue), t.missing.part(name)}
+	return syncedSink{t.metrics.CountingSink(queue), t.pending.add(name)}
 }
 
-// synced is a sink that takes note of the first complete list.
-type synced struct {
+// syncedSink is a sink that takes note of the first complete list.
+type syncedSink struct {
 	watch.Sink
 	done func()
 }
 
-func (s synced) Synced() {
+func (s syncedSink) Synced() {
 	s.done()
 	s.Sink.Synced()
 }
 
-// missing is what has not been listed yet.
-type missing struct {
-	mu    sync.Mutex
-	names []string
-	more  []func() []string
+// pending is what has not been listed yet.
+type pendingLists struct {
+	mu      sync.Mutex
+	own     []string
+	sources []func() []string
 }
 
-// part adds something, until what it gives is called.
-func (m *missing) part(name string) (done func()) {
+// add adds something, until what it gives is called.
+func (m *pendingLists) add(name string) (done func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	i := len(m.names)
-	m.names = append(m.names, name)
+	i := len(m.own)
+	m.own = append(m.own, name)
 	return func() {
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		m.names[i] = ""
+		m.own[i] = ""
 	}
 }
 
-// parts adds what somebody else knows.
-func (m *missing) parts(of func() []string) {
+// addSource adds what somebody else knows.
+func (m *pendingLists) addSource(of func() []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.more = append(m.more, of)
+	m.sources = append(m.sources, of)
 }
 
-func (m *missing) list() (out []string) {
+func (m *pendingLists) names() (out []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for _, more := range m.more {
+	for _, more := range m.sources {
 		out = append(out, more()...)
 	}
-	for _, name := range m.names {
+	for _, name := range m.own {
 		if name != "" {
 			out = append(out, name)
 		}
@@ -251,8 +251,8 @@ func (m *missing) list() (out []string) {
 	return out
 }
 
-// tracked says how many connections the kernel tracks, and how many it can.
-func tracked() (entries, most int, err error) {
+// conntrackUsage says how many connections the kernel tracks, and how many it can.
+func conntrackUsage() (entries, most int, err error) {
 	read := func(name string) int {
 		text, rerr := os.ReadFile("/proc/sys/net/netfilter/" + name)
 		n, nerr := strconv.Atoi(strings.TrimSpace(string(text)))

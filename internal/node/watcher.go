@@ -33,9 +33,9 @@ func newConfigWatcher(flags *config.Flags, s *config.Settings, problems []*confi
 	return w
 }
 
-// begin is called when the proxy gets its place, which may be long after it was started, and gives the settings.
+// start is called when the proxy gets its place, which may be long after it was started, and gives the settings.
 // Also what takes effect at a restart is in force from now on.
-func (w *configWatcher) begin() *config.Settings {
+func (w *configWatcher) start() *config.Settings {
 	if s, _ := w.read(nil); s != nil {
 		w.settings.Store(s)
 	}
@@ -71,10 +71,10 @@ func (w *configWatcher) report(problems []*config.Problem) (news string) {
 		key := *p
 		key.Then = "" // what is done about it is another thing at the start than later
 		if !w.reported[key.Error()] && !reported[key.Error()] {
-			w.log.problem(p)
-			changed = changed || p.Severity == config.Bad
+			w.log.report(p)
+			changed = changed || p.Severity == config.Invalid
 		}
-		if p.Severity == config.Bad {
+		if p.Severity == config.Invalid {
 			invalid = append(invalid, p.Error())
 		}
 		reported[key.Error()] = true
@@ -142,7 +142,7 @@ func (w *configWatcher) setOOMScore(s *config.Settings) {
 	}
 }
 
-func anyOf(fields map[string]bool, section string) bool {
+func anyInSection(fields map[string]bool, section string) bool {
 	for f := range fields {
 		if strings.HasPrefix(f, section) {
 			return true

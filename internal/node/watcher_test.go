@@ -156,7 +156,7 @@ func TestMisfits(t *testing.T) {
 		{"closed node ports", dataplane.Config{DetectLocal: pods, NodePortAddresses: []netip.Prefix{{}}},
 			snapshot.Node{Addresses: addrs("192.0.2.1")}, false, nil},
 	} {
-		if got := misfits(row.config, &row.node, row.noIPv6); !slices.Equal(got, row.want) {
+		if got := mismatches(row.config, &row.node, row.noIPv6); !slices.Equal(got, row.want) {
 			t.Errorf("%s: %s", row.what, strings.Join(got, "\n"))
 		}
 	}
@@ -201,8 +201,8 @@ func followFile(t *testing.T, text string) *reloading {
 	s, problems := loadConfig(t, r.path)
 	w := newConfigWatcher(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
 	w.host = hostFiles(t)
-	w.begin()
-	r.proxy = &proxy{config: w, object: &nodeObject{name: "node", config: w}, tunings: make(chan tuning),
+	w.start()
+	r.proxy = &proxy{config: w, object: &nodeObject{name: "node", config: w}, updates: make(chan configUpdate),
 		ipvs: &ipvsChoice{log: w.log.Logger, probe: func(...string) error { return nil }}}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
@@ -218,11 +218,11 @@ func (r *reloading) edit(text string) {
 }
 
 // expect waits for a tuning, if one is wanted, and for what is to be said; then the log is empty.
-func (r *reloading) expect(tuned bool, said ...string) (got tuning) {
+func (r *reloading) expect(tuned bool, said ...string) (got configUpdate) {
 	r.t.Helper()
 	if tuned {
 		select {
-		case got = <-r.tunings:
+		case got = <-r.updates:
 		case <-time.After(time.Minute):
 			r.t.Fatalf("nothing takes effect; it says\n%s", r.said.String())
 		}
@@ -254,7 +254,7 @@ func TestReload(t *testing.T) {
 		`level=WARN msg="the configuration has changed: hostnameOverride takes effect at the next start" `+
 			`is=other was="\"\""`)
 	if p := got.policy; p.NodeName != "node" || !p.MasqueradeAll || len(p.NodePortAddresses) != 1 ||
-		got.leastRest != 2*time.Second {
+		got.minInterval != 2*time.Second {
 		t.Errorf("%+v", got)
 	}
 	if r.config.log.level.Level() >= 0 {
