@@ -15,16 +15,16 @@ import (
 // maxEvents bounds how many Services get an event of one kind after one change or transaction.
 const maxEvents = 20
 
-// clusterEvents tell the cluster's operators, and the authors of Services, what they should see. Without an API
-// server they are nil inside.
+// clusterEvents sends events to the cluster's operators and the authors of Services. Without an API server, Events is
+// nil.
 type clusterEvents struct{ *watch.Events }
 
-// listener tells of Services that are not programmed as they ask for.
+// listener reports Services that are not programmed as they ask for.
 func (e clusterEvents) listener() reconcile.Listener {
 	return reconcile.Listener{Unscheduled: e.unscheduled, Quarantined: e.quarantined, Contested: e.contested}
 }
 
-// invalid tells that the configuration file is wrong: nothing else of it is seen from outside.
+// invalid reports an invalid configuration file, which is not visible outside the node otherwise.
 func (e clusterEvents) invalid(text string) {
 	e.Emit(watch.Event{Warning: true, Reason: "InvalidConfiguration", Action: "ReadConfiguration", Note: text})
 }
@@ -43,18 +43,18 @@ func (e clusterEvents) quarantined(r *dataplane.Refused) {
 	}
 }
 
-// firstServices gives the first of the Services.
+// firstServices returns the names of the first Services, at most maxEvents.
 func firstServices(r *dataplane.Refused) []snapshot.Name {
 	names := slices.SortedFunc(maps.Keys(r.Services), snapshot.Name.Compare)
 	return names[:min(maxEvents, len(names))]
 }
 
-// quarantineNote says why a Service is refused. The words of a program may name other Services, which whoever reads
-// the event may not know of: only the log has them.
+// quarantineNote explains why a Service is quarantined. A program's own error may name other Services, which readers of
+// the event may not be allowed to see, so only the log has it.
 func quarantineNote(err error) string {
 	var about interface {
 		error
-		// OnlyOfService says that the text tells of nothing but what the Service asks for.
+		// OnlyOfService marks an error whose text only describes this Service.
 		OnlyOfService()
 	}
 	if errors.As(err, &about) {
@@ -63,8 +63,8 @@ func quarantineNote(err error) string {
 	return "this node cannot program the Service as it is; the log of its proxy says why"
 }
 
-// contested tells of Services that do not answer at an address they claim. Events are read by whoever may read the
-// loser's namespace, so they do not say whose the address is.
+// contested reports Services that do not answer at an address they claim. Events do not name the winner, because their
+// readers may not be allowed to see its namespace.
 func (e clusterEvents) contested(contests []dataplane.ConflictSummary) {
 	for _, c := range contests[:min(maxEvents, len(contests))] {
 		what := c.Key.String()

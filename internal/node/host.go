@@ -15,8 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 )
 
-// setSysctls sets what the settings say of connection tracking, and logs it. The parameters are there once something
-// needs connection tracking, such as our rules.
+// setSysctls sets the sysctls of connection tracking, and logs the changes. Call it after the rules are written: they
+// make the kernel load connection tracking.
 func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 	changed, errs := host.Apply(s.Sysctls(host.CPUs()))
 	for _, c := range changed {
@@ -38,15 +38,14 @@ func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 	}
 }
 
-// setOOMScore says how willing the kernel should be to end this process when there is no memory left. To be less
-// willing than before takes CAP_SYS_RESOURCE.
+// setOOMScore sets oom_score_adj. To lower it, the process needs CAP_SYS_RESOURCE.
 func setOOMScore(host sysctl.Host, score int) error {
 	_, errs := host.Apply([]sysctl.Setting{{Path: "proc/self/oom_score_adj", Value: score}})
 	return errors.Join(errs...)
 }
 
-// InitOnly does what needs a privileged container, once: the sysctls. What run itself cannot set then, it finds
-// set. An error is one line for each that could not be set.
+// InitOnly sets the sysctls, for which a container must be privileged. Run then finds them set. The error has one line
+// for each sysctl that could not be set.
 func InitOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, out io.Writer) error {
 	for _, p := range problems {
 		fmt.Fprintln(os.Stderr, "verdict:", p)
@@ -67,7 +66,7 @@ func InitOnly(host sysctl.Host, s *config.Settings, problems []*config.Problem, 
 	return errors.Join(errs...)
 }
 
-// WriteConfig writes the settings to a file. Values that cannot be meant are not replaced silently.
+// WriteConfig writes the settings to a file. It fails if there are invalid values.
 func WriteConfig(path string, s *config.Settings, problems []*config.Problem) error {
 	var bad []error
 	for _, p := range problems {
@@ -87,7 +86,7 @@ func WriteConfig(path string, s *config.Settings, problems []*config.Problem) er
 	return errors.Join(s.Write(f), f.Close())
 }
 
-// Version says what this program is.
+// Version returns this program's name and version.
 func Version() string {
 	text := "verdict (unknown version)"
 	if info, ok := debug.ReadBuildInfo(); ok {
@@ -96,8 +95,8 @@ func Version() string {
 	return text
 }
 
-// RouteLocalnet sets the sysctl without which the kernel does not let a packet from 127.0.0.1 leave the host, in
-// the network namespace of the calling thread.
+// RouteLocalnet sets the sysctl that lets packets from 127.0.0.1 leave the host, in the network namespace of the
+// calling thread.
 func RouteLocalnet() error {
 	const path = "/proc/sys/net/ipv4/conf/all/route_localnet"
 	if v, err := os.ReadFile(path); err == nil && string(v) == "1\n" {

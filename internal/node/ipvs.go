@@ -12,20 +12,20 @@ import (
 // ipvsChoice decides which Services IPVS schedules on this kernel.
 type ipvsChoice struct {
 	log *slog.Logger
-	// backend is what chooses the endpoints where IPVS does not.
+	// backend is the mechanism that chooses the endpoints if IPVS does not.
 	backend string
-	// probe says why schedulers cannot be had, which loads IPVS; nil if the backend leaves nothing to IPVS.
+	// probe returns why schedulers are unavailable; it loads IPVS. It is nil if the backend does not support IPVS.
 	probe func(schedulers ...string) error
 
-	// allServices says that there were so many Services that IPVS schedules all of them.
+	// allServices is true once there were so many Services that IPVS schedules all of them.
 	allServices atomic.Bool
-	// warnOnce is for reporting once that schedulers are not heeded.
+	// warnOnce reports once that schedulers are ignored.
 	warnOnce sync.Once
 	mu       sync.Mutex
 	probed   map[string]error
 }
 
-// schedulerError gives why a scheduler is not to be had, nil if it is. News says that nobody has asked before.
+// schedulerError returns why a scheduler is unavailable, or nil. News is true at the first call for this scheduler.
 func (c *ipvsChoice) schedulerError(name string) (err error, news bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -39,7 +39,7 @@ func (c *ipvsChoice) schedulerError(name string) (err error, news bool) {
 	return c.probed[name], true
 }
 
-// effective gives which Services IPVS schedules, of what the settings say.
+// effective returns which of the configured Services IPVS can schedule.
 func (c *ipvsChoice) effective(said dataplane.IPVS) dataplane.IPVS {
 	if c.probe == nil {
 		said.Mode = dataplane.IPVSNever
@@ -60,8 +60,8 @@ func (c *ipvsChoice) effective(said dataplane.IPVS) dataplane.IPVS {
 	return said
 }
 
-// enableAtThreshold has IPVS schedule all Services once there are as many as the settings say, and it can. It says whether that
-// is new.
+// enableAtThreshold makes IPVS schedule all Services once there are as many as the settings say, if it can. It reports
+// whether that is new.
 func (c *ipvsChoice) enableAtThreshold(services, enough int, said dataplane.IPVS) bool {
 	if c.probe == nil || enough == 0 || services < enough || said.Mode != dataplane.IPVSAuto || c.allServices.Swap(true) {
 		return false
@@ -76,7 +76,7 @@ func (c *ipvsChoice) enableAtThreshold(services, enough int, said dataplane.IPVS
 	return true
 }
 
-// warnIgnored reports if the operator wants IPVS for all Services from a backend that leaves nothing to it.
+// warnIgnored reports if the operator wants IPVS for all Services, and the backend does not support it.
 func (c *ipvsChoice) warnIgnored(said dataplane.IPVS) {
 	if c.probe == nil && said.Mode == dataplane.IPVSAlways {
 		c.warnOnce.Do(func() {
@@ -85,7 +85,7 @@ func (c *ipvsChoice) warnIgnored(said dataplane.IPVS) {
 	}
 }
 
-// warnSchedulerIgnored reports once that a Service asks such a backend for a scheduler.
+// warnSchedulerIgnored reports once that a Service asks for a scheduler, and the backend does not support it.
 func (c *ipvsChoice) warnSchedulerIgnored(d snapshot.Delta) {
 	if c.probe != nil {
 		return

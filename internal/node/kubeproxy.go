@@ -10,15 +10,15 @@ import (
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
-// kubeProxyCleaner removes what a kube-proxy programmed, once all Services are programmed by our rules. It works in
-// the network namespace of its process, so it is for verdict run alone.
+// kubeProxyCleaner removes kube-proxy's rules once all Services are programmed. It works in the network namespace of
+// its process, so only verdict run uses it.
 type kubeProxyCleaner struct {
 	runner takeover.Runner
-	// removeOthers removes what another backend of ours wrote before this one.
+	// removeOthers removes what another of Verdict's backends wrote before.
 	removeOthers func(context.Context) error
 
 	ready chan struct{}
-	// isReady says that ready is closed, waits that it was reported why it is not.
+	// isReady is true once ready is closed. warned is true once the log has said why it is not.
 	isReady, warned bool
 }
 
@@ -26,8 +26,8 @@ func newKubeProxyCleaner(runner takeover.Runner, removeOthers func(context.Conte
 	return &kubeProxyCleaner{runner: runner, removeOthers: removeOthers, ready: make(chan struct{})}
 }
 
-// written is told of each transaction. As long as the kernel refuses a Service, kube-proxy's rules may be what
-// serves it.
+// written is called after each transaction. As long as a Service is quarantined, kube-proxy's rules may be what serves
+// it.
 func (c *kubeProxyCleaner) written(t reconcile.Transaction) {
 	switch {
 	case c.isReady:
@@ -41,10 +41,10 @@ func (c *kubeProxyCleaner) written(t reconcile.Transaction) {
 	}
 }
 
-// removeRetry is how long a removal that failed waits for the next try.
+// removeRetry is the pause before a failed removal is retried.
 const removeRetry = 30 * time.Second
 
-// run works until the context ends.
+// run removes the rules once they are replaced. It returns when the context ends.
 func (c *kubeProxyCleaner) run(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -60,7 +60,7 @@ func (c *kubeProxyCleaner) run(ctx context.Context) {
 	beside.Wait()
 }
 
-// retry removes what another backend wrote, and tries again until that succeeds.
+// retry removes what another backend wrote, until that succeeds.
 func (c *kubeProxyCleaner) retry(ctx context.Context) {
 	for {
 		select {
@@ -74,7 +74,7 @@ func (c *kubeProxyCleaner) retry(ctx context.Context) {
 	}
 }
 
-// reporter logs what a source finds wrong. Nothing of it stops the proxy.
+// reporter logs the errors of a source. None of them stops the proxy.
 func reporter(log *slog.Logger) func(error) {
 	return func(err error) { log.Warn(err.Error()) }
 }

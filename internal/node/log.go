@@ -8,7 +8,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/logging"
 )
 
-// logger is a log whose level may change, and which is bounded.
+// logger is a rate-limited log whose level can change.
 type logger struct {
 	*slog.Logger
 	level *slog.LevelVar
@@ -27,7 +27,7 @@ func newLogger(w io.Writer, c config.Log) *logger {
 	return &logger{slog.New(limit), level, limit}
 }
 
-// report logs one thing that the configuration check found.
+// report logs one problem of the configuration.
 func (l *logger) report(p *config.Problem) {
 	switch p.Severity {
 	case config.Note:

@@ -9,9 +9,9 @@ import (
 	"github.com/verdict-proxy/verdict/internal/cgroup"
 )
 
-// limitMemory has the garbage collector heed the container's memory limit, unless GOMEMLIMIT says what it should heed.
-// Of the limit a fifth is left for what the kernel charges to the container, and for the keeper. restarts is how many
-// processes of this keeper there were before this one.
+// limitMemory sets the garbage collector's limit to four fifths of the container's memory limit, unless GOMEMLIMIT is
+// set. The rest is for the keeper, and for what the kernel charges to the container. restarts is how many processes of
+// this keeper ran before.
 func limitMemory(host fs.FS, restarts int, log *logger) {
 	m, err := cgroup.Read(host)
 	if err != nil {

@@ -1,4 +1,4 @@
-// Package node is a running proxy: it wires the line from sources to the kernel with health, metrics, live
+// Package node runs a proxy. It connects the sources, the sync loop and the kernel with health, metrics, live
 // configuration, the keeper and the takeover from kube-proxy.
 package node
 
@@ -21,7 +21,7 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// Source is where objects come from: a *watch.Files, a *watch.Kubernetes or a *watch.Host.
+// Source supplies objects: a *watch.Files, a *watch.Kubernetes or a *watch.Host.
 type Source interface {
 	Run(ctx context.Context, sink watch.Sink) error
 }
@@ -30,39 +30,39 @@ type Source interface {
 type Node struct {
 	Config  dataplane.Config
 	Sources []Source
-	// Backend writes; it is closed by the caller.
+	// Backend writes the rules. The caller closes it.
 	Backend *backends.Opened
-	// Flows is the kernel's connection tracking table, out of which UDP and SCTP flows go that a change leaves wrong.
+	// Flows is the kernel's connection tracking table. UDP and SCTP flows that a change makes wrong are removed from it.
 	Flows *conntrack.Conn
 	Log   *slog.Logger
-	// Listeners hear what the loop does, after the node's own.
+	// Listeners are called with the loop's events, after the node's own.
 	Listeners []reconcile.Listener
-	// RouteLocalnet lets the host route its loopback range; called once, after the rules that guard it are in.
+	// RouteLocalnet lets the host route its loopback range. It is called once, after the rules that guard it are written.
 	RouteLocalnet func() error
 
-	// tunings, if not nil, gives what is in force from then on in place of Config and minInterval.
+	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate
 	// minInterval is the least time between two transactions.
 	minInterval time.Duration
-	// serving says what the node shows of itself. With the zero value it listens nowhere.
+	// serving configures health and metrics. With the zero value, the node listens nowhere.
 	serving serving
-	// stuck, if not nil, is called when one transaction, or one look at the kernel, has lasted for stuckAfter. It is
-	// to end the process.
+	// stuck, if not nil, is called when a transaction, or a reading of the kernel, takes longer than stuckAfter. It must
+	// end the process.
 	stuck func(what string)
 }
 
-// configUpdate is what may change while a node works.
+// configUpdate holds what can change while a node runs.
 type configUpdate struct {
 	policy dataplane.Config
 	// minInterval is the least time between two transactions.
 	minInterval time.Duration
 }
 
-// stuckAfter is when to give a transaction up. The kubelet does so after two minutes, too: one after which a change
-// is late, and six failures of /livez.
+// stuckAfter is when a transaction counts as stuck. The kubelet restarts the proxy after two minutes, too: one until a
+// change is late, and one of failing /livez.
 var stuckAfter = 2 * time.Minute
 
-// Run works until ctx is done, and leaves in the kernel what is there.
+// Run runs the node until ctx is done. What the kernel holds stays in force.
 func (n *Node) Run(ctx context.Context) (err error) {
 	var leastRest atomic.Int64
 	leastRest.Store(int64(n.minInterval))
@@ -78,7 +78,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.logCleanup(l)
 		shown.recordCleanup(l)
 	})
-	// The cleaner is the first to hear of a commit, since it keeps its look at the flows waiting for that.
+	// The cleaner must be the first listener, since its reading of the flows waits for the commit.
 	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
 	loop.Listeners = append(append(loop.Listeners, n.localnet(loop.Planner)), n.Listeners...)
 
@@ -106,7 +106,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	return group.Wait()
 }
 
-// localnet has the host route its loopback range once node ports are to answer there.
+// localnet lets the host route its loopback range once node ports answer there.
 func (n *Node) localnet(planner *dataplane.Planner) reconcile.Listener {
 	routed := false
 	return reconcile.Listener{Written: func(reconcile.Transaction) {
@@ -120,8 +120,8 @@ func (n *Node) localnet(planner *dataplane.Planner) reconcile.Listener {
 	}}
 }
 
-// watchdog sees to it that the loop gets on, until the context ends. Time does not count in which this process was
-// stopped, too.
+// watchdog calls stuck if the loop makes no progress. It counts ticks, so that time does not count during which this
+// process was stopped.
 func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 	const looks = 20
 	tick := time.NewTicker(stuckAfter / looks)
@@ -143,7 +143,7 @@ func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 	}
 }
 
-// applyUpdates has what changes take effect until the context ends.
+// applyUpdates applies updates until the context ends.
 func (n *Node) applyUpdates(ctx context.Context, apply func(configUpdate)) {
 	for {
 		select {
@@ -155,7 +155,7 @@ func (n *Node) applyUpdates(ctx context.Context, apply func(configUpdate)) {
 	}
 }
 
-// logCleanup logs a look at the flows.
+// logCleanup logs the result of a cleanup of flows.
 func (n *Node) logCleanup(l conntrack.SweepResult) {
 	if l.Err != nil {
 		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)

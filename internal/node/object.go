@@ -16,31 +16,31 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// nodeObject is what the Node object of this node says. It reports what does not fit to the settings; nothing has
-// to be done about that, as the data plane follows the Node by itself.
+// nodeObject holds this node's Node object, and reports where it does not match the settings. The data plane follows
+// the Node by itself.
 type nodeObject struct {
 	name   string
 	config *configWatcher
 
-	// last is the Node as it was seen last, and misfits what was reported about it and the settings.
+	// last is the latest Node. reported lists the mismatches that were reported.
 	last     atomic.Pointer[snapshot.Node]
 	mu       sync.Mutex
 	reported []string
 }
 
-// nodeSource is a source that tells a nodeObject what it sees.
+// nodeSource passes a source's objects to a nodeObject, too.
 type nodeSource struct {
 	Source
 	node *nodeObject
 	ipvs *ipvsChoice
 }
 
-// Run is the source's.
+// Run runs the source.
 func (s *nodeSource) Run(ctx context.Context, sink watch.Sink) error {
 	return s.Source.Run(ctx, &nodeSink{Sink: sink, node: s.node, ipvs: s.ipvs})
 }
 
-// nodeSink is told everything on its way to another sink.
+// nodeSink sees everything on its way to another sink.
 type nodeSink struct {
 	watch.Sink
 	node *nodeObject
@@ -63,7 +63,7 @@ func (s *nodeSink) Synced() {
 	s.Sink.Synced()
 }
 
-// observe logs a Node that is new or another one.
+// observe logs a Node that is new or has changed.
 func (o *nodeObject) observe(n *snapshot.Node) {
 	last := o.last.Swap(n)
 	text := "the Node is known"
@@ -79,7 +79,7 @@ func (o *nodeObject) observe(n *snapshot.Node) {
 	o.reportMismatches()
 }
 
-// reportMismatches reports what does not fit between the settings and the Node, and was not reported before.
+// reportMismatches reports where the settings do not match the Node, unless it was reported before.
 func (o *nodeObject) reportMismatches() {
 	n := o.last.Load()
 	if n == nil {
@@ -96,7 +96,7 @@ func (o *nodeObject) reportMismatches() {
 	o.reported = found
 }
 
-// addrs gives the node's addresses, best first.
+// addrs returns the node's addresses, the preferred one first.
 func (o *nodeObject) addrs() []netip.Addr {
 	var addrs []netip.Addr
 	if said := o.config.settings.Load().Policy.NodeIP; said.IsValid() {
@@ -160,7 +160,7 @@ func mismatches(c dataplane.Config, n *snapshot.Node, noIPv6 bool) (found []stri
 	return found
 }
 
-// ipv6Disabled says whether this host speaks no IPv6.
+// ipv6Disabled reports whether IPv6 is disabled on this host.
 func ipv6Disabled() bool {
 	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
 		return true

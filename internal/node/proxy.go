@@ -26,25 +26,25 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// LeaseName is the abstract socket that stands for the one proxy of a network namespace.
+// LeaseName names the abstract socket that only the active proxy of a network namespace holds.
 const LeaseName = "verdict"
 
-// errOrphaned is why a keeper's child ends without its keeper: whoever watches over that one will start another.
+// errOrphaned ends a child whose keeper is gone: the supervisor of the keeper starts another one.
 var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
 
-// ExitStatus is an error that has been reported already, of a process that is to end with this status.
+// ExitStatus is an error that is already reported; the process exits with this status.
 type ExitStatus int
 
 func (s ExitStatus) Error() string { return fmt.Sprintf("exit status %d", int(s)) }
 
-// Run becomes the keeper, or takes this network namespace's place and runs a proxy there until ctx ends. Settings
-// and problems are what the flags gave first. The log goes to out, and nobody waits for who reads it.
+// Run becomes the keeper, or waits for the lease of this network namespace and runs a proxy until ctx ends. Settings
+// and problems are the result of loading the flags. Writing the log to out never blocks.
 func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems []*config.Problem,
 	out io.Writer) error {
 	if _, err := s.Node(); err != nil {
 		return err
 	}
-	// A log whose reader has gone is an error like others, and not a signal that ends the process.
+	// If the log's reader is gone, that must be an error, and not a signal that ends the process.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	lossy := logging.NewLossy(out, func(w io.Writer, lines int) {
 		newLogger(w, s.Log).Warn("some of the log is lost: it was not read, or could not be written", "lines", lines)
@@ -76,7 +76,7 @@ func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems 
 	return holdLease(ctx, held, socket, newConfigWatcher(flags, s, problems, log))
 }
 
-// keep is the keeper.
+// keep runs the keeper.
 func keep(ctx context.Context, held *keeper.Inheritance, socket *os.File, s *config.Settings, log *logger) error {
 	_ = setOOMScore(sysctl.Host{}, s.OOMScoreAdj) // the child does the same, and complains
 	status, err := keeper.Keep(ctx, keeper.Options{Socket: socket, Lease: held.Lease, Log: log.Logger})
@@ -121,8 +121,8 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 	return err
 }
 
-// checkStart says whether a proxy could work here, before one that does is asked to make room: whether there is
-// something to read objects from, and something that writes rules. It changes nothing.
+// checkStart reports whether a proxy could work here, before it asks a working one to stop: objects can be read, and
+// rules written. It changes nothing.
 func checkStart(ctx context.Context, s *config.Settings) error {
 	if s.Manifests != "" {
 		if err := watch.CheckFiles(s.Manifests); err != nil {
@@ -134,8 +134,8 @@ func checkStart(ctx context.Context, s *config.Settings) error {
 	return backends.Probe(ctx, s)
 }
 
-// abort ends this process because it is stuck: by SIGABRT, so that it says what its goroutines are doing, and
-// otherwise by SIGKILL. To whoever watches over it, that is a crash. What the kernel holds stays in force.
+// abort ends this process because it is stuck. SIGABRT makes it print its goroutines; SIGKILL follows if that fails.
+// The supervisor sees a crash. What the kernel holds stays in force.
 func abort(log *slog.Logger, what string) {
 	log.Error("stuck; ending, so that it can be started again", "why", what)
 	pid := os.Getpid()
@@ -143,19 +143,19 @@ func abort(log *slog.Logger, what string) {
 	_ = syscall.Kill(pid, syscall.SIGABRT)
 }
 
-// proxy is a Node with what works beside it on a real host.
+// proxy is a Node with what runs beside it on a real host.
 type proxy struct {
 	config *configWatcher
 	object *nodeObject
 	ipvs   *ipvsChoice
 	events clusterEvents
-	// updates take what the Node is to go by from now on.
+	// updates delivers configuration updates to the Node.
 	updates chan configUpdate
-	// programmed says that all Services are programmed. Before that, nothing on the host is touched.
+	// programmed is true once all Services are programmed. Nothing else on the host is changed before.
 	programmed atomic.Bool
 }
 
-// runProxy runs a proxy until the context ends. It writes by a socket, which it does not close.
+// runProxy runs a proxy until the context ends. It writes through socket, and does not close it.
 func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease func() bool) error {
 	log, s := w.log.Logger, w.start()
 	name, err := s.Node()
@@ -209,7 +209,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 	return n.Run(ctx)
 }
 
-// openSource gives what the objects come from. If that is the API server, it takes events, too.
+// openSource returns the source of the objects. An API server also accepts events.
 func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, clusterEvents, error) {
 	report := reporter(log)
 	if s.Manifests != "" {
@@ -223,7 +223,7 @@ func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, 
 	return &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}, events, nil
 }
 
-// runBackground runs what works beside the node, until the context ends.
+// runBackground runs everything beside the node, until the context ends.
 func (p *proxy) runBackground(ctx context.Context, opened *backends.Opened, cleaner *kubeProxyCleaner) {
 	var all sync.WaitGroup
 	defer all.Wait()
@@ -245,14 +245,14 @@ func (p *proxy) runBackground(ctx context.Context, opened *backends.Opened, clea
 	}
 }
 
-// policy gives what decides about packets.
+// policy returns what decides about packets.
 func (p *proxy) policy() dataplane.Config {
 	policy := p.config.settings.Load().Policy
 	policy.NodeName, policy.IPVS = p.object.name, p.ipvs.effective(policy.IPVS)
 	return policy
 }
 
-// listener has changes of the settings take effect.
+// listener applies changes of the settings.
 func (p *proxy) listener(ctx context.Context) configListener {
 	return configListener{
 		invalid: p.events.invalid,
@@ -266,7 +266,7 @@ func (p *proxy) listener(ctx context.Context) configListener {
 	}
 }
 
-// sendUpdate has the settings take effect in the node.
+// sendUpdate sends the current settings to the node.
 func (p *proxy) sendUpdate(ctx context.Context) {
 	select {
 	case p.updates <- configUpdate{p.policy(), p.config.settings.Load().MinSyncPeriod}:
@@ -274,8 +274,8 @@ func (p *proxy) sendUpdate(ctx context.Context) {
 	}
 }
 
-// written is told of each transaction. The first one says that all sources can be read and the kernel does what it is
-// asked, and by then there is connection tracking.
+// written is called after each transaction. After the first one, all sources were read, the kernel accepts rules, and
+// connection tracking is loaded.
 func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 	s := p.config.settings.Load()
 	if p.ipvs.enableAtThreshold(t.Services, s.IPVSServices, s.Policy.IPVS) {

@@ -24,33 +24,32 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// serving says what a node shows of itself. With the zero value it listens nowhere.
+// serving configures health and metrics. With the zero value, the node listens nowhere.
 type serving struct {
-	// healthz and metrics are where the servers listen; empty means that there is none.
+	// healthz and metrics are the addresses of the servers; empty means that there is no such server.
 	healthz, metrics string
-	// hardFail ends the node if one of them cannot; profiling adds profiles to the metrics.
+	// hardFail ends the node if a server cannot listen. profiling adds profiles to the metrics server.
 	hardFail, profiling bool
-	// nodePorts has the health check node ports of Services answered.
+	// nodePorts enables the health check node ports of Services.
 	nodePorts bool
-	// late is how long a change may wait until the node counts as unhealthy; 0 means health.DefaultLate.
+	// late is how long a change may wait before the node is unhealthy; 0 means health.DefaultLate.
 	late time.Duration
-	// needsNode says that clients are only to be sent to a node that is known as a Node.
+	// needsNode is true if clients may be sent only to a node whose Node object exists.
 	needsNode bool
-	// detail says how finely connections are counted, and maxSeries how many series that may take; 0 means
-	// metrics.DefaultMaxSeries.
+	// detail is how finely connections are counted, and maxSeries the limit of series; 0 means metrics.DefaultMaxSeries.
 	detail    metrics.Detail
 	maxSeries int
-	// configz gives what is shown as the configuration.
+	// configz returns the configuration to show.
 	configz func() any
-	// place, if not nil, says whether another proxy could take over.
+	// holdsLease, if not nil, reports whether this proxy holds the lease.
 	holdsLease func() bool
-	// droppedLines, if not nil, counts the lines that the log left out.
+	// droppedLines, if not nil, counts the lines that the log dropped.
 	droppedLines func() uint64
-	// events take what the cluster's operators should see.
+	// events sends events to the cluster's operators.
 	events clusterEvents
 }
 
-// servingOf gives what the settings ask for.
+// servingOf converts the settings.
 func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place func() bool) serving {
 	v := serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
@@ -72,7 +71,7 @@ func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place
 	return v
 }
 
-// telemetry is what others see of a node: its health and its metrics.
+// telemetry is the health and the metrics of a node.
 type telemetry struct {
 	serving  serving
 	name     string
@@ -85,7 +84,8 @@ type telemetry struct {
 	servers  []*health.Server
 }
 
-// newTelemetry makes what a node shows, and has those servers listen without which it is not to work.
+// newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
+// without them.
 func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *telemetry, err error) {
 	v := n.serving
 	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, pending: &pendingLists{}}
@@ -97,7 +97,8 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *tele
 	o := metrics.Options{
 		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: t.health.Healthy,
-		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease, LogDropped: v.droppedLines,
+		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
+			LogDropped: v.droppedLines,
 		Fill: n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
@@ -116,7 +117,7 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *tele
 	return t, nil
 }
 
-// makeServers makes the servers of health checks and metrics.
+// makeServers creates the servers of health checks and metrics.
 func (t *telemetry) makeServers(mode string) []*health.Server {
 	v := &t.serving
 	return []*health.Server{
@@ -139,7 +140,7 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 	}
 }
 
-// close ends what is left once run has ended.
+// close stops what is left after run has ended.
 func (t *telemetry) close() error {
 	t.metrics.Stop()
 	if t.counters == nil {
@@ -148,7 +149,7 @@ func (t *telemetry) close() error {
 	return t.counters.Close()
 }
 
-// listeners hear what the loop does.
+// listeners are called with the loop's events.
 func (t *telemetry) listeners() []reconcile.Listener {
 	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener()}
 	if t.serving.nodePorts {
@@ -157,7 +158,7 @@ func (t *telemetry) listeners() []reconcile.Listener {
 	return list
 }
 
-// failed gives what tells the cluster of a server that cannot listen, with kube-proxy's words.
+// failed returns a function that sends an event, worded as kube-proxy's, about a server that cannot listen.
 func (t *telemetry) failed(reason, action string) func(error) {
 	return func(err error) {
 		t.serving.events.Emit(watch.Event{Warning: true, Reason: reason, Action: action, Note: err.Error()})
@@ -171,7 +172,7 @@ func (t *telemetry) reportPortFailure(e *health.ListenError) {
 		Note:    fmt.Sprintf("node %s: %v", t.name, e)})
 }
 
-// recordCleanup is told of a look at the flows.
+// recordCleanup counts the result of a cleanup of flows.
 func (t *telemetry) recordCleanup(l conntrack.SweepResult) {
 	flows := metrics.Flows{Took: l.Took, Failed: l.Err != nil}
 	for f, found := range l.Flows {
@@ -180,7 +181,7 @@ func (t *telemetry) recordCleanup(l conntrack.SweepResult) {
 	t.metrics.ObserveFlows(flows)
 }
 
-// sink gives where a source is to put what it sees, and has its requests counted.
+// sink returns the sink of a source, and counts its requests.
 func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
 	if s, ok := from.(*nodeSource); ok {
 		from = s.Source
@@ -199,7 +200,7 @@ func (t *telemetry) sink(from Source, queue *snapshot.Queue) watch.Sink {
 	return syncedSink{t.metrics.CountingSink(queue), t.pending.add(name)}
 }
 
-// syncedSink is a sink that takes note of the first complete list.
+// syncedSink reports the first complete list.
 type syncedSink struct {
 	watch.Sink
 	done func()
@@ -217,7 +218,7 @@ type pendingLists struct {
 	sources []func() []string
 }
 
-// add adds something, until what it gives is called.
+// add adds a name. The returned function removes it.
 func (m *pendingLists) add(name string) (done func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -230,7 +231,7 @@ func (m *pendingLists) add(name string) (done func()) {
 	}
 }
 
-// addSource adds what somebody else knows.
+// addSource adds a function that returns further names.
 func (m *pendingLists) addSource(of func() []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -251,7 +252,7 @@ func (m *pendingLists) names() (out []string) {
 	return out
 }
 
-// conntrackUsage says how many connections the kernel tracks, and how many it can.
+// conntrackUsage returns how many connections the kernel tracks, and how many it can.
 func conntrackUsage() (entries, most int, err error) {
 	read := func(name string) int {
 		text, rerr := os.ReadFile("/proc/sys/net/netfilter/" + name)

@@ -10,22 +10,22 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// configWatcher holds the settings that are in force, and reads their file again when it changes.
+// configWatcher holds the current settings, and reads the file again when it changes.
 type configWatcher struct {
 	flags *config.Flags
 	log   *logger
-	// host is where sysctls are.
+	// host has the sysctls.
 	host sysctl.Host
 
 	settings atomic.Pointer[config.Settings]
-	// reported is what was reported about the file when it was read last, and failed why it could not be read.
+	// reported are the problems of the last reading, and failed the error if the file could not be read.
 	reported map[string]bool
 	failed   string
-	// invalid is what is wrong with the file.
+	// invalid describes the invalid values of the file.
 	invalid string
 }
 
-// newConfigWatcher begins with settings, and reports what was found in them.
+// newConfigWatcher starts with settings, and reports their problems.
 func newConfigWatcher(flags *config.Flags, s *config.Settings, problems []*config.Problem, log *logger) *configWatcher {
 	w := &configWatcher{flags: flags, log: log, reported: map[string]bool{}}
 	w.settings.Store(s)
@@ -33,8 +33,8 @@ func newConfigWatcher(flags *config.Flags, s *config.Settings, problems []*confi
 	return w
 }
 
-// start is called when the proxy gets its place, which may be long after it was started, and gives the settings.
-// Also what takes effect at a restart is in force from now on.
+// start is called when the proxy gets the lease, which may be long after the process started. It reads the file again
+// and returns the settings, including those that take effect only at a restart.
 func (w *configWatcher) start() *config.Settings {
 	if s, _ := w.read(nil); s != nil {
 		w.settings.Store(s)
@@ -45,8 +45,8 @@ func (w *configWatcher) start() *config.Settings {
 	return s
 }
 
-// read reads the file, and reports what is wrong with it. It gives nil if the file cannot be read, and in news what
-// was not wrong before.
+// read reads the file, and reports what is wrong with it. It returns nil if the file cannot be read. News describes
+// what was not wrong before.
 func (w *configWatcher) read(last *config.Settings) (s *config.Settings, news string) {
 	s, problems, err := config.Load(w.flags.Config, w.flags, last)
 	if err == nil {
@@ -61,8 +61,8 @@ func (w *configWatcher) read(last *config.Settings) (s *config.Settings, news st
 	return nil, w.failed
 }
 
-// report logs what was found in the file, unless it was reported when it was read last. News says what is wrong, if
-// anything was not before.
+// report logs the problems of the file, unless they were reported at the last reading. News describes all invalid
+// values, if there is a new one.
 func (w *configWatcher) report(problems []*config.Problem) (news string) {
 	reported := map[string]bool{}
 	var invalid []string
@@ -86,15 +86,15 @@ func (w *configWatcher) report(problems []*config.Problem) (news string) {
 	return ""
 }
 
-// configListener hears of changes of the file.
+// configListener is called with changes of the file.
 type configListener struct {
-	// invalid is called with what is wrong with the file, and was not before.
+	// invalid is called with what is wrong with the file, if it was not wrong before.
 	invalid func(what string)
-	// changed is called after settings changed that take effect now; fields names them.
+	// changed is called after settings change that take effect now; fields names them.
 	changed func(s *config.Settings, fields map[string]bool)
 }
 
-// run takes in changes of the file until the context ends.
+// run follows changes of the file until the context ends.
 func (w *configWatcher) run(ctx context.Context, listener configListener) {
 	if w.flags.Config == "" {
 		return
@@ -102,7 +102,7 @@ func (w *configWatcher) run(ctx context.Context, listener configListener) {
 	watch.Changes(ctx, w.flags.Config, func() { w.reload(listener) }, reporter(w.log.Logger))
 }
 
-// reload reads the file again, and has what changed take effect.
+// reload reads the file again, and applies the changes.
 func (w *configWatcher) reload(listener configListener) {
 	before := w.settings.Load()
 	s, news := w.read(before)
