@@ -31,8 +31,8 @@ type answer struct {
 	NodeEligible *bool                   `json:"nodeEligible,omitempty"`
 	Healthy      bool                    `json:"healthy"`
 	Status       map[string]familyAnswer `json:"status,omitempty"`
-	// Missing says in words why the status is not 200. Texts of errors, with names and addresses in them, are only in the
-	// log: whoever reaches the node can read this.
+	// Missing describes why the status is not 200. Error texts contain names and addresses, so they are only in the log:
+	// anybody who reaches the node can read this.
 	Missing     []string `json:"missing,omitempty"`
 	Quarantined int      `json:"quarantined,omitempty"`
 }
@@ -66,8 +66,9 @@ func writeJSON(w http.ResponseWriter, code int, body []byte) {
 	_, _ = w.Write(body) // whoever asked may have left
 }
 
-// answer gives what a probe is told. As in kube-proxy, lastUpdated is the present while all is well, and healthy says
-// nothing of the node. Both families are written in the same transactions, so they are always the same.
+// answer returns the response to a probe. As in kube-proxy, lastUpdated is the current time while all is well, and
+// healthy does not depend on the node. Both families are written in the same transactions, so they have the same
+// values.
 func (s *Status) answer(probe Probe) (code int, a answer) {
 	a = answer{
 		LastUpdated: s.Updated,

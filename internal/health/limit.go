@@ -10,25 +10,23 @@ import (
 	"time"
 )
 
-// Limits bound what clients may take of the descriptors of this process (RLIMIT_NOFILE), so that what asks the health
-// server takes nothing from the metrics, from the API server's connection, or from a proxy that wants to take over.
+// Limits bound how many file descriptors clients can use (RLIMIT_NOFILE), so that health checks leave enough for the
+// metrics, the API server's connection, and a proxy that takes over.
 type Limits struct {
-	// Connections is how many connections one server has at most.
+	// Connections limits the connections of one server.
 	Connections int
-	// Ports is how many sockets of health check node ports there are at most, and PortConnections how many
-	// connections they have, all together.
+	// Ports limits the sockets of health check node ports, and PortConnections the connections of all of them together.
 	Ports, PortConnections int
 }
 
-// These are enough for all that have reason to ask. Load balancers may keep connections to each of their Services'
-// ports.
+// These suffice for all legitimate clients. Load balancers may keep connections to each of their Services' ports.
 const (
 	mostConnections     = 128
 	mostPortConnections = 1024
 )
 
-// DefaultLimits go by the limit of descriptors of this process: with 128, two servers may have 16 connections each,
-// and health check node ports 32 sockets and 16 connections.
+// DefaultLimits derives limits from this process's limit of descriptors: with 128, two servers have 16 connections
+// each, and health check node ports 32 sockets and 16 connections.
 func DefaultLimits() Limits {
 	var l syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err != nil {
@@ -41,7 +39,7 @@ func DefaultLimits() Limits {
 	}
 }
 
-// connLimit is what some listeners share: so many connections may be open. It is safe for concurrent use.
+// connLimit limits the open connections that some listeners share. It is safe for concurrent use.
 type connLimit struct {
 	most int
 
@@ -56,11 +54,11 @@ type trackedConn struct {
 	room *connLimit
 	host string
 	once sync.Once
-	// idle says that it had its answer, and is kept for the next request.
+	// idle is true if the connection was answered, and is kept for the next request.
 	idle atomic.Bool
 }
 
-// recordState takes note of what a server says of a connection.
+// recordState records a connection's state, as the server reports it.
 func recordState(c net.Conn, state http.ConnState) {
 	if g, ok := c.(*trackedConn); ok {
 		g.idle.Store(state == http.StateIdle)
@@ -69,9 +67,9 @@ func recordState(c net.Conn, state http.ConnState) {
 
 func newConnLimit(most int) *connLimit { return &connLimit{most: most, hosts: map[string]int{}} }
 
-// listen gives a listener that has its connections in the room. When that is full, a new connection takes the place
-// of one of the address that has most of them: the oldest that had its answer, else the oldest. Who asks and takes
-// his answer needs moments, and whoever opens many connections and says nothing, or little, loses his own.
+// listen returns a listener whose connections count towards the limit. At the limit, a new connection replaces one of
+// the address that has the most: the oldest idle one, else the oldest. Honest clients need a connection for a moment
+// only; a client that opens many and stays silent loses its own.
 func (r *connLimit) listen(l net.Listener) net.Listener { return &limitedListener{l, r} }
 
 type limitedListener struct {
@@ -125,7 +123,7 @@ func (r *connLimit) evict() {
 	}
 }
 
-// Close leaves the room.
+// Close closes the connection, and stops counting it.
 func (g *trackedConn) Close() error {
 	g.once.Do(func() {
 		r := g.room
@@ -144,14 +142,14 @@ func (g *trackedConn) Close() error {
 	return g.Conn.Close()
 }
 
-// Timeouts for whoever asks, in case he is slow or wants to do harm.
+// Timeouts for clients that are slow or hostile.
 const (
 	headerPatience = 5 * time.Second
 	readPatience   = 10 * time.Second
-	// writeTimeout is longer than a profile takes, for which net/http/pprof has 30 seconds by default.
+	// writeTimeout is longer than a profile takes: net/http/pprof takes 30 seconds by default.
 	writeTimeout = time.Minute
 	idlePatience = 2 * time.Minute
 	maxHeader    = 16 << 10
-	// shutdownTimeout is how long requests have that are under way when the proxy ends.
+	// shutdownTimeout is how long running requests may take when the proxy stops.
 	shutdownTimeout = 500 * time.Millisecond
 )

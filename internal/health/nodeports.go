@@ -20,37 +20,37 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// NodePorts answers at the health check node ports of Services: whether this node has endpoints of theirs. A load
-// balancer asks there whether to send clients of a Service with externalTrafficPolicy Local here.
+// NodePorts serves the health check node ports of Services: it reports whether this node has endpoints. Load balancers
+// use it to find nodes for a Service with externalTrafficPolicy Local.
 type NodePorts struct {
-	// Config says which endpoints are local, and where node ports are.
+	// Config decides which endpoints are local, and where node ports answer.
 	Config dataplane.Config
-	// Healthy says how the proxy is.
+	// Healthy reports whether the proxy is healthy.
 	Healthy func() bool
-	// Report is told, once for each cause, that a port cannot be listened at. It is tried again.
+	// Report is called, once for each cause, if a port cannot be opened. That is retried.
 	Report func(*ListenError)
 	// Listen, if not nil, is used instead of net.Listen.
 	Listen func(network, addr string) (net.Listener, error)
-	// Limits say how many sockets there may be, and connections to them; zeros mean those of DefaultLimits.
+	// Limits bound sockets and connections; zeros mean those of DefaultLimits.
 	Limits Limits
 
 	mu sync.Mutex
-	// checks are the Services that have such a port, dirty those of them that Run is to look at, and others that are gone.
+	// checks are the Services with such a port. dirty are the checks that Run must look at, including removed ones.
 	checks map[snapshot.Name]*check
 	dirty  map[*check]struct{}
-	// byPort are the checks of a port, the oldest Service first, which has it.
+	// byPort lists the checks of a port. The oldest Service is first, and gets the port.
 	byPort map[uint16][]*check
-	// addrs are where to listen; known says that they are what Config asks for.
+	// addrs are the addresses to listen at; known is true if they match Config.
 	addrs []netip.Addr
 	known bool
 	// failedSockets are sockets that failed by themselves.
 	failedSockets []socket
 	wake          chan struct{}
-	// totals count the addresses and ports that are open, and that cannot be opened.
+	// totals counts the open ports, and those that cannot be opened.
 	totals [2]int
 }
 
-// ListenError says that a Service's health check node port cannot be listened at.
+// ListenError reports that a Service's health check node port cannot be opened.
 type ListenError struct {
 	Service snapshot.Name
 	Addr    netip.AddrPort
@@ -67,19 +67,20 @@ func (e *ListenError) Error() string {
 
 func (e *ListenError) Unwrap() error { return e.Err }
 
-// check is one Service's. What it says is under NodePorts.mu.
+// check is one Service's port. NodePorts.mu guards the fields that others read.
 type check struct {
 	name snapshot.Name
 	age  snapshot.Age
 	port uint16 // 0 if it is gone
-	// serves says which families the Service has a cluster IP of, ready how many endpoints there are here: IPv4, IPv6.
+	// serves tells for which families the Service has a cluster IP, and ready how many endpoints are on this node: IPv4,
+	// IPv6.
 	serves ipfamily.Per[bool]
 	ready  ipfamily.Per[int]
 
-	// Only Run's goroutine uses the rest: what is open, and what was said of that which cannot be opened.
+	// Only Run's goroutine uses the rest: the open sockets, and the reported failures.
 	servers map[netip.AddrPort]*http.Server
 	failed  map[netip.AddrPort]string
-	// counted is how many of both are in the sums.
+	// counted is what the totals include of both.
 	counted ipfamily.Per[int]
 }
 
@@ -89,23 +90,22 @@ type socket struct {
 	server *http.Server
 }
 
-// errContested is why a Service does not get its port although it may be free.
+// errContested means that another Service has the port.
 var errContested = errors.New("another Service, which was there first, has the same port")
 
-// A port that cannot be listened at is tried again after retryFirst, then after twice as long each time up to
-// retryMost.
+// Opening a port is retried after retryFirst, then after twice as long each time, up to retryMost.
 const (
 	retryFirst = time.Second
 	retryMost  = 30 * time.Second
 )
 
-// Listener gives what a loop has to tell the NodePorts.
+// Listener connects the NodePorts to a loop.
 func (n *NodePorts) Listener() reconcile.Listener {
 	return reconcile.Listener{InSync: func(s reconcile.InSync) { n.InSync(s.Snapshot, s.Change) }}
 }
 
-// InSync takes over what is programmed: change says what may differ from the call before. It costs what the change
-// does, and opens nothing itself.
+// InSync updates the checks to what is programmed; change lists what may have changed. Its cost depends on the change,
+// and it opens no port itself.
 func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -124,7 +124,7 @@ func (n *NodePorts) InSync(s *snapshot.Snapshot, change snapshot.Change) {
 	}
 }
 
-// SetConfig has another Config count, for addresses from the next InSync on.
+// SetConfig replaces the Config; addresses follow at the next InSync.
 func (n *NodePorts) SetConfig(c dataplane.Config) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -138,7 +138,7 @@ func (n *NodePorts) init() {
 	}
 }
 
-// markDirty has Run look at a check.
+// markDirty makes Run look at a check.
 func (n *NodePorts) markDirty(c *check) {
 	n.dirty[c] = struct{}{}
 	select {
@@ -147,7 +147,7 @@ func (n *NodePorts) markDirty(c *check) {
 	}
 }
 
-// update takes over one Service.
+// update updates one Service.
 func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 	c, svc := n.checks[name], s.Services[name]
 	if svc == nil || svc.HealthCheckNodePort == 0 {
@@ -176,7 +176,7 @@ func (n *NodePorts) update(s *snapshot.Snapshot, name snapshot.Name) {
 	c.ready[0], c.ready[1] = dataplane.LocalReady(n.Config.NodeName, s, name)
 }
 
-// addCheck enters a check among those of its port, and unfile takes it out. Run looks at the others, too.
+// addCheck adds a check to those of its port, and removeCheck removes it. Both make Run look at the others, too.
 func (n *NodePorts) addCheck(c *check) {
 	list := n.byPort[c.port]
 	i, _ := slices.BinarySearchFunc(list, c, func(a, b *check) int {
@@ -203,7 +203,7 @@ func (n *NodePorts) lookAt(port uint16) {
 	}
 }
 
-// Run opens and closes ports until ctx is done, and then closes all.
+// Run opens and closes ports until ctx is done, then closes all.
 func (n *NodePorts) Run(ctx context.Context) error {
 	n.mu.Lock()
 	n.init()
@@ -233,17 +233,16 @@ func (n *NodePorts) Run(ctx context.Context) error {
 	}
 }
 
-// run is what Run's goroutine knows: the checks of which something is open, and of which something could not be opened.
+// run is the state of Run's goroutine: the checks with open sockets, and those with failed ones.
 type run struct {
 	*NodePorts
 	open, failing map[*check]struct{}
-	// sockets counts those that are open, and room has their connections.
+	// sockets counts the open sockets, and room limits their connections.
 	sockets int
 	room    *connLimit
 }
 
-// sync brings the sockets up to date. A port may move from one Service to another: what is to be closed is closed
-// first.
+// sync opens and closes sockets. It closes first, because a port may move from one Service to another.
 func (r *run) sync() {
 	want := r.take()
 	for c, t := range want {
@@ -271,13 +270,13 @@ func keep(set map[*check]struct{}, c *check, in bool) {
 	}
 }
 
-// target is where a check is to be answered. Contested says that another Service has the port.
+// target lists the addresses of a check. Contested is true if another Service has the port.
 type target struct {
 	at        []netip.AddrPort
 	contested bool
 }
 
-// take gives the checks to look at, and where each is to be answered.
+// take returns the dirty checks and their targets.
 func (r *run) take() map[*check]target {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -298,7 +297,7 @@ func (r *run) take() map[*check]target {
 	return want
 }
 
-// wanted gives where a check is to be answered.
+// wanted returns the addresses of a check.
 func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
 	for _, a := range n.addrs {
 		if c.port != 0 && c.serves[ipfamily.Of(a)] {
@@ -308,7 +307,7 @@ func (n *NodePorts) wanted(c *check) (out []netip.AddrPort) {
 	return out
 }
 
-// closeBut closes what is not wanted, and gives how many sockets that were.
+// closeBut closes the unwanted sockets, and returns how many there were.
 func (c *check) closeBut(t target) (closed int) {
 	for at, srv := range c.servers {
 		if t.contested || !slices.Contains(t.at, at) {
@@ -321,7 +320,7 @@ func (c *check) closeBut(t target) (closed int) {
 	return closed
 }
 
-// errTooMany keeps the ports of many Services from taking what the rest of the proxy needs.
+// errTooMany protects the rest of the proxy from the ports of too many Services.
 var errTooMany = errors.New("there are too many such ports for this process (RLIMIT_NOFILE)")
 
 // listen opens one port, unless it is open.
@@ -361,7 +360,7 @@ func (r *run) listen(c *check, at netip.AddrPort) {
 	}()
 }
 
-// fail takes note that a port cannot be had, and reports a new cause.
+// fail records that a port cannot be opened, and reports a new cause.
 func (r *run) fail(c *check, at netip.AddrPort, err error) {
 	if c.failed[at] != err.Error() {
 		r.report(c, at, err)
@@ -375,7 +374,7 @@ func (r *run) report(c *check, at netip.AddrPort, err error) {
 	}
 }
 
-// count brings the sums up to date with one check.
+// count updates the totals for one check.
 func (r *run) count(c *check) {
 	now := [2]int{len(c.servers), len(c.failed)}
 	r.mu.Lock()
@@ -391,7 +390,7 @@ func (r *run) close() {
 	}
 }
 
-// Ports counts the addresses and ports that are open, and those that cannot be opened.
+// Ports returns how many ports are open, and how many cannot be opened.
 func (n *NodePorts) Ports() (open, failing int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -1,6 +1,5 @@
-// Package health tells others how the proxy is: kubelets and load balancers by /healthz, /livez and /readyz, and the
-// load balancers of single Services by their health check node ports. It is told what happens by the loop and decides
-// by that and the clock.
+// Package health reports how the proxy is: to kubelets and load balancers by /healthz, /livez and /readyz, and to the
+// load balancers of single Services by their health check node ports. It judges by the loop's events and the clock.
 package health
 
 import (
@@ -16,17 +15,17 @@ import (
 // DefaultLate is how long a change may wait for the kernel: twice kube-proxy's default sync period, as there.
 const DefaultLate = time.Minute
 
-// Options say how a Proxy judges. All but Waiting may be left out.
+// Options configure a Proxy. Only Waiting is required.
 type Options struct {
 	// Late is how long a change may wait, and how long transactions may fail; 0 means DefaultLate.
 	Late time.Duration
-	// NeedsNode says that a node whose Node object is unknown is not one to send clients to.
+	// NeedsNode is true if clients may be sent only to a node whose Node object exists.
 	NeedsNode bool
-	// Waiting tells since when there has been something to write, as snapshot.Queue does.
+	// Waiting returns the time of the oldest change that is not written, as snapshot.Queue does.
 	Waiting func() snapshot.Waiting
-	// Missing names what has not been listed yet.
+	// Missing returns what is not listed yet.
 	Missing func() []string
-	// Quarantined counts the Services that the kernel refuses.
+	// Quarantined counts the quarantined Services.
 	Quarantined func() int
 }
 
@@ -38,21 +37,20 @@ type Options struct {
 //	   │ Late                      └────────────────── InSync ────────────────┘
 //	   └──▶ late
 //
-// It is healthy while it is in force and not late: then the rules are in, and not much older than what is known. It is
-// alive unless it is late. Waiting for an API server that is not there makes it neither late nor healthy: to start it
-// again would not help.
+// It is healthy while it is in force and not late: then the rules are written and recent. It is alive unless it is
+// late. A proxy that waits for an API server is neither late nor healthy: a restart would not help.
 type Proxy struct {
 	o Options
 
 	mu sync.Mutex
-	// synced is when the kernel last held everything; zero if it never did.
+	// synced is when the kernel was last in sync; zero if it never was.
 	synced time.Time
-	// failing is when the first of the transactions failed that failed since.
+	// failing is when the current series of failed transactions began.
 	failing time.Time
 	node    snapshot.Node
 }
 
-// New gives a Proxy that is starting.
+// New returns a Proxy in state starting.
 func New(o Options) *Proxy {
 	if o.Late == 0 {
 		o.Late = DefaultLate
@@ -60,7 +58,7 @@ func New(o Options) *Proxy {
 	return &Proxy{o: o}
 }
 
-// Listener gives what a loop has to tell the Proxy.
+// Listener connects the Proxy to a loop.
 func (p *Proxy) Listener() reconcile.Listener {
 	return reconcile.Listener{
 		InSync: func(s reconcile.InSync) { p.InSync(s.Snapshot.Node) },
@@ -72,14 +70,14 @@ func (p *Proxy) Listener() reconcile.Listener {
 	}
 }
 
-// InSync takes note that the kernel holds everything, and what is known of the node.
+// InSync records that the kernel is in sync, and what is known of the node.
 func (p *Proxy) InSync(node snapshot.Node) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.synced, p.failing, p.node = time.Now(), time.Time{}, node
 }
 
-// Failed takes note that a transaction failed.
+// Failed records that a transaction failed.
 func (p *Proxy) Failed() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -88,34 +86,34 @@ func (p *Proxy) Failed() {
 	}
 }
 
-// Status is how the proxy is at one moment.
+// Status is the proxy's health at one moment.
 type Status struct {
-	// Now is the moment; Updated when the kernel last carried everything, zero if it never did.
+	// Now is the moment. Updated is when the kernel was last in sync; zero if it never was.
 	Now, Updated time.Time
-	// Late says that something has been waiting, or failing, for too long.
+	// Late is true if something waits, or fails, for too long.
 	Late bool
-	// Eligible says that clients may be sent to the node.
+	// Eligible is true if clients may be sent to the node.
 	Eligible bool
-	// Missing says in words what is not as it should be, Leaving what is wrong with the node.
+	// Missing describes what is wrong with the rules, and Leaving what is wrong with the node.
 	Missing []string
 	Leaving string
 	// Quarantined counts the Services that the kernel refuses.
 	Quarantined int
 }
 
-// Healthy says that the rules are in, and not older than they may be.
+// Healthy reports whether the rules are written and recent enough.
 func (s *Status) Healthy() bool { return !s.Updated.IsZero() && !s.Late }
 
-// Alive says that there is no reason to start the proxy again.
+// Alive reports whether there is no reason to restart the proxy.
 func (s *Status) Alive() bool { return !s.Late }
 
-// Healthy is that of Status.
+// Healthy returns the Healthy of Status.
 func (p *Proxy) Healthy() bool {
 	s := p.Status()
 	return s.Healthy()
 }
 
-// Status judges.
+// Status returns the health now.
 func (p *Proxy) Status() Status {
 	waiting := p.o.Waiting().Since
 	p.mu.Lock()
@@ -143,7 +141,7 @@ func (p *Proxy) Status() Status {
 	return s
 }
 
-// waitingFor says what the first transaction waits for.
+// waitingFor describes what the first transaction waits for.
 func (p *Proxy) waitingFor() string {
 	if p.o.Missing != nil {
 		if list := p.o.Missing(); len(list) > 0 {

@@ -66,7 +66,8 @@ var (
 )
 
 func (c *connections) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{serviceConnectionsDesc, serviceRefusedDesc, endpointConnectionsDesc, refusedDesc, leftOutDesc,
+	for _, d := range []*prometheus.Desc{serviceConnectionsDesc, serviceRefusedDesc, endpointConnectionsDesc, refusedDesc,
+		leftOutDesc,
 		mapElementsDesc, mapMaxElementsDesc, affinityEntriesDesc, readDurationDesc, readFailuresDesc} {
 		ch <- d
 	}
@@ -144,10 +145,12 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 			collectOthers(ch, &p.others)
 		}
 		if c.o.Detail != Off {
-			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[0]), "verdict_service_connections_total")
+			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[0]),
+				"verdict_service_connections_total")
 		}
 		if c.o.Detail == PerEndpoint {
-			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[1]), "verdict_endpoint_connections_total")
+			ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(p.leftOut[1]),
+				"verdict_endpoint_connections_total")
 		}
 	}
 	if c.o.Fill != nil {
@@ -164,7 +167,8 @@ func (c *connections) Collect(ch chan<- prometheus.Metric) {
 func collectPort(ch chan<- prometheus.Metric, s *sample) {
 	collectTotals(ch, &s.now, s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String())
 	for i := range s.endpoints {
-		ch <- prometheus.MustNewConstMetric(endpointConnectionsDesc, prometheus.CounterValue, float64(s.endpoints[i].connections),
+		ch <- prometheus.MustNewConstMetric(endpointConnectionsDesc, prometheus.CounterValue,
+			float64(s.endpoints[i].connections),
 			s.name.Service.Namespace, s.name.Service.Name, s.name.Port, s.name.Protocol.String(), s.endpoints[i].at.String())
 	}
 }
@@ -200,10 +204,12 @@ func (c *connections) collectFill(ch chan<- prometheus.Metric, p *picture) {
 			f.Elements = p.affinity[f.Family]
 		}
 		if f.Elements >= 0 {
-			ch <- prometheus.MustNewConstMetric(mapElementsDesc, prometheus.GaugeValue, float64(f.Elements), families[f.Family], f.Set)
+			ch <- prometheus.MustNewConstMetric(mapElementsDesc, prometheus.GaugeValue, float64(f.Elements), families[f.Family],
+				f.Set)
 		}
 		if f.Size > 0 {
-			ch <- prometheus.MustNewConstMetric(mapMaxElementsDesc, prometheus.GaugeValue, float64(f.Size), families[f.Family], f.Set)
+			ch <- prometheus.MustNewConstMetric(mapMaxElementsDesc, prometheus.GaugeValue, float64(f.Size), families[f.Family],
+				f.Set)
 		}
 	}
 }

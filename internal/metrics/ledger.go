@@ -9,45 +9,44 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// ledger turns what the kernel counts into counts that never fall. The kernel counts in the elements of its maps, which
-// begin at 0 again whenever they are written anew: because a frontend leads to another pool, or to one that has got its
-// first endpoint or lost its last, because another endpoint moved into a slot, because the table was made anew. So each
-// reading is compared with the one before, and the difference is added up.
+// ledger turns the kernel's counters into counters that never decrease. The kernel counts in the elements of its maps,
+// and begins again at 0 when it rewrites one: because a frontend gets another pool, a pool gets its first endpoint or
+// loses its last, another endpoint gets the slot, or the table is rewritten. So the ledger adds up the differences
+// between readings.
 //
-// What was counted between the last reading and the moment when an element was replaced is lost. Where it cannot be
-// told that an element was replaced, because it leads to the same and has counted more since, it is taken for the one
-// before. So the ledger may count too little, and not too much.
+// What the kernel counts between the last reading and a replacement is lost. If a replacement cannot be detected,
+// because the new element leads to the same and has counted more, the ledger assumes that it is the old one. So it may
+// count too little, but not too much.
 //
 // It does no I/O, and is not safe for concurrent use.
 type ledger struct {
 	detail Detail
-	// room is how many Service ports, and how many endpoints, may have a series of their own.
+	// room limits how many Service ports, and how many endpoints, have their own series.
 	room int
 
-	// renewed is the moment when everything in the kernel last began at 0. Moments count transactions: what was read since
-	// one may be older than what was written at a later one.
+	// renewed is the moment when all of the kernel's counters last began at 0. Moments count transactions: a reading that
+	// began before a transaction may be older than what it wrote.
 	renewed uint64
-	// opening says that the next reading is the first of tables that were there before us. It is where we begin to count.
+	// opening is true until the first reading of adopted tables, which sets the starting values.
 	opening bool
 
 	ports     map[dataplane.PortName]*port
 	frontends map[dataplane.Key]*frontend
-	// line holds the frontends in the order in which they are read, where there are too many to read all at once; next
-	// says whose turn it is, and gone how many of them are.
+	// line holds the frontends in the order of reading, if there are too many to read at once. next is the one whose turn
+	// it is, and gone counts the removed ones.
 	line       []*frontend
 	next, gone int
-	// due are those of which the endpoints are to be read.
+	// due are the frontends whose endpoints must be read.
 	due []*side
 
-	// shown and shownAt count the Service ports and the endpoints that have a series. Others is what was counted at the
-	// ports that have none.
+	// shown and shownAt count the Service ports and the endpoints with a series. others sums up the ports without one.
 	shown, shownAt int
 	others         totals
 	rules          ipfamily.Per[[dataplane.NumRefusals]last]
 	refused        ipfamily.Per[[dataplane.NumRefusals]uint64]
 }
 
-// totals are what was counted, as it is shown.
+// totals are the counts that are shown.
 type totals struct {
 	connections uint64
 	// refused are packets, by dataplane.Verdict.
@@ -56,7 +55,7 @@ type totals struct {
 
 func (t *totals) any() bool { return t.connections+t.refused[0]+t.refused[1] > 0 }
 
-// take adds up the other's, and empties them.
+// take adds the other's totals, and resets them.
 func (t *totals) take(o *totals) {
 	t.connections += o.connections
 	t.refused[0] += o.refused[0]
@@ -68,12 +67,12 @@ func (t *totals) take(o *totals) {
 type port struct {
 	name dataplane.PortName
 	totals
-	// frontends counts them: the port goes with the last.
+	// frontends counts the port's frontends. The port is removed with the last one.
 	frontends int
-	// now is what the kernel carries, IPv4 and IPv6, and changed when it last changed.
+	// now is what the kernel holds, IPv4 and IPv6, and changed when it last changed.
 	now     ipfamily.Per[*dataplane.ServicePort]
 	changed uint64
-	// shown says that it has a series, hidden that it would need one.
+	// shown is true if the port has a series, hidden if it would need one.
 	shown, hidden bool
 	endpoints     map[netip.AddrPort]*endpoint
 	members       map[member]*last
@@ -91,13 +90,13 @@ type member struct {
 	endpoint netip.AddrPort
 }
 
-// frontend is read on one side or on two: as all see it, or from inside and from outside.
+// frontend has one counter for all clients, or two: for clients inside and outside.
 type frontend struct {
 	key  dataplane.Key
 	port *port
 	born uint64
 	gone bool
-	// outside says that clients from outside may have an answer of their own.
+	// outside is true if clients from outside may get another answer.
 	outside bool
 	sides   [2]side
 }
@@ -111,22 +110,22 @@ func (fe *frontend) side(outside bool) *side {
 
 type side struct {
 	of *frontend
-	// born is when it began to be what it is.
+	// born is when the frontend was written.
 	born uint64
-	// leads is where it leads to, and turned when that last changed.
+	// leads is what the frontend leads to, and turned when that last changed.
 	leads  leads
 	turned uint64
 	read   dataplane.FrontendCount
 	last   last
-	// readAt is when the reading began. If the frontend has turned since, it does not tell which endpoints to read: then
-	// they are late, and due after the next.
+	// readAt is when the reading began. If the frontend has changed since, the reading does not tell which endpoints to
+	// read: then they are due after the next one.
 	readAt uint64
 	late   bool
-	// due says that it is among those whose endpoints are to be read.
+	// due is true if its endpoints must be read.
 	due bool
 }
 
-// leads says what a frontend leads to, as far as its element in the kernel is another one for it.
+// leads describes what a frontend leads to, as far as a change replaces its element in the kernel.
 type leads struct {
 	// local is the port's local pool.
 	local     bool
@@ -150,13 +149,13 @@ func (s *side) lead(l leads, moment uint64) {
 	}
 }
 
-// last is what was read last: how much, and in a reading that began when.
+// last is the last reading: its value, and when it began.
 type last struct {
 	packets, moment uint64
 	known           bool
 }
 
-// advance takes the next reading and gives what was counted since. Same says that it may be the same element.
+// advance stores a reading, and returns the increase. Same is true if it may be of the same element.
 func (g *ledger) advance(l *last, packets uint64, same bool, began uint64) (more uint64) {
 	switch {
 	case !l.known && g.opening:
@@ -178,8 +177,8 @@ func newLedger(detail Detail, room int) *ledger {
 	}
 }
 
-// replace takes over what a transaction wrote at a moment: Services before and after, in the same order, nil where
-// there is none. Full says that everything began at 0.
+// replace applies a transaction: the Services before and after, in the same order, nil if there is none. Full is true
+// if all counters began at 0.
 func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment uint64) {
 	if full {
 		g.renewed, g.opening = moment, false
@@ -202,7 +201,7 @@ func (g *ledger) replace(before, after []*dataplane.Service, full bool, moment u
 	}
 }
 
-// removeOld takes out the frontends that a Service does not keep.
+// removeOld removes the frontends that a Service does not keep.
 func (g *ledger) removeOld(svc, after *dataplane.Service) {
 	if svc == nil {
 		return
@@ -221,7 +220,7 @@ func (g *ledger) removeOld(svc, after *dataplane.Service) {
 	}
 }
 
-// removeFrontend takes out a frontend.
+// removeFrontend removes a frontend.
 func (g *ledger) removeFrontend(fe *frontend) {
 	fe.gone = true
 	g.gone++
@@ -229,7 +228,7 @@ func (g *ledger) removeFrontend(fe *frontend) {
 	fe.port.frontends--
 }
 
-// removeSeries ends the series of a Service's ports that have no frontend left.
+// removeSeries removes the series of a Service's ports without frontends.
 func (g *ledger) removeSeries(svc *dataplane.Service) {
 	if svc == nil {
 		return
@@ -272,7 +271,7 @@ func (sp servicePort) answers(k dataplane.Key) bool {
 	return found
 }
 
-// pool gives the endpoints of one of the port's pools.
+// pool returns the endpoints of one of the port's pools.
 func (sp servicePort) pool(local bool) []dataplane.Endpoint {
 	switch {
 	case sp.ServicePort == nil:
@@ -285,7 +284,7 @@ func (sp servicePort) pool(local bool) []dataplane.Endpoint {
 
 func (sp servicePort) sticky() bool { return sp.ServicePort != nil && sp.Affinity > 0 }
 
-// hasEndpoint says whether an endpoint is in one of the port's pools.
+// hasEndpoint reports whether an endpoint is in one of the port's pools.
 func (sp servicePort) hasEndpoint(ep netip.AddrPort) bool {
 	return containsEndpoint(sp.pool(false), ep) || containsEndpoint(sp.pool(true), ep)
 }
@@ -299,7 +298,7 @@ func containsEndpoint(pool []dataplane.Endpoint, ep netip.AddrPort) bool {
 	return found
 }
 
-// updatePort takes over what a port is in one family. Endpoints that it no longer has lose their series.
+// updatePort updates a port in one family. Endpoints that it no longer has lose their series.
 func (g *ledger) updatePort(p *port, family ipfamily.Family, sp *dataplane.ServicePort, moment uint64) {
 	was, now := servicePort{p.now[family]}, servicePort{sp}
 	p.now[family], p.changed = sp, moment
@@ -322,7 +321,7 @@ func (g *ledger) updatePort(p *port, family ipfamily.Family, sp *dataplane.Servi
 	})
 }
 
-// addService takes in a Service.
+// addService adds a Service.
 func (g *ledger) addService(svc *dataplane.Service, moment uint64) {
 	if svc == nil {
 		return
@@ -363,7 +362,7 @@ func (g *ledger) addFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend, m
 	return fe.port
 }
 
-// poolsDiffer says whether packets to two pools of the same port fare differently.
+// poolsDiffer reports whether packets are treated differently by two pools of the same port.
 func poolsDiffer(a, b *dataplane.Pool) bool {
 	if len(a.Endpoints)+len(b.Endpoints) == 0 {
 		return a.Empty != b.Empty
@@ -371,7 +370,7 @@ func poolsDiffer(a, b *dataplane.Pool) bool {
 	return a != b
 }
 
-// nextFrontends gives the next frontends to be read, at most n: none twice before all others.
+// nextFrontends returns the next frontends to read, at most n: none twice before all others.
 func (g *ledger) nextFrontends(n int) (at []dataplane.Counted) {
 	for range min(n, len(g.line)) {
 		fe := g.line[g.next]
@@ -387,7 +386,7 @@ func (g *ledger) nextFrontends(n int) (at []dataplane.Counted) {
 	return at
 }
 
-// lookup gives what a reading is of; nil if that is not known, or was written after the reading began.
+// lookup returns what a reading is of; nil if that is unknown, or was written after the reading began.
 func (g *ledger) lookup(c dataplane.Counted, began uint64) *side {
 	fe := g.frontends[c.Key]
 	if fe == nil || fe.born > began || fe.side(c.Outside).born > began {
@@ -396,7 +395,7 @@ func (g *ledger) lookup(c dataplane.Counted, began uint64) *side {
 	return fe.side(c.Outside)
 }
 
-// recordFrontends takes the readings of frontends.
+// recordFrontends stores readings of frontends.
 func (g *ledger) recordFrontends(counts []dataplane.FrontendCount, began uint64) {
 	if began < g.renewed {
 		return
@@ -429,8 +428,8 @@ func (g *ledger) recordFrontends(counts []dataplane.FrontendCount, began uint64)
 	g.createSeries(fresh)
 }
 
-// sameElement says whether a reading may be of the same element as the last. That stays while its pool does, however
-// many endpoints there are, but mostly not when the first of them comes or the last goes.
+// sameElement reports whether a reading may be of the same element as the last one. The element stays while the pool
+// stays, but is replaced when the pool gets its first endpoint or loses its last.
 func (s *side) sameElement(c *dataplane.FrontendCount) bool {
 	was := &s.read
 	if c.Pool != was.Pool || c.Uncounted != was.Uncounted || c.Scheduled != was.Scheduled {
@@ -455,8 +454,8 @@ func (g *ledger) addToPort(p *port, c *dataplane.FrontendCount, more uint64) {
 	g.refused[ipfamily.Of(c.Key.Addr)][refusal] += more
 }
 
-// createSeries gives series to ports that have counted something for the first time, by their names and as long as there is
-// room. What was counted at those without goes to the others; they are asked again when they count more.
+// createSeries creates series for ports that count for the first time, in the order of their names, as long as there is
+// room. Counts of the other ports are added to others.
 func (g *ledger) createSeries(fresh []*port) {
 	slices.SortFunc(fresh, func(a, b *port) int { return a.name.Compare(b.name) })
 	for _, p := range fresh {
@@ -469,7 +468,7 @@ func (g *ledger) createSeries(fresh []*port) {
 	}
 }
 
-// queueEndpoints has the endpoints of a frontend read.
+// queueEndpoints makes the endpoints of a frontend due.
 func (g *ledger) queueEndpoints(s *side) {
 	if !s.due {
 		s.due = true
@@ -477,7 +476,8 @@ func (g *ledger) queueEndpoints(s *side) {
 	}
 }
 
-// nextEndpoints gives the next frontends whose endpoints are to be read, at most n, and who may be remembered there.
+// nextEndpoints returns the next frontends whose endpoints must be read, at most n, and the endpoints that affinity
+// entries may name.
 func (g *ledger) nextEndpoints(n int) (of []dataplane.FrontendCount, members map[dataplane.Counted][]netip.AddrPort) {
 	n = min(n, len(g.due))
 	members = map[dataplane.Counted][]netip.AddrPort{}
@@ -502,7 +502,7 @@ func (g *ledger) nextEndpoints(n int) (of []dataplane.FrontendCount, members map
 	return of, members
 }
 
-// requeueEndpoints has endpoints read that could not be.
+// requeueEndpoints makes endpoints due again that could not be read.
 func (g *ledger) requeueEndpoints(of []dataplane.FrontendCount) {
 	for i := range of {
 		if fe := g.frontends[of[i].Key]; fe != nil {
@@ -511,7 +511,7 @@ func (g *ledger) requeueEndpoints(of []dataplane.FrontendCount) {
 	}
 }
 
-// recordEndpoints takes the readings of endpoints.
+// recordEndpoints stores readings of endpoints.
 func (g *ledger) recordEndpoints(counts []dataplane.EndpointCount, began uint64) {
 	for i := range counts {
 		c := &counts[i]
@@ -532,7 +532,7 @@ func (g *ledger) recordEndpoints(counts []dataplane.EndpointCount, began uint64)
 	}
 }
 
-// member gives what was last read of an endpoint in its place.
+// member returns the last reading of an endpoint in its place.
 func (p *port) member(m member) *last {
 	if p.members == nil {
 		p.members = map[member]*last{}
@@ -561,7 +561,7 @@ func (g *ledger) countEndpoint(p *port, at netip.AddrPort, more uint64) {
 	}
 }
 
-// recordRules takes the readings of rules.
+// recordRules stores readings of rules.
 func (g *ledger) recordRules(counts []dataplane.RefusedCount, began uint64) {
 	if began < g.renewed {
 		return

@@ -169,7 +169,8 @@ func (q quarantine) Collect(ch chan<- prometheus.Metric) {
 	list := q.o.Quarantined()
 	ch <- prometheus.MustNewConstMetric(quarantinedDesc, prometheus.GaugeValue, float64(len(list)))
 	for _, s := range list[:min(maxNamed, len(list))] {
-		ch <- prometheus.MustNewConstMetric(quarantinedSinceDesc, prometheus.GaugeValue, seconds(s.Since), s.Name.Namespace, s.Name.Name)
+		ch <- prometheus.MustNewConstMetric(quarantinedSinceDesc, prometheus.GaugeValue, seconds(s.Since), s.Name.Namespace,
+			s.Name.Name)
 	}
 }
 

@@ -84,8 +84,9 @@ type ledgerUpdate struct {
 
 func newReader(o *Options) *reader {
 	r := &reader{
-		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries), scheduled: newIPVSLedger(),
-		affinity: ipfamily.Per[int]{-1, -1},
+		counters: o.Counters, report: o.Report, portions: usual, ledger: newLedger(o.Detail, o.MaxSeries),
+		scheduled: newIPVSLedger(),
+		affinity:  ipfamily.Per[int]{-1, -1},
 	}
 	if o.Detail != Off {
 		r.ipvs = o.IPVS

@@ -98,8 +98,8 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *tele
 		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
 		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: t.health.Healthy,
 		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
-			LogDropped: v.droppedLines,
-		Fill: n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
+		LogDropped: v.droppedLines,
+		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
 		if t.counters, err = n.Backend.Counters(); err != nil {
