@@ -21,13 +21,17 @@ func newCleanup() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Remove everything of ours from this node",
-		Long: `Cleanup deletes the nftables tables "ip verdict" and "ip6 verdict", and what Verdict wrote with iptables, of either variant. Chains
-that rules of others jump to stay, and so does KUBE-FIREWALL, which is the kubelet's, too. Connections that are established go on: their
-translation lives in connection tracking. Where IPVS schedules Services it also removes Verdict's virtual services, routes and
-guards, and puts back the sysctls it found; connections over those end. Nothing else is touched; the sysctl net.ipv4.conf.all.route_localnet stays as it
-is, since others may rely on it. That there is nothing to remove is no error.
+		Long: `Cleanup deletes the nftables tables "ip verdict" and "ip6 verdict", and what Verdict wrote with
+iptables, of either variant. Two kinds of chains stay: those that rules of others jump to, and
+KUBE-FIREWALL, which the kubelet uses, too. Established connections continue: their translation
+lives in connection tracking.
 
-While "verdict run" is at work in the same network namespace, cleanup refuses, unless it is told to end it (--stop).`,
+Where IPVS schedules Services, cleanup also removes Verdict's virtual services, routes and guards,
+and restores the sysctls; connections over IPVS end. The sysctl net.ipv4.conf.all.route_localnet
+stays, since others may rely on it. If there is nothing to remove, cleanup succeeds.
+
+While "verdict run" works in the same network namespace, cleanup refuses, unless --stop tells it to
+stop that first.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			holder, err := keeper.Holder(node.LeaseName)

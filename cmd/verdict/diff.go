@@ -16,14 +16,15 @@ func newDiff() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "diff",
 		Short: "Show in what the kernel differs from what the objects ask for",
-		Long: `Diff compares the kernel of this node with what the objects ask for, and prints what differs as nft would write it: lines
-with - are in the kernel and should not be, lines with + should be there and are not. Then it counts by Service. Which
-endpoint of a Service has which slot makes no difference. What is on its way from the objects to the kernel does not count
-either: a difference has to last for half a second.
+		Long: `Diff compares the kernel of this node with what the objects ask for, and prints the differences as
+nft would write them: lines with - are in the kernel and should not be, lines with + should be there
+and are not. Then it counts them by Service. It ignores which endpoint of a Service has which slot.
+It also ignores changes that are on their way to the kernel: a difference must last for half a
+second.
 
-The objects come from --from PATH, --kubeconfig FILE, or --in-cluster, which is what counts if nothing else is given. Flags
-such as --cluster-cidr are those of verdict run, and have to be the same; those that are not given are taken from the
-kernel's rules. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
+The objects come from --from PATH, --kubeconfig FILE, or --in-cluster; the last is the default.
+Flags such as --cluster-cidr must be the same as those of verdict run; those that are not given are
+taken from the kernel's rules. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
 
 Exit status: 0 if there is no difference, 1 if there is one, 2 if something went wrong.`,
 		Example: `  verdict diff --from examples/cluster.yaml --hostname-override node-1

@@ -24,19 +24,21 @@ func newExplain() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain SRC DST:PORT[/PROTO]",
 		Short: "Say what happens to a packet, and why",
-		Long: `Explain says what becomes of the first packet of a connection from SRC to DST: which Service answers there, which row of
-policy decides, which endpoints it may go to with what chance, what source address they see, and why each other endpoint of
-the Service is not among them.
+		Long: `Explain tells what happens to the first packet of a connection from SRC to DST: which Service
+answers there, which row of policy decides, which endpoints it may be sent to and how likely, what
+source address they see, and why the Service's other endpoints are excluded.
 
-SRC is an address, or node (this node), pod (some pod) or outside (neither). PROTO is tcp, udp or sctp; tcp if it is left out.
+SRC is an address, or node (this node), pod (some pod) or outside (neither). PROTO is tcp, udp or
+sctp; the default is tcp.
 
-The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, which is what counts if nothing else is
-given. With --live it comes from the kernel of this node, which is only read, by key, beside a running proxy; with --live and
-objects it comes from both, and explain says where they disagree. What is sent to an address of no Service goes on as
-Verdict never saw it: explain does not know what other rules of this host do.
+The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, the default.
+With --live it comes from the kernel of this node, which explain only reads, by key, beside a
+running proxy. With --live and objects it comes from both, and explain tells where they disagree.
+Verdict does not touch packets to an address of no Service: explain does not know what other rules
+of this host do with them.
 
-Flags such as --cluster-cidr are those of verdict run, and have to be the same. With --live, those that are not given are
-taken from the kernel's rules.`,
+Flags such as --cluster-cidr must be the same as those of verdict run. With --live, those that are
+not given are taken from the kernel's rules.`,
 		Example: `  verdict explain 10.244.1.7 10.96.0.10:53/udp --from examples/cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
   verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace`,

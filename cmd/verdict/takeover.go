@@ -19,15 +19,17 @@ func newTakeover() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "takeover",
 		Short: "Remove what a kube-proxy left on this node",
-		Long: `Takeover removes what a kube-proxy programmed on this node, in any of its modes: nftables tables, chains of iptables
-(both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0. What others made stays, and what of
-kube-proxy's they use. "verdict run" does the same after its start, unless it was told --takeover=never.
+		Long: `Takeover removes what a kube-proxy programmed on this node, in any of its modes: nftables tables,
+chains of iptables (both variants), virtual services of IPVS, ipsets, and the device kube-ipvs0.
+What others made stays, and so does what they use of kube-proxy's. "verdict run" does the same after
+its start, unless it runs with --takeover=never.
 
-It refuses as long as there are no rules of Verdict's, which carry the Services then. Where these are iptables', which have the
-names of kube-proxy's, only what is not theirs is removed. No connection is lost: those that are
-established live in connection tracking, and what IPVS carries goes on until it has ended.
+It refuses while Verdict has no rules of its own, because nothing would serve the Services then. If
+Verdict's rules are those of iptables, which have the same names as kube-proxy's, only kube-proxy's
+are removed. No connection is lost: established ones live in connection tracking, and those of IPVS
+continue until they end.
 
-With --dry-run it only says what there is.`,
+With --dry-run it only lists what there is.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return takeOver(cmd.Context(), cmd.OutOrStdout(), dryRun) },
 	}
@@ -72,7 +74,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 	return p.err
 }
 
-// warnNoRules says so if nobody carries Services any more, now that our tables are gone.
+// warnNoRules prints a warning if no proxy has programmed this node, after Verdict's tables are removed.
 func warnNoRules(ctx context.Context, w io.Writer) {
 	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.HasServices() {
 		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
@@ -91,8 +93,8 @@ func (p *printer) line(format string, args ...any) {
 	}
 }
 
-// ownRules says which rules of iptables are ours on this node, for commands beside a running proxy. The error says
-// that there are no rules of ours at all, so that nobody would carry the Services without kube-proxy's.
+// ownRules returns Verdict's own rules of iptables on this node, for commands beside a running proxy. It returns an
+// error if there are none: then nothing would serve the Services without kube-proxy's rules.
 func ownRules(ctx context.Context) (takeover.Own, error) {
 	if backends.HasTables() {
 		return takeover.Own{}, nil

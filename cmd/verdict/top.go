@@ -27,16 +27,18 @@ func newTop() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top",
 		Short: "Show which Services are connected to, how often, live in the terminal",
-		Long: `Top shows the service ports of this node with the connections a second that they get, and on demand those of their
-endpoints, from the counters in the kernel's maps. Names come from there too, so it needs no objects. A Service whose
-element in a map is replaced, since it got endpoints or lost some, counts anew from 0.
+		Long: `Top shows the Service ports of this node with their connections per second, and on demand those of
+their endpoints, from the counters in the kernel's maps. The kernel has the names, too, so top needs
+no objects. A Service counts again from 0 when its first endpoint comes or its last one goes,
+because that replaces its element in the map.
 
-Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total or name, q ends it.
+Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
+or name, q quits.
 
 Without a terminal, with --once or with --json it prints one sample, taken over --interval.
 
-It only reads, beside a running proxy, and needs CAP_NET_ADMIN. Up to 4,096 frontends are all read each time; of more, 2,000 a
-second: first those on the screen, the others in turn.`,
+It only reads, beside a running proxy, and needs CAP_NET_ADMIN. It reads up to 4,096 frontends each
+time; if there are more, 2,000 per second: first those on the screen, then the others in turn.`,
 		Example: `  verdict top
   verdict top --once --service kube-system/kube-dns
   verdict top --json --interval 10s`,

@@ -15,15 +15,16 @@ func newVerify() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "verify",
 		Short: "Say whether the kernel holds what it should",
-		Long: `Verify reads all of Verdict's tables in the kernel of this node and compares them with what they themselves say they should
-hold: every table has a digest of its contents, written in the same transaction as the contents. It also compares sets,
-chains and rules with those Verdict writes, and looks for elements that do not fit together. So it needs no objects, and
-no flags of verdict run.
+		Long: `Verify reads all of Verdict's tables in the kernel of this node and checks them against themselves:
+every table has a digest of its contents, written in the same transaction as the contents. It also
+compares sets, chains and rules with those that Verdict writes, and looks for elements that do not
+match each other. So it needs no objects, and no flags of verdict run.
 
-With --from PATH, --kubeconfig FILE or --in-cluster it compares with what these objects ask for as well, and counts what
-differs by Service; verdict diff shows the lines. It only reads, beside a running proxy, and needs CAP_NET_ADMIN.
+With --from PATH, --kubeconfig FILE or --in-cluster it also compares with what these objects ask
+for, and counts the differences by Service; verdict diff shows the lines. It only reads, beside a
+running proxy, and needs CAP_NET_ADMIN.
 
-Exit status: 0 if all is as it should be, 1 if not, 2 if something went wrong.`,
+Exit status: 0 if everything is in sync, 1 if not, 2 if something went wrong.`,
 		Example: `  verdict verify
   verdict verify --in-cluster --hostname-override node-1 --json`,
 	}
