@@ -30,8 +30,7 @@ docs/IPTABLES.md
 docs/RULESET.md
 internal/arch
 internal/config
-internal/health
-internal/metrics
+internal/conntrack
 internal/takeover
 internal/units
 `)

@@ -414,7 +414,8 @@ func (n *NodePorts) answer(w http.ResponseWriter, c *check, family ipfamily.Fami
 	w.Header().Set("X-Load-Balancing-Endpoint-Weight", strconv.Itoa(count))
 	writeJSON(w, code, fmt.Appendf(
 		nil,
-		"{\n\t\"service\": {\n\t\t\"namespace\": %q,\n\t\t\"name\": %q\n\t},\n\t\"localEndpoints\": %d,\n\t\"serviceProxyHealthy\": %v\n}",
+		"{\n\t\"service\": {\n\t\t\"namespace\": %q,\n\t\t\"name\": %q"+
+			"\n\t},\n\t\"localEndpoints\": %d,\n\t\"serviceProxyHealthy\": %v\n}",
 		c.name.Namespace,
 		c.name.Name,
 		count,

@@ -62,7 +62,8 @@ func TestStates(t *testing.T) {
 				"not listed yet: services, nodes"},
 			{600, "no API server for ten minutes: starting again would not help", nothing, "503 200 503",
 				"not listed yet: services, nodes"},
-			{601, "listed", func(s *story) { s.missing, s.waiting = nil, time.Now() }, "503 200 503", "the rules are not in yet"},
+			{601, "listed", func(s *story) { s.missing, s.waiting = nil, time.Now() }, "503 200 503",
+				"the rules are not in yet"},
 			{602, "in force", func(s *story) { s.waiting = time.Time{}; s.p.InSync(node) }, "200 200 200", ""},
 			{9999, "nothing changes for hours", nothing, "200 200 200", ""},
 			{10000, "a change comes", func(s *story) { s.waiting = time.Now() }, "200 200 200", ""},
@@ -84,7 +85,8 @@ func TestStates(t *testing.T) {
 			{30, "and stays so", nothing, "200 200 200", ""},
 		}},
 		{"the node", Options{NeedsNode: true}, []step{
-			{0, "nobody knows the node", func(s *story) { s.p.InSync(snapshot.Node{}) }, "503 200 200", "the Node object is not known"},
+			{0, "nobody knows the node", func(s *story) { s.p.InSync(snapshot.Node{}) }, "503 200 200",
+				"the Node object is not known"},
 			{1, "it is known", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{2, "it leaves", func(s *story) { s.p.InSync(leaving("the Node is tired")) }, "503 200 200", "the Node is tired"},
 			{3, "it stays", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
@@ -161,10 +163,12 @@ func TestBodies(t *testing.T) {
 		s.p.InSync(node)
 		s.at(3)
 		expect("healthz", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":true,"healthy":true,`+
-			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}}}`)
+			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},`+
+			`"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}}}`)
 		s.quarantined = 2
 		expect("livez", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","healthy":true,`+
-			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}},"quarantined":2}`)
+			`"status":{"IPv4":{"lastUpdated":"00:00:00Z","healthy":true},"IPv6":{"lastUpdated":"00:00:00Z","healthy":true}},`+
+			`"quarantined":2}`)
 		s.quarantined = 0
 		s.p.InSync(leaving("the Node is being deleted"))
 		expect("healthz", `503 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":false,"healthy":true,`+

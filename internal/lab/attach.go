@@ -5,7 +5,7 @@ import (
 	"net/netip"
 )
 
-// Attachment says how a host is wired to its gateway, as a pod is to its node.
+// Attachment describes how a host is wired to its gateway, as a pod is to its node.
 type Attachment struct {
 	// Link is the gateway's end of the link. The host's own end is eth0.
 	Link string
@@ -16,8 +16,8 @@ type Attachment struct {
 	Addrs, Gateways []netip.Addr
 }
 
-// Attach wires a host to a gateway, its only neighbour and its way to everywhere. The addresses are usable after Settle
-// of both.
+// Attach wires a host to a gateway, its only neighbour and default route. The addresses are usable after WaitReady of
+// both.
 func (h *Host) Attach(gateway *Host, a Attachment) error {
 	if err := Link(End{h, "eth0"}, End{gateway, a.Link}, LinkOptions{}); err != nil {
 		return err
@@ -40,7 +40,7 @@ func (h *Host) Attach(gateway *Host, a Attachment) error {
 	return nil
 }
 
-// defaultRange gives the range of all addresses of a family.
+// defaultRange returns the range of all addresses of a family.
 func defaultRange(a netip.Addr) netip.Prefix {
 	if a.Is4() {
 		return everywhere[0]

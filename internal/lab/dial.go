@@ -18,18 +18,18 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Outcome is how an attempt to reach somebody ended.
+// Outcome is the result of an attempt to reach a Server.
 type Outcome uint8
 
 // The outcomes.
 const (
-	// Failed means that it could not be tried, or that whoever answered was no Server; see Result.Err.
+	// Failed means that the attempt could not be made, or that something other than a Server answered; see Result.Err.
 	Failed Outcome = iota
 	// Answered means that a Server answered.
 	Answered
-	// Refused means that the client was told at once: an RST, an SCTP ABORT, or any ICMP error.
+	// Refused means that the client got an RST, an SCTP ABORT, or an ICMP error.
 	Refused
-	// TimedOut means silence.
+	// TimedOut means that nothing came back.
 	TimedOut
 )
 
@@ -61,7 +61,7 @@ func (r Result) String() string {
 	return fmt.Sprintf("%s: %v", r.Outcome, r.Err)
 }
 
-// Options say how a client dials. The zero value is fine.
+// Options configure a dial. The zero value is fine.
 type Options struct {
 	// Timeout is how long to wait for the endpoint's first words; 0 means one second.
 	Timeout time.Duration
@@ -76,10 +76,10 @@ func (o Options) timeout() time.Duration {
 	return o.Timeout
 }
 
-// Dial tries once to reach a Server from the host, and leaves no connection behind: TCP is closed by RST, so that a
-// test may dial thousands of times without filling tables with connections that wait. A UDP datagram or an SCTP INIT is
-// sent just once, a TCP SYN again after one second. UDP and SCTP take their own ports in turn, so that what conntrack
-// remembers of earlier dials does not decide about this one. Any number of goroutines may dial at the same time.
+// Dial tries once to reach a Server from the host, and leaves no connection behind: it closes TCP by RST, so that a
+// test can dial thousands of times without filling tables. It sends one UDP datagram or SCTP INIT; a TCP SYN is
+// repeated after one second. UDP and SCTP use their own ports in turn, so that conntrack entries of earlier dials do
+// not matter. Dial is safe for concurrent use.
 func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
 	if p == snapshot.SCTP && !h.kernelSCTP() {
 		return h.dialSCTP(unmap(to), o)
@@ -91,7 +91,7 @@ func (h *Host) Dial(p snapshot.Protocol, to netip.AddrPort, o Options) Result {
 	return r
 }
 
-// Conn is a connection, or a UDP flow, that is kept. Its methods are for one goroutine at a time.
+// Conn is an open connection or UDP flow. Only one goroutine may use it at a time.
 type Conn struct {
 	host     *Host
 	conn     net.Conn
@@ -137,7 +137,7 @@ func (h *Host) openConn(p snapshot.Protocol, to netip.AddrPort, o Options, deadl
 	return c, r
 }
 
-// readGreeting waits for the first words of an endpoint. TCP servers speak first, UDP must be asked.
+// readGreeting waits for the first words of an endpoint. TCP servers speak first, UDP servers answer.
 func (c *Conn) readGreeting(deadline time.Time) Result {
 	if c.lines == nil {
 		return c.exchangeDatagram(deadline)
@@ -167,7 +167,7 @@ func (c *Conn) Ping(timeout time.Duration) Result {
 	return r
 }
 
-// exchangeDatagram sends a datagram and waits for the answer to just that one.
+// exchangeDatagram sends a datagram and waits for its answer.
 func (c *Conn) exchangeDatagram(deadline time.Time) Result {
 	c.pings++
 	question := fmt.Sprintf("ping %d", c.pings)
@@ -191,7 +191,7 @@ func (c *Conn) exchangeDatagram(deadline time.Time) Result {
 	}
 }
 
-// echo sends a line over TCP and waits for it to come back.
+// echo sends a line over TCP and waits until it comes back.
 func (c *Conn) echo(deadline time.Time) error {
 	c.pings++
 	question := fmt.Sprintf("ping %d\n", c.pings)
@@ -209,7 +209,7 @@ func (c *Conn) echo(deadline time.Time) error {
 	}
 }
 
-// Local gives the client's own address and port, before any translation.
+// Local returns the client's own address and port, before any translation.
 func (c *Conn) Local() netip.AddrPort { return addrPort(c.conn.LocalAddr()) }
 
 // Close ends the connection in the ordinary way.
@@ -230,13 +230,13 @@ func (c *Conn) abort() error {
 	return c.Close()
 }
 
-// abortCloser closes a Conn without leaving a socket that says goodbye to a host that is already gone: such a socket would
-// hold its namespace for minutes.
+// abortCloser closes a Conn by RST. A socket that still waits for a host that is gone would hold its namespace for
+// minutes.
 type abortCloser struct{ *Conn }
 
 func (a abortCloser) Close() error { return a.abort() }
 
-// failedResult turns an error into a Result without an answer.
+// failedResult converts an error into a Result without an answer.
 func failedResult(err error) Result {
 	r := Result{Err: err}
 	switch {
@@ -281,7 +281,7 @@ func parseGreeting(s string) Result {
 	return Result{Outcome: Answered, Endpoint: fields[0], Source: source, Destination: destination}
 }
 
-// addrPort gives the address of a TCP or UDP connection.
+// addrPort returns the address of a TCP or UDP connection.
 func addrPort(a net.Addr) netip.AddrPort {
 	if a, ok := a.(interface{ AddrPort() netip.AddrPort }); ok {
 		return unmap(a.AddrPort())

@@ -82,7 +82,7 @@ func EnterAlone() (status int, done bool, err error) {
 	return 0, false, nil
 }
 
-// missingRights names the capabilities that building a Net takes and this thread does not have.
+// missingRights returns the capabilities that building a Net needs and this thread lacks.
 func missingRights() ([]string, error) {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
@@ -101,7 +101,7 @@ func missingRights() ([]string, error) {
 	return missing, nil
 }
 
-// sysctlsReadOnly finds /proc/sys as containers have it.
+// sysctlsReadOnly reports whether /proc/sys is read-only, as in containers.
 func sysctlsReadOnly() bool {
 	var fs unix.Statfs_t
 	return unix.Statfs("/proc/sys/net", &fs) == nil && fs.Flags&unix.ST_RDONLY != 0
@@ -119,8 +119,8 @@ func remountSysctls() error {
 	return nil
 }
 
-// reexec runs the program in new namespaces, those of flags and perhaps one of users, and gives its exit status, 128
-// plus the signal if it was killed.
+// reexec runs the program again in new namespaces, those of flags and optionally a user namespace. It returns the exit
+// status: 128 plus the signal if it was killed.
 func reexec(user bool, flags uintptr) (int, error) {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
@@ -164,8 +164,8 @@ func reexec(user bool, flags uintptr) (int, error) {
 	return cmd.ProcessState.ExitCode(), nil
 }
 
-// forwardSignal sends a signal on to the child, unless the terminal sends it to both: a program that gets ^C twice thinks that
-// its user is in a hurry.
+// forwardSignal sends a signal to the child, unless the terminal sends it to both: a program that gets ^C twice may
+// skip its cleanup.
 func forwardSignal(child *os.Process, s os.Signal) {
 	if (s == syscall.SIGINT || s == syscall.SIGQUIT) && inForeground() {
 		return

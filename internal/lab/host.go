@@ -35,7 +35,7 @@ type Host struct {
 	sctpErr  error
 }
 
-// NewHost makes a host that knows nothing but its loopback. Names are only for people and for Serve.
+// NewHost creates a host with only a loopback device. The name is for people and for Serve.
 func (n *Net) NewHost(name string) (*Host, error) {
 	h := &Host{Name: name, work: make(chan func()), quit: make(chan struct{})}
 	made := make(chan error)
@@ -130,7 +130,7 @@ func (h *Host) close() error {
 	return err
 }
 
-// IP gives the host's main address of a family; invalid if it has none.
+// IP returns the host's main address of a family; invalid if it has none.
 func (h *Host) IP(f ipfamily.Family) netip.Addr {
 	if f == ipfamily.IPv4 {
 		return h.IP4
@@ -200,7 +200,7 @@ func (h *Host) PlainBridges() error {
 	return nil
 }
 
-// BridgesCallNetfilter says whether this kernel has br_netfilter, so that bridges show netfilter what they carry.
+// BridgesCallNetfilter reports whether this kernel has br_netfilter, so that bridges pass their packets to netfilter.
 func BridgesCallNetfilter() bool {
 	_, err := os.Stat("/proc/sys/" + callIPv4)
 	return err == nil

@@ -171,8 +171,8 @@ func (h *Host) Forward() error {
 	return h.Sysctl("net/ipv6/conf/all/forwarding", "1")
 }
 
-// WaitReady waits until the host's links and addresses can be used. The kernel does the last steps on its own time: it
-// drops packets on a link that has just come up, and does not yet know that an IPv6 address is its own.
+// WaitReady waits until the host's links and addresses are usable. The kernel finishes them asynchronously: it drops
+// packets on a link that has just come up, and does not know yet that an IPv6 address is its own.
 func (h *Host) WaitReady() error {
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
 		waiting, err := h.unsettled()

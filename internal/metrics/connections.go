@@ -55,7 +55,8 @@ var (
 		"Elements that a map or set takes at most; those without a limit are not here.", []string{ipFamily, "map"}, nil)
 	affinityEntriesDesc = prometheus.NewDesc(
 		"verdict_affinity_entries",
-		"Entries of the map of remembered clients that are this Service's; while it is three quarters full, for those with most.",
+		"Entries of the map of remembered clients that are this Service's; while it is three quarters full, "+
+			"for those with most.",
 		[]string{ipFamily, "service_namespace", "service_name"},
 		nil,
 	)

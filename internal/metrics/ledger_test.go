@@ -575,7 +575,8 @@ func (w *watcher) look(step int) {
 	w.before = now
 	for n, truth := range w.k.truth {
 		name := portText(n)
-		for what, want := range map[string]uint64{"connections": truth.connections, "reject": truth.refused[0], "drop": truth.refused[1]} {
+		for what, want := range map[string]uint64{"connections": truth.connections, "reject": truth.refused[0],
+			"drop": truth.refused[1]} {
 			if got := now[name+" "+what]; got > want || w.exact && got != want {
 				w.t.Fatalf("step %d: %s %s is shown as %d; in truth it is %d", step, name, what, got, want)
 			}

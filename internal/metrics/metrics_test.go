@@ -169,7 +169,8 @@ func everything(t testing.TB, detail Detail) *world {
 	n := snapshot.Name{Namespace: "ns", Name: "a"}
 	w.CountingSink(snapshot.NewQueue(1)).Put(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{n: nil},
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
-	w.ObserveFlows(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3}, Failed: true})
+	w.ObserveFlows(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3},
+		Failed: true})
 	for _, probe := range []string{"healthz", "livez", "readyz"} {
 		w.ObserveProbe(probe, 503)
 	}
@@ -551,7 +552,8 @@ func TestStart(t *testing.T) {
 	for _, test := range []struct {
 		receipt dataplane.Receipt
 		want    string
-	}{{dataplane.Receipt{Full: true}, "full"}, {dataplane.Receipt{Adopted: true}, "adopted"}, {dataplane.Receipt{Added: 1}, "corrected"}} {
+	}{{dataplane.Receipt{Full: true}, "full"}, {dataplane.Receipt{Adopted: true}, "adopted"},
+		{dataplane.Receipt{Added: 1}, "corrected"}} {
 		w := newWorld(Options{})
 		w.Stop() // the fake kernel is not to be read while it is written
 		if got := series(t, w, "verdict_start_"); !slices.Equal(got, []string{"duration_seconds{} 0"}) {

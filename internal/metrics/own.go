@@ -43,12 +43,14 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 	w.services = m.gauge("verdict_services", "Services in force.")
 	w.counted = m.gauges(
 		"verdict_counted_info",
-		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, frontends, most-frontends, or nothing.",
+		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, "+
+			"frontends, most-frontends, or nothing.",
 		"counted",
 	)
 	w.transactions = m.counters(
 		"verdict_transactions_total",
-		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was nothing to write, failed.",
+		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was "+
+			"nothing to write, failed.",
 		"outcome",
 	)
 	w.elements = m.counters(

@@ -43,7 +43,8 @@ func TestMissingForAll(t *testing.T) {
 // program.
 func TestRefusedNote(t *testing.T) {
 	large := fmt.Errorf("iptables: %w", &iptshim.TooManyRules{Family: ipfamily.IPv6, Rules: 40000})
-	if note := quarantineNote(large); note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
+	note := quarantineNote(large)
+	if note != "the Service would have about 40000 rules of iptables in IPv6: 32768 at most" {
 		t.Error(note)
 	}
 	if note := quarantineNote(errors.New("line 7: other/secret")); strings.Contains(note, "secret") || note == "" {
