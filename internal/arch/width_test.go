@@ -30,7 +30,6 @@ docs/IPTABLES.md
 docs/RULESET.md
 internal/arch
 internal/config
-internal/conntrack
 internal/takeover
 internal/units
 `)
