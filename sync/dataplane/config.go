@@ -1,6 +1,10 @@
 package dataplane
 
-import "net/netip"
+import (
+	"net/netip"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
 
 // Config is what the node's operator decided. Fields mean what kube-proxy's options of the same name mean.
 type Config struct {
@@ -22,6 +26,10 @@ type Config struct {
 	LocalhostNodePorts bool
 	// NoExternalIPs leaves out what Services have as spec.externalIPs.
 	NoExternalIPs bool
+	// SecondChance says what happens to endpoints that do not answer or refuse, for Services that do not say it
+	// themselves. SecondChanceDefault is SecondChanceOff, and off holds for all Services, whatever they say: then no
+	// evidence is gathered.
+	SecondChance snapshot.SecondChance
 	// IPVS says which Services it schedules.
 	IPVS IPVS
 }

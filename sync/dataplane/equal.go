@@ -1,6 +1,10 @@
 package dataplane
 
-import "slices"
+import (
+	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
 
 // equal reports whether two Services give every packet the same answer with the same names. Either may be nil.
 func (s *Service) equal(o *Service) bool {
@@ -13,8 +17,8 @@ func (s *Service) equal(o *Service) bool {
 }
 
 func (sp *ServicePort) equal(o *ServicePort) bool {
-	if sp.Name != o.Name || sp.Affinity != o.Affinity || !equalScheduling(sp.Scheduling, o.Scheduling) ||
-		len(sp.Frontends) != len(o.Frontends) ||
+	if sp.Name != o.Name || sp.Affinity != o.Affinity || sp.SecondChance != o.SecondChance ||
+		!equalScheduling(sp.Scheduling, o.Scheduling) || len(sp.Frontends) != len(o.Frontends) ||
 		!sp.Cluster.equal(o.Cluster) || !sp.Local.equal(o.Local) || !slices.Equal(sp.Serving, o.Serving) {
 		return false
 	}
@@ -39,9 +43,14 @@ func (sp *ServicePort) sameRoute(r Route, o *ServicePort, or Route) bool {
 }
 
 func (p *Pool) equal(o *Pool) bool {
-	return p == o || p.Empty == o.Empty && slices.Equal(p.Endpoints, o.Endpoints)
+	return p == o || p.Empty == o.Empty && p.RetryRefused == o.RetryRefused &&
+		slices.Equal(p.Endpoints, o.Endpoints) && slices.EqualFunc(p.Ejected, o.Ejected, equalUnhealthy)
 }
 
 func equalScheduling(a, b *Scheduling) bool {
 	return a == b || a != nil && b != nil && *a == *b
+}
+
+func equalUnhealthy(a, b snapshot.Unhealthy) bool {
+	return a.Endpoint == b.Endpoint && a.Cause == b.Cause && a.Since.Equal(b.Since)
 }

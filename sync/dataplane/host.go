@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 
@@ -31,6 +32,8 @@ type host struct {
 	// pods says how pods are recognized, per family.
 	pods     ipfamily.Per[Pods]
 	loopback bool
+	// secondChance is the setting for Services that do not say it themselves, never SecondChanceDefault.
+	secondChance snapshot.SecondChance
 	// ipvs says which Services IPVS schedules. serviceCIDRs are set only if it schedules any.
 	ipvs         IPVS
 	serviceCIDRs []netip.Prefix
@@ -44,6 +47,7 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		noExternalIPs: cfg.NoExternalIPs,
 		addresses:     nodeAddrs(cfg.NodeIP, s.Node.Addresses),
 		loopback:      localhostNodePorts(cfg),
+		secondChance:  cmp.Or(cfg.SecondChance, snapshot.SecondChanceOff),
 		ipvs:          cfg.IPVS,
 	}
 	if h.ipvs.Mode != IPVSNever {
@@ -63,7 +67,8 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 // as the link-local addresses of new pods' interfaces, make no difference, so they cost nothing.
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
-		h.noExternalIPs == o.noExternalIPs && h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
+		h.noExternalIPs == o.noExternalIPs && h.secondChance == o.secondChance &&
+		h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
 		slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv4], o.nodePortAddrs[ipfamily.IPv4]) &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv6], o.nodePortAddrs[ipfamily.IPv6])
@@ -73,12 +78,14 @@ func (h *host) equal(o *host) bool {
 // Kubernetes lets ServiceCIDRs overlap.
 func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool) {
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
-	changed = st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
+	evidence := h.secondChance != snapshot.SecondChanceOff
+	changed = st.Evidence != evidence || st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
 		st.MasqueradeAll != h.masqueradeAll ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
+	st.Evidence = evidence
 	return changed
 }
 

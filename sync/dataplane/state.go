@@ -28,6 +28,9 @@ type State struct {
 	IPVSAddresses []netip.Prefix
 	// LocalhostNodePorts says that node ports answer at 127.0.0.1, for which the host must route its loopback range.
 	LocalhostNodePorts bool
+	// Evidence says that the backend must gather evidence about endpoints that do not answer or refuse. Otherwise every
+	// ServicePort's SecondChance is off.
+	Evidence bool
 }
 
 // Service is what one Kubernetes Service asks of the data plane.
@@ -63,6 +66,9 @@ type ServicePort struct {
 	Serving []Endpoint
 	// Scheduling makes IPVS choose the endpoint of a connection; nil means a random choice, which every backend can make.
 	Scheduling *Scheduling
+	// SecondChance is what happens to endpoints that do not answer or refuse: SecondChanceOff, always for other protocols
+	// than TCP, SecondChanceObserve or SecondChanceOn.
+	SecondChance snapshot.SecondChance
 	// Frontends are sorted by Key and non-empty.
 	Frontends []Frontend
 }
@@ -183,6 +189,12 @@ func (f From) String() string { return fromNames[f] }
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint
+	// Ejected are the endpoints that would be here if they answered this node; sorted by Endpoint. Never more than
+	// Endpoints has, and none if Endpoints is empty.
+	Ejected []snapshot.Unhealthy
+	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there is another
+	// one, and not all are known to refuse.
+	RetryRefused bool
 	// Empty says what happens to a packet when there are no Endpoints.
 	Empty Verdict
 }

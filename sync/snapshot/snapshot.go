@@ -79,7 +79,9 @@ type Service struct {
 	Scheduling *Scheduling
 	// Counters is what the Service's annotation asks of the budget for counters.
 	Counters Counters
-	Ports    []Port
+	// SecondChance is what the Service's annotation asks for.
+	SecondChance SecondChance
+	Ports        []Port
 }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.
@@ -179,6 +181,9 @@ type Snapshot struct {
 	// Slices are keyed by the Service they belong to, then by the slice's own name. Slices of unknown Services are kept:
 	// the Service may come later.
 	Slices map[Name]map[string]*Slice
+	// Health is what this node found out about endpoints, by Service. Services without an unhealthy endpoint have no
+	// entry.
+	Health map[Name]*Health
 	// Node is the zero Node until the object is known.
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
@@ -195,6 +200,7 @@ func New() *Snapshot {
 	return &Snapshot{
 		Services:     map[Name]*Service{},
 		Slices:       map[Name]map[string]*Slice{},
+		Health:       map[Name]*Health{},
 		sliceService: map[Name]Name{},
 	}
 }
@@ -205,6 +211,8 @@ type Delta struct {
 	Services map[Name]*Service
 	// Slices maps a slice's name to its new object, or to nil if the slice is gone.
 	Slices map[Name]*Slice
+	// Health maps a Service to what this node now knows of its endpoints, or to nil if none is unhealthy.
+	Health map[Name]*Health
 	// Node, ServiceCIDRs and HostAddrs are nil when they did not change.
 	Node         *Node
 	ServiceCIDRs *[]netip.Prefix
@@ -213,7 +221,8 @@ type Delta struct {
 
 // Empty says whether the delta changes nothing.
 func (d *Delta) Empty() bool {
-	return len(d.Services) == 0 && len(d.Slices) == 0 && d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil
+	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && d.Node == nil &&
+		d.ServiceCIDRs == nil && d.HostAddrs == nil
 }
 
 // Merge adds what a later delta says; where both name an object, the later one wins.
@@ -229,6 +238,12 @@ func (d *Delta) Merge(later Delta) {
 			d.Slices = make(map[Name]*Slice, len(later.Slices))
 		}
 		d.Slices[n] = s
+	}
+	for n, h := range later.Health {
+		if d.Health == nil {
+			d.Health = make(map[Name]*Health, len(later.Health))
+		}
+		d.Health[n] = h
 	}
 	if later.Node != nil {
 		d.Node = later.Node
@@ -280,6 +295,14 @@ func (s *Snapshot) Apply(d Delta) Change {
 	}
 	for n, sl := range d.Slices {
 		s.applySlice(n, sl, touched)
+	}
+	for n, h := range d.Health {
+		if h != nil {
+			s.Health[n] = h
+		} else {
+			delete(s.Health, n)
+		}
+		touched[n] = struct{}{}
 	}
 	var c Change
 	if d.Node != nil {

@@ -16,7 +16,8 @@ func sameService(a, b *snapshot.Service) bool {
 		a.Affinity == b.Affinity && a.HealthCheckNodePort == b.HealthCheckNodePort &&
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
-		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && sameScheduling(a.Scheduling, b.Scheduling)
+		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
+		sameScheduling(a.Scheduling, b.Scheduling)
 }
 
 func sameScheduling(a, b *snapshot.Scheduling) bool {

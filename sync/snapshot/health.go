@@ -1,0 +1,50 @@
+package snapshot
+
+import (
+	"net/netip"
+	"time"
+)
+
+// SecondChance says what happens to TCP endpoints that do not answer this node, or refuse connections. The zero value
+// leaves it to the setting of the node.
+type SecondChance uint8
+
+const (
+	// SecondChanceDefault is the node's setting.
+	SecondChanceDefault SecondChance = iota
+	// SecondChanceObserve reports such endpoints and changes nothing for a packet.
+	SecondChanceObserve
+	// SecondChanceOn ejects them: new connections from this node do not reach them until they answer a probe.
+	SecondChanceOn
+	// SecondChanceOff does nothing.
+	SecondChanceOff
+)
+
+// Cause says what is wrong with an unhealthy endpoint.
+type Cause uint8
+
+const (
+	// Unanswered means that connections and probes get no answer.
+	Unanswered Cause = iota
+	// Refused means that connections and probes are refused.
+	Refused
+)
+
+var causeNames = [...]string{"unanswered", "refused"}
+
+func (c Cause) String() string { return causeNames[c] }
+
+// Health is what this node found out about the TCP endpoints of a Service, whatever the cluster says of them. It is
+// immutable, and replaced as a whole.
+type Health struct {
+	// Unhealthy are sorted by Endpoint and unique. The Service may no longer have some of them.
+	Unhealthy []Unhealthy
+}
+
+// Unhealthy is an endpoint that clients and probes of this node cannot use.
+type Unhealthy struct {
+	Endpoint netip.AddrPort
+	Cause    Cause
+	// Since is when the first sign of it was read. Where not all may be ejected, those of the longest standing are.
+	Since time.Time
+}
