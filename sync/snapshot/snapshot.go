@@ -181,8 +181,8 @@ type Snapshot struct {
 	// Slices are keyed by the Service they belong to, then by the slice's own name. Slices of unknown Services are kept:
 	// the Service may come later.
 	Slices map[Name]map[string]*Slice
-	// Health is what this node found out about endpoints, by Service. Services without an unhealthy endpoint have no
-	// entry.
+	// Health is what this node found out about endpoints, by Service. Services that are unknown, or have no unhealthy
+	// endpoint, have no entry, so an entry lives no longer than its Service.
 	Health map[Name]*Health
 	// Node is the zero Node until the object is known.
 	Node Node
@@ -211,7 +211,8 @@ type Delta struct {
 	Services map[Name]*Service
 	// Slices maps a slice's name to its new object, or to nil if the slice is gone.
 	Slices map[Name]*Slice
-	// Health maps a Service to what this node now knows of its endpoints, or to nil if none is unhealthy.
+	// Health maps a Service to what this node now knows of its endpoints, or to nil if none is unhealthy. It is ignored
+	// if neither the snapshot nor this delta has the Service.
 	Health map[Name]*Health
 	// Node, ServiceCIDRs and HostAddrs are nil when they did not change.
 	Node         *Node
@@ -225,13 +226,17 @@ func (d *Delta) Empty() bool {
 		d.ServiceCIDRs == nil && d.HostAddrs == nil
 }
 
-// Merge adds what a later delta says; where both name an object, the later one wins.
+// Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
+// Health along, even if it comes back later.
 func (d *Delta) Merge(later Delta) {
 	for n, s := range later.Services {
 		if d.Services == nil {
 			d.Services = make(map[Name]*Service, len(later.Services))
 		}
 		d.Services[n] = s
+		if s == nil {
+			d.setHealth(n, nil)
+		}
 	}
 	for n, s := range later.Slices {
 		if d.Slices == nil {
@@ -240,10 +245,7 @@ func (d *Delta) Merge(later Delta) {
 		d.Slices[n] = s
 	}
 	for n, h := range later.Health {
-		if d.Health == nil {
-			d.Health = make(map[Name]*Health, len(later.Health))
-		}
-		d.Health[n] = h
+		d.setHealth(n, h)
 	}
 	if later.Node != nil {
 		d.Node = later.Node
@@ -254,6 +256,13 @@ func (d *Delta) Merge(later Delta) {
 	if later.HostAddrs != nil {
 		d.HostAddrs = later.HostAddrs
 	}
+}
+
+func (d *Delta) setHealth(n Name, h *Health) {
+	if d.Health == nil {
+		d.Health = map[Name]*Health{}
+	}
+	d.Health[n] = h
 }
 
 // Change names the Services to look at again. The zero Change names none.
@@ -288,6 +297,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 			s.Services[n] = svc
 		} else if _, held := s.Services[n]; held {
 			delete(s.Services, n)
+			delete(s.Health, n)
 		} else {
 			continue
 		}
@@ -297,12 +307,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 		s.applySlice(n, sl, touched)
 	}
 	for n, h := range d.Health {
-		if h != nil {
-			s.Health[n] = h
-		} else {
-			delete(s.Health, n)
-		}
-		touched[n] = struct{}{}
+		s.applyHealth(n, h, touched)
 	}
 	var c Change
 	if d.Node != nil {
@@ -358,6 +363,18 @@ func (s *Snapshot) applySlice(n Name, sl *Slice, touched map[Name]struct{}) {
 	}
 	s.Slices[owner][n.Name] = sl
 	s.sliceService[n] = owner
+}
+
+// applyHealth stores the Health of a Service that is known.
+func (s *Snapshot) applyHealth(n Name, h *Health, touched map[Name]struct{}) {
+	if h != nil && len(h.Unhealthy) > 0 && s.Services[n] != nil {
+		s.Health[n] = h
+	} else if _, held := s.Health[n]; held {
+		delete(s.Health, n)
+	} else {
+		return
+	}
+	touched[n] = struct{}{}
 }
 
 func (s *Snapshot) dropSlice(n, owner Name) {

@@ -1,6 +1,7 @@
 package snapshot
 
 import (
+	"fmt"
 	"maps"
 	"math/rand/v2"
 	"net/netip"
@@ -18,6 +19,11 @@ func named(n Name) *Service { return &Service{Name: n} }
 
 func sliceFor(n Name, service string) *Slice { return &Slice{Name: n, Service: service} }
 
+// sick is a Health with one endpoint.
+func sick(endpoint string) *Health {
+	return &Health{Unhealthy: []Unhealthy{{Endpoint: netip.MustParseAddrPort(endpoint), Cause: Refused}}}
+}
+
 func concerned(c Change) string {
 	var words []string
 	for _, n := range c.Services {
@@ -29,9 +35,15 @@ func concerned(c Change) string {
 	return strings.Join(words, " ")
 }
 
-// checkIndex holds a snapshot to its own books: each slice is under exactly one Service, and no empty map stays behind.
+// checkIndex holds a snapshot to its own books: each slice is under exactly one Service, no empty map stays behind, and
+// no Health outlives its Service.
 func checkIndex(t *testing.T, s *Snapshot) {
 	t.Helper()
+	for n, h := range s.Health {
+		if s.Services[n] == nil || h == nil || len(h.Unhealthy) == 0 {
+			t.Fatalf("%v keeps the health %+v", n, h)
+		}
+	}
 	filed := 0
 	for owner, of := range s.Slices {
 		if len(of) == 0 {
@@ -89,6 +101,16 @@ func TestApply(t *testing.T) {
 		{"the same ranges", Delta{ServiceCIDRs: cidrs}, ""},
 		{"the host's addresses", Delta{HostAddrs: addrs("127.0.0.1", "192.0.2.1")}, "all"},
 		{"the same addresses", Delta{HostAddrs: addrs("127.0.0.1", "192.0.2.1")}, ""},
+		{"health of an unknown Service", Delta{Health: map[Name]*Health{b: sick("10.0.0.1:80")}}, ""},
+		{"health", Delta{Health: map[Name]*Health{a: sick("10.0.0.1:80")}}, "x/a"},
+		{"a new version of the Service", Delta{Services: map[Name]*Service{a: named(a)}}, "x/a"},
+		{"health, and the Service goes", Delta{Services: map[Name]*Service{a: nil},
+			Health: map[Name]*Health{a: sick("10.0.0.1:80")}}, "x/a"},
+		{"it comes back with its health", Delta{Services: map[Name]*Service{a: named(a)},
+			Health: map[Name]*Health{a: sick("10.0.0.1:80")}}, "x/a"},
+		{"no endpoint is unhealthy", Delta{Health: map[Name]*Health{a: {}}}, "x/a"},
+		{"which is known", Delta{Health: map[Name]*Health{a: nil, b: nil}}, ""},
+		{"health again", Delta{Health: map[Name]*Health{a: sick("10.0.0.1:80")}}, "x/a"},
 		{"one less, and a Service", Delta{HostAddrs: addrs("127.0.0.1"), Services: map[Name]*Service{a: nil}}, "x/a all"},
 	}
 	s := New()
@@ -103,8 +125,8 @@ func TestApply(t *testing.T) {
 	}
 }
 
-// randomDelta names a few of very few objects.
-func randomDelta(r *rand.Rand) Delta {
+// randomDelta names a few of very few objects. Health is only of Services that are known once the delta is applied.
+func randomDelta(r *rand.Rand, known map[Name]*Service) Delta {
 	var d Delta
 	names := []Name{in("x", "a"), in("x", "b"), in("y", "a")}
 	for range r.IntN(3) {
@@ -125,6 +147,20 @@ func randomDelta(r *rand.Rand) Delta {
 		d.Slices[n] = nil
 		if r.IntN(3) > 0 {
 			d.Slices[n] = sliceFor(n, []string{"a", "b"}[r.IntN(2)])
+		}
+	}
+	for range r.IntN(3) {
+		n := names[r.IntN(3)]
+		svc, named := d.Services[n]
+		if !named {
+			svc = known[n]
+		}
+		if d.Health == nil {
+			d.Health = map[Name]*Health{}
+		}
+		d.Health[n] = nil
+		if svc != nil && r.IntN(3) > 0 {
+			d.Health[n] = sick(fmt.Sprintf("10.0.0.%d:80", r.IntN(9)))
 		}
 	}
 	if r.IntN(4) == 0 {
@@ -148,13 +184,13 @@ func TestMergeIsApplyInOrder(t *testing.T) {
 		var all Delta
 		touched := map[Name]bool{}
 		for range 1 + r.IntN(4) {
-			d := randomDelta(r)
+			d := randomDelta(r, single.Services)
 			all.Merge(d)
 			for _, n := range single.Apply(d).Services {
 				touched[n] = true
 			}
 		}
-		before := maps.Clone(merged.Services)
+		before, health := maps.Clone(merged.Services), maps.Clone(merged.Health)
 		c := merged.Apply(all)
 		if !reflect.DeepEqual(merged, single) {
 			t.Fatalf("merged\n%+v\none by one\n%+v", merged, single)
@@ -166,7 +202,8 @@ func TestMergeIsApplyInOrder(t *testing.T) {
 			}
 		}
 		for n := range touched {
-			if !slices.Contains(c.Services, n) && before[n] != merged.Services[n] {
+			changed := before[n] != merged.Services[n] || health[n] != merged.Health[n]
+			if changed && !slices.Contains(c.Services, n) {
 				t.Fatalf("%v changed and is not named", n)
 			}
 		}
@@ -195,6 +232,7 @@ func TestEmpty(t *testing.T) {
 	}
 	for _, d := range []Delta{
 		{Services: map[Name]*Service{{}: nil}}, {Slices: map[Name]*Slice{{}: nil}}, {Node: &Node{}},
+		{Health: map[Name]*Health{{}: nil}},
 		{ServiceCIDRs: new([]netip.Prefix)}, {HostAddrs: new([]netip.Addr)},
 	} {
 		if d.Empty() {
