@@ -25,10 +25,15 @@ const (
 	ExcludedZoneHint
 	// ExcludedDuplicate: the slices list the same address and port again, and the other entry is used.
 	ExcludedDuplicate
+	// ExcludedUnanswered: it does not answer this node, and is ejected.
+	ExcludedUnanswered
+	// ExcludedRefused: it refuses connections, and is ejected.
+	ExcludedRefused
 )
 
 var reasonNames = [...]string{
 	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
+	"unanswered", "refused",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.

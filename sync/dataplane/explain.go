@@ -132,6 +132,10 @@ type EndpointDecision struct {
 	Slice      string
 	Reason     Reason
 	SourceSeen SourceSeen
+	// Unhealthy is what this node found out about the endpoint, if its pool would have it and the Port's SecondChance is
+	// not off; otherwise nil. An endpoint that is Included nevertheless is kept: SecondChance only observes, or as many
+	// as allowed are ejected already.
+	Unhealthy *snapshot.Unhealthy
 }
 
 // SourceSeen says which source address an endpoint sees.
@@ -363,6 +367,7 @@ func (e *explainer) endpoints() {
 		return p.Name == name.Port && p.Protocol == name.Protocol
 	})]
 	e.loadSlices(svc, e.s.Slices[name.Service])
+	e.health = e.s.Health[name.Service]
 	e.schedule(svc)
 	e.collectEndpoints(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
@@ -385,10 +390,25 @@ func (e *explainer) endpoints() {
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
 			con.Reason = ExcludedDuplicate
 		}
+		e.judgeHealth(&con, route.Pool)
 		con.SourceSeen = e.sourceSeen(con.Endpoint, route)
 		x.Endpoints = append(x.Endpoints, con)
 	}
 	e.skippedSlices(p, f)
+}
+
+// judgeHealth excludes an endpoint that was ejected from the pool.
+func (e *explainer) judgeHealth(con *EndpointDecision, pool *Pool) {
+	if e.x.Port.SecondChance == snapshot.SecondChanceOff || !con.Reason.Included() {
+		return
+	}
+	if con.Unhealthy = e.unhealthy(con.AddrPort); con.Unhealthy == nil || !pool.ejected(con.AddrPort) {
+		return
+	}
+	con.Reason = ExcludedUnanswered
+	if con.Unhealthy.Cause == snapshot.Refused {
+		con.Reason = ExcludedRefused
+	}
 }
 
 // sourceSeen returns which source address an endpoint sees.

@@ -97,7 +97,7 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		return
 	}
 	if x.Port.Name != sp.Name || x.Port.Affinity != sp.Affinity || !x.Port.Cluster.equal(sp.Cluster) ||
-		!x.Port.Local.equal(sp.Local) ||
+		!x.Port.Local.equal(sp.Local) || x.Port.SecondChance != sp.SecondChance ||
 		fe.Key != x.Frontend.Key || fe.Kind != x.Frontend.Kind || fe.NotScheduled != x.Frontend.NotScheduled ||
 		!equalScheduling(sp.Scheduling, x.Port.Scheduling) {
 		t.Fatalf("%v: the State has %+v, the explanation %+v", q, sp, x.Port)
@@ -141,7 +141,11 @@ func servicesAlone(st *State, f *Frontend) bool {
 func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	t.Helper()
 	var taken []Endpoint
+	var ejected []snapshot.Unhealthy
 	for _, c := range x.Endpoints {
+		if c.Reason == ExcludedUnanswered || c.Reason == ExcludedRefused {
+			ejected = append(ejected, *c.Unhealthy)
+		}
 		if c.Reason.Included() {
 			taken = append(taken, c.Endpoint)
 			if c.SourceSeen.Node() && !route.SNAT && c.Addr() != x.Question.Source || c.SourceSeen == SourceSeenClient &&
@@ -152,6 +156,9 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	}
 	if !slices.Equal(taken, route.Pool.Endpoints) {
 		t.Fatalf("%v: the pool is %v, explained are %+v", x.Question, route.Pool.Endpoints, x.Endpoints)
+	}
+	if !slices.Equal(ejected, route.Pool.Ejected) {
+		t.Fatalf("%v: ejected are %v, explained are %+v", x.Question, route.Pool.Ejected, x.Endpoints)
 	}
 	for i, r := range x.Frontend.Routes {
 		if len(r.Pool.Endpoints) > 0 && x.Local[i] != (r.Pool == x.Port.Local) {

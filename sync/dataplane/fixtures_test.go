@@ -112,6 +112,7 @@ func checkInvariants(t *testing.T, st *State) {
 				if !slices.IsSortedFunc(p.Endpoints, increasing) || hasTwins(p.Endpoints, increasing) {
 					t.Fatalf("%v: pool %v", sp.Name, p.Endpoints)
 				}
+				checkEjected(t, st, sp, p)
 			}
 			checkServing(t, sp)
 			for i, f := range sp.Frontends {
@@ -128,16 +129,33 @@ func checkInvariants(t *testing.T, st *State) {
 	}
 }
 
+// checkEjected: no pool becomes empty or loses more than half of its endpoints, and nobody is ejected unasked.
+func checkEjected(t *testing.T, st *State, sp *ServicePort, p *Pool) {
+	t.Helper()
+	byAddr := func(a, b snapshot.Unhealthy) int { return a.Endpoint.Compare(b.Endpoint) }
+	if len(p.Ejected) > len(p.Endpoints) || !slices.IsSortedFunc(p.Ejected, byAddr) || hasTwins(p.Ejected, byAddr) ||
+		slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return p.ejected(e.AddrPort) }) {
+		t.Fatalf("%v: %v are ejected, %v are left", sp.Name, p.Ejected, p.Endpoints)
+	}
+	on := sp.SecondChance == snapshot.SecondChanceOn
+	if !on && (p.Ejected != nil || p.RetryRefused) || p.RetryRefused && len(p.Endpoints) < 2 {
+		t.Fatalf("%v: second chance %v, yet %+v", sp.Name, sp.SecondChance, p)
+	}
+	if sp.SecondChance == snapshot.SecondChanceDefault ||
+		sp.SecondChance != snapshot.SecondChanceOff && (!st.Evidence || sp.Name.Protocol != snapshot.TCP) {
+		t.Fatalf("%v: second chance %v, evidence %v", sp.Name, sp.SecondChance, st.Evidence)
+	}
+	for _, u := range p.Ejected {
+		if !slices.ContainsFunc(sp.Serving, func(e Endpoint) bool { return e.AddrPort == u.Endpoint }) {
+			t.Fatalf("%v: connections to %v, which is ejected, are to end", sp.Name, u.Endpoint)
+		}
+	}
+}
+
 // checkServing: flows may stay with whatever new ones can get.
 func checkServing(t *testing.T, sp *ServicePort) {
 	t.Helper()
 	byAddrPort := func(a, b Endpoint) int { return a.AddrPort.Compare(b.AddrPort) }
-	if sp.Name.Protocol == snapshot.TCP {
-		if sp.Serving != nil {
-			t.Fatalf("%v: serving %v", sp.Name, sp.Serving)
-		}
-		return
-	}
 	if !slices.IsSortedFunc(sp.Serving, byAddrPort) || hasTwins(sp.Serving, byAddrPort) {
 		t.Fatalf("%v: serving %v", sp.Name, sp.Serving)
 	}

@@ -43,7 +43,7 @@ var (
 	walkNames    = []snapshot.Name{name("a"), name("b"), name("c"), {Namespace: "other", Name: "a"}}
 	walkHosts    = addrs("127.0.0.1 192.168.0.1 192.168.0.2 198.51.100.1 fd00:192::1 fe80::1")
 	walkVIPs     = addrs("198.51.100.1 198.51.100.2 192.168.0.1 2001:db8:1::1 10.96.0.1")
-	walkEnds     = addrs("10.244.9.1 10.244.9.2 fd00:244::1")
+	walkEnds     = addrs("10.244.9.1 10.244.9.2 10.244.9.3 fd00:244::1")
 	walkSources  = prefixes("192.168.0.0/24 192.168.0.0/16 0.0.0.0/0 fd00::/8 198.51.100.0/24")
 	walkPortName = []string{"", "web"}
 	walkPorts    = []uint16{80, 81}
@@ -62,6 +62,7 @@ func (d *dice) config() Config {
 		NodePortAddresses:  some(d, prefixes("192.168.0.0/24 127.0.0.0/8 ::/0 fe80::/10")...),
 		NodePortPrimary:    d.yes(),
 		LocalhostNodePorts: d.yes(),
+		SecondChance:       d.secondChance(),
 		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
 			// Below 8 nothing stays out that would get in now, so that increments add up to what is computed anew.
 			Addresses:     some(d, prefixes("198.51.100.0/31 192.168.0.0/16 2001:db8::/32")...),
@@ -72,7 +73,7 @@ func (d *dice) config() Config {
 // otherConfig changes one thing of a Config.
 func (d *dice) otherConfig(c Config) Config {
 	other := d.config()
-	switch d.n(10) {
+	switch d.n(11) {
 	case 0:
 		c.NodeName = pick(d, "here", "there")
 	case 1:
@@ -91,9 +92,33 @@ func (d *dice) otherConfig(c Config) Config {
 		c.IPVS = other.IPVS
 	case 8:
 		c.NodePortPrimary = !c.NodePortPrimary
-	case 9: // the same once more
+	case 9:
+		c.SecondChance = other.SecondChance
+	case 10: // the same once more
 	}
 	return c
+}
+
+func (d *dice) secondChance() snapshot.SecondChance {
+	const on = snapshot.SecondChanceOn
+	return pick(d, on, snapshot.SecondChanceDefault, on, snapshot.SecondChanceObserve, on, snapshot.SecondChanceOff, on)
+}
+
+// health is what a node may have found out about the few endpoints there are.
+func (d *dice) health() *snapshot.Health {
+	if d.n(4) == 0 {
+		return nil
+	}
+	h := &snapshot.Health{}
+	for _, a := range walkEnds {
+		for _, port := range []uint16{8080, 9090} {
+			if d.n(3) > 0 {
+				h.Unhealthy = append(h.Unhealthy, snapshot.Unhealthy{Endpoint: netip.AddrPortFrom(a, port),
+					Cause: pick(d, snapshot.Unanswered, snapshot.Refused), Since: time.Unix(int64(d.n(3)), 0)})
+			}
+		}
+	}
+	return h
 }
 
 func (d *dice) service(n snapshot.Name) *snapshot.Service {
@@ -110,6 +135,7 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		InternalLocal:       d.yes(),
 		ExternalLocal:       d.yes(),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
+		SecondChance:        d.secondChance(),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}),
@@ -130,7 +156,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 			Name: pick(d, walkPortName...), Protocol: pick(d, walkProtocol...), Port: pick[uint16](d, 8080, 9090),
 		})
 	}
-	for range d.n(5) {
+	for range d.n(7) {
 		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{
 			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""),
 			ForZones: some(d, "a", "b"), ForNodes: some(d, "here", "there"),
@@ -144,7 +170,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 func (d *dice) delta() snapshot.Delta {
 	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for range 1 + d.n(4) {
-		switch d.n(12) {
+		switch d.n(14) {
 		case 0, 1, 2, 3:
 			n := pick(d, walkNames...)
 			delta.Services[n] = d.service(n)
@@ -164,6 +190,11 @@ func (d *dice) delta() snapshot.Delta {
 		case 11:
 			list := some(d, prefixes("10.96.0.0/16 198.51.100.0/24 fd00:96::/32")...)
 			delta.ServiceCIDRs = &list
+		case 12, 13:
+			if delta.Health == nil {
+				delta.Health = map[snapshot.Name]*snapshot.Health{}
+			}
+			delta.Health[pick(d, walkNames...)] = d.health()
 		}
 	}
 	return delta
@@ -247,7 +278,7 @@ func checkBefore(t *testing.T, p *Planner, before map[snapshot.Name]*Service, na
 // checkWithin puts what is left of all Services of an older State in the place of those of a newer one.
 func checkWithin(t *testing.T, old map[snapshot.Name]*Service, now *State) {
 	t.Helper()
-	mixed := State{Services: map[snapshot.Name]*Service{}}
+	mixed := State{Services: map[snapshot.Name]*Service{}, Evidence: true}
 	for n, svc := range now.Services {
 		left := old[n].Within(svc)
 		if left == nil {
@@ -330,7 +361,8 @@ func dump(st *State) string {
 func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
-	for range 400 {
+	ejected, retried := 0, 0
+	for range 1600 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())
@@ -352,6 +384,12 @@ func TestWalkMeetsConflicts(t *testing.T) {
 				if sp.Local.Empty == Drop {
 					droppedPools++
 				}
+				for _, p := range []*Pool{sp.Cluster, sp.Local} {
+					ejected += len(p.Ejected)
+					if p.RetryRefused {
+						retried++
+					}
+				}
 				for _, f := range sp.Frontends {
 					sources += len(f.Sources)
 					for _, r := range f.Routes {
@@ -363,7 +401,9 @@ func TestWalkMeetsConflicts(t *testing.T) {
 			}
 		}
 	}
-	if conflicts < 100 || older < 50 || droppedPools < 20 || sources < 100 || len(noted) != 3 {
-		t.Errorf("conflicts %d, by age %d, drops %d, sources %d, routes %v", conflicts, older, droppedPools, sources, noted)
+	if conflicts < 100 || older < 50 || droppedPools < 20 || sources < 100 || len(noted) != 3 || ejected < 10 ||
+		retried < 10 {
+		t.Errorf("conflicts %d, by age %d, drops %d, sources %d, routes %v, ejected %d, retried %d", conflicts, older,
+			droppedPools, sources, noted, ejected, retried)
 	}
 }

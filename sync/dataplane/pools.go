@@ -98,19 +98,27 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 	}
 }
 
-// pools returns the port's cluster pool and local pool. A pool that no route leads to is not computed and has no
+// fillPools sets the port's cluster pool and local pool. A pool that no route leads to is not computed and has no
 // endpoints. The two are different pools even if they hold the same endpoints: they may diverge later, and session
-// affinity is kept for each.
-func (b *builder) pools(p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) (cluster, local *Pool) {
+// affinity is kept for each. Each is limited separately in how many endpoints are ejected from it.
+func (b *builder) fillPools(sp *ServicePort, p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) {
 	b.collectEndpoints(p, f)
-	cluster, local = poolNoEndpoints, poolNoEndpoints
+	sp.Cluster, sp.Local = poolNoEndpoints, poolNoEndpoints
 	if wantCluster {
-		cluster = b.clusterSet()
+		sp.Cluster = b.clusterSet()
 	}
 	if wantLocal {
-		local = b.localSet()
+		sp.Local = b.localSet()
 	}
-	return cluster, local
+	if sp.SecondChance != snapshot.SecondChanceOn {
+		return
+	}
+	for _, pool := range [...]*Pool{sp.Cluster, sp.Local} {
+		if len(pool.Endpoints) > 0 {
+			b.eject(pool)
+			pool.RetryRefused = b.retryRefused(pool, sp.Affinity)
+		}
+	}
 }
 
 // clusterSet is every ready endpoint that the topology hints assign to this node, or else every terminating endpoint

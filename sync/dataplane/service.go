@@ -20,6 +20,8 @@ type builder struct {
 	// maxPerPort is how many endpoints a port may have; overCapacity says that the Service has more.
 	maxPerPort   int
 	overCapacity bool
+	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
+	health *snapshot.Health
 	// scheduling is the Service's; weights are the weights it gives to nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
@@ -35,6 +37,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		return nil
 	}
 	b.loadSlices(svc, s.Slices[n])
+	b.health = s.Health[n]
 	b.schedule(svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
@@ -78,17 +81,17 @@ func (b *builder) port(
 		Affinity:   svc.Affinity,
 		Scheduling: b.scheduling,
 		Frontends:  b.frontends(svc, p, f, clusterIP, sources),
+
+		SecondChance: b.host.secondChanceOf(svc, p),
 	}
 	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP
 		external = b.rows(svc, f, true)
 	}
-	sp.Cluster, sp.Local = b.pools(p, f, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
+	b.fillPools(sp, p, f, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
 		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
-	if p.Protocol != snapshot.TCP {
-		sp.Serving = b.serving(sp.Cluster, sp.Local)
-	}
+	sp.Serving = b.serving(sp.Cluster, sp.Local)
 
 	internalRoutes, externalRoutes := sp.routes(internal), sp.routes(external)
 	for i := range sp.Frontends {

@@ -32,18 +32,16 @@ func TestServing(t *testing.T) {
 			put(s, snapshot.Node{Name: "here", Zone: "a"}, svc, sl)
 			st, _ := Compute(Config{NodeName: "here"}, s)
 			checkInvariants(t, st)
-			udp, tcp := st.Services[svc.Name].Ports[0], st.Services[svc.Name].Ports[1]
-			if got := numbers(udp.Cluster); got != test.cluster {
-				t.Errorf("cluster set %s, want %s", got, test.cluster)
-			}
-			if got := numbers(&Pool{Endpoints: udp.Serving}); got != test.serving {
-				t.Errorf("serving %s, want %s", got, test.serving)
-			}
-			if test.cluster == test.serving && len(udp.Serving) > 0 && &udp.Serving[0] != &udp.Cluster.Endpoints[0] {
-				t.Error("the same endpoints are held twice")
-			}
-			if tcp.Serving != nil {
-				t.Errorf("TCP has serving endpoints %v", tcp.Serving)
+			for _, sp := range st.Services[svc.Name].Ports {
+				if got := numbers(sp.Cluster); got != test.cluster {
+					t.Errorf("%v: cluster set %s, want %s", sp.Name, got, test.cluster)
+				}
+				if got := numbers(&Pool{Endpoints: sp.Serving}); got != test.serving {
+					t.Errorf("%v: serving %s, want %s", sp.Name, got, test.serving)
+				}
+				if test.cluster == test.serving && len(sp.Serving) > 0 && &sp.Serving[0] != &sp.Cluster.Endpoints[0] {
+					t.Errorf("%v: the same endpoints are held twice", sp.Name)
+				}
 			}
 		})
 	}

@@ -60,9 +60,8 @@ type ServicePort struct {
 	// Cluster and Local are the pools that the routes name. Neither is nil; a pool that no route names has no endpoints.
 	// Two pools with endpoints are never the same Pool, even if their endpoints are the same.
 	Cluster, Local *Pool
-	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology and
-	// termination mean for new flows. Sorted by AddrPort and unique, it includes those of both pools. Nil for TCP, whose
-	// connections nobody has to end.
+	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology,
+	// termination and ejection mean for new flows. Sorted by AddrPort and unique, it includes those of both pools.
 	Serving []Endpoint
 	// Scheduling makes IPVS choose the endpoint of a connection; nil means a random choice, which every backend can make.
 	Scheduling *Scheduling
