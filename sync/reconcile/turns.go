@@ -55,27 +55,46 @@ type namespace struct {
 	order []object
 }
 
-// object is the name of a Service or of a slice.
+// object is the name of something that changes, with its kind. The name of a health is its Service's.
 type object struct {
-	name  snapshot.Name
-	slice bool
+	name snapshot.Name
+	kind objectKind
 }
+
+type objectKind uint8
+
+const (
+	aService objectKind = iota
+	aSlice
+	aHealth
+)
 
 // put adds changes.
 func (t *fairQueue) put(d snapshot.Delta) {
 	for n, svc := range d.Services {
 		ns := t.namespace(n.Namespace)
-		if _, waits := ns.delta.Services[n]; !waits {
-			ns.order = append(ns.order, object{n, false})
-		}
+		_, waits := ns.delta.Services[n]
+		ns.enqueue(object{n, aService}, waits)
 		ns.delta.Services[n] = svc
 	}
 	for n, sl := range d.Slices {
 		ns := t.namespace(n.Namespace)
-		if _, waits := ns.delta.Slices[n]; !waits {
-			ns.order = append(ns.order, object{n, true})
-		}
+		_, waits := ns.delta.Slices[n]
+		ns.enqueue(object{n, aSlice}, waits)
 		ns.delta.Slices[n] = sl
+	}
+	for n, h := range d.Health {
+		ns := t.namespace(n.Namespace)
+		_, waits := ns.delta.Health[n]
+		ns.enqueue(object{n, aHealth}, waits)
+		ns.delta.Health[n] = h
+	}
+}
+
+// enqueue adds an object at the end, unless it waits already.
+func (ns *namespace) enqueue(o object, waits bool) {
+	if !waits {
+		ns.order = append(ns.order, o)
 	}
 }
 
@@ -85,12 +104,28 @@ func (t *fairQueue) namespace(name string) *namespace {
 		ns = &namespace{}
 		ns.delta.Services = map[snapshot.Name]*snapshot.Service{}
 		ns.delta.Slices = map[snapshot.Name]*snapshot.Slice{}
+		ns.delta.Health = map[snapshot.Name]*snapshot.Health{}
 		if t.waiting == nil {
 			t.waiting = map[string]*namespace{}
 		}
 		t.waiting[name] = ns
 	}
 	return ns
+}
+
+// take removes an object from what waits, and adds it to out.
+func (ns *namespace) take(o object, out *snapshot.Delta) {
+	switch o.kind {
+	case aService:
+		out.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{o.name: ns.delta.Services[o.name]}})
+		delete(ns.delta.Services, o.name)
+	case aSlice:
+		out.Merge(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{o.name: ns.delta.Slices[o.name]}})
+		delete(ns.delta.Slices, o.name)
+	case aHealth:
+		out.Merge(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{o.name: ns.delta.Health[o.name]}})
+		delete(ns.delta.Health, o.name)
+	}
 }
 
 // next takes the changes of the namespaces that owe nothing, up to a limit for each. weight returns the weight of an
@@ -145,13 +180,7 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 			break
 		}
 		sum += w
-		if o.slice {
-			out.Merge(snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{o.name: ns.delta.Slices[o.name]}})
-			delete(ns.delta.Slices, o.name)
-		} else {
-			out.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{o.name: ns.delta.Services[o.name]}})
-			delete(ns.delta.Services, o.name)
-		}
+		ns.take(o, out)
 	}
 	if ns.order = ns.order[n:]; len(ns.order) == 0 {
 		delete(t.waiting, name)
@@ -182,7 +211,7 @@ func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	return due, any
 }
 
-// counts counts the objects that wait.
+// counts counts the objects that wait. Health is no object of the cluster and does not count.
 func (t *fairQueue) counts() (w snapshot.Waiting) {
 	for _, ns := range t.waiting {
 		w.Services, w.Slices = w.Services+len(ns.delta.Services), w.Slices+len(ns.delta.Slices)
@@ -227,7 +256,7 @@ func (t *fairQueue) charge(now time.Time, took time.Duration, left []snapshot.Na
 // the addresses that it asks for, and the object's own.
 func (l *Loop) weigh(o object, d *snapshot.Delta) int {
 	w, owner := 1, o.name
-	if o.slice {
+	if o.kind == aSlice {
 		owner = l.snapshot.Owner(o.name)
 		if sl := d.Slices[o.name]; sl != nil {
 			w += len(sl.Endpoints) * max(len(sl.Ports), 1)

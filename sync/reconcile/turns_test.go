@@ -261,3 +261,64 @@ func TestTurnsAreBounded(t *testing.T) {
 		t.Errorf("accounts are left: %v %v", turns.paid, turns.running)
 	}
 }
+
+// TestHealthWaitsItsTurn: the health of endpoints waits while its namespace owes time, is taken once, the last word of
+// it, and is no change of an object.
+func TestHealthWaitsItsTurn(t *testing.T) {
+	var turns fairQueue
+	now, a := time.Unix(1000, 0), snapshot.Name{Namespace: "aaa", Name: "a"}
+	weight := func(object, *snapshot.Delta) int { return maxNamespaceWeight }
+	health := func(cause snapshot.Cause) snapshot.Delta {
+		return snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{a: {Unhealthy: []snapshot.Unhealthy{
+			{Endpoint: netip.MustParseAddrPort("10.0.0.1:80"), Cause: cause}}}}}
+	}
+	turns.put(in("aaa", service("a")))
+	turns.next(now, weight)
+	turns.charge(now, 2*time.Second, nil)
+	turns.put(health(snapshot.Unanswered))
+	turns.put(health(snapshot.Refused))
+	if w := turns.counts(); w != (snapshot.Waiting{}) {
+		t.Errorf("waiting objects are %+v; want none", w)
+	}
+	if d := turns.next(now, weight); !d.Empty() {
+		t.Errorf("the namespace owes time, yet %+v is taken", d)
+	}
+	due, any := turns.nextDue()
+	if !any {
+		t.Fatal("the health is lost")
+	}
+	if d := turns.next(due, weight); len(d.Health) != 1 || d.Health[a].Unhealthy[0].Cause != snapshot.Refused {
+		t.Errorf("taken is %+v", d)
+	}
+	if d := turns.next(due, weight); !d.Empty() || len(turns.waiting) != 0 {
+		t.Errorf("%+v is taken again, %v waits", d, turns.waiting)
+	}
+}
+
+// TestHealthReachesTheWriter: a change of health alone is written, and is in sync then.
+func TestHealthReachesTheWriter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := &fakeBackend{}
+		q, _ := start(t, b)
+		b.loop.Planner.SetConfig(dataplane.Config{SecondChance: snapshot.SecondChanceOn})
+		n, ep := nameOf("a"), netip.MustParseAddrPort("10.0.0.1:80")
+		d := service("a")
+		d.Slices = map[snapshot.Name]*snapshot.Slice{n: {Name: n, Service: "a",
+			Ports: []snapshot.SlicePort{{Name: d.Services[n].Ports[0].Name, Protocol: snapshot.TCP, Port: 80}},
+			Endpoints: []snapshot.Endpoint{{Addr: ep.Addr(), Ready: true},
+				{Addr: ep.Addr().Next(), Ready: true}}}}
+		q.Put(d)
+		q.Synced()
+		synctest.Wait()
+		q.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{n: {Unhealthy: []snapshot.Unhealthy{{Endpoint: ep}}}}})
+		synctest.Wait()
+		time.Sleep(time.Second)
+		if w := q.Waiting(); w != (snapshot.Waiting{}) {
+			t.Errorf("%+v waits", w)
+		}
+		svc := b.loop.Planner.State().Services[n]
+		if got := svc.Ports[0].Cluster.Ejected; len(got) != 1 || got[0].Endpoint != ep {
+			t.Errorf("ejected are %v", got)
+		}
+	})
+}
