@@ -19,6 +19,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // parse gives the flags of a command line.
@@ -70,6 +71,7 @@ func TestKubeadm(t *testing.T) {
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16")},
 		IPVS:        dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}},
 	}
+	want.SecondChance, _ = snapshot.ParseSecondChance(DefaultSecondChance)
 	if !reflect.DeepEqual(s.Policy, want) {
 		t.Errorf("it decides %+v; want %+v", s.Policy, want)
 	}
@@ -270,6 +272,19 @@ func TestIPVSAddresses(t *testing.T) {
 	}
 	if s, _ := loadText(t, head+"mode: nftables\n"); s.Policy.IPVS.Addresses != nil {
 		t.Errorf("by default %v", s.Policy.IPVS.Addresses)
+	}
+}
+
+// TestSecondChance: YAML reads on and off as truth values, which must not lead to the default.
+func TestSecondChance(t *testing.T) {
+	for text, want := range map[string]snapshot.SecondChance{
+		"off": snapshot.SecondChanceOff, `"off"`: snapshot.SecondChanceOff, "on": snapshot.SecondChanceOn,
+		`"on"`: snapshot.SecondChanceOn, "observe": snapshot.SecondChanceObserve,
+	} {
+		s, said := loadText(t, head+"mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nsecondChance: "+text+"\n")
+		if s.Policy.SecondChance != want || len(said) > 0 {
+			t.Errorf("secondChance: %s is %v: %v", text, s.Policy.SecondChance, said)
+		}
 	}
 }
 

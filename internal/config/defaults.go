@@ -15,6 +15,9 @@ import (
 // DefaultCounterMemoryMiB is the default limit of memory for the kernel's counters of frontends and endpoints.
 const DefaultCounterMemoryMiB = 16
 
+// DefaultSecondChance is what happens by default to TCP endpoints that do not answer or refuse: off, observe or on.
+const DefaultSecondChance = "on"
+
 // kube-proxy's ports.
 const (
 	healthzPort = 10256
@@ -62,6 +65,7 @@ func (d *Document) setDefaults() {
 	}
 	orDefault(&v.IPVS, "auto")
 	orPointer(&v.IPVSServices, 50000)
+	orDefault(&v.SecondChance, DefaultSecondChance)
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)

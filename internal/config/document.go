@@ -50,12 +50,30 @@ type VerdictConfiguration struct {
 	IPVSServices *int32 `json:"ipvsServices"`
 	// IPVSAddresses are the ranges of load balancer addresses at which IPVS may schedule.
 	IPVSAddresses []string `json:"ipvsAddresses"`
+	// SecondChance selects what happens to TCP endpoints that do not answer or refuse: off, observe or on.
+	SecondChance Switch `json:"secondChance"`
 	// MetricsConnections selects the detail of the metrics of new connections: off, service or endpoint.
 	MetricsConnections string `json:"metricsConnections"`
 	// MetricsMaxSeries limits how many Service ports, and how many endpoints, have their own series.
 	MetricsMaxSeries *int32 `json:"metricsMaxSeries"`
 	// CounterMemoryMiB limits the memory for the counters of frontends and endpoints in the kernel, in MiB.
 	CounterMemoryMiB *int32 `json:"counterMemoryMiB"`
+}
+
+// Switch is a word that may be on or off. YAML reads these two as truth values unless they are in quotes.
+type Switch string
+
+// UnmarshalJSON reads a text, or a truth value.
+func (s *Switch) UnmarshalJSON(text []byte) error {
+	switch string(text) {
+	case "true":
+		*s = "on"
+		return nil
+	case "false":
+		*s = "off"
+		return nil
+	}
+	return json.Unmarshal(text, (*string)(s))
 }
 
 // The kinds of documents.

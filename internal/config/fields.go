@@ -244,6 +244,15 @@ var fields = []field{
 		checkNarrowPrefix,
 	},
 	{
+		verdictKind + ".secondChance",
+		Live,
+		"what happens to TCP endpoints that do not answer this node, or refuse connections: `on` ejects them until they " +
+			"answer again, `observe` only reports them, `off` looks for none, whatever Services say. With `on` and `observe`, " +
+			"Services have a say by their annotation `verdict/second-chance`; see " +
+			"[below](#endpoints-that-do-not-answer-or-refuse)",
+		oneOf("off", "observe", "on"),
+	},
+	{
 		verdictKind + ".metricsConnections",
 		Restart,
 		"how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",

@@ -179,6 +179,13 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`"203.0.113.0/24" is no list; it counts as not set`,
 	},
 	{
+		"VerdictConfiguration.secondChance",
+		`on`,
+		`observe`,
+		`perhaps`,
+		`"perhaps" is none of off, observe, on` + isDefault + `on`,
+	},
+	{
 		"VerdictConfiguration.metricsConnections",
 		`service`,
 		`endpoint`,

@@ -150,6 +150,15 @@ var policyFlags = []option{
 		func(d *Document) *string { return &d.Verdict.IPVS },
 		verdictKind+".ipvs",
 	),
+	word(
+		"second-chance",
+		"off|observe|on",
+		"what happens to TCP endpoints that do not answer or refuse: on ejects them until they answer again, observe only "+
+			"reports them (default "+DefaultSecondChance+")",
+		ofPolicy,
+		func(d *Document) *string { return (*string)(&d.Verdict.SecondChance) },
+		verdictKind+".secondChance",
+	),
 }
 
 var serverFlags = []option{

@@ -42,6 +42,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",
+		"second-chance",
 	)
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
@@ -228,6 +229,7 @@ func TestPolicyFlags(t *testing.T) {
 		"pod-bridge-interface",
 		"pod-interface-name-prefix",
 		"proxy-mode",
+		"second-chance",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Settings hold the complete, validated configuration.
@@ -193,6 +194,7 @@ func (d *Document) policy() dataplane.Config {
 		NoExternalIPs:      disabled(c.FeatureGates, gateExternalIPs),
 		IPVS:               d.ipvs(),
 	}
+	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))
 	p.NodePortAddresses, p.NodePortPrimary = nodePortAddresses(c.NodePortAddresses, string(c.Mode))
 	if c.Mode == modeNFTables {
 		p.MasqueradeAll = c.NFTables.MasqueradeAll

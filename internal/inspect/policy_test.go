@@ -10,8 +10,10 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // configFile writes a configuration file of kube-proxy's.
@@ -37,16 +39,17 @@ func TestPolicyFlags(t *testing.T) {
 	host, err := os.Hostname()
 	labtest.Check(t, err)
 	ipvs := dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}}
-	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs}
+	chance, _ := snapshot.ParseSecondChance(config.DefaultSecondChance)
+	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs, SecondChance: chance}
 	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
-	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs,
+	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := configFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",
-		"--iptables-localhost-nodeports=false")
+		"--iptables-localhost-nodeports=false", "--second-chance=off")
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("with a file: %+v, %v; want %+v", got, err, want)
 	}

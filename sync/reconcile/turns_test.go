@@ -310,7 +310,8 @@ func TestHealthReachesTheWriter(t *testing.T) {
 		q.Put(d)
 		q.Synced()
 		synctest.Wait()
-		q.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{n: {Unhealthy: []snapshot.Unhealthy{{Endpoint: ep}}}}})
+		h := &snapshot.Health{Unhealthy: []snapshot.Unhealthy{{Endpoint: ep}}}
+		q.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{n: h}})
 		synctest.Wait()
 		time.Sleep(time.Second)
 		if w := q.Waiting(); w != (snapshot.Waiting{}) {

@@ -20,6 +20,19 @@ const (
 	SecondChanceOff
 )
 
+// ParseSecondChance reads "off", "observe" or "on". It is not ok for any other text.
+func ParseSecondChance(text string) (s SecondChance, ok bool) {
+	switch text {
+	case "off":
+		return SecondChanceOff, true
+	case "observe":
+		return SecondChanceObserve, true
+	case "on":
+		return SecondChanceOn, true
+	}
+	return SecondChanceDefault, false
+}
+
 // Cause says what is wrong with an unhealthy endpoint.
 type Cause uint8
 

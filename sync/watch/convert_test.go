@@ -119,6 +119,17 @@ func TestService(t *testing.T) {
 		{"counted perhaps", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "True"} },
 			func(*snapshot.Service) {}, []string{
 				`Service default/web: metadata.annotations[verdict/counters]: "True" is neither "true" nor "false"`}},
+		{"a second chance", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "on"} },
+			func(s *snapshot.Service) { s.SecondChance = snapshot.SecondChanceOn }, nil},
+		{"a second chance on paper",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "observe"} },
+			func(s *snapshot.Service) { s.SecondChance = snapshot.SecondChanceObserve }, nil},
+		{"no second chance", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "off"} },
+			func(s *snapshot.Service) { s.SecondChance = snapshot.SecondChanceOff }, nil},
+		{"perhaps a second chance",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "true"} },
+			func(*snapshot.Service) {}, []string{
+				`Service default/web: metadata.annotations[verdict/second-chance]: "true" is none of "off", "observe" and "on"`}},
 		{"dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "fd00::1") },
 			func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, nil},
 		{"two cluster IPs of a family", func(s *corev1.Service) {
