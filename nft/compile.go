@@ -85,6 +85,8 @@ type frontend struct {
 	masquerade      masquerade
 	// restricted says that only the Service's source ranges are served.
 	restricted bool
+	// retry says that refused connections are tried again at another endpoint.
+	retry bool
 }
 
 // masquerade says whose connections to a frontend are masqueraded. Cluster IPs have rules of their own.
@@ -160,7 +162,7 @@ func compilePort(sp *dataplane.ServicePort) *port {
 func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend {
 	node, out := f.Route(dataplane.Node), f.Route(dataplane.Anyone)
 	scheduled := sp.Scheduled(f)
-	c := frontend{key: f.Key, restricted: f.Sources != nil,
+	c := frontend{key: f.Key, restricted: f.Sources != nil, retry: retries(sp, node.Pool, out.Pool, scheduled != nil),
 		inside: poolOf(sp, node.Pool, scheduled), outside: poolOf(sp, out.Pool, scheduled)}
 	switch {
 	case f.Kind == dataplane.ClusterIP:
@@ -251,7 +253,7 @@ func (p *port) memberElement(i poolIndex, ep netip.AddrPort) Element {
 }
 
 // perFrontend is how many elements a frontend has at most, one in each of as many sets.
-const perFrontend = 7
+const perFrontend = 8
 
 // elements returns a frontend's elements, each in another set.
 func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
@@ -283,6 +285,11 @@ func (p *port) elements(f *frontend, out *[perFrontend]Element) []Element {
 	}
 	if f.inside >= scheduledCluster || f.outside >= scheduledCluster {
 		e := frontendElement(Scheduled, f.key)
+		e.Comment = p.comment
+		list = append(list, e)
+	}
+	if f.retry {
+		e := frontendElement(RetryServices, f.key)
 		e.Comment = p.comment
 		list = append(list, e)
 	}

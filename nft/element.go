@@ -295,7 +295,7 @@ func fieldValue(field Field, b []byte, order binary.ByteOrder) string {
 		return a.String()
 	case L4Proto:
 		return snapshot.Protocol(b[0]).String()
-	case DestPort, OriginalDestPort:
+	case DestPort, OriginalDestPort, SourcePort:
 		return strconv.Itoa(int(binary.BigEndian.Uint16(b)))
 	case Priority:
 		v := order.Uint32(b)

@@ -42,6 +42,9 @@ const (
 	Scheduled
 	RevisionSet
 	DigestSet
+	RetryServices
+	Unanswered
+	Refused
 	// NumSets is how many there are.
 	NumSets
 )
@@ -50,14 +53,17 @@ var setNames = [NumSets]string{
 	"services", "uncounted-services", "outside-services", "uncounted-outside-services", "pools", "endpoints",
 	"uncounted-endpoints", "restricted-services", "source-ranges", "cluster-ips", "service-cidrs", "external-services",
 	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints",
-	"affinity", "scheduled", "revision", "digests",
+	"affinity", "scheduled", "revision", "digests", "retry-services", "unanswered", "refused",
 }
 
 func (s SetID) String() string { return setNames[s] }
 
 // isBookkeeping reports whether a set holds no content, but only Verdict's records about the content, or what the
 // kernel adds by itself.
-func (s SetID) isBookkeeping() bool { return s == Affinity || s == RevisionSet || s == DigestSet }
+func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet || s.IsDynamic() }
+
+// IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
+func (s SetID) IsDynamic() bool { return s == Affinity || s == Unanswered || s == Refused }
 
 // IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
@@ -99,6 +105,10 @@ const (
 	MasqueradeAll
 	MasqueradeNode
 	LeftToIPVS
+	UnansweredChain
+	RefusedChain
+	RefusedOutput
+	RefusedConnection
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -112,7 +122,7 @@ const (
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
-	"masquerade-node", "left-to-ipvs", "", "pick", "uncounted-pick", "sticky", "remember",
+	"masquerade-node", "left-to-ipvs", "unanswered", "refused", "refused-output", "refused-connection", "", "pick", "uncounted-pick", "sticky", "remember",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -163,6 +173,8 @@ type Structure struct {
 	MasqueradeAll bool
 	// GuardLoopback drops packets from outside with loopback addresses, as the kernel did before route_localnet was set.
 	GuardLoopback bool
+	// Evidence gathers which endpoints do not answer or refuse.
+	Evidence bool
 	// Uses says which of the optional sets have rules. It follows from the elements, so that packets pass no rule that
 	// concerns no Service.
 	Uses Uses
@@ -185,12 +197,13 @@ func (u Uses) With(sets ...SetID) Uses {
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
 	UncountedServices, UncountedOutsideServices, RestrictedServices, ExternalServices, Hairpin, Remember,
-	OutsideStickyServices, UncountedStickyEndpoints, Scheduled,
+	OutsideStickyServices, UncountedStickyEndpoints, Scheduled, RetryServices,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
 func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
-	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts}
+	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts,
+		Evidence: s.Evidence}
 	if f == ipfamily.IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
@@ -198,7 +211,17 @@ func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	return out
 }
 
-// sets returns the sets and maps of a table. Only sets that rules write to have a size: the kernel allocates buckets
+// sets returns the sets and maps of a table.
+func (s Structure) sets() []Set {
+	if s.Evidence {
+		return sets()
+	}
+	return slices.DeleteFunc(sets(), func(set Set) bool {
+		return set.ID == RetryServices || set.ID == Unanswered || set.ID == Refused
+	})
+}
+
+// sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the kernel allocates buckets
 // for the full size at once, and lets a set without a size grow with its elements.
 func sets() []Set {
 	frontends := func(id SetID, counter bool, comment string) Set {
@@ -234,6 +257,11 @@ func sets() []Set {
 		{ID: RevisionSet, Key: []Field{Mark},
 			Comment: "number and digest of what this table holds, written with every change"},
 		{ID: DigestSet, Key: []Field{Mark}, Comment: "digests of what the Services have here, by bucket"},
+		{ID: RetryServices, Key: frontendKey, Comment: "refused connections are tried again at another endpoint"},
+		{ID: Unanswered, Key: frontendKey, Dynamic: true, Size: EvidenceSize,
+			Comment: "endpoints to which clients sent a first packet again"},
+		{ID: Refused, Key: refusedKey, Dynamic: true, Size: EvidenceSize,
+			Comment: "endpoints that refused a connection"},
 	}
 }
 
@@ -247,7 +275,7 @@ const (
 
 // layout returns the structure of a family's table: every chain that exists once, and every set.
 func layout(f ipfamily.Family, s Structure) Table {
-	t := Table{Family: f, Comment: "Kubernetes Services, written by verdict", Sets: sets()}
+	t := Table{Family: f, Comment: "Kubernetes Services, written by verdict", Sets: s.sets()}
 	if s.GuardLoopback {
 		t.Chains = append(t.Chains, guardLoopback())
 	}
@@ -256,9 +284,9 @@ func layout(f ipfamily.Family, s Structure) Table {
 			Rules: []Rule{{Accept{}}}})
 	}
 	t.Chains = append(t.Chains,
-		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{{Reject{}}}},
+		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{resetOthers(), {Reject{}}}},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
-			Rules: []Rule{{Drop{}}}},
+			Rules: []Rule{resetOthers(), {Drop{}}}},
 	)
 	if s.Uses.Has(Remember) {
 		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
@@ -282,6 +310,9 @@ func layout(f ipfamily.Family, s Structure) Table {
 		translated(s),
 		postrouting(s),
 	)
+	if s.Evidence {
+		t.Chains = append(t.Chains, evidence(s)...)
+	}
 	return t
 }
 
@@ -355,10 +386,19 @@ func frontends(s Structure) Chain {
 		c.Rules = append(c.Rules, dispatch(m))
 	}
 	toAddress := Concat{Fields: []Field{DestAddr}}
+	toClusterIP, toServiceCIDR := SetLookup{Key: toAddress, Set: ClusterIPs}, SetLookup{Key: toAddress, Set: ServiceCIDRs}
 	c.Rules = append(c.Rules,
-		Rule{SetLookup{Key: toAddress, Set: ClusterIPs}, Counter{}, Reject{}},
-		Rule{SetLookup{Key: toAddress, Set: ServiceCIDRs}, Counter{}, Drop{}})
+		resetOthers(toClusterIP, Counter{}),
+		Rule{toClusterIP, Counter{}, Reject{}},
+		resetOthers(toServiceCIDR, Counter{}),
+		Rule{toServiceCIDR, Counter{}, Drop{}})
 	return c
+}
+
+// resetOthers resets TCP connections whose first packet here does not open one: connection tracking has lost them, so
+// they have no endpoint. An ICMP error, or silence, would not end them.
+func resetOthers(and ...Statement) Rule {
+	return append(append(Rule{TCPFlags{Of: FlagSYN | FlagACK, Not: true, Are: FlagSYN}}, and...), Reset{})
 }
 
 // translated decides the source address of connections to Services, after session affinity is recorded. It looks up the

@@ -146,6 +146,11 @@ func compareElements(f ipfamily.Family, s *Set, a, b *Element) int {
 const noteIPv6Affinity = "# nft 1.0.6 aborts when it loads the next line (it lists it well): " +
 	"load it with nft 1.1 or later"
 
+func writesIPv6Affinity(s Statement) bool {
+	u, ok := s.(Update)
+	return ok && u.Map == Affinity
+}
+
 func printChain(w *bufio.Writer, f ipfamily.Family, c *Chain) {
 	fmt.Fprintf(w, "\n\tchain %s {\n", c.ID.Name())
 	if c.Comment != "" {
@@ -155,7 +160,7 @@ func printChain(w *bufio.Writer, f ipfamily.Family, c *Chain) {
 		fmt.Fprintf(w, "\t\ttype %s hook %s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, c.Hook.Priority)
 	}
 	for _, r := range c.Rules {
-		if f == ipfamily.IPv6 && slices.ContainsFunc(r, func(s Statement) bool { _, ok := s.(Update); return ok }) {
+		if f == ipfamily.IPv6 && slices.ContainsFunc(r, writesIPv6Affinity) {
 			fmt.Fprintf(w, "\t\t%s\n", noteIPv6Affinity)
 		}
 		fmt.Fprintf(w, "\t\t%s\n", r.Text(f))

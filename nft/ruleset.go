@@ -69,6 +69,7 @@ type Hook struct {
 // The standard priorities used here, from linux/netfilter_ipv4.h.
 const (
 	priorityRaw    = -300
+	priorityMangle = -150
 	priorityDstNAT = -100
 	prioritySrcNAT = 100
 )
@@ -102,6 +103,7 @@ const (
 	// nft
 	// 1.0.6 crashes when it lists one of type hash.
 	SourceBucket
+	SourcePort
 )
 
 // MaxSlots is the modulus that the type of a slot has in the keys of sets. A pool may have more endpoints.
@@ -133,6 +135,8 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return "ct original proto-dst"
 	case Mark:
 		return "meta mark"
+	case SourcePort:
+		return "th sport"
 	case SourceBucket:
 		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f.NFT(), mod, BucketSeed)
 	}
@@ -159,7 +163,7 @@ func (field Field) Len(f ipfamily.Family) int {
 		return f.AddrLen()
 	case L4Proto:
 		return 1
-	case DestPort, OriginalDestPort:
+	case DestPort, OriginalDestPort, SourcePort:
 		return 2
 	}
 	return 4
@@ -227,17 +231,26 @@ type ClearPriority struct{}
 
 func (ClearPriority) text(ipfamily.Family) string { return "meta priority set none" }
 
-// Update adds an element to a dynamic map, or refreshes its timeout if the key is there.
+// Update adds an element to a dynamic set or map, or refreshes its timeout if the key is there.
 type Update struct {
 	Map     SetID
 	Key     Concat
 	Timeout time.Duration
-	Data    Concat
+	// Data is empty for a set.
+	Data Concat
+	// Counted gives each element a counter of the packets that updated it.
+	Counted bool
 }
 
 func (s Update) text(f ipfamily.Family) string {
-	return "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout) + " : " +
-		s.Data.text(f) + " }"
+	text := "update @" + s.Map.String() + " { " + s.Key.text(f) + " timeout " + secondsText(s.Timeout)
+	if s.Counted {
+		text += " counter"
+	}
+	if len(s.Data.Fields) > 0 {
+		text += " : " + s.Data.text(f)
+	}
+	return text + " }"
 }
 
 // secondsText writes a duration of whole seconds as nft does: 3h, 1m30s, 1d.
@@ -331,6 +344,93 @@ type Translated struct{}
 
 func (Translated) text(ipfamily.Family) string { return "ct status dnat" }
 
+// ConnectionStatus is a set of flags of a connection, as in linux/netfilter/nf_conntrack_common.h.
+type ConnectionStatus uint32
+
+// The flags used here.
+const (
+	StatusAssured   ConnectionStatus = 1 << 2
+	StatusConfirmed ConnectionStatus = 1 << 3
+	StatusDNAT      ConnectionStatus = 1 << 5
+)
+
+// StatusIs matches connections that have, of some flags, exactly those in Are.
+type StatusIs struct{ Of, Are ConnectionStatus }
+
+func (s StatusIs) text(ipfamily.Family) string {
+	flags := func(set ConnectionStatus) string {
+		return flagsText(uint32(set), []flagName{
+			{uint32(StatusAssured), "assured"}, {uint32(StatusConfirmed), "confirmed"}, {uint32(StatusDNAT), "dnat"}})
+	}
+	return "ct status & " + flags(s.Of) + " == " + flags(s.Are)
+}
+
+type flagName struct {
+	flag uint32
+	name string
+}
+
+// flagsText lists flags as nft writes them, in parentheses unless there is only one.
+func flagsText(set uint32, names []flagName) string {
+	var list []string
+	for _, n := range names {
+		if set&n.flag != 0 {
+			list = append(list, n.name)
+		}
+	}
+	if len(list) == 1 {
+		return list[0]
+	}
+	return "(" + strings.Join(list, " | ") + ")"
+}
+
+// NewConnection matches packets of connections that have no answer yet.
+type NewConnection struct{}
+
+func (NewConnection) text(ipfamily.Family) string { return "ct state new" }
+
+// Reply matches packets against the direction of their connection.
+type Reply struct{}
+
+func (Reply) text(ipfamily.Family) string { return "ct direction reply" }
+
+// OtherInterface matches packets that came in by another interface.
+type OtherInterface struct{ Than string }
+
+func (s OtherInterface) text(ipfamily.Family) string { return `iifname != "` + s.Than + `"` }
+
+// TCPFlag is a set of flags of a TCP header.
+type TCPFlag uint8
+
+// The flags used here.
+const (
+	FlagSYN TCPFlag = 1 << 1
+	FlagRST TCPFlag = 1 << 2
+	FlagACK TCPFlag = 1 << 4
+)
+
+// TCPFlags matches TCP packets that have, of some flags, exactly those in Are; with Not, all other TCP packets.
+type TCPFlags struct {
+	Of, Are TCPFlag
+	Not     bool
+}
+
+func (s TCPFlags) text(ipfamily.Family) string {
+	flags := func(set TCPFlag) string {
+		return flagsText(uint32(set), []flagName{{uint32(FlagSYN), "syn"}, {uint32(FlagRST), "rst"}, {uint32(FlagACK), "ack"}})
+	}
+	op := " == "
+	if s.Not {
+		op = " != "
+	}
+	return "tcp flags & " + flags(s.Of) + op + flags(s.Are)
+}
+
+// TCPSequence matches packets with sequence number 0. TCPFlags must stand before it.
+type TCPSequence struct{}
+
+func (TCPSequence) text(ipfamily.Family) string { return "tcp sequence 0" }
+
 // Counter counts the packets that get so far in the rule. Packets and Bytes are set if Counted is.
 type Counter struct {
 	Counted        bool
@@ -353,6 +453,11 @@ func (Masquerade) text(ipfamily.Family) string { return "masquerade fully-random
 type Reject struct{}
 
 func (Reject) text(ipfamily.Family) string { return "reject" }
+
+// Reset resets the TCP connection. TCPFlags must stand before it.
+type Reset struct{}
+
+func (Reset) text(ipfamily.Family) string { return "reject with tcp reset" }
 
 // Drop drops the packet without an answer.
 type Drop struct{}

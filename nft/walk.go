@@ -9,6 +9,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Packet is the first packet of a connection.
@@ -260,6 +261,16 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 		return matchVerdict(s.priority == st.Value), nil
 	case Translated:
 		return matchVerdict(s.to.IsValid()), nil
+	case StatusIs:
+		return matchVerdict(s.status()&st.Of == st.Are), nil
+	case NewConnection:
+		return verdict{}, nil
+	case Reply, TCPSequence: // it is the first packet of a client, whose sequence number is random
+		return verdict{code: verdictBreak}, nil
+	case OtherInterface:
+		return matchVerdict(s.input != st.Than), nil
+	case TCPFlags:
+		return matchVerdict(s.Protocol == snapshot.TCP && (FlagSYN&st.Of == st.Are) != st.Not), nil
 	case Counter:
 		return verdict{}, nil
 	case ClearPriority:
@@ -274,7 +285,7 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 			s.end.Masquerade, s.end.Hairpin = true, s.Source == s.to.Addr()
 		}
 		return verdict{code: verdictDone}, nil
-	case Reject:
+	case Reject, Reset:
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
 		return verdict{code: verdictDone}, nil
 	case Accept:
@@ -316,7 +327,7 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 		s.priority = binary.NativeEndian.Uint32(found[0].data[:])
 		return verdict{}, nil
 	case Update:
-		if s.end != nil {
+		if s.end != nil && st.Map == Affinity {
 			s.end.Remember = st.Timeout
 		}
 		return verdict{}, nil
@@ -356,6 +367,14 @@ func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	}
 	s.share, s.of = share*(n-len(found)), of
 	return verdict{code: verdictBreak}
+}
+
+// status returns the flags of the packet's connection: a first packet is confirmed after the last hook.
+func (s *packetState) status() ConnectionStatus {
+	if s.to.IsValid() {
+		return StatusDNAT
+	}
+	return 0
 }
 
 // fromPods reports whether the packet comes from a pod.
@@ -465,7 +484,10 @@ func (w *Walk) Cause() dataplane.Cause {
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
 		case Frontends:
-			if set, ok := s.Rule[0].(SetLookup); ok && set.Set == ClusterIPs {
+			if slices.ContainsFunc(s.Rule, func(st Statement) bool {
+				set, ok := st.(SetLookup)
+				return ok && set.Set == ClusterIPs
+			}) {
 				return dataplane.UnusedPort
 			}
 			return dataplane.Unallocated

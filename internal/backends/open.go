@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 )
 
@@ -49,6 +50,8 @@ type Opened struct {
 	AffinityShares func() []metrics.AffinityShare
 	// Counters opens what reads its counters, which may be used beside the Writer, and IPVS reads those of IPVS.
 	Counters func() (Counters, error)
+	// Evidence opens what reads which endpoints do not answer or refuse, beside the Writer.
+	Evidence func() (EvidenceReader, error)
 	IPVS     metrics.IPVS
 	// Close closes it. What was written stays.
 	Close func() error
@@ -57,6 +60,13 @@ type Opened struct {
 // Counters reads what the kernel counts.
 type Counters interface {
 	metrics.Counters
+	io.Closer
+}
+
+// EvidenceReader reads what the kernel saw of endpoints that do not answer or refuse.
+type EvidenceReader interface {
+	// Read returns the evidence of all endpoints of which there is any, in no order.
+	Read() ([]dataplane.Evidence, error)
 	io.Closer
 }
 

@@ -84,6 +84,7 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		Fill:           func() []metrics.Fill { return fill(tables) },
 		AffinityShares: func() []metrics.AffinityShare { return affinityShares(tables) },
 		Counters:       func() (Counters, error) { return kernel.OpenCounters() },
+		Evidence:       func() (EvidenceReader, error) { return kernel.OpenEvidence() },
 		IPVS:           scheduled{scheduler},
 	}
 	if compat := openCompat(ctx, s, o.Log); compat != nil {

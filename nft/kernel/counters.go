@@ -19,42 +19,52 @@ import (
 // Counters reads the kernel's counters of our tables. It has its own socket, and the kernel serves readers while
 // somebody writes, so it delays nobody. It is no error if tables or elements do not exist. It is not safe for
 // concurrent use.
-type Counters struct {
+type Counters struct{ ownSocket }
+
+// OpenCounters opens them in the network namespace of the calling thread.
+func OpenCounters() (*Counters, error) {
+	s, err := openSocket()
+	if err != nil {
+		return nil, err
+	}
+	return &Counters{s}, nil
+}
+
+// ownSocket is the socket of a reader that works beside the writer.
+type ownSocket struct {
 	conn  *Conn
 	netns *os.File
 }
 
-// OpenCounters opens them in the network namespace of the calling thread.
-func OpenCounters() (*Counters, error) {
-	netns, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil, fmt.Errorf("nft: network namespace: %w", err)
+// openSocket opens a socket in the network namespace of the calling thread.
+func openSocket() (s ownSocket, err error) {
+	if s.netns, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+		return s, fmt.Errorf("nft: network namespace: %w", err)
 	}
-	c := &Counters{netns: netns}
-	if c.conn, err = Dial(int(netns.Fd())); err != nil {
-		return nil, errors.Join(err, netns.Close())
+	if s.conn, err = Dial(int(s.netns.Fd())); err != nil {
+		return s, errors.Join(err, s.netns.Close())
 	}
-	return c, nil
+	return s, nil
 }
 
 // Close closes the socket.
-func (c *Counters) Close() error { return errors.Join(c.conn.Close(), c.netns.Close()) }
+func (s *ownSocket) Close() error { return errors.Join(s.conn.Close(), s.netns.Close()) }
 
 // ready opens the socket anew if an error has left it of no use.
-func (c *Counters) ready() error {
-	if c.conn.Fresh() == nil {
+func (s *ownSocket) ready() error {
+	if s.conn.Fresh() == nil {
 		return nil
 	}
-	return c.reopen()
+	return s.reopen()
 }
 
-func (c *Counters) reopen() error {
-	conn, err := Dial(int(c.netns.Fd()))
+func (s *ownSocket) reopen() error {
+	conn, err := Dial(int(s.netns.Fd()))
 	if err != nil {
 		return err
 	}
-	c.conn.Close() // it may be closed already
-	c.conn = conn
+	s.conn.Close() // it may be closed already
+	s.conn = conn
 	return nil
 }
 
@@ -88,10 +98,10 @@ func count(l *nft.Listed, pools map[uint32]nft.Element, do func(dataplane.Fronte
 
 // list reads a set. If somebody commits a transaction meanwhile, an element may be missing, or be there twice: it
 // will be read again.
-func (c *Counters) list(f ipfamily.Family, set nft.SetID, do func(nft.Listed)) error {
-	err := c.conn.query(listRequest(f, set), func(attrs []byte) { eachElement(f, set, attrs, do) })
+func (s *ownSocket) list(f ipfamily.Family, set nft.SetID, do func(nft.Listed)) error {
+	err := s.conn.query(listRequest(f, set), func(attrs []byte) { eachElement(f, set, attrs, do) })
 	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) {
-		return fmt.Errorf("nft: count %s %s %s: %w", f.NFT(), nft.TableName, set, err)
+		return fmt.Errorf("nft: list %s %s %s: %w", f.NFT(), nft.TableName, set, err)
 	}
 	return nil
 }

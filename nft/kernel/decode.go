@@ -42,6 +42,7 @@ func (c *Conn) heldRules(f ipfamily.Family) (*heldRules, error) {
 // them with those that it gives.
 func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 	s.GuardLoopback = slices.Contains(h.chains, nft.ChainID{Kind: nft.GuardLoopback}.Name())
+	s.Evidence = slices.Contains(h.chains, nft.ChainID{Kind: nft.UnansweredChain}.Name())
 	for _, rules := range h.rules {
 		for _, rule := range rules {
 			for set := range nft.NumSets {

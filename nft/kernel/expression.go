@@ -12,6 +12,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // register gives the number of the register at a place counted in words of four bytes: the four registers of 16 bytes
@@ -55,9 +56,15 @@ func statementExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.Update:
 		// The data begins at a register of 16 bytes: there nft 1.0.6 looks for it when it lists the rule.
 		data := (words(f, s.Key.Fields) + 3) &^ 3
-		out := append(load(f, s.Key, 0), load(f, s.Data, data)...)
-		return append(out, &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data), SetName: s.Map.String(),
-			Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: s.Timeout})
+		update := &expr.Dynset{SrcRegKey: register(0), SetName: s.Map.String(), Operation: unix.NFT_DYNSET_OP_UPDATE,
+			Timeout: s.Timeout}
+		if len(s.Data.Fields) > 0 {
+			update.SrcRegData = register(data)
+		}
+		if s.Counted { // Linux 5.10 takes no expression of the set for elements that rules add
+			update.Exprs = []expr.Any{&expr.Counter{}}
+		}
+		return append(append(load(f, s.Key, 0), load(f, s.Data, data)...), update)
 	}
 	return plainExprs(f, s)
 }
@@ -79,12 +86,26 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		loopback := netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8)
 		return append(interfaceIs("lo", false, true), inPrefix(f, s.Field, loopback, false)...)
 	case nft.Translated:
-		const dnat = 1 << 5 // IPS_DST_NAT
-		return []expr.Any{
-			&expr.Ct{Key: expr.CtKeySTATUS, Register: register(0)},
-			&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(dnat), Xor: native(0)},
-			equal(true, native(0)),
-		}
+		return append(loadMasked(&expr.Ct{Key: expr.CtKeySTATUS, Register: register(0)}, native(uint32(nft.StatusDNAT))),
+			equal(true, native(0)))
+	case nft.StatusIs:
+		return append(loadMasked(&expr.Ct{Key: expr.CtKeySTATUS, Register: register(0)}, native(uint32(s.Of))),
+			equal(false, native(uint32(s.Are))))
+	case nft.NewConnection:
+		const stateNew = 1 << 3 // NF_CT_STATE_BIT(IP_CT_NEW)
+		return append(loadMasked(&expr.Ct{Key: expr.CtKeySTATE, Register: register(0)}, native(stateNew)),
+			equal(true, native(0)))
+	case nft.Reply:
+		return []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: register(0)}, equal(false, []byte{1})}
+	case nft.OtherInterface:
+		return interfaceIs(s.Than, false, true)
+	case nft.TCPFlags:
+		return slices.Concat(plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
+			loadMasked(tcpHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
+	case nft.TCPSequence:
+		return []expr.Any{tcpHeader(4, 4), equal(false, make([]byte, 4))}
+	case nft.Reset:
+		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}}
 	case nft.Counter:
 		return []expr.Any{&expr.Counter{}}
 	case nft.Masquerade:
@@ -105,6 +126,17 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: s.Chain.Name()}}
 	}
 	panic(fmt.Sprintf("kernel: no expressions for %T", s))
+}
+
+// loadMasked loads a value and clears all but some bits.
+func loadMasked(value expr.Any, mask []byte) []expr.Any {
+	return []expr.Any{value, &expr.Bitwise{SourceRegister: register(0), DestRegister: register(0),
+		Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}}
+}
+
+// tcpHeader loads some bytes of a TCP header.
+func tcpHeader(offset, length uint32) expr.Any {
+	return &expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: length}
 }
 
 // lookup loads a key and replaces it by what a map gives.
@@ -162,6 +194,8 @@ func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.
 		return &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}
 	case nft.DestPort:
 		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	case nft.SourcePort:
+		return &expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2}
 	case nft.RandomSlot:
 		return &expr.Numgen{Register: reg, Modulus: mod, Type: unix.NFT_NG_RANDOM}
 	case nft.Priority:

@@ -130,6 +130,7 @@ var configs = map[string]dataplane.Config{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/13"), netip.MustParsePrefix("fd00:10:240::/47")}}},
 	"everybody": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}}},
+	"evidence":       {NodeName: "node-1", SecondChance: snapshot.SecondChanceOn},
 	"unknown":        {NodeName: "node-1"},
 	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
 	"bridge": {
@@ -158,6 +159,8 @@ func TestTwoWritersOneListing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			st, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, true))
 			withoutAffinity, _ := dataplane.Compute(cfg, cluster(rand.New(rand.NewPCG(7, 7)), 12, false))
+			retryAll(st)
+			retryAll(withoutAffinity)
 			for _, n := range labtest.Nfts(t) {
 				loadable := withoutAffinity
 				if n.LoadsWideUpdates() {
@@ -198,7 +201,8 @@ func apply(t testing.TB, b *Backend, st *dataplane.State) {
 
 // TestSetsAreWhatNftMakes compares the kernel's sets, userdata included, with those that nft makes of our text.
 func TestSetsAreWhatNftMakes(t *testing.T) {
-	st, _ := dataplane.Compute(configs["cluster CIDR"], cluster(rand.New(rand.NewPCG(1, 1)), 3, false))
+	st, _ := dataplane.Compute(configs["evidence"], cluster(rand.New(rand.NewPCG(1, 1)), 3, false))
+	retryAll(st)
 	h, b := host(t)
 	apply(t, b, st)
 	written := setAttributes(t, b.conn)

@@ -66,7 +66,7 @@ func (c *Conn) ownership() (bool, error) {
 // probeTable returns a table with one of everything that a state may need.
 func probeTable(f ipfamily.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4})
+	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4, Evidence: true})
 	return &nft.TableTxn{Create: &t}
 }
 
@@ -137,7 +137,7 @@ var features = []struct{ in, feature string }{
 	{"numgen", "random numbers as keys, numgen (Linux 4.9, CONFIG_NFT_NUMGEN)"},
 	{"dnat", "destination NAT to what a map gives (Linux 3.13, CONFIG_NFT_NAT)"},
 	{"jhash", "hashes as keys, jhash (Linux 4.9, CONFIG_NFT_HASH)"},
-	{"update @", "maps written by rules, dynset (Linux 4.1)"},
+	{"update @", "sets and maps written by rules, dynset (Linux 4.1)"},
 	{"ct original ip", "addresses of a connection as parts of a key (Linux 4.17, CONFIG_NFT_CT)"},
 	{"ct status", "connection tracking state in rules (Linux 3.13, CONFIG_NFT_CT)"},
 	{"masquerade fully-random", "masquerading (Linux 3.18, CONFIG_NFT_MASQ)"},

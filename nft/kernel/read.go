@@ -30,7 +30,7 @@ func (c *Conn) Elements(f ipfamily.Family, set nft.SetID) (out []nft.Listed, err
 		if out, twice, err = c.list(f, set); err != nil {
 			return nil, err
 		}
-		if set == nft.Affinity { // entries come and go all the time
+		if set.IsDynamic() { // entries come and go all the time
 			return out, nil
 		}
 		n, told, err := c.setCount(f, set)

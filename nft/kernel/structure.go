@@ -262,6 +262,7 @@ func sameRules(f ipfamily.Family, want []nft.Rule, listed [][]byte) bool {
 const (
 	lookupSetID = 4 // NFTA_LOOKUP_SET_ID
 	dynsetSetID = 2 // NFTA_DYNSET_SET_ID
+	dynsetExpr  = unix.NFTA_DYNSET_EXPR
 	hashOffset  = unix.NFTA_HASH_OFFSET
 )
 
@@ -271,15 +272,23 @@ func sameExpression(ours, theirs []byte) bool {
 	if expressionName(theirs) != name {
 		return false
 	}
-	skip := map[string]uint16{"lookup": lookupSetID, "dynset": dynsetSetID, "hash": hashOffset}[name]
-	return name == "counter" || coversBut(skip, expressionData(ours), expressionData(theirs))
+	skip := map[string][]uint16{"lookup": {lookupSetID}, "dynset": {dynsetSetID, dynsetExpr}, "hash": {hashOffset}}[name]
+	if name == "counter" || !coversBut(skip, expressionData(ours), expressionData(theirs)) {
+		return name == "counter"
+	}
+	return name != "dynset" || sameCounter(expressionData(ours), expressionData(theirs))
+}
+
+// sameCounter compares what two dynset expressions give to each element. No counter of ours counts here.
+func sameCounter(ours, theirs []byte) bool {
+	return expressionName(netlink.Find(ours, dynsetExpr)) == expressionName(netlink.Find(theirs, dynsetExpr))
 }
 
 // covers says whether all attributes of ours are among theirs.
-func covers(ours, theirs []byte) bool { return coversBut(0, ours, theirs) }
+func covers(ours, theirs []byte) bool { return coversBut(nil, ours, theirs) }
 
-// coversBut is covers without the attributes of one type. Those of the same type are compared in their order.
-func coversBut(skip uint16, ours, theirs []byte) bool {
+// coversBut is covers without the attributes of some types. Those of the same type are compared in their order.
+func coversBut(skip []uint16, ours, theirs []byte) bool {
 	listed := map[uint16][][]byte{}
 	for typ, v := range netlink.Each(theirs) {
 		listed[typ] = append(listed[typ], v)
@@ -287,7 +296,7 @@ func coversBut(skip uint16, ours, theirs []byte) bool {
 	for typ, v := range netlink.EachFlagged(ours) {
 		nested := typ&unix.NLA_F_NESTED != 0
 		typ &^= unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER
-		if skip != 0 && typ == skip {
+		if slices.Contains(skip, typ) {
 			continue
 		}
 		if len(listed[typ]) == 0 {

@@ -29,6 +29,7 @@ const (
 	descTransport    = 11
 	descIPv4         = 12
 	descIPv6         = 13
+	fieldSourcePort  = 1
 	fieldDestPort    = 2
 	fieldIPv4Source  = 11
 	fieldIPv4Dest    = 12
@@ -118,6 +119,8 @@ func typeofField(f ipfamily.Family, field nft.Field) []byte {
 		return payload(desc, dest)
 	case nft.DestPort:
 		return payload(descTransport, fieldDestPort)
+	case nft.SourcePort:
+		return payload(descTransport, fieldSourcePort)
 	case nft.L4Proto:
 		return typeofExpression(exprMeta, udataWord(0, metaL4Proto))
 	case nft.Priority:
@@ -161,7 +164,7 @@ func fieldType(f ipfamily.Family, field nft.Field) uint32 {
 		return typeIPv4
 	case nft.L4Proto:
 		return typeProto
-	case nft.DestPort, nft.OriginalDestPort:
+	case nft.DestPort, nft.OriginalDestPort, nft.SourcePort:
 		return typeService
 	case nft.Priority:
 		return typeClassID
