@@ -1,12 +1,27 @@
 package kernel
 
 import (
+	"errors"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // retryAll has refused connections tried again at every TCP port with two endpoints, if the state gathers evidence.
-func retryAll(st *dataplane.State) {
+func retryAll(st *dataplane.State) { retry(st, true) }
+
+func retry(st *dataplane.State, yes bool) {
 	for _, svc := range st.Services {
 		for _, sp := range svc.Ports {
 			if !st.Evidence || sp.Name.Protocol != snapshot.TCP {
@@ -14,8 +29,302 @@ func retryAll(st *dataplane.State) {
 			}
 			sp.SecondChance = snapshot.SecondChanceOn
 			for _, p := range []*dataplane.Pool{sp.Cluster, sp.Local} {
-				p.RetryRefused = len(p.Endpoints) > 1
+				p.RetryRefused = yes && len(p.Endpoints) > 1
 			}
 		}
 	}
+}
+
+// evidenceLab is a cluster of which every pod serves but the second remote one, and a Service.
+type evidenceLab struct {
+	*lab.Cluster
+	backend *Backend
+	service flowService
+	servers map[*lab.Host]*lab.Server
+	reader  *EvidenceReader
+}
+
+func newEvidenceLab(t *testing.T, state endpointState) *evidenceLab {
+	t.Helper()
+	l := &evidenceLab{Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 3, RemotePods: 3}),
+		service: flowService{number: 1, state: state}, servers: map[*lab.Host]*lab.Server{}}
+	for _, pod := range []*lab.Host{l.Pods[0], l.Pods[1], l.RemotePods[0]} {
+		server, err := pod.Serve(snapshot.TCP, targetPort)
+		labtest.Check(t, err)
+		l.servers[pod] = server
+		_, err = pod.Serve(snapshot.UDP, targetPort)
+		labtest.Check(t, err)
+	}
+	l.backend = open(t, l.Node, Options{})
+	labtest.Check(t, l.Node.Do(func() (err error) {
+		l.reader, err = OpenEvidence()
+		return err
+	}))
+	t.Cleanup(func() { labtest.Check(t, l.reader.Close()) })
+	return l
+}
+
+// state gives what is to be applied, with more endpoints than the Service's state names.
+func (l *evidenceLab) state(more ...*lab.Host) *dataplane.State {
+	d := l.service.delta(l.Cluster)
+	for name, slice := range d.Slices {
+		f := ipfamily.IPv4
+		if strings.HasSuffix(name.Name, "-1") {
+			f = ipfamily.IPv6
+		}
+		for _, h := range more {
+			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: h.IP(f), Node: h.Name, Ready: true,
+				Serving: true})
+		}
+	}
+	snap := snapshot.New()
+	snap.Apply(facts(l.Cluster))
+	snap.Apply(d)
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR,
+		SecondChance: snapshot.SecondChanceOn}, snap)
+	return st
+}
+
+func (l *evidenceLab) read(t *testing.T) map[netip.AddrPort]dataplane.Evidence {
+	t.Helper()
+	list, err := l.reader.Read()
+	labtest.Check(t, err)
+	out := map[netip.AddrPort]dataplane.Evidence{}
+	for _, e := range list {
+		out[e.Endpoint] = e
+	}
+	return out
+}
+
+func at(h *lab.Host, f ipfamily.Family) netip.AddrPort {
+	return netip.AddrPortFrom(h.IP(f), targetPort)
+}
+
+// TestUnanswered has clients wait for an endpoint that takes every packet and answers none. It is evidence once a
+// client sends its first packet again, and not before; healthy endpoints and UDP are none.
+func TestUnanswered(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"there", nil, []condition{ready}})
+	dead := l.RemotePods[1]
+	st := l.state(dead)
+	apply(t, l.backend, st)
+	n := labtest.NewNft(t)
+	labtest.Run(t, dead, "table inet dead { chain c { type filter hook prerouting priority -400; drop; } }", n.Path, "-f",
+		"-")
+	var wg sync.WaitGroup
+	start := time.Now()
+	for _, f := range ipfamily.All {
+		to := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
+		for range 16 {
+			wg.Go(func() { l.Pods[2].Dial(snapshot.TCP, to, lab.Options{Timeout: 1700 * time.Millisecond}) })
+		}
+	}
+	udp := l.service.frontendOf(l.Cluster, dataplane.NodePort, ipfamily.IPv4)
+	for i := range uint16(16) {
+		from := netip.AddrPortFrom(l.Outside.IP(ipfamily.IPv4), 40000+i)
+		wg.Go(func() {
+			for range 3 {
+				l.Outside.Dial(snapshot.UDP, udp, lab.Options{Timeout: 400 * time.Millisecond, From: from})
+			}
+		})
+	}
+	time.Sleep(time.Until(start.Add(700 * time.Millisecond)))
+	if got := l.read(t); len(got) > 0 {
+		t.Errorf("evidence before anything was sent again: %v", got)
+	}
+	wg.Wait()
+	got := l.read(t)
+	for _, f := range ipfamily.All {
+		if e := got[at(dead, f)]; e.Unanswered == 0 || e.Refused != 0 {
+			t.Errorf("%s: %+v", f, e)
+		}
+		delete(got, at(dead, f))
+	}
+	if len(got) > 0 {
+		t.Errorf("evidence of healthy endpoints: %v", got)
+	}
+	for _, n := range labtest.Nfts(t) {
+		if text := n.List(t, l.Node); !strings.Contains(text, "update @unanswered { ip6 daddr . meta l4proto . ") {
+			t.Errorf("%s lists no chain unanswered:\n%s", n.Path, text)
+		}
+	}
+	quiet(t, l.backend)
+	next := open(t, l.Node, Options{})
+	if r, err := next.Apply(st, dataplane.Change{}); err != nil || r.Full || r.Added+r.Replaced+r.Removed > 0 {
+		t.Errorf("evidence made the tables other ones: %+v, %v", r, err)
+	}
+	quiet(t, next)
+	if got := l.read(t); len(got) != 2 {
+		t.Errorf("a restart made evidence disappear: %v", got)
+	}
+}
+
+// TestRefusedAtOnce: where a refusal is not retried, the client has it at once, and it is counted. A reset of a running
+// connection is not.
+func TestRefusedAtOnce(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"none", nil, nil})
+	st := l.state(l.RemotePods[1], l.Node)
+	retry(st, false)
+	apply(t, l.backend, st)
+	want := map[netip.AddrPort]uint64{}
+	for _, f := range ipfamily.All {
+		for _, from := range []*lab.Host{l.Pods[2], l.Outside, l.Node} {
+			to := l.service.frontendOf(l.Cluster, dataplane.LoadBalancerIP, f)
+			for range 12 {
+				r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 5 * time.Second})
+				if !errors.Is(r.Err, unix.ECONNREFUSED) || r.Latency > 500*time.Millisecond {
+					t.Fatalf("%s: %v after %v; want refused at once", from.Name, r, r.Latency)
+				}
+				want[at(l.Node, f)]++
+			}
+		}
+	}
+	got, total, expected := l.read(t), uint64(0), uint64(0)
+	for _, n := range want {
+		expected += n
+	}
+	for ep, e := range got {
+		if ep.Addr() != l.Node.IP(ipfamily.Of(ep.Addr())) && ep.Addr() != l.RemotePods[1].IP(ipfamily.Of(ep.Addr())) {
+			t.Errorf("evidence of somebody else: %+v", e)
+		}
+		if e.Refused == 0 || e.Unanswered > 0 {
+			t.Errorf("%+v", e)
+		}
+		total += e.Refused
+	}
+	if len(got) != 4 || total != expected {
+		t.Errorf("%d refusals were counted at %d endpoints; want %d at 4: %v", total, len(got), expected, got)
+	}
+}
+
+// TestRunningConnectionReset cuts connections from the endpoint's side: nothing was refused.
+func TestRunningConnectionReset(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"here", []condition{ready}, nil})
+	st := l.state()
+	apply(t, l.backend, st)
+	for _, f := range ipfamily.All {
+		c, r := l.Outside.Open(snapshot.TCP, l.service.frontendOf(l.Cluster, dataplane.LoadBalancerIP, f), lab.Options{})
+		if c == nil {
+			t.Fatal(r)
+		}
+		defer c.Close()
+	}
+	labtest.Check(t, l.servers[l.Pods[0]].Close())
+	time.Sleep(100 * time.Millisecond)
+	if got := l.read(t); len(got) > 0 {
+		t.Errorf("resets of running connections are evidence: %v", got)
+	}
+}
+
+// TestRefusedRetry: of four endpoints one refuses. Each client is answered, by its next packet.
+func TestRefusedRetry(t *testing.T) {
+	for name, refuser := range map[string]func(*evidenceLab) *lab.Host{
+		"remote pod":     func(l *evidenceLab) *lab.Host { return l.RemotePods[1] },
+		"local pod":      func(l *evidenceLab) *lab.Host { return l.Pods[2] },
+		"node's network": func(l *evidenceLab) *lab.Host { return l.Node },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newEvidenceLab(t, endpointState{"both", []condition{ready, ready}, []condition{ready}})
+			at := refuser(l)
+			st := l.state(at)
+			retry(st, true)
+			apply(t, l.backend, st)
+			var wg sync.WaitGroup
+			for _, f := range ipfamily.All {
+				to := l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f)
+				for _, from := range []*lab.Host{l.RemotePods[2], l.Node} {
+					for range 12 {
+						wg.Go(func() {
+							if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 40 * time.Second}); r.Outcome != lab.Answered {
+								t.Errorf("%s to %v: %v", from.Name, to, r)
+							}
+						})
+					}
+				}
+			}
+			time.Sleep(500 * time.Millisecond)
+			got := l.read(t)
+			for _, f := range ipfamily.All {
+				if e := got[netip.AddrPortFrom(at.IP(f), targetPort)]; e.Refused == 0 {
+					t.Errorf("%s: no refusal was counted: %v", f, got)
+				}
+			}
+			wg.Wait()
+			for _, f := range ipfamily.All {
+				delete(got, netip.AddrPortFrom(at.IP(f), targetPort))
+			}
+			if len(got) > 0 {
+				t.Errorf("evidence of others: %v", got)
+			}
+		})
+	}
+}
+
+// TestLostConnectionIsReset deletes the conntrack entry of an open connection whose Service has no endpoint any more,
+// or is gone. The client's next packet is answered with a reset.
+func TestLostConnectionIsReset(t *testing.T) {
+	gone := func(l *evidenceLab) *dataplane.State {
+		snap := snapshot.New()
+		snap.Apply(facts(l.Cluster))
+		st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
+		return st
+	}
+	empty := func(internalLocal bool, state endpointState) func(*evidenceLab) *dataplane.State {
+		return func(l *evidenceLab) *dataplane.State {
+			l.service.internalLocal, l.service.state = internalLocal, state
+			return l.state()
+		}
+	}
+	otherPort := func(l *evidenceLab) *dataplane.State {
+		return oneState(l.Cluster, l.service, func(svc *snapshot.Service) {
+			for i := range svc.Ports {
+				svc.Ports[i].Port++
+			}
+		})
+	}
+	for name, after := range map[string]func(*evidenceLab) *dataplane.State{
+		"no endpoint":       empty(false, endpointState{"none", nil, nil}),
+		"no local endpoint": empty(true, endpointState{"there", nil, []condition{ready}}),
+		"no such port":      otherPort,
+		"no such Service":   gone,
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newEvidenceLab(t, endpointState{"here", []condition{ready}, nil})
+			apply(t, l.backend, l.state())
+			var open []*lab.Conn
+			for _, f := range ipfamily.All {
+				for _, from := range []*lab.Host{l.Pods[2], l.Node} {
+					c, r := from.Open(snapshot.TCP, l.service.frontendOf(l.Cluster, dataplane.ClusterIP, f), lab.Options{})
+					if c == nil {
+						t.Fatal(r)
+					}
+					open = append(open, c)
+				}
+			}
+			_, err := l.backend.ApplyAll(after(l), dataplane.Change{Globals: true, Services: []snapshot.Name{l.service.name()}})
+			labtest.Check(t, err)
+			if r := open[0].Ping(time.Second); r.Outcome != lab.Answered {
+				t.Errorf("an open connection: %v", r)
+			}
+			forgetConnections(t, l.Node)
+			for i, c := range open {
+				if r := c.Ping(2 * time.Second); !errors.Is(r.Err, unix.ECONNRESET) || r.Latency > 300*time.Millisecond {
+					t.Errorf("connection %d: %v after %v; want a reset", i, r, r.Latency)
+				}
+			}
+		})
+	}
+}
+
+// forgetConnections empties a host's conntrack table.
+func forgetConnections(t *testing.T, h *lab.Host) {
+	t.Helper()
+	labtest.Check(t, h.Do(func() error {
+		handle, err := netlink.NewHandle(unix.NETLINK_NETFILTER)
+		if err != nil {
+			return err
+		}
+		defer handle.Close()
+		return handle.ConntrackTableFlush(netlink.ConntrackTable)
+	}))
 }

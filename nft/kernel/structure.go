@@ -272,11 +272,15 @@ func sameExpression(ours, theirs []byte) bool {
 	if expressionName(theirs) != name {
 		return false
 	}
+	mine, held := expressionData(ours), expressionData(theirs)
 	skip := map[string][]uint16{"lookup": {lookupSetID}, "dynset": {dynsetSetID, dynsetExpr}, "hash": {hashOffset}}[name]
-	if name == "counter" || !coversBut(skip, expressionData(ours), expressionData(theirs)) {
-		return name == "counter"
+	switch {
+	case name == "counter":
+		return true
+	case name == "reject" && netlink.Find(mine, unix.NFTA_REJECT_TYPE).Big32() == unix.NFT_REJECT_TCP_RST:
+		skip = []uint16{unix.NFTA_REJECT_ICMP_CODE} // which it has not
 	}
-	return name != "dynset" || sameCounter(expressionData(ours), expressionData(theirs))
+	return coversBut(skip, mine, held) && (name != "dynset" || sameCounter(mine, held))
 }
 
 // sameCounter compares what two dynset expressions give to each element. No counter of ours counts here.
