@@ -107,9 +107,8 @@ func TestUnanswered(t *testing.T) {
 	dead := l.RemotePods[1]
 	st := l.state(dead)
 	apply(t, l.backend, st)
-	n := labtest.NewNft(t)
-	labtest.Run(t, dead, "table inet dead { chain c { type filter hook prerouting priority -400; drop; } }", n.Path, "-f",
-		"-")
+	const drop = "table inet dead {\n chain c { type filter hook prerouting priority -400; drop\n }\n }\n"
+	labtest.Run(t, dead, drop, labtest.Nfts(t)[0].Path, "-f", "-")
 	var wg sync.WaitGroup
 	start := time.Now()
 	for _, f := range ipfamily.All {
