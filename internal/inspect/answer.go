@@ -110,7 +110,9 @@ type Endpoint struct {
 	SourceSeen *dataplane.SourceSeen
 	Source     netip.Addr
 	// Draining is true if the endpoint terminates.
-	Draining    bool
+	Draining bool
+	// Kept explains why an endpoint is not ejected although it is unhealthy; empty for others.
+	Kept        string
 	Connections *uint64
 }
 
@@ -219,6 +221,9 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
 		}
+		if c.Unhealthy != nil {
+			e.Kept = keptText(c.Unhealthy, x)
+		}
 		v.Endpoints = append(v.Endpoints, e)
 	}
 	for _, s := range x.SkippedSlices {
@@ -229,6 +234,23 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 		}
 		v.Excluded = append(v.Excluded, l)
 	}
+}
+
+// unhealthyText says what is wrong with an endpoint, and since when.
+func unhealthyText(u *snapshot.Unhealthy) string {
+	return u.Cause.String() + " since " + u.Since.UTC().Format(time.RFC3339)
+}
+
+// keptText says why an unhealthy endpoint is still in its pool.
+func keptText(u *snapshot.Unhealthy, x *dataplane.Explanation) string {
+	pool := x.Frontend.Routes[x.Row].Pool
+	switch {
+	case x.Port.SecondChance == snapshot.SecondChanceObserve:
+		return unhealthyText(u) + ", observe only"
+	case len(pool.Endpoints)+len(pool.Ejected) == 1:
+		return unhealthyText(u) + ", kept: there is no other endpoint"
+	}
+	return unhealthyText(u) + ", kept: half of the pool is ejected already"
 }
 
 // otherFamily is the reason of slices that have only endpoints of the other family.
@@ -284,6 +306,8 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		return fmt.Sprintf("topology hints: for %s, and this node is in %s", orNone(c.Object.ForZones), x.Zone)
 	case dataplane.ExcludedDuplicate:
 		return "mentioned twice: the other mention counts"
+	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
+		return unhealthyText(c.Unhealthy) + ", ejected on this node"
 	}
 	return c.Reason.String()
 }

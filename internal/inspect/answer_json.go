@@ -87,6 +87,7 @@ type EndpointJSON struct {
 	Sees        string  `json:"sees,omitempty"`
 	Source      string  `json:"source,omitempty"`
 	Draining    bool    `json:"draining,omitempty"`
+	Unhealthy   string  `json:"unhealthy,omitempty"`
 	Connections *uint64 `json:"connections,omitempty"`
 }
 
@@ -174,7 +175,8 @@ func (v *View) json(trace bool) *ViewJSON {
 func (out *ViewJSON) addEndpoints(v *View) {
 	for _, e := range v.Endpoints {
 		j := EndpointJSON{Address: e.Addr().String(), Port: e.Port(), Node: e.Node, Chance: e.Chance, Weight: e.Weight,
-			Source: validText(e.Source), Draining: e.Draining, Connections: e.Connections}
+			Source: validText(e.Source), Draining: e.Draining, Unhealthy: e.Kept,
+			Connections: e.Connections}
 		if e.SourceSeen != nil {
 			j.Sees = e.SourceSeen.String()
 		}

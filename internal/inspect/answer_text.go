@@ -406,6 +406,9 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 			middle = fmt.Sprint(*e.Connections)
 		}
 		s.Line("  %s", c.Row(part, e.AddrPort.String(), middle, e.seen()))
+		if e.Kept != "" {
+			s.Line("  %s", c.Row("", "", "", s.Paint(terminal.Red, e.Kept)))
+		}
 	}
 	t.more(s, len(v.Endpoints))
 }

@@ -84,6 +84,7 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 	c := &Comparison{}
 	var wanted *dataplane.State
 	var notes []string
+	healthNote := ""
 	if o.Given() {
 		settings, err := i.Settings(ctx)
 		if err != nil {
@@ -102,6 +103,7 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 		if !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
 			objects.Config.IPVS.Mode = dataplane.IPVSNever
 		}
+		healthNote = o.addHealth(ctx, objects)
 		wanted, _ = dataplane.Compute(objects.Config, objects.Snap)
 		c.Objects, c.Services = objects.Source, len(wanted.Services)
 	}
@@ -111,7 +113,9 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 	}
 	c.Differences = *d
 	c.Notes = append(notes, d.Notes...)
-	c.finish()
+	if c.finish(); !c.Same && healthNote != "" {
+		c.Notes = append(c.Notes, healthNote)
+	}
 	return c, nil
 }
 

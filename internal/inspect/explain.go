@@ -41,6 +41,8 @@ type explainRun struct {
 	settings   *dataplane.Settings
 	objects    *Objects
 	localAddrs []netip.Addr
+	// healthNote explains differences if it is not known which endpoints the proxy has ejected.
+	healthNote string
 }
 
 // gather reads what the answer needs.
@@ -61,6 +63,9 @@ func (e *explainRun) gather(ctx context.Context) (err error) {
 			return err
 		}
 		e.objects.printProblems()
+		if e.Inspector != nil {
+			e.healthNote = e.Objects.addHealth(ctx, e.objects)
+		}
 		e.localAddrs = e.objects.Snap.HostAddrs
 	}
 	return nil
@@ -112,6 +117,9 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 		a.Origin = originOf(s, pods, slices.Contains(e.localAddrs, s.addr) || s.addr.IsLoopback(), "the kernel's rules")
 	}
 	a.compare()
+	if !a.Agree() && e.healthNote != "" {
+		a.Notes = append(a.Notes, e.healthNote)
+	}
 	return a, nil
 }
 
