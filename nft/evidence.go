@@ -16,33 +16,33 @@ const (
 
 var refusedKey = []Field{SourceAddr, L4Proto, SourcePort}
 
-// evidence returns the chains that record which endpoints do not answer or refuse. Every packet of the node passes
-// their base chains, so the first statements let packets of established connections pass.
+// evidence returns the chains that record which endpoints do not answer or refuse. Every packet that leaves the node,
+// or ends on it, passes one base chain, whose first statement lets those of established connections pass. There the
+// endpoint's answer still has the endpoint's address.
 func evidence(s Structure) []Chain {
-	toConnection := Goto{RefusedConnection.id()}
-	// A reset with sequence 0 answers a SYN. Connections that were answered are assured soon after.
-	refuses := Rule{StatusIs{Of: StatusAssured | StatusDNAT, Are: StatusDNAT},
-		TCPFlags{Of: FlagRST | FlagACK, Are: FlagRST | FlagACK}, TCPSequence{}, Reply{}}
-	// What comes back by the loopback interface has passed output, and has the Service's address again.
-	fromOthers := append(append(Rule{}, refuses...), OtherInterface{"lo"}, toConnection)
-	fromHere := append(append(Rule{}, refuses...), toConnection)
+	unanswered := StatusIs{Of: StatusAssured | StatusDNAT, Are: StatusDNAT}
+	// A reset with sequence 0 answers a SYN.
+	refuses := Rule{TCPFlags{Of: FlagRST | FlagACK, Are: FlagRST | FlagACK}, TCPSequence{}, Reply{},
+		Goto{RefusedChain.id()}}
 	return []Chain{
-		{ID: RefusedConnection.id(), Comment: "an endpoint refuses a connection", Rules: refusedConnection(s)},
-		{ID: RefusedChain.id(), Hook: &Hook{"filter", "prerouting", priorityMangle}, Rules: []Rule{fromOthers}},
-		{ID: RefusedOutput.id(), Hook: &Hook{"filter", "output", priorityMangle},
-			Comment: "the same of endpoints on the node's network", Rules: []Rule{fromHere}},
-		// A first packet is confirmed after postrouting; one that is sent again is confirmed already.
-		{ID: UnansweredChain.id(), Hook: &Hook{"filter", "postrouting", prioritySrcNAT - 10},
-			Comment: "an endpoint does not answer a connection",
-			Rules: []Rule{{NewConnection{},
-				StatusIs{Of: StatusConfirmed | StatusDNAT, Are: StatusConfirmed | StatusDNAT}, ProtocolIs{snapshot.TCP},
+		{ID: RefusedChain.id(), Comment: "an endpoint refuses a connection", Rules: refused(s)},
+		{ID: UnansweredChain.id(), Comment: "a connection that is not established", Rules: []Rule{refuses,
+			// A first packet is confirmed after postrouting; one that is sent again is confirmed already.
+			{NewConnection{}, StatusIs{Of: StatusConfirmed | StatusDNAT, Are: StatusConfirmed | StatusDNAT},
+				ProtocolIs{snapshot.TCP},
 				Update{Map: Unanswered, Key: toFrontend, Timeout: evidenceTimeout, Counted: true}}}},
+		{ID: Evidence.id(), Hook: &Hook{"filter", "postrouting", prioritySrcNAT - 10},
+			Rules: []Rule{{unanswered, Goto{UnansweredChain.id()}}}},
+		// What comes by the loopback interface has passed postrouting, and has the Service's address again.
+		{ID: EvidenceInput.id(), Hook: &Hook{"filter", "input", prioritySrcNAT - 10},
+			Comment: "the same for clients on this node",
+			Rules:   []Rule{append(Rule{unanswered, OtherInterface{"lo"}}, refuses...)}},
 	}
 }
 
-// refusedConnection counts a refusal. Where another endpoint may take the connection, it drops the reset: the client's
+// refused counts a refusal. Where another endpoint may take the connection, it drops the reset: the client's
 // next SYN chooses again.
-func refusedConnection(s Structure) []Rule {
+func refused(s Structure) []Rule {
 	rules := []Rule{{Update{Map: Refused, Key: Concat{Fields: refusedKey}, Timeout: evidenceTimeout, Counted: true}}}
 	if s.Uses.Has(RetryServices) {
 		rules = append(rules, Rule{ProtocolIs{snapshot.TCP}, SetLookup{Key: tupleKey, Set: RetryServices}, Counter{}, Drop{}})

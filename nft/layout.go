@@ -107,8 +107,8 @@ const (
 	LeftToIPVS
 	UnansweredChain
 	RefusedChain
-	RefusedOutput
-	RefusedConnection
+	Evidence
+	EvidenceInput
 	numFixedChains
 	// Pick chains choose one of N endpoints; UncountedPick chains choose among endpoints without counters.
 	Pick ChainKind = iota
@@ -122,7 +122,8 @@ const (
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
-	"masquerade-node", "left-to-ipvs", "unanswered", "refused", "refused-output", "refused-connection", "", "pick", "uncounted-pick", "sticky", "remember",
+	"masquerade-node", "left-to-ipvs", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
+	"uncounted-pick", "sticky", "remember",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".

@@ -69,7 +69,6 @@ type Hook struct {
 // The standard priorities used here, from linux/netfilter_ipv4.h.
 const (
 	priorityRaw    = -300
-	priorityMangle = -150
 	priorityDstNAT = -100
 	prioritySrcNAT = 100
 )
