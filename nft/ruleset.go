@@ -416,7 +416,8 @@ type TCPFlags struct {
 
 func (s TCPFlags) text(ipfamily.Family) string {
 	flags := func(set TCPFlag) string {
-		return flagsText(uint32(set), []flagName{{uint32(FlagSYN), "syn"}, {uint32(FlagRST), "rst"}, {uint32(FlagACK), "ack"}})
+		names := []flagName{{uint32(FlagSYN), "syn"}, {uint32(FlagRST), "rst"}, {uint32(FlagACK), "ack"}}
+		return flagsText(uint32(set), names)
 	}
 	op := " == "
 	if s.Not {
