@@ -174,3 +174,36 @@ func upgradeRules(t *testing.T, file string, n labtest.Nft) {
 	}
 	quiet(t, b)
 }
+
+// TestUpgradeToEvidence starts on tables that were written without evidence. They are replaced in one transaction, and
+// the clients that they remember stay; back again likewise.
+func TestUpgradeToEvidence(t *testing.T) {
+	h, b := host(t)
+	st := cart()
+	apply(t, b, st)
+	const client = "7057:c068 . 5 timeout 3h expires 2h : 10.244.1.2 . 8080"
+	labtest.Run(t, h, "add element ip verdict affinity { "+client+" }", labtest.Nfts(t)[0].Path, "-f", "-")
+	for _, evidence := range []bool{true, false} {
+		st.Evidence = evidence
+		next := open(t, h, Options{})
+		before, err := next.reader.Generation()
+		labtest.Check(t, err)
+		r, err := next.Apply(st, dataplane.Change{})
+		labtest.Check(t, err)
+		if after, err := next.reader.Generation(); err != nil || after != before+1 || !r.Full || len(r.Left) > 0 {
+			t.Errorf("generation %d became %d: %+v", before, after, r)
+		}
+		got := held(t, next)
+		entry := regexp.MustCompile(`(?m)^ip affinity .*\n`)
+		if !entry.MatchString(got) {
+			t.Error("a client is no longer remembered")
+		}
+		if got, want := entry.ReplaceAllString(got, ""), wanted(st); got != want {
+			t.Error(labtest.FirstDifference(got, want))
+		}
+		if has := strings.Contains(got, "ip chain evidence\n"); has != evidence {
+			t.Errorf("evidence %v, chain evidence there: %v", evidence, has)
+		}
+		quiet(t, next)
+	}
+}
