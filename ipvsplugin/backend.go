@@ -291,7 +291,7 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 		}
 		b.touchAll(touched)
 	}
-	return fmt.Errorf("ipvs: somebody else changes it all the time")
+	return fmt.Errorf("ipvs: another program keeps changing the virtual services")
 }
 
 // finish drains or removes what is not wanted.
@@ -319,7 +319,7 @@ func (b *Backend) writeRemovals(ops []op, r *dataplane.Receipt) error {
 	}
 	if stale {
 		b.stale, b.dirty = true, true
-		return errors.New("ipvs: somebody else changed it meanwhile")
+		return errors.New("ipvs: another program changed the virtual services meanwhile")
 	}
 	return b.verify(ops)
 }
@@ -426,7 +426,7 @@ func (b *Backend) explain(o op, errno unix.Errno) (why error, fatal bool) {
 			if adopted || err != nil {
 				return err, true // if it was, the only reason is gone
 			}
-			return fmt.Errorf("ipvs: the virtual service %s is somebody else's", o.key), false
+			return fmt.Errorf("ipvs: the virtual service %s belongs to another program", o.key), false
 		}
 		return nil, false
 	case (o.verb == newService || o.verb == setService) && errno == unix.ENOENT:
@@ -465,7 +465,7 @@ func (b *Backend) verify(ops []op) error {
 		last = o.key
 		wrong, err := b.compare(o.key)
 		if err == nil && wrong != "" {
-			err = fmt.Errorf("ipvs: was written and acknowledged, yet %s", wrong)
+			err = fmt.Errorf("ipvs: the kernel acknowledged the changes, but %s", wrong)
 		}
 		if err != nil {
 			b.stale = true
@@ -487,11 +487,11 @@ func (b *Backend) compare(k dataplane.Key) (string, error) {
 	case have == nil && !l.ours:
 		return "", nil
 	case have == nil:
-		return fmt.Sprintf("the virtual service %s is there", k), nil
+		return fmt.Sprintf("the virtual service %s still exists", k), nil
 	case !there:
 		return fmt.Sprintf("the virtual service %s is gone", k), nil
 	case !l.ours:
-		return fmt.Sprintf("the virtual service %s is not marked as ours any more", k), nil
+		return fmt.Sprintf("the virtual service %s is no longer marked as Verdict's", k), nil
 	case l.Config != have.Config:
 		return fmt.Sprintf("the virtual service %s has %s, not %s", k, l.Config.String(), have.Config.String()), nil
 	}
@@ -517,7 +517,7 @@ func differs(k dataplane.Key, is, should *found) string {
 	}
 	for _, a := range slices.SortedFunc(maps.Keys(is.dests), netip.AddrPort.Compare) {
 		if _, there := should.dests[a]; !there {
-			return fmt.Sprintf("the destination %s of %s is not ours", a, k)
+			return fmt.Sprintf("the destination %s of %s is unexpected", a, k)
 		}
 	}
 	return ""

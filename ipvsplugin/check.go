@@ -194,7 +194,7 @@ func (b *Backend) checkGuard(start time.Time) (wrong []string, err error) {
 		return nil, err
 	}
 	if moved := b.wrongSources(); len(moved) > 0 {
-		return []string{"the node's address is another one"}, nil
+		return []string{"the node's address has changed"}, nil
 	}
 	generation, err := b.guard.Generation()
 	if err != nil || generation == w.generation {

@@ -61,7 +61,7 @@ func differenceAt(k dataplane.Key, want *VirtualService, have *found) (lines []s
 	}
 	for _, a := range slices.SortedFunc(maps.Keys(have.dests), netip.AddrPort.Compare) {
 		if d := have.dests[a]; !wants(want, a) && d.Weight > 0 {
-			lines = append(lines, fmt.Sprintf("the destination %s of %s is not wanted, and has weight %d", a, k, d.Weight))
+			lines = append(lines, fmt.Sprintf("the destination %s of %s is unexpected, with weight %d", a, k, d.Weight))
 		}
 	}
 	return lines

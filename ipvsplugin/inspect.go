@@ -82,7 +82,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 	for _, k := range d.Scheduled {
 		if !there[k] {
 			d.Wrong = append(d.Wrong,
-				fmt.Sprintf("IPVS has no virtual service at %s, which is left to it: clients are rejected", k))
+				fmt.Sprintf("the address %s is left to IPVS, which has no virtual service there: clients are rejected", k))
 		}
 	}
 	return d, nil

@@ -79,7 +79,7 @@ type Missing struct {
 func (e *Missing) Error() string {
 	names := strings.Join(e.Modules, " ")
 	return fmt.Sprintf(
-		"IPVS cannot schedule: the kernel lacks %s, and does not load it by itself (modprobe -a %s may)",
+		"IPVS cannot schedule: the kernel lacks %s and failed to load it (try modprobe -a %s)",
 		names,
 		names,
 	)
@@ -300,7 +300,7 @@ func (v *ipvs) service(k dataplane.Key) (l listed, there bool, err error) {
 		return l, false, nil
 	}
 	if err != nil {
-		return l, false, fmt.Errorf("ipvs: look for service %s: %w", k, err)
+		return l, false, fmt.Errorf("ipvs: get service %s: %w", k, err)
 	}
 	l, there = parseService(body)
 	return l, there, nil
@@ -430,14 +430,14 @@ func (v *ipvs) try(scheduler string) (bool, error) {
 	case unix.EINVAL, unix.EAFNOSUPPORT: // a kernel without IPv6 does not get as far as to the scheduler
 		return true, nil
 	}
-	return false, fmt.Errorf("ipvs: asked for the scheduler %s, the kernel says: %w", scheduler, r[0])
+	return false, fmt.Errorf("ipvs: probe the scheduler %s: %w", scheduler, r[0])
 }
 
 // timeouts reads and sets how long connections without packets are remembered.
 func (v *ipvs) timeouts() (t Timeouts, err error) {
 	body, err := v.Get(v.request(cmdGetConfig, 0, nil))
 	if err != nil {
-		return t, fmt.Errorf("ipvs: ask for timeouts: %w", err)
+		return t, fmt.Errorf("ipvs: get timeouts: %w", err)
 	}
 	for typ, val := range netlink.Each(body[min(netlink.GenericLen, len(body)):]) {
 		d := time.Duration(val.Native32()) * time.Second

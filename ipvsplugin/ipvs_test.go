@@ -477,7 +477,7 @@ func TestIPVSOthers(t *testing.T) {
 	w.lacks("-t 10.96.0.2:80 -r 10.244.1.11")
 	refused, ok := err.(*dataplane.Refused)
 	if !ok || len(refused.Services) != 1 || refused.Services[app{number: 2}.name()] == nil ||
-		!strings.Contains(err.Error(), "10.96.0.2:80/tcp is somebody else's") {
+		!strings.Contains(err.Error(), "10.96.0.2:80/tcp belongs to another program") {
 		t.Errorf("%v", err)
 	}
 	w.apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{app{number: 2}.name(): nil}})
@@ -757,7 +757,7 @@ func TestIPVSSource(t *testing.T) {
 		w.backend.options.NodeAddrs = func() []netip.Addr { return []netip.Addr{second, w.Node.IP6} }
 		return nil
 	})
-	w.repairs("the node's address is another one")
+	w.repairs("the node's address has changed")
 	if a := from(); a != second {
 		t.Errorf("a connection of the node has %v", a)
 	}

@@ -110,7 +110,7 @@ func (b *Backend) addRoutes(keys map[dataplane.Key]bool, r *dataplane.Receipt) e
 }
 
 // errGateway is the reason why an address gets no route.
-var errGateway = errors.New("this node has routes by way of that address")
+var errGateway = errors.New("this node routes traffic through that address")
 
 // withoutGateways leaves out routes to addresses that the host uses as gateways. Those often belong to other nodes.
 func (b *Backend) withoutGateways(routes []route) (left []route, spared map[netip.Addr]error, err error) {

@@ -200,7 +200,7 @@ func (n rtnetlink) takes(a netip.Addr) (bool, error) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("route: look for %s: %w", a, err)
+		return false, fmt.Errorf("route: look up %s: %w", a, err)
 	}
 	return len(body) >= rtmLen && body[7] == unix.RTN_LOCAL, nil
 }

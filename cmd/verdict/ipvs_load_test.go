@@ -227,7 +227,7 @@ func TestIPVSUnderLoad(t *testing.T) {
 	}
 	labtest.Check(t, m.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, m.keeper.Wait())
-	if said := m.said(); strings.Contains(said, "somebody else changed") {
+	if said := m.said(); strings.Contains(said, "another program changed") {
 		t.Errorf("the proxy believes that others changed what it wrote:\n%s", said)
 	}
 }

@@ -404,8 +404,8 @@ func (v *victim) settle() {
 		}
 	}
 	said := v.said()
-	last := said[strings.LastIndex(said, "verdict starts"):]
-	if !strings.Contains(last, "nothing was written") || strings.Contains(said, "somebody else changed") {
+	last := said[strings.LastIndex(said, "starting verdict"):]
+	if !strings.Contains(last, "nothing was written") || strings.Contains(said, "another program changed") {
 		v.t.Errorf("the kernel did not hold what the files ask for:\n%s", said)
 	}
 	labtest.Check(v.t, v.cluster.Node.Do(removeRules))

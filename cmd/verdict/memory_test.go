@@ -148,7 +148,7 @@ func TestMemoryLimit(t *testing.T) {
 	s.sends(pod)
 	s.ends()
 	said := s.said()
-	if last := said[strings.LastIndex(said, "verdict starts"):]; !strings.Contains(last, "nothing was written") {
+	if last := said[strings.LastIndex(said, "starting verdict"):]; !strings.Contains(last, "nothing was written") {
 		t.Errorf("it wrote again what was there:\n%s", last)
 	}
 }

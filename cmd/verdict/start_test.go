@@ -114,7 +114,7 @@ func TestBadStart(t *testing.T) {
 		_ = v.keeper.Wait()
 	}()
 	v.wait("all Services are programmed", 1)
-	v.wait("a sysctl is set", 1)
+	v.wait("set a sysctl", 1)
 	if hostState(t, node) == before {
 		t.Fatal("a good start changes nothing, so this shows nothing")
 	}

@@ -62,7 +62,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 		verb = "removed"
 		if n := found.Connections(); n > 0 {
 			verb = "removed as far as no connection needs it"
-			defer p.line("IPVS still carries connections (%d): call this again later, or leave it to verdict run", n)
+			defer p.line("%d connections still use kube-proxy's virtual services: call this again later, or leave it to verdict run", n)
 		}
 	}
 	for _, line := range found.Summary() {
@@ -77,7 +77,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 // warnNoRules prints a warning if no proxy has programmed this node, after Verdict's tables are removed.
 func warnNoRules(ctx context.Context, w io.Writer) {
 	if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && !found.HasServices() {
-		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody carries Services here now")
+		fmt.Fprintln(w, "verdict: no kube-proxy has programmed this node either: nobody programs Services here now")
 	}
 }
 
@@ -100,7 +100,7 @@ func ownRules(ctx context.Context) (takeover.Own, error) {
 		return takeover.Own{}, nil
 	}
 	errNobody := errors.New(
-		"there are no rules of Verdict's here, so that nobody would carry the Services: start verdict run first",
+		"Verdict has no rules on this node, so no Services would be programmed: start verdict run first",
 	)
 	i, err := xtables.Inspect(ctx, iptshim.Options{})
 	if err != nil { // without programs there are no rules of ours

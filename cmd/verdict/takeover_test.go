@@ -57,7 +57,7 @@ func TestTakeoverCommand(t *testing.T) {
 	}
 	var remark bytes.Buffer
 	labtest.Check(t, h.Do(func() error { warnNoRules(t.Context(), &remark); return nil }))
-	if !strings.Contains(remark.String(), "nobody carries Services") {
+	if !strings.Contains(remark.String(), "nobody programs Services") {
 		t.Errorf("cleanup says %q", remark.String())
 	}
 }

@@ -86,7 +86,7 @@ func TestManifestsWrong(t *testing.T) {
 		{"- --init-only", "- --inly-once", "unknown flag: --inly-once"},
 		{"--oom-score-adj=-997", "--oom-score-adj=low", "invalid argument"},
 		{"- run\n        - --config", "- ruin\n        - --config", `unknown command "ruin"`},
-		{"    mode: nftables", "    modus: nftables", "modus: there is no such field"},
+		{"    mode: nftables", "    modus: nftables", "modus: unknown field"},
 		{"clusterCIDR: 10.42.0.0/16", "clusterCIDR: 10.42.0.0/64", "clusterCIDR"},
 		{"    keeper: auto", "    keeper: nobody", "keeper"},
 		{"  - watch\n- apiGroups:\n  - discovery.k8s.io", "- apiGroups:\n  - discovery.k8s.io", "watch nodes is missing"},
@@ -207,7 +207,7 @@ func acceptConfig(config *corev1.ConfigMap) error {
 		return err
 	}
 	out, err := exec.Command(verdict, "run", "--config", file, "--write-config-to", written).CombinedOutput()
-	if err != nil || strings.Contains(string(out), "no such field") {
+	if err != nil || strings.Contains(string(out), "unknown field") {
 		return fmt.Errorf("config.conf: %w: %s", err, out)
 	}
 	return nil

@@ -155,7 +155,7 @@ func RemoveOthers(ctx context.Context, o RemoveOptions) error {
 		}
 		removed, err := b.Remove(ctx, o)
 		for _, what := range removed {
-			o.Log.Info("removed what Verdict had written with another backend before", "what", what)
+			o.Log.Info("removed the rules of Verdict's previous backend", "what", what)
 		}
 		errs = append(errs, err)
 	}

@@ -23,9 +23,9 @@ func openIPTables(ctx context.Context, o OpenOptions) (*Opened, error) {
 	if err != nil {
 		return nil, errors.Join(err, programs.Close())
 	}
-	o.Log.Info("iptables writes the rules", "programs", programs.String(), "variant", programs.Why)
+	o.Log.Info("using iptables", "programs", programs.String(), "variant", programs.Why)
 	if err := programs.Missing(ipfamily.IPv6); err != nil {
-		o.Log.Warn("there are no rules for IPv6", "why", err)
+		o.Log.Warn("IPv6 is not programmed", "why", err)
 	}
 	return &Opened{
 		Writer: chains, Mode: string(config.IPTables), Close: chains.Close,
@@ -47,7 +47,8 @@ func removeIPTables(ctx context.Context, o RemoveOptions) ([]string, error) {
 	if o.Beside == nil {
 		if found, err := takeover.Find(ctx, takeover.Own{}); err == nil && len(found.Running()) > 0 {
 			// The chains have kube-proxy's names: it may have made them its own.
-			o.Log.Warn("kube-proxy is running on this node; chains of iptables are left to it", "process", found.Running()[0])
+			o.Log.Warn("kube-proxy is running on this node; leaving the compatibility chains (iptablesCompat) to it",
+				"process", found.Running()[0])
 			return nil, nil
 		}
 	}

@@ -138,7 +138,7 @@ func ipvsSysctls(s *config.Settings) []sysctl.Setting {
 // crowded reports who fills a map of remembered clients.
 func crowded(log *slog.Logger) func([]kernel.AffinityShare) {
 	return func(of []kernel.AffinityShare) {
-		log.Warn("session affinity: the map of clients is nearly full; when it is, new clients are not remembered",
+		log.Warn("session affinity: the map of clients is nearly full; once it is full, new clients get no affinity",
 			"service", of[0].Service.String(), "entries", of[0].Entries,
 			"ipv6", of[0].Family == ipfamily.IPv6, "size", nft.AffinitySize)
 	}
@@ -152,7 +152,7 @@ func openCompat(ctx context.Context, s *config.Settings, log *slog.Logger) *xtab
 	}
 	programs, err := xtables.Find(ctx)
 	if err != nil {
-		log.Error("the chains for others that jump to kube-proxy's cannot be kept", "err", err)
+		log.Error("failed to set up the compatibility chains (iptablesCompat)", "err", err)
 		return nil
 	}
 	return &xtables.Compat{Programs: programs, Bit: s.MasqueradeBit, Log: log}

@@ -120,7 +120,7 @@ func (r *loader) checkNodePortAddresses() {
 		switch text := checkPrefix(entry); {
 		case entry == primary, entry == localhost, entry == allAddresses:
 			if slices.Contains(list[:i], entry) {
-				r.addEntryError(name, i, quote(entry)+" is there twice")
+				r.addEntryError(name, i, quote(entry)+" is listed twice")
 			}
 		case text == "", r.rejected[path{name}.index(i).String()]:
 		case strings.Contains(entry, "/"):
@@ -153,7 +153,7 @@ func (r *loader) checkDetectLocal() {
 			case !ok:
 				r.addEntryError("clusterCIDR", i, checkPrefix(entry))
 			case seen[p.Addr().Is4()]:
-				r.addEntryError("clusterCIDR", i, quote(entry)+" is a second range of its family")
+				r.addEntryError("clusterCIDR", i, quote(entry)+" is a second range of the same family")
 			}
 			seen[p.Addr().Is4()] = seen[p.Addr().Is4()] || ok
 		}
@@ -217,17 +217,17 @@ func (r *loader) resolve(last *Settings) error {
 		case r.flags.flagFor(c.at.String()) != "":
 			p.Then = r.flags.flagFor(c.at.String()) + " is used"
 		case c.at[0] == "featureGates" && len(c.at) > 1:
-			p.Then = "it is left out"
+			p.Then = "it is ignored"
 		case last != nil:
-			p.Then = r.fallBack(c, &last.Document, "what was before stays in force", "it stays ", "it stays empty")
+			p.Then = r.fallBack(c, &last.Document, "the previous values stay in force", "it stays ", "it stays empty")
 		case c.entry >= 0:
 			dropped[c.at.String()] = append(dropped[c.at.String()], c.entry)
-			p.Then = "it is left out"
+			p.Then = "it is ignored"
 		case c.at.String() == "nodePortAddresses":
 			r.doc.KubeProxy.NodePortAddresses = []string{}
 			p.Then = "node ports answer nowhere"
 		default:
-			p.Then = r.fallBack(c, defaults, "the defaults are used", "the default is used, ", "it counts as not set")
+			p.Then = r.fallBack(c, defaults, "the defaults are used", "the default is used, ", "it is treated as unset")
 		}
 		r.problems = append(r.problems, p)
 	}
@@ -289,7 +289,7 @@ func (r *loader) dropEntries(name string, entries []int) {
 	case "nodePortAddresses":
 		c.NodePortAddresses = keep(c.NodePortAddresses)
 		if len(c.NodePortAddresses) == 0 {
-			r.report(Invalid, path{name}, "no entry is left, so that node ports answer nowhere")
+			r.report(Invalid, path{name}, "no valid entry is left: node ports answer nowhere")
 		}
 	case "ipvs.excludeCIDRs":
 		c.IPVS.ExcludeCIDRs = keep(c.IPVS.ExcludeCIDRs)
@@ -362,7 +362,7 @@ func (r *loader) reportMode() {
 	}
 	rejected := slices.ContainsFunc(r.fieldErrors, func(c fieldError) bool { return c.at.String() == "mode" })
 	if mode == "" && !rejected {
-		r.report(Note, path{"mode"}, "it is not set, which means iptables; from kube-proxy 1.40 on it will mean nftables")
+		r.report(Note, path{"mode"}, "it is not set, which means iptables; from kube-proxy 1.40 on it means nftables")
 	}
 	if r.doc.KubeProxy.NodePortAddresses == nil {
 		r.report(Note, path{"nodePortAddresses"}, "it is not set, which in mode "+modeName(mode)+
@@ -376,9 +376,9 @@ func modeEffect(mode string, backend Backend) string {
 	case mode == "", mode == string(backend), mode == modeNFTables && backend == Auto:
 		return ""
 	case backend == Auto:
-		return mode + " is taken, and nftables is used where the kernel can: " + verdictKind + ".backend decides"
+		return mode + " is accepted, but nftables is used if the kernel supports it: " + verdictKind + ".backend decides"
 	}
-	return mode + " is taken, and " + string(backend) + " is used"
+	return mode + " is accepted, but " + string(backend) + " is used"
 }
 
 func modeName(mode string) string {

@@ -84,7 +84,7 @@ func TestKubeadm(t *testing.T) {
 	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
 		"node ports answer at all addresses of this host; [primary] would be those of its Node"
 	wantMode := "testdata/kubeadm.conf:52: mode: it is not set, which means iptables; " +
-		"from kube-proxy 1.40 on it will mean nftables"
+		"from kube-proxy 1.40 on it means nftables"
 	if got := texts(problems); !slices.Equal(got, []string{wantMode, wantText}) {
 		t.Errorf("it says %s", strings.Join(got, "\n"))
 	}
@@ -130,7 +130,7 @@ func TestOneBadRange(t *testing.T) {
 		len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
 		t.Errorf("it decides %+v", s.Policy)
 	}
-	want := `f:7: nodePortAddresses[1]: "192.168.0.0/33" is no range of addresses such as 10.244.0.0/16; it is left out`
+	want := `f:7: nodePortAddresses[1]: "192.168.0.0/33" is not an address range such as 10.244.0.0/16; it is ignored`
 	if !slices.Equal(said, []string{want}) {
 		t.Errorf("it says %s", strings.Join(said, "\n"))
 	}
@@ -141,7 +141,7 @@ func TestOneBadRange(t *testing.T) {
 		s.Policy.DetectLocal.ClusterCIDRs[0] != prefixes("10.244.0.0/16")[0] {
 		t.Errorf("while running it decides %+v, %v", s.Policy, err)
 	}
-	want = strings.Replace(want, "it is left out", `it stays ["10.0.0.0/8","192.168.0.0/16","fd00::/8"]`, 1)
+	want = strings.Replace(want, "it is ignored", `it stays ["10.0.0.0/8","192.168.0.0/16","fd00::/8"]`, 1)
 	if got := texts(problems); !slices.Equal(got, []string{want}) {
 		t.Errorf("while running it says %s", strings.Join(got, "\n"))
 	}
@@ -181,11 +181,11 @@ func TestNodePortKeywords(t *testing.T) {
 		{"localhost", []netip.Prefix{v4[1], v6[1]}, false, ""},
 		{"localhost, 10.0.0.0/8, primary", append([]netip.Prefix{v4[1], v6[1]}, prefixes("10.0.0.0/8")...), true, ""},
 		{"primary, all", []netip.Prefix{v4[0], v6[0]}, true, ""},
-		{"primary, primary", nil, true, `nodePortAddresses[1]: "primary" is there twice; it is left out`},
+		{"primary, primary", nil, true, `nodePortAddresses[1]: "primary" is listed twice; it is ignored`},
 		{"primary, localhosts", nil, true,
-			`nodePortAddresses[1]: "localhosts" is no range of addresses such as 10.244.0.0/16, ` +
-				`nor one of primary, localhost, all; it is left out`},
-		{"Primary", []netip.Prefix{{}}, false, "nodePortAddresses: no entry is left, so that node ports answer nowhere"},
+			`nodePortAddresses[1]: "localhosts" is not an address range such as 10.244.0.0/16, ` +
+				`nor one of primary, localhost, all; it is ignored`},
+		{"Primary", []netip.Prefix{{}}, false, "nodePortAddresses: no valid entry is left: node ports answer nowhere"},
 	} {
 		for _, mode := range []string{modeIPTables, modeIPVS, modeNFTables} {
 			s, said := loadText(t, head+"mode: "+mode+"\nnodePortAddresses: ["+row.list+"]\n")
@@ -264,8 +264,8 @@ func TestIPVSAddresses(t *testing.T) {
 	if want := prefixes("203.0.113.0/24", "2001:db8::/64"); !slices.Equal(s.Policy.IPVS.Addresses, want) {
 		t.Errorf("%v", s.Policy.IPVS.Addresses)
 	}
-	for _, want := range []string{`ipvsAddresses[1]: "0.0.0.0/0" holds every address, also those of nodes and gateways; it is left out`,
-		`ipvsAddresses[2]: "web" is no range of addresses such as 10.244.0.0/16; it is left out`} {
+	for _, want := range []string{`ipvsAddresses[1]: "0.0.0.0/0" contains every address, including those of nodes and gateways; it is ignored`,
+		`ipvsAddresses[2]: "web" is not an address range such as 10.244.0.0/16; it is ignored`} {
 		if !slices.ContainsFunc(said, func(text string) bool { return strings.HasSuffix(text, want) }) {
 			t.Errorf("%q lacks %q", said, want)
 		}
@@ -314,13 +314,13 @@ func TestBackends(t *testing.T) {
 	}{
 		{"nftables", "", Auto, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
 		{"nftables", "nftables", NFTables, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
-		{"nftables", "iptables", IPTables, 4, []string{"f:3: mode: nftables is taken, and iptables is used"}},
+		{"nftables", "iptables", IPTables, 4, []string{"f:3: mode: nftables is accepted, but iptables is used"}},
 		{"iptables", "iptables", IPTables, 3, nil},
-		{"iptables", "nftables", NFTables, 3, []string{"f:3: mode: iptables is taken, and nftables is used",
+		{"iptables", "nftables", NFTables, 3, []string{"f:3: mode: iptables is accepted, but nftables is used",
 			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
-		{"iptables", "", Auto, 3, []string{"f:3: mode: iptables is taken, and nftables is used where the kernel can: VerdictConfiguration.backend decides",
+		{"iptables", "", Auto, 3, []string{"f:3: mode: iptables is accepted, but nftables is used if the kernel supports it: VerdictConfiguration.backend decides",
 			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
-		{"ipvs", "iptables", IPTables, 3, []string{"f:3: mode: ipvs is taken, and iptables is used"}},
+		{"ipvs", "iptables", IPTables, 3, []string{"f:3: mode: ipvs is accepted, but iptables is used"}},
 	} {
 		text := head + "mode: " + row.mode + "\n" + bits + "nodePortAddresses: [primary]\n"
 		var args []string

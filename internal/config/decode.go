@@ -50,7 +50,7 @@ func trimKind(p path) path {
 // decodeDocument decodes a whole document into out, a pointer to a struct. p is the path of the document.
 func (d *decoder) decodeDocument(p path, fields map[string]any, out any) {
 	for _, twice := range d.at.duplicateKeys() {
-		d.reportHere(Warning, append(p[:len(p):len(p)], twice...), "it is there twice; the last one counts")
+		d.reportHere(Warning, append(p[:len(p):len(p)], twice...), "it is set twice; the last value applies")
 	}
 	d.decodeValue(p, fields, reflect.ValueOf(out).Elem())
 }
@@ -86,7 +86,7 @@ func decodesItself(v reflect.Value) bool {
 func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
 	fields, ok := in.(map[string]any)
 	if !ok {
-		d.rejectValue(p, describe(in)+", where fields are expected")
+		d.rejectValue(p, describe(in)+", but fields are expected")
 		return
 	}
 	known := fieldIndices(out.Type())
@@ -98,9 +98,9 @@ func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
 		if d.unknown++; d.unknown > maxUnknown {
 			continue // it is quite another file
 		}
-		text := "there is no such field; it is passed over"
+		text := "unknown field, ignored"
 		if like := nearest(name, slices.Sorted(maps.Keys(known))); like != "" {
-			text += " (is it " + like + "?)"
+			text += " (did you mean " + like + "?)"
 		}
 		d.reportHere(Warning, p.key(name), text)
 	}
@@ -110,7 +110,7 @@ func (d *decoder) decodeStruct(p path, in any, out reflect.Value) {
 func (d *decoder) decodeList(p path, in any, out reflect.Value) {
 	entries, ok := in.([]any)
 	if !ok {
-		d.rejectValue(p, describe(in)+" is no list")
+		d.rejectValue(p, describe(in)+" is not a list")
 		return
 	}
 	v := reflect.MakeSlice(out.Type(), len(entries), len(entries))
@@ -123,7 +123,7 @@ func (d *decoder) decodeList(p path, in any, out reflect.Value) {
 func (d *decoder) decodeMap(p path, in any, out reflect.Value) {
 	entries, ok := in.(map[string]any)
 	if !ok {
-		d.rejectValue(p, describe(in)+", where names with values are expected")
+		d.rejectValue(p, describe(in)+", but names with values are expected")
 		return
 	}
 	out.Set(reflect.MakeMap(out.Type()))
@@ -174,7 +174,7 @@ var (
 	typeDuration     = reflect.TypeFor[metav1.Duration]()
 	typeLogDuration  = reflect.TypeFor[logsapi.TimeOrMetaDuration]()
 	typeQuantity     = reflect.TypeFor[resource.QuantityValue]()
-	exampleDurations = "no duration such as 30s or 1h30m"
+	exampleDurations = "not a duration such as 30s or 1h30m"
 )
 
 // mismatch explains why a value does not fit a type.
@@ -184,15 +184,15 @@ func mismatch(in any, t reflect.Type) string {
 	case t == typeDuration || t == typeLogDuration:
 		return describe(in) + " is " + exampleDurations
 	case t == typeQuantity:
-		return describe(in) + " is no size such as 512 or 10Ki"
+		return describe(in) + " is not a size such as 512 or 10Ki"
 	case t.Kind() == reflect.Bool:
 		return describe(in) + " is neither true nor false"
 	case t.Kind() == reflect.String && number != "":
 		return describe(in) + " is a number: put it in quotes"
 	case t.Kind() == reflect.String:
-		return describe(in) + " is no text"
+		return describe(in) + " is not text"
 	case t.Kind() == reflect.Float32:
-		return describe(in) + " is no number"
+		return describe(in) + " is not a number"
 	}
 	if _, err := strconv.ParseFloat(string(number), 64); err == nil && !strings.ContainsAny(string(number), ".eE") {
 		if t.Kind() == reflect.Uint32 {
@@ -200,7 +200,7 @@ func mismatch(in any, t reflect.Type) string {
 		}
 		return describe(in) + " is out of range: -2147483648 to 2147483647"
 	}
-	return describe(in) + " is no whole number"
+	return describe(in) + " is not a whole number"
 }
 
 // describe formats a value for a Problem.

@@ -96,7 +96,7 @@ func readFile(file string) ([]byte, error) {
 	defer f.Close()
 	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
 		// A pipe can be read only once: it would be empty for the next process, and when the file is read again.
-		return nil, errors.Join(err, errors.New("it is no regular file"))
+		return nil, errors.Join(err, errors.New("it is not a regular file"))
 	}
 	text, err := io.ReadAll(io.LimitReader(f, maxFile+1))
 	if err == nil && len(text) > maxFile {
@@ -131,7 +131,7 @@ func read(file string, text []byte) (*loader, error) {
 		}
 	}
 	if r.kubeProxy == nil && r.verdict == nil {
-		return nil, &Problem{Severity: Invalid, File: file, Text: "there is no " + kubeProxyKind + " in it"}
+		return nil, &Problem{Severity: Invalid, File: file, Text: "it contains no " + kubeProxyKind}
 	}
 	return r, nil
 }
@@ -141,7 +141,7 @@ func (r *loader) readDocument(p documentText) error {
 	value, err := parseYAML(p.text)
 	if err != nil {
 		line, reason := splitYAMLError(err)
-		return &Problem{Severity: Invalid, File: r.file, Line: p.first + line, Text: "this is no YAML: " + reason}
+		return &Problem{Severity: Invalid, File: r.file, Line: p.first + line, Text: "invalid YAML: " + reason}
 	}
 	if value == nil { // nothing but comments
 		return nil
@@ -152,7 +152,7 @@ func (r *loader) readDocument(p documentText) error {
 			Severity: Invalid,
 			File:     r.file,
 			Line:     p.first + 1,
-			Text:     "this is no " + kubeProxyKind + ", but " + describe(value),
+			Text:     "this is " + describe(value) + ", not a " + kubeProxyKind,
 		}
 	}
 	version, _ := fields["apiVersion"].(string)
@@ -171,28 +171,28 @@ func (r *loader) readDocument(p documentText) error {
 		r.verdict = at
 		r.decodeDocument(path{verdictKind}, fields, &r.doc.Verdict)
 	case kind == kubeProxyKind && r.kubeProxy != nil || kind == verdictKind && r.verdict != nil:
-		r.reportHere(Warning, nil, "there is a "+kind+" before this one, which counts")
+		r.reportHere(Warning, nil, "ignored: the file has another "+kind+" before this one")
 	case kind == kubeProxyKind:
 		return r.wrongVersion(version, kubeProxyVersion)
 	case kind == verdictKind:
 		return r.wrongVersion(version, verdictVersion)
 	case kind == "ConfigMap":
 		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1,
-			Text: "this is a ConfigMap; give the file that is in it (kubeadm calls it config.conf)"}
+			Text: "this is a ConfigMap; use the file inside it (kubeadm calls it config.conf)"}
 	case kind == "":
 		return &Problem{Severity: Invalid, File: r.file, Line: p.first + 1, Text: fmt.Sprintf(
-			"there is no kind; expected are apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)}
+			"kind is missing; expected apiVersion %s and kind %s", kubeProxyVersion, kubeProxyKind)}
 	default:
-		r.reportHere(Warning, path{"kind"}, clip(kind)+" is passed over: it is neither "+kubeProxyKind+" nor "+verdictKind)
+		r.reportHere(Warning, path{"kind"}, clip(kind)+" is ignored: it is neither "+kubeProxyKind+" nor "+verdictKind)
 	}
 	return nil
 }
 
 func (r *loader) wrongVersion(version, want string) error {
 	p := &Problem{Severity: Invalid, File: r.file, Line: r.at.line(path{"apiVersion"}), Field: "apiVersion",
-		Text: quote(version) + " is not known, only " + want}
+		Text: quote(version) + " is not supported, only " + want}
 	if version == "" {
-		p.Text = "it is missing; it should be " + want
+		p.Text = "it is missing; expected " + want
 	}
 	return p
 }
@@ -243,7 +243,7 @@ var separator = regexp.MustCompile(`^(---|\.\.\.)(\s|$)`)
 func parseYAML(text string) (value any, err error) {
 	defer func() {
 		if r := recover(); r != nil { // YAML's parsers have had crashes of their own (CVE-2022-28948)
-			value, err = nil, fmt.Errorf("the parser gave up: %v", r)
+			value, err = nil, fmt.Errorf("the parser panicked: %v", r)
 		}
 	}()
 	converted, err := yaml.YAMLToJSON([]byte(text))

@@ -309,7 +309,7 @@ func oneOf(words ...string) func(any) string {
 			return ""
 		}
 		known := slices.DeleteFunc(slices.Clone(words), func(w string) bool { return w == "" })
-		return quote(word) + " is none of " + strings.Join(known, ", ")
+		return quote(word) + " is not one of " + strings.Join(known, ", ")
 	}
 }
 
@@ -341,7 +341,7 @@ func asInt64(v any) int64 {
 	case logsapi.VerbosityLevel:
 		return int64(v)
 	}
-	panic(fmt.Sprintf("config: %T is no number", v))
+	panic(fmt.Sprintf("config: %T is not a number", v))
 }
 
 func within(least, most int64) func(any) string {
@@ -379,7 +379,7 @@ func asDuration(v any) time.Duration {
 	case logsapi.TimeOrMetaDuration:
 		return v.Duration.Duration
 	}
-	panic(fmt.Sprintf("config: %T is no duration", v))
+	panic(fmt.Sprintf("config: %T is not a duration", v))
 }
 
 func positive(v any) string {
@@ -404,35 +404,35 @@ func checkSeconds(v any) string {
 	case d > 0 && d < time.Second:
 		return d.String() + " is less than a second"
 	case d/time.Second > math.MaxInt32:
-		return d.String() + " is more than the kernel takes"
+		return d.String() + " is more than the kernel accepts"
 	}
 	return ""
 }
 
 func notBlank(v any) string {
 	if s := v.(string); s != "" && strings.TrimSpace(s) == "" {
-		return "it is nothing but spaces"
+		return "it is blank"
 	}
 	return ""
 }
 
 func checkAddr(v any) string {
 	if _, ok := parseAddr(v.(string)); !ok {
-		return quote(v.(string)) + " is no IP address"
+		return quote(v.(string)) + " is not an IP address"
 	}
 	return ""
 }
 
 func checkAddrPort(v any) string {
 	if _, ok := parseAddrPort(v.(string)); !ok && v != off {
-		return quote(v.(string)) + " is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1"
+		return quote(v.(string)) + " is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1"
 	}
 	return ""
 }
 
 func checkPrefix(v any) string {
 	if _, ok := parsePrefix(v.(string)); !ok {
-		return quote(v.(string)) + " is no range of addresses such as 10.244.0.0/16"
+		return quote(v.(string)) + " is not an address range such as 10.244.0.0/16"
 	}
 	return ""
 }
@@ -440,7 +440,7 @@ func checkPrefix(v any) string {
 // checkNarrowPrefix rejects ranges that hold every address.
 func checkNarrowPrefix(v any) string {
 	if r, ok := parsePrefix(v.(string)); ok && r.Bits() == 0 {
-		return quote(v.(string)) + " holds every address, also those of nodes and gateways"
+		return quote(v.(string)) + " contains every address, including those of nodes and gateways"
 	}
 	return checkPrefix(v)
 }
@@ -449,7 +449,7 @@ var version = regexp.MustCompile(`^[0-9]+\.[0-9]+$`)
 
 func checkVersion(v any) string {
 	if s := v.(string); s != "" && !version.MatchString(s) {
-		return quote(s) + " is no version such as 1.35"
+		return quote(s) + " is not a version such as 1.35"
 	}
 	return ""
 }
@@ -457,7 +457,7 @@ func checkVersion(v any) string {
 // checkInterfaceName rejects names that the kernel rejects, and those with * or quotes, which nft would interpret.
 func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
-		return quote(s) + " is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+		return quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
 	}
 	return ""
 }
@@ -469,7 +469,7 @@ func checkScheduler(v any) string {
 		return ""
 	}
 	if _, err := snapshot.ParseScheduling(name); err != nil || name == snapshot.NFTables || strings.Contains(name, ",") {
-		return quote(name) + " is none of " + strings.Join(snapshot.Schedulers, ", ")
+		return quote(name) + " is not one of " + strings.Join(snapshot.Schedulers, ", ")
 	}
 	return ""
 }

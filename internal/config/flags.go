@@ -257,7 +257,7 @@ var clientFlags = []option{
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseFloat(s, 32)
 			d.KubeProxy.ClientConnection.QPS = float32(n)
-			return withText(err, quote(s)+" is no number")
+			return withText(err, quote(s)+" is not a number")
 		},
 	},
 	period("config-sync-period", "has no effect: nothing needs to be read again",
@@ -269,7 +269,7 @@ var logFlags = []option{
 		fields: []string{"logging.verbosity"}, set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseUint(s, 10, 31)
 			d.KubeProxy.Logging.Verbosity = logsapi.VerbosityLevel(n)
-			return withText(err, quote(s)+" is no whole number")
+			return withText(err, quote(s)+" is not a whole number")
 		}},
 	text("logging-format",
 		"text or json (default text)", ofRun,
@@ -280,8 +280,8 @@ var logFlags = []option{
 	ignoredFlag("log-text-info-buffer-size", "quantity", noBuffer),
 	ignoredFlag("log-json-split-stream", "", noBuffer),
 	ignoredFlag("log-json-info-buffer-size", "quantity", noBuffer),
-	ignoredFlag("boot-id-file", "string", "this host's boot is told by nothing"),
-	ignoredFlag("machine-id-file", "string", "this host is told by its name"),
+	ignoredFlag("boot-id-file", "string", "Verdict does not identify the boot"),
+	ignoredFlag("machine-id-file", "string", "the host is identified by its name"),
 }
 
 var ownFlags = []option{
@@ -397,7 +397,7 @@ func number(name, usage string, about scope, set func(*Document, int32), fields 
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseInt(s, 0, 32)
 			set(d, int32(n))
-			return withText(err, quote(s)+" is no whole number")
+			return withText(err, quote(s)+" is not a whole number")
 		}}
 }
 
@@ -436,7 +436,7 @@ func portOnly(name, better string, at func(*Document) *string, host, field strin
 			n, err := strconv.ParseUint(s, 10, 16)
 			switch _, hasPort := parseAddrPort(*at(d)); {
 			case err != nil:
-				return fmt.Errorf("%s is no port", quote(s))
+				return fmt.Errorf("%s is not a port", quote(s))
 			case n == 0:
 				*at(d) = off
 			case *at(d) == "":
@@ -468,7 +468,7 @@ func setGates(d *Document, s string, _ bool) error {
 		name, value, _ := strings.Cut(pair, "=")
 		on, err := strconv.ParseBool(strings.TrimSpace(value))
 		if err != nil && strings.TrimSpace(pair) != "" {
-			return fmt.Errorf("%s is no NAME=true and no NAME=false", quote(pair))
+			return fmt.Errorf("%s is neither NAME=true nor NAME=false", quote(pair))
 		}
 		if name = strings.TrimSpace(name); name != "" {
 			gates[name] = on

@@ -125,25 +125,25 @@ conntrack: {min: 7}
 // overrides is none.
 func TestFlagErrors(t *testing.T) {
 	for args, want := range map[string]string{
-		"--conntrack-min=many":                        `invalid argument "many" for "--conntrack-min" flag: "many" is no whole number`,
+		"--conntrack-min=many":                        `invalid argument "many" for "--conntrack-min" flag: "many" is not a whole number`,
 		"--masquerade-all=perhaps":                    `invalid argument "perhaps" for "--masquerade-all" flag: "perhaps" is neither true nor false`,
-		"--ipvs-udp-timeout=30":                       `invalid argument "30" for "--ipvs-udp-timeout" flag: "30" is no duration such as 30s or 1h30m`,
-		"--feature-gates=A":                           `invalid argument "A" for "--feature-gates" flag: "A" is no NAME=true and no NAME=false`,
-		"--keeper=dog":                                `invalid argument "dog" for "--keeper" flag: "dog" is none of auto, process, systemd, none`,
-		"-v=loud":                                     `invalid argument "loud" for "-v, --v" flag: "loud" is no whole number`,
-		"--healthz-port=99999":                        `invalid argument "99999" for "--healthz-port" flag: "99999" is no port`,
-		"--nodeport-addresses=all,all":                `--nodeport-addresses: "all" is there twice`,
-		"--nodeport-addresses=10.0.0.0/8,10.0.0.0/99": `--nodeport-addresses: "10.0.0.0/99" is no range of addresses such as 10.244.0.0/16`,
-		"--cluster-cidr=10.244.0.0":                   `--cluster-cidr: "10.244.0.0" is no range of addresses such as 10.244.0.0/16`,
-		"--cluster-cidr=10.244.0.0/16,10.245.0.0/16":  `--cluster-cidr: "10.245.0.0/16" is a second range of its family`,
-		"--cluster-cidr=::ffff:10.0.0.0/104":          `--cluster-cidr: "::ffff:10.0.0.0/104" is no range of addresses such as 10.244.0.0/16`,
-		"--detect-local-mode=Magic":                   `--detect-local-mode: "Magic" is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`,
+		"--ipvs-udp-timeout=30":                       `invalid argument "30" for "--ipvs-udp-timeout" flag: "30" is not a duration such as 30s or 1h30m`,
+		"--feature-gates=A":                           `invalid argument "A" for "--feature-gates" flag: "A" is neither NAME=true nor NAME=false`,
+		"--keeper=dog":                                `invalid argument "dog" for "--keeper" flag: "dog" is not one of auto, process, systemd, none`,
+		"-v=loud":                                     `invalid argument "loud" for "-v, --v" flag: "loud" is not a whole number`,
+		"--healthz-port=99999":                        `invalid argument "99999" for "--healthz-port" flag: "99999" is not a port`,
+		"--nodeport-addresses=all,all":                `--nodeport-addresses: "all" is listed twice`,
+		"--nodeport-addresses=10.0.0.0/8,10.0.0.0/99": `--nodeport-addresses: "10.0.0.0/99" is not an address range such as 10.244.0.0/16`,
+		"--cluster-cidr=10.244.0.0":                   `--cluster-cidr: "10.244.0.0" is not an address range such as 10.244.0.0/16`,
+		"--cluster-cidr=10.244.0.0/16,10.245.0.0/16":  `--cluster-cidr: "10.245.0.0/16" is a second range of the same family`,
+		"--cluster-cidr=::ffff:10.0.0.0/104":          `--cluster-cidr: "::ffff:10.0.0.0/104" is not an address range such as 10.244.0.0/16`,
+		"--detect-local-mode=Magic":                   `--detect-local-mode: "Magic" is not one of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`,
 		"--detect-local-mode=BridgeInterface":         `--detect-local-mode: BridgeInterface needs a name: detectLocal.bridgeInterface, or --pod-bridge-interface`,
-		"--detect-local-mode=BridgeInterface --pod-bridge-interface=a*": `--pod-bridge-interface: "a*" is no interface name (at most 15 bytes, without spaces, slashes, quotes or stars)`,
-		"--proxy-mode=userspace":                  `--proxy-mode: "userspace" is none of iptables, ipvs, nftables`,
-		"--bind-address=node-1":                   `--bind-address: "node-1" is no IP address`,
-		"--metrics-bind-address=localhost:1":      `--metrics-bind-address: "localhost:1" is no IP address, with a port or without, such as 127.0.0.1:10249 or ::1`,
-		"--hostname-override= ":                   `--hostname-override: it is nothing but spaces`,
+		"--detect-local-mode=BridgeInterface --pod-bridge-interface=a*": `--pod-bridge-interface: "a*" is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)`,
+		"--proxy-mode=userspace":                  `--proxy-mode: "userspace" is not one of iptables, ipvs, nftables`,
+		"--bind-address=node-1":                   `--bind-address: "node-1" is not an IP address`,
+		"--metrics-bind-address=localhost:1":      `--metrics-bind-address: "localhost:1" is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1`,
+		"--hostname-override= ":                   `--hostname-override: it is blank`,
 		"--iptables-min-sync-period=31s":          `--iptables-min-sync-period: 31s is more than the syncPeriod, 30s`,
 		"--from=/m --kubeconfig=/k":               `--from and --kubeconfig exclude each other`,
 		"--conntrack-min=-1 --oom-score-adj=2000": "--oom-score-adj: 2000 is not within -1000 to 1000\n--conntrack-min: -1 is less than 0",
@@ -167,7 +167,7 @@ func TestFlagErrors(t *testing.T) {
 		}
 	}
 	s, said := loadText(t, head+"clusterCIDR: [10.0.0.0/8]\nmode: nftables\n", "--cluster-cidr=10.9.0.0/16")
-	if want := "f:3: clusterCIDR: a list is no text; --cluster-cidr is used"; !slices.Equal(said, []string{want}) ||
+	if want := "f:3: clusterCIDR: a list is not text; --cluster-cidr is used"; !slices.Equal(said, []string{want}) ||
 		len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
 		t.Errorf("it says %v", said)
 	}
@@ -192,7 +192,7 @@ func TestFlagNotes(t *testing.T) {
 		"--config-sync-period: it has no effect: each change that the API server tells of is passed on once; there is nothing to go through again",
 		"--vmodule: it has no effect: there is one verbosity for all files",
 		"--log-text-split-stream: it has no effect: each line of the log is written at once, to standard error",
-		"--machine-id-file: it has no effect: this host is told by its name",
+		"--machine-id-file: it has no effect: the host is identified by its name",
 		"--healthz-port: it is deprecated: give --healthz-bind-address a port",
 		"--iptables-masquerade-bit: it has no effect with nftables, which masquerades without a mark",
 	}

@@ -66,7 +66,7 @@ func (s *show) summary(took time.Duration) error {
 	if len(s.failed) == 0 {
 		s.Line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.Paint(terminal.Green, "✓"), all,
 			units.Brief(took))
-		s.Line(`  Next: "verdict render" for the ruleset of your own cluster, "verdict run" to carry its Services.`)
+		s.Line(`  Next: "verdict render" for the ruleset of your own cluster, "verdict run" to program its Services.`)
 		return s.status()
 	}
 	s.Line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.Paint(terminal.Red, "✗"),

@@ -59,7 +59,7 @@ type ListenError struct {
 
 func (e *ListenError) Error() string {
 	return fmt.Sprintf(
-		"health check node port of Service %s: %v; load balancers take this node for one without endpoints of it",
+		"health check node port of Service %s: %v; load balancers assume that it has no endpoint on this node",
 		e.Service,
 		e.Err,
 	)
@@ -91,7 +91,7 @@ type socket struct {
 }
 
 // errContested means that another Service has the port.
-var errContested = errors.New("another Service, which was there first, has the same port")
+var errContested = errors.New("an older Service has the same port")
 
 // Opening a port is retried after retryFirst, then after twice as long each time, up to retryMost.
 const (
@@ -321,7 +321,7 @@ func (c *check) closeBut(t target) (closed int) {
 }
 
 // errTooMany protects the rest of the proxy from the ports of too many Services.
-var errTooMany = errors.New("there are too many such ports for this process (RLIMIT_NOFILE)")
+var errTooMany = errors.New("too many health check node ports for this process (RLIMIT_NOFILE)")
 
 // listen opens one port, unless it is open.
 func (r *run) listen(c *check, at netip.AddrPort) {

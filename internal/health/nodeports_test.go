@@ -189,8 +189,8 @@ func TestPortsOpenAndClose(t *testing.T) {
 			t.Errorf("%d are failing", failing)
 		}
 		want := []string{
-			"health check node port of Service default/c: listen tcp4: address already in use; load balancers take " +
-				"this node for one without endpoints of it",
+			"health check node port of Service default/c: listen tcp4: address already in use; load balancers assume " +
+				"that it has no endpoint on this node",
 		}
 		if !slices.Equal(reports, want) {
 			t.Errorf("reported %q; want %q, once", reports, want)

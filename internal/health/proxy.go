@@ -120,7 +120,7 @@ func (p *Proxy) Status() Status {
 	defer p.mu.Unlock()
 	s := Status{Now: time.Now(), Updated: p.synced, Leaving: p.node.Leaving}
 	if p.node.Name == "" && p.o.NeedsNode {
-		s.Leaving = "the Node object is not known"
+		s.Leaving = "the Node object is unknown"
 	}
 	s.Eligible = s.Leaving == ""
 	if p.o.Quarantined != nil {
@@ -129,7 +129,7 @@ func (p *Proxy) Status() Status {
 	for _, trouble := range [...]struct {
 		since time.Time
 		what  string
-	}{{waiting, "changes wait for the kernel"}, {p.failing, "the kernel refuses transactions"}} {
+	}{{waiting, "changes are pending"}, {p.failing, "the kernel rejects transactions"}} {
 		if age := s.Now.Sub(trouble.since); !trouble.since.IsZero() && age >= p.o.Late {
 			s.Late = true
 			s.Missing = append(s.Missing, fmt.Sprintf("%s since %v", trouble.what, age.Truncate(time.Second)))
@@ -148,5 +148,5 @@ func (p *Proxy) waitingFor() string {
 			return "not listed yet: " + strings.Join(list, ", ")
 		}
 	}
-	return "the rules are not in yet"
+	return "not all Services are programmed yet"
 }

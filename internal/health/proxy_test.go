@@ -63,30 +63,30 @@ func TestStates(t *testing.T) {
 			{600, "no API server for ten minutes: starting again would not help", nothing, "503 200 503",
 				"not listed yet: services, nodes"},
 			{601, "listed", func(s *story) { s.missing, s.waiting = nil, time.Now() }, "503 200 503",
-				"the rules are not in yet"},
+				"not all Services are programmed yet"},
 			{602, "in force", func(s *story) { s.waiting = time.Time{}; s.p.InSync(node) }, "200 200 200", ""},
 			{9999, "nothing changes for hours", nothing, "200 200 200", ""},
 			{10000, "a change comes", func(s *story) { s.waiting = time.Now() }, "200 200 200", ""},
 			{10059, "it waits", nothing, "200 200 200", ""},
-			{10060, "for too long", nothing, "503 503 503", "changes wait for the kernel since 1m0s"},
-			{10075, "still", nothing, "503 503 503", "changes wait for the kernel since 1m15s"},
+			{10060, "for too long", nothing, "503 503 503", "changes are pending since 1m0s"},
+			{10075, "still", nothing, "503 503 503", "changes are pending since 1m15s"},
 			{10076, "it is in", func(s *story) { s.waiting = time.Time{}; s.p.InSync(node) }, "200 200 200", ""},
 		}},
 		{"the first write does not come", Options{}, []step{
-			{0, "listed", func(s *story) { s.waiting = time.Now() }, "503 200 503", "the rules are not in yet"},
-			{60, "late", nothing, "503 503 503", "changes wait for the kernel since 1m0s; the rules are not in yet"},
+			{0, "listed", func(s *story) { s.waiting = time.Now() }, "503 200 503", "not all Services are programmed yet"},
+			{60, "late", nothing, "503 503 503", "changes are pending since 1m0s; not all Services are programmed yet"},
 		}},
 		{"transactions fail", Options{Late: 10 * time.Second}, []step{
 			{0, "in force", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{1, "a repair fails", func(s *story) { s.p.Failed() }, "200 200 200", ""},
 			{5, "and again", func(s *story) { s.p.Failed() }, "200 200 200", ""},
-			{11, "it goes on from the first failure", nothing, "503 503 503", "the kernel refuses transactions since 10s"},
+			{11, "it goes on from the first failure", nothing, "503 503 503", "the kernel rejects transactions since 10s"},
 			{12, "it works", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{30, "and stays so", nothing, "200 200 200", ""},
 		}},
 		{"the node", Options{NeedsNode: true}, []step{
 			{0, "nobody knows the node", func(s *story) { s.p.InSync(snapshot.Node{}) }, "503 200 200",
-				"the Node object is not known"},
+				"the Node object is unknown"},
 			{1, "it is known", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
 			{2, "it leaves", func(s *story) { s.p.InSync(leaving("the Node is tired")) }, "503 200 200", "the Node is tired"},
 			{3, "it stays", func(s *story) { s.p.InSync(node) }, "200 200 200", ""},
@@ -156,10 +156,10 @@ func TestBodies(t *testing.T) {
 		expect(
 			"healthz",
 			`503 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","nodeEligible":true,"healthy":false,`+
-				`"missing":["the rules are not in yet"]}`,
+				`"missing":["not all Services are programmed yet"]}`,
 		)
 		expect("livez", `200 {"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"00:00:00Z","healthy":true,`+
-			`"missing":["the rules are not in yet"]}`)
+			`"missing":["not all Services are programmed yet"]}`)
 		s.p.InSync(node)
 		s.at(3)
 		expect("healthz", `200 {"lastUpdated":"00:00:03Z","currentTime":"00:00:03Z","nodeEligible":true,"healthy":true,`+
@@ -178,6 +178,6 @@ func TestBodies(t *testing.T) {
 		s.at(70)
 		expect("readyz", `503 {"lastUpdated":"00:00:03Z","currentTime":"00:01:10Z","healthy":false,`+
 			`"status":{"IPv4":{"lastUpdated":"00:00:03Z","healthy":false},"IPv6":{"lastUpdated":"00:00:03Z","healthy":false}},`+
-			`"missing":["the kernel refuses transactions since 1m7s"]}`)
+			`"missing":["the kernel rejects transactions since 1m7s"]}`)
 	})
 }

@@ -93,7 +93,7 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 		if err.Error() != told {
 			told = err.Error()
-			s.Log.Error("nobody is served for now; it will be tried again", "server", s.Name, "err", err)
+			s.Log.Error("failed to listen; retrying", "server", s.Name, "err", err)
 			s.failed(err)
 		}
 		select {

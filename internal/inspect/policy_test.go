@@ -58,7 +58,7 @@ func TestPolicyFlags(t *testing.T) {
 		t.Error(err)
 	}
 	if _, err := parsePolicy(t, "--detect-local-mode=Magic"); err == nil ||
-		!strings.HasPrefix(err.Error(), `--detect-local-mode: "Magic" is none of`) {
+		!strings.HasPrefix(err.Error(), `--detect-local-mode: "Magic" is not one of`) {
 		t.Error(err)
 	}
 }

@@ -32,7 +32,7 @@ func (t *Top) Once(ctx context.Context, most int) (sample *Sample, shown int, er
 		return nil, 0, err
 	}
 	if !s.Installed() {
-		return nil, 0, errors.New("there are no tables of Verdict on this node: nobody carries Services")
+		return nil, 0, errors.New("this node has no tables of Verdict: no Services are programmed")
 	}
 	var expanded []string
 	if t.Service != "" {

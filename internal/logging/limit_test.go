@@ -127,7 +127,7 @@ func TestWhatIsNotLimited(t *testing.T) {
 			log.Debug("transaction")
 		}
 		for range 1000 {
-			log.Info("flows to endpoints that are gone were removed")
+			log.Info("removed connection tracking entries to removed endpoints")
 			time.Sleep(time.Second)
 		}
 		if n := len(out.take()); n != 11_000 || l.LeftOut() != 0 {

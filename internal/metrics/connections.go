@@ -45,25 +45,25 @@ var (
 	)
 	leftOutDesc = prometheus.NewDesc(
 		"verdict_series_left_out",
-		"Service ports, or endpoints, that have counted something and found no room for a series of their own.",
+		"Service ports or endpoints with traffic that have no series of their own (metricsMaxSeries).",
 		[]string{"metric"},
 		nil,
 	)
 	mapElementsDesc = prometheus.NewDesc("verdict_map_elements",
-		"Elements of a map or set of ours in the kernel.", []string{ipFamily, "map"}, nil)
+		"Elements in a map or set of Verdict's tables.", []string{ipFamily, "map"}, nil)
 	mapMaxElementsDesc = prometheus.NewDesc("verdict_map_max_elements",
-		"Elements that a map or set takes at most; those without a limit are not here.", []string{ipFamily, "map"}, nil)
+		"Maximum number of elements of a map or set; absent for those without a limit.", []string{ipFamily, "map"}, nil)
 	affinityEntriesDesc = prometheus.NewDesc(
 		"verdict_affinity_entries",
-		"Entries of the map of remembered clients that are this Service's; while it is three quarters full, "+
-			"for those with most.",
+		"Entries of a Service in the session affinity map; reported while the map is three quarters full, "+
+			"for the Services with the most entries.",
 		[]string{ipFamily, "service_namespace", "service_name"},
 		nil,
 	)
 	readDurationDesc = prometheus.NewDesc("verdict_counters_read_duration_seconds",
-		"How long the last reading of the kernel's counters took.", nil, nil)
+		"Duration of the last read of the kernel's counters.", nil, nil)
 	readFailuresDesc = prometheus.NewDesc("verdict_counters_read_failures_total",
-		"Readings of the kernel's counters that failed.", nil, nil)
+		"Failed reads of the kernel's counters.", nil, nil)
 )
 
 func (c *connections) Describe(ch chan<- *prometheus.Desc) {

@@ -35,7 +35,7 @@ func (d *Detail) Set(text string) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("%q is none of off, service, endpoint", text)
+	return fmt.Errorf("%q is not one of off, service, endpoint", text)
 }
 
 // Type names the kind of value for a flag.

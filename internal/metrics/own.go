@@ -35,12 +35,12 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 	m.gaugeFunc("verdict_build_info", "1, with the version of this program in its labels.",
 		prometheus.Labels{"version": o.Version, "goversion": runtime.Version()}, func() float64 { return 1 })
 	w.start = m.gauges("verdict_start_info",
-		"1, with how the tables were found at the start: adopted as they were, corrected, or written in full.", "how")
+		"1, with what the start did to the tables as a label: adopted as they were, corrected, or written in full.", "how")
 	w.startDuration = m.gauge(
 		"verdict_start_duration_seconds",
-		"Time from the start until all Services were in force; 0 until then.",
+		"Time from the start until all Services were programmed; 0 until then.",
 	)
-	w.services = m.gauge("verdict_services", "Services in force.")
+	w.services = m.gauge("verdict_services", "Programmed Services.")
 	w.counted = m.gauges(
 		"verdict_counted_info",
 		"1, with what the kernel counts within counterMemoryMiB: endpoints (and frontends), most-endpoints, "+
@@ -49,8 +49,8 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 	)
 	w.transactions = m.counters(
 		"verdict_transactions_total",
-		"Transactions, by outcome: full if everything was written anew, partial, adopted if there was "+
-			"nothing to write, failed.",
+		"Transactions, by outcome: full (everything was rewritten), partial, adopted (there was "+
+			"nothing to write), failed.",
 		"outcome",
 	)
 	w.elements = m.counters(
@@ -62,38 +62,38 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 	w.bytes = m.counter("verdict_transaction_bytes_total", "Bytes sent in transactions.")
 	w.duration = m.histograms(
 		"verdict_transaction_duration_seconds",
-		"Time of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).",
+		"Duration of a transaction, by phase: policy (deciding), plan (comparing), encode, commit (the kernel).",
 		phaseBuckets(),
 		"phase",
 	)
 	w.foreignChanges = m.counter(
 		"verdict_foreign_changes_total",
-		"Changes that others made to our tables, and that were repaired.",
+		"Changes by other programs to Verdict's tables that were repaired.",
 	)
-	w.checkFailures = m.counter("verdict_foreign_check_failures_total", "Looks for changes of others that failed.")
+	w.checkFailures = m.counter("verdict_foreign_check_failures_total", "Failed checks for changes by other programs.")
 	w.flowsJudged = m.counters("verdict_conntrack_flows_judged_total",
-		"Tracked UDP and SCTP flows that were looked at after a change.", ipFamily)
+		"Tracked UDP and SCTP flows that were examined after a change.", ipFamily)
 	w.lookFailures = m.counter(
 		"verdict_conntrack_look_failures_total",
-		"Looks at tracked flows that failed, and were repeated.",
+		"Failed reads of tracked flows, which were retried.",
 	)
-	w.readyz = m.counters("verdict_readyz_total", "Answers of /readyz, by HTTP status.", "code")
+	w.readyz = m.counters("verdict_readyz_total", "Responses of /readyz, by HTTP status.", "code")
 	w.registerFuncs(m, o)
 	w.initSeries()
 }
 
 func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	if o.Ready != nil {
-		m.gaugeFunc("verdict_ready", "1 if all Services are in force, and no change has been waiting for too long.", nil,
+		m.gaugeFunc("verdict_ready", "1 if all Services are programmed and no change has been pending for too long.", nil,
 			func() float64 { return one(o.Ready()) })
 	}
 	if o.Owns != nil {
-		m.gaugeFunc("verdict_owns_tables", "1 if nobody else can change our tables (Linux 6.9).", nil,
+		m.gaugeFunc("verdict_owns_tables", "1 if no other process can change Verdict's tables (Linux 6.9).", nil,
 			func() float64 { return one(o.Owns()) })
 	}
 	if o.HoldsLease != nil {
 		m.gaugeFunc("verdict_place_held",
-			"1 if another proxy can take over; 0 while a process that is no proxy has the name for that.", nil,
+			"1 if another proxy can take over; 0 while a process that is not a proxy holds the lease's name.", nil,
 			func() float64 { return one(o.HoldsLease()) })
 	}
 	if o.NodePorts != nil {
@@ -113,12 +113,13 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 		m.MustRegister(quarantine{o})
 	}
 	if o.Unscheduled != nil {
-		m.gaugeFunc("verdict_unscheduled_services", "Services that nftables carries because IPVS does not take them.", nil,
+		m.gaugeFunc("verdict_unscheduled_services",
+			"Services whose endpoints nftables chooses because IPVS rejects them.", nil,
 			func() float64 { return float64(len(o.Unscheduled())) })
 	}
 	if o.LogDropped != nil {
 		m.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
-			Name: "verdict_log_lines_left_out_total", Help: "Lines that the log left out because there were too many.",
+			Name: "verdict_log_lines_left_out_total", Help: "Log lines dropped by the rate limit.",
 		}, func() float64 { return float64(o.LogDropped()) }))
 	}
 	if o.Conntrack != nil {
@@ -153,10 +154,10 @@ const maxNamed = 50
 
 var (
 	quarantinedDesc = prometheus.NewDesc("verdict_quarantined_services",
-		"Services that the kernel refuses, and of which what it took before stays in force.", nil, nil)
+		"Services that the kernel rejects; their last accepted version stays programmed.", nil, nil)
 	quarantinedSinceDesc = prometheus.NewDesc(
 		"verdict_quarantined_service_since_timestamp_seconds",
-		"When the kernel first refused a Service; of the first 50 by name.",
+		"When the kernel first rejected a Service; for the first 50 by name.",
 		[]string{"service_namespace", "service_name"},
 		nil,
 	)
@@ -182,12 +183,12 @@ type conntrack struct{ o *Options }
 var (
 	conntrackDesc = prometheus.NewDesc(
 		"verdict_conntrack_entries",
-		"Connections that the kernel tracks, of whatever kind.",
+		"Connections that the kernel tracks, of all kinds.",
 		nil,
 		nil,
 	)
 	conntrackMostDesc = prometheus.NewDesc("verdict_conntrack_max_entries",
-		"Connections that the kernel can track; beyond that it drops packets.", nil, nil)
+		"Maximum number of tracked connections; beyond that the kernel drops packets.", nil, nil)
 )
 
 func (conntrack) Describe(ch chan<- *prometheus.Desc) {

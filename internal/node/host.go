@@ -20,7 +20,7 @@ import (
 func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 	changed, errs := host.Apply(s.Sysctls(host.CPUs()))
 	for _, c := range changed {
-		log.Info("a sysctl is set", "name", c.Name, "value", c.Now, "was", c.Before)
+		log.Info("set a sysctl", "name", c.Name, "value", c.Now, "was", c.Before)
 	}
 	var told []string
 	denied := false
@@ -29,7 +29,7 @@ func setSysctls(host sysctl.Host, s *config.Settings, log *logger) {
 		told = append(told, err.Error())
 	}
 	if len(told) > 0 {
-		text := "sysctls of connection tracking stay as they are"
+		text := "failed to set the conntrack sysctls"
 		if denied {
 			text += "; an init container that is privileged can set them with --init-only, " +
 				"and conntrack.maxPerCore 0 with timeouts of 0s leaves them alone"

@@ -51,7 +51,7 @@ func (c *ipvsChoice) effective(said dataplane.IPVS) dataplane.IPVS {
 	if said.Mode == dataplane.IPVSAlways {
 		err, news := c.schedulerError(said.Default.Scheduler)
 		if news && err != nil {
-			c.log.Error("nftables chooses the endpoints of all Services, until this is started again", "err", err)
+			c.log.Error("nftables chooses the endpoints of all Services until the next restart", "err", err)
 		}
 		if err != nil {
 			said.Mode = dataplane.IPVSAuto
@@ -67,12 +67,12 @@ func (c *ipvsChoice) enableAtThreshold(services, enough int, said dataplane.IPVS
 		return false
 	}
 	if err, _ := c.schedulerError(said.Default.Scheduler); err != nil {
-		c.log.Warn("there are many Services, and IPVS cannot schedule them: nftables goes on",
+		c.log.Warn("IPVS cannot schedule the large number of Services: nftables chooses their endpoints",
 			"services", services, "err", err)
 		c.allServices.Store(false)
 		return false
 	}
-	c.log.Info("there are many Services: from now on IPVS schedules all of them", "services", services)
+	c.log.Info("IPVS schedules all Services from now on, because of their number (ipvsServices)", "services", services)
 	return true
 }
 

@@ -36,7 +36,7 @@ func (c *kubeProxyCleaner) written(t reconcile.Transaction) {
 		close(c.ready)
 	case !c.warned && c.runner.Mode == takeover.Auto:
 		c.warned = true
-		c.runner.Log.Warn("what kube-proxy may have programmed stays as long as the kernel refuses Services",
+		c.runner.Log.Warn("keeping kube-proxy's rules while the kernel rejects Services",
 			"refused", t.Quarantined)
 	}
 }
@@ -53,7 +53,7 @@ func (c *kubeProxyCleaner) run(ctx context.Context) {
 	}
 	var beside sync.WaitGroup
 	if err := c.removeOthers(ctx); err != nil && ctx.Err() == nil {
-		c.runner.Log.Warn("failed to remove what Verdict had written with another backend; it will be retried", "err", err)
+		c.runner.Log.Warn("failed to remove the rules of Verdict's previous backend; retrying", "err", err)
 		beside.Go(func() { c.retry(ctx) })
 	}
 	c.runner.Run(ctx, c.ready)

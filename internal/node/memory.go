@@ -23,7 +23,7 @@ func limitMemory(host fs.FS, restarts int, log *logger) {
 	size := fmt.Sprintf("%d MiB", m.Limit>>20)
 	if restarts > 0 && m.Killed > 0 {
 		log.Error("the kernel has killed processes of this container, since its memory limit is too low for the cluster; "+
-			"what is in the kernel stays in force, but no change comes into force. docs/INSTALL.md says how much is needed",
+			"the programmed Services stay in force, but changes are not applied. docs/INSTALL.md has the memory requirements",
 			"limit", size, "killed", m.Killed)
 	}
 	if os.Getenv("GOMEMLIMIT") == "" {

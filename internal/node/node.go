@@ -158,9 +158,9 @@ func (n *Node) applyUpdates(ctx context.Context, apply func(configUpdate)) {
 // logCleanup logs the result of a cleanup of flows.
 func (n *Node) logCleanup(l conntrack.SweepResult) {
 	if l.Err != nil {
-		n.Log.Warn("wrong flows may be left for now; it will be tried again", "err", l.Err)
+		n.Log.Warn("failed to remove stale connection tracking entries; retrying", "err", l.Err)
 	}
 	if removed := l.Flows[ipfamily.IPv4].Removed + l.Flows[ipfamily.IPv6].Removed; removed > 0 {
-		n.Log.Info("flows to endpoints that are gone were removed", "flows", removed, "frontends", l.Frontends)
+		n.Log.Info("removed connection tracking entries to removed endpoints", "flows", removed, "frontends", l.Frontends)
 	}
 }

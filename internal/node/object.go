@@ -57,7 +57,7 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 
 func (s *nodeSink) Synced() {
 	if s.node.last.Load() == nil {
-		s.node.config.log.Error("there is no such Node yet: until it comes, node ports answer at no address of its own, "+
+		s.node.config.log.Error("the Node object does not exist yet: node ports do not answer at its addresses, "+
 			"and no endpoint is in its zone (is --hostname-override right?)", "node", s.node.name)
 	}
 	s.Sink.Synced()

@@ -30,7 +30,7 @@ import (
 const LeaseName = "verdict"
 
 // errOrphaned ends a child whose keeper is gone: the supervisor of the keeper starts another one.
-var errOrphaned = errors.New("the keeper is gone; ending, so that another one can begin")
+var errOrphaned = errors.New("the keeper has exited; stopping, so that a new one can start")
 
 // ExitStatus is an error that is already reported; the process exits with this status.
 type ExitStatus int
@@ -47,7 +47,7 @@ func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems 
 	// If the log's reader is gone, that must be an error, and not a signal that ends the process.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	lossy := logging.NewLossy(out, func(w io.Writer, lines int) {
-		newLogger(w, s.Log).Warn("some of the log is lost: it was not read, or could not be written", "lines", lines)
+		newLogger(w, s.Log).Warn("lost log lines: the reader is too slow, or writing failed", "lines", lines)
 	})
 	defer lossy.Close()
 	log := newLogger(lossy, s.Log)
@@ -107,13 +107,13 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 	}
 	err := lease.Run(ctx, func(ctx context.Context, socket *os.File) error {
 		if err := held.Keep(socket); err != nil {
-			w.log.Warn("the tables will be unprotected while this is restarted", "err", err)
+			w.log.Warn("the tables will be unprotected during a restart", "err", err)
 		}
 		return runProxy(ctx, socket, w, hasLease.Load)
 	})
 	switch {
 	case errors.Is(err, keeper.ErrEvicted):
-		w.log.Info("stopped, as another process asked for; all Services stay programmed")
+		w.log.Info("stopped by another process; all Services stay programmed")
 		return nil
 	case errors.Is(context.Cause(ctx), errOrphaned):
 		return errOrphaned
@@ -137,7 +137,7 @@ func checkStart(ctx context.Context, s *config.Settings) error {
 // abort ends this process because it is stuck. SIGABRT makes it print its goroutines; SIGKILL follows if that fails.
 // The supervisor sees a crash. What the kernel holds stays in force.
 func abort(log *slog.Logger, what string) {
-	log.Error("stuck; ending, so that it can be started again", "why", what)
+	log.Error("stuck; aborting, so that the supervisor restarts it", "why", what)
 	pid := os.Getpid()
 	time.AfterFunc(5*time.Second, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
 	_ = syscall.Kill(pid, syscall.SIGABRT)
@@ -199,7 +199,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		updates: p.updates, minInterval: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),
 		stuck: func(what string) { abort(log, what) },
 	}
-	log.Info("verdict starts", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
+	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns tables", opened.Owns != nil && opened.Owns())
 	if err := keeper.Notify("READY=1"); err != nil {
 		log.Warn(err.Error())

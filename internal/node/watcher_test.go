@@ -264,7 +264,7 @@ func TestReload(t *testing.T) {
 	good := begin + "conntrack: {min: 524288}\noomScoreAdj: 1000\nnodePortAddresses: [10.0.0.0/8, 192.168.0.0/99]\n"
 	r.edit(good)
 	got = r.expect(true, `level=ERROR`,
-		`nodePortAddresses[1]: \"192.168.0.0/99\" is no range of addresses such as 10.244.0.0/16; it stays [\"10.0.0.0/8\"]`,
+		`nodePortAddresses[1]: \"192.168.0.0/99\" is not an address range such as 10.244.0.0/16; it stays [\"10.0.0.0/8\"]`,
 		"name=net.netfilter.nf_conntrack_max value=524288 was=262144")
 	if len(got.policy.NodePortAddresses) != 1 || got.policy.MasqueradeAll {
 		t.Errorf("%+v", got)
@@ -276,7 +276,7 @@ func TestReload(t *testing.T) {
 
 	r.edit(good + "conntrack: [\n")
 	r.expect(false, `level=ERROR msg="failed to read the configuration file; its last good version stays in force" err="`+
-		r.path+":", "this is no YAML")
+		r.path+":", "invalid YAML")
 	r.edit(good)
 	time.Sleep(200 * time.Millisecond)
 	if said := r.said.String(); strings.Contains(said, "ERROR") {
@@ -285,7 +285,7 @@ func TestReload(t *testing.T) {
 	labtest.Check(t, os.Remove(r.path))
 	r.expect(false, "no such file or directory")
 	r.edit(begin + "clusterCIDR: 10.245.0.0/16\n")
-	got = r.expect(true, "it is there twice", "clusterCIDR")
+	got = r.expect(true, "it is set twice", "clusterCIDR")
 	if got.policy.DetectLocal.ClusterCIDRs[0].String() != "10.245.0.0/16" {
 		t.Errorf("%+v", got)
 	}
@@ -319,7 +319,7 @@ func TestNodeIsTold(t *testing.T) {
 	queue := snapshot.NewQueue(1)
 	sink := &nodeSink{Sink: queue, node: r.object, ipvs: r.ipvs}
 	sink.Synced()
-	r.expect(false, `level=ERROR msg="there is no such Node yet`)
+	r.expect(false, `level=ERROR msg="the Node object does not exist yet`)
 	n := snapshot.Node{Name: "node", Addresses: []netip.Addr{netip.MustParseAddr("192.0.2.1")}, Zone: "a"}
 	sink.Put(snapshot.Delta{Node: &n})
 	r.expect(false, `msg="the Node is known" addresses=192.0.2.1 primary=IPv4 pods="" zone=a`)

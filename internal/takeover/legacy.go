@@ -304,7 +304,7 @@ func (b *blob) verify(out *blob, p *plan) error {
 		same = same && slices.EqualFunc(was[name], is[name], ruleText.equal)
 	}
 	if !same {
-		return errors.New("the rules that stay would change")
+		return errors.New("the remaining rules would change")
 	}
 	return nil
 }

@@ -94,7 +94,7 @@ const maxReads = 10
 // readBlob reads a table.
 func readBlob(f ipfamily.Family, name string) (*blob, error) {
 	if unsafe.Sizeof(uintptr(0)) != 8 {
-		return nil, errors.New("legacy iptables can be read on 64-bit machines only")
+		return nil, errors.New("reading legacy iptables requires a 64-bit kernel")
 	}
 	fd, level, err := inetSocket(f)
 	if err != nil {

@@ -28,12 +28,12 @@ func (l *Loop) check() {
 	l.checkAt = time.Now().Add(again)
 	notify(l, func(h *Listener) func(Check) { return h.Checked }, Check{found, err})
 	if err != nil && !l.checkFailed {
-		l.Log.Warn("what others change in our tables goes unnoticed for now", "err", err)
+		l.Log.Warn("failed to check the tables for changes by other programs", "err", err)
 	}
 	l.checkFailed = err != nil
 	if len(found) > 0 {
 		l.foreign += len(found)
-		l.Log.Warn("somebody else changed our tables; they are repaired", "changes", len(found),
+		l.Log.Warn("another program changed Verdict's tables; repairing", "changes", len(found),
 			"first", strings.Join(found[:min(len(found), maxFindings)], "; "))
 	}
 }

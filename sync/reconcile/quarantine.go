@@ -168,7 +168,7 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 	a.unscheduled = false
 	if news = a.reject(err, time.Now()); news {
 		l.Log.Error(
-			"the kernel refuses this Service; it is quarantined, and what the kernel held of it before stays in force",
+			"the kernel rejects this Service; it is quarantined, and its last accepted version stays programmed",
 			"service",
 			n.String(),
 			"err",
@@ -177,7 +177,7 @@ func (l *Loop) quarantineOne(n snapshot.Name, err error) (progress, news bool) {
 			a.wait,
 		)
 	} else {
-		l.Log.Debug("the kernel refuses this Service as it is now, too", "service", n.String(), "err", err)
+		l.Log.Debug("the kernel rejects the new version of this Service, too", "service", n.String(), "err", err)
 	}
 	w.keepLast(n)
 	return true, news
@@ -223,7 +223,7 @@ func (l *Loop) dropService(n snapshot.Name, err error) (progress bool) {
 	if l.want.state.Services[n] == nil {
 		return false
 	}
-	l.Log.Error("the kernel refuses what it held of this Service, too; nothing of it is in force",
+	l.Log.Error("the kernel rejects the last accepted version of this Service, too; nothing of it is programmed",
 		"service", n.String(), "err", err)
 	l.want.set(n, nil)
 	return true

@@ -478,7 +478,7 @@ func TestGiveUp(t *testing.T) {
 		q.Put(with("x", 80, 81))
 		expectCalls(t, b, begin, "0:failed 0:failed 0:1")
 		if lines := log.take("ERROR", "default/x"); len(lines) != 2 ||
-			!strings.Contains(lines[1], "nothing of it is in force") {
+			!strings.Contains(lines[1], "nothing of it is programmed") {
 			t.Errorf("log: %q", lines)
 		}
 		// It has not changed, and is refused: there is nothing it could fall back on.

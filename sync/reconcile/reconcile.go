@@ -113,7 +113,7 @@ func (l *Loop) Run(ctx context.Context) error {
 			continue
 		}
 		l.Log.Error(
-			"failed to apply a transaction; what the kernel held before stays in force",
+			"failed to apply a transaction; the last applied state stays in force",
 			"err",
 			err,
 			"retry",
@@ -284,7 +284,7 @@ func (l *Loop) reportContests(contests []dataplane.ConflictSummary) {
 	more := l.Planner.OmittedConflicts()
 	for i, c := range contests {
 		if i < maxContests {
-			l.Log.Warn("Services claim the same addresses; the one that was there first keeps them", "first", c.Key.String(),
+			l.Log.Warn("Services claim the same addresses; the oldest Service keeps them", "first", c.Key.String(),
 				"addresses", c.Keys, "kept by", c.Winner.String(), "left out", c.Loser.String())
 		} else {
 			more += c.Keys
@@ -301,7 +301,7 @@ func (l *Loop) reportCrowded(change dataplane.Change, before []*dataplane.Servic
 	for i, n := range change.Services {
 		if svc := l.Planner.State().Services[n]; svc != nil && svc.OverCapacity &&
 			(before[i] == nil || !before[i].OverCapacity) {
-			l.Log.Warn("this Service has more endpoints than are served", "service", n.String())
+			l.Log.Warn("this Service has too many endpoints; only some are used", "service", n.String())
 		}
 	}
 }
@@ -338,7 +338,7 @@ func (l *Loop) report(t *Transaction) {
 		l.Log.Info("all Services are programmed", "services", t.Services, "elements", t.Added)
 	}
 	if t.Foreign > 0 {
-		l.Log.Info("the tables are repaired", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
+		l.Log.Info("repaired the tables", "full", t.Full, "added", t.Added, "replaced", t.Replaced, "removed", t.Removed,
 			"took", t.Total)
 	}
 	if was := cmp.Or(l.counted, dataplane.CountedEndpoints); t.Counted != "" && t.Counted != was {

@@ -300,7 +300,7 @@ func (b *Backend) warnAffinityLimit(text []byte) {
 		most, _ = strconv.Atoi(strings.TrimSpace(string(said)))
 	}
 	if most <= defaultRecentLimit {
-		b.options.Log.Warn("Services with session affinity: each endpoint remembers only its last clients "+
+		b.options.Log.Warn("session affinity: iptables remembers a limited number of clients for each endpoint "+
 			"(docs/IPTABLES.md says how it remembers more)",
 			"clients", most)
 	}

@@ -62,14 +62,14 @@ func (c *Compat) repairAndLog(ctx context.Context, f ipfamily.Family, first bool
 	case err != nil:
 		text = err.Error()
 		if text != c.lastErrors[f] {
-			c.Log.Warn("the chains for others that jump to kube-proxy's cannot be kept for now", "family", f.String(), "err",
+			c.Log.Warn("failed to apply the compatibility chains (iptablesCompat); retrying", "family", f.String(), "err",
 				err)
 		}
 	case changed && first:
-		c.Log.Info("the chains for others that jump to kube-proxy's are in", "family", f.String(), "programs",
+		c.Log.Info("the compatibility chains (iptablesCompat) are programmed", "family", f.String(), "programs",
 			c.Programs.String())
 	case changed:
-		c.Log.Warn("somebody else changed the chains for others that jump to kube-proxy's; they are repaired", "family",
+		c.Log.Warn("another program changed the compatibility chains (iptablesCompat); repaired", "family",
 			f.String())
 	}
 	c.lastErrors[f] = text
@@ -114,7 +114,8 @@ func (c *Compat) remove(ctx context.Context, f ipfamily.Family) error {
 	for chain, rules := range is {
 		for _, rule := range rules {
 			if chain != markChain && leadsTo(rule, markChain) {
-				c.Log.Info("the chains for others stay: there are rules that jump to them", "family", f.String(), "chain", chain)
+				c.Log.Info("the compatibility chains (iptablesCompat) stay: other rules jump to them",
+					"family", f.String(), "chain", chain)
 				return nil
 			}
 		}

@@ -168,7 +168,7 @@ func driftMessages(f ipfamily.Family, text []byte) (found []string) {
 		case strings.HasPrefix(line, "*"):
 			table = line[1:]
 		case strings.HasPrefix(line, ":"):
-			found = append(found, fmt.Sprintf("%s %s: chain %s is not as it was written", f, table, word[1:]))
+			found = append(found, fmt.Sprintf("%s %s: chain %s was changed", f, table, word[1:]))
 		case word == "-I":
 			found = append(found, fmt.Sprintf("%s %s: the rule %q is gone", f, table, rest))
 		}

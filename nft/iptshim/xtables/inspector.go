@@ -98,7 +98,7 @@ func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplan
 		return nil, err
 	}
 	if saved == nil {
-		return nil, fmt.Errorf("the rules of iptables for %s cannot be read: %w", f, i.programs.Missing(f))
+		return nil, fmt.Errorf("failed to read the %s rules of iptables: %w", f, i.programs.Missing(f))
 	}
 	local := node.Local
 	if local == nil {
@@ -123,7 +123,7 @@ func (i *Inspector) Trace(ctx context.Context, p dataplane.Packet, node dataplan
 		}
 	}
 	if saved.Rules() == 0 {
-		t.Notes = append(t.Notes, fmt.Sprintf("there are no rules of Verdict for %s: nobody carries Services on this node",
+		t.Notes = append(t.Notes, fmt.Sprintf("Verdict has no rules for %s: no Services are programmed on this node",
 			f))
 	}
 	return t, nil
@@ -141,7 +141,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 		}
 		state = &dataplane.State{LocalhostNodePorts: settings.LocalhostNodePorts}
 		d.Notes = append(d.Notes,
-			"rules of iptables do not say what they should be: give the objects, to have those of Services compared")
+			"iptables rules hold no digest of what was written: give the objects, to compare the rules of Services")
 	}
 	model := iptshim.New(i.options)
 	model.Plan(state, dataplane.Change{})
@@ -152,7 +152,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 		}
 		t := dataplane.InspectedTable{Family: f.String(), Name: f.String(), Unit: "rules"}
 		if saved == nil {
-			d.Notes = append(d.Notes, fmt.Sprintf("%s is left out: %v", f, i.programs.Missing(f)))
+			d.Notes = append(d.Notes, fmt.Sprintf("%s is skipped: %v", f, i.programs.Missing(f)))
 			d.Tables = append(d.Tables, t)
 			continue
 		}
@@ -179,8 +179,8 @@ func plainDifference(d iptshim.Difference) dataplane.Difference {
 
 // errCounters says why there are no counters.
 var errCounters = fmt.Errorf("iptables: counters of Services: %w: its rules count packets of all kinds, "+
-	"and forget the count whenever "+
-	"a Service's rules are written anew", reconcile.ErrUnsupported)
+	"and lose their counts whenever "+
+	"a Service's rules are rewritten", reconcile.ErrUnsupported)
 
 // Counters implements reconcile.Inspector: there are none.
 func (i *Inspector) Counters(context.Context, dataplane.CountersAsked) (*dataplane.Counters, error) {

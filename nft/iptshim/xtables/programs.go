@@ -85,8 +85,8 @@ type Programs struct {
 }
 
 // ErrNone says that this host has no iptables programs.
-var ErrNone = errors.New("there is no iptables program on this host: install iptables 1.8.4 or later, " +
-	"or run the image that holds it (docs/IPTABLES.md)")
+var ErrNone = errors.New("this host has no iptables program: install iptables 1.8.4 or later, " +
+	"or run the image that contains it (docs/IPTABLES.md)")
 
 // Find looks for the programs, decides which variant is used in the network namespace of the calling thread, and makes
 // sure that it works there. It changes nothing but that the kernel may load modules and make tables that are empty.
@@ -228,7 +228,7 @@ func versionOf(ctx context.Context, r runner, program string) (Variant, Version,
 	}
 	m := versionLine.FindSubmatch(out)
 	if m == nil {
-		return 0, Version{}, fmt.Errorf("%s --version says %q, which is no version of iptables", program,
+		return 0, Version{}, fmt.Errorf("%s --version says %q, which is not a version of iptables", program,
 			bytes.TrimSpace(out))
 	}
 	var version Version

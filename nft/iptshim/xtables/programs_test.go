@@ -131,7 +131,7 @@ func TestPrograms(t *testing.T) {
 		// why is what decided; err what is wrong with all, no6 with IPv6.
 		why, err, no6 string
 	}{
-		{what: "none", err: "there is no iptables program on this host"},
+		{what: "none", err: "this host has no iptables program"},
 		{what: "one variant under the plain name", programs: merge(family("iptables", "iptables v1.8.7 (nf_tables)"),
 			family("ip6tables", "ip6tables v1.8.7 (nf_tables)")),
 			want: "iptables 1.8.7, nft variant", why: "the only variant"},
@@ -142,11 +142,11 @@ func TestPrograms(t *testing.T) {
 			err: "iptables is version 1.6.1; 1.8.4 or later is needed"},
 		{what: "just too old", programs: family("iptables-nft", "iptables v1.8.3 (nf_tables)"),
 			err: "iptables-nft is version 1.8.3; 1.8.4 or later is needed"},
-		{what: "no version", programs: family("iptables", "hello"), err: `says "hello", which is no version of iptables`},
+		{what: "no version", programs: family("iptables", "hello"), err: `says "hello", which is not a version of iptables`},
 		{what: "without IPv6", programs: family("iptables", "iptables v1.8.4 (nf_tables)"),
 			want: "iptables 1.8.4, nft variant", no6: "there is no ip6tables program of the nft variant"},
 		{what: "without restore", programs: map[string]string{"iptables": "echo 'iptables v1.8.9 (nf_tables)'"},
-			err: "there is no iptables program"},
+			err: "this host has no iptables program"},
 		{what: "one variant does not work", programs: merge(family("iptables-nft", "iptables v1.8.9 (nf_tables)"),
 			family("iptables-legacy", "iptables v1.8.9 (legacy)"),
 			map[string]string{"iptables-nft-restore": "echo 'iptables-nft-restore: " +

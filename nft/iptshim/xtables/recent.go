@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-var errClock = errors.New("the kernel's clock cannot be read")
+var errClock = errors.New("failed to read the kernel's clock")
 
 // seenAgo gives how long ago xt_recent has seen a sender in a list; not ok if it does not remember it.
 func seenAgo(list string, sender netip.Addr) (time.Duration, bool) {

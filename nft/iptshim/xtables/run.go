@@ -214,7 +214,7 @@ func (p *Programs) save(
 	for _, t := range needed {
 		if bytes.Contains(text, []byte("# Table `"+string(t)+"' is incompatible")) {
 			return nil, fmt.Errorf("%s iptables cannot read table %s: a program that uses nft put rules there "+
-				"that iptables has not (nft list table %s %s)",
+				"that iptables cannot represent (nft list table %s %s)",
 				f, t, [...]string{"ip", "ip6"}[f], t)
 		}
 	}

@@ -75,7 +75,7 @@ func (w *watch) fingerprint(served ipfamily.Per[bool]) (f fingerprint, err error
 			info := &f.tables[i][t]
 			copy(info[:], name)
 			if err := getsockopt(w.fds[i], level, getInfo, info[:]); err != nil {
-				return f, fmt.Errorf("%s iptables: look at table %s: %w", ipfamily.All[i], name, err)
+				return f, fmt.Errorf("%s iptables: check table %s: %w", ipfamily.All[i], name, err)
 			}
 		}
 	}
