@@ -23,32 +23,36 @@ import (
 func newBench() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Measure the whole line to the kernel, in a network namespace of its own",
-		Long: `Bench makes up a cluster and measures what the proxy takes for it, from objects in memory to the kernel's
-acknowledgement, and beside it the floor: the kernel alone, given the same bytes once more in another empty namespace.
+		Short: "Measure the proxy, from objects to the kernel, in its own network namespaces",
+		Long: `Bench generates a cluster and measures the whole path of the proxy, from objects in memory to the
+kernel's acknowledgement. Beside it, bench measures the floor: the kernel alone, which gets the same
+bytes in another empty namespace.
 
-  verdict bench cold     everything written into an empty kernel
-  verdict bench change   one endpoint or Service changed, again and again, in a full kernel
-  verdict bench churn    a steady rate of changes, through the same queue and loop as in "verdict run"
-  verdict bench restart  a new process that finds what an old one left in the kernel
-  verdict bench flow     what a new connection of this node to a Service takes the kernel
+  verdict bench cold     write everything into an empty kernel
+  verdict bench change   change one endpoint or Service at a time in a full kernel
+  verdict bench churn    change at a steady rate, through the queue and loop of "verdict run"
+  verdict bench restart  start a process on what an earlier one left in the kernel
+  verdict bench flow     the kernel's cost of a new connection from this node to a Service
 
-The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without node ports, session
-affinity or topology hints; there are 100 endpoints to a node. Parsing objects is not part of what is measured.
+The cluster is IPv4. Each Service has one cluster IP, one TCP port and one EndpointSlice, without
+node ports, session affinity or topology hints; each node has 100 endpoints. Parsing objects is not
+measured.
 
-It works in namespaces of its own, changes nothing on the machine and leaves nothing behind. It needs root or, for other
-users, unprivileged user namespaces. There, what fits into one transaction is bounded by net.core.wmem_max: a large
-cluster takes CAP_NET_ADMIN in the initial user namespace.
+Bench works in its own network namespaces, changes nothing on the machine and leaves nothing behind.
+It needs root or, for other users, unprivileged user namespaces. There, net.core.wmem_max limits the
+size of a transaction: a large cluster needs CAP_NET_ADMIN in the initial user namespace.
 
-What is reported of memory:
+Memory is reported as:
 
-  resident      VmRSS after the first fill, as it comes, and once more after a garbage collection that gives everything back
-  kernel        by how much SUnreclaim, VmallocUsed and Percpu of /proc/meminfo grew with the first fill: elements, hash
-                tables and counters. They count the whole machine and by pages: 1 MB more or less means nothing, and other
-                work on the machine blurs it. 0 means that it did not grow
-  allocations   objects and bytes taken from the heap, whether or not they were given back
+  resident      VmRSS after the first fill, before and after a garbage collection that returns all
+                free memory
+  kernel        growth of SUnreclaim, VmallocUsed and Percpu of /proc/meminfo with the first fill:
+                elements, hash tables and counters. They count the whole machine, in pages, so that
+                1 MB is noise, and so is the work of other processes. 0 means no growth
+  allocations   objects and bytes allocated on the heap, whether or not they were freed
 
-Percentiles are exact: of all samples sorted, the one that so many percent do not exceed.`,
+Percentiles are exact: the smallest sample that at least so many percent of all samples do not
+exceed.`,
 	}
 	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart(), newBenchFlow())
 	return cmd
@@ -62,8 +66,8 @@ type bench struct {
 
 func (b *bench) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.IntVar(&b.Services, "services", 10000, "Services of the cluster")
-	f.IntVar(&b.Endpoints, "endpoints", 10, "endpoints of each Service")
+	f.IntVar(&b.Services, "services", 10000, "number of Services")
+	f.IntVar(&b.Endpoints, "endpoints", 10, "endpoints per Service")
 	f.BoolVar(&b.json, "json", false, "print one JSON object")
 }
 
@@ -75,7 +79,7 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 	status, done, err := lab.Enter()
 	switch {
 	case err != nil:
-		fmt.Fprintln(cmd.ErrOrStderr(), "verdict: bench makes network namespaces, which it may not do here:", err)
+		fmt.Fprintln(cmd.ErrOrStderr(), "verdict: bench may not create network namespaces here:", err)
 		return exitStatus(exitUnsupported)
 	case done && status != exitOK:
 		return exitStatus(status)

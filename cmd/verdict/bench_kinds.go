@@ -14,17 +14,17 @@ func newBenchCold() *cobra.Command {
 	var rounds int
 	cmd := &cobra.Command{
 		Use:   "cold",
-		Short: "Everything written into an empty kernel",
-		Long: `Cold measures one transaction that brings a whole cluster into an empty kernel. Its steps:
+		Short: "Write everything into an empty kernel",
+		Long: `Cold measures one transaction that writes a whole cluster into an empty kernel. Its phases:
 
-  policy    what should happen to packets is decided from the objects
-  compile   what the kernel should hold, and in what order it is written
-  encode    that as netlink messages
-  commit    the kernel takes them
-  floor     the same bytes once more, into another empty namespace: the kernel alone
+  policy    decide from the objects what should happen to packets
+  compile   derive what the kernel should hold, and the order of writing it
+  encode    encode that as netlink messages
+  commit    wait until the kernel has applied them
+  floor     write the same bytes into another empty namespace: the kernel alone
 
-Each round begins with a collected heap and new namespaces. Medians of all rounds are reported. Memory and allocations are
-those of one fill before them, the first of this process, which is not timed.`,
+Each round starts with a collected heap and new namespaces. The medians of all rounds are reported.
+Memory and allocations are those of one earlier fill, the first of this process, which is not timed.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if rounds < 1 {
@@ -36,7 +36,7 @@ those of one fill before them, the first of this process, which is not timed.`,
 		},
 	}
 	b.add(cmd)
-	cmd.Flags().IntVar(&rounds, "rounds", 5, "how often it is done")
+	cmd.Flags().IntVar(&rounds, "rounds", 5, "number of rounds")
 	return cmd
 }
 
@@ -45,18 +45,19 @@ func newBenchChange() *cobra.Command {
 	var rounds int
 	cmd := &cobra.Command{
 		Use:   "change",
-		Short: "One endpoint or Service changed in a full kernel",
-		Long: `Change fills a kernel, then changes one thing at a time and measures from the event, an object in memory that differs,
-to the kernel's acknowledgement. A round is one change of each kind, each of another Service by chance:
+		Short: "Change one endpoint or Service at a time in a full kernel",
+		Long: `Change fills a kernel, then changes one object at a time and measures from the event, an object in
+memory that differs, to the kernel's acknowledgement. A round has one change of each kind, each of a
+random Service:
 
-  endpoint replaced   an endpoint goes, another comes: its slot is written again
-  endpoint added      a slot more, and the frontend goes to another chain
-  endpoint removed    a slot less, and again another chain
-  service added       with its endpoints
-  service removed     the one added before
+  endpoint replaced   one endpoint goes, another comes: its slot is rewritten
+  endpoint added      one slot more, and the frontend moves to another chain
+  endpoint removed    one slot less, and the frontend moves to another chain
+  service added       a Service with its endpoints
+  service removed     the Service that was added before
 
-Own is what is not the kernel's: all but the time of the commit. The floor is the kernel alone: when all is done, the same
-bytes are given, in the same order, to another namespace with the same content.`,
+"Own" is everything but the commit. The floor is the kernel alone: afterwards, the same bytes are
+written in the same order into another namespace with the same content.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if rounds < 1 {
@@ -68,7 +69,7 @@ bytes are given, in the same order, to another namespace with the same content.`
 		},
 	}
 	b.add(cmd)
-	cmd.Flags().IntVar(&rounds, "rounds", 1000, "how often each kind is done")
+	cmd.Flags().IntVar(&rounds, "rounds", 1000, "number of changes of each kind")
 	return cmd
 }
 
@@ -77,17 +78,18 @@ func newBenchChurn() *cobra.Command {
 	var load benchmark.Load
 	cmd := &cobra.Command{
 		Use:   "churn",
-		Short: "A steady rate of changes",
-		Long: `Churn fills a kernel, then puts changes into the queue at a steady rate, by turns an endpoint replaced, added and
-removed, each in a Service by chance, while the proxy's own loop carries them to the kernel, as many in one transaction as
-have come meanwhile. It measures each change from the moment it is put to the acknowledgement of the transaction that holds
-it, or a later change of the same object.
+		Short: "Apply changes at a steady rate",
+		Long: `Churn fills a kernel, then queues changes at a steady rate: in turn, an endpoint of a random Service
+is replaced, added and removed. The proxy's own loop applies them, and puts all changes that are
+pending into one transaction. Churn measures each change from the moment it is queued to the
+acknowledgement of the transaction that contains it, or a later change of the same object.
 
-  cores     processor time of this process, in user and kernel mode, by the time that passed; making the changes is
-            part of it, the kernel's own threads are not
-  behind    changes put and not yet acknowledged when the time was up; those are waited for, and count in the percentiles
-  backlog   the most there were at any moment
-  late      by how much at most a change was put later than the rate asks for, which says whether the rate was kept`,
+  cores     processor time of this process, in user and kernel mode, divided by the elapsed time.
+            It includes making the changes, and excludes the kernel's own threads
+  behind    changes that were not acknowledged when the time was up; churn waits for them, and the
+            percentiles include them
+  backlog   the largest number of unacknowledged changes at any moment
+  late      the largest delay of queueing a change, compared with the rate: whether the rate was kept`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := load.Check(); err != nil {
@@ -99,8 +101,8 @@ it, or a later change of the same object.
 		},
 	}
 	b.add(cmd)
-	cmd.Flags().Float64Var(&load.Rate, "rate", 1000, "changes a second")
-	cmd.Flags().Float64Var(&load.Seconds, "seconds", 60, "how long they come")
+	cmd.Flags().Float64Var(&load.Rate, "rate", 1000, "changes per second")
+	cmd.Flags().Float64Var(&load.Seconds, "seconds", 60, "duration")
 	return cmd
 }
 
@@ -109,15 +111,15 @@ func newBenchRestart() *cobra.Command {
 	var rounds, changed int
 	cmd := &cobra.Command{
 		Use:   "restart",
-		Short: "A new process finds what an old one left in the kernel",
-		Long: `Restart measures what a new process takes from objects in memory, that is after the first lists, until the kernel is known
-to carry them, in two cases:
+		Short: "Start a process on what an earlier one left in the kernel",
+		Long: `Restart measures how long a new process takes from objects in memory, as after the first lists,
+until it knows that the kernel has all Services, in two cases:
 
-  adopted     nothing changed meanwhile: the tables are taken over, and nothing is written
-  corrected   --changed Services lost an endpoint and got another one: the tables are read back, and the difference is
-              written
+  adopted     nothing has changed: the process adopts the tables and writes nothing
+  corrected   in --changed Services an endpoint was replaced: the process reads the tables and
+              writes the difference
 
-Medians of all rounds are reported.`,
+The medians of all rounds are reported.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
@@ -132,8 +134,8 @@ Medians of all rounds are reported.`,
 		},
 	}
 	b.add(cmd)
-	cmd.Flags().IntVar(&rounds, "rounds", 5, "how often it is done")
-	cmd.Flags().IntVar(&changed, "changed", 10, "Services that change while nobody is there")
+	cmd.Flags().IntVar(&rounds, "rounds", 5, "number of rounds")
+	cmd.Flags().IntVar(&changed, "changed", 10, "Services that change while no process runs")
 	return cmd
 }
 
@@ -142,31 +144,33 @@ func newBenchFlow() *cobra.Command {
 	var flow benchmark.FlowOptions
 	cmd := &cobra.Command{
 		Use:   "flow",
-		Short: "A new flow that this node sends to a Service",
-		Long: `Flow measures what the ruleset costs those who are served: the processor time of the thread that sends the
-first packet of a UDP flow, one byte from the node itself to a Service by chance, from the system call until the packet
-is out of the node's network namespace and thrown away. It holds connection tracking, routing and the device, which have
-their price without any proxy; so the same is measured with the least that could be there:
+		Short: "Open flows from this node to Services",
+		Long: `Flow measures what the ruleset costs clients: the processor time of the thread that sends the first
+packet of a UDP flow, one byte from the node itself to a random Service, from the system call until
+the packet has left the node's network namespace and is discarded. That includes connection
+tracking, routing and the device, which cost the same without a proxy. So flow also measures the
+minimum:
 
-  conntrack alone   a chain of nat with a rule that never matches: no packet is translated
-  one dnat rule     the floor: each packet is translated by one rule, which looks nothing up
+  conntrack alone   a nat chain with a rule that never matches: no packet is translated
+  one dnat rule     the floor: one rule translates each packet, without a lookup
 
-With Verdict's tables, in clusters of each of --sizes, where each Service has one UDP port:
+With Verdict's tables, in clusters of each of --sizes, in which each Service has one UDP port:
 
   0 Services        packets to addresses that belong to no Service
-  Services          written into an empty kernel, all at once; no packet is masqueraded
-  grown             the same, but the tables began with 10 Services and grew in ten steps, each by the same factor
+  Services          written into an empty kernel at once; no packet is masqueraded
+  grown             the same, but the tables grew from 10 Services in ten steps, each by the same
+                    factor
 
 and, in the largest of the sizes up to 10,000:
 
   masqueraded       the node's address is not in the cluster CIDR
-  sticky            with session affinity, of which the kernel has an entry already
-  external Local    to load balancer addresses, with externalTrafficPolicy Local: they are masqueraded, too
+  sticky            with session affinity, of which the kernel already has an entry
+  external Local    to load balancer addresses with externalTrafficPolicy Local; masqueraded, too
 
-Each of them is in a network namespace of its own, and they are measured by turns, a round after the other. A round
-sends the same --flows packets, after connection tracking has forgotten those of the last one. A round that is not timed
-goes first; connection tracking is asked after it whether all flows were translated as they should. Rulesets that are
-not Verdict's take nft.`,
+Each has its own network namespace, and they are measured in turn, round after round. A round sends
+the same --flows packets after the connection tracking entries of the last round were removed. An
+untimed round comes first; after it, flow checks in connection tracking that all flows were
+translated as expected. The two rulesets that are not Verdict's need nft.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := flow.Prepare(); err != nil {
@@ -181,9 +185,9 @@ not Verdict's take nft.`,
 	}
 	f := cmd.Flags()
 	f.IntSliceVar(&flow.Sizes, "sizes", []int{0, 1000, 10000, 100000}, "numbers of Services")
-	f.IntVar(&flow.Endpoints, "endpoints", 10, "endpoints of each Service")
-	f.IntVar(&flow.Flows, "flows", 8000, "flows of a round")
-	f.IntVar(&flow.Rounds, "rounds", 11, "how often each is measured")
+	f.IntVar(&flow.Endpoints, "endpoints", 10, "endpoints per Service")
+	f.IntVar(&flow.Flows, "flows", 8000, "flows per round")
+	f.IntVar(&flow.Rounds, "rounds", 11, "number of rounds")
 	f.BoolVar(&b.json, "json", false, "print one JSON object")
 	return cmd
 }

@@ -20,7 +20,7 @@ func newCleanup() *cobra.Command {
 	var stop bool
 	cmd := &cobra.Command{
 		Use:   "cleanup",
-		Short: "Remove everything of ours from this node",
+		Short: "Remove everything that Verdict wrote on this node",
 		Long: `Cleanup deletes the nftables tables "ip verdict" and "ip6 verdict", and what Verdict wrote with
 iptables, of either variant. Two kinds of chains stay: those that rules of others jump to, and
 KUBE-FIREWALL, which the kubelet uses, too. Established connections continue: their translation
@@ -37,7 +37,7 @@ stop that first.`,
 			holder, err := keeper.Holder(node.LeaseName)
 			switch {
 			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
-				return fmt.Errorf("%w; verdict run may be at work without it: stop it first, then give --stop", err)
+				return fmt.Errorf("%w; verdict run may be running without the lease: stop it first, then use --stop", err)
 			case err == nil && !stop:
 				return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
 			}

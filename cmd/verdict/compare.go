@@ -31,7 +31,7 @@ func newCompareCommand(
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return trouble(err) })
 	cmd.Args = func(cmd *cobra.Command, args []string) error {
 		if len(args) > 0 {
-			return trouble(fmt.Errorf("%s takes no arguments, and was given %q", cmd.Name(), args[0]))
+			return trouble(fmt.Errorf("%s takes no arguments, but got %q", cmd.Name(), args[0]))
 		}
 		return nil
 	}

@@ -180,7 +180,8 @@ func TestCompareTrouble(t *testing.T) {
 	c := newCompared(t)
 	broken := filepath.Join(t.TempDir(), "gone")
 	for _, args := range [][]string{
-		{"diff"}, {"diff", "--bogus"}, {"diff", "x"}, {"verify", "x"}, {"verify", "--from", broken}, {"diff", "--from", broken},
+		{"diff"}, {"diff", "--bogus"}, {"diff", "x"}, {"verify", "x"}, {"verify", "--from", broken},
+		{"diff", "--from", broken},
 		{"diff", "--from", "a", "--in-cluster"}, {"verify", "--from", "../../examples/cluster.yaml", "--cluster-cidr", "x"},
 	} {
 		if out, status := c.run(args...); status != exitTrouble {

@@ -85,12 +85,17 @@ func TestReloadInKernel(t *testing.T) {
 		return strings.Join(lines, "\n")
 	}
 	for _, steps := range [][]string{
-		{"mode: nftables\n", "mode: nftables\nclusterCIDR: 10.244.0.0/16\n", "mode: nftables\nclusterCIDR: 10.0.0.0/8,fd00::/8\n"},
-		{"mode: nftables\nclusterCIDR: 10.244.0.0/16\n", "mode: nftables\ndetectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}\n"},
-		{"mode: nftables\ndetectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: veth}\n", "mode: nftables\nnftables: {masqueradeAll: true}\n"},
-		{"mode: nftables\n", "mode: nftables\niptables: {localhostNodePorts: false}\nfeatureGates: {AllowServiceExternalIPs: false}\n"},
+		{"mode: nftables\n", "mode: nftables\nclusterCIDR: 10.244.0.0/16\n",
+			"mode: nftables\nclusterCIDR: 10.0.0.0/8,fd00::/8\n"},
+		{"mode: nftables\nclusterCIDR: 10.244.0.0/16\n", "mode: nftables\ndetectLocalMode: BridgeInterface\ndetectLocal: " +
+			"{bridgeInterface: cni0}\n"},
+		{"mode: nftables\ndetectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: veth}\n",
+			"mode: nftables\nnftables: {masqueradeAll: true}\n"},
+		{"mode: nftables\n", "mode: nftables\niptables: {localhostNodePorts: false}\nfeatureGates: " +
+			"{AllowServiceExternalIPs: false}\n"},
 		{"mode: nftables\niptables: {localhostNodePorts: false}\n", "mode: ipvs\nnodePortAddresses: [0.0.0.0/0]\n" + noIPVS},
-		{"mode: nftables\ndetectLocalMode: NodeCIDR\n", "mode: nftables\ndetectLocalMode: Magic\nnodePortAddresses: [127.0.0.0/8, 10.0.0.0/33]\nbindAddress: 127.0.0.1\n",
+		{"mode: nftables\ndetectLocalMode: NodeCIDR\n", "mode: nftables\ndetectLocalMode: Magic\nnodePortAddresses: " +
+			"[127.0.0.0/8, 10.0.0.0/33]\nbindAddress: 127.0.0.1\n",
 			"mode: nftables\nbindAddress: 127.0.0.1\nnodePortAddresses: [127.0.0.0/8]\n"},
 		{"mode: nftables\nnodePortAddresses: [primary]\n", "mode: nftables\nnodePortAddresses: [localhost, primary]\n"},
 	} {

@@ -18,19 +18,20 @@ func newDemo() *cobra.Command {
 	var hideRuleset bool
 	cmd := &cobra.Command{
 		Use:   "demo",
-		Short: "See it work in network namespaces of its own",
-		Long: `Demo builds a cluster of network namespaces (two nodes, three backends, a client in a pod and one outside), writes
-manifests for a few Services, runs the proxy on them as "verdict run" does, and opens real connections over IPv4 and IPv6
-while Services are scaled and endpoints drained. It ends by itself in under 30 seconds and leaves nothing behind.
+		Short: "See it work in network namespaces",
+		Long: `Demo builds a cluster of network namespaces: two nodes, three backends, a client in a pod and one
+outside. It writes manifests for a few Services, runs the proxy on them as "verdict run" does, and
+opens real connections over IPv4 and IPv6 while Services are scaled and endpoints drained. It ends
+in under 30 seconds and leaves nothing behind.
 
-It needs root or, for other users, unprivileged user namespaces; it changes nothing on the machine itself, and needs no
-external tool. The exit status is 1 if something did not happen as it should.`,
+It needs root or, for other users, unprivileged user namespaces. It changes nothing on the machine
+itself and needs no other program. The exit status is 1 if an expectation failed.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			status, done, err := lab.Enter()
 			switch {
 			case err != nil:
-				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: the demo builds network namespaces, which it may not do here:", err)
+				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: the demo may not create network namespaces here:", err)
 				return exitStatus(exitUnsupported)
 			case done && status != exitOK:
 				return exitStatus(status)

@@ -15,7 +15,7 @@ func newDiff() *cobra.Command {
 	var all, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "diff",
-		Short: "Show in what the kernel differs from what the objects ask for",
+		Short: "Show the differences between the kernel and the objects",
 		Long: `Diff compares the kernel of this node with what the objects ask for, and prints the differences as
 nft would write them: lines with - are in the kernel and should not be, lines with + should be there
 and are not. Then it counts them by Service. It ignores which endpoint of a Service has which slot.

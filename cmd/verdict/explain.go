@@ -84,7 +84,7 @@ func explainArgs(_ *cobra.Command, args []string) error {
 	case 2:
 		return nil
 	}
-	return fmt.Errorf("%q is one argument too many: only SRC and DST:PORT[/PROTO]", args[2])
+	return fmt.Errorf("unexpected argument %q: explain takes SRC and DST:PORT[/PROTO]", args[2])
 }
 
 // answer asks whomever the flags name.
@@ -96,7 +96,7 @@ func (o *explainOptions) answer(ctx context.Context, q inspect.Question) (a *ins
 		return nil, err
 	}
 	if o.trace && !o.live {
-		return nil, errors.New("--trace: rules are shown as the kernel has them: give --live too")
+		return nil, errors.New("--trace shows the kernel's rules: it needs --live")
 	}
 	x := inspect.Explainer{Objects: &o.objects, Interface: o.iface}
 	if o.live {

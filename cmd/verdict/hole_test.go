@@ -68,7 +68,8 @@ func (h *hub) now(resource string) (items []any, version int, changed chan struc
 	switch resource {
 	case "services":
 		text = fmt.Sprintf(`{"metadata": {"name": "web", "namespace": "default"}, "spec": {
-			"clusterIP": %q, "clusterIPs": [%[1]q], "ports": [{"port": 80, "protocol": "TCP"}]}}`, lab.Nth(lab.ServiceRange[0], 1))
+			"clusterIP": %q, "clusterIPs": [%[1]q],
+			"ports": [{"port": 80, "protocol": "TCP"}]}}`, lab.Nth(lab.ServiceRange[0], 1))
 	case "endpointslices":
 		text = fmt.Sprintf(`{"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": {
 				"name": "web-1", "namespace": "default", "resourceVersion": "%d", "labels": {"kubernetes.io/service-name": "web"}},

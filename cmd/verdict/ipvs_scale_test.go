@@ -290,7 +290,8 @@ func (s *scaled) measure(name string) {
 	s.stop()
 	again := s.start()
 	s.t.Logf(
-		"%s, %d Services with %d endpoints: start to everything written %v; an endpoint replaced, from the watch event until ipvsadm lists it %v to %v, median %v; "+
+		"%s, %d Services with %d endpoints: start to everything written %v; an endpoint replaced, from the watch event "+
+			"until ipvsadm lists it %v to %v, median %v; "+
 			"start after a restart %v",
 		name,
 		*scaleServices,

@@ -96,7 +96,8 @@ spec:
   - {name: http, port: 80, protocol: TCP, nodePort: %d}
   - {name: dns, port: 53, protocol: UDP, nodePort: %d}
 status: {loadBalancer: {ingress: [{ip: %s}]}}
----`, i, lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[1], i+1), affinity,
+---`, i, lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[0], i+1),
+		lab.Nth(lab.ServiceRange[1], i+1), affinity,
 		30000+i, 31000+i, lab.Nth(lab.ExternalRange[0], i+1))
 }
 
@@ -261,7 +262,8 @@ func (v *victim) kill(t *testing.T, random *rand.Rand) (children, keepers, flush
 			continue
 		}
 		flush := n%(4*(childrenPerKeeper+1)) == childrenPerKeeper-1
-		for deadline := time.Now().Add(2 * time.Second); flush && time.Now().Before(deadline) && !(gone(orphan) && v.owned()); {
+		for deadline := time.Now().Add(2 * time.Second); flush && time.Now().Before(deadline) &&
+			!(gone(orphan) && v.owned()); {
 			time.Sleep(10 * time.Millisecond) // until there is somebody to whom the tables belong
 		}
 		for child = v.child(); child == 0; child = v.child() {
@@ -345,7 +347,8 @@ func TestKilled(t *testing.T) {
 		t.Error("the ruleset was never flushed")
 	}
 	t.Logf(
-		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; %d failures, %d late since the machine was busy",
+		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; "+
+			"%d failures, %d late since the machine was busy",
 		children,
 		keepers,
 		time.Since(start).Round(time.Millisecond),

@@ -57,11 +57,15 @@ var apiLists = lists{
 	"services": `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [
 		{"metadata": {"name": "web", "namespace": "default"}, "spec": {"clusterIP": "10.96.0.1", "clusterIPs": ["10.96.0.1"],
 			"ports": [{"port": 80, "protocol": "TCP"}]}},
-		{"metadata": {"name": "odd", "namespace": "default"}, "spec": {"clusterIP": "10.96.0.2", "clusterIPs": ["10.96.0.2", "x"],
+		{"metadata": {"name": "odd", "namespace": "default"},
+			"spec": {"clusterIP": "10.96.0.2", "clusterIPs": ["10.96.0.2", "x"],
 			"ports": [{"port": 80, "protocol": "TCP"}]}}]}`,
-	"endpointslices": `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": [
-		{"metadata": {"name": "web-1", "namespace": "default", "labels": {"kubernetes.io/service-name": "web"}}, "addressType": "IPv4",
-			"ports": [{"name": "", "port": 8080, "protocol": "TCP"}], "endpoints": [{"addresses": ["10.244.1.1"], "nodeName": "n"}]}]}`,
+	"endpointslices": `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1",
+		"metadata": {"resourceVersion": "1"}, "items": [
+		{"metadata": {"name": "web-1", "namespace": "default", "labels": {"kubernetes.io/service-name": "web"}},
+			"addressType": "IPv4",
+			"ports": [{"name": "", "port": 8080, "protocol": "TCP"}],
+			"endpoints": [{"addresses": ["10.244.1.1"], "nodeName": "n"}]}]}`,
 	"nodes": `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [
 		{"metadata": {"name": "n"}, "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.77"}]}}]}`,
 }

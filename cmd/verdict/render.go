@@ -29,14 +29,15 @@ func newRender() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "render",
 		Short: "Print the ruleset for manifests, as nft or iptables-restore text",
-		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node --hostname-override. It
-touches no kernel and needs no rights. The output can be loaded with "nft -f", and then lists the same as what run
-writes. Node ports are shown at the addresses of the Node object, since the node's interfaces are not at hand.
+		Long: `Render prints the nftables ruleset that "verdict run" would write for the same manifests on the node
+--hostname-override. It does not touch the kernel and needs no privileges. "nft -f" can load the
+output. Node ports are shown at the addresses of the Node object, because render does not read the
+addresses of the node's interfaces.
 
-With --backend=iptables it prints what "iptables-restore --noflush" takes for IPv4, and with --family=ipv6 what "ip6tables-restore
---noflush" takes.
+With --backend=iptables it prints the input of "iptables-restore --noflush" for IPv4, or with
+--family=ipv6 the input of "ip6tables-restore --noflush".
 
-What is wrong with the manifests goes to standard error; the rest is rendered, and the exit status is 1.`,
+Invalid objects are reported on standard error; the rest is rendered, and the exit status is 1.`,
 		Example: `  verdict render --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
   kubectl get svc,endpointslices,nodes -A -o yaml | verdict render --from /dev/stdin --hostname-override node-1`,
 		Args: cobra.NoArgs,
@@ -57,7 +58,7 @@ What is wrong with the manifests goes to standard error; the rest is rendered, a
 	}
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "manifest file, or directory of manifests")
-	f.StringVar(&family, "family", "ipv4", "with --backend=iptables, ipv4 or ipv6: each has a text of its own")
+	f.StringVar(&family, "family", "ipv4", "with --backend=iptables: ipv4 or ipv6")
 	policy.AddFlags(f)
 	return cmd
 }
@@ -82,7 +83,7 @@ func chainsToRender(policy *inspect.Policy, family string, said bool) (*renderCh
 	s := policy.Settings()
 	if s.Backend != config.IPTables {
 		if said {
-			return nil, errors.New("--family is for --backend=iptables; nft has both families in one text")
+			return nil, errors.New("--family needs --backend=iptables: the nft text contains both families")
 		}
 		return nil, nil
 	}
@@ -150,8 +151,8 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 	return out.Flush()
 }
 
-// computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all that
-// is wrong with them.
+// computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all
+// that is wrong with them.
 func computeState(config dataplane.Config, from string) (*dataplane.State, []error, error) {
 	snap, problems, err := watch.Load(from, config.NodeName)
 	if err != nil {

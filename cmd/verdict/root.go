@@ -53,24 +53,25 @@ func newRoot() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "verdict",
 		Short: "A Kubernetes Service proxy on nftables verdict maps",
-		Long: `Verdict makes Kubernetes Services real in the Linux kernel: it watches Services and EndpointSlices, from an
-API server or from manifest files, and keeps one nftables table per address family equal to them. The tables are
-called "verdict"; look at them with "nft list table ip verdict".
+		Long: `Verdict programs Kubernetes Services in the Linux kernel: it watches Services and EndpointSlices,
+from an API server or from manifest files, and keeps one nftables table per address family in sync
+with them. The tables are called "verdict"; "nft list table ip verdict" shows one.
 
-  verdict demo                      see it work in network namespaces of its own, in under 30 seconds
-  verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no rights
+  verdict demo                      see it work in network namespaces, in under 30 seconds
+  verdict render --from dump.yaml   print the ruleset for a dump of a cluster; needs no privileges
   verdict run --from dump.yaml      program the Services of a file or directory on this node
-  verdict run --kubeconfig FILE     the same from an API server; without --kubeconfig, from inside the cluster
-  verdict explain SRC DST:PORT      say what happens to a packet, and why: from the objects, or --live from the kernel
-  verdict diff, verdict verify      compare the kernel with what the objects ask for, or with what it says itself
-  verdict top                       show which Services are connected to, how often, live
-  verdict cleanup                   remove everything of ours from this node
-  verdict takeover                  remove what a kube-proxy left on this node; run does the same after its start
-  verdict bench                     measure cold starts, changes and churn in a network namespace of its own
+  verdict run --kubeconfig FILE     the same from an API server; in a cluster without --kubeconfig
+  verdict explain SRC DST:PORT      say what happens to a packet, and why
+  verdict diff, verdict verify      compare the kernel with the objects, or with what was written
+  verdict top                       show the connections per second of Services, live
+  verdict cleanup                   remove everything that Verdict wrote on this node
+  verdict takeover                  remove what a kube-proxy left on this node, as run does
+  verdict bench                     measure cold starts, changes and churn
 
-A dump is what "kubectl get svc,endpointslices,nodes -A -o yaml" prints.
+"kubectl get svc,endpointslices,nodes -A -o yaml" prints a dump.
 
-Exit status: 0 success, 1 error, 2 this kernel or these rights are not enough; of diff and verify 0 same, 1 different, 2 error.`,
+Exit status: 0 success; 1 error; 2 the kernel lacks a feature, or privileges are missing. For diff
+and verify: 0 equal, 1 different, 2 error.`,
 		SilenceUsage:      true,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},

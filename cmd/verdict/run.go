@@ -26,31 +26,33 @@ func newRun() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run",
 		Short: "Program the Services of this node",
-		Long: `Run keeps this node's kernel in sync with the objects, until it is told to stop. After that, the Services
-stay programmed, and the next run adopts them without writing them again; "verdict cleanup" removes them. It needs
-CAP_NET_ADMIN, and writes nothing before it has seen all objects once.
+		Long: `Run keeps the kernel of this node in sync with the objects until it is stopped. Then the Services
+stay programmed, and the next run adopts them without writing them again; "verdict cleanup" removes
+them. Run needs CAP_NET_ADMIN. It writes nothing before it has seen all objects once.
 
-Objects come from the Kubernetes API: of --kubeconfig, or of the cluster this runs in. With --from PATH they come from a
-manifest or a directory of manifests (YAML or JSON), which is watched: an edit takes effect at once. If a file cannot be
-read, its last good version stays in force. Services, EndpointSlices, Endpoints, Nodes and ServiceCIDRs are read; other
-kinds are skipped.
+Objects come from the Kubernetes API: the server of --kubeconfig, or of the cluster run runs in.
+With --from PATH they come from a manifest or a directory of manifests (YAML or JSON), which is
+watched. If a file cannot be read, its last good version stays in force. Run reads Services,
+EndpointSlices, Endpoints, Nodes and ServiceCIDRs, and skips other kinds.
 
---config takes kube-proxy's configuration file, and the flags are kube-proxy's, but for --from, --backend and those about
-iptables, --keeper, --own-tables, --takeover and two about metrics. A flag overrides the file. A change of the file takes
-effect at once, or the log says what needs a restart. Invalid values are reported with file, line and field; the rest of
-the file still applies. docs/CONFIGURATION.md has every field and every flag.
+--config takes kube-proxy's configuration file, and most flags are kube-proxy's. A flag overrides
+the file. A change of the file takes effect at once, or the log says that it needs a restart.
+Invalid values are reported with file, line and field; the rest of the file still applies.
+docs/CONFIGURATION.md lists all fields and flags.
 
-The rules are written with nftables where the kernel can, else with iptables (--backend, docs/IPTABLES.md). After a change
-of that, the rules of the old backend are removed once all Services are programmed by the new one.
+Rules are written with nftables if the kernel supports it, otherwise with iptables (--backend,
+docs/IPTABLES.md). After a change of the backend, the rules of the old one are removed once all
+Services are programmed by the new one.
 
-On Linux 6.9 and later the tables belong to one netlink socket, and nobody else can change them as long as it is open. It is
-kept open while run is restarted: by systemd, if the unit has FileDescriptorStoreMax=2 and Type=notify, else by a small
-parent process, which also restarts run if it crashes (--keeper). A second run in the same network namespace takes
-over from the first, which then stands by.
+On Linux 6.9 and later, a netlink socket owns the tables: no other process can change them while it
+is open. It stays open while run restarts: systemd keeps it, if the unit has FileDescriptorStoreMax=2
+and Type=notify; otherwise a small parent process does, which also restarts run after a crash
+(--keeper). A second run in the same network namespace takes over from the first, which then stands
+by.
 
-Once all Services are programmed, what a kube-proxy programmed on this node is removed (--takeover), in whatever mode it
-was; docs/INSTALL.md has the way there and back. /healthz, /readyz and /livez are answered at port 10256, /metrics at
-127.0.0.1:10249; docs/METRICS.md says what they tell.`,
+Once all Services are programmed, run removes what a kube-proxy programmed on this node, in any of
+its modes (--takeover); docs/INSTALL.md describes the migration and the way back. Run serves
+/healthz, /readyz and /livez at port 10256, and /metrics at 127.0.0.1:10249; see docs/METRICS.md.`,
 		Example: `  verdict run --config /var/lib/kube-proxy/config.conf --hostname-override $(NODE_NAME)
   verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16
   verdict run --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,

@@ -65,7 +65,8 @@ metadata:
 addressType: IPv4
 ports: [{name: http, port: 8080, protocol: TCP}]
 endpoints: [{addresses: ["%s"], nodeName: node, conditions: %s}]
-`, s.taint, node.IP(ipfamily.IPv4), node.IP(ipfamily.IPv6), s.clusterIP(), s.clusterIP(), lab.Nth(lab.ExternalRange[0], 1), triggered,
+`, s.taint, node.IP(ipfamily.IPv4), node.IP(ipfamily.IPv6), s.clusterIP(), s.clusterIP(),
+		lab.Nth(lab.ExternalRange[0], 1), triggered,
 		s.cluster.Pods[0].IP(ipfamily.IPv4), conditions))
 }
 
@@ -201,7 +202,8 @@ func (s *shown) pages() {
 	if code, _, _ := s.get(s.cluster.Node, "http://127.0.0.1:10249/debug/pprof/"); code != 404 {
 		s.t.Errorf("profiles were not asked for: %d", code)
 	}
-	if code, _, _ := s.get(s.cluster.Outside, "http://"+netip.AddrPortFrom(s.cluster.Node.IP(ipfamily.IPv4), 10249).String()+"/metrics"); code != 0 {
+	if code, _, _ := s.get(s.cluster.Outside, "http://"+
+		netip.AddrPortFrom(s.cluster.Node.IP(ipfamily.IPv4), 10249).String()+"/metrics"); code != 0 {
 		s.t.Errorf("metrics are shown to everybody: %d", code)
 	}
 }
@@ -217,13 +219,15 @@ func (s *shown) counts() {
 		}
 	}
 	for series, want := range map[string]float64{
-		`verdict_service_connections_total{protocol="tcp",service_name="web",service_namespace="shop",service_port="http"}`: n,
-		`verdict_ready`:                                                             1,
-		`verdict_start_info{how="full"}`:                                            1,
-		`verdict_services`:                                                          1,
-		`verdict_transactions_total{outcome="full"}`:                                1,
-		`verdict_health_check_node_ports{state="open"}`:                             1,
-		`verdict_map_elements{ip_family="IPv4",map="services"}`:                     4, // cluster IP, load balancer, node port, and that at 127.0.0.1
+		`verdict_service_connections_total{protocol="tcp",service_name="web",` +
+			`service_namespace="shop",service_port="http"}`: n,
+		`verdict_ready`:                                 1,
+		`verdict_start_info{how="full"}`:                1,
+		`verdict_services`:                              1,
+		`verdict_transactions_total{outcome="full"}`:    1,
+		`verdict_health_check_node_ports{state="open"}`: 1,
+		// cluster IP, load balancer, node port, and that at 127.0.0.1
+		`verdict_map_elements{ip_family="IPv4",map="services"}`:                     4,
 		`verdict_map_elements{ip_family="IPv4",map="affinity"}`:                     0,
 		`verdict_map_max_elements{ip_family="IPv6",map="affinity"}`:                 262144,
 		`kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family="IPv4"}`: 0,
@@ -234,8 +238,10 @@ func (s *shown) counts() {
 			s.t.Errorf("%s is %v; want %v", series, got, want)
 		}
 	}
-	for _, series := range []string{"process_start_time_seconds", "go_goroutines", "verdict_conntrack_max_entries", "verdict_start_duration_seconds",
-		`kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family="IPv6"}`, `kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds{ip_family="IPv4"}`} {
+	for _, series := range []string{"process_start_time_seconds", "go_goroutines", "verdict_conntrack_max_entries",
+		"verdict_start_duration_seconds",
+		`kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family="IPv6"}`,
+		`kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds{ip_family="IPv4"}`} {
 		if got := s.metric(series); got <= 0 {
 			s.t.Errorf("%s is %v", series, got)
 		}

@@ -33,7 +33,7 @@ With --dry-run it only lists what there is.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return takeOver(cmd.Context(), cmd.OutOrStdout(), dryRun) },
 	}
-	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "say what there is, and leave it")
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only list what would be removed")
 	return cmd
 }
 
@@ -49,7 +49,7 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 		p.line("kube-proxy is running here, as process %d: remove its DaemonSet, or it will write its rules again", pid)
 	}
 	if found.Empty() {
-		p.line("there is nothing of kube-proxy's to remove")
+		p.line("kube-proxy left nothing to remove")
 	}
 	verb := "found"
 	if !dryRun && !found.Empty() {
@@ -61,8 +61,9 @@ func takeOver(ctx context.Context, w io.Writer, dryRun bool) error {
 		}
 		verb = "removed"
 		if n := found.Connections(); n > 0 {
-			verb = "removed as far as no connection needs it"
-			defer p.line("%d connections still use kube-proxy's virtual services: call this again later, or leave it to verdict run", n)
+			verb = "removed what no connection uses"
+			defer p.line("%d connections still use kube-proxy's virtual services: call this again later, or leave it to "+
+				"verdict run", n)
 		}
 	}
 	for _, line := range found.Summary() {

@@ -31,7 +31,7 @@ func callTakeover(t *testing.T, h *lab.Host, args ...string) (out string, err er
 
 func TestTakeoverCommand(t *testing.T) {
 	h := labtest.NewHost(t, labtest.NewNet(t), "node")
-	const nothing = "there is nothing of kube-proxy's to remove\n"
+	const nothing = "kube-proxy left nothing to remove\n"
 	if out, err := callTakeover(t, h); err != nil || out != nothing {
 		t.Errorf("on an empty host: %q, %v", out, err)
 	}
@@ -65,7 +65,8 @@ func TestTakeoverCommand(t *testing.T) {
 // TestRunTakesOver starts a proxy beside what a kube-proxy left: once its own rules are in, the others are gone,
 // unless they are to stay.
 func TestRunTakesOver(t *testing.T) {
-	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed kube-proxy's rules", takeover.Never: "rules are kept, as configured"} {
+	for mode, want := range map[takeover.Mode]string{takeover.Auto: "removed kube-proxy's rules",
+		takeover.Never: "rules are kept, as configured"} {
 		t.Run(string(mode), func(t *testing.T) {
 			r := &tuned{
 				t:    t,
@@ -77,7 +78,8 @@ func TestRunTakesOver(t *testing.T) {
 			labtest.Run(
 				t,
 				r.host,
-				"*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n",
+				"*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j "+
+					"KUBE-SERVICES\nCOMMIT\n",
 				"iptables-nft-restore",
 				"--noflush",
 			)

@@ -26,7 +26,7 @@ func newTop() *cobra.Command {
 	var o topOptions
 	cmd := &cobra.Command{
 		Use:   "top",
-		Short: "Show which Services are connected to, how often, live in the terminal",
+		Short: "Show the connections per second of Services, live",
 		Long: `Top shows the Service ports of this node with their connections per second, and on demand those of
 their endpoints, from the counters in the kernel's maps. The kernel has the names, too, so top needs
 no objects. A Service counts again from 0 when its first endpoint comes or its last one goes,
@@ -44,7 +44,7 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
   verdict top --json --interval 10s`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return fmt.Errorf("top takes no arguments, and was given %q (a Service is --service NAMESPACE/NAME)", args[0])
+				return fmt.Errorf("top takes no arguments, but got %q (a Service is --service NAMESPACE/NAME)", args[0])
 			}
 			return nil
 		},
@@ -70,7 +70,7 @@ func (o *topOptions) check() error {
 	case o.interval < 100*time.Millisecond:
 		return fmt.Errorf("--interval: %s is less than 100ms", o.interval)
 	case !slices.Contains(inspect.Orders, o.order):
-		return fmt.Errorf("--sort: %q is none of %s", o.order, strings.Join(inspect.Orders, ", "))
+		return fmt.Errorf("--sort: %q is not one of %s", o.order, strings.Join(inspect.Orders, ", "))
 	case o.service != "" && strings.Count(o.service, "/") != 1:
 		return fmt.Errorf("--service: %q is not NAMESPACE/NAME, or NAMESPACE/NAME:PORT", o.service)
 	}

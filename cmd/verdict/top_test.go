@@ -130,7 +130,8 @@ func TestTopOnce(t *testing.T) {
 		t.Errorf("the endpoints have %v of %v", sum, got.Ports[0].Rate)
 	}
 	for args, want := range map[string]string{
-		"top --sort x": "--sort", "top --interval 1ms": "--interval", "top --service x": "--service", "top x": "takes no arguments",
+		"top --sort x": "--sort", "top --interval 1ms": "--interval", "top --service x": "--service",
+		"top x": "takes no arguments",
 		"top --once --interval 100ms --service no/body": "--service: the kernel has no frontend of no/body",
 	} {
 		var err error

@@ -14,7 +14,7 @@ func newVerify() *cobra.Command {
 	var all, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "verify",
-		Short: "Say whether the kernel holds what it should",
+		Short: "Check that the kernel holds what was written",
 		Long: `Verify reads all of Verdict's tables in the kernel of this node and checks them against themselves:
 every table has a digest of its contents, written in the same transaction as the contents. It also
 compares sets, chains and rules with those that Verdict writes, and looks for elements that do not

@@ -274,7 +274,8 @@ type When struct {
 }
 
 func (w *When) holds(f Flow, state, variation string, outcome Outcome) bool {
-	return in(w.Frontends, f.Frontend) && in(w.Senders, f.From) && in(w.Protocols, f.Protocol) && in(w.Families, f.Family) &&
+	return in(w.Frontends, f.Frontend) && in(w.Senders, f.From) && in(w.Protocols, f.Protocol) &&
+		in(w.Families, f.Family) &&
 		in(w.States, state) && in(w.Variations, variation) &&
 		in(w.Outcomes, outcome)
 }

@@ -49,19 +49,33 @@ func TestErrors(t *testing.T) {
 		{"another name", "theme: y", `x.yaml:1: theme: it is "y"`},
 		{"unknown field", head + "storys: []", "line 3: field storys not found"},
 		{"unknown step", head + "stories:\n- {name: s, title: t, steps: [{expct: {}}]}", "x.yaml:4: story: s: yaml"},
-		{"two kinds", head + "stories:\n- name: s\n  title: t\n  steps:\n  - {api: stop, wait: 1s}", "x.yaml:7: story s: a step has one kind, this one has 2"},
-		{"unknown host", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a9], to: x, answer: refused}", "x.yaml:7: story s: expect: from: a9 is none of"},
-		{"no answer", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a1], to: x}", "x.yaml:7: story s: expect: from, answer"},
-		{"wrong answer", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a1], to: x, answer: perhaps}", `"perhaps" is none of refused`},
-		{"wrong condition", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: great}}", "great is none of ready"},
-		{"wrong hint", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: ready for fun}}", "fun is no zone and no node"},
-		{"wrong specification", head + "stories:\n- name: s\n  title: t\n  steps:\n  - service: {name: w, spec: {prts: []}}", `x.yaml:7: story s: service w: spec: json: unknown field "prts"`},
-		{"difference without a reason", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], want: dropped}]\n  steps: [{api: stop}]", "right and why are needed"},
-		{"difference at no step", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], want: dropped, right: either, why: w, step: z}]\n  steps: [{api: stop}]", "differs: step: z is none of"},
-		{"twice", head + "stories:\n- {name: s, title: t, steps: [{api: stop}]}\n- {name: s, title: t, steps: [{api: stop}]}", "two cases named x/s"},
-		{"unknown state", head + "matrix:\n- {title: t, states: [gone], frontends: [cluster-ip], senders: [a1]}", "x.yaml:4: matrix : states: gone is not in states.yaml"},
-		{"unknown policy", head + "matrix:\n- {title: t, states: [one], frontends: [cluster-ip], senders: [a1], vary: [{name: v, internalTrafficPolicy: local}]}", "internalTrafficPolicy: local is none of"},
-		{"difference of no variation", head + "matrix:\n- {title: t, states: [one], frontends: [cluster-ip], senders: [a1], differs: [{proxies: [p], want: refused, right: r, why: w, when: {variations: [v]}}]}", "variations: v is none of"},
+		{"two kinds", head + "stories:\n- name: s\n  title: t\n  steps:\n  - {api: stop, wait: 1s}",
+			"x.yaml:7: story s: a step has one kind, this one has 2"},
+		{"unknown host", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a9], to: x, answer: " +
+			"refused}", "x.yaml:7: story s: expect: from: a9 is none of"},
+		{"no answer", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a1], to: x}",
+			"x.yaml:7: story s: expect: from, answer"},
+		{"wrong answer", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a1], to: x, answer: " +
+			"perhaps}", `"perhaps" is none of refused`},
+		{"wrong condition", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: great}}",
+			"great is none of ready"},
+		{"wrong hint", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: ready for fun}}",
+			"fun is no zone and no node"},
+		{"wrong specification", head + "stories:\n- name: s\n  title: t\n  steps:\n  - service: {name: w, spec: {prts: []}}",
+			`x.yaml:7: story s: service w: spec: json: unknown field "prts"`},
+		{"difference without a reason", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], want: " +
+			"dropped}]\n  steps: [{api: stop}]", "right and why are needed"},
+		{"difference at no step", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], want: " +
+			"dropped, right: either, why: w, step: z}]\n  steps: [{api: stop}]", "differs: step: z is none of"},
+		{"twice", head + "stories:\n- {name: s, title: t, steps: [{api: stop}]}\n- {name: s, title: t, steps: [{api: " +
+			"stop}]}", "two cases named x/s"},
+		{"unknown state", head + "matrix:\n- {title: t, states: [gone], frontends: [cluster-ip], senders: [a1]}",
+			"x.yaml:4: matrix : states: gone is not in states.yaml"},
+		{"unknown policy", head + "matrix:\n- {title: t, states: [one], frontends: [cluster-ip], senders: [a1], vary: " +
+			"[{name: v, internalTrafficPolicy: local}]}", "internalTrafficPolicy: local is none of"},
+		{"difference of no variation", head + "matrix:\n- {title: t, states: [one], frontends: [cluster-ip], senders: " +
+			"[a1], differs: [{proxies: [p], want: refused, right: r, why: w, when: {variations: [v]}}]}",
+			"variations: v is none of"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := LoadFrom(fstest.MapFS{

@@ -60,13 +60,15 @@ func TestExpect(t *testing.T) {
 		{Options{SourceRanges: []string{"pods"}}, "a1 ready", "client-a", LoadBalancer, "dropped"},
 		{Options{SourceRanges: []string{"pods"}}, "a1 ready", "client-a", NodePortA, "a1; source node-a"},
 		{Options{SourceRanges: []string{"pods"}}, "a1 ready", "pod-a", LoadBalancer, "a1; source node-a"},
-		{Options{SessionAffinity: "ClientIP"}, "a1 ready, b1 ready", "pod-a", ClusterIP, "always the same of a1, b1; source kept"},
+		{Options{SessionAffinity: "ClientIP"}, "a1 ready, b1 ready", "pod-a", ClusterIP,
+			"always the same of a1, b1; source kept"},
 		{Options{IPMode: "Proxy"}, "a1 ready", "pod-a", LoadBalancer, "router; source kept"},
 		{Options{}, "a1 ready for zone-a, b1 ready for zone-b", "pod-a", ClusterIP, "a1; source kept"},
 		{Options{}, "a1 ready for zone-a, b1 ready", "pod-a", ClusterIP, "one of a1, b1; source kept"},
 		{Options{}, "a1 ready for zone-a, b1 ready for zone-a", "pod-b", ClusterIP, "one of a1, b1; source kept"},
 		{Options{}, "a1 ready for node-b zone-a, a2 ready for node-a zone-a", "pod-a", ClusterIP, "a2; source kept"},
-		{Options{}, "a1 ready for node-b zone-a, a2 ready for node-c zone-a", "pod-a", ClusterIP, "one of a1, a2; source kept"},
+		{Options{}, "a1 ready for node-b zone-a, a2 ready for node-c zone-a", "pod-a", ClusterIP,
+			"one of a1, a2; source kept"},
 	} {
 		got, promised := Expect(
 			c.options,

@@ -47,15 +47,18 @@ func TestJSON(t *testing.T) {
 		t.Error("what is read is not what was written")
 	}
 	for name, c := range map[string]struct{ text, want string }{
-		"not JSON":       {"nothing", "read JSON"},
-		"more":           {"{}{}", "something follows"},
-		"unknown field":  {`{"host": "x", "hots": "y"}`, `"hots"`},
-		"wrong type":     {`{"host": 1}`, "host"},
-		"twice":          {`{"cases": [{"name": "a"}, {"name": "a"}]}`, `cases[1].name: "a"`},
-		"no name":        {`{"proxies": [{"version": "1"}]}`, `proxies[0].name: ""`},
-		"unknown proxy":  {`{"cases": [{"name": "a", "results": {"p": {"outcome": "pass"}}}]}`, `case a: results: "p" is none of the proxies`},
-		"null":           {`{"proxies": [{"name": "p"}], "cases": [{"name": "a", "results": {"p": null}}]}`, `that of p is null`},
-		"unknown result": {`{"proxies": [{"name": "p"}], "cases": [{"name": "a", "results": {"p": {"outcome": "ok"}}}]}`, `case a: results: p: outcome: "ok"`},
+		"not JSON":      {"nothing", "read JSON"},
+		"more":          {"{}{}", "something follows"},
+		"unknown field": {`{"host": "x", "hots": "y"}`, `"hots"`},
+		"wrong type":    {`{"host": 1}`, "host"},
+		"twice":         {`{"cases": [{"name": "a"}, {"name": "a"}]}`, `cases[1].name: "a"`},
+		"no name":       {`{"proxies": [{"version": "1"}]}`, `proxies[0].name: ""`},
+		"unknown proxy": {`{"cases": [{"name": "a", "results": {"p": {"outcome": "pass"}}}]}`,
+			`case a: results: "p" is none of the proxies`},
+		"null": {`{"proxies": [{"name": "p"}], "cases": [{"name": "a", "results": {"p": null}}]}`,
+			`that of p is null`},
+		"unknown result": {`{"proxies": [{"name": "p"}], "cases": [{"name": "a", "results": {"p": {"outcome": "ok"}}}]}`,
+			`case a: results: p: outcome: "ok"`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := ReadJSON(strings.NewReader(c.text)); err == nil || !strings.Contains(err.Error(), c.want) {
@@ -345,7 +348,8 @@ func TestTableSaysEveryFailure(t *testing.T) {
 
 func TestSpan(t *testing.T) {
 	for d, want := range map[time.Duration]string{
-		0: "0 ms", 340 * time.Millisecond: "340 ms", 12340 * time.Millisecond: "12.3 s", 250 * time.Second: "4 min 10 s", 2 * time.Hour: "120 min 0 s",
+		0: "0 ms", 340 * time.Millisecond: "340 ms", 12340 * time.Millisecond: "12.3 s", 250 * time.Second: "4 min 10 s",
+		2 * time.Hour:            "120 min 0 s",
 		59960 * time.Millisecond: "60.0 s",
 	} {
 		if got := span(d); got != want {

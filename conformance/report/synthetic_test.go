@@ -44,7 +44,8 @@ func synthetic(cases int, bad float64) *Run {
 				i,
 			),
 			Theme: name, Source: "Virtual IPs and Service Proxies, section Traffic policies",
-			Title:   "A client outside of the cluster asks a load balancer's address of a Service whose traffic policy is Local, on a node without endpoints: it gets no answer.",
+			Title: "A client outside of the cluster asks a load balancer's address of a Service whose traffic policy is " +
+				"Local, on a node without endpoints: it gets no answer.",
 			Results: map[string]*Result{},
 		}
 		if i%9 == 0 {
@@ -73,7 +74,8 @@ func spoil(random *rand.Rand, result *Result) {
 	case Broken:
 		result.Why = "the server in pod b2 did not come up:\nlisten tcp 10.244.2.12:8080: bind: address already in use"
 	case Differs:
-		result.Why, result.Right = "it drops where the contract says reject: the rule comes after the one that drops", "verdict"
+		result.Why, result.Right = "it drops where the contract says reject: the rule comes after the one that drops",
+			"verdict"
 	}
 	result.Looks = []Look{
 		{
@@ -102,14 +104,16 @@ func spoil(random *rand.Rand, result *Result) {
 		},
 	}
 	result.Objects = fmt.Sprintf(
-		"apiVersion: v1\nkind: Service\nmetadata: {name: web-%d, namespace: default}\nspec:\n  clusterIP: 10.96.0.10\n  ports: [{port: 80, targetPort: 8080}]\n",
+		"apiVersion: v1\nkind: Service\nmetadata: {name: web-%d, namespace: default}\nspec:\n  clusterIP: 10.96.0.10\n  "+
+			"ports: [{port: 80, targetPort: 8080}]\n",
 		random.IntN(1000),
 	)
 	result.Listing = fmt.Sprintf(
 		"# %d\n",
 		random.IntN(1<<30),
 	) + strings.Repeat(
-		"table ip verdict {\n\tchain pick-2 {\n\t\tdnat ip to ip daddr . meta l4proto . th dport . numgen random mod 2 map @endpoints\n\t}\n}\n",
+		"table ip verdict {\n\tchain pick-2 {\n\t\tdnat ip to ip daddr . meta l4proto . th dport . numgen random mod 2 "+
+			"map @endpoints\n\t}\n}\n",
 		60,
 	)
 }

@@ -103,7 +103,8 @@ func (t *teller) writeEndpoints(ctx context.Context, e *cases.EndpointsStep) err
 		families = cases.Families
 	}
 	ports := slicePorts(s.Spec.Ports, e.Ports, e.Only)
-	for _, slice := range endpointSlices(t.testbed.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports, families) {
+	for _, slice := range endpointSlices(t.testbed.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports,
+		families) {
 		maps.Copy(slice.Labels, e.Labels)
 		if err := writeSlice(ctx, t.testbed, slice); err != nil {
 			return err
@@ -127,7 +128,8 @@ func (t *teller) delete(ctx context.Context, d *cases.DeleteStep) error {
 	}
 	for _, f := range cases.Families {
 		name := fmt.Sprintf("%s-%s", sliceName(d.Endpoints, d.Slice), f)
-		if err := t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		if err := t.testbed.Client.DiscoveryV1().EndpointSlices(t.namespace).Delete(ctx, name,
+			metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 	}

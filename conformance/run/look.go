@@ -216,5 +216,6 @@ func sourceWord(t *testbed.Topology, from string, source netip.Addr) string {
 
 // labProtocol gives a protocol in the words of the lab.
 func labProtocol(p cases.Protocol) snapshot.Protocol {
-	return map[cases.Protocol]snapshot.Protocol{cases.TCP: snapshot.TCP, cases.UDP: snapshot.UDP, cases.SCTP: snapshot.SCTP}[p]
+	return map[cases.Protocol]snapshot.Protocol{cases.TCP: snapshot.TCP, cases.UDP: snapshot.UDP,
+		cases.SCTP: snapshot.SCTP}[p]
 }

@@ -55,7 +55,9 @@ func TestFits(t *testing.T) {
 		{"refused once", both, 0, []lab.Result{answered("a1", pod), refused}, false, false},
 		{"dropped once", both, 0, []lab.Result{answered("a1", pod), dropped}, false, false},
 		{"another port", both, 8081, []lab.Result{answered("a1", pod)}, false, false},
-		{"sticky", sticky, 0, []lab.Result{answered("a1", pod), answered("a1", pod), answered("a1", pod), answered("a1", pod), answered("a1", pod), answered("a1", pod)}, true, true},
+		{"sticky", sticky, 0,
+			[]lab.Result{answered("a1", pod), answered("a1", pod), answered("a1", pod), answered("a1", pod),
+				answered("a1", pod), answered("a1", pod)}, true, true},
 		{"not sticky", sticky, 0, []lab.Result{answered("a1", pod), answered("b1", node)}, false, false},
 		{"refused", cases.Want{Outcome: cases.Refused}, 0, []lab.Result{refused}, true, true},
 		{"refused, got dropped", cases.Want{Outcome: cases.Refused}, 0, []lab.Result{dropped}, false, true},
@@ -63,7 +65,8 @@ func TestFits(t *testing.T) {
 		{"dropped", cases.Want{Outcome: cases.Dropped}, 0, []lab.Result{dropped}, true, true},
 		{"dropped, got refused", cases.Want{Outcome: cases.Dropped}, 0, []lab.Result{refused}, false, true},
 		{"unanswered", cases.Want{Outcome: cases.Unanswered}, 0, []lab.Result{refused}, true, true},
-		{"unanswered, got answered", cases.Want{Outcome: cases.Unanswered}, 0, []lab.Result{answered("a1", pod)}, false, true},
+		{"unanswered, got answered", cases.Want{Outcome: cases.Unanswered}, 0, []lab.Result{answered("a1", pod)}, false,
+			true},
 		{"it could not be tried", cases.Want{Outcome: cases.Dropped}, 0, []lab.Result{{Err: lab.ErrClosed}}, false, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -148,8 +151,10 @@ func TestJudge(t *testing.T) {
 }
 
 func TestGrep(t *testing.T) {
-	listing := "# node-a: nft list ruleset\nmap x {\n  10.0.0.1 comment \"shop/web:p\"\n  10.0.0.2 comment \"shop/web2:p\"\n}\n"
-	if got, want := grep(listing, "shop/web:"), "# node-a: nft list ruleset\n  10.0.0.1 comment \"shop/web:p\""; got != want {
+	listing := "# node-a: nft list ruleset\nmap x {\n  10.0.0.1 comment \"shop/web:p\"\n  10.0.0.2 comment " +
+		"\"shop/web2:p\"\n}\n"
+	if got, want := grep(listing, "shop/web:"),
+		"# node-a: nft list ruleset\n  10.0.0.1 comment \"shop/web:p\""; got != want {
 		t.Errorf("got %q", got)
 	}
 }

@@ -59,11 +59,13 @@ func (r *proxyRun) matrix(ctx context.Context, all []*cases.Case) error {
 // clearMatrix removes the objects again, so that the stories' own changes are not slow because of them.
 func (r *proxyRun) clearMatrix(ctx context.Context, objects map[string]*written) error {
 	for _, o := range objects {
-		if err := r.testbed.Client.CoreV1().Services(o.service.Namespace).Delete(ctx, o.service.Name, metav1.DeleteOptions{}); err != nil {
+		if err := r.testbed.Client.CoreV1().Services(o.service.Namespace).Delete(ctx, o.service.Name,
+			metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 		for _, slice := range o.slices {
-			if err := r.testbed.Client.DiscoveryV1().EndpointSlices(slice.Namespace).Delete(ctx, slice.Name, metav1.DeleteOptions{}); err != nil {
+			if err := r.testbed.Client.DiscoveryV1().EndpointSlices(slice.Namespace).Delete(ctx, slice.Name,
+				metav1.DeleteOptions{}); err != nil {
 				return err
 			}
 		}

@@ -61,11 +61,13 @@ func matrixService(c *cases.Case, n int) *v1.Service {
 }
 
 func apiProtocol(p cases.Protocol) v1.Protocol {
-	return map[cases.Protocol]v1.Protocol{cases.TCP: v1.ProtocolTCP, cases.UDP: v1.ProtocolUDP, cases.SCTP: v1.ProtocolSCTP}[p]
+	return map[cases.Protocol]v1.Protocol{cases.TCP: v1.ProtocolTCP, cases.UDP: v1.ProtocolUDP,
+		cases.SCTP: v1.ProtocolSCTP}[p]
 }
 
 func caseProtocol(p v1.Protocol) cases.Protocol {
-	return map[v1.Protocol]cases.Protocol{v1.ProtocolTCP: cases.TCP, v1.ProtocolUDP: cases.UDP, v1.ProtocolSCTP: cases.SCTP, "": cases.TCP}[p]
+	return map[v1.Protocol]cases.Protocol{v1.ProtocolTCP: cases.TCP, v1.ProtocolUDP: cases.UDP,
+		v1.ProtocolSCTP: cases.SCTP, "": cases.TCP}[p]
 }
 
 func externalIPs(n int) (ips []string) {
@@ -126,9 +128,10 @@ func endpointSlices(
 					f,
 				), Namespace: namespace, Labels: map[string]string{discovery.LabelServiceName: service},
 			},
-			AddressType: map[cases.Family]discovery.AddressType{cases.IPv4: discovery.AddressTypeIPv4, cases.IPv6: discovery.AddressTypeIPv6}[f],
-			Ports:       ports,
-			Endpoints:   []discovery.Endpoint{},
+			AddressType: map[cases.Family]discovery.AddressType{cases.IPv4: discovery.AddressTypeIPv4,
+				cases.IPv6: discovery.AddressTypeIPv6}[f],
+			Ports:     ports,
+			Endpoints: []discovery.Endpoint{},
 		}
 		for _, host := range slices.Sorted(maps.Keys(set)) {
 			slice.Endpoints = append(slice.Endpoints, endpoint(t, host, set[host], f))

@@ -95,7 +95,8 @@ func (p *Progress) words(n int) string {
 	for _, o := range []report.Outcome{report.Fail, report.Broken, report.Differs, report.Skipped} {
 		if c := p.counts[o]; c > 0 {
 			text += fmt.Sprintf(", %d %s", c, map[report.Outcome]string{
-				report.Fail: "failed", report.Broken: "broken", report.Differs: "differ for a reason", report.Skipped: "skipped"}[o])
+				report.Fail: "failed", report.Broken: "broken", report.Differs: "differ for a reason",
+				report.Skipped: "skipped"}[o])
 		}
 	}
 	return text

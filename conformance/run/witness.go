@@ -26,8 +26,9 @@ type exclusion string
 
 const (
 	pastNodes    exclusion = "no node sees the packet: the load balancer answers on the way"
-	fromLoopback exclusion = "the packet is for ::1 and led away from there: the kernel has no way for that, whatever the rules say"
-	notKnown     exclusion = "the packet meets something in the rules that the witness does not know"
+	fromLoopback exclusion = "the packet is for ::1 and led away from there: the kernel has no way for that, whatever " +
+		"the rules say"
+	notKnown exclusion = "the packet meets something in the rules that the witness does not know"
 )
 
 func (e exclusion) Error() string { return string(e) }

@@ -71,7 +71,8 @@ var mutations = []struct{ name, old, new, from, says string }{
 	{"another endpoint", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.11", "port": 8080}`, "pod-a",
 		"the listing of node-a says: one of a1, b2; source kept; port 8080; packets: one of a1, b1; source kept; port 8080"},
 	{"another port", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 8081}`, "pod-a",
-		"the listing of node-a says: one of a1, b1; source kept; port 8080; port 8081; packets: one of a1, b1; source kept; port 8080"},
+		"the listing of node-a says: one of a1, b1; source kept; port 8080; port 8081; packets: one of a1, b1; source " +
+			"kept; port 8080"},
 	{"a port that nobody serves", `{"addr": "10.244.2.10", "port": 8080}`, `{"addr": "10.244.2.10", "port": 9}`, "pod-a",
 		"the listing of node-a says: a1; source kept; port 8080, or refused; packets: one of a1, b1; source kept; port 8080"},
 	{"an endpoint less", `[1, {"goto": {"target": "b1"}}]`, `[1, {"goto": {"target": "a1"}}]`, "pod-a",
@@ -79,7 +80,8 @@ var mutations = []struct{ name, old, new, from, says string }{
 	{"a lot that is dropped", `[1, {"goto": {"target": "b1"}}]`, `[1, {"drop": null}]`, "pod-a",
 		"the listing of node-a says: a1; source kept; port 8080, or dropped; packets: one of a1, b1; source kept; port 8080"},
 	{"no masquerade", `{"masquerade": null}`, `{"accept": null}`, "client-a",
-		"the listing of node-a says: one of a1, b1; source kept; port 8080; packets: one of a1, b1; source node-a; port 8080"},
+		"the listing of node-a says: one of a1, b1; source kept; port 8080; packets: one of a1, b1; source node-a; port " +
+			"8080"},
 	{"no masquerade of what comes back", `{"masquerade": null}`, `{"accept": null}`, "a1",
 		"the listing of node-a says: b1; source kept; port 8080, or refused, or dropped; " +
 			"packets: one of a1, b1; source kept for b1; source node-a for a1; port 8080"},

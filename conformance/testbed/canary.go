@@ -70,7 +70,8 @@ func (tb *Testbed) createCanary(ctx context.Context) error {
 		Spec:       v1.ServiceSpec{IPFamilyPolicy: &dual, Ports: []v1.ServicePort{c.servicePort()}},
 	}
 	var err error
-	if c.service, err = tb.Client.CoreV1().Services(canaryNamespace).Create(ctx, service, metav1.CreateOptions{}); err != nil {
+	if c.service, err = tb.Client.CoreV1().Services(canaryNamespace).Create(ctx, service,
+		metav1.CreateOptions{}); err != nil {
 		return err
 	}
 	for _, f := range lab.Families() {
@@ -83,7 +84,8 @@ func (tb *Testbed) createCanary(ctx context.Context) error {
 			Endpoints:   []discovery.Endpoint{{Addresses: []string{tb.Host("control").IP(f).String()}}},
 			Ports:       c.slicePorts(),
 		}
-		if slice, err = tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Create(ctx, slice, metav1.CreateOptions{}); err != nil {
+		if slice, err = tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Create(ctx, slice,
+			metav1.CreateOptions{}); err != nil {
 			return err
 		}
 		c.slices = append(c.slices, slice)
@@ -175,7 +177,8 @@ func (tb *Testbed) writeCanary(ctx context.Context) error {
 	c := &tb.canary
 	for _, slice := range c.slices {
 		slice.ResourceVersion, slice.Ports = "", c.slicePorts()
-		if _, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Update(ctx, slice, metav1.UpdateOptions{}); err != nil {
+		if _, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Update(ctx, slice,
+			metav1.UpdateOptions{}); err != nil {
 			return err
 		}
 	}

@@ -58,8 +58,9 @@ var kinds = slices.Concat([]Kind{
 
 func verdict(name, mode string, listings [][]string, witness bool, args ...string) Kind {
 	return Kind{
-		Name: name, mode: mode, Args: append([]string{"run", "--config={config}"}, args...), Listings: listings, Witness: witness,
-		build: buildVerdict, Version: []string{"run", "--version"},
+		Name: name, mode: mode, Args: append([]string{"run", "--config={config}"}, args...), Listings: listings,
+		Witness: witness,
+		build:   buildVerdict, Version: []string{"run", "--version"},
 	}
 }
 

@@ -267,7 +267,8 @@ func (t *Topology) buildRouter() error {
 			}
 		}
 		// Routes to nobody: those hosts need no way to Services.
-		if err := t.hosts["control"].AddRoute(lab.Route{To: everywhere[f], Via: lab.Nth(r, routerNumber), Link: "eth0"}); err != nil {
+		if err := t.hosts["control"].AddRoute(lab.Route{To: everywhere[f], Via: lab.Nth(r, routerNumber),
+			Link: "eth0"}); err != nil {
 			return err
 		}
 	}

@@ -51,7 +51,8 @@ func (tb *Testbed) createZoneCanary(ctx context.Context) error {
 			}},
 			Ports: []discovery.EndpointPort{{Name: new("p"), Port: new(int32(zoneTarget(i))), Protocol: new(v1.ProtocolTCP)}},
 		}
-		if _, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Create(ctx, slice, metav1.CreateOptions{}); err != nil {
+		if _, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Create(ctx, slice,
+			metav1.CreateOptions{}); err != nil {
 			return err
 		}
 	}

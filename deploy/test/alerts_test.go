@@ -120,7 +120,8 @@ func slowProgramming(first, firstValues, second, values string) string {
 }
 
 func refused(values string) string {
-	return `verdict_service_refused_packets_total{protocol="TCP",service_name="web",service_namespace="shop",service_port="http",` +
+	return `verdict_service_refused_packets_total{protocol="TCP",service_name="web",` +
+		`service_namespace="shop",service_port="http",` +
 		`verdict="reject"} ` + values
 }
 

@@ -33,7 +33,9 @@ func TestCluster(t *testing.T) {
 	for how, text := range rendered(t) {
 		o, err := decode(text)
 		check(t, err)
-		if err := apply(t, plane, o, metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict, DryRun: []string{metav1.DryRunAll}}); err != nil {
+		if err := apply(t, plane, o,
+			metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict,
+				DryRun: []string{metav1.DryRunAll}}); err != nil {
 			t.Errorf("%s: %v", how, err)
 		}
 	}
@@ -81,7 +83,8 @@ func startPlane(t *testing.T) (*control.Plane, *lab.Host) {
 	server := filepath.Join(t.TempDir(), "kube-apiserver")
 	check(t, os.WriteFile(server, []byte("#!/bin/sh\nexec "+programs[1]+" --allow-privileged=true \"$@\"\n"), 0o700))
 	plane, err := control.Start(t.Context(), control.Config{
-		Host: host, Etcd: programs[0], APIServer: server, Dir: t.TempDir(), ServiceRanges: []netip.Prefix{netip.MustParsePrefix("10.43.0.0/16")},
+		Host: host, Etcd: programs[0], APIServer: server, Dir: t.TempDir(),
+		ServiceRanges: []netip.Prefix{netip.MustParsePrefix("10.43.0.0/16")},
 	})
 	check(t, err)
 	t.Cleanup(func() { labtest.Check(t, plane.Close()) })

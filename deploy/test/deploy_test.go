@@ -95,9 +95,11 @@ func TestManifestsWrong(t *testing.T) {
 		{"  - services", "  - services\n  - secrets", "list secrets is too much"},
 		{"serviceAccountName: verdict", "serviceAccountName: default", "ServiceAccount/default is missing"},
 		{"kind: ClusterRole\n  name: verdict", "kind: ClusterRole\n  name: admin", "ClusterRole/admin is missing"},
-		{"subjects:\n- kind: ServiceAccount\n  name: verdict", "subjects:\n- kind: ServiceAccount\n  name: default", "binds other subjects"},
+		{"subjects:\n- kind: ServiceAccount\n  name: verdict", "subjects:\n- kind: ServiceAccount\n  name: default",
+			"binds other subjects"},
 		{"configMap:\n          name: verdict", "configMap:\n          name: config", "ConfigMap/config is missing"},
-		{"matchLabels:\n      app.kubernetes.io/name: verdict", "matchLabels:\n      app.kubernetes.io/name: proxy", "selects no pod"},
+		{"matchLabels:\n      app.kubernetes.io/name: verdict", "matchLabels:\n      app.kubernetes.io/name: proxy",
+			"selects no pod"},
 		{"path: /readyz", "path: /ready", "/ready at port 10256 is not served"},
 		{"port: 10256", "port: 10249", "at port 10249 is not served"},
 		{"mountPath: /var/lib/kube-proxy", "mountPath: /etc/verdict", "config.conf is in no volume"},
@@ -120,7 +122,8 @@ func examine(text string, rights ...corev1.Capability) error {
 	if err != nil {
 		return err
 	}
-	for _, check := range []func(objects) error{checkNames, checkArgs, checkConfig, checkRoles, checkRights(rights), checkProbes} {
+	for _, check := range []func(objects) error{checkNames, checkArgs, checkConfig, checkRoles, checkRights(rights),
+		checkProbes} {
 		if err := check(o); err != nil {
 			return err
 		}

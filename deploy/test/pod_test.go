@@ -38,7 +38,8 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 	if rest[0] == "namespaces" && len(rest) > 2 {
 		rest = rest[2:]
 	}
-	verb := map[string]string{http.MethodPost: "create", http.MethodPut: "update", http.MethodPatch: "patch", http.MethodDelete: "delete"}[q.Method]
+	verb := map[string]string{http.MethodPost: "create", http.MethodPut: "update", http.MethodPatch: "patch",
+		http.MethodDelete: "delete"}[q.Method]
 	switch {
 	case q.Method == http.MethodGet && q.URL.Query().Get("watch") != "":
 		verb = "watch"
@@ -76,7 +77,8 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 	}
 }
 
-const node = `{"kind":"NodeList","apiVersion":"v1","metadata":{"resourceVersion":"1"},"items":[{"metadata":{"name":"node","resourceVersion":"1"},
+const node = `{"kind":"NodeList","apiVersion":"v1","metadata":{"resourceVersion":"1"},
+"items":[{"metadata":{"name":"node","resourceVersion":"1"},
 	"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.10"}]}}]}`
 
 var kinds = map[string]string{
@@ -215,7 +217,8 @@ func (p *ran) carry(host *lab.Host, c *lab.Cmd, complete func() bool) error {
 	}
 	p.tables, _ = host.Run("nft", "list", "tables")
 	p.sysctls = map[string]string{}
-	for _, name := range []string{"net/netfilter/nf_conntrack_tcp_timeout_established", "net/ipv4/conf/all/route_localnet"} {
+	for _, name := range []string{"net/netfilter/nf_conntrack_tcp_timeout_established",
+		"net/ipv4/conf/all/route_localnet"} {
 		value, _ := host.Run("cat", "/proc/sys/"+name)
 		p.sysctls[name] = strings.TrimSpace(value)
 	}

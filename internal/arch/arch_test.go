@@ -134,7 +134,8 @@ var layers = map[string]struct{ ours, others []string }{
 	// A running proxy knows no backend but by internal/backends; of nft/kernel it has the socket that owns the tables.
 	"internal/node": {
 		ours: []string{
-			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack", "internal/health", "internal/keeper",
+			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack", "internal/health",
+			"internal/keeper",
 			"internal/logging", "internal/metrics", "internal/sysctl", "internal/takeover", "nft/kernel",
 			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
 		others: []string{"golang.org/x/sync"}},

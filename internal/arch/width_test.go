@@ -19,19 +19,13 @@ const (
 // ever shrink: a file that has been mended must leave them.
 var (
 	wide = strings.Fields(`
-cmd/verdict
-conformance
-deploy/test
+conformance/benchmark
 docs/ANSWERS.md
 docs/ARCHITECTURE.md
 docs/BENCHMARKS.md
 docs/CONFIGURATION.md
 docs/IPTABLES.md
 docs/RULESET.md
-internal/arch
-internal/config
-internal/takeover
-internal/units
 `)
 	long []string
 )

@@ -75,13 +75,15 @@ func TestKubeadm(t *testing.T) {
 	if !reflect.DeepEqual(s.Policy, want) {
 		t.Errorf("it decides %+v; want %+v", s.Policy, want)
 	}
-	if s.Client.Kubeconfig != "/var/lib/kube-proxy/kubeconfig.conf" || s.MinSyncPeriod != 0 || s.SyncPeriod != 30*time.Second ||
+	if s.Client.Kubeconfig != "/var/lib/kube-proxy/kubeconfig.conf" || s.MinSyncPeriod != 0 ||
+		s.SyncPeriod != 30*time.Second ||
 		s.Healthz.String() != "0.0.0.0:10256" ||
 		s.Metrics.String() != "127.0.0.1:10249" ||
 		s.OOMScoreAdj != -999 {
 		t.Errorf("it gives %+v", s)
 	}
-	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not set) means that " +
+	wantText := "testdata/kubeadm.conf:58: nodePortAddresses: it is not set, which in mode iptables (the mode is not " +
+		"set) means that " +
 		"node ports answer at all addresses of this host; [primary] would be those of its Node"
 	wantMode := "testdata/kubeadm.conf:52: mode: it is not set, which means iptables; " +
 		"from kube-proxy 1.40 on it means nftables"
@@ -124,7 +126,8 @@ func TestBroken(t *testing.T) {
 
 // TestOneBadRange: one malformed range loses nothing else, at the start and while running.
 func TestOneBadRange(t *testing.T) {
-	const file = head + "mode: nftables\nclusterCIDR: 10.244.0.0/16\nnodePortAddresses:\n- 10.0.0.0/8\n- 192.168.0.0/33\n- fd00::/8\n"
+	const file = head + "mode: nftables\nclusterCIDR: 10.244.0.0/16\nnodePortAddresses:\n- 10.0.0.0/8\n- " +
+		"192.168.0.0/33\n- fd00::/8\n"
 	s, said := loadText(t, file)
 	if want := prefixes("10.0.0.0/8", "fd00::/8"); !slices.Equal(s.Policy.NodePortAddresses, want) ||
 		len(s.Policy.DetectLocal.ClusterCIDRs) != 1 {
@@ -251,7 +254,8 @@ nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
 		text := strings.Replace(strings.Replace(all, "%v", row.iptAll, 1), "%v", row.nftAll, 1)
 		s, _ := loadText(t, head+"mode: "+row.mode+text)
 		if s.Policy.MasqueradeAll != row.masqAll || s.SyncPeriod != time.Duration(row.sync)*time.Second ||
-			s.MinSyncPeriod != s.SyncPeriod/10 || s.Policy.LocalhostNodePorts || s.Backend != Auto || (s.Policy.NodePortAddresses != nil) != row.open {
+			s.MinSyncPeriod != s.SyncPeriod/10 || s.Policy.LocalhostNodePorts || s.Backend != Auto ||
+			(s.Policy.NodePortAddresses != nil) != row.open {
 			t.Errorf("mode %s: %+v", row.mode, s)
 		}
 	}
@@ -259,12 +263,14 @@ nftables: {masqueradeAll: %v, syncPeriod: 40s, minSyncPeriod: 4s}
 
 // TestIPVSAddresses: what is no range, or every address, is left out and said; the rest is taken.
 func TestIPVSAddresses(t *testing.T) {
-	const file = head + "mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nipvsAddresses: [203.0.113.0/24, 0.0.0.0/0, web, \"2001:db8::/64\"]\n"
+	const file = head + "mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: " +
+		"VerdictConfiguration\nipvsAddresses: [203.0.113.0/24, 0.0.0.0/0, web, \"2001:db8::/64\"]\n"
 	s, said := loadText(t, file)
 	if want := prefixes("203.0.113.0/24", "2001:db8::/64"); !slices.Equal(s.Policy.IPVS.Addresses, want) {
 		t.Errorf("%v", s.Policy.IPVS.Addresses)
 	}
-	for _, want := range []string{`ipvsAddresses[1]: "0.0.0.0/0" contains every address, including those of nodes and gateways; it is ignored`,
+	for _, want := range []string{`ipvsAddresses[1]: "0.0.0.0/0" contains every address, including those of nodes and ` +
+		`gateways; it is ignored`,
 		`ipvsAddresses[2]: "web" is not an address range such as 10.244.0.0/16; it is ignored`} {
 		if !slices.ContainsFunc(said, func(text string) bool { return strings.HasSuffix(text, want) }) {
 			t.Errorf("%q lacks %q", said, want)
@@ -312,13 +318,16 @@ func TestBackends(t *testing.T) {
 		bit           int
 		said          []string
 	}{
-		{"nftables", "", Auto, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
-		{"nftables", "nftables", NFTables, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
+		{"nftables", "", Auto, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, which " +
+			"masquerades without a mark"}},
+		{"nftables", "nftables", NFTables, 4, []string{"f:5: nftables.masqueradeBit: it has no effect with nftables, " +
+			"which masquerades without a mark"}},
 		{"nftables", "iptables", IPTables, 4, []string{"f:3: mode: nftables is accepted, but iptables is used"}},
 		{"iptables", "iptables", IPTables, 3, nil},
 		{"iptables", "nftables", NFTables, 3, []string{"f:3: mode: iptables is accepted, but nftables is used",
 			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
-		{"iptables", "", Auto, 3, []string{"f:3: mode: iptables is accepted, but nftables is used if the kernel supports it: VerdictConfiguration.backend decides",
+		{"iptables", "", Auto, 3, []string{"f:3: mode: iptables is accepted, but nftables is used if the kernel supports " +
+			"it: VerdictConfiguration.backend decides",
 			"f:4: iptables.masqueradeBit: it has no effect with nftables, which masquerades without a mark"}},
 		{"ipvs", "iptables", IPTables, 3, []string{"f:3: mode: ipvs is accepted, but iptables is used"}},
 	} {
@@ -332,7 +341,8 @@ func TestBackends(t *testing.T) {
 			t.Errorf("mode %s, backend %q: %s, bit %d, it says %q", row.mode, row.backend, s.Backend, s.MasqueradeBit, said)
 		}
 	}
-	if s, said := loadText(t, head+"mode: nftables\nnftables: {masqueradeBit: 4}\n", "--iptables-compat"); !s.IPTablesCompat ||
+	if s, said := loadText(t, head+"mode: nftables\nnftables: {masqueradeBit: 4}\n",
+		"--iptables-compat"); !s.IPTablesCompat ||
 		len(said) > 0 {
 		t.Errorf("compat: %v, it says %q", s.IPTablesCompat, said)
 	}
@@ -341,17 +351,26 @@ func TestBackends(t *testing.T) {
 // TestSettings: what words and numbers mean.
 func TestSettings(t *testing.T) {
 	for text, check := range map[string]func(s *Settings) bool{
-		"hostnameOverride: ' NODE-1 '": func(s *Settings) bool { return s.NodeName == "node-1" && s.Policy.NodeName == "node-1" },
-		"bindAddress: 192.0.2.1":       func(s *Settings) bool { return s.Policy.NodeIP == netip.MustParseAddr("192.0.2.1") },
+		"hostnameOverride: ' NODE-1 '": func(s *Settings) bool {
+			return s.NodeName == "node-1" &&
+				s.Policy.NodeName == "node-1"
+		},
+		"bindAddress: 192.0.2.1": func(s *Settings) bool { return s.Policy.NodeIP == netip.MustParseAddr("192.0.2.1") },
 		"bindAddress: '::'": func(s *Settings) bool {
 			return !s.Policy.NodeIP.IsValid() && s.Healthz.String() == "[::]:10256" && s.Metrics.String() == "[::1]:10249"
 		},
-		"bindAddress: fd00::1":                             func(s *Settings) bool { return s.Policy.NodeIP == netip.MustParseAddr("fd00::1") },
-		"healthzBindAddress: 127.0.0.1":                    func(s *Settings) bool { return s.Healthz.String() == "127.0.0.1:10256" },
-		"metricsBindAddress: '[::]:99'":                    func(s *Settings) bool { return s.Metrics.String() == "[::]:99" },
-		"featureGates: {AllowServiceExternalIPs: false}":   func(s *Settings) bool { return s.Policy.NoExternalIPs },
-		"featureGates: {AllowServiceExternalIPs: true}":    func(s *Settings) bool { return !s.Policy.NoExternalIPs },
-		"detectLocalMode: NodeCIDR\nclusterCIDR: nonsense": func(s *Settings) bool { return s.Policy.DetectLocal.Mode == dataplane.DetectNodeCIDR },
+		"bindAddress: fd00::1": func(s *Settings) bool {
+			return s.Policy.NodeIP == netip.MustParseAddr("fd00::1")
+		},
+		"healthzBindAddress: 127.0.0.1": func(s *Settings) bool {
+			return s.Healthz.String() == "127.0.0.1:10256"
+		},
+		"metricsBindAddress: '[::]:99'":                  func(s *Settings) bool { return s.Metrics.String() == "[::]:99" },
+		"featureGates: {AllowServiceExternalIPs: false}": func(s *Settings) bool { return s.Policy.NoExternalIPs },
+		"featureGates: {AllowServiceExternalIPs: true}":  func(s *Settings) bool { return !s.Policy.NoExternalIPs },
+		"detectLocalMode: NodeCIDR\nclusterCIDR: nonsense": func(s *Settings) bool {
+			return s.Policy.DetectLocal.Mode == dataplane.DetectNodeCIDR
+		},
 		"detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}": func(s *Settings) bool {
 			return s.Policy.DetectLocal.Mode == dataplane.DetectBridgeInterface && s.Policy.DetectLocal.Interface == "cni0"
 		},
@@ -387,7 +406,8 @@ func TestSysctls(t *testing.T) {
 		{"conntrack: {min: 0}", 1, slices.Concat(top(32768), times)},
 		{"conntrack: {min: 2000000}", 1, slices.Concat(top(2000000), times)},
 		{"conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}", 8, nil},
-		{"conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 90s, tcpCloseWaitTimeout: 0s, tcpBeLiberal: true, udpTimeout: 1m, udpStreamTimeout: 2m}", 8,
+		{"conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 90s, tcpCloseWaitTimeout: 0s, tcpBeLiberal: true, " +
+			"udpTimeout: 1m, udpStreamTimeout: 2m}", 8,
 			[]sysctl.Setting{{Path: dir + "tcp_timeout_established", Value: 90}, {Path: dir + "udp_timeout", Value: 60},
 				{Path: dir + "udp_timeout_stream", Value: 120}, {Path: dir + "tcp_be_liberal", Value: 1}}},
 	} {
@@ -416,7 +436,8 @@ iptables: {masqueradeAll: true}
 	}
 	want := []string{
 		`hostnameOverride: other, was "" (restart)`, "iptables.masqueradeAll: true, was false (never)",
-		"clusterCIDR: 10.0.0.0/9, was 10.0.0.0/8 (live)", "conntrack.min: 5, was 131072 (live)", "configSyncPeriod: 1m0s, was 15m0s (never)",
+		"clusterCIDR: 10.0.0.0/9, was 10.0.0.0/8 (live)", "conntrack.min: 5, was 131072 (live)",
+		"configSyncPeriod: 1m0s, was 15m0s (never)",
 		"VerdictConfiguration.keeper: none, was auto (restart)",
 	}
 	if !slices.Equal(got, want) {
@@ -431,7 +452,8 @@ iptables: {masqueradeAll: true}
 // kube-proxy.
 func TestWritten(t *testing.T) {
 	for _, args := range [][]string{
-		nil, {"--config", "testdata/kubeadm.conf"}, {"--proxy-mode=ipvs", "--cluster-cidr=10.0.0.0/8", "-v=2", "--keeper=none", "--oom-score-adj=0"},
+		nil, {"--config", "testdata/kubeadm.conf"},
+		{"--proxy-mode=ipvs", "--cluster-cidr=10.0.0.0/8", "-v=2", "--keeper=none", "--oom-score-adj=0"},
 	} {
 		f := parse(t, args...)
 		s, _, err := Load(f.Config, f, nil)
@@ -481,8 +503,10 @@ func FuzzLoad(f *testing.F) {
 		}
 		f.Add(text)
 	}
-	for _, text := range []string{"", "---\n...\n", "{}", "[", "\xff", "a: &a [*a]", "&a a: *a", head + "nftables: &x {syncPeriod: 1s}\niptables: *x\n",
-		head + "conntrack: {min: yes, tcpBeLiberal: on}\n", head + "<<: {mode: ipvs}\n", head + "clusterCIDR: ,,\n", `{"kind":"KubeProxyConfiguration","apiVersion":"kubeproxy.config.k8s.io/v1alpha1","mode":"nftables"}`} {
+	for _, text := range []string{"", "---\n...\n", "{}", "[", "\xff", "a: &a [*a]", "&a a: *a", head +
+		"nftables: &x {syncPeriod: 1s}\niptables: *x\n",
+		head + "conntrack: {min: yes, tcpBeLiberal: on}\n", head + "<<: {mode: ipvs}\n", head + "clusterCIDR: ,,\n",
+		`{"kind":"KubeProxyConfiguration","apiVersion":"kubeproxy.config.k8s.io/v1alpha1","mode":"nftables"}`} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {

@@ -42,7 +42,7 @@ type field struct {
 // Why some fields have no effect.
 const (
 	noWindows = "this is for Windows"
-	noBuffer  = "each line of the log is written at once, to standard error"
+	noBuffer  = "each log line is written to standard error immediately"
 )
 
 // fields lists all fields, in kube-proxy's order. Tests keep it, the types and docs/CONFIGURATION.md consistent.
@@ -73,7 +73,7 @@ var fields = []field{
 		"0 and 1: what operators should know; from 2 on also a line for each transaction",
 		atMost(math.MaxInt32),
 	},
-	{"logging.vmodule", Never, "there is one verbosity for all files", nil},
+	{"logging.vmodule", Never, "all files have the same verbosity", nil},
 	{"logging.options.text.splitStream", Never, noBuffer, nil},
 	{"logging.options.text.infoBufferSize", Never, noBuffer, nil},
 	{"logging.options.json.splitStream", Never, noBuffer, nil},
@@ -87,7 +87,7 @@ var fields = []field{
 	{
 		"bindAddress",
 		Live,
-		"as kube-proxy: takes the place of the Node's address of its family; no socket is bound to it",
+		"as kube-proxy: replaces the Node's address of the same family; no socket is bound to it",
 		checkAddr,
 	},
 	{"healthzBindAddress", Restart, "as kube-proxy", checkAddrPort},
@@ -98,13 +98,15 @@ var fields = []field{
 	{
 		"mode",
 		Live,
-		"which backend is used, `backend` below says; with `ipvs`, IPVS chooses the endpoints (see `ipvs` below). It tells which section below counts, as in kube-proxy, where empty means `iptables`",
+		"selects the section below that applies, as in kube-proxy, where empty means `iptables`. With `ipvs`, IPVS " +
+			"chooses the endpoints (see `ipvs` below). `backend` below selects the backend",
 		oneOf("", modeIPTables, modeIPVS, modeNFTables),
 	},
 	{
 		"iptables.masqueradeBit",
 		Restart,
-		"where rules of iptables are written (`backend` and `iptablesCompat` below), the bit of the mark, as kube-proxy, unless the mode is `nftables`; nftables needs no mark",
+		"as kube-proxy, for iptables rules (`backend` and `iptablesCompat` below), unless the mode is `nftables`; " +
+			"nftables needs no mark",
 		within(0, 31),
 	},
 	{"iptables.masqueradeAll", Live, "as kube-proxy, unless the mode is `nftables`", nil},
@@ -117,13 +119,14 @@ var fields = []field{
 	{
 		"iptables.syncPeriod",
 		Live,
-		"twice as long the kernel may be behind before the proxy counts as unhealthy; in modes `iptables` and empty",
+		"the proxy is unhealthy if changes are pending for twice this long; in modes `iptables` and empty",
 		positive,
 	},
 	{
 		"iptables.minSyncPeriod",
 		Live,
-		"more than 0: the least time between two transactions; 0: what the last one took, four times, up to 50 ms (kube-proxy takes 0 for 1s). In modes `iptables` and empty",
+		"the minimum time between two transactions; 0: four times as long as the last one took, up to 50 ms (in " +
+			"kube-proxy 0 means 1s). In modes `iptables` and empty",
 		notNegative,
 	},
 	{"ipvs.syncPeriod", Live, "as `iptables.syncPeriod`, in mode `ipvs`", positive},
@@ -131,15 +134,15 @@ var fields = []field{
 	{
 		"ipvs.scheduler",
 		Live,
-		"as kube-proxy: how a Service that IPVS schedules is scheduled if it does not say so itself; empty means `rr`",
+		"as kube-proxy: the scheduler of Services that IPVS schedules and that name none; empty means `rr`",
 		checkScheduler,
 	},
-	{"ipvs.excludeCIDRs", Never, "no virtual service is touched but Verdict's own", checkPrefix},
-	{"ipvs.strictARP", Never, "nobody is told by ARP that an address of a Service is here, with it or without", nil},
+	{"ipvs.excludeCIDRs", Never, "Verdict changes only its own virtual services", checkPrefix},
+	{"ipvs.strictARP", Never, "the node never answers ARP for addresses of Services", nil},
 	{
 		"ipvs.tcpTimeout",
 		Restart,
-		"as kube-proxy, while IPVS schedules something; `verdict cleanup` puts back what was before",
+		"as kube-proxy, while IPVS schedules Services; `verdict cleanup` restores the previous value",
 		notNegative,
 	},
 	{"ipvs.tcpFinTimeout", Restart, "as `ipvs.tcpTimeout`", notNegative},
@@ -163,83 +166,91 @@ var fields = []field{
 	{"detectLocal.interfaceNamePrefix", Live, "as kube-proxy, in mode `InterfaceNamePrefix`", nil},
 	{"clusterCIDR", Live, "as kube-proxy, in mode `ClusterCIDR`: one range, or one of each family", nil},
 	{"nodePortAddresses", Live, "ranges and the keywords `primary`, `localhost` and `all`, in any combination; see " +
-		"[decisions/0004-node-ports.md](decisions/0004-node-ports.md). An empty list means `all`, as in kube-proxy; in mode " +
+		"[decisions/0004-node-ports.md](decisions/0004-node-ports.md). An empty list means `all`, as in kube-proxy; in " +
+		"mode " +
 		"`nftables` it means `primary` and `localhost` (in kube-proxy `primary` alone)", nil},
 	{"oomScoreAdj", Live, "as kube-proxy", within(-1000, 1000)},
-	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher limit that is there already is left", atLeast(0)},
+	{"conntrack.maxPerCore", Live, "as kube-proxy, but a higher existing limit is kept", atLeast(0)},
 	{"conntrack.min", Live, "as kube-proxy", atLeast(0)},
 	{"conntrack.tcpEstablishedTimeout", Live, "as kube-proxy", checkSeconds},
 	{"conntrack.tcpCloseWaitTimeout", Live, "as kube-proxy", checkSeconds},
-	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; once set, it stays until somebody else takes it back", nil},
+	{"conntrack.tcpBeLiberal", Live, "as kube-proxy; Verdict never resets it", nil},
 	{"conntrack.udpTimeout", Live, "as kube-proxy", checkSeconds},
 	{"conntrack.udpStreamTimeout", Live, "as kube-proxy", checkSeconds},
 	{
 		"configSyncPeriod",
 		Never,
-		"each change that the API server tells of is passed on once; there is nothing to go through again",
+		"Verdict needs no resync: it handles each change once",
 		positive,
 	},
-	{"portRange", Never, "it has none in kube-proxy either", nil},
+	{"portRange", Never, "it has no effect in kube-proxy either", nil},
 	{"windowsRunAsService", Never, noWindows, nil},
 
 	{
 		verdictKind + ".manifests",
 		Restart,
-		"take the objects from this file or directory, which is watched, in place of the Kubernetes API",
+		"read the objects from this file or directory, which is watched, instead of the Kubernetes API",
 		nil,
 	},
 	{
 		verdictKind + ".backend",
 		Restart,
-		"what writes the rules: `auto` is nftables where the kernel can, else iptables; `nftables`; `iptables`. See [IPTABLES.md](IPTABLES.md)",
+		"what writes the rules: `nftables`, `iptables`, or `auto`: nftables if the kernel supports it, otherwise " +
+			"iptables. See [IPTABLES.md](IPTABLES.md)",
 		knownBackend,
 	},
 	{
 		verdictKind + ".iptablesDispatch",
 		Restart,
-		"how rules of iptables find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` as kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
+		"how iptables rules find a Service: by a `tree` of chains, which for few Services is a list, or by a `list` like " +
+			"kube-proxy's; see [IPTABLES.md](IPTABLES.md)",
 		oneOf("tree", "list"),
 	},
 	{
 		verdictKind + ".iptablesCompat",
 		Restart,
-		"beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables, for others that jump there; see [IPTABLES.md](IPTABLES.md)",
+		"with nftables, maintain the chains KUBE-MARK-MASQ and KUBE-POSTROUTING in the nat tables of iptables for other " +
+			"programs that jump there; see [IPTABLES.md](IPTABLES.md)",
 		nil,
 	},
 	{
 		verdictKind + ".keeper",
 		Restart,
-		"who holds the netlink socket while the proxy is restarted: `auto`, `process`, `systemd` or `none`; see [decisions/0008-keeper.md](decisions/0008-keeper.md)",
+		"what holds the netlink socket during a restart: `auto`, `process`, `systemd` or `none`; see " +
+			"[decisions/0008-keeper.md](decisions/0008-keeper.md)",
 		oneOf("auto", "process", "systemd", "none"),
 	},
 	{
 		verdictKind + ".ownTables",
 		Restart,
-		"let nobody else change the tables, where the kernel can do that (Linux 6.9)",
+		"prevent other processes from changing the tables, if the kernel supports it (Linux 6.9)",
 		nil,
 	},
 	{
 		verdictKind + ".takeover",
 		Restart,
-		"`auto` removes what a kube-proxy programmed on this node, once ours is in force; `never` leaves it; see [INSTALL.md](INSTALL.md)",
+		"`auto` removes what a kube-proxy programmed on this node once all Services are programmed; `never` keeps it; " +
+			"see [INSTALL.md](INSTALL.md)",
 		oneOf("auto", "never"),
 	},
 	{
 		verdictKind + ".ipvs",
 		Live,
-		"which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
+		"which Services IPVS schedules, see [IPVS.md](IPVS.md): with `auto` those that ask for it, with `always` all " +
+			"that do not ask for nftables, with `never` none. In mode `ipvs` the default is `always`",
 		oneOf("auto", "always", "never"),
 	},
 	{
 		verdictKind + ".ipvsServices",
 		Live,
-		"with `auto`, the number of Services from which on IPVS schedules all of them until the next start; 0: never",
+		"with `auto`: number of Services from which on IPVS schedules all of them, until the next start; 0: never",
 		atLeast(0),
 	},
 	{
 		verdictKind + ".ipvsAddresses",
 		Live,
-		"ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node takes in all of such an address. " +
+		"ranges of load balancer addresses that nobody but Services has: there IPVS may schedule, for which the node " +
+			"takes in all of such an address. " +
 			"At all others, and at external IPs, nftables chooses the endpoint; see [IPVS.md](IPVS.md#which-addresses)",
 		checkNarrowPrefix,
 	},
@@ -255,20 +266,21 @@ var fields = []field{
 	{
 		verdictKind + ".metricsConnections",
 		Restart,
-		"how finely new connections are counted in the metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
+		"granularity of the connection metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",
 		oneOf("off", "service", "endpoint"),
 	},
 	{
 		verdictKind + ".metricsMaxSeries",
 		Restart,
-		"how many Service ports, and how many endpoints, have a series of their own in the metrics",
+		"maximum number of Service ports, and of endpoints, with their own series in the metrics",
 		atLeast(1),
 	},
 	{
 		verdictKind + ".counterMemoryMiB",
 		Restart,
-		"how much memory the kernel's counters may take: 16 bytes for each possible processor and frontend, " +
-			"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation `verdict/counters` " +
+		"memory limit of the kernel's counters: 16 bytes for each possible processor and frontend, " +
+			"and endpoint as far as there is room; 0: nothing is counted. Services have a say by their annotation " +
+			"`verdict/counters` " +
 			"([METRICS.md](METRICS.md))",
 		atLeast(0),
 	},

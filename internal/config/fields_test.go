@@ -72,7 +72,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"clientConnection.acceptContentTypes", `""`, `application/json`, `application/cbor`,
 		`"application/cbor" has neither application/vnd.kubernetes.protobuf nor application/json` + notSet},
 	{"clientConnection.contentType", `application/vnd.kubernetes.protobuf`, `application/json`, `application/cbor`,
-		`"application/cbor" is not one of application/vnd.kubernetes.protobuf, application/json` + isDefault + "application/vnd.kubernetes.protobuf"},
+		`"application/cbor" is not one of application/vnd.kubernetes.protobuf, application/json` + isDefault +
+			"application/vnd.kubernetes.protobuf"},
 	{"clientConnection.qps", `5`, `2.5`, `fast`, `"fast" is not a number` + isDefault + "5"},
 	{"clientConnection.burst", `10`, `20`, `-1`, `-1 is less than 0` + isDefault + "10"},
 	{"logging.format", `text`, `json`, `xml`, `"xml" is not one of text, json` + isDefault + "text"},
@@ -80,19 +81,24 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"logging.verbosity", `0`, `2`, `4294967295`, `4294967295 is more than 2147483647` + isDefault + "0"},
 	{"logging.vmodule", `null`, `[{filePattern: a, verbosity: 1}]`, `5`, `5 is not a list; it is treated as unset`},
 	{"logging.options.text.splitStream", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
-	{"logging.options.text.infoBufferSize", `0`, `4Ki`, `much`, `"much" is not a size such as 512 or 10Ki` + isDefault + "0"},
+	{"logging.options.text.infoBufferSize", `0`, `4Ki`, `much`, `"much" is not a size such as 512 or 10Ki` + isDefault +
+		"0"},
 	{"logging.options.json.splitStream", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
-	{"logging.options.json.infoBufferSize", `0`, `4Ki`, `much`, `"much" is not a size such as 512 or 10Ki` + isDefault + "0"},
+	{"logging.options.json.infoBufferSize", `0`, `4Ki`, `much`, `"much" is not a size such as 512 or 10Ki` + isDefault +
+		"0"},
 	{"hostnameOverride", `""`, `" Node-1 "`, `" "`, `it is blank; it is treated as unset`},
 	{"bindAddress", `0.0.0.0`, `192.0.2.1`, `192.0.2.256`, `"192.0.2.256" is not an IP address` + isDefault + "0.0.0.0"},
 	{"healthzBindAddress", `0.0.0.0:10256`, `"[::]:1"`, `localhost:1`,
-		`"localhost:1" is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1` + isDefault + "0.0.0.0:10256"},
+		`"localhost:1" is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1` + isDefault +
+			"0.0.0.0:10256"},
 	{"metricsBindAddress", `127.0.0.1:10249`, `0.0.0.0`, `127.0.0.1:70000`,
-		`"127.0.0.1:70000" is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1` + isDefault + "127.0.0.1:10249"},
+		`"127.0.0.1:70000" is not an IP address with or without a port, such as 127.0.0.1:10249 or ::1` + isDefault +
+			"127.0.0.1:10249"},
 	{"bindAddressHardFail", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"enableProfiling", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"showHiddenMetricsForVersion", `""`, `"1.35"`, `new`, `"new" is not a version such as 1.35; it is treated as unset`},
-	{"mode", `nftables`, `nftables`, `iptabels`, `"iptabels" is not one of iptables, ipvs, nftables; it is treated as unset`},
+	{"mode", `nftables`, `nftables`, `iptabels`, `"iptabels" is not one of iptables, ipvs, nftables; it is treated as ` +
+		`unset`},
 	{"iptables.masqueradeBit", `14`, `31`, `32`, `32 is not within 0 to 31` + isDefault + "14"},
 	{"iptables.masqueradeAll", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{"iptables.localhostNodePorts", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
@@ -158,7 +164,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`nft`,
 		`"nft" is not one of auto, nftables, iptables` + isDefault + "auto",
 	},
-	{"VerdictConfiguration.iptablesDispatch", `tree`, `list`, `ring`, `"ring" is not one of tree, list` + isDefault + "tree"},
+	{"VerdictConfiguration.iptablesDispatch", `tree`, `list`, `ring`, `"ring" is not one of tree, list` + isDefault +
+		"tree"},
 	{"VerdictConfiguration.iptablesCompat", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
 	{
 		"VerdictConfiguration.keeper",
@@ -169,7 +176,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is not one of auto, never` + isDefault + "auto"},
-	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isDefault + "auto"},
+	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isDefault +
+		"auto"},
 	{"VerdictConfiguration.ipvsServices", `50000`, `0`, `-1`, `-1 is less than 0` + isDefault + "50000"},
 	{
 		"VerdictConfiguration.ipvsAddresses",
@@ -278,7 +286,8 @@ func TestDocumentation(t *testing.T) {
 		t.Fatal(err)
 	}
 	text := string(b)
-	for name, table := range map[string]string{"fields": fieldTable(false), "own": fieldTable(true), "flags": flagTable()} {
+	for name, table := range map[string]string{"fields": fieldTable(false), "own": fieldTable(true),
+		"flags": flagTable()} {
 		begin, end := "<!-- "+name+" -->\n", "<!-- end of "+name+" -->\n"
 		before, rest, ok := strings.Cut(text, begin)
 		was, after, ok2 := strings.Cut(rest, end)

@@ -59,57 +59,62 @@ var flags = slices.Concat(policyFlags, serverFlags, kernelFlags, clientFlags, lo
 
 var policyFlags = []option{
 	text("hostname-override",
-		"name of this node in the cluster: tells which endpoints are local (default: the host's name)", ofPolicy,
+		"name of this node in the cluster, which determines the local endpoints (default: the host's name)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.HostnameOverride }, "hostnameOverride"),
 	text(
 		"bind-address",
-		"this node's own IP address, in place of the Node object's of its family; nothing is bound to it (default 0.0.0.0: the Node object's)",
+		"this node's IP address, replaces the Node object's address of the same family; no socket is bound to it "+
+			"(default 0.0.0.0: use the Node object's)",
 		ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.BindAddress },
 		"bindAddress",
 	),
 	{name: "proxy-mode", kind: "string", about: ofPolicy, fields: []string{"mode"},
-		usage: "iptables, ipvs or nftables: --backend decides what is used, but a list of node port addresses that is empty means something else in each (default nftables)",
-		set:   func(d *Document, s string, _ bool) error { d.KubeProxy.Mode = v1alpha1.ProxyMode(s); return nil }},
-	boolean("masquerade-all", "masquerade everything that is sent to a cluster IP", ofPolicy,
+		usage: "iptables, ipvs or nftables: determines the meaning of empty node port addresses, and with ipvs the " +
+			"scheduling; --backend selects the backend (default nftables)",
+		set: func(d *Document, s string, _ bool) error { d.KubeProxy.Mode = v1alpha1.ProxyMode(s); return nil }},
+	boolean("masquerade-all", "masquerade all traffic to cluster IPs", ofPolicy,
 		func(d *Document, on bool) {
 			d.KubeProxy.IPTables.MasqueradeAll, d.KubeProxy.NFTables.MasqueradeAll = on, on
 		},
 		"iptables.masqueradeAll", "nftables.masqueradeAll"),
 	boolean(
 		"iptables-localhost-nodeports",
-		"answer on IPv4 node ports at 127.0.0.1 too; sets net.ipv4.conf.all.route_localnet, and guards the loopback range (default true)",
+		"answer IPv4 node ports at 127.0.0.1, too; sets net.ipv4.conf.all.route_localnet and guards the loopback range "+
+			"(default true)",
 		ofPolicy,
 		func(d *Document, on bool) { d.KubeProxy.IPTables.LocalhostNodePorts = &on },
 		"iptables.localhostNodePorts",
 	),
 	{name: "detect-local-mode", kind: "string", about: ofPolicy, fields: []string{"detectLocalMode"},
-		usage: "how pods are told from others: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix (default ClusterCIDR)",
+		usage: "how pod traffic is recognized: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix (default " +
+			"ClusterCIDR)",
 		set: func(d *Document, s string, _ bool) error {
 			d.KubeProxy.DetectLocalMode = v1alpha1.LocalMode(s)
 			return nil
 		}},
-	text("pod-bridge-interface", "the bridge pods are on (mode BridgeInterface)", ofPolicy,
+	text("pod-bridge-interface", "the bridge that pods are connected to (mode BridgeInterface)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.DetectLocal.BridgeInterface }, "detectLocal.bridgeInterface"),
-	text("pod-interface-name-prefix", "how the names of pods' interfaces begin (mode InterfaceNamePrefix)", ofPolicy,
+	text("pod-interface-name-prefix", "prefix of the names of pods' interfaces (mode InterfaceNamePrefix)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.DetectLocal.InterfaceNamePrefix }, "detectLocal.interfaceNamePrefix"),
 	text(
 		"cluster-cidr",
-		"pods' addresses, one range or one of each family with a comma between; what comes from elsewhere is masqueraded on its way to a cluster IP (mode ClusterCIDR)",
+		"the range of pod addresses, or one of each family, comma-separated; traffic from elsewhere to cluster IPs is "+
+			"masqueraded (mode ClusterCIDR)",
 		ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.ClusterCIDR },
 		"clusterCIDR",
 	),
 	list("nodeport-addresses",
-		"which of this host's addresses answer on node ports: ranges, primary (the Node object's), localhost, all "+
+		"addresses of this host that answer node ports: ranges, primary (the Node object's), localhost, all "+
 			"(default primary,localhost)", ofPolicy,
 		func(d *Document) *[]string { return &d.KubeProxy.NodePortAddresses }, "nodePortAddresses"),
 	{name: "feature-gates", kind: "mapStringBool",
-		usage: "NAME=true|false, with commas between; of those only AllowServiceExternalIPs and KubeProxyIPVS have an effect",
+		usage: "NAME=true|false, comma-separated; only AllowServiceExternalIPs and KubeProxyIPVS have an effect",
 		about: ofPolicy, fields: []string{"featureGates"}, set: setGates},
 	number(
 		"iptables-masquerade-bit",
-		"bit of the mark that rules of iptables set on what is to be masqueraded, 0 to 31; nftables needs none (default 14)",
+		"bit of the packet mark by which iptables rules masquerade, 0 to 31; nftables needs no mark (default 14)",
 		ofPolicy,
 		func(d *Document, n int32) {
 			d.KubeProxy.IPTables.MasqueradeBit, d.KubeProxy.NFTables.MasqueradeBit = &n, &n
@@ -120,7 +125,7 @@ var policyFlags = []option{
 	word(
 		"backend",
 		"auto|nftables|iptables",
-		"what writes the rules (default auto: nftables where the kernel can, else iptables)",
+		"backend that writes the rules (default auto: nftables if the kernel supports it, otherwise iptables)",
 		ofPolicy,
 		func(d *Document) *string { return &d.Verdict.Backend },
 		verdictKind+".backend",
@@ -128,16 +133,16 @@ var policyFlags = []option{
 	word(
 		"iptables-dispatch",
 		"tree|list",
-		"how rules of iptables find a Service: by a tree of chains, or by one list as kube-proxy's (default tree)",
+		"how iptables rules find a Service: by a tree of chains, or by one list like kube-proxy's (default tree)",
 		ofPolicy,
 		func(d *Document) *string { return &d.Verdict.IPTablesDispatch },
 		verdictKind+".iptablesDispatch",
 	),
-	text("ipvs-scheduler", "how IPVS schedules Services that do not say so themselves (default rr)", ofPolicy,
+	text("ipvs-scheduler", "default IPVS scheduler of Services that IPVS schedules (default rr)", ofPolicy,
 		func(d *Document) *string { return &d.KubeProxy.IPVS.Scheduler }, "ipvs.scheduler"),
 	list(
 		"ipvs-addresses",
-		"ranges of load balancer addresses that nobody but Services has, at which IPVS may schedule (default none)",
+		"ranges of load balancer addresses used only by Services, at which IPVS may schedule (default none)",
 		ofPolicy,
 		func(d *Document) *[]string { return &d.Verdict.IPVSAddresses },
 		verdictKind+".ipvsAddresses",
@@ -163,10 +168,10 @@ var policyFlags = []option{
 
 var serverFlags = []option{
 	address("healthz-bind-address",
-		"IP address, with a port or without, of the health server; empty for none (default 0.0.0.0:10256)",
+		"IP address, with or without a port, of the health server; empty: disabled (default 0.0.0.0:10256)",
 		func(d *Document) *string { return &d.KubeProxy.HealthzBindAddress }, "healthzBindAddress"),
 	address("metrics-bind-address",
-		"IP address, with a port or without, of the metrics server; empty for none (default 127.0.0.1:10249)",
+		"IP address, with or without a port, of the metrics server; empty: disabled (default 127.0.0.1:10249)",
 		func(d *Document) *string { return &d.KubeProxy.MetricsBindAddress }, "metricsBindAddress"),
 	portOnly("healthz-port",
 		"healthz-bind-address",
@@ -174,18 +179,18 @@ var serverFlags = []option{
 	portOnly("metrics-port",
 		"metrics-bind-address",
 		func(d *Document) *string { return &d.KubeProxy.MetricsBindAddress }, "127.0.0.1", "metricsBindAddress"),
-	boolean("bind-address-hard-fail", "end if one of these servers cannot listen, in place of trying again", ofRun,
+	boolean("bind-address-hard-fail", "exit if one of these servers fails to listen, instead of retrying", ofRun,
 		func(d *Document, on bool) { d.KubeProxy.BindAddressHardFail = on }, "bindAddressHardFail"),
 	boolean("profiling", "serve profiles at /debug/pprof of the metrics server", ofRun,
 		func(d *Document, on bool) { d.KubeProxy.EnableProfiling = on }, "enableProfiling"),
-	text("show-hidden-metrics-for-version", "has no effect: no metric is hidden", ofRun,
+	text("show-hidden-metrics-for-version", "has no effect: Verdict hides no metrics", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.ShowHiddenMetricsForVersion }, "showHiddenMetricsForVersion"),
 }
 
 var kernelFlags = []option{
 	period(
 		"iptables-sync-period",
-		"twice as long the kernel may be behind before the proxy counts as unhealthy; in modes iptables and nftables (default 30s)",
+		"the proxy is unhealthy if changes are pending for twice this long; in modes iptables and nftables (default 30s)",
 		func(d *Document, t metav1.Duration) {
 			d.KubeProxy.IPTables.SyncPeriod, d.KubeProxy.NFTables.SyncPeriod = t, t
 		},
@@ -194,7 +199,7 @@ var kernelFlags = []option{
 	),
 	period(
 		"iptables-min-sync-period",
-		"the least time between two transactions, in modes iptables and nftables (default 0s: as little as the kernel allows)",
+		"minimum time between two transactions, in modes iptables and nftables (default 0s: as short as the kernel allows)",
 		func(d *Document, t metav1.Duration) {
 			d.KubeProxy.IPTables.MinSyncPeriod, d.KubeProxy.NFTables.MinSyncPeriod = t, t
 		},
@@ -205,9 +210,9 @@ var kernelFlags = []option{
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.SyncPeriod = t }, "ipvs.syncPeriod"),
 	period("ipvs-min-sync-period", "as --iptables-min-sync-period, in mode ipvs (default 0s)",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.MinSyncPeriod = t }, "ipvs.minSyncPeriod"),
-	list("ipvs-exclude-cidrs", "has no effect: no virtual service is touched but Verdict's own", ofRun,
+	list("ipvs-exclude-cidrs", "has no effect: Verdict changes only its own virtual services", ofRun,
 		func(d *Document) *[]string { return &d.KubeProxy.IPVS.ExcludeCIDRs }, "ipvs.excludeCIDRs"),
-	boolean("ipvs-strict-arp", "has no effect: ARP never tells that an address of a Service is here", ofRun,
+	boolean("ipvs-strict-arp", "has no effect: the node never answers ARP for addresses of Services", ofRun,
 		func(d *Document, on bool) { d.KubeProxy.IPVS.StrictARP = on }, "ipvs.strictARP"),
 	period("ipvs-tcp-timeout", "how long IPVS remembers idle TCP connections; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.IPVS.TCPTimeout = t }, "ipvs.tcpTimeout"),
@@ -218,9 +223,10 @@ var kernelFlags = []option{
 	number("oom-score-adj", "oom_score_adj of this process, -1000 to 1000 (default -999)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.OOMScoreAdj = &n }, "oomScoreAdj"),
 	number("conntrack-max-per-core",
-		"connections to track for each CPU; 0 leaves the kernel's limit, and ignores --conntrack-min (default 32768)", ofRun,
+		"maximum tracked connections per CPU; 0 leaves the kernel's limit, and ignores --conntrack-min (default 32768)",
+		ofRun,
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.MaxPerCore = &n }, "conntrack.maxPerCore"),
-	number("conntrack-min", "connections to track at least (default 131072)", ofRun,
+	number("conntrack-min", "minimum of the limit of tracked connections (default 131072)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.Conntrack.Min = &n }, "conntrack.min"),
 	period(
 		"conntrack-tcp-timeout-established",
@@ -234,25 +240,25 @@ var kernelFlags = []option{
 		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.TCPCloseWaitTimeout = &t },
 		"conntrack.tcpCloseWaitTimeout",
 	),
-	boolean("conntrack-tcp-be-liberal", "let TCP packets outside of the window pass as valid", ofRun,
+	boolean("conntrack-tcp-be-liberal", "treat TCP packets outside of the window as valid", ofRun,
 		func(d *Document, on bool) { d.KubeProxy.Conntrack.TCPBeLiberal = on }, "conntrack.tcpBeLiberal"),
-	period("conntrack-udp-timeout", "how long UDP flows without an answer are tracked; 0 leaves the kernel's",
+	period("conntrack-udp-timeout", "how long UDP flows without a reply are tracked; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.UDPTimeout = t }, "conntrack.udpTimeout"),
-	period("conntrack-udp-timeout-stream", "how long UDP flows with answers are tracked; 0 leaves the kernel's",
+	period("conntrack-udp-timeout-stream", "how long UDP flows with replies are tracked; 0 leaves the kernel's",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.Conntrack.UDPStreamTimeout = t }, "conntrack.udpStreamTimeout"),
 }
 
 var clientFlags = []option{
 	text("kubeconfig", "kubeconfig file of the API server (default: the cluster this runs in)", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.Kubeconfig }, "clientConnection.kubeconfig"),
-	text("kube-api-content-type", "what to talk to the API server in (default "+contentProtobuf+")", ofRun,
+	text("kube-api-content-type", "content type of requests to the API server (default "+contentProtobuf+")", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.ContentType }, "clientConnection.contentType"),
-	number("kube-api-burst", "requests to the API server that may come at once (default 10)", ofRun,
+	number("kube-api-burst", "burst of requests to the API server (default 10)", ofRun,
 		func(d *Document, n int32) { d.KubeProxy.ClientConnection.Burst = n }, "clientConnection.burst"),
 	{
 		name:   "kube-api-qps",
 		kind:   "float32",
-		usage:  "requests to the API server each second (default 5)",
+		usage:  "requests to the API server per second (default 5)",
 		fields: []string{"clientConnection.qps"},
 		set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseFloat(s, 32)
@@ -260,12 +266,12 @@ var clientFlags = []option{
 			return withText(err, quote(s)+" is not a number")
 		},
 	},
-	period("config-sync-period", "has no effect: nothing needs to be read again",
+	period("config-sync-period", "has no effect: Verdict needs no resync",
 		func(d *Document, t metav1.Duration) { d.KubeProxy.ConfigSyncPeriod = t }, "configSyncPeriod"),
 }
 
 var logFlags = []option{
-	{name: "v", kind: "level", usage: "how much to log: 0 what operators should know, 2 a line for each transaction, too",
+	{name: "v", kind: "level", usage: "log verbosity: 2 adds a line for each transaction",
 		fields: []string{"logging.verbosity"}, set: func(d *Document, s string, _ bool) error {
 			n, err := strconv.ParseUint(s, 10, 31)
 			d.KubeProxy.Logging.Verbosity = logsapi.VerbosityLevel(n)
@@ -274,7 +280,7 @@ var logFlags = []option{
 	text("logging-format",
 		"text or json (default text)", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.Logging.Format }, "logging.format"),
-	ignoredFlag("vmodule", "pattern=N,...", "there is one verbosity for all files"),
+	ignoredFlag("vmodule", "pattern=N,...", "all files have the same verbosity"),
 	ignoredFlag("log-flush-frequency", "duration", noBuffer),
 	ignoredFlag("log-text-split-stream", "", noBuffer),
 	ignoredFlag("log-text-info-buffer-size", "quantity", noBuffer),
@@ -287,14 +293,14 @@ var logFlags = []option{
 var ownFlags = []option{
 	text(
 		"from",
-		"manifest file, or directory of manifests, to take the objects from in place of the Kubernetes API",
+		"read the objects from this manifest file or directory of manifests instead of the Kubernetes API",
 		ofRun,
 		func(d *Document) *string { return &d.Verdict.Manifests },
 		verdictKind+".manifests",
 	),
 	boolean(
 		"iptables-compat",
-		"beside nftables, keep the chains KUBE-MARK-MASQ and KUBE-POSTROUTING of iptables for others that jump there",
+		"with nftables, maintain the iptables chains KUBE-MARK-MASQ and KUBE-POSTROUTING for other programs that jump there",
 		ofRun,
 		func(d *Document, on bool) { d.Verdict.IPTablesCompat = on },
 		verdictKind+".iptablesCompat",
@@ -302,14 +308,14 @@ var ownFlags = []option{
 	word(
 		"keeper",
 		"auto|process|systemd|none",
-		"who holds the netlink socket while this is restarted (default auto)",
+		"what holds the netlink socket during a restart (default auto)",
 		ofRun,
 		func(d *Document) *string { return &d.Verdict.Keeper },
 		verdictKind+".keeper",
 	),
 	boolean(
 		"own-tables",
-		"let nobody else change the tables, where the kernel can do that (Linux 6.9) (default true)",
+		"prevent other processes from changing the tables, if the kernel supports it (Linux 6.9) (default true)",
 		ofRun,
 		func(d *Document, on bool) { d.Verdict.OwnTables = &on },
 		verdictKind+".ownTables",
@@ -317,14 +323,15 @@ var ownFlags = []option{
 	word(
 		"takeover",
 		"auto|never",
-		"what becomes of a kube-proxy's rules once ours are in force: they are removed, or left (default auto)",
+		"what happens to kube-proxy's rules once all Services are programmed: auto removes them, never keeps them "+
+			"(default auto)",
 		ofRun,
 		func(d *Document) *string { return &d.Verdict.Takeover },
 		verdictKind+".takeover",
 	),
 	number(
 		"ipvs-services",
-		"with --ipvs=auto: from so many Services on, all are scheduled by IPVS; 0: never (default 50000)",
+		"with --ipvs=auto: number of Services from which on IPVS schedules all of them; 0: never (default 50000)",
 		ofRun,
 		func(d *Document, n int32) { d.Verdict.IPVSServices = &n },
 		verdictKind+".ipvsServices",
@@ -332,21 +339,21 @@ var ownFlags = []option{
 	word(
 		"metrics-connections",
 		"off|service|endpoint",
-		"how finely new connections are counted in the metrics (default service)",
+		"granularity of the connection metrics (default service)",
 		ofRun,
 		func(d *Document) *string { return &d.Verdict.MetricsConnections },
 		verdictKind+".metricsConnections",
 	),
 	number(
 		"metrics-max-series",
-		"how many Service ports, and how many endpoints, have a series of their own (default 5000)",
+		"maximum number of Service ports, and of endpoints, with their own series (default 5000)",
 		ofRun,
 		func(d *Document, n int32) { d.Verdict.MetricsMaxSeries = &n },
 		verdictKind+".metricsMaxSeries",
 	),
 	number(
 		"counter-memory-mib",
-		"how much memory the kernel's counters of frontends and endpoints may take, in MiB (default 16)",
+		"memory limit of the kernel's counters of frontends and endpoints, in MiB (default 16)",
 		ofRun,
 		func(d *Document, n int32) { d.Verdict.CounterMemoryMiB = &n },
 		verdictKind+".counterMemoryMiB",
@@ -429,7 +436,7 @@ func portOnly(name, better string, at func(*Document) *string, host, field strin
 	return option{
 		name:   name,
 		kind:   "int32",
-		usage:  "port of --" + better + "; 0 for no such server",
+		usage:  "port of --" + better + "; 0: disabled",
 		fields: []string{field},
 		note:   "it is deprecated: give --" + better + " a port",
 		set: func(d *Document, s string, _ bool) error {
@@ -492,17 +499,17 @@ func (f *Flags) Add(fs *pflag.FlagSet) {
 		&f.WriteConfigTo,
 		"write-config-to",
 		"",
-		"write the configuration, with all flags and defaults in it, to this file, and exit",
+		"write the effective configuration, with all flags and defaults, to this file, and exit",
 	)
 	fs.BoolVar(&f.Cleanup, "cleanup", false, `remove everything of ours from this node, and exit: "verdict cleanup"`)
 	fs.BoolVar(
 		&f.InitOnly,
 		"init-only",
 		false,
-		"set the sysctls, which needs a privileged container, and exit; CAP_NET_ADMIN is enough for the rest",
+		"set the sysctls and exit; only this needs a privileged container, the rest only CAP_NET_ADMIN",
 	)
 	fs.BoolVar(&f.Version, "version", false, "print the version, and exit")
-	fs.StringVar(&f.masterURL, "master", "", "address of the API server, in place of the kubeconfig file's")
+	fs.StringVar(&f.masterURL, "master", "", "address of the API server, overrides the kubeconfig file")
 	f.add(fs, ofRun)
 }
 

@@ -12,7 +12,8 @@ import (
 // values are what a field may be given by mistake. Each is of another type than most fields, or nothing.
 var values = []string{
 	"null", "~", "true", "text", `""`, "1", "-1", "1.5", "1e3", "99999999999999999999", "30", "30s", "2001-01-01",
-	"[]", "[null]", "[1]", "[text]", "[[]]", "[{}]", "{}", "{a: null}", "{a: 1}", "{a: true}", "[{filePattern: null, verbosity: null}]",
+	"[]", "[null]", "[1]", "[text]", "[[]]", "[{}]", "{}", "{a: null}", "{a: 1}", "{a: true}",
+	"[{filePattern: null, verbosity: null}]",
 }
 
 // TestWrongTypes gives each field each of the values. What ends kube-proxy is reported here, and nothing else is.

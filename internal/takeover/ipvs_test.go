@@ -317,7 +317,8 @@ table %[1]s nat {
 	}
 	chain PREROUTING { type nat hook prerouting priority -100; jump KUBE-SERVICES comment "kubernetes service portals"; }
 	chain OUTPUT { type nat hook output priority -100; jump KUBE-SERVICES comment "kubernetes service portals"; }
-	chain POSTROUTING { type nat hook postrouting priority 100; jump KUBE-POSTROUTING comment "kubernetes postrouting rules"; }
+	chain POSTROUTING { type nat hook postrouting priority 100;
+			jump KUBE-POSTROUTING comment "kubernetes postrouting rules"; }
 }
 table %[1]s filter {
 	chain KUBE-IPVS-FILTER { }

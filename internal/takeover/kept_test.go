@@ -76,12 +76,14 @@ COMMIT
 				"-A KUBE-POSTROUTING -j MARK --set-xmark 0x4000/0x0",
 				`-A KUBE-POSTROUTING -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully`,
 				`-A KUBE-SEP-IMYJU5OJNSODHMLN -s ADDRESS -m comment --comment "default/plain:http" -j KUBE-MARK-MASQ`,
-				`-A KUBE-SEP-IMYJU5OJNSODHMLN -p tcp -m comment --comment "default/plain:http" -m tcp -j DNAT --to-destination ADDRESS`,
+				`-A KUBE-SEP-IMYJU5OJNSODHMLN -p tcp -m comment --comment "default/plain:http" -m tcp -j DNAT --to-destination ` +
+					`ADDRESS`,
 			},
 			kept: []string{
 				"chain KUBE-MARK-MASQ of table nat (VARIANT): chain KUBE-SEP-IMYJU5OJNSODHMLN, which stays, jumps to it",
 				"chain KUBE-POSTROUTING of table nat (VARIANT): it masquerades what KUBE-MARK-MASQ marks",
-				"chain KUBE-SEP-IMYJU5OJNSODHMLN of table nat (VARIANT): a rule in chain OUTPUT, which is not kube-proxy's, jumps to it",
+				"chain KUBE-SEP-IMYJU5OJNSODHMLN of table nat (VARIANT): a rule in chain OUTPUT, which is not kube-proxy's, " +
+					"jumps to it",
 			},
 		},
 		{
@@ -154,7 +156,8 @@ var (
 		`-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD`,
 		"-A KUBE-FORWARD -m conntrack --ctstate INVALID -m nfacct --nfacct-name  ct_state_invalid_dropped_pkts -j DROP",
 		`-A KUBE-FORWARD -m comment --comment "kubernetes forwarding rules" -m mark --mark 0x4000/0x4000 -j ACCEPT`,
-		`-A KUBE-FORWARD -m comment --comment "kubernetes forwarding conntrack rule" -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`,
+		`-A KUBE-FORWARD -m comment --comment "kubernetes forwarding conntrack rule" -m conntrack --ctstate ` +
+			`RELATED,ESTABLISHED -j ACCEPT`,
 	}
 	forwardKept = []string{"chain KUBE-FORWARD of table filter (VARIANT): chain FORWARD drops what no rule accepts, and " +
 		"KUBE-FORWARD accepts established connections"}

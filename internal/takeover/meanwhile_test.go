@@ -66,7 +66,8 @@ func TestVerify(t *testing.T) {
 			h,
 			legacy,
 			f,
-			"*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment --comment x\nCOMMIT\n",
+			"*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A OUTPUT -j A\n-A A -p tcp -j B\n-A A -g C\n-A C -m comment "+
+				"--comment x\nCOMMIT\n",
 		)
 		inside(t, h, func() error {
 			b, err := readBlob(f, "nat")

@@ -41,7 +41,8 @@ COMMIT
 		}
 		return strings.Join(names, " ")
 	}
-	const all = "CIP-10.96.0.0/17 CLUSTER-IPS IPVS-FILTER LOAD-BALANCER MARK-MASQ POSTROUTING SERVICES SVC-10.96.0.0/17 SVC-AAAAAAAAAAAAAAAA"
+	const all = "CIP-10.96.0.0/17 CLUSTER-IPS IPVS-FILTER LOAD-BALANCER MARK-MASQ POSTROUTING SERVICES " +
+		"SVC-10.96.0.0/17 SVC-AAAAAAAAAAAAAAAA"
 	for _, variant := range []string{"nft", "legacy"} {
 		other := map[string]string{"nft": "legacy", "legacy": "nft"}[variant]
 		for _, row := range []struct {

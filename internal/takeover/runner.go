@@ -80,7 +80,8 @@ func (r *Runner) Run(ctx context.Context, ready <-chan struct{}) {
 	r.logged = map[string]bool{}
 	r.lastActive, r.backoff = time.Now(), recheckInterval
 	for after := r.check(ctx); after > 0; after = r.check(ctx) {
-		debug.FreeOSMemory() // of large tables of iptables a look leaves hundreds of MB, which the runtime would keep for minutes
+		// of large tables of iptables a look leaves hundreds of MB, which the runtime would keep for minutes
+		debug.FreeOSMemory()
 		select {
 		case <-ctx.Done():
 			return

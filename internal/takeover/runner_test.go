@@ -99,7 +99,8 @@ func TestRunner(t *testing.T) {
 			last: 2*time.Hour + 5*m + 10*time.Second,
 			said: append([]string{
 				`INFO removed kube-proxy's rules what=rules`,
-				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is lost, but both proxies do the work pids=[] what=rules`,
+				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is ` +
+					`lost, but both proxies do the work pids=[] what=rules`,
 			}, slices.Repeat([]string{`INFO removed kube-proxy's rules what=rules`}, 6)...),
 		},
 		{
@@ -111,7 +112,8 @@ func TestRunner(t *testing.T) {
 			removals: []time.Duration{0, 30*m + 10*time.Second}, last: 35*m + 10*time.Second,
 			said: []string{
 				`INFO removed kube-proxy's rules what=rules`,
-				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is lost, but both proxies do the work pids=[7] what=rules`,
+				`WARN kube-proxy is running on this node and writes its rules again: remove its DaemonSet. No connection is ` +
+					`lost, but both proxies do the work pids=[7] what=rules`,
 				`INFO removed kube-proxy's rules what=rules`,
 			},
 		},
@@ -120,7 +122,8 @@ func TestRunner(t *testing.T) {
 			node:     fakeNode{rules: never, connections: func(at time.Duration) int { return max(0, 4-int(at/m)) }},
 			removals: []time.Duration{0, 10 * time.Second, 70 * time.Second, 130 * time.Second, 190 * time.Second},
 			last:     8*m + 10*time.Second,
-			said:     []string{`INFO connections still use kube-proxy's IPVS virtual services, which are removed once the connections have ended connections=4 what=rules`},
+			said: []string{`INFO connections still use kube-proxy's IPVS virtual services, which are removed once the ` +
+				`connections have ended connections=4 what=rules`},
 		},
 		{
 			name: "an error", mode: Auto,

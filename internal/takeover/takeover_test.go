@@ -205,7 +205,8 @@ func TestCaptures(t *testing.T) {
 	}
 	t.Run("nftables", func(t *testing.T) {
 		h := labtest.NewHost(t, labtest.NewNet(t), "node")
-		const others = "table ip kube-proxy-not { chain c { type nat hook prerouting priority -100; }; }\ntable inet kube-proxy { }\n"
+		const others = "table ip kube-proxy-not { chain c { type nat hook prerouting priority -100; }; }\ntable inet " +
+			"kube-proxy { }\n"
 		labtest.Run(t, h, others, "nft", "-f", "-")
 		before := labtest.Run(t, h, "", "nft", "list", "ruleset")
 		labtest.Run(t, h, testdata(t, "nftables.nft"), "nft", "-f", "-")

@@ -7,9 +7,11 @@ import (
 
 func TestUnits(t *testing.T) {
 	for got, want := range map[string]string{
-		Thousands(0): "0", Thousands(999): "999", Thousands(1000): "1,000", Thousands(1100000): "1,100,000", Thousands(-100): "-100",
-		Bytes(1500): "1.5 kB", Bytes(12300000): "12.3 MB",
-		Brief(143 * time.Microsecond): "143 µs", Brief(2400 * time.Microsecond): "2.4 ms", Brief(6100 * time.Millisecond): "6.1 s",
+		Thousands(0): "0", Thousands(999): "999", Thousands(1000): "1,000", Thousands(1100000): "1,100,000",
+		Thousands(-100): "-100",
+		Bytes(1500):     "1.5 kB", Bytes(12300000): "12.3 MB",
+		Brief(143 * time.Microsecond): "143 µs", Brief(2400 * time.Microsecond): "2.4 ms",
+		Brief(6100 * time.Millisecond): "6.1 s",
 	} {
 		if got != want {
 			t.Errorf("%q, want %q", got, want)

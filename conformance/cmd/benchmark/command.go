@@ -47,11 +47,13 @@ type options struct {
 // The ordinary run, and --quick.
 var (
 	fullSettings = results.Settings{
-		Method: results.Method, StartLimit: 300, Changes: 30, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
+		Method: results.Method, StartLimit: 300, Changes: 30, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 60,
+		DrainLimit: 60, DataTime: 3,
 		GiantLimit: 60,
 	}
 	quickSettings = results.Settings{
-		Method: results.Method, StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5, DrainLimit: 10, DataTime: 1,
+		Method: results.Method, StartLimit: 30, Changes: 5, ChangesLimit: 15, Rates: []float64{100, 1000}, ChurnTime: 5,
+		DrainLimit: 10, DataTime: 1,
 		GiantLimit: 30,
 	}
 	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
@@ -71,16 +73,18 @@ func newCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "benchmark",
 		Short: "Measure Service proxies in large clusters beside each other",
-		Long: `Benchmark starts a real control plane, fills it with Services, and measures proxies on a node of their own, from outside: by
-connections that tell when the node's kernel carries what was written to the API server. docs/BENCHMARKS.md says what is
-measured, and what the figures do not say.
+		Long: `Benchmark starts a real control plane, fills it with Services, and measures proxies on a node of
+their own. It measures from outside, by connections that show when the node's kernel has applied a
+write to the API server. docs/BENCHMARKS.md says what is measured, and what the figures do not say.
 
-Results are saved after each proxy in OUT/results.json, and a run that was broken off goes on where it was. In the end, and with
---render alone, it writes OUT/tables.md and pictures beside it. The time of --budget is kept; what it does not suffice for is
-left for the next run, since every size comes once before any comes twice.
+Results are saved after each proxy in OUT/results.json, and an interrupted run continues there. At
+the end, and with --render alone, benchmark writes OUT/tables.md and plots beside it. The time of
+--budget is kept; what does not fit is left for the next run. Every size is measured once before any
+is measured twice.
 
-What it needs is built from Go modules, which takes some minutes the first time and is not part of the budget. It needs root,
-nft and iptables, changes nothing on the machine, and leaves nothing behind.`,
+The peers are built from Go modules, which takes some minutes the first time and is not part of the
+budget. Benchmark needs root, nft and iptables, changes nothing on the machine, and leaves nothing
+behind.`,
 		Example: `  benchmark --quick
   benchmark --size 10000x10 --proxy verdict-nftables --proxy kube-proxy-nftables --repeat 1
   benchmark --guest 6.12 --size 1000x10`,
@@ -94,19 +98,26 @@ nft and iptables, changes nothing on the machine, and leaves nothing behind.`,
 func (o *options) addFlags(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.BoolVar(&o.quick, "quick", false, "a first picture in five minutes: small sizes, short times, once")
-	f.StringArrayVar(&o.sizes, "size", nil, "Services x endpoints of each; may be repeated (default "+strings.Join(fullSizes, ", ")+")")
-	f.StringArrayVar(&o.proxies, "proxy", nil, "a proxy: "+strings.Join(benchmark.KindNames(), ", ")+"; may be repeated (default "+strings.Join(benchmark.DefaultKinds(), ", ")+")")
+	f.StringArrayVar(&o.sizes, "size", nil, "Services x endpoints of each; may be repeated (default "+
+		strings.Join(fullSizes, ", ")+")")
+	f.StringArrayVar(&o.proxies, "proxy", nil, "a proxy: "+strings.Join(benchmark.KindNames(), ", ")+
+		"; may be repeated (default "+strings.Join(benchmark.DefaultKinds(), ", ")+")")
 	f.IntVar(&o.repeat, "repeat", 0, fmt.Sprintf("how often each is measured (default %d, with --quick 1)", fullRepeats))
-	f.DurationVar(&o.budget, "budget", 0, fmt.Sprintf("how long it may take in all (default %v, with --quick %v)", fullBudget, quickBudget))
-	f.StringVar(&o.out, "out", "", "a directory for results, tables and pictures (default bin/bench, with --quick bin/bench-quick)")
+	f.DurationVar(&o.budget, "budget", 0,
+		fmt.Sprintf("how long it may take in all (default %v, with --quick %v)", fullBudget, quickBudget))
+	f.StringVar(&o.out, "out", "", "a directory for results, tables and pictures (default bin/bench, with --quick "+
+		"bin/bench-quick)")
 	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and pictures of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and pictures into docs/BENCHMARKS.md, docs/images and README.md")
-	f.BoolVar(&o.giant, "giant", false, "leave out changes: what is measured last, a giant Service in 1,000 at most, comes soon")
+	f.BoolVar(&o.giant, "giant", false, "leave out changes: what is measured last, a giant Service in 1,000 at most, "+
+		"comes soon")
 	f.BoolVar(&o.keep, "keep", false, "keep logs and configuration of proxies and control plane, and say where")
-	f.StringVar(&o.guest, "guest", "", "measure in a guest with this kernel, which has IPVS: 6.1, 6.12, ...; slow, so its figures compare only with each other")
+	f.StringVar(&o.guest, "guest", "", "measure in a guest with this kernel, which has IPVS: 6.1, 6.12, ...; slow, so "+
+		"its figures compare only with each other")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
-	f.StringToStringVar(&o.programs, "program", nil, "a program that is there already, as NAME=PATH; in a guest, where nothing can be built")
+	f.StringToStringVar(&o.programs, "program", nil, "a program that is there already, as NAME=PATH; in a guest, "+
+		"where nothing can be built")
 	f.BoolVar(&o.cells, "cells", false, "print each result as a line of JSON, for the machine around a guest")
 	for _, name := range []string{"program", "cells"} {
 		if err := f.MarkHidden(name); err != nil {
@@ -191,7 +202,8 @@ func (o *options) results() (*results.Results, error) {
 	case r == nil:
 		return &results.Results{Settings: o.settings}, nil
 	case !o.render && !reflect.DeepEqual(r.Settings, o.settings):
-		return nil, fmt.Errorf("%s was measured with other settings, or in another way; --fresh begins anew, --out leaves it alone", o.file("results.json"))
+		return nil, fmt.Errorf("%s was measured with other settings, or in another way; --fresh begins anew, --out "+
+			"leaves it alone", o.file("results.json"))
 	case !o.render: // what failed is tried again
 		r.Cells = slices.DeleteFunc(r.Cells, func(c *results.Cell) bool { return c.Error != "" })
 	}
@@ -257,7 +269,8 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 			return err
 		}
 		if old := r.Versions[name]; old != "" && old != versions[name] {
-			return fmt.Errorf("%s holds results of %s %s, and this is %s; --fresh begins anew, --out leaves it alone", o.file("results.json"), name, old, versions[name])
+			return fmt.Errorf("%s holds results of %s %s, and this is %s; --fresh begins anew, --out leaves it alone",
+				o.file("results.json"), name, old, versions[name])
 		}
 		plan.Kinds = append(plan.Kinds, k)
 	}
@@ -270,7 +283,8 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 	maps.Copy(r.Versions, versions)
 	here, err := benchmark.ThisMachine()
 	if err == nil && len(r.Cells) > 0 && r.Machine != here {
-		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone", o.file("results.json"), r.Machine)
+		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone",
+			o.file("results.json"), r.Machine)
 	}
 	r.Machine = here
 	return err

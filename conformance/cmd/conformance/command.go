@@ -48,12 +48,14 @@ func newCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "conformance",
 		Short: "Hold Service proxies to what Kubernetes promises",
-		Long: `Conformance starts a real control plane and two nodes in network namespaces, runs a proxy on each node, writes Services,
-and judges by packets what the proxy makes of them. It knows only the Kubernetes API, network namespaces and packets, and of
-proxies whose rules are tables of nftables what nft lists.
+		Long: `Conformance starts a real control plane and two nodes in network namespaces, runs a proxy on each
+node, writes Services, and judges by packets what the proxy does with them. It uses only the
+Kubernetes API, network namespaces and packets, and the listings of nft for proxies whose rules are
+nftables tables.
 
-What it needs is built from Go modules, which takes some minutes the first time. It needs root, changes nothing on the machine,
-and leaves nothing behind. The status is 1 if a case failed, 2 if it could not be run.`,
+The peers are built from Go modules, which takes some minutes the first time. Conformance needs
+root, changes nothing on the machine, and leaves nothing behind. The exit status is 1 if a case
+failed, 2 if it could not be run.`,
 		Example: `  conformance --proxy verdict --proxy kube-proxy-nftables
   conformance --proxy verdict --run 'external-traffic-policy/local/.*/udp' --v
   conformance --proxy my-proxy.yaml --report /tmp/report`,
@@ -83,7 +85,8 @@ and leaves nothing behind. The status is 1 if a case failed, 2 if it could not b
 		&o.programs,
 		"programs",
 		"",
-		"a directory with verdict, etcd, kube-apiserver, kube-controller-manager and kube-proxy; empty means that they are built",
+		"a directory with verdict, etcd, kube-apiserver, kube-controller-manager and kube-proxy; empty means that they "+
+			"are built",
 	)
 	return cmd
 }
