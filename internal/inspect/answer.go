@@ -37,11 +37,6 @@ type AskedPacket struct {
 	StandsFor string
 }
 
-// Key returns the packet's destination.
-func (p *AskedPacket) Key() dataplane.Key {
-	return dataplane.Key{Addr: p.Destination, Protocol: p.Protocol, Port: p.Port}
-}
-
 // Origin tells how the rows of policy classify the sender, and why.
 type Origin struct {
 	Pod, Node bool
