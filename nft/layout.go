@@ -222,8 +222,8 @@ func (s Structure) sets() []Set {
 	})
 }
 
-// sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the kernel allocates buckets
-// for the full size at once, and lets a set without a size grow with its elements.
+// sets returns all sets and maps that a table may have, by their ids. Only sets that rules write to have a size: the
+// kernel allocates buckets for the full size at once, and lets a set without a size grow with its elements.
 func sets() []Set {
 	frontends := func(id SetID, counter bool, comment string) Set {
 		return Set{ID: id, Key: frontendKey, Data: []Field{Priority}, Counter: counter, Comment: comment}

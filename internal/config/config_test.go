@@ -287,7 +287,8 @@ func TestSecondChance(t *testing.T) {
 		"off": snapshot.SecondChanceOff, `"off"`: snapshot.SecondChanceOff, "on": snapshot.SecondChanceOn,
 		`"on"`: snapshot.SecondChanceOn, "observe": snapshot.SecondChanceObserve,
 	} {
-		s, said := loadText(t, head+"mode: nftables\n---\napiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nsecondChance: "+text+"\n")
+		own := "apiVersion: verdict/v1alpha1\nkind: VerdictConfiguration\nsecondChance: " + text + "\n"
+		s, said := loadText(t, head+"mode: nftables\n---\n"+own)
 		if s.Policy.SecondChance != want || len(said) > 0 {
 			t.Errorf("secondChance: %s is %v: %v", text, s.Policy.SecondChance, said)
 		}
