@@ -127,7 +127,12 @@ By Service (kernel: NUMBERS)
   shop/cart       1 other
   shop/catalog    1 missing
 `
-	if got := unnumbered(out); status != exitDiffers || got != want {
+	// No proxy runs here that could be asked for what it has ejected, which could explain differences.
+	note, rest, _ := strings.Cut(out, "\n")
+	if !strings.HasPrefix(note, "# which endpoints the proxy has ejected is not known: ") {
+		t.Errorf("diff begins with %q", note)
+	}
+	if got := unnumbered(rest); status != exitDiffers || got != want {
 		t.Errorf("diff: %d\n%s", status, labtest.FirstDifference(got, want))
 	}
 	out, status = c.run(append([]string{"verify"}, c.flags...)...)
