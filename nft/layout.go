@@ -387,7 +387,8 @@ func frontends(s Structure) Chain {
 		c.Rules = append(c.Rules, dispatch(m))
 	}
 	toAddress := Concat{Fields: []Field{DestAddr}}
-	toClusterIP, toServiceCIDR := SetLookup{Key: toAddress, Set: ClusterIPs}, SetLookup{Key: toAddress, Set: ServiceCIDRs}
+	toClusterIP := SetLookup{Key: toAddress, Set: ClusterIPs}
+	toServiceCIDR := SetLookup{Key: toAddress, Set: ServiceCIDRs}
 	c.Rules = append(c.Rules,
 		resetOthers(toClusterIP, Counter{}),
 		Rule{toClusterIP, Counter{}, Reject{}},

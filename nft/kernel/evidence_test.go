@@ -327,3 +327,68 @@ func forgetConnections(t *testing.T, h *lab.Host) {
 		return handle.ConntrackTableFlush(netlink.ConntrackTable)
 	}))
 }
+
+// TestRetryServicesFollow: a frontend is in retry-services while both its pools may retry, the rule is there while the
+// set has elements, and nothing of that counts as strange.
+func TestRetryServicesFollow(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"both", []condition{ready}, []condition{ready}})
+	st := l.state()
+	retry(st, true)
+	apply(t, l.backend, st)
+	change := dataplane.Change{Services: []snapshot.Name{l.service.name()}}
+	for _, yes := range []bool{true, false, true} {
+		retry(st, yes)
+		_, err := l.backend.ApplyAll(st, change)
+		labtest.Check(t, err)
+		got := held(t, l.backend)
+		if want := wanted(st); got != want {
+			t.Errorf("retry %v: %s", yes, labtest.FirstDifference(got, want))
+		}
+		for _, line := range []string{
+			"ip retry-services 10.96.0.1 . tcp . 80 ", "ip6 retry-services fd00:10:96::1 . tcp . 80 ",
+		} {
+			if strings.Contains(got, line) != yes {
+				t.Errorf("retry %v: %q is there: %v", yes, line, !yes)
+			}
+		}
+		if strings.Contains(got, "retry-services 10.96.0.1 . udp") {
+			t.Error("UDP is retried")
+		}
+		rules := labtest.Run(t, l.Node, "", "nft", "list", "chain", "ip", "verdict", "refused")
+		if strings.Contains(rules, "@retry-services") != yes {
+			t.Errorf("retry %v:\n%s", yes, rules)
+		}
+		quiet(t, l.backend)
+	}
+	labtest.Check(t, l.Node.Do(func() error {
+		i, err := Inspect()
+		if err != nil {
+			return err
+		}
+		defer i.Close()
+		d, err := i.Differences(t.Context(), st)
+		if err == nil && (len(d.Wrong) > 0 || len(d.Differences) > 0 || len(d.Contradictions) > 0) {
+			t.Errorf("%+v", d)
+		}
+		return err
+	}))
+}
+
+// TestEvidenceSwitched turns evidence on and off under a running backend.
+func TestEvidenceSwitched(t *testing.T) {
+	l := newEvidenceLab(t, endpointState{"both", []condition{ready}, []condition{ready}})
+	st := l.state()
+	apply(t, l.backend, st)
+	for _, evidence := range []bool{false, true} {
+		st.Evidence = evidence
+		_, err := l.backend.ApplyAll(st, dataplane.Change{Globals: true})
+		labtest.Check(t, err)
+		if got, want := held(t, l.backend), wanted(st); got != want {
+			t.Errorf("evidence %v: %s", evidence, labtest.FirstDifference(got, want))
+		}
+		if got := l.read(t); len(got) > 0 {
+			t.Errorf("evidence of nothing: %v", got)
+		}
+		quiet(t, l.backend)
+	}
+}
