@@ -381,6 +381,9 @@ func TestEvidenceSwitched(t *testing.T) {
 	apply(t, l.backend, st)
 	for _, evidence := range []bool{false, true} {
 		st.Evidence = evidence
+		for _, sp := range st.Services[l.service.name()].Ports {
+			sp.SecondChance = snapshot.SecondChanceOff // without evidence it always is
+		}
 		_, err := l.backend.ApplyAll(st, dataplane.Change{Globals: true})
 		labtest.Check(t, err)
 		if got, want := held(t, l.backend), wanted(st); got != want {
