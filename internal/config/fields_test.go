@@ -191,7 +191,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`on`,
 		`observe`,
 		`perhaps`,
-		`"perhaps" is none of off, observe, on` + isDefault + `on`,
+		`"perhaps" is not one of off, observe, on` + isDefault + `on`,
 	},
 	{
 		"VerdictConfiguration.metricsConnections",
