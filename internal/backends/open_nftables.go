@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/netip"
+	"os"
 	"sync"
 	"time"
 
@@ -42,6 +43,13 @@ func OpenCounting(o kernel.Options, mib int) (*kernel.Backend, error) {
 	o.Counters = max(mib<<20/(nft.CounterBytes*cpus), 1)
 	return OpenKernel(o)
 }
+
+// OpenSocket opens the socket that owns tables, for OpenOptions. The caller closes it; the tables stay protected as
+// long as any process holds it.
+func OpenSocket() (*os.File, error) { return kernel.OpenSocket() }
+
+// OwnsTables says whether a socket of OpenSocket owns Verdict's tables.
+func OwnsTables(socket *os.File) bool { return kernel.OwnsTables(socket) }
 
 // closers close what is open, last things first.
 type closers []func() error

@@ -20,7 +20,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/logging"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
-	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -61,7 +60,7 @@ func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems 
 	}
 	socket := held.Socket
 	if socket == nil {
-		if socket, err = kernel.OpenSocket(); err != nil {
+		if socket, err = backends.OpenSocket(); err != nil {
 			return err
 		}
 	}
@@ -102,7 +101,7 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 	var hasLease atomic.Bool
 	stuck := func(what string) { abort(w.log.Logger, what) }
 	lease := keeper.Lease{
-		Name: LeaseName, Socket: socket, TakeOver: held.Restarts == 0, OwnsTables: kernel.OwnsTables, Log: w.log.Logger,
+		Name: LeaseName, Socket: socket, TakeOver: held.Restarts == 0, OwnsTables: backends.OwnsTables, Log: w.log.Logger,
 		Inherited: held, OnHeld: hasLease.Store, OnStuck: stuck,
 	}
 	err := lease.Run(ctx, func(ctx context.Context, socket *os.File) error {
