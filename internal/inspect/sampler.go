@@ -35,11 +35,7 @@ type meter struct {
 // update adds a reading. If the counter is lower than before, its element was replaced and counted from 0.
 func (m *meter) update(connections uint64, at time.Time) {
 	if !m.at.IsZero() && at.After(m.at) {
-		more := connections
-		if connections >= m.connections {
-			more = connections - m.connections
-		}
-		m.rate, m.measured = float64(more)/at.Sub(m.at).Seconds(), true
+		m.rate, m.measured = float64(dataplane.Increase(m.connections, connections))/at.Sub(m.at).Seconds(), true
 	}
 	m.connections, m.at = connections, at
 }

@@ -159,8 +159,8 @@ type last struct {
 func (g *ledger) advance(l *last, packets uint64, same bool, began uint64) (more uint64) {
 	switch {
 	case !l.known && g.opening:
-	case l.known && same && l.moment >= g.renewed && packets >= l.packets:
-		more = packets - l.packets
+	case l.known && same && l.moment >= g.renewed:
+		more = dataplane.Increase(l.packets, packets)
 	default:
 		more = packets
 	}

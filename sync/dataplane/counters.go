@@ -97,3 +97,11 @@ func (r Refusal) Verdict() Verdict {
 	}
 	return Drop
 }
+
+// Increase returns what a counter has counted since an earlier reading. A counter that went down restarted at 0.
+func Increase(before, now uint64) uint64 {
+	if now < before {
+		return now
+	}
+	return now - before
+}
