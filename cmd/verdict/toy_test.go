@@ -8,10 +8,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -31,7 +33,26 @@ type toyFrontend struct {
 	connections uint64
 }
 
-var _ reconcile.Inspector = (*toy)(nil)
+var (
+	_ reconcile.Inspector = (*toy)(nil)
+	_ reconcile.Writer    = (*toy)(nil)
+)
+
+func (t *toy) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	t.held, t.settings = toyFrontends(want), dataplane.Settings{LocalhostNodePorts: want.LocalhostNodePorts}
+	return dataplane.Receipt{Added: len(t.held)}, nil
+}
+
+func (t *toy) Check() ([]string, time.Duration, error) { return nil, 0, nil }
+
+func (t *toy) Remove() error {
+	t.held = nil
+	return nil
+}
+
+func (t *toy) open(context.Context, backends.OpenOptions) (*backends.Opened, error) {
+	return &backends.Opened{Writer: t, Mode: "toy", Close: t.Close}, nil
+}
 
 // toyFrontends gives what a State asks for, for packets from anyone.
 func toyFrontends(st *dataplane.State) map[dataplane.Key]toyFrontend {
@@ -111,8 +132,8 @@ func (t *toy) Counters(_ context.Context, ask dataplane.CountersAsked) (*datapla
 	return out, nil
 }
 
-// TestToyBackend: a backend is a package and a line in the list. explain, verify, diff and top answer from it as from
-// any other.
+// TestToyBackend: a backend is one package and one line that registers it. Its Writer applies a State, and explain,
+// verify, diff and top answer from its Inspector as from any other.
 func TestToyBackend(t *testing.T) {
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")
 	flags := explainFrom["cluster"]
@@ -128,11 +149,14 @@ func TestToyBackend(t *testing.T) {
 		}
 		return err
 	}))
-	box := &toy{held: toyFrontends(st), settings: dataplane.Settings{LocalhostNodePorts: st.LocalhostNodePorts}}
-
+	box := &toy{}
 	all := backends.All
 	t.Cleanup(func() { backends.All = all })
-	backends.All = append(slices.Clone(all), backends.Backend{Name: "toy", Inspect: box.inspect})
+	backends.All = append(slices.Clone(all), backends.Backend{Name: "toy", Open: box.open, Inspect: box.inspect})
+	opened, err := backends.Open(t.Context(), backends.OpenOptions{Settings: &config.Settings{Backend: "toy"}})
+	labtest.Check(t, err)
+	_, err = opened.Apply(st, dataplane.Change{Globals: true})
+	labtest.Check(t, err)
 
 	run := func(want int, args ...string) string {
 		t.Helper()
