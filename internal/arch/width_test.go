@@ -20,11 +20,7 @@ const (
 var (
 	wide = strings.Fields(`
 conformance/benchmark
-docs/ANSWERS.md
-docs/ARCHITECTURE.md
 docs/BENCHMARKS.md
-docs/CONFIGURATION.md
-docs/IPTABLES.md
 docs/RULESET.md
 `)
 	long []string
