@@ -16,15 +16,20 @@ const (
 // The fields that a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h. They are part of the kernel's
 // interface although the header is internal.
 const (
+	filterIPSrc   = 1 << 0
 	filterIPDst   = 1 << 1
 	filterProto   = 1 << 3
+	filterSrcPort = 1 << 4
 	filterDstPort = 1 << 5
 )
 
 // writeList writes the request for a list.
 func writeList(w *netlink.Buffer, q query) {
 	m := w.Netfilter(messageGet, unix.NLM_F_DUMP, q.family.NFProto())
-	if q.protocol != 0 {
+	switch {
+	case q.endpoint.IsValid():
+		writeReplyFilter(w, q)
+	case q.protocol != 0:
 		writeFilter(w, q)
 	}
 	w.End(m)
@@ -50,6 +55,26 @@ func writeFilter(w *netlink.Buffer, q query) {
 	w.Close(orig)
 	filter := w.Nest(ctaFilter)
 	w.Native32(ctaFilterOrigFlags, flags)
+	w.Close(filter)
+}
+
+// writeReplyFilter writes the filter on the source of the flows' replies.
+func writeReplyFilter(w *netlink.Buffer, q query) {
+	flags := uint32(filterProto | filterSrcPort)
+	reply := w.Nest(ctaTupleReply)
+	if q.endpoint.Addr().Is4() {
+		flags |= filterIPSrc
+		ip := w.Nest(ctaTupleIP)
+		w.Attr(ctaIPv4Src, q.endpoint.Addr().AsSlice()...)
+		w.Close(ip)
+	}
+	proto := w.Nest(ctaTupleProto)
+	w.Attr(ctaProtoNum, byte(q.protocol))
+	w.Big16(ctaProtoSrcPort, q.endpoint.Port())
+	w.Close(proto)
+	w.Close(reply)
+	filter := w.Nest(ctaFilter)
+	w.Native32(ctaFilterReplyFlags, flags)
 	w.Close(filter)
 }
 

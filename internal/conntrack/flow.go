@@ -14,6 +14,10 @@ type flow struct {
 	frontend dataplane.Key
 	// endpoint is the source of the replies: where the packet was sent.
 	endpoint netip.AddrPort
+	// client is where the first packet came from.
+	client netip.AddrPort
+	// answered says that the endpoint has sent a packet.
+	answered bool
 	// zoned says that at least one direction is not in the default zone.
 	zoned bool
 	// reply (the tuple of the replies), zone and id identify the flow, in the kernel's encoding. zone is nil in the
@@ -31,6 +35,7 @@ func (f *flow) translated() bool {
 const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
+	ctaStatus     = 3
 	ctaID         = 12
 	ctaZone       = 18
 	ctaFilter     = 25 // since 5.8
@@ -48,7 +53,11 @@ const (
 	ctaProtoSrcPort = 2
 	ctaProtoDstPort = 3
 
-	ctaFilterOrigFlags = 1
+	ctaFilterOrigFlags  = 1
+	ctaFilterReplyFlags = 2
+
+	// statusSeenReply is IPS_SEEN_REPLY of linux/netfilter/nf_conntrack_common.h.
+	statusSeenReply = 1 << 1
 )
 
 // tuple is one direction of a flow. Fields that the kernel did not send are zero.
@@ -62,7 +71,7 @@ type tuple struct {
 // parseFlow reads the attributes of an entry. It returns false if a required attribute is missing; such an entry is
 // never deleted.
 func parseFlow(attrs []byte) (flow, bool) {
-	var f flow
+	f := flow{answered: true} // one without a status is left alone
 	var original, reply tuple
 	for typ, v := range netlink.Each(attrs) {
 		switch typ {
@@ -70,6 +79,8 @@ func parseFlow(attrs []byte) (flow, bool) {
 			original = parseTuple(v)
 		case ctaTupleReply:
 			f.reply, reply = v, parseTuple(v)
+		case ctaStatus:
+			f.answered = len(v) != 4 || v.Big32()&statusSeenReply != 0
 		case ctaZone:
 			f.zone = v
 		case ctaID:
@@ -77,6 +88,7 @@ func parseFlow(attrs []byte) (flow, bool) {
 		}
 	}
 	f.frontend = dataplane.Key{Addr: original.dst, Protocol: original.protocol, Port: original.dstPort}
+	f.client = netip.AddrPortFrom(original.src, original.srcPort)
 	f.endpoint = netip.AddrPortFrom(reply.src, reply.srcPort)
 	f.zoned = f.zone != nil || original.zoned || reply.zoned
 	complete := original.dst.IsValid() && original.dstPort != 0 && reply.src.IsValid() && reply.srcPort != 0 &&

@@ -201,7 +201,8 @@ func TestWrong(t *testing.T) {
 func TestQueries(t *testing.T) {
 	few := keys("10.96.0.1:53/udp 10.96.0.2:53/sctp 10.96.0.2:54/sctp [fd00::1]:53/udp [fd00::2]:53/udp [fd00::2]:53/sctp")
 	want := []query{
-		{ipfamily.IPv4, snapshot.UDP, few[0].Addr, 53}, {ipfamily.IPv4, snapshot.SCTP, few[1].Addr, 0},
+		{family: ipfamily.IPv4, protocol: snapshot.UDP, addr: few[0].Addr, port: 53},
+		{family: ipfamily.IPv4, protocol: snapshot.SCTP, addr: few[1].Addr},
 		{family: ipfamily.IPv6, protocol: snapshot.UDP, port: 53}, {family: ipfamily.IPv6, protocol: snapshot.SCTP},
 	}
 	if got := queries(few, true); !slices.Equal(got, want) {

@@ -45,6 +45,7 @@ type entry struct {
 	frontend dataplane.Key
 	endpoint netip.AddrPort
 	zone     uint16
+	answered bool
 }
 
 // clientOf gives the nth of many clients.
@@ -103,6 +104,10 @@ func writeInsert(w *netlink.Buffer, e entry) {
 	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {
 		w.Big16(ctaZone, e.zone)
+	}
+	if e.answered {
+		const assured, confirmed = 1 << 2, 1 << 3
+		w.Big32(ctaStatus, statusSeenReply|assured|confirmed)
 	}
 	const ctaProtoinfo, ctaProtoinfoTCP, ctaProtoinfoTCPState = 4, 1, 1
 	if e.frontend.Protocol == snapshot.TCP {
@@ -171,7 +176,8 @@ var endpoints = [2][2]netip.AddrPort{
 // mixed gives flows of all kinds, and the two frontends of each family and protocol.
 func mixed() (entries []entry, fronts []dataplane.Key) {
 	add := func(k dataplane.Key, e netip.AddrPort, zone uint16) {
-		entries = append(entries, entry{clientOf(len(entries), k.Addr.Is6()), k, e, zone})
+		client := clientOf(len(entries), k.Addr.Is6())
+		entries = append(entries, entry{client: client, frontend: k, endpoint: e, zone: zone})
 	}
 	for v6, ends := range endpoints {
 		for n := range 2 {

@@ -17,6 +17,8 @@ type query struct {
 	// addr and port are the original destination of the flow.
 	addr netip.Addr
 	port uint16
+	// endpoint is the source of the replies. If it is set, addr and port are not.
+	endpoint netip.AddrPort
 }
 
 // queryFor returns a query for the flows to a frontend, as narrow as the kernel supports. The kernel compares ports
@@ -35,6 +37,9 @@ func queryFor(k dataplane.Key) query {
 
 // matches says whether the query asks for a flow.
 func (q *query) matches(f *flow) bool {
+	if e := q.endpoint; e.IsValid() && (f.endpoint.Port() != e.Port() || e.Addr().Is4() && f.endpoint != e) {
+		return false
+	}
 	return (q.protocol == 0 || f.frontend.Protocol == q.protocol) &&
 		(!q.addr.IsValid() || f.frontend.Addr == q.addr) && (q.port == 0 || f.frontend.Port == q.port)
 }
