@@ -110,6 +110,9 @@ var layers = map[string]struct{ ours, others []string }{
 	},
 	"internal/health":  {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/logging": {},
+	"internal/outlier": {
+		ours: []string{"internal/conntrack", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
+	},
 	"internal/netlink": {
 		others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"},
 	},
@@ -135,8 +138,8 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/node": {
 		ours: []string{
 			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack", "internal/health",
-			"internal/keeper",
-			"internal/logging", "internal/metrics", "internal/sysctl", "internal/takeover", "nft/kernel",
+			"internal/keeper", "internal/logging", "internal/metrics", "internal/outlier", "internal/sysctl",
+			"internal/takeover", "nft/kernel",
 			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
 		others: []string{"golang.org/x/sync"}},
 	"sync/reconcile/reconciletest": {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},

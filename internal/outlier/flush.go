@@ -1,0 +1,90 @@
+package outlier
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+)
+
+// maxFlush is how many endpoints' flows are deleted before the next pause, which lasts flushRest times as long.
+const (
+	maxFlush  = 16
+	flushRest = 4
+)
+
+// scheduleFlush makes a deletion due if evidence goes on.
+func (d *Detector) scheduleFlush(now time.Time, t *track) {
+	if !t.flush.wanted || !t.flush.due.IsZero() {
+		return
+	}
+	t.flush.wanted = false
+	t.flush.due = later(now, t.flush.last.Add(flushAgain))
+}
+
+// job is an endpoint whose unanswered flows are to be deleted at some ports' frontends.
+type job struct {
+	endpoint netip.AddrPort
+	ports    []*dataplane.ServicePort
+}
+
+// startFlush deletes the flows that are due, those of the longest wait first.
+func (d *Detector) startFlush(ctx context.Context, now time.Time) {
+	if d.flushing || now.Before(d.flushAfter) {
+		return
+	}
+	var due []*track
+	for _, t := range d.machine.tracks {
+		if !t.flush.due.IsZero() && !now.Before(t.flush.due) {
+			due = append(due, t)
+		}
+	}
+	slices.SortFunc(due, func(a, b *track) int { return a.flush.due.Compare(b.flush.due) })
+	var jobs []job
+	for _, t := range due[:min(maxFlush, len(due))] {
+		t.flush.due, t.flush.last = time.Time{}, now
+		if t.flush.again {
+			t.flush.due, t.flush.again = now.Add(flushAgain), false
+		}
+		if ports := d.flushable(t); len(ports) > 0 {
+			jobs = append(jobs, job{t.endpoint, ports})
+		}
+	}
+	if len(jobs) == 0 {
+		return
+	}
+	d.flushing = true
+	d.background.Go(func() {
+		f := d.flush(ctx, jobs)
+		select {
+		case d.flushed <- f:
+		case <-ctx.Done():
+		}
+	})
+}
+
+func (d *Detector) flush(ctx context.Context, jobs []job) (f flushed) {
+	d.flowsMu.Lock()
+	defer d.flowsMu.Unlock()
+	start := time.Now()
+	for _, j := range jobs {
+		n, err := d.o.Flows.Delete(ctx, j.endpoint, func(k dataplane.Key) bool { return hasFrontend(j.ports, k) })
+		f.flows += n
+		f.err = errors.Join(f.err, err)
+	}
+	f.took = time.Since(start)
+	return f
+}
+
+func (d *Detector) recordFlush(f flushed) {
+	d.flushing, d.flushAfter = false, time.Now().Add(flushRest*f.took)
+	d.mu.Lock()
+	d.stats.FlowsDeleted += uint64(f.flows)
+	d.mu.Unlock()
+	if f.err != nil {
+		d.o.Log.Warn("clients may go on waiting for endpoints that do not answer", "err", f.err)
+	}
+}
