@@ -100,6 +100,10 @@ func newWorld(o Options) *world {
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
+	o.Outliers = func() Outliers {
+		return Outliers{Ejected: map[string]float64{"refused": 2}, Ejections: map[string]float64{"refused": 3},
+			Probes: map[string]float64{"silent": 4}, FlowsDeleted: 5, ReadFailures: 6}
+	}
 	o.NodePorts = func() (int, int) { return 3, 1 }
 	o.Fill = func() []Fill {
 		return []Fill{

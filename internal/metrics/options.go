@@ -76,6 +76,8 @@ type Options struct {
 	Conntrack func() (entries, most int, err error)
 	// LogDropped counts the lines that the log left out because there were too many.
 	LogDropped func() uint64
+	// Outliers tells of endpoints that do not answer or refuse.
+	Outliers func() Outliers
 	// Counters reads what the kernel counts.
 	Counters Counters
 	// IPVS reads what IPVS counts of the Services that it schedules.
@@ -90,6 +92,16 @@ type Fill struct {
 	Set    string
 	// Size is how many elements it takes, 0 if there is no limit.
 	Elements, Size int
+}
+
+// Outliers counts endpoints that do not answer or refuse, and what was done about them.
+type Outliers struct {
+	// Ejected is how many endpoints are ejected now, Ejections how often one was, by cause.
+	Ejected, Ejections map[string]float64
+	// Probes counts probes of endpoints, by result.
+	Probes map[string]float64
+	// FlowsDeleted counts unanswered flows that were deleted, ReadFailures failed readings of the evidence.
+	FlowsDeleted, ReadFailures uint64
 }
 
 // AffinityShare is how many entries of a family's set of remembered clients are a Service's.

@@ -125,6 +125,9 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
 	}
+	if o.Outliers != nil {
+		m.MustRegister(outliers{o})
+	}
 }
 
 // initSeries has series begin before they count.

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -35,6 +36,9 @@ type Node struct {
 	// Flows is the kernel's connection tracking table. UDP and SCTP flows that a change makes wrong are removed from it.
 	Flows *conntrack.Conn
 	Log   *slog.Logger
+	// Prober probes endpoints that do not answer or refuse. Without it, or if the backend gathers no evidence, all
+	// endpoints count as healthy.
+	Prober outlier.Prober
 	// Listeners are called with the loop's events, after the node's own.
 	Listeners []reconcile.Listener
 	// RouteLocalnet lets the host route its loopback range. It is called once, after the rules that guard it are written.
@@ -69,7 +73,12 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	queue := snapshot.NewQueue(len(n.Sources))
 	loop := &reconcile.Loop{Queue: queue, Planner: dataplane.NewPlanner(n.Config), Writer: n.Backend, Log: n.Log,
 		LeastRest: func() time.Duration { return time.Duration(leastRest.Load()) }}
-	shown, err := newTelemetry(n, queue, loop)
+	outliers, err := newOutliers(n, queue)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, outliers.close()) }()
+	shown, err := newTelemetry(n, queue, loop, outliers)
 	if err != nil {
 		return err
 	}
@@ -82,6 +91,10 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
 	loop.Listeners = append(append(loop.Listeners, n.localnet(loop.Planner)), n.Listeners...)
 
+	if outliers != nil {
+		loop.Listeners = append(loop.Listeners, outliers.Listener())
+	}
+
 	group, ctx := errgroup.WithContext(ctx)
 	for _, s := range n.Sources {
 		sink := shown.sink(s, queue)
@@ -89,6 +102,9 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	shown.run(ctx, group)
 	group.Go(func() error { return cleaner.Run(ctx) })
+	if outliers != nil {
+		group.Go(func() error { return outliers.Run(ctx) })
+	}
 	group.Go(func() error {
 		n.applyUpdates(ctx, func(t configUpdate) {
 			leastRest.Store(int64(t.minInterval))

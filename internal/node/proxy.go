@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/keeper"
 	"github.com/verdict-proxy/verdict/internal/logging"
+	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -192,7 +193,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		})
 	n := Node{
 		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet,
-		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
+		Prober: &outlier.TCP{}, Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
 		updates: p.updates, minInterval: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),

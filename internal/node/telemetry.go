@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
 	"strconv"
 	"strings"
@@ -76,6 +77,7 @@ type telemetry struct {
 	serving  serving
 	name     string
 	log      *slog.Logger
+	outliers *outliers
 	health   *health.Proxy
 	ports    *health.NodePorts
 	metrics  *metrics.Metrics
@@ -86,9 +88,9 @@ type telemetry struct {
 
 // newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
 // without them.
-func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *telemetry, err error) {
+func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *outliers) (_ *telemetry, err error) {
 	v := n.serving
-	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, pending: &pendingLists{}}
+	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, outliers: found, pending: &pendingLists{}}
 	t.health = health.New(health.Options{
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) },
@@ -100,6 +102,9 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *tele
 		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
 		LogDropped: v.droppedLines,
 		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
+	}
+	if found != nil {
+		o.Outliers = func() metrics.Outliers { return outlierMetrics(found.Stats()) }
 	}
 	if v.metrics != "" && n.Backend.Counters != nil {
 		if t.counters, err = n.Backend.Counters(); err != nil {
@@ -120,10 +125,14 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop) (_ *tele
 // makeServers creates the servers of health checks and metrics.
 func (t *telemetry) makeServers(mode string) []*health.Server {
 	v := &t.serving
+	checks := http.NewServeMux()
+	checks.Handle("/", t.health.Handler(func(p health.Probe, code int) { t.metrics.ObserveProbe(p.String(), code) }))
+	if t.outliers != nil {
+		checks.Handle("GET /outliers", t.outliers)
+	}
 	return []*health.Server{
-		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log,
-			Handler: t.health.Handler(func(p health.Probe, code int) { t.metrics.ObserveProbe(p.String(), code) }),
-			Failed:  t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
+		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log, Handler: checks,
+			Failed: t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
 		{Name: "metrics", Addr: v.metrics, HardFail: v.hardFail, Log: t.log,
 			Handler: t.metrics.Handler(metrics.Pages{Mode: mode, Config: v.configz, Profiling: v.profiling}),
 			Failed:  t.failed("FailedToStartMetricServer", "StartKubeproxy")},

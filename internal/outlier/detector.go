@@ -335,6 +335,15 @@ func (d *Detector) publish(name snapshot.Name) {
 	d.o.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name: h}})
 }
 
+// repeat puts the health of a track's Services again: a Service that is deleted and made again loses it.
+func (d *Detector) repeat(t *track) {
+	for _, name := range t.services() {
+		if h := d.put[name]; h != nil {
+			d.o.Put(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name: h}})
+		}
+	}
+}
+
 // nextTime returns when Run must look again.
 func (d *Detector) nextTime() time.Time {
 	d.mu.Lock()
@@ -357,8 +366,12 @@ func (d *Detector) recordProbe(p probed) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.stats.Probes[p.outcome]++
-	if t := d.machine.tracks[p.endpoint]; d.machine.found(now, p.endpoint, p.finding) {
+	t := d.machine.tracks[p.endpoint]
+	switch {
+	case d.machine.found(now, p.endpoint, p.finding):
 		d.changed(now, t)
+	case t != nil && t.state == unhealthy:
+		d.repeat(t)
 	}
 }
 

@@ -201,7 +201,13 @@ func TestEjects(t *testing.T) {
 			t.Errorf("flows are deleted at %v after the evidence at %v", at, saw)
 		}
 		recorder := httptest.NewRecorder()
-		w.detector.ServeHTTP(recorder, nil)
+		request := httptest.NewRequest("GET", "/outliers", nil)
+		w.detector.ServeHTTP(recorder, request)
+		if recorder.Code != 403 {
+			t.Errorf("a stranger gets %d", recorder.Code)
+		}
+		recorder, request.RemoteAddr = httptest.NewRecorder(), "127.0.0.1:4711"
+		w.detector.ServeHTTP(recorder, request)
 		var report Report
 		if err := json.Unmarshal(recorder.Body.Bytes(), &report); err != nil || len(report.Services) != 1 ||
 			report.Services[0].Service != "shop/web" || len(report.Services[0].Endpoints) != 1 {

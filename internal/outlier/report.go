@@ -3,7 +3,9 @@ package outlier
 import (
 	"encoding/json"
 	"maps"
+	"net"
 	"net/http"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -92,8 +94,15 @@ func (d *Detector) Report() Report {
 	return r
 }
 
-// ServeHTTP answers with the Report as JSON.
-func (d *Detector) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
+// ServeHTTP answers processes of this host with the Report as JSON. Others may not know the names of Services.
+func (d *Detector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	from, err := netip.ParseAddrPort(r.RemoteAddr)
+	local, _ := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr)
+	own := local != nil && local.AddrPort().Addr().Unmap() == from.Addr().Unmap()
+	if err != nil || !own && !from.Addr().Unmap().IsLoopback() {
+		http.Error(w, "only processes of this host may ask", http.StatusForbidden)
+		return
+	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	_ = json.NewEncoder(w).Encode(d.Report()) // whoever asked may have left

@@ -1,0 +1,320 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/outlier"
+	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+// secondChanceEnv makes the test program a proxy with this setting.
+const secondChanceEnv = "VERDICT_TEST_SECOND_CHANCE"
+
+var secondChances = map[string]snapshot.SecondChance{
+	"on": snapshot.SecondChanceOn, "observe": snapshot.SecondChanceObserve,
+}
+
+// runSecondChance runs a node with nftables and objects from files.
+func runSecondChance(ctx context.Context, flags *config.Flags, s *config.Settings, mode snapshot.SecondChance) error {
+	log := newLogger(os.Stderr, s.Log)
+	opened, err := backends.Open(ctx, backends.OpenOptions{Settings: s, Log: log.Logger,
+		NodeAddrs: func() []netip.Addr { return nil }})
+	if err != nil {
+		return err
+	}
+	defer opened.Close()
+	flows, err := conntrack.Dial(0)
+	if err != nil {
+		return err
+	}
+	defer flows.Close()
+	policy := s.Policy
+	policy.SecondChance = mode
+	w := newConfigWatcher(flags, s, nil, log)
+	n := Node{
+		Config: policy, Backend: opened, Flows: flows, Log: log.Logger, Prober: &outlier.TCP{},
+		RouteLocalnet: RouteLocalnet,
+		Sources: []Source{&watch.Files{Path: s.Manifests, NodeName: s.NodeName, Report: reporter(log.Logger)},
+			&watch.Host{Report: reporter(log.Logger)}},
+		serving: servingOf(w, s, clusterEvents{}, func() bool { return true }),
+	}
+	return n.Run(ctx)
+}
+
+const webManifest = `
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec:
+  clusterIPs: ["10.96.0.1", "fd00:10:96::1"]
+  clusterIP: 10.96.0.1
+  ipFamilies: [IPv4, IPv6]
+  ports: [{name: http, port: 80, protocol: TCP}]
+`
+
+const sliceManifest = `---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-%[1]s, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: %[1]s
+ports: [{name: http, port: 8080, protocol: TCP}]
+endpoints:
+`
+
+// shopNode is a node with a proxy, whose Service shop/web has remote pods as endpoints, and two pods as clients.
+type shopNode struct {
+	*lab.Cluster
+	t       *testing.T
+	log     logBuffer
+	servers []*lab.Server
+}
+
+func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
+	t.Helper()
+	n := &shopNode{t: t, Cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: endpoints})}
+	for _, pod := range n.RemotePods {
+		s, err := pod.Serve(snapshot.TCP, 8080)
+		labtest.Check(t, err)
+		n.servers = append(n.servers, s)
+	}
+	text := webManifest
+	for _, f := range lab.Families() {
+		text += fmt.Sprintf(sliceManifest, fmt.Sprint("IPv", f.Version()))
+		for _, pod := range n.RemotePods {
+			text += fmt.Sprintf("  - {addresses: [\"%v\"], conditions: {ready: true}}\n", pod.IP(f))
+		}
+	}
+	dir := t.TempDir()
+	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text), 0o644))
+	cmd := n.Node.Command("/proc/self/exe", "--backend=nftables", "--from", dir, "--hostname-override=node",
+		"--keeper=none", "--cluster-cidr=10.244.0.0/16,fd00:10:244::/48")
+	cmd.Env = append(os.Environ(), beToy+"=1", secondChanceEnv+"="+mode)
+	cmd.Stdout, cmd.Stderr = &n.log, &n.log
+	labtest.Check(t, cmd.Start())
+	t.Cleanup(func() {
+		err := errors.Join(cmd.Process.Signal(syscall.SIGTERM), cmd.Wait())
+		if err != nil || t.Failed() {
+			t.Errorf("%v\n%s", err, n.log.String())
+		}
+	})
+	testkit.Eventually(t, 30*time.Second, "the proxy's start", func() bool {
+		return strings.Contains(n.log.String(), "all Services are programmed")
+	}, n.log.String)
+	return n
+}
+
+// firewall replaces the rules for what a pod receives.
+func (n *shopNode) firewall(pod *lab.Host, rules ...string) {
+	n.t.Helper()
+	labtest.Run(n.t, pod, "table inet filter\nflush table inet filter\ntable inet filter { chain input { "+
+		"type filter hook input priority 0\n"+strings.Join(rules, "\n")+"\n}\n}\n", "nft", "-f", "-")
+}
+
+// dial opens connections at once, and gives how many each endpoint answered, and the longest time that one took.
+func (n *shopNode) dial(from *lab.Host, f ipfamily.Family, times int) (by map[string]int, longest time.Duration) {
+	n.t.Helper()
+	var mu sync.Mutex
+	var all sync.WaitGroup
+	by = map[string]int{}
+	for range times {
+		all.Go(func() {
+			r := from.Dial(snapshot.TCP, n.web(f), lab.Options{Timeout: 6 * time.Second})
+			mu.Lock()
+			defer mu.Unlock()
+			if longest = max(longest, r.Latency); r.Outcome != lab.Answered {
+				n.t.Error(r)
+			}
+			by[r.Endpoint]++
+		})
+	}
+	all.Wait()
+	return by, longest
+}
+
+func (n *shopNode) web(f ipfamily.Family) netip.AddrPort {
+	return netip.AddrPortFrom(lab.Nth(lab.ServiceRange[f], 1), 80)
+}
+
+// metric gives the sum of a metric.
+func (n *shopNode) metric(name string) (sum float64) {
+	n.t.Helper()
+	page := labtest.Run(n.t, n.Node, "", "curl", "-s", "http://127.0.0.1:10249/metrics")
+	for _, m := range regexp.MustCompile(`(?m)^`+name+`(\{.*\})? (.*)$`).FindAllStringSubmatch(page, -1) {
+		v, err := strconv.ParseFloat(m[2], 64)
+		labtest.Check(n.t, err)
+		sum += v
+	}
+	return sum
+}
+
+// returns waits until an endpoint is used again.
+func (n *shopNode) returns(name string) {
+	n.t.Helper()
+	testkit.Eventually(n.t, 20*time.Second, "return of "+name, func() bool {
+		by, _ := n.dial(n.Pods[0], ipfamily.IPv4, 8)
+		return by[name] > 0
+	}, n.log.String)
+}
+
+// TestDeadEndpoint: all clients that choose a dead endpoint are connected by their second retransmission; later ones
+// are not sent there. It is used again when it answers.
+func TestDeadEndpoint(t *testing.T) {
+	for _, endpoints := range []int{2, 4} {
+		for _, f := range lab.Families() {
+			t.Run(fmt.Sprint(endpoints, " endpoints, ", f), func(t *testing.T) {
+				n := newShopNode(t, endpoints, "on")
+				n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
+				by, longest := n.dial(n.Pods[0], f, 8*endpoints)
+				t.Logf("answered: %v, longest %v", by, longest)
+				if longest < 900*time.Millisecond || longest > 2500*time.Millisecond || by["remote-1"] > 0 {
+					t.Errorf("answered: %v, longest %v", by, longest)
+				}
+				if by, longest = n.dial(n.Pods[0], f, 40); longest > 500*time.Millisecond {
+					t.Errorf("afterwards: %v, longest %v", by, longest)
+				}
+				if n := n.metric("verdict_endpoints_ejected"); n != 1 {
+					t.Errorf("%v endpoints are ejected", n)
+				}
+				page := labtest.Run(t, n.Node, "", "curl", "-s", "http://127.0.0.1:10256/outliers")
+				if !strings.Contains(page, `"service":"shop/web"`) || !strings.Contains(page, `"ejected":true`) {
+					t.Errorf("/outliers: %s", page)
+				}
+				n.firewall(n.RemotePods[0])
+				if f == ipfamily.IPv4 {
+					n.returns("remote-1")
+				}
+			})
+		}
+	}
+}
+
+// TestRefusingEndpoint: an endpoint that refuses is ejected, and no client sees a refusal.
+func TestRefusingEndpoint(t *testing.T) {
+	n := newShopNode(t, 4, "on")
+	labtest.Check(t, n.servers[0].Close())
+	by, longest := n.dial(n.Pods[0], ipfamily.IPv4, 32)
+	t.Logf("answered: %v, longest %v", by, longest)
+	testkit.Eventually(t, 5*time.Second, "ejection", func() bool { return n.metric("verdict_endpoints_ejected") == 1 },
+		n.log.String)
+	if by, longest = n.dial(n.Pods[0], ipfamily.IPv4, 40); longest > 500*time.Millisecond {
+		t.Errorf("afterwards: %v, longest %v", by, longest)
+	}
+	_, err := n.RemotePods[0].Serve(snapshot.TCP, 8080)
+	labtest.Check(t, err)
+	n.returns("remote-1")
+}
+
+// TestLastEndpointStays: the only endpoint is never ejected.
+func TestLastEndpointStays(t *testing.T) {
+	n := newShopNode(t, 1, "on")
+	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
+	for range 4 {
+		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
+	}
+	time.Sleep(5 * time.Second)
+	if sum := n.metric("verdict_ejections_total"); sum > 0 || n.metric("verdict_probes_total") == 0 {
+		t.Errorf("%v ejections", sum)
+	}
+	n.firewall(n.RemotePods[0])
+	n.dial(n.Pods[0], ipfamily.IPv4, 4)
+}
+
+// TestObservedEndpoint: with observe, a dead endpoint stays in use.
+func TestObservedEndpoint(t *testing.T) {
+	n := newShopNode(t, 2, "observe")
+	n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
+	for range 8 {
+		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
+	}
+	testkit.Eventually(t, 10*time.Second, "the log", func() bool {
+		return strings.Contains(n.log.String(), "an endpoint would be ejected: unanswered")
+	}, n.log.String)
+	if sum := n.metric("verdict_ejections_total"); sum > 0 {
+		t.Errorf("%v ejections", sum)
+	}
+}
+
+// TestWrongEjections lists what must not eject an endpoint that answers others.
+func TestWrongEjections(t *testing.T) {
+	n := newShopNode(t, 3, "on")
+	other := n.Pods[1]
+	blocked := fmt.Sprintf("ip saddr %v drop", other.IP(ipfamily.IPv4))
+	probes := fmt.Sprintf("ip saddr { %v, 10.244.1.1 } drop", n.Node.IP(ipfamily.IPv4))
+	lossy := "tcp dport 8080 numgen random mod 100 < 20 drop"
+	for _, c := range []struct {
+		name  string
+		rules []string
+		// deaf is the client's own rule.
+		deaf    string
+		clients int
+	}{
+		{name: "policy drops one client", rules: []string{blocked}, clients: 20},
+		{name: "policy drops one client and probes", rules: []string{blocked, probes}, clients: 20},
+		{name: "flood of a client that never answers", deaf: "tcp sport 80 drop", clients: 1000},
+		{name: "lossy links", rules: []string{lossy}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for _, pod := range n.RemotePods {
+				n.firewall(pod, c.rules...)
+			}
+			n.firewall(other, c.deaf)
+			var all sync.WaitGroup
+			for range c.clients {
+				all.Go(func() { other.Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 6 * time.Second}) })
+			}
+			opened, stop := n.keepDialing(n.Pods[0])
+			time.Sleep(8 * time.Second)
+			stop()
+			all.Wait()
+			t.Logf("%d connections, %v probes so far", opened.Load(), n.metric("verdict_probes_total"))
+			if sum := n.metric("verdict_ejections_total"); sum > 0 || opened.Load() < 1000 {
+				t.Errorf("%v ejections, %d connections", sum, opened.Load())
+			}
+		})
+	}
+}
+
+// keepDialing opens connections until stop is called. Each must be answered at last.
+func (n *shopNode) keepDialing(from *lab.Host) (opened *atomic.Int64, stop func()) {
+	opened = &atomic.Int64{}
+	done := make(chan struct{})
+	var all sync.WaitGroup
+	for range 64 {
+		all.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				r := from.Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 30 * time.Second})
+				if r.Outcome != lab.Answered {
+					n.t.Error(r)
+				}
+				opened.Add(1)
+			}
+		})
+	}
+	return opened, func() { close(done); all.Wait() }
+}
