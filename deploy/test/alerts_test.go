@@ -107,6 +107,14 @@ rest_client_requests_total{code="500",host="a",instance="other",method="GET"} 0+
 		fires: `verdict_counters_read_failures_total 0x9 0+1x50`,
 		quiet: `verdict_counters_read_failures_total 0x9 2x50`,
 	},
+	"VerdictEndpointsEjected": {
+		fires: `verdict_endpoints_ejected{cause="unanswered"} 1+0x60`,
+		quiet: `verdict_endpoints_ejected{cause="unanswered"} 0+0x20 1+0x5 0+0x30`,
+	},
+	"VerdictEvidenceUnread": {
+		fires: `verdict_evidence_read_failures_total 0+10x60`,
+		quiet: `verdict_evidence_read_failures_total 0+0x30 1+0x30`,
+	},
 	"VerdictRefusesClients": {
 		fires: refused("0+120x60"),
 		quiet: refused("0+30x60"),

@@ -1,7 +1,9 @@
 // Package conntrack removes UDP and SCTP flows that the kernel still translates although the programmed state would
 // not. The kernel translates a flow once, when it begins. The flow then keeps its endpoint for as long as its client
 // sends, even if the endpoint is removed, or if the Service had no endpoints at that moment. TCP connections end by
-// themselves and are never touched.
+// themselves, and the Cleaner never touches them.
+//
+// Unanswered deletes TCP flows in one case only: an endpoint has not answered them, and is known not to.
 //
 // A Cleaner listens to the reconcile loop and learns from each transaction which frontends to check. It checks them in
 // its own time: it lists their flows and deletes the stale ones by tuple and id.

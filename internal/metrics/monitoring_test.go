@@ -240,7 +240,8 @@ func TestDashboard(t *testing.T) {
 	}
 	// What is not on the dashboard is either only for alerts, or another view of what is there.
 	elsewhere := []string{"verdict_owns_tables", "verdict_place_held", "verdict_foreign_check_failures_total",
-		"verdict_conntrack_look_failures_total", "verdict_counters_read_failures_total", "verdict_log_lines_left_out_total"}
+		"verdict_conntrack_look_failures_total", "verdict_counters_read_failures_total", "verdict_log_lines_left_out_total",
+		"verdict_evidence_read_failures_total"}
 	for name := range shown {
 		base := strings.TrimSuffix(strings.TrimSuffix(strings.TrimSuffix(name, "_bucket"), "_sum"), "_count")
 		if strings.HasPrefix(name, "verdict_") && !strings.Contains(asked, base) && !slices.Contains(elsewhere, name) {

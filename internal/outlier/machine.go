@@ -26,7 +26,9 @@ const (
 	answerPause  = time.Second
 	// A trial ends after trialFirst, then after twice as long each time.
 	trialFirst = 10 * time.Second
-	trialMost  = 5 * time.Minute
+	// No trial begins this soon after the endpoint was seen to answer a client.
+	answeredMemory = time.Minute
+	trialMost      = 5 * time.Minute
 )
 
 // maxTracked bounds the endpoints that are remembered, like the kernel's set of each family.
@@ -109,6 +111,8 @@ type track struct {
 	// returned is when the endpoint was unhealthy last.
 	returned time.Time
 
+	// answered is when the endpoint was last seen to answer a client though it does not answer this node.
+	answered time.Time
 	// trialEnd is when a trial ends; zero if the endpoint's state is proven. trial is its length.
 	trialEnd time.Time
 	trial    time.Duration
@@ -164,7 +168,10 @@ func (m *machine) found(now time.Time, endpoint netip.AddrPort, f finding) (chan
 
 // judge decides about a suspected endpoint.
 func (t *track) judge(now time.Time, f finding) (changed bool) {
-	trial := f.waiting >= enoughWaiting && !f.answered
+	if f.answered {
+		t.answered = now
+	}
+	trial := f.waiting >= enoughWaiting && (t.answered.IsZero() || now.Sub(t.answered) > answeredMemory)
 	switch {
 	case f.outcome == Rejected:
 		t.fail(now, snapshot.Refused, false)
