@@ -1,7 +1,6 @@
 package node
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -16,51 +15,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/backends"
-	"github.com/verdict-proxy/verdict/internal/config"
-	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
-	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
-	"github.com/verdict-proxy/verdict/sync/watch"
 )
-
-// secondChanceEnv makes the test program a proxy with this setting.
-const secondChanceEnv = "VERDICT_TEST_SECOND_CHANCE"
-
-var secondChances = map[string]snapshot.SecondChance{
-	"on": snapshot.SecondChanceOn, "observe": snapshot.SecondChanceObserve,
-}
-
-// runSecondChance runs a node with nftables and objects from files.
-func runSecondChance(ctx context.Context, flags *config.Flags, s *config.Settings, mode snapshot.SecondChance) error {
-	log := newLogger(os.Stderr, s.Log)
-	opened, err := backends.Open(ctx, backends.OpenOptions{Settings: s, Log: log.Logger,
-		NodeAddrs: func() []netip.Addr { return nil }})
-	if err != nil {
-		return err
-	}
-	defer opened.Close()
-	flows, err := conntrack.Dial(0)
-	if err != nil {
-		return err
-	}
-	defer flows.Close()
-	policy := s.Policy
-	policy.SecondChance = mode
-	w := newConfigWatcher(flags, s, nil, log)
-	n := Node{
-		Config: policy, Backend: opened, Flows: flows, Log: log.Logger, Prober: &outlier.TCP{},
-		RouteLocalnet: RouteLocalnet,
-		Sources: []Source{&watch.Files{Path: s.Manifests, NodeName: s.NodeName, Report: reporter(log.Logger)},
-			&watch.Host{Report: reporter(log.Logger)}},
-		serving: servingOf(w, s, clusterEvents{}, func() bool { return true }),
-	}
-	return n.Run(ctx)
-}
 
 const webManifest = `
 apiVersion: v1
@@ -108,8 +68,8 @@ func newShopNode(t *testing.T, endpoints int, mode string) *shopNode {
 	dir := t.TempDir()
 	labtest.Check(t, os.WriteFile(filepath.Join(dir, "web.yaml"), []byte(text), 0o644))
 	cmd := n.Node.Command("/proc/self/exe", "--backend=nftables", "--from", dir, "--hostname-override=node",
-		"--keeper=none", "--cluster-cidr=10.244.0.0/16,fd00:10:244::/48")
-	cmd.Env = append(os.Environ(), beToy+"=1", secondChanceEnv+"="+mode)
+		"--keeper=none", "--cluster-cidr=10.244.0.0/16,fd00:10:244::/48", "--second-chance="+mode)
+	cmd.Env = append(os.Environ(), beToy+"=1")
 	cmd.Stdout, cmd.Stderr = &n.log, &n.log
 	labtest.Check(t, cmd.Start())
 	t.Cleanup(func() {

@@ -20,6 +20,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/health"
 	"github.com/verdict-proxy/verdict/internal/metrics"
+	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -127,9 +128,11 @@ func (t *telemetry) makeServers(mode string) []*health.Server {
 	v := &t.serving
 	checks := http.NewServeMux()
 	checks.Handle("/", t.health.Handler(func(p health.Probe, code int) { t.metrics.ObserveProbe(p.String(), code) }))
+	found := outlier.New(outlier.Options{}) // nothing is found without evidence
 	if t.outliers != nil {
-		checks.Handle("GET /outliers", t.outliers)
+		found = t.outliers.Detector
 	}
+	checks.Handle("GET /outliers", found)
 	return []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log, Handler: checks,
 			Failed: t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},

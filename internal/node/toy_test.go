@@ -64,9 +64,6 @@ func runToy() error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	if mode := os.Getenv(secondChanceEnv); mode != "" {
-		return runSecondChance(ctx, &flags, settings, secondChances[mode])
-	}
 	return Run(ctx, &flags, settings, problems, os.Stderr)
 }
 

@@ -54,7 +54,7 @@ func (w *world) Probe(ctx context.Context, e netip.AddrPort) Outcome {
 	w.probes[e]++
 	w.mu.Unlock()
 	if o == Silent {
-		pause(ctx, 525*time.Millisecond)
+		pause(ctx, 375*time.Millisecond)
 	}
 	return o
 }
@@ -185,7 +185,7 @@ func run(t *testing.T, do func(w *world)) {
 	})
 }
 
-// TestEjects: a dead endpoint is ejected and its flows are deleted within 0.8 s after the evidence, and again a second
+// TestEjects: a dead endpoint is ejected and its flows are deleted within 0.65 s after the evidence, and again a second
 // later. It comes back when it answers.
 func TestEjects(t *testing.T) {
 	run(t, func(w *world) {
@@ -197,7 +197,7 @@ func TestEjects(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		w.want("dead", 1)
 		at := w.deleted[endpoint(1)]
-		if len(at) != 2 || at[0].Sub(saw) > 800*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
+		if len(at) != 2 || at[0].Sub(saw) > 650*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
 			t.Errorf("flows are deleted at %v after the evidence at %v", at, saw)
 		}
 		recorder := httptest.NewRecorder()

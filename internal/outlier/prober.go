@@ -14,7 +14,7 @@ import (
 // first packet was sent again after a second is saved before the next one, after two: evidence is up to readEvery old.
 const (
 	attempts     = 16
-	attemptEvery = 25 * time.Millisecond
+	attemptEvery = 15 * time.Millisecond
 	// lastWait is how long the last attempt has.
 	lastWait = 150 * time.Millisecond
 )
@@ -25,7 +25,7 @@ type TCP struct {
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// Probe connects to an endpoint up to 16 times within 0.4 s. It ends with the first connection, or after 0.55 s.
+// Probe connects to an endpoint up to 16 times within 0.25 s. It ends with the first connection, or after 0.4 s.
 func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort) Outcome {
 	ctx, cancel := context.WithTimeout(ctx, (attempts-1)*attemptEvery+lastWait)
 	results := make(chan Outcome, attempts)

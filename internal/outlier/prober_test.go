@@ -52,7 +52,7 @@ func TestProbe(t *testing.T) {
 			times int
 			want  Outcome
 			least time.Duration
-		}{{8080, 40, Accepted, 0}, {8081, 1, Silent, 500 * time.Millisecond}, {8082, 1, Silent, 0}, {8083, 1, Rejected, 0}} {
+		}{{8080, 40, Accepted, 0}, {8081, 1, Silent, 350 * time.Millisecond}, {8082, 1, Silent, 0}, {8083, 1, Rejected, 0}} {
 			for range test.times {
 				start := time.Now()
 				got := p.Probe(t.Context(), netip.AddrPortFrom(pod.IP(f), test.port))

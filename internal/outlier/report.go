@@ -63,8 +63,8 @@ type EndpointReport struct {
 	NextProbe time.Time `json:"nextProbe"`
 }
 
-// maxReported bounds the endpoints of a Report.
-const maxReported = 1000
+// maxReported bounds the endpoints of a Report; one of several Services counts as often.
+const maxReported = maxTracked
 
 // Report returns the unhealthy endpoints. Safe for concurrent use.
 func (d *Detector) Report() Report {
@@ -83,7 +83,7 @@ func (d *Detector) Report() Report {
 				break
 			}
 			s.Endpoints = append(s.Endpoints, EndpointReport{
-				Endpoint: u.Endpoint.String(), Cause: u.Cause.String(), Since: u.Since.UTC().Truncate(time.Second),
+				Endpoint: u.Endpoint.String(), Cause: u.Cause.String(), Since: u.Since.UTC(),
 				Ejected: t.ejectedFrom(name), NextProbe: t.due.UTC().Truncate(time.Second),
 			})
 		}
