@@ -137,7 +137,8 @@ func (n *shopNode) returns(name string) {
 	}, n.log.String)
 }
 
-// TestDeadEndpoint: all clients that choose a dead endpoint are connected by their second retransmission; later ones
+// TestDeadEndpoint: all clients that choose a dead endpoint are connected by their second retransmission, or the third
+// one if the machine is busy; later ones
 // are not sent there. It is used again when it answers.
 func TestDeadEndpoint(t *testing.T) {
 	for _, endpoints := range []int{2, 4} {
@@ -147,7 +148,7 @@ func TestDeadEndpoint(t *testing.T) {
 				n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 				by, longest := n.dial(n.Pods[0], f, 8*endpoints)
 				t.Logf("answered: %v, longest %v", by, longest)
-				if longest < 900*time.Millisecond || longest > 2500*time.Millisecond || by["remote-1"] > 0 {
+				if longest < 900*time.Millisecond || longest > 3500*time.Millisecond || by["remote-1"] > 0 {
 					t.Errorf("answered: %v, longest %v", by, longest)
 				}
 				if by, longest = n.dial(n.Pods[0], f, 40); longest > 500*time.Millisecond {

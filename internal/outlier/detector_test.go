@@ -185,18 +185,33 @@ func run(t *testing.T, do func(w *world)) {
 	})
 }
 
+// deletions returns when flows to an endpoint were deleted, and probed how often it was probed.
+func (w *world) deletions(n int) []time.Time {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.deleted[endpoint(n)])
+}
+
+func (w *world) probed(n int) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.probes[endpoint(n)]
+}
+
 // TestEjects: a dead endpoint is ejected and its flows are deleted within 0.65 s after the evidence, and again a second
 // later. It comes back when it answers.
 func TestEjects(t *testing.T) {
 	run(t, func(w *world) {
 		w.commit(port("shop", 1, 2))
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		w.set(1, Silent)
 		saw := time.Now()
 		w.saw(1, 8, 0)
 		time.Sleep(2 * time.Second)
+		synctest.Wait()
 		w.want("dead", 1)
-		at := w.deleted[endpoint(1)]
+		at := w.deletions(1)
 		if len(at) != 2 || at[0].Sub(saw) > 650*time.Millisecond || at[1].Sub(at[0]).Round(time.Second/10) != time.Second {
 			t.Errorf("flows are deleted at %v after the evidence at %v", at, saw)
 		}
@@ -220,6 +235,7 @@ func TestEjects(t *testing.T) {
 		}
 		w.set(1, Accepted)
 		time.Sleep(3 * time.Second)
+		synctest.Wait()
 		w.want("back")
 		if s := w.detector.Stats(); s.Ejections != [2]uint64{1, 0} || s.FlowsDeleted != 16 || s.Ejected != [2]int{} {
 			t.Errorf("%+v", s)
@@ -263,9 +279,10 @@ func TestDoesNotEject(t *testing.T) {
 				for range 30 {
 					w.saw(1, 5, 5)
 					time.Sleep(100 * time.Millisecond)
+					synctest.Wait()
 					w.want("suspected")
 				}
-				if w.probes[endpoint(1)] == 0 {
+				if w.probed(1) == 0 {
 					t.Error("it was never probed")
 				}
 			})
@@ -284,8 +301,10 @@ func TestTrial(t *testing.T) {
 		}}}
 		w.saw(1, 2, 0)
 		time.Sleep(3 * time.Second)
+		synctest.Wait()
 		w.want("trial", 1)
 		time.Sleep(10 * time.Second)
+		synctest.Wait()
 		w.want("after the trial")
 	})
 }
@@ -300,15 +319,18 @@ func TestKept(t *testing.T) {
 		for range 100 {
 			w.saw(1, 1, 0)
 			time.Sleep(100 * time.Millisecond)
+			synctest.Wait()
 		}
 		w.want("kept", 1)
-		if n := len(w.deleted[endpoint(1)]); n < 8 || n > 10 {
+		if n := len(w.deletions(1)); n < 8 || n > 10 {
 			t.Errorf("flows were deleted %d times in 10 s", n)
 		}
 		time.Sleep(2 * time.Second)
-		n := len(w.deleted[endpoint(1)])
+		synctest.Wait()
+		n := len(w.deletions(1))
 		time.Sleep(10 * time.Second)
-		if more := len(w.deleted[endpoint(1)]); more != n {
+		synctest.Wait()
+		if more := len(w.deletions(1)); more != n {
 			t.Errorf("flows are deleted though nobody waits: %d times, then %d", n, more)
 		}
 		if !strings.Contains(w.log.String(), "an unhealthy endpoint stays") {
@@ -326,6 +348,7 @@ func TestAllDead(t *testing.T) {
 		for range 30 {
 			w.saw(1, 0, 1)
 			time.Sleep(100 * time.Millisecond)
+			synctest.Wait()
 		}
 		w.want("refusing", 1)
 		if len(w.deleted) > 0 {
@@ -345,6 +368,7 @@ func TestObserve(t *testing.T) {
 		for range 30 {
 			w.saw(1, 1, 0)
 			time.Sleep(100 * time.Millisecond)
+			synctest.Wait()
 		}
 		w.want("observed", 1)
 		if n := strings.Count(w.log.String(), "an endpoint would be ejected: unanswered"); n != 1 || len(w.deleted) > 0 {
@@ -363,31 +387,40 @@ func TestFollowsServices(t *testing.T) {
 		w.set(1, Rejected)
 		w.saw(1, 1, 1)
 		time.Sleep(time.Minute)
+		synctest.Wait()
+		w.mu.Lock()
 		if w.reads > 0 {
 			t.Errorf("evidence was read %d times though nobody asks for it", w.reads)
 		}
+		w.mu.Unlock()
 		w.commit(port("shop", 1, 2))
 		time.Sleep(time.Second)
+		synctest.Wait()
 		w.want("refusing", 1)
 		w.saw(7, 9, 9)
 		time.Sleep(time.Second)
-		if n := w.probes[endpoint(7)]; n > 0 {
+		synctest.Wait()
+		if n := w.probed(7); n > 0 {
 			t.Errorf("an endpoint of no Service was probed %d times", n)
 		}
 		w.commit(port("shop", 2, 3))
 		time.Sleep(time.Second)
+		synctest.Wait()
 		w.want("left")
-		probes := w.probes[endpoint(1)]
+		probes := w.probed(1)
 		time.Sleep(time.Minute)
-		if w.probes[endpoint(1)] != probes {
+		synctest.Wait()
+		if w.probed(1) != probes {
 			t.Error("an endpoint was probed that left its Service")
 		}
 		w.saw(2, 0, 1)
 		w.set(2, Rejected)
 		time.Sleep(500 * time.Millisecond)
+		synctest.Wait()
 		w.want("refusing", 2)
 		w.commit(nil)
 		time.Sleep(time.Second)
+		synctest.Wait()
 		w.want("no Service")
 		if d := w.detector; len(d.machine.tracks)+len(d.services.byName)+len(d.put) > 0 || d.services.watched != 0 {
 			t.Errorf("left are %v, %v, %v", d.machine.tracks, d.services, d.put)
