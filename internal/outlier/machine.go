@@ -31,8 +31,12 @@ const (
 	trialMost      = 5 * time.Minute
 )
 
-// maxTracked bounds the endpoints that are remembered, like the kernel's set of each family.
-const maxTracked = 16384
+// maxTracked bounds the endpoints that are remembered, like the kernel's set of each family, and maxNamespaceTracked
+// those of a namespace: whoever fills the one with dead endpoints of his own must leave room for others.
+const (
+	maxTracked          = 16384
+	maxNamespaceTracked = maxTracked / 8
+)
 
 // enoughWaiting is how many clients must wait before an endpoint is ejected on trial.
 const enoughWaiting = 2
@@ -85,6 +89,8 @@ const (
 //	   └──────────────────────┴───────────────────────┘
 type track struct {
 	endpoint netip.AddrPort
+	// owner is the namespace that the track counts for.
+	owner string
 	// ports are those that have the endpoint; never empty while the track is in the machine.
 	ports []*dataplane.ServicePort
 	local bool
@@ -125,9 +131,19 @@ type track struct {
 // machine decides about endpoints. It does no I/O and reads no clock.
 type machine struct {
 	tracks map[netip.AddrPort]*track
+	// owned counts the tracks of each namespace.
+	owned map[string]int
 }
 
-func newMachine() *machine { return &machine{tracks: map[netip.AddrPort]*track{}} }
+func newMachine() *machine { return &machine{tracks: map[netip.AddrPort]*track{}, owned: map[string]int{}} }
+
+// forget removes a track.
+func (m *machine) forget(t *track) {
+	delete(m.tracks, t.endpoint)
+	if m.owned[t.owner]--; m.owned[t.owner] == 0 {
+		delete(m.owned, t.owner)
+	}
+}
 
 // suspect records new evidence. If the endpoint is not known yet, ports are those that have it.
 func (m *machine) suspect(now time.Time, endpoint netip.AddrPort, ports []*dataplane.ServicePort) {
@@ -137,7 +153,11 @@ func (m *machine) suspect(now time.Time, endpoint netip.AddrPort, ports []*datap
 			return
 		}
 		t = &track{endpoint: endpoint, ports: ports}
+		if t.owner = t.namespace(); m.owned[t.owner] >= maxNamespaceTracked {
+			return
+		}
 		m.tracks[endpoint] = t
+		m.owned[t.owner]++
 	}
 	if now.Sub(t.touched) > time.Minute {
 		t.quiet = 0
@@ -258,14 +278,14 @@ func (t *track) comeBack(now time.Time) {
 
 // advance ends trials and forgets endpoints. It returns the endpoints whose health has changed.
 func (m *machine) advance(now time.Time) (changed []*track) {
-	for e, t := range m.tracks {
+	for _, t := range m.tracks {
 		switch {
 		case t.state == unhealthy && !t.trialEnd.IsZero() && !now.Before(t.trialEnd):
 			t.comeBack(now)
 			t.probing = false
 			changed = append(changed, t)
 		case t.state == cleared && !t.probing && now.Sub(t.touched) >= memory:
-			delete(m.tracks, e)
+			m.forget(t)
 		}
 	}
 	return changed

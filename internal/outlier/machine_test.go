@@ -231,14 +231,28 @@ func checkWorld(t *testing.T, m *machine, now time.Time, lastProbe map[netip.Add
 	}
 }
 
-// TestTrackedBound: evidence about more endpoints than the limit is ignored.
+// TestTrackedBound: evidence about more endpoints than the limits is ignored, and a namespace that has reached its own
+// leaves room for others. Who is forgotten makes room.
 func TestTrackedBound(t *testing.T) {
 	m, ports := newMachine(), []*dataplane.ServicePort{port("shop", 1)}
-	for i := range maxTracked + 100 {
+	for i := range maxNamespaceTracked + 100 {
 		m.suspect(begin, endpoint(i), ports)
+	}
+	if len(m.tracks) != maxNamespaceTracked {
+		t.Errorf("%d endpoints of one namespace are remembered", len(m.tracks))
+	}
+	for i := range maxTracked {
+		ns := fmt.Sprint("ns-", i/(maxNamespaceTracked/2))
+		m.suspect(begin, endpoint(1<<15+i), []*dataplane.ServicePort{port(ns, 1)})
 	}
 	if len(m.tracks) != maxTracked {
 		t.Errorf("%d endpoints are remembered", len(m.tracks))
+	}
+	for _, tr := range m.tracks {
+		m.forget(tr)
+	}
+	if len(m.owned) != 0 {
+		t.Errorf("after all is forgotten, namespaces own %v", m.owned)
 	}
 	m.suspect(begin, netip.MustParseAddrPort("192.0.2.1:1"), nil)
 	if slices.ContainsFunc(m.start(begin), func(p *track) bool { return len(p.ports) == 0 }) {

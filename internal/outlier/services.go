@@ -100,7 +100,7 @@ func (d *Detector) replace(name snapshot.Name, now *dataplane.Service) {
 	})
 	for t := range touched {
 		if sortPorts(t.ports); len(t.ports) == 0 {
-			delete(d.machine.tracks, t.endpoint)
+			d.machine.forget(t)
 		}
 	}
 	if now == nil {
