@@ -135,7 +135,9 @@ type machine struct {
 	owned map[string]int
 }
 
-func newMachine() *machine { return &machine{tracks: map[netip.AddrPort]*track{}, owned: map[string]int{}} }
+func newMachine() *machine {
+	return &machine{tracks: map[netip.AddrPort]*track{}, owned: map[string]int{}}
+}
 
 // forget removes a track.
 func (m *machine) forget(t *track) {
