@@ -1,8 +1,10 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"math"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -20,6 +22,8 @@ type topOptions struct {
 	interval        time.Duration
 	order, service  string
 	once, json, all bool
+	// healthz is where the proxy says which endpoints it has ejected.
+	healthz string
 }
 
 func newTop() *cobra.Command {
@@ -31,6 +35,8 @@ func newTop() *cobra.Command {
 their endpoints, from the counters in the kernel's maps. The kernel has the names, too, so top needs
 no objects. A Service counts again from 0 when its first endpoint comes or its last one goes,
 because that replaces its element in the map.
+
+It asks the proxy on this node which endpoints it has ejected, and shows them with their Service.
 
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
 or name, q quits.
@@ -59,6 +65,8 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
 		"",
 		"show only this Service, NAMESPACE/NAME or NAMESPACE/NAME:PORT, with its endpoints",
 	)
+	f.StringVar(&o.healthz, "healthz-bind-address", "127.0.0.1:10256",
+		"address of the proxy's health server, which knows the ejected endpoints; empty: do not ask")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
 	f.BoolVar(&o.json, "json", false, "print one sample as JSON (docs/ANSWERS.md)")
@@ -74,6 +82,9 @@ func (o *topOptions) check() error {
 	case o.service != "" && strings.Count(o.service, "/") != 1:
 		return fmt.Errorf("--service: %q is not NAMESPACE/NAME, or NAMESPACE/NAME:PORT", o.service)
 	}
+	if _, err := netip.ParseAddrPort(o.healthz); err != nil && o.healthz != "" {
+		return fmt.Errorf("--healthz-bind-address: %q is not an address and port such as 127.0.0.1:10256", o.healthz)
+	}
 	return nil
 }
 
@@ -87,6 +98,9 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 	}
 	defer i.Close()
 	t := inspect.Top{Sampler: inspect.NewSampler(i), Service: o.service, Order: o.order, Interval: o.interval}
+	if addr, err := netip.ParseAddrPort(o.healthz); err == nil {
+		t.Outliers = func(ctx context.Context) ([]inspect.Outlier, error) { return inspect.LoadOutliers(ctx, addr) }
+	}
 	out, isFile := cmd.OutOrStdout().(*os.File)
 	if o.once || o.json || !isFile || !terminal.Is(out) || !terminal.Is(os.Stdin) {
 		return o.printOnce(cmd, &t)

@@ -207,8 +207,12 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 	}
 	for _, c := range x.Endpoints {
 		if !c.Reason.Included() {
-			v.Excluded = append(v.Excluded, ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice,
-				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)})
+			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice, Reason: c.Reason.String(),
+				Why: a.exclusionText(&c, o.Config.NodeName)}
+			if c.Unhealthy != nil {
+				l.Why += o.nextProbeText(x.Port.Name.Service, c.AddrPort)
+			}
+			v.Excluded = append(v.Excluded, l)
 			continue
 		}
 		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), SourceSeen: &c.SourceSeen,
@@ -234,6 +238,16 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 // unhealthyText says what is wrong with an endpoint, and since when.
 func unhealthyText(u *snapshot.Unhealthy) string {
 	return u.Cause.String() + " since " + u.Since.UTC().Format(time.RFC3339)
+}
+
+// nextProbeText says when the proxy tries an endpoint again; empty if that is unknown.
+func (o *Objects) nextProbeText(service snapshot.Name, endpoint netip.AddrPort) string {
+	for _, out := range o.Outliers {
+		if out.Service == service && out.Endpoint == endpoint && !out.NextProbe.IsZero() {
+			return ", next probe at " + out.NextProbe.UTC().Format(time.RFC3339)
+		}
+	}
+	return ""
 }
 
 // keptText says why an unhealthy endpoint is still in its pool.

@@ -25,10 +25,20 @@ const (
 	maxHealthBytes = 8 << 20
 )
 
-// LoadHealth asks the proxy on this host what it found out about endpoints. Addr is the address of its health server;
+// Outlier is an endpoint of a Service that does not answer this node, or refuses connections.
+type Outlier struct {
+	Service snapshot.Name
+	snapshot.Unhealthy
+	// Ejected says that new connections to the Service do not reach the endpoint from this node.
+	Ejected bool
+	// NextProbe is when the proxy tries the endpoint next; zero if that is unknown.
+	NextProbe time.Time
+}
+
+// LoadOutliers asks the proxy on this host what it found out about endpoints. Addr is the address of its health server;
 // an unspecified IP means the loopback address of the family. It runs in the calling goroutine, whose thread may be in
-// another network namespace. If the report is not complete, LoadHealth returns what there is, and an error.
-func LoadHealth(ctx context.Context, addr netip.AddrPort) (map[snapshot.Name]*snapshot.Health, error) {
+// another network namespace. If the report is not complete, LoadOutliers returns what there is, and an error.
+func LoadOutliers(ctx context.Context, addr netip.AddrPort) ([]Outlier, error) {
 	if ip := addr.Addr(); ip.IsUnspecified() {
 		loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
 		if ip.Is6() {
@@ -38,14 +48,38 @@ func LoadHealth(ctx context.Context, addr netip.AddrPort) (map[snapshot.Name]*sn
 	}
 	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
-	health, err := askHealth(ctx, addr.String())
+	outliers, err := askOutliers(ctx, addr.String())
 	if err != nil {
 		err = fmt.Errorf("http://%s/outliers: %w", addr, err)
 	}
-	return health, err
+	return outliers, err
 }
 
-func askHealth(ctx context.Context, addr string) (map[snapshot.Name]*snapshot.Health, error) {
+// healthOf groups outliers by Service, each endpoint once. It returns nil if there are none.
+func healthOf(outliers []Outlier) map[snapshot.Name]*snapshot.Health {
+	var health map[snapshot.Name]*snapshot.Health
+	for _, o := range outliers {
+		h := health[o.Service]
+		if h == nil {
+			if health == nil {
+				health = map[snapshot.Name]*snapshot.Health{}
+			}
+			h = &snapshot.Health{}
+			health[o.Service] = h
+		}
+		h.Unhealthy = append(h.Unhealthy, o.Unhealthy)
+	}
+	byEndpoint := func(a, b snapshot.Unhealthy) int { return a.Endpoint.Compare(b.Endpoint) }
+	for _, h := range health {
+		slices.SortFunc(h.Unhealthy, func(a, b snapshot.Unhealthy) int {
+			return cmp.Or(byEndpoint(a, b), a.Since.Compare(b.Since))
+		})
+		h.Unhealthy = slices.CompactFunc(h.Unhealthy, func(a, b snapshot.Unhealthy) bool { return byEndpoint(a, b) == 0 })
+	}
+	return health
+}
+
+func askOutliers(ctx context.Context, addr string) ([]Outlier, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/outliers", nil)
 	if err != nil {
 		return nil, err
@@ -71,56 +105,51 @@ func askHealth(ctx context.Context, addr string) (map[snapshot.Name]*snapshot.He
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("status %d", resp.StatusCode)
 	}
-	return decodeHealth(resp.Body)
+	return decodeOutliers(resp.Body)
 }
 
-// outliersJSON is the part of the report that decides which endpoints are ejected.
+// outliersJSON is the report.
 type outliersJSON struct {
 	Services []struct {
 		Service   string `json:"service"`
 		Endpoints []struct {
-			Endpoint netip.AddrPort `json:"endpoint"`
-			Cause    string         `json:"cause"`
-			Since    time.Time      `json:"since"`
+			Endpoint  netip.AddrPort `json:"endpoint"`
+			Cause     string         `json:"cause"`
+			Since     time.Time      `json:"since"`
+			Ejected   bool           `json:"ejected"`
+			NextProbe time.Time      `json:"nextProbe"`
 		} `json:"endpoints"`
 	} `json:"services"`
 	Truncated bool `json:"truncated"`
 }
 
-func decodeHealth(r io.Reader) (map[snapshot.Name]*snapshot.Health, error) {
+func decodeOutliers(r io.Reader) (outliers []Outlier, err error) {
 	var report outliersJSON
 	if err := json.NewDecoder(r).Decode(&report); err != nil {
 		return nil, fmt.Errorf("the report cannot be read: %w", err)
 	}
-	health := map[snapshot.Name]*snapshot.Health{}
 	for _, s := range report.Services {
 		namespace, name, ok := strings.Cut(s.Service, "/")
 		if !ok {
 			return nil, fmt.Errorf("%.100q is no namespace/name", s.Service)
 		}
-		h := &snapshot.Health{}
 		for _, e := range s.Endpoints {
-			u := snapshot.Unhealthy{Endpoint: e.Endpoint, Since: e.Since}
+			o := Outlier{Service: snapshot.Name{Namespace: namespace, Name: name}, Ejected: e.Ejected, NextProbe: e.NextProbe}
+			o.Endpoint, o.Since = e.Endpoint, e.Since
 			switch e.Cause {
 			case snapshot.Unanswered.String():
 			case snapshot.Refused.String():
-				u.Cause = snapshot.Refused
+				o.Cause = snapshot.Refused
 			default:
 				return nil, fmt.Errorf("%.100q is no cause", e.Cause)
 			}
-			h.Unhealthy = append(h.Unhealthy, u)
+			outliers = append(outliers, o)
 		}
-		byEndpoint := func(a, b snapshot.Unhealthy) int { return a.Endpoint.Compare(b.Endpoint) }
-		slices.SortFunc(h.Unhealthy, func(a, b snapshot.Unhealthy) int {
-			return cmp.Or(byEndpoint(a, b), a.Since.Compare(b.Since))
-		})
-		h.Unhealthy = slices.CompactFunc(h.Unhealthy, func(a, b snapshot.Unhealthy) bool { return byEndpoint(a, b) == 0 })
-		health[snapshot.Name{Namespace: namespace, Name: name}] = h
 	}
 	if report.Truncated {
-		return health, errors.New("it names only the first endpoints of many")
+		return outliers, errors.New("it names only the first endpoints of many")
 	}
-	return health, nil
+	return outliers, nil
 }
 
 // addHealth completes the objects with what the proxy on this host found out about endpoints, so that those it ejected
@@ -135,8 +164,9 @@ func (o *ObjectFlags) addHealth(ctx context.Context, objects *Objects) (note str
 	if !settings.Healthz.IsValid() {
 		return unknown + "it has no health server"
 	}
-	health, err := LoadHealth(ctx, settings.Healthz)
-	objects.Snap.Apply(snapshot.Delta{Health: health})
+	outliers, err := LoadOutliers(ctx, settings.Healthz)
+	objects.Outliers = outliers
+	objects.Snap.Apply(snapshot.Delta{Health: healthOf(outliers)})
 	if err != nil {
 		return unknown + err.Error()
 	}

@@ -31,7 +31,7 @@ func serveHealth(t *testing.T, answer func(http.ResponseWriter)) netip.AddrPort 
 	return addr
 }
 
-func TestLoadHealth(t *testing.T) {
+func TestLoadOutliers(t *testing.T) {
 	addr := serveHealth(t, func(w http.ResponseWriter) {
 		fmt.Fprint(w, `{"services":[{"service":"shop/web","endpoints":[
 			{"endpoint":"10.0.0.2:80","cause":"refused","since":"2026-11-22T10:00:01.5Z","ejected":true},
@@ -44,14 +44,18 @@ func TestLoadHealth(t *testing.T) {
 		{Endpoint: netip.MustParseAddrPort("10.0.0.2:80"), Cause: snapshot.Refused, Since: at.Add(1500 * time.Millisecond)},
 	}}}
 	for _, a := range []netip.AddrPort{addr, netip.AddrPortFrom(netip.IPv4Unspecified(), addr.Port())} {
-		if got, err := LoadHealth(t.Context(), a); err != nil || !reflect.DeepEqual(got, want) {
-			t.Errorf("from %v: %+v, %v", a, got, err)
+		got, err := LoadOutliers(t.Context(), a)
+		if health := healthOf(got); err != nil || !reflect.DeepEqual(health, want) {
+			t.Errorf("from %v: %+v, %v", a, health, err)
+		}
+		if len(got) != 3 || !got[0].Ejected || got[1].Ejected || !got[1].NextProbe.Equal(at.Add(9*time.Second)) {
+			t.Errorf("from %v: %+v", a, got)
 		}
 	}
 }
 
-// TestLoadHealthErrors: whatever answers at that address, the error says it, is short, and comes in time.
-func TestLoadHealthErrors(t *testing.T) {
+// TestLoadOutliersErrors: whatever answers at that address, the error says it, is short, and comes in time.
+func TestLoadOutliersErrors(t *testing.T) {
 	long := strings.Repeat("x", 1<<20)
 	for want, answer := range map[string]func(http.ResponseWriter){
 		"status 404":                func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
@@ -64,7 +68,7 @@ func TestLoadHealthErrors(t *testing.T) {
 		"the report cannot be read: ": func(w http.ResponseWriter) { fmt.Fprintf(w, endpointJSON, "nowhere", "refused") },
 	} {
 		addr := serveHealth(t, answer)
-		got, err := LoadHealth(t.Context(), addr)
+		got, err := LoadOutliers(t.Context(), addr)
 		if err == nil || !strings.Contains(err.Error(), want) || got != nil || len(err.Error()) > 400 {
 			t.Errorf("%v, %.500v; want %s", got, err, want)
 		}
@@ -72,7 +76,7 @@ func TestLoadHealthErrors(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	silent := serveHealth(t, func(http.ResponseWriter) { time.Sleep(300 * time.Millisecond) })
-	if _, err := LoadHealth(ctx, silent); err == nil {
+	if _, err := LoadOutliers(ctx, silent); err == nil {
 		t.Error("a server that does not answer is no error")
 	}
 }
@@ -82,9 +86,10 @@ const endpointJSON = `{"services":[{"service":"a/b","endpoints":[{"endpoint":"%s
 // TestTruncatedHealth: what there is is used, and that there is more is said.
 func TestTruncatedHealth(t *testing.T) {
 	addr := serveHealth(t, func(w http.ResponseWriter) {
-		fmt.Fprint(w, `{"services":[{"service":"a/b","endpoints":[]}],"truncated":true}`)
+		fmt.Fprint(w, `{"services":[{"service":"a/b","endpoints":[{"endpoint":"10.0.0.1:80","cause":"refused"}]}],
+			"truncated":true}`)
 	})
-	got, err := LoadHealth(t.Context(), addr)
+	got, err := LoadOutliers(t.Context(), addr)
 	if len(got) != 1 || err == nil || !strings.Contains(err.Error(), "only the first endpoints") {
 		t.Errorf("%v, %v", got, err)
 	}
@@ -144,5 +149,44 @@ func TestExplainUnhealthy(t *testing.T) {
 				t.Errorf("the text is\n%s", &text)
 			}
 		}
+	}
+}
+
+// TestTopEjected: top shows how many endpoints of a Service are ejected, and which, and leaves out those that are kept.
+func TestTopEjected(t *testing.T) {
+	since := time.Date(2026, 11, 22, 14, 2, 7, 0, time.UTC)
+	outlier := func(addr string, ejected bool) Outlier {
+		o := Outlier{Service: snapshot.Name{Namespace: "team", Name: "web-1"}, Ejected: ejected}
+		o.Endpoint, o.Since = netip.MustParseAddrPort(addr), since
+		return o
+	}
+	_, s, _ := newFakeSampler(3)
+	labtest.Check(t, s.Sample(t.Context(), nil, nil, time.Second, false))
+	sample := s.Result(ByName, time.Second)
+	sample.addOutliers([]Outlier{outlier("10.9.0.1:80", true), outlier("10.9.0.2:80", false)})
+	var out strings.Builder
+	sample.Print(terminal.NewPrinter(&out), len(sample.Ports))
+	for want, times := range map[string]int{
+		"team/web-1:http  1 ejected\n": 1, "  10.9.0.1:80  unanswered since 2026-11-22T14:02:07Z, ejected\n": 1,
+		"10.9.0.2": 0, "ejected": 2,
+	} {
+		if n := strings.Count(out.String(), want); n != times {
+			t.Errorf("%q is there %d times, want %d:\n%s", want, n, times, out.String())
+		}
+	}
+	v := NewTopView("node-1", ByName, time.Second)
+	v.Show(sample, nil)
+	screen := func() string { return strings.Join(v.Render(terminal.NewPrinter(&strings.Builder{})), "\n") }
+	if got := screen(); !strings.Contains(got, "web-1:http  1 ejected") || strings.Contains(got, "10.9.0.1") {
+		t.Errorf("the screen is\n%s", got)
+	}
+	v.Key("down")
+	v.Key("enter")
+	if got := screen(); !strings.Contains(got, "10.9.0.1:80  unanswered") {
+		t.Errorf("with its endpoints the screen is\n%s", got)
+	}
+	want := []OutlierJSON{{Address: "10.9.0.1", Port: 80, Cause: "unanswered", Since: since}}
+	if got := sample.JSON().Ports[1].Ejected; !reflect.DeepEqual(got, want) {
+		t.Errorf("as JSON: %+v", got)
 	}
 }

@@ -59,6 +59,8 @@ type Objects struct {
 	Source string
 	Config dataplane.Config
 	Snap   *snapshot.Snapshot
+	// Outliers is what the proxy on this host said of endpoints, if it was asked.
+	Outliers []Outlier
 	// Problems lists what is wrong with the objects, and Adopted the flags that were taken from the kernel's rules.
 	Problems []error
 	Adopted  []string

@@ -3,6 +3,7 @@ package inspect
 import (
 	"encoding/json"
 	"io"
+	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
@@ -35,6 +36,15 @@ type PortSampleJSON struct {
 	IPVS       *SchedulerJSON       `json:"ipvs,omitempty"`
 	Frontends  []FrontendSampleJSON `json:"frontends"`
 	Endpoints  []EndpointSampleJSON `json:"endpoints,omitempty"`
+	Ejected    []OutlierJSON        `json:"ejected,omitempty"`
+}
+
+// OutlierJSON is an ejected Outlier as JSON.
+type OutlierJSON struct {
+	Address string    `json:"address"`
+	Port    uint16    `json:"port"`
+	Cause   string    `json:"cause"`
+	Since   time.Time `json:"since"`
 }
 
 // FrontendSampleJSON is a FrontendSample as JSON.
@@ -97,6 +107,10 @@ func (p *PortSample) json() PortSampleJSON {
 	for _, e := range p.Endpoints {
 		out.Endpoints = append(out.Endpoints, EndpointSampleJSON{e.Addr().String(), e.AddrPort.Port(), e.Rate, e.Total,
 			schedulerJSON(e.Scheduler)})
+	}
+	for _, o := range p.Ejected {
+		out.Ejected = append(out.Ejected,
+			OutlierJSON{o.Endpoint.Addr().String(), o.Endpoint.Port(), o.Cause.String(), o.Since})
 	}
 	return out
 }

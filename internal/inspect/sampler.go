@@ -11,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 const (
@@ -350,6 +351,8 @@ type PortSample struct {
 	Scheduler *dataplane.SchedulerCount
 	Frontends []FrontendSample
 	Endpoints []EndpointSample
+	// Ejected are endpoints of the Service that new connections from this node do not reach, whatever their port.
+	Ejected []Outlier
 }
 
 // FrontendSample is a frontend in a sample.
@@ -449,6 +452,19 @@ func (s *Sampler) Detailed(order string, interval time.Duration, expanded map[st
 		}
 	}
 	return sample
+}
+
+// addOutliers gives each port the endpoints that are ejected from its Service.
+func (s *Sample) addOutliers(outliers []Outlier) {
+	ejected := map[snapshot.Name][]Outlier{}
+	for _, o := range outliers {
+		if o.Ejected {
+			ejected[o.Service] = append(ejected[o.Service], o)
+		}
+	}
+	for i := range s.Ports {
+		s.Ports[i].Ejected = ejected[s.Ports[i].Port.Service]
+	}
 }
 
 // Notice explains what is missing because it is not counted; empty if everything is.

@@ -15,7 +15,7 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 	for i := range s.Ports[:shown] {
 		port := &s.Ports[i]
 		p.Line("%s", portLine("", port))
-		for _, l := range endpointLines(port, wide) {
+		for _, l := range append(endpointLines(port, wide), ejectedLines(port, wide)...) {
 			p.Line("%s", l)
 		}
 	}

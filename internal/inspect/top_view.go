@@ -123,7 +123,7 @@ func (v *TopView) linesBetween(from, to int) (n int) {
 	for _, p := range v.ports()[from : to+1] {
 		n++
 		if v.expanded[p.Name] {
-			n += len(p.Endpoints)
+			n += len(p.Endpoints) + len(p.Ejected)
 		}
 	}
 	return n
@@ -204,14 +204,14 @@ func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 	switch {
 	case selected:
 		line = s.Paint(terminal.Inverse, line)
-	case p.Rate > 0 && p.Choices == 0 && !p.Scheduled:
+	case p.Rate > 0 && p.Choices == 0 && !p.Scheduled, len(p.Ejected) > 0:
 		line = s.Paint(terminal.Red, line)
 	case p.Rate == 0:
 		line = s.Paint(terminal.Dim, line)
 	}
 	lines := []string{line}
 	if v.expanded[p.Name] {
-		lines = append(lines, endpointLines(p, v.Width)...)
+		lines = append(append(lines, endpointLines(p, v.Width)...), ejectedLines(p, v.Width)...)
 	}
 	return lines
 }
@@ -241,12 +241,25 @@ func choicesText(p *PortSample) string {
 	return units.Thousands(p.Choices)
 }
 
-// topName is the name, followed by IPVS's counts if the port is expanded.
+// topName is the name, followed by how many endpoints are ejected, and by IPVS's counts if the port is expanded.
 func topName(mark string, p *PortSample) string {
-	if p.Scheduler == nil {
-		return mark + p.Name
+	name := mark + p.Name
+	if n := len(p.Ejected); n > 0 {
+		name += fmt.Sprintf("  %d ejected", n)
 	}
-	return mark + p.Name + "  " + schedulerText(p.Scheduler)
+	if p.Scheduler == nil {
+		return name
+	}
+	return name + "  " + schedulerText(p.Scheduler)
+}
+
+// ejectedLines returns a line for each ejected endpoint of a port's Service.
+func ejectedLines(p *PortSample, width int) (lines []string) {
+	for _, o := range p.Ejected {
+		text := "    " + o.Endpoint.String() + "  " + unhealthyText(&o.Unhealthy) + ", ejected"
+		lines = append(lines, clip(topLine("", "", "", text), width))
+	}
+	return lines
 }
 
 // endpointText is the address, followed by IPVS's weight and counts.
