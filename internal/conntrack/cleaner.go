@@ -78,14 +78,6 @@ const (
 	retryMost  = time.Minute
 )
 
-// A Cleaner works for workAtOnce, then pauses for as long. After a sweep it pauses for restFactor times as long as the
-// sweep took. So many changes in a row cost at most a fifth of a core, and changes that arrive during the pause are
-// checked together.
-const (
-	workAtOnce = 10 * time.Millisecond
-	restFactor = 4
-)
-
 // NewCleaner returns a Cleaner that has seen no transaction yet. After each sweep it calls report, which may be nil.
 func NewCleaner(c *Conn, report func(SweepResult)) *Cleaner { return newCleaner(c, report) }
 
@@ -232,9 +224,7 @@ type sweep struct {
 	keys  map[dataplane.Key]int
 	all   int
 	stale []flow
-	// paused is the time spent in pauses. workingSince is when the last pause ended.
-	paused       time.Duration
-	workingSince time.Time
+	pace
 }
 
 // errNotInSync ends a sweep: a transaction failed during it, so nobody knows what is programmed.
@@ -242,13 +232,11 @@ var errNotInSync = errors.New("conntrack: a transaction failed; flows are left a
 
 // run lists the flows to the sweep's frontends and deletes the stale ones.
 func (s *sweep) run(ctx context.Context) SweepResult {
-	start := time.Now()
-	s.workingSince = start
+	s.begin()
 	keys := s.frontends()
 	l := SweepResult{Frontends: len(keys)}
 	l.Err = s.listAll(ctx, keys, &l)
-	l.Took = time.Since(start)
-	l.Worked = l.Took - s.paused
+	l.Took, l.Worked = s.took()
 	return l
 }
 
@@ -296,7 +284,7 @@ func (s *sweep) frontends() []dataplane.Key {
 // deleteStale deletes the stale ones of a few flows. The lock keeps transactions out between the decision and the
 // deletion.
 func (s *sweep) deleteStale(flows []flow, count *Flows) error {
-	s.lock()
+	s.lock(&s.mu)
 	defer s.mu.Unlock()
 	if !s.inSync {
 		return errNotInSync
@@ -320,15 +308,6 @@ func (s *sweep) deleteStale(flows []flow, count *Flows) error {
 	return err
 }
 
-// lock waits until no transaction is in progress. The wait may be long and does not count as work.
-func (s *sweep) lock() {
-	start := time.Now()
-	s.mu.Lock()
-	waited := time.Since(start)
-	s.paused += waited
-	s.workingSince = s.workingSince.Add(waited)
-}
-
 // covers says whether a frontend is one of those to check. The kernel may list other flows, too.
 func (s *sweep) covers(k dataplane.Key) bool {
 	if _, named := s.keys[k]; named {
@@ -339,26 +318,4 @@ func (s *sweep) covers(k dataplane.Key) bool {
 	}
 	_, exists := s.programmed[k]
 	return exists
-}
-
-// throttle pauses after each stretch of work.
-func (s *sweep) throttle(ctx context.Context) {
-	worked := time.Since(s.workingSince)
-	if worked < workAtOnce {
-		return
-	}
-	start := time.Now()
-	pause(ctx, worked)
-	s.workingSince = time.Now()
-	s.paused += s.workingSince.Sub(start)
-}
-
-// pause waits until the time has passed or the context ends.
-func pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
-	}
 }

@@ -18,11 +18,23 @@ type flow struct {
 	client netip.AddrPort
 	// answered says that the endpoint has sent a packet.
 	answered bool
+	// tcp is only known for TCP.
+	tcp tcpInfo
 	// zoned says that at least one direction is not in the default zone.
 	zoned bool
 	// reply (the tuple of the replies), zone and id identify the flow, in the kernel's encoding. zone is nil in the
 	// default zone.
 	reply, zone, id []byte
+}
+
+// tcpInfo is what the kernel knows of a TCP connection.
+type tcpInfo struct {
+	// established says that both sides are connected and neither has begun to close.
+	established bool
+	// unacknowledged says that the client has sent data that the endpoint has not acknowledged.
+	unacknowledged bool
+	// left is in how many seconds the kernel forgets the flow, rounded down. Each packet of either side renews it.
+	left uint32
 }
 
 // translated says whether the kernel sends the flow to another destination. The kernel's status has a bit for that, but
@@ -36,6 +48,8 @@ const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
 	ctaStatus     = 3
+	ctaProtoInfo  = 4
+	ctaTimeout    = 7
 	ctaID         = 12
 	ctaZone       = 18
 	ctaFilter     = 25 // since 5.8
@@ -55,6 +69,15 @@ const (
 
 	ctaFilterOrigFlags  = 1
 	ctaFilterReplyFlags = 2
+
+	ctaProtoInfoTCP              = 1
+	ctaProtoInfoTCPState         = 1
+	ctaProtoInfoTCPFlagsOriginal = 4
+
+	// tcpEstablished is TCP_CONNTRACK_ESTABLISHED of linux/netfilter/nf_conntrack_tcp.h, and tcpDataUnacknowledged is
+	// IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED.
+	tcpEstablished        = 3
+	tcpDataUnacknowledged = 0x10
 
 	// statusSeenReply is IPS_SEEN_REPLY of linux/netfilter/nf_conntrack_common.h.
 	statusSeenReply = 1 << 1
@@ -81,6 +104,10 @@ func parseFlow(attrs []byte) (flow, bool) {
 			f.reply, reply = v, parseTuple(v)
 		case ctaStatus:
 			f.answered = len(v) != 4 || v.Big32()&statusSeenReply != 0
+		case ctaProtoInfo:
+			f.tcp.parse(v)
+		case ctaTimeout:
+			f.tcp.left = v.Big32()
 		case ctaZone:
 			f.zone = v
 		case ctaID:
@@ -94,6 +121,18 @@ func parseFlow(attrs []byte) (flow, bool) {
 	complete := original.dst.IsValid() && original.dstPort != 0 && reply.src.IsValid() && reply.srcPort != 0 &&
 		original.protocol == reply.protocol && len(f.id) == 4
 	return f, complete
+}
+
+// parse reads what the kernel knows of the protocol. It has nothing that is TCP's for other protocols.
+func (i *tcpInfo) parse(b []byte) {
+	for typ, v := range netlink.Each(netlink.Find(b, ctaProtoInfoTCP)) {
+		switch typ {
+		case ctaProtoInfoTCPState:
+			i.established = v.Uint8() == tcpEstablished
+		case ctaProtoInfoTCPFlagsOriginal: // flags, then a mask
+			i.unacknowledged = len(v) == 2 && v[0]&tcpDataUnacknowledged != 0
+		}
+	}
 }
 
 func parseTuple(b []byte) (t tuple) {

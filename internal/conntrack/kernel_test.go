@@ -100,7 +100,6 @@ func writeInsert(w *netlink.Buffer, e entry) {
 	}
 	tuple(ctaTupleOrig, e.client, frontend)
 	tuple(ctaTupleReply, e.endpoint, e.client)
-	const ctaTimeout = 7
 	w.Big32(ctaTimeout, 3600)
 	if e.zone != 0 {
 		w.Big16(ctaZone, e.zone)
@@ -109,10 +108,9 @@ func writeInsert(w *netlink.Buffer, e entry) {
 		const assured, confirmed = 1 << 2, 1 << 3
 		w.Big32(ctaStatus, statusSeenReply|assured|confirmed)
 	}
-	const ctaProtoinfo, ctaProtoinfoTCP, ctaProtoinfoTCPState = 4, 1, 1
 	if e.frontend.Protocol == snapshot.TCP {
-		info, tcp := w.Nest(ctaProtoinfo), w.Nest(ctaProtoinfoTCP)
-		w.Attr(ctaProtoinfoTCPState, 3)
+		info, tcp := w.Nest(ctaProtoInfo), w.Nest(ctaProtoInfoTCP)
+		w.Attr(ctaProtoInfoTCPState, tcpEstablished)
 		w.Close(tcp)
 		w.Close(info)
 	}

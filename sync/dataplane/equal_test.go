@@ -17,7 +17,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*host).equal, "loopback") // follows from nodePortAddrs
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "HealthCheckNodePort", "OverCapacity", "Counters",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
-		"Ports[].SecondChance",
+		"Ports[].SecondChance", "Ports[].Drain",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")
 }
 

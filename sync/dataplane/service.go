@@ -84,6 +84,9 @@ func (b *builder) port(
 
 		SecondChance: b.host.secondChanceOf(svc, p),
 	}
+	if p.Protocol == snapshot.TCP {
+		sp.Drain = svc.Drain
+	}
 	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP

@@ -81,7 +81,10 @@ type Service struct {
 	Counters Counters
 	// SecondChance is what the Service's annotation asks for.
 	SecondChance SecondChance
-	Ports        []Port
+	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
+	// they like.
+	Drain time.Duration
+	Ports []Port
 }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.

@@ -130,6 +130,21 @@ func TestService(t *testing.T) {
 			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "true"} },
 			func(*snapshot.Service) {}, []string{
 				`Service default/web: metadata.annotations[verdict/second-chance]: "true" is none of "off", "observe" and "on"`}},
+		{"drains", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "1m30s"} },
+			func(s *snapshot.Service) { s.Drain = 90 * time.Second }, nil},
+		{"drains for a part of a second",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "1500ms"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/drain]: ` +
+				`"1500ms" is not a duration of whole seconds from 1s to 24h, such as 30s`}},
+		{"drains at once", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "0s"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/drain]: ` +
+				`"0s" is not a duration of whole seconds from 1s to 24h, such as 30s`}},
+		{"drains for too long", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "24h1s"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/drain]: ` +
+				`"24h1s" is not a duration of whole seconds from 1s to 24h, such as 30s`}},
+		{"drains without a unit", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "30"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/drain]: ` +
+				`"30" is not a duration of whole seconds from 1s to 24h, such as 30s`}},
 		{"dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "fd00::1") },
 			func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, nil},
 		{"two cluster IPs of a family", func(s *corev1.Service) {

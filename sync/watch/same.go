@@ -17,6 +17,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
+		a.Drain == b.Drain &&
 		sameScheduling(a.Scheduling, b.Scheduling)
 }
 

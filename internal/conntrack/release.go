@@ -1,0 +1,397 @@
+package conntrack
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Prober connects to TCP endpoints, and returns for each whether its host answers: it accepts or refuses. It may take
+// about a second. An endpoint that it had no time to probe counts as one that answers.
+type Prober func(ctx context.Context, endpoints []netip.AddrPort) (answers []bool)
+
+// ReleaseReason says why connections were released.
+type ReleaseReason uint8
+
+const (
+	// ReleasedUnanswered means that the endpoint does not acknowledge what the client sent, nor answer a probe.
+	ReleasedUnanswered ReleaseReason = iota
+	// ReleasedDrain means that the drain deadline of the Service is over.
+	ReleasedDrain
+)
+
+// ReleaseReasons are all reasons.
+var ReleaseReasons = []ReleaseReason{ReleasedUnanswered, ReleasedDrain}
+
+var releaseReasonNames = [...]string{"unanswered", "drain"}
+
+func (r ReleaseReason) String() string { return releaseReasonNames[r] }
+
+// Released counts connections to one endpoint of a port that a look released.
+type Released struct {
+	Port     dataplane.PortName
+	Endpoint netip.AddrPort
+	Reason   ReleaseReason
+	Flows    int
+}
+
+// ReleaseResult is what a Releaser reports after each look.
+type ReleaseResult struct {
+	// Endpoints is how many endpoints the look was for, and Lists how many times the kernel walked its table for it.
+	Endpoints, Lists int
+	// Released has at most one entry for each endpoint and reason.
+	Released []Released
+	// Took is the time from start to end. Worked is Took without the pauses.
+	Took, Worked time.Duration
+	// Err says why the look ended early. It is repeated.
+	Err error
+}
+
+// ReleaserOptions configure a Releaser.
+type ReleaserOptions struct {
+	// Probe, if nil, means that no endpoint counts as dead: only drain deadlines release connections.
+	Probe Prober
+	// ShortestTimeout returns the least of the kernel's timeouts for connections with unacknowledged data; nil means the
+	// kernel's default.
+	ShortestTimeout func() time.Duration
+	// Report, if not nil, is called after each look.
+	Report func(ReleaseResult)
+}
+
+// Releaser deletes TCP flows to endpoints that are gone, so that the client's next packet is translated anew, and
+// reset. Make one with NewReleaser, add its Listener to the loop, and call Run. It needs a Conn of its own.
+//
+// An endpoint has departed from a port when the port has no longer got it among its serving endpoints. That alone
+// releases nothing: the endpoint may still answer its connections, for hours.
+type Releaser struct {
+	table table
+	o     ReleaserOptions
+	wake  chan struct{}
+
+	// mu is locked while the loop writes, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise
+	// nothing is judged.
+	mu         sync.Mutex
+	inSync     bool
+	programmed frontends
+	// gone holds the endpoints that have departed, and those that are ejected as unanswered.
+	gone map[goneKey]*goneEndpoint
+	// discover is when all flows to all frontends are to be listed, to find endpoints that departed unseen; zero if they
+	// need not be.
+	discover time.Time
+}
+
+// goneKey is an endpoint of a port.
+type goneKey struct {
+	port     dataplane.PortName
+	endpoint netip.AddrPort
+}
+
+// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses the fields after due, between
+// looks.
+type goneEndpoint struct {
+	// since is when the endpoint departed, or was ejected.
+	since time.Time
+	due   time.Time
+	// looks is how many looks there were, without those that confirm another. empty is how many of the last ones found no
+	// flow.
+	looks, empty int
+	confirming   bool
+	// silent is when the endpoint last answered no probe; zero if it answered the last one.
+	silent time.Time
+	// suspects are the flows without an answer that the last look found, and when each was found first.
+	suspects map[flowID]time.Time
+}
+
+// flowID identifies a flow well enough to recognize it in the next look.
+type flowID struct {
+	client netip.AddrPort
+	id     [4]byte
+}
+
+// Flows are looked at when an endpoint departs, then after pauses of a second, then after longer ones up to
+// longestPause. A look that finds unanswered flows is repeated after confirmAfter.
+const (
+	shortPauses  = 8
+	confirmAfter = time.Second
+	longestPause = time.Minute
+)
+
+// maxGone bounds how many endpoints are looked at. If there are more, they are discovered later.
+const maxGone = 1 << 14
+
+// settleTime is how long the first transactions may take before all flows are listed.
+const settleTime = time.Second
+
+// NewReleaser returns a Releaser that has seen no transaction yet.
+func NewReleaser(c *Conn, o ReleaserOptions) *Releaser { return newReleaser(c, o) }
+
+func newReleaser(t table, o ReleaserOptions) *Releaser {
+	if o.Report == nil {
+		o.Report = func(ReleaseResult) {}
+	}
+	if o.ShortestTimeout == nil {
+		o.ShortestTimeout = func() time.Duration { return defaultTimeout }
+	}
+	return &Releaser{
+		table:      t,
+		o:          o,
+		wake:       make(chan struct{}, 1),
+		programmed: frontends{},
+		gone:       map[goneKey]*goneEndpoint{},
+	}
+}
+
+// Listener returns what the loop must call. Writing waits while the Releaser deletes a few flows, which takes less than
+// a millisecond. It never waits for a list or a probe.
+func (r *Releaser) Listener() reconcile.Listener {
+	return reconcile.Listener{
+		Writing:   r.mu.Lock,
+		Committed: r.committed,
+		Failed: func(reconcile.Failure) {
+			r.inSync = false
+			r.mu.Unlock()
+		},
+	}
+}
+
+// committed records a transaction that the kernel accepted.
+func (r *Releaser) committed(c reconcile.Commit) {
+	defer r.mu.Unlock()
+	now := time.Now()
+	r.programmed.replaceTCP(c.Before, c.After)
+	for i, after := range c.After {
+		if after == nil || after.OverCapacity {
+			continue
+		}
+		for _, sp := range after.Ports {
+			if sp.Name.Protocol == snapshot.TCP {
+				r.follow(samePort(c.Before[i], sp), sp, now)
+			}
+		}
+	}
+	if c.First {
+		r.discover = now.Add(settleTime)
+	}
+	r.inSync = true
+	select {
+	case r.wake <- struct{}{}:
+	default:
+	}
+}
+
+// follow records which endpoints a change of a port removed, ejected, or brought back. The port may be new.
+func (r *Releaser) follow(was, now *dataplane.ServicePort, t time.Time) {
+	if was != nil {
+		for _, e := range was.Serving {
+			if k := (goneKey{now.Name, e.AddrPort}); !serves(now, e.AddrPort) {
+				r.add(k, t)
+				r.restart(k, t)
+			}
+		}
+	}
+	if len(r.gone) > 0 {
+		for _, e := range now.Serving {
+			if k := (goneKey{now.Name, e.AddrPort}); r.gone[k] != nil && unhealthySince(now, e.AddrPort).IsZero() {
+				delete(r.gone, k)
+			}
+		}
+	}
+	for _, pool := range []*dataplane.Pool{now.Cluster, now.Local} {
+		for _, u := range pool.Ejected {
+			if u.Cause == snapshot.Unanswered {
+				r.add(goneKey{now.Name, u.Endpoint}, t)
+			}
+		}
+	}
+}
+
+// restart looks anew at an endpoint that departed just now. It may have been ejected before.
+func (r *Releaser) restart(k goneKey, t time.Time) {
+	if g := r.gone[k]; g != nil {
+		g.since, g.due, g.looks, g.empty = t, t, 0, 0
+	}
+}
+
+// add records that an endpoint is gone, unless that is known.
+func (r *Releaser) add(k goneKey, t time.Time) {
+	if r.gone[k] != nil {
+		return
+	}
+	if len(r.gone) >= maxGone {
+		if r.discover.IsZero() {
+			r.discover = t.Add(longestPause)
+		}
+		return
+	}
+	r.gone[k] = &goneEndpoint{since: t, due: t}
+}
+
+// Run looks until the context ends, and then returns nil. A look that fails is reported and repeated.
+func (r *Releaser) Run(ctx context.Context) error {
+	retry := retryFirst
+	for {
+		due, any := r.next()
+		timer := time.NewTimer(time.Until(due))
+		timeout := timer.C
+		if !any {
+			timeout = nil
+		}
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-r.wake: // perhaps an earlier look is due
+			timer.Stop()
+			continue
+		case <-timeout:
+		}
+		l := r.takeDue()
+		result := l.run(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if result.Err != nil {
+			r.postpone(l, retry)
+			retry = min(2*retry, retryMost)
+		} else {
+			retry = retryFirst
+			l.probe(ctx)
+			r.requeue(l)
+		}
+		r.o.Report(result)
+		pause(ctx, restFactor*result.Worked)
+	}
+}
+
+// next returns when the next look is due.
+func (r *Releaser) next() (due time.Time, any bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.inSync {
+		return due, false
+	}
+	due, any = r.discover, !r.discover.IsZero()
+	for _, g := range r.gone {
+		if !any || g.due.Before(due) {
+			due, any = g.due, true
+		}
+	}
+	return due, any
+}
+
+// takeDue starts a look for all endpoints that are due.
+func (r *Releaser) takeDue() *releaseLook {
+	timeout := r.o.ShortestTimeout()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := time.Now()
+	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(timeout), due: map[goneKey]*lookedAt{}}
+	for k, g := range r.gone {
+		if !g.due.After(now) {
+			l.due[k] = &lookedAt{goneEndpoint: g}
+		}
+	}
+	if !r.discover.IsZero() && !r.discover.After(now) {
+		l.all, r.discover = true, time.Time{}
+	}
+	return l
+}
+
+// postpone repeats a look that failed. What it found is not used.
+func (r *Releaser) postpone(l *releaseLook, wait time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	again := time.Now().Add(wait)
+	for _, g := range l.due {
+		g.due = again
+	}
+	if l.all && r.discover.IsZero() {
+		r.discover = again
+	}
+}
+
+// requeue schedules the next look for each endpoint, and forgets those without flows.
+func (r *Releaser) requeue(l *releaseLook) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for k, g := range l.due {
+		g.suspects = g.found
+		if g.empty++; g.flows > 0 {
+			g.empty = 0
+		}
+		if g.empty == 2 {
+			if r.gone[k] == g.goneEndpoint {
+				delete(r.gone, k)
+			}
+			continue
+		}
+		g.due = l.now.Add(g.nextPause(len(g.found) > 0))
+		if deadline := g.since.Add(g.drain); g.drain > 0 && deadline.After(l.now) && deadline.Before(g.due) {
+			g.due = deadline
+		}
+	}
+}
+
+// nextPause returns how long to wait for the next look.
+func (g *goneEndpoint) nextPause(suspects bool) time.Duration {
+	if g.looks >= shortPauses && suspects && !g.confirming {
+		g.confirming = true
+		return confirmAfter
+	}
+	g.confirming = false
+	g.looks++
+	if g.looks <= shortPauses {
+		return confirmAfter
+	}
+	return min(confirmAfter<<min(g.looks-shortPauses, 10), longestPause)
+}
+
+// replaceTCP replaces the TCP frontends of Services by those of others in the same order.
+func (fs frontends) replaceTCP(before, after []*dataplane.Service) {
+	for _, svc := range before {
+		eachTCP(svc, func(k dataplane.Key, sp *dataplane.ServicePort) {
+			if fs[k] == sp { // otherwise another Service already has it
+				delete(fs, k)
+			}
+		})
+	}
+	// A key may move from one Service to another: remove all old keys before adding the first new one.
+	for _, svc := range after {
+		eachTCP(svc, func(k dataplane.Key, sp *dataplane.ServicePort) { fs[k] = sp })
+	}
+}
+
+// eachTCP calls do for every TCP frontend of a Service. The Service may be nil. Of a Service with more endpoints than
+// allowed nobody knows which ones serve; it is skipped.
+func eachTCP(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
+	if svc == nil || svc.OverCapacity {
+		return
+	}
+	for _, sp := range svc.Ports {
+		for i := range sp.Frontends {
+			if k := sp.Frontends[i].Key; k.Protocol == snapshot.TCP {
+				do(k, sp)
+			}
+		}
+	}
+}
+
+// samePort returns a Service's port with the name and family of another; nil if there is none.
+func samePort(svc *dataplane.Service, as *dataplane.ServicePort) *dataplane.ServicePort {
+	if svc == nil {
+		return nil
+	}
+	i := slices.IndexFunc(svc.Ports, func(sp *dataplane.ServicePort) bool {
+		return sp.Name == as.Name && sp.Frontends[0].Key.Addr.Is4() == as.Frontends[0].Key.Addr.Is4()
+	})
+	if i < 0 {
+		return nil
+	}
+	return svc.Ports[i]
+}

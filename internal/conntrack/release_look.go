@@ -1,0 +1,248 @@
+package conntrack
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+const (
+	// ejectedFor is how long an endpoint must have been unhealthy before its connections are released although it serves.
+	ejectedFor = 3 * time.Second
+	// unansweredFor is the least time between two looks that find a flow without an answer. A little of it is left for
+	// the clock.
+	unansweredFor = 900 * time.Millisecond
+	// probeHolds is how long a probe without an answer says that an endpoint is dead.
+	probeHolds = 3 * time.Second
+	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
+	maxSuspects = 1 << 14
+	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged.
+	defaultTimeout = 300 * time.Second
+)
+
+// releaseLook is one look at the flows to some endpoints.
+type releaseLook struct {
+	*Releaser
+	now time.Time
+	// idle is the most that tcpInfo.left of a flow can be if it had no packet for a second.
+	idle uint32
+	due  map[goneKey]*lookedAt
+	// all says that flows to all other endpoints that do not serve are to be found, too.
+	all    bool
+	doomed []flow
+	counts map[releasedKey]int
+	pace
+}
+
+// lookedAt is an endpoint with what a look found of it.
+type lookedAt struct {
+	*goneEndpoint
+	flows int
+	found map[flowID]time.Time
+	// drain is the port's drain deadline.
+	drain time.Duration
+}
+
+type releasedKey struct {
+	goneKey
+	reason ReleaseReason
+}
+
+// idleLimit returns the most that tcpInfo.left can be after a second without packets.
+func idleLimit(timeout time.Duration) uint32 {
+	return uint32(max(timeout/time.Second-2, 0))
+}
+
+// run lists the flows to the endpoints and releases those that must be.
+func (l *releaseLook) run(ctx context.Context) ReleaseResult {
+	l.begin()
+	l.counts = map[releasedKey]int{}
+	result := ReleaseResult{Endpoints: len(l.due)}
+	result.Err = l.listAll(ctx, &result)
+	for k, n := range l.counts {
+		result.Released = append(result.Released, Released{k.port, k.endpoint, k.reason, n})
+	}
+	slices.SortFunc(result.Released, func(a, b Released) int { return a.Endpoint.Compare(b.Endpoint) })
+	result.Took, result.Worked = l.took()
+	return result
+}
+
+func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error {
+	filters := l.table.filters()
+	for _, q := range l.queries(filters) {
+		result.Lists++
+		err := l.table.list(q, func(flows []flow) error {
+			if err := l.release(flows); err != nil {
+				return err
+			}
+			l.throttle(ctx)
+			return ctx.Err()
+		})
+		if err != nil {
+			return err
+		}
+		if filters && !l.table.filters() {
+			return l.listAll(ctx, result) // now one family at a time
+		}
+		l.throttle(ctx)
+	}
+	return nil
+}
+
+// queries returns the queries that list the flows to the endpoints. The kernel may list other flows, too.
+func (l *releaseLook) queries(filters bool) []query {
+	var byFamily ipfamily.Per[[]query]
+	for k := range l.due {
+		f := ipfamily.Of(k.endpoint.Addr())
+		q := query{family: f, protocol: snapshot.TCP, endpoint: k.endpoint}
+		if f == ipfamily.IPv6 { // the kernel compares the port alone
+			q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), k.endpoint.Port())
+		}
+		if len(byFamily[f]) <= maxSingle && !slices.Contains(byFamily[f], q) {
+			byFamily[f] = append(byFamily[f], q)
+		}
+	}
+	var list []query
+	for _, f := range ipfamily.All {
+		switch group := byFamily[f]; {
+		case len(group) == 0 && !l.all:
+		case !filters:
+			list = append(list, query{family: f})
+		case l.all || len(group) > maxSingle:
+			list = append(list, query{family: f, protocol: snapshot.TCP})
+		default:
+			list = append(list, group...)
+		}
+	}
+	return list
+}
+
+// release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and
+// the deletion.
+func (l *releaseLook) release(flows []flow) error {
+	l.lock(&l.mu)
+	defer l.mu.Unlock()
+	if !l.inSync {
+		return errNotInSync
+	}
+	l.doomed = l.doomed[:0]
+	doomed := map[releasedKey]int{}
+	for i := range flows {
+		f := &flows[i]
+		if f.frontend.Protocol != snapshot.TCP || f.zoned || !f.translated() {
+			continue
+		}
+		if k, reason, ok := l.judge(f); ok {
+			l.doomed = append(l.doomed, *f)
+			doomed[releasedKey{k, reason}]++
+		}
+	}
+	if len(l.doomed) == 0 {
+		return nil
+	}
+	if _, err := l.table.remove(l.doomed); err != nil {
+		return err
+	}
+	for k, n := range doomed {
+		l.counts[k] += n
+	}
+	return nil
+}
+
+// judge says whether a flow must be released, and why.
+func (l *releaseLook) judge(f *flow) (k goneKey, reason ReleaseReason, release bool) {
+	sp := l.programmed[f.frontend]
+	if sp == nil {
+		return k, 0, false
+	}
+	k = goneKey{sp.Name, f.endpoint}
+	serving, early := serves(sp, f.endpoint), false
+	if serving {
+		since := unhealthySince(sp, f.endpoint)
+		if since.IsZero() {
+			return k, 0, false
+		}
+		early = l.now.Sub(since) < ejectedFor
+	}
+	g := l.due[k]
+	if g == nil {
+		if l.all {
+			l.add(k, l.now)
+		}
+		return k, 0, false
+	}
+	g.flows++
+	if !serving && sp.Drain > 0 {
+		if g.drain = sp.Drain; !l.now.Before(g.since.Add(sp.Drain)) {
+			return k, ReleasedDrain, true
+		}
+	}
+	return k, ReleasedUnanswered, sp.SecondChance == snapshot.SecondChanceOn && l.unanswered(g, f) && !early
+}
+
+// unhealthySince returns since when an endpoint that a port has ejected does not answer; zero if it is not ejected, or
+// for another cause.
+func unhealthySince(sp *dataplane.ServicePort, endpoint netip.AddrPort) time.Time {
+	for _, pool := range []*dataplane.Pool{sp.Cluster, sp.Local} {
+		i, found := slices.BinarySearchFunc(pool.Ejected, endpoint, func(u snapshot.Unhealthy, a netip.AddrPort) int {
+			return u.Endpoint.Compare(a)
+		})
+		if found && pool.Ejected[i].Cause == snapshot.Unanswered {
+			return pool.Ejected[i].Since
+		}
+	}
+	return time.Time{}
+}
+
+// unanswered says whether nobody answers a flow: an earlier look found it without an answer too, there has been no
+// packet for a second, and the endpoint answers no probe. It remembers the flow for the next look.
+//
+// An endpoint that acknowledges nothing may still be alive behind a policy that forbids probes, and a client may send
+// without a pause. Their packets renew the flow.
+func (l *releaseLook) unanswered(g *lookedAt, f *flow) bool {
+	if f.answered && !(f.tcp.established && f.tcp.unacknowledged) {
+		return false
+	}
+	id := flowID{client: f.client}
+	copy(id.id[:], f.id)
+	first, known := g.suspects[id]
+	if !known {
+		first = l.now
+	}
+	if len(g.found) < maxSuspects {
+		if g.found == nil {
+			g.found = map[flowID]time.Time{}
+		}
+		g.found[id] = first
+	}
+	return l.now.Sub(first) >= unansweredFor && l.now.Sub(g.silent) < probeHolds &&
+		(!f.answered || f.tcp.left <= l.idle)
+}
+
+// probe probes the endpoints with unanswered flows.
+func (l *releaseLook) probe(ctx context.Context) {
+	if l.o.Probe == nil {
+		return
+	}
+	var keys []goneKey
+	var endpoints []netip.AddrPort
+	for k, g := range l.due {
+		if len(g.found) > 0 {
+			keys, endpoints = append(keys, k), append(endpoints, k.endpoint)
+		}
+	}
+	if len(endpoints) == 0 {
+		return
+	}
+	for i, answers := range l.o.Probe(ctx, endpoints) {
+		l.due[keys[i]].silent = time.Time{}
+		if !answers {
+			l.due[keys[i]].silent = time.Now()
+		}
+	}
+}

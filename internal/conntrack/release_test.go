@@ -1,0 +1,421 @@
+package conntrack
+
+import (
+	"context"
+	"encoding/binary"
+	"net/netip"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// tcpTable is a table of TCP flows, each with a client of its own.
+type tcpTable struct{ fakeTable }
+
+func (t *tcpTable) remove(flows []flow) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n := len(t.flows)
+	t.flows = slices.DeleteFunc(t.flows, func(f flow) bool {
+		return slices.ContainsFunc(flows, func(o flow) bool { return o.client == f.client })
+	})
+	return n - len(t.flows), nil
+}
+
+// list lists what a query asks for alone.
+func (t *tcpTable) list(q query, do func([]flow) error) error {
+	return t.fakeTable.list(q, func(flows []flow) error {
+		return do(slices.DeleteFunc(flows, func(f flow) bool { return !q.matches(&f) }))
+	})
+}
+
+// hold adds a flow that its endpoint answers.
+func (t *tcpTable) hold(frontend, endpoint string) *flow {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n := len(t.flows)
+	t.flows = append(t.flows, flow{frontend: key(frontend), endpoint: netip.MustParseAddrPort(endpoint),
+		client: clientOf(n, key(frontend).Addr.Is6()), answered: true, id: binary.BigEndian.AppendUint32(nil, uint32(n)),
+		tcp: tcpInfo{established: true, left: 431999}})
+	return &t.flows[n]
+}
+
+// wait adds a flow whose client waits for an answer since 10 s.
+func (t *tcpTable) wait(frontend, endpoint string) *flow {
+	f := t.hold(frontend, endpoint)
+	f.tcp.unacknowledged, f.tcp.left = true, 289
+	return f
+}
+
+// releasing is a Releaser at work in a bubble of synctest.
+type releasing struct {
+	t     *testing.T
+	table *tcpTable
+	loop  *reconciletest.Loop
+	told  []Released
+	// alive are the endpoints that answer probes. probed counts the probes.
+	alive  map[string]bool
+	probed int
+	st     *dataplane.State
+	stop   func()
+}
+
+const webKey, otherKey = "10.96.0.1:80/tcp", "10.96.0.2:80/tcp"
+
+func newReleasing(t *testing.T, table *tcpTable, services ...*dataplane.Service) *releasing {
+	r := &releasing{t: t, table: table, alive: map[string]bool{}}
+	r.start()
+	r.apply(services...)
+	rest(2 * time.Second)
+	return r
+}
+
+func (r *releasing) start() {
+	ctx, cancel := context.WithCancel(context.Background())
+	releaser := newReleaser(r.table, ReleaserOptions{
+		Probe: func(_ context.Context, endpoints []netip.AddrPort) (answers []bool) {
+			time.Sleep(500 * time.Millisecond)
+			for _, e := range endpoints {
+				r.probed++
+				answers = append(answers, r.alive[e.String()])
+			}
+			return answers
+		},
+		Report: func(l ReleaseResult) { r.told = append(r.told, l.Released...) },
+	})
+	go releaser.Run(ctx)
+	r.stop = func() { cancel(); synctest.Wait() }
+	r.t.Cleanup(func() { r.stop() })
+	r.loop = &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
+}
+
+// apply programs Services, all of them.
+func (r *releasing) apply(services ...*dataplane.Service) {
+	r.t.Helper()
+	change := dataplane.Change{}
+	for _, s := range services {
+		change.Services = append(change.Services, s.Name)
+	}
+	r.st = state(services...)
+	_, err := r.loop.Apply(r.st, change)
+	labtest.Check(r.t, err)
+}
+
+func (r *releasing) expect(after time.Duration, what string, flows int) {
+	r.t.Helper()
+	rest(after)
+	if n := len(r.table.left()); n != flows {
+		r.t.Fatalf("%s: %d flows are left after %v, want %d; told %v", what, n, after, flows, r.told)
+	}
+}
+
+// web is a Service that ejects.
+func web(ports ...string) *dataplane.Service { return chance("web", ports...) }
+
+func chance(name string, ports ...string) *dataplane.Service {
+	s := service(name, ports...)
+	for _, sp := range s.Ports {
+		sp.SecondChance = snapshot.SecondChanceOn
+	}
+	return s
+}
+
+// draining gives a Service a drain deadline, and takes its second chance.
+func draining(s *dataplane.Service, d time.Duration) *dataplane.Service {
+	for _, sp := range s.Ports {
+		sp.Drain, sp.SecondChance = d, snapshot.SecondChanceOff
+	}
+	return s
+}
+
+const webBoth, webOne = webKey + ">10.0.0.1:80,10.0.0.2:80", webKey + ">10.0.0.2:80"
+
+// TestReleaseUnanswered: only what nobody answers is released, and only once its endpoint is gone.
+func TestReleaseUnanswered(t *testing.T) {
+	for _, ends := range [][3]string{{webKey, "10.0.0.1:80", "10.0.0.2:80"},
+		{"[fd00::1]:80/tcp", "[fd00:1::1]:80", "[fd00:1::2]:80"}} {
+		synctest.Test(t, func(t *testing.T) {
+			table := &tcpTable{}
+			both := ends[0] + ">" + ends[1] + "," + ends[2]
+			r := newReleasing(t, table, web(both))
+			for range 3 {
+				table.wait(ends[0], ends[1])
+				table.wait(ends[0], ends[2])
+				table.hold(ends[0], ends[1])
+			}
+			table.wait(ends[0], ends[1]).zoned = true
+			r.expect(5*time.Minute, "all serve", 10)
+			r.apply(web(ends[0] + ">" + ends[2]))
+			r.expect(900*time.Millisecond, "first look", 10)
+			r.expect(1200*time.Millisecond, "second look", 7)
+			r.expect(time.Hour, "at last", 7)
+			want := []Released{{r.st.Services[name("web")].Ports[0].Name, netip.MustParseAddrPort(ends[1]),
+				ReleasedUnanswered, 3}}
+			if !slices.Equal(r.told, want) {
+				t.Errorf("told %v, want %v", r.told, want)
+			}
+		})
+	}
+}
+
+// TestNotReleased: a removed endpoint keeps its connections in each of these cases.
+func TestNotReleased(t *testing.T) {
+	tests := []struct {
+		what string
+		now  *dataplane.Service
+		do   func(*releasing)
+	}{
+		{"still serves", web(webBoth), nil},
+		{"alive, with another label", web(webOne), func(r *releasing) { r.alive["10.0.0.1:80"] = true }},
+		{"serves again, as another pod", web(webOne), func(r *releasing) { r.apply(web(webBoth)) }},
+		{"no second chance", service("web", webOne), nil},
+		{"no deadline yet", draining(web(webOne), 24*time.Hour), nil},
+		{"client sends without a pause", web(webOne), func(r *releasing) { r.table.flows[0].tcp.left = 299 }},
+		{"acknowledged", web(webOne), func(r *releasing) { r.table.flows[0].tcp.unacknowledged = false }},
+		{"the client closes", web(webOne), func(r *releasing) { r.table.flows[0].tcp.established = false }},
+		{"not translated", web(webOne), func(r *releasing) {
+			r.table.flows[0].endpoint = netip.AddrPortFrom(key(webKey).Addr, 80)
+		}},
+		{"the Service is gone", service("another", otherKey), nil},
+		{"more endpoints than allowed", func() *dataplane.Service {
+			s := draining(web(webOne), time.Second)
+			s.OverCapacity = true
+			return s
+		}(), nil},
+	}
+	for _, test := range tests {
+		t.Run(test.what, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				table := &tcpTable{}
+				r := newReleasing(t, table, web(webBoth))
+				table.wait(webKey, "10.0.0.1:80")
+				r.apply(test.now)
+				if test.do != nil {
+					test.do(r)
+				}
+				r.expect(time.Hour, test.what, 1)
+			})
+		})
+	}
+}
+
+// TestReleaseLater: a client that only waits to read is released soon after it sends.
+func TestReleaseLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		f := table.hold(webKey, "10.0.0.1:80")
+		r.apply(web(webOne))
+		r.expect(time.Hour, "waits", 1)
+		if looks := len(table.listed); looks > 80 {
+			t.Errorf("%d looks in an hour", looks)
+		}
+		f.tcp.unacknowledged, f.tcp.left = true, 280
+		r.expect(longestPause+3*time.Second, "has sent", 0)
+	})
+}
+
+// TestReleaseConnecting: a connection that has not even begun is released, too.
+func TestReleaseConnecting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		f := table.hold(webKey, "10.0.0.1:80")
+		f.answered, f.tcp = false, tcpInfo{left: 119}
+		r.apply(web(webOne))
+		r.expect(3*time.Second, "connecting", 0)
+	})
+}
+
+// TestReleaseDrain: the deadline ends connections that are answered, and not before.
+func TestReleaseDrain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, draining(web(webBoth), 30*time.Second))
+		for range 5 {
+			table.hold(webKey, "10.0.0.1:80")
+			table.hold(webKey, "10.0.0.2:80")
+		}
+		r.expect(time.Hour, "all serve", 10)
+		r.apply(draining(web(webOne), 30*time.Second))
+		r.expect(29900*time.Millisecond, "before the deadline", 10)
+		r.expect(200*time.Millisecond, "after the deadline", 5)
+		if r.probed > 0 {
+			t.Errorf("%d probes", r.probed)
+		}
+		if len(r.told) != 1 || r.told[0].Reason != ReleasedDrain || r.told[0].Flows != 5 {
+			t.Errorf("told %v", r.told)
+		}
+	})
+}
+
+// TestReleaseAddressReused: the deadline begins anew when another pod with the address departs.
+func TestReleaseAddressReused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		both, one := draining(web(webBoth), 30*time.Second), draining(web(webOne), 30*time.Second)
+		r := newReleasing(t, table, both)
+		r.apply(one)
+		rest(20 * time.Second)
+		r.apply(both)
+		table.hold(webKey, "10.0.0.1:80")
+		rest(time.Minute)
+		r.apply(one)
+		r.expect(29*time.Second, "before the deadline", 1)
+		r.expect(2*time.Second, "after the deadline", 0)
+	})
+}
+
+// TestReleaseSharedEndpoint: of two Services with the same endpoint, one drops it.
+func TestReleaseSharedEndpoint(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		other := chance("other", otherKey+">10.0.0.1:80")
+		r := newReleasing(t, table, web(webBoth), other)
+		table.wait(webKey, "10.0.0.1:80")
+		table.wait(otherKey, "10.0.0.1:80")
+		r.apply(web(webOne), other)
+		r.expect(time.Minute, "one drops it", 1)
+		if f := table.left()[0]; f.frontend != key(otherKey) {
+			t.Errorf("left: %v", f)
+		}
+	})
+}
+
+// TestReleaseAfterRestart: an endpoint departed while no proxy ran.
+func TestReleaseAfterRestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		table.wait(webKey, "10.0.0.1:80")
+		table.wait(webKey, "10.0.0.2:80")
+		table.hold(webKey, "10.0.0.1:80")
+		r.stop()
+		r.start()
+		r.apply(web(webOne))
+		r.expect(5*time.Second, "restarted", 2)
+		r.stop()
+		r.start()
+		r.apply(draining(web(webOne), time.Minute))
+		r.expect(time.Minute, "restarted, before the deadline", 2)
+		r.expect(3*time.Second, "restarted, after the deadline", 1)
+	})
+}
+
+// TestReleaseEjected: an ejected endpoint loses the flows that it does not answer, as long as it is ejected. The
+// deadline of the Service does not matter: the endpoint serves.
+func TestReleaseEjected(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		ejects := func(cause snapshot.Cause) *dataplane.Service {
+			s := web(webBoth)
+			s.Ports[0].Drain = time.Second
+			s.Ports[0].Cluster.Ejected = []snapshot.Unhealthy{
+				{Endpoint: netip.MustParseAddrPort("10.0.0.1:80"), Cause: cause, Since: time.Now()}}
+			return s
+		}
+		table.wait(webKey, "10.0.0.1:80")
+		table.hold(webKey, "10.0.0.1:80")
+		table.wait(webKey, "10.0.0.2:80")
+		r.apply(ejects(snapshot.Refused))
+		r.expect(time.Minute, "refuses", 3)
+		r.apply(ejects(snapshot.Unanswered))
+		r.expect(2*time.Second, "just ejected", 3)
+		r.apply(web(webBoth))
+		r.expect(time.Minute, "back", 3)
+		r.apply(ejects(snapshot.Unanswered))
+		r.expect(ejectedFor+2*time.Second, "ejected", 2)
+		r.expect(time.Hour, "ejected for long", 2)
+	})
+}
+
+// TestReleaseFailure: while nobody knows what is programmed, nothing is judged.
+func TestReleaseFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		table.wait(webKey, "10.0.0.1:80")
+		r.apply(web(webOne))
+		r.loop.Writer = backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable })
+		if _, err := r.loop.Apply(r.st, dataplane.Change{}); err != errTable {
+			t.Fatal(err)
+		}
+		r.expect(time.Hour, "a failed transaction", 1)
+		r.loop.Writer = backendFunc(fine)
+		table.fails = 3
+		r.apply(web(webOne))
+		r.expect(30*time.Second, "in sync again", 0)
+	})
+}
+
+// TestReleaseBackDuringLook: the endpoint serves again while its flows are listed.
+func TestReleaseBackDuringLook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		table.wait(webKey, "10.0.0.1:80")
+		r.apply(web(webOne))
+		rest(800 * time.Millisecond)
+		table.during = func() { r.apply(web(webBoth)) }
+		r.expect(time.Minute, "serves again", 1)
+	})
+}
+
+// TestReleaseMany: more endpoints than are looked at at a time depart.
+func TestReleaseMany(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		s, gone := draining(web(webKey), time.Minute), draining(web(webKey), time.Minute)
+		for i := range maxGone + 100 {
+			e := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}), 80)
+			s.Ports[0].Serving = append(s.Ports[0].Serving, dataplane.Endpoint{AddrPort: e})
+			if i%100 == 0 {
+				table.hold(webKey, e.String())
+			}
+		}
+		r := newReleasing(t, table, s)
+		r.apply(gone)
+		r.expect(10*time.Minute, "all departed", 0)
+	})
+}
+
+// TestReleaseQueries: few endpoints get a query each, many one for their family.
+func TestReleaseQueries(t *testing.T) {
+	look := func(endpoints ...string) *releaseLook {
+		l := &releaseLook{due: map[goneKey]*lookedAt{}}
+		for _, e := range endpoints {
+			l.due[goneKey{endpoint: netip.MustParseAddrPort(e)}] = nil
+		}
+		return l
+	}
+	all4, all6 := query{protocol: snapshot.TCP}, query{family: ipfamily.IPv6, protocol: snapshot.TCP}
+	one4 := query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("10.0.0.1:80")}
+	port6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("[::]:80")}
+	many := []string{"10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80", "10.0.0.5:80"}
+	everything := look()
+	everything.all = true
+	for i, test := range []struct {
+		look    *releaseLook
+		filters bool
+		want    []query
+	}{
+		{look("10.0.0.1:80"), true, []query{one4}},
+		{look("[fd00::1]:80", "[fd00::2]:80"), true, []query{port6}},
+		{look(many...), true, []query{all4}},
+		{look("10.0.0.1:80", "[fd00::1]:80"), false, []query{{}, {family: ipfamily.IPv6}}},
+		{everything, true, []query{all4, all6}},
+	} {
+		if got := test.look.queries(test.filters); !slices.Equal(got, test.want) {
+			t.Errorf("%d: %v, want %v", i, got, test.want)
+		}
+	}
+}
