@@ -1,12 +1,14 @@
-// Package conntrack removes UDP and SCTP flows that the kernel still translates although the programmed state would
-// not. The kernel translates a flow once, when it begins. The flow then keeps its endpoint for as long as its client
-// sends, even if the endpoint is removed, or if the Service had no endpoints at that moment. TCP connections end by
-// themselves, and the Cleaner never touches them.
+// Package conntrack removes flows from the kernel's connection tracking that lead to the wrong endpoint.
 //
-// Unanswered deletes TCP flows in one case only: an endpoint has not answered them, and is known not to.
+// The kernel translates a flow once, when it begins. The flow then keeps its endpoint for as long as its client sends,
+// even if the endpoint is removed, or if the Service had no endpoints at that moment.
 //
-// A Cleaner listens to the reconcile loop and learns from each transaction which frontends to check. It checks them in
-// its own time: it lists their flows and deletes the stale ones by tuple and id.
+// A Cleaner removes such UDP and SCTP flows. It listens to the reconcile loop and learns from each transaction which
+// frontends to check. It checks them in its own time: it lists their flows and deletes the stale ones by tuple and id.
+//
+// TCP connections may outlive the removal of their endpoint, which may serve them to their end. A Releaser deletes only
+// those that nobody answers, and those whose Service has a deadline. Unanswered deletes those that an endpoint has not
+// answered, and is known not to.
 package conntrack
 
 import (

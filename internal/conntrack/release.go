@@ -26,9 +26,6 @@ const (
 	ReleasedDrain
 )
 
-// ReleaseReasons are all reasons.
-var ReleaseReasons = []ReleaseReason{ReleasedUnanswered, ReleasedDrain}
-
 var releaseReasonNames = [...]string{"unanswered", "drain"}
 
 func (r ReleaseReason) String() string { return releaseReasonNames[r] }

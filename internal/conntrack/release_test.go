@@ -345,7 +345,9 @@ func TestReleaseFailure(t *testing.T) {
 		r := newReleasing(t, table, web(webBoth))
 		table.wait(webKey, "10.0.0.1:80")
 		r.apply(web(webOne))
-		r.loop.Writer = backendFunc(func(*dataplane.State) (dataplane.Receipt, error) { return dataplane.Receipt{}, errTable })
+		r.loop.Writer = backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
+			return dataplane.Receipt{}, errTable
+		})
 		if _, err := r.loop.Apply(r.st, dataplane.Change{}); err != errTable {
 			t.Fatal(err)
 		}

@@ -200,6 +200,11 @@ func (m *Metrics) ObserveFlows(l Flows) {
 	}
 }
 
+// ObserveRelease counts released connections. The reason is "unanswered" or "drain".
+func (m *Metrics) ObserveRelease(reason string, connections int) {
+	m.own.released.WithLabelValues(reason).Add(float64(connections))
+}
+
 // ObserveProbe takes note of an answer of the health server: probe is "healthz", "livez" or "readyz".
 func (m *Metrics) ObserveProbe(probe string, code int) {
 	status := "success"

@@ -175,6 +175,7 @@ func everything(t testing.TB, detail Detail) *world {
 		Slices: map[snapshot.Name]*snapshot.Slice{n: nil, {Name: "x"}: nil}})
 	w.ObserveFlows(Flows{Took: time.Second, Judged: ipfamily.Per[int]{9, 8}, Removed: ipfamily.Per[int]{2, 3},
 		Failed: true})
+	w.ObserveRelease("drain", 3)
 	for _, probe := range []string{"healthz", "livez", "readyz"} {
 		w.ObserveProbe(probe, 503)
 	}

@@ -20,6 +20,7 @@ type verdictMetrics struct {
 	checkFailures   prometheus.Counter
 	flowsJudged     *prometheus.CounterVec
 	lookFailures    prometheus.Counter
+	released        *prometheus.CounterVec
 	readyz          *prometheus.CounterVec
 }
 
@@ -78,6 +79,8 @@ func (w *verdictMetrics) register(registry prometheus.Registerer, o *Options) {
 		"Failed reads of tracked flows, which were retried.",
 	)
 	w.readyz = m.counters("verdict_readyz_total", "Responses of /readyz, by HTTP status.", "code")
+	w.released = m.counters("verdict_connections_released_total",
+		"TCP connections to endpoints that are gone or dead that were released, so that their clients are reset.", "reason")
 	w.registerFuncs(m, o)
 	w.initSeries()
 }
@@ -143,6 +146,9 @@ func (w *verdictMetrics) initSeries() {
 	}
 	for _, f := range families {
 		w.flowsJudged.WithLabelValues(f)
+	}
+	for _, reason := range []string{"unanswered", "drain"} {
+		w.released.WithLabelValues(reason)
 	}
 	for _, code := range []int{200, 503} {
 		w.readyz.WithLabelValues(codeText(code))
