@@ -119,6 +119,9 @@ const (
 	longestPause = time.Minute
 )
 
+// longestRest bounds the pause after a look at a very large table, or on a busy host. Clients wait.
+const longestRest = 2 * time.Second
+
 // maxGone bounds how many endpoints are looked at. If there are more, they are discovered later.
 const maxGone = 1 << 14
 
@@ -262,7 +265,7 @@ func (r *Releaser) Run(ctx context.Context) error {
 			r.requeue(l)
 		}
 		r.o.Report(result)
-		pause(ctx, restFactor*result.Worked)
+		pause(ctx, min(restFactor*result.Worked, longestRest))
 	}
 }
 
@@ -364,17 +367,18 @@ func (fs frontends) replaceTCP(before, after []*dataplane.Service) {
 	}
 }
 
-// eachTCP calls do for every TCP frontend of a Service. The Service may be nil. Of a Service with more endpoints than
-// allowed nobody knows which ones serve; it is skipped.
+// eachTCP calls do for every TCP frontend of a Service whose connections may be released. The Service may be nil. Of a
+// Service with more endpoints than allowed nobody knows which ones serve. IPVS remembers its connections by itself.
 func eachTCP(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePort)) {
 	if svc == nil || svc.OverCapacity {
 		return
 	}
 	for _, sp := range svc.Ports {
+		if sp.Name.Protocol != snapshot.TCP || sp.Scheduling != nil {
+			continue
+		}
 		for i := range sp.Frontends {
-			if k := sp.Frontends[i].Key; k.Protocol == snapshot.TCP {
-				do(k, sp)
-			}
+			do(sp.Frontends[i].Key, sp)
 		}
 	}
 }

@@ -185,6 +185,11 @@ func TestNotReleased(t *testing.T) {
 			r.table.flows[0].endpoint = netip.AddrPortFrom(key(webKey).Addr, 80)
 		}},
 		{"the Service is gone", service("another", otherKey), nil},
+		{"scheduled by IPVS", func() *dataplane.Service {
+			s := draining(web(webOne), time.Second)
+			s.Ports[0].Scheduling = &dataplane.Scheduling{Scheduler: "lc"}
+			return s
+		}(), nil},
 		{"more endpoints than allowed", func() *dataplane.Service {
 			s := draining(web(webOne), time.Second)
 			s.OverCapacity = true

@@ -37,7 +37,7 @@ type Node struct {
 	Flows *conntrack.Conn
 	Log   *slog.Logger
 	// Prober probes endpoints that do not answer or refuse. Without it, or if the backend gathers no evidence, all
-	// endpoints count as healthy.
+	// endpoints count as healthy. Without it, TCP connections to endpoints that are gone are left alone.
 	Prober outlier.Prober
 	// Listeners are called with the loop's events, after the node's own.
 	Listeners []reconcile.Listener
@@ -87,15 +87,21 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.logCleanup(l)
 		shown.recordCleanup(l)
 	})
-	// The cleaner must be the first listener, since its reading of the flows waits for the commit.
-	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, shown.listeners()...)
+	releaser, err := n.newReleaser(shown)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, releaser.close()) }()
+	// Cleaner and releaser must be the first listeners, since their reading of the flows waits for the commit.
+	loop.Listeners = append([]reconcile.Listener{cleaner.Listener()}, releaser.listeners()...)
+	loop.Listeners = append(loop.Listeners, shown.listeners()...)
 	loop.Listeners = append(append(loop.Listeners, n.localnet(loop.Planner)), n.Listeners...)
-
 	if outliers != nil {
 		loop.Listeners = append(loop.Listeners, outliers.Listener())
 	}
 
 	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return releaser.run(ctx) })
 	for _, s := range n.Sources {
 		sink := shown.sink(s, queue)
 		group.Go(func() error { return s.Run(ctx, sink) })

@@ -7,9 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"os"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -267,12 +264,8 @@ func (m *pendingLists) names() (out []string) {
 // conntrackUsage returns how many connections the kernel tracks, and how many it can.
 func conntrackUsage() (entries, most int, err error) {
 	read := func(name string) int {
-		text, rerr := os.ReadFile("/proc/sys/net/netfilter/" + name)
-		n, nerr := strconv.Atoi(strings.TrimSpace(string(text)))
-		if rerr != nil {
-			nerr = rerr
-		}
-		err = errors.Join(err, nerr)
+		n, rerr := readConntrack(name)
+		err = errors.Join(err, rerr)
 		return n
 	}
 	return read("nf_conntrack_count"), read("nf_conntrack_max"), err
