@@ -188,25 +188,47 @@ func (r *Releaser) committed(c reconcile.Commit) {
 // follow records which endpoints a change of a port removed, ejected, or brought back. The port may be new.
 func (r *Releaser) follow(was, now *dataplane.ServicePort, t time.Time) {
 	if was != nil {
-		for _, e := range was.Serving {
-			if k := (goneKey{now.Name, e.AddrPort}); !serves(now, e.AddrPort) {
-				r.add(k, t)
-				r.restart(k, t)
-			}
-		}
+		eachMissing(was.Serving, now.Serving, func(endpoint netip.AddrPort) {
+			k := goneKey{now.Name, endpoint}
+			r.add(k, t)
+			r.restart(k, t)
+		})
 	}
-	if len(r.gone) > 0 {
-		for _, e := range now.Serving {
-			if k := (goneKey{now.Name, e.AddrPort}); r.gone[k] != nil && unhealthySince(now, e.AddrPort).IsZero() {
-				delete(r.gone, k)
-			}
-		}
-	}
+	r.forgetServing(now)
 	for _, pool := range []*dataplane.Pool{now.Cluster, now.Local} {
 		for _, u := range pool.Ejected {
 			if u.Cause == snapshot.Unanswered {
 				r.add(goneKey{now.Name, u.Endpoint}, t)
 			}
+		}
+	}
+}
+
+// forgetServing forgets the endpoints that a port has, unless it has ejected them.
+func (r *Releaser) forgetServing(sp *dataplane.ServicePort) {
+	if len(r.gone) < len(sp.Serving) {
+		for k := range r.gone {
+			if k.port == sp.Name && serves(sp, k.endpoint) && unhealthySince(sp, k.endpoint).IsZero() {
+				delete(r.gone, k)
+			}
+		}
+		return
+	}
+	for _, e := range sp.Serving {
+		if k := (goneKey{sp.Name, e.AddrPort}); r.gone[k] != nil && unhealthySince(sp, e.AddrPort).IsZero() {
+			delete(r.gone, k)
+		}
+	}
+}
+
+// eachMissing calls do for each endpoint of was that now has not. Both are sorted.
+func eachMissing(was, now []dataplane.Endpoint, do func(netip.AddrPort)) {
+	for _, e := range was {
+		for len(now) > 0 && now[0].Compare(e.AddrPort) < 0 {
+			now = now[1:]
+		}
+		if len(now) == 0 || now[0].AddrPort != e.AddrPort {
+			do(e.AddrPort)
 		}
 	}
 }

@@ -395,6 +395,43 @@ func TestReleaseMany(t *testing.T) {
 	})
 }
 
+// TestReleaseMissing compares lists of endpoints, each a digit.
+func TestReleaseMissing(t *testing.T) {
+	list := func(digits string) (out []dataplane.Endpoint) {
+		for _, d := range []byte(digits) {
+			e := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, d}), 80)
+			out = append(out, dataplane.Endpoint{AddrPort: e})
+		}
+		return out
+	}
+	for _, test := range [][3]string{{"123", "123", ""}, {"123", "", "123"}, {"", "123", ""}, {"123", "2", "13"},
+		{"135", "0246", "135"}, {"13579", "3456", "179"}, {"2", "123", ""}} {
+		got := ""
+		eachMissing(list(test[0]), list(test[1]), func(e netip.AddrPort) { got += string(e.Addr().AsSlice()[3:]) })
+		if got != test[2] {
+			t.Errorf("of %q, %q misses %q", test[0], test[1], got)
+		}
+	}
+}
+
+// BenchmarkReleaseFollow is what the sync path pays for a change of one endpoint of 5,000.
+func BenchmarkReleaseFollow(b *testing.B) {
+	var versions [2]*dataplane.Service
+	for v := range versions {
+		versions[v] = web(webKey)
+		for i := range 5000 - v {
+			e := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), 80)
+			versions[v].Ports[0].Serving = append(versions[v].Ports[0].Serving, dataplane.Endpoint{AddrPort: e})
+		}
+	}
+	h := newReleaser(&tcpTable{}, ReleaserOptions{}).Listener()
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		h.Writing()
+		h.Committed(reconcile.Commit{Before: versions[i%2:][:1], After: versions[1-i%2:][:1]})
+	}
+}
+
 // TestReleaseQueries: few endpoints get a query each, many one for their family.
 func TestReleaseQueries(t *testing.T) {
 	look := func(endpoints ...string) *releaseLook {
