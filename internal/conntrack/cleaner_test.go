@@ -43,8 +43,11 @@ func (t *fakeTable) list(q query, do func([]flow) error) error {
 		t.fails--
 		return errTable
 	}
-	if during := t.during; during != nil {
-		t.during = nil
+	t.mu.Lock()
+	during := t.during
+	t.during = nil
+	t.mu.Unlock()
+	if during != nil {
 		during()
 	}
 	return do(t.left())

@@ -83,6 +83,8 @@ func (r *releasing) start() {
 	releaser := newReleaser(r.table, ReleaserOptions{
 		Probe: func(_ context.Context, endpoints []netip.AddrPort) (answers []bool) {
 			time.Sleep(500 * time.Millisecond)
+			r.table.mu.Lock()
+			defer r.table.mu.Unlock()
 			for _, e := range endpoints {
 				r.probed++
 				answers = append(answers, r.alive[e.String()])
@@ -95,6 +97,13 @@ func (r *releasing) start() {
 	r.stop = func() { cancel(); synctest.Wait() }
 	r.t.Cleanup(func() { r.stop() })
 	r.loop = &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
+}
+
+// revive makes an endpoint answer probes.
+func (r *releasing) revive(endpoint string) {
+	r.table.mu.Lock()
+	defer r.table.mu.Unlock()
+	r.alive[endpoint] = true
 }
 
 // apply programs Services, all of them.
@@ -172,29 +181,30 @@ func TestNotReleased(t *testing.T) {
 		what string
 		now  *dataplane.Service
 		do   func(*releasing)
+		flow func(*flow)
 	}{
-		{"still serves", web(webBoth), nil},
-		{"alive, with another label", web(webOne), func(r *releasing) { r.alive["10.0.0.1:80"] = true }},
-		{"serves again, as another pod", web(webOne), func(r *releasing) { r.apply(web(webBoth)) }},
-		{"no second chance", service("web", webOne), nil},
-		{"no deadline yet", draining(web(webOne), 24*time.Hour), nil},
-		{"client sends without a pause", web(webOne), func(r *releasing) { r.table.flows[0].tcp.left = 299 }},
-		{"acknowledged", web(webOne), func(r *releasing) { r.table.flows[0].tcp.unacknowledged = false }},
-		{"the client closes", web(webOne), func(r *releasing) { r.table.flows[0].tcp.established = false }},
-		{"not translated", web(webOne), func(r *releasing) {
-			r.table.flows[0].endpoint = netip.AddrPortFrom(key(webKey).Addr, 80)
+		{"still serves", web(webBoth), nil, nil},
+		{"alive, with another label", web(webOne), func(r *releasing) { r.revive("10.0.0.1:80") }, nil},
+		{"serves again, as another pod", web(webOne), func(r *releasing) { r.apply(web(webBoth)) }, nil},
+		{"no second chance", service("web", webOne), nil, nil},
+		{"no deadline yet", draining(web(webOne), 24*time.Hour), nil, nil},
+		{"client sends without a pause", web(webOne), nil, func(f *flow) { f.tcp.left = 299 }},
+		{"acknowledged", web(webOne), nil, func(f *flow) { f.tcp.unacknowledged = false }},
+		{"the client closes", web(webOne), nil, func(f *flow) { f.tcp.established = false }},
+		{"not translated", web(webOne), nil, func(f *flow) {
+			f.endpoint = netip.AddrPortFrom(key(webKey).Addr, 80)
 		}},
-		{"the Service is gone", service("another", otherKey), nil},
+		{"the Service is gone", service("another", otherKey), nil, nil},
 		{"scheduled by IPVS", func() *dataplane.Service {
 			s := draining(web(webOne), time.Second)
 			s.Ports[0].Scheduling = &dataplane.Scheduling{Scheduler: "lc"}
 			return s
-		}(), nil},
+		}(), nil, nil},
 		{"more endpoints than allowed", func() *dataplane.Service {
 			s := draining(web(webOne), time.Second)
 			s.OverCapacity = true
 			return s
-		}(), nil},
+		}(), nil, nil},
 	}
 	for _, test := range tests {
 		t.Run(test.what, func(t *testing.T) {
@@ -205,6 +215,11 @@ func TestNotReleased(t *testing.T) {
 				r.apply(test.now)
 				if test.do != nil {
 					test.do(r)
+				}
+				if test.flow != nil {
+					table.mu.Lock()
+					test.flow(&table.flows[0])
+					table.mu.Unlock()
 				}
 				r.expect(time.Hour, test.what, 1)
 			})
@@ -223,7 +238,9 @@ func TestReleaseLater(t *testing.T) {
 		if looks := len(table.listed); looks > 80 {
 			t.Errorf("%d looks in an hour", looks)
 		}
+		table.mu.Lock()
 		f.tcp.unacknowledged, f.tcp.left = true, 280
+		table.mu.Unlock()
 		r.expect(longestPause+3*time.Second, "has sent", 0)
 	})
 }
@@ -372,7 +389,9 @@ func TestReleaseBackDuringLook(t *testing.T) {
 		table.wait(webKey, "10.0.0.1:80")
 		r.apply(web(webOne))
 		rest(800 * time.Millisecond)
+		table.mu.Lock()
 		table.during = func() { r.apply(web(webBoth)) }
+		table.mu.Unlock()
 		r.expect(time.Minute, "serves again", 1)
 	})
 }
