@@ -338,12 +338,12 @@ func BenchmarkRelease(b *testing.B) {
 	for i := range entries {
 		entries[i] = entry{client: clientOf(i, false), frontend: key("198.51.100.1:443/tcp"), answered: true,
 			endpoint: netip.MustParseAddrPort("198.51.100.1:443")}
-		if i < 1000 {
+		if i < 10000 {
 			entries[i].frontend, entries[i].endpoint = key(webKey), endpoint(i/100)
 		}
 	}
 	insert(b, conn, entries...)
-	for _, n := range []int{1, 10} {
+	for _, n := range []int{1, 10, 100} {
 		b.Run(fmt.Sprintf("endpoints=%d", n), func(b *testing.B) {
 			var worked time.Duration
 			for b.Loop() {

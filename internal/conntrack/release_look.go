@@ -21,6 +21,9 @@ const (
 	probeHolds = 3 * time.Second
 	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
 	maxSuspects = 1 << 14
+	// maxSingleEndpoints is how many endpoints of a family get a query each. The kernel walks its table for each; a list
+	// of all TCP flows takes as long as some ten walks that find little.
+	maxSingleEndpoints = 8
 	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged.
 	defaultTimeout = 300 * time.Second
 )
@@ -103,7 +106,7 @@ func (l *releaseLook) queries(filters bool) []query {
 		if f == ipfamily.IPv6 { // the kernel compares the port alone
 			q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), k.endpoint.Port())
 		}
-		if len(byFamily[f]) <= maxSingle && !slices.Contains(byFamily[f], q) {
+		if len(byFamily[f]) <= maxSingleEndpoints && !slices.Contains(byFamily[f], q) {
 			byFamily[f] = append(byFamily[f], q)
 		}
 	}
@@ -113,7 +116,7 @@ func (l *releaseLook) queries(filters bool) []query {
 		case len(group) == 0 && !l.all:
 		case !filters:
 			list = append(list, query{family: f})
-		case l.all || len(group) > maxSingle:
+		case l.all || len(group) > maxSingleEndpoints:
 			list = append(list, query{family: f, protocol: snapshot.TCP})
 		default:
 			list = append(list, group...)

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"encoding/binary"
+	"fmt"
 	"net/netip"
 	"slices"
 	"testing"
@@ -463,7 +464,10 @@ func TestReleaseQueries(t *testing.T) {
 	all4, all6 := query{protocol: snapshot.TCP}, query{family: ipfamily.IPv6, protocol: snapshot.TCP}
 	one4 := query{protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("10.0.0.1:80")}
 	port6 := query{family: ipfamily.IPv6, protocol: snapshot.TCP, endpoint: netip.MustParseAddrPort("[::]:80")}
-	many := []string{"10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80", "10.0.0.5:80"}
+	var many []string
+	for i := range maxSingleEndpoints + 1 {
+		many = append(many, fmt.Sprintf("10.0.0.%d:80", i))
+	}
 	everything := look()
 	everything.all = true
 	for i, test := range []struct {
