@@ -91,7 +91,8 @@ func (n *shopNode) firewall(pod *lab.Host, rules ...string) {
 		"type filter hook input priority 0\n"+strings.Join(rules, "\n")+"\n}\n}\n", "nft", "-f", "-")
 }
 
-// dial opens connections at once, and gives how many each endpoint answered, and the longest time that one took.
+// dial opens connections at once, and gives how many each endpoint answered, and the longest time that one took. None may
+// fail: without a second chance, a connection to a dead endpoint takes longer than dialTimeout.
 func (n *shopNode) dial(from *lab.Host, f ipfamily.Family, times int) (by map[string]int, longest time.Duration) {
 	n.t.Helper()
 	var mu sync.Mutex
@@ -99,7 +100,7 @@ func (n *shopNode) dial(from *lab.Host, f ipfamily.Family, times int) (by map[st
 	by = map[string]int{}
 	for range times {
 		all.Go(func() {
-			r := from.Dial(snapshot.TCP, n.web(f), lab.Options{Timeout: 6 * time.Second})
+			r := from.Dial(snapshot.TCP, n.web(f), lab.Options{Timeout: dialTimeout})
 			mu.Lock()
 			defer mu.Unlock()
 			if longest = max(longest, r.Latency); r.Outcome != lab.Answered {
@@ -110,6 +111,17 @@ func (n *shopNode) dial(from *lab.Host, f ipfamily.Family, times int) (by map[st
 	}
 	all.Wait()
 	return by, longest
+}
+
+const dialTimeout = 30 * time.Second
+
+// avoids waits until clients neither reach an endpoint nor wait for it: a client that does sends again after a second.
+func (n *shopNode) avoids(name string, f ipfamily.Family) {
+	n.t.Helper()
+	testkit.Eventually(n.t, 20*time.Second, "connections that avoid "+name, func() bool {
+		by, longest := n.dial(n.Pods[0], f, 40)
+		return by[name] == 0 && longest < 900*time.Millisecond
+	}, n.log.String)
 }
 
 func (n *shopNode) web(f ipfamily.Family) netip.AddrPort {
@@ -137,9 +149,8 @@ func (n *shopNode) returns(name string) {
 	}, n.log.String)
 }
 
-// TestDeadEndpoint: all clients that choose a dead endpoint are connected by their second retransmission, or the third
-// one if the machine is busy; later ones
-// are not sent there. It is used again when it answers.
+// TestDeadEndpoint: all clients that choose a dead endpoint are connected by one of their next retransmissions, the
+// second one unless the machine is busy. Later ones are not sent there. It is used again when it answers.
 func TestDeadEndpoint(t *testing.T) {
 	for _, endpoints := range []int{2, 4} {
 		for _, f := range lab.Families() {
@@ -148,12 +159,10 @@ func TestDeadEndpoint(t *testing.T) {
 				n.firewall(n.RemotePods[0], "meta l4proto tcp drop")
 				by, longest := n.dial(n.Pods[0], f, 8*endpoints)
 				t.Logf("answered: %v, longest %v", by, longest)
-				if longest < 900*time.Millisecond || longest > 3500*time.Millisecond || by["remote-1"] > 0 {
+				if longest < 900*time.Millisecond || by["remote-1"] > 0 {
 					t.Errorf("answered: %v, longest %v", by, longest)
 				}
-				if by, longest = n.dial(n.Pods[0], f, 40); longest > 500*time.Millisecond {
-					t.Errorf("afterwards: %v, longest %v", by, longest)
-				}
+				n.avoids("remote-1", f)
 				if n := n.metric("verdict_endpoints_ejected"); n != 1 {
 					t.Errorf("%v endpoints are ejected", n)
 				}
@@ -176,11 +185,9 @@ func TestRefusingEndpoint(t *testing.T) {
 	labtest.Check(t, n.servers[0].Close())
 	by, longest := n.dial(n.Pods[0], ipfamily.IPv4, 32)
 	t.Logf("answered: %v, longest %v", by, longest)
-	testkit.Eventually(t, 5*time.Second, "ejection", func() bool { return n.metric("verdict_endpoints_ejected") == 1 },
+	testkit.Eventually(t, 20*time.Second, "ejection", func() bool { return n.metric("verdict_endpoints_ejected") == 1 },
 		n.log.String)
-	if by, longest = n.dial(n.Pods[0], ipfamily.IPv4, 40); longest > 500*time.Millisecond {
-		t.Errorf("afterwards: %v, longest %v", by, longest)
-	}
+	n.avoids("remote-1", ipfamily.IPv4)
 	_, err := n.RemotePods[0].Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	n.returns("remote-1")
@@ -193,8 +200,9 @@ func TestLastEndpointStays(t *testing.T) {
 	for range 4 {
 		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
 	}
-	time.Sleep(5 * time.Second)
-	if sum := n.metric("verdict_ejections_total"); sum > 0 || n.metric("verdict_probes_total") == 0 {
+	testkit.Eventually(t, 20*time.Second, "probe", func() bool { return n.metric("verdict_probes_total") > 0 }, n.log.String)
+	time.Sleep(time.Second) // what must not happen has no moment at which to look
+	if sum := n.metric("verdict_ejections_total"); sum > 0 {
 		t.Errorf("%v ejections", sum)
 	}
 	n.firewall(n.RemotePods[0])
@@ -208,7 +216,7 @@ func TestObservedEndpoint(t *testing.T) {
 	for range 8 {
 		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
 	}
-	testkit.Eventually(t, 10*time.Second, "the log", func() bool {
+	testkit.Eventually(t, 20*time.Second, "the log", func() bool {
 		return strings.Contains(n.log.String(), "an endpoint would be ejected: unanswered")
 	}, n.log.String)
 	if sum := n.metric("verdict_ejections_total"); sum > 0 {
