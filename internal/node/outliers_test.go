@@ -91,8 +91,8 @@ func (n *shopNode) firewall(pod *lab.Host, rules ...string) {
 		"type filter hook input priority 0\n"+strings.Join(rules, "\n")+"\n}\n}\n", "nft", "-f", "-")
 }
 
-// dial opens connections at once, and gives how many each endpoint answered, and the longest time that one took. None may
-// fail: without a second chance, a connection to a dead endpoint takes longer than dialTimeout.
+// dial opens connections at once, and gives how many each endpoint answered, and the longest time that one took. None
+// may fail: without a second chance, a connection to a dead endpoint takes longer than dialTimeout.
 func (n *shopNode) dial(from *lab.Host, f ipfamily.Family, times int) (by map[string]int, longest time.Duration) {
 	n.t.Helper()
 	var mu sync.Mutex
