@@ -1,0 +1,210 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/conformance/benchmark"
+	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
+)
+
+// outageOptions are what the command line of benchmark outages says.
+type outageOptions struct {
+	quick       bool
+	proxies     []string
+	run         string
+	repeat      int
+	parallel    int
+	connections int
+	rate        float64
+	out         string
+	fresh       bool
+	render      bool
+	docs        bool
+	source      string
+}
+
+// The ordinary run, and --quick.
+var (
+	fullOutage = results.OutageSettings{
+		Rate: 100, Length: 60, Before: 15, Timeout: 15, Held: 1000, Drain: 50, Connections: 1000000, ManyRate: 500,
+	}
+	quickOutage = results.OutageSettings{
+		Rate: 50, Length: 20, Before: 5, Timeout: 6, Held: 200, Drain: 15, ManyRate: 100,
+	}
+	outageProxies = []string{"verdict", "kube-proxy-nftables"}
+)
+
+func newOutagesCommand() *cobra.Command {
+	o := &outageOptions{}
+	cmd := &cobra.Command{
+		Use:   "outages",
+		Short: "Measure what clients see when endpoints are dead, refuse or go",
+		Long: `Outages opens connections to a Service all the time while something happens to its endpoints, with one
+proxy after the other in the testbed of the conformance suite. It counts connections that were opened
+and that failed, how long each client waited, and when clients of held connections learnt that these
+were lost. docs/BENCHMARKS.md explains the scenarios.
+
+Results are saved after each scenario in OUT/outages.json, and an interrupted run continues there. In
+the end, and with --render alone, it writes OUT/outages.md and a picture beside it.`,
+		Example: `  benchmark outages --quick
+  benchmark outages --run 'rollout|node-cut' --proxy verdict --repeat 1`,
+		Args: cobra.NoArgs, SilenceUsage: true, SilenceErrors: true,
+		RunE: func(cmd *cobra.Command, _ []string) error { return o.main(cmd.Context(), cmd.OutOrStdout()) },
+	}
+	f := cmd.Flags()
+	f.BoolVar(&o.quick, "quick", false, "a first picture in ten minutes: short scenarios, few connections, once")
+	f.StringArrayVar(&o.proxies, "proxy", outageProxies, "a proxy, as the conformance suite names it; may be repeated")
+	f.StringVar(&o.run, "run", "", "only scenarios that match this expression: "+
+		strings.Join(benchmark.OutageScenarios(), ", "))
+	f.IntVar(&o.repeat, "repeat", 0, fmt.Sprintf("how often each is measured (default %d, with --quick 1)", fullRepeats))
+	f.IntVar(&o.parallel, "parallel", 4, "how many scenarios run at the same time, of those that do not disturb others")
+	f.IntVar(&o.connections, "connections", 0, fmt.Sprintf(
+		"how many connections are opened where wrong ejections are counted (default %d, with --quick some thousand)",
+		fullOutage.Connections))
+	f.Float64Var(&o.rate, "rate", 0, fmt.Sprintf("how many of these are opened a second (default %v, with --quick %v)",
+		fullOutage.ManyRate, quickOutage.ManyRate))
+	f.StringVar(&o.out, "out", "", "a directory for results, tables and the picture (default bin/outages, with --quick "+
+		"bin/outages-quick)")
+	f.BoolVar(&o.fresh, "fresh", false, "begin anew, whatever results there are")
+	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and the picture of the results there are")
+	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/BENCHMARKS.md and docs/images")
+	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
+	return cmd
+}
+
+// settings fills in what the command line left open.
+func (o *outageOptions) settings() results.OutageSettings {
+	s, repeat, out := fullOutage, fullRepeats, "outages"
+	if o.quick {
+		s, repeat, out = quickOutage, 1, "outages-quick"
+	}
+	if o.repeat == 0 {
+		o.repeat = repeat
+	}
+	if o.out == "" {
+		o.out = filepath.Join(o.source, "bin", out)
+	}
+	if o.connections > 0 {
+		s.Connections = o.connections
+	}
+	if o.rate > 0 {
+		s.ManyRate = o.rate
+	}
+	return s
+}
+
+func (o *outageOptions) main(ctx context.Context, out io.Writer) error {
+	pattern, err := regexp.Compile(o.run)
+	if err != nil {
+		return fmt.Errorf("--run: %w", err)
+	}
+	if o.source, err = testbed.Sources(o.source); err != nil {
+		return err
+	}
+	settings := o.settings()
+	found, err := o.results(settings)
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	if !o.render {
+		err = o.measure(ctx, found, pattern)
+	}
+	return errors.Join(err, o.show(out, found))
+}
+
+func (o *outageOptions) file(name string) string { return filepath.Join(o.out, name) }
+
+// results gives those that are there, or new ones.
+func (o *outageOptions) results(settings results.OutageSettings) (*results.Outages, error) {
+	var found *results.Outages
+	var err error
+	if !o.fresh || o.render {
+		found, err = results.ReadOutages(o.file("outages.json"))
+	}
+	switch {
+	case err != nil:
+		return nil, err
+	case found == nil && o.render:
+		return nil, fmt.Errorf("--render: there is no %s", o.file("outages.json"))
+	case found == nil:
+		return &results.Outages{Settings: settings, Versions: map[string]string{}}, nil
+	case !o.render && !reflect.DeepEqual(found.Settings, settings):
+		return nil, fmt.Errorf("%s was measured with other settings; --fresh begins anew, --out leaves it alone",
+			o.file("outages.json"))
+	}
+	return found, nil
+}
+
+// measure runs in a directory in memory, whose mount vanishes with this process however it ends.
+func (o *outageOptions) measure(ctx context.Context, found *results.Outages, pattern *regexp.Regexp) (err error) {
+	dir, err := os.MkdirTemp("", "outages-")
+	if err != nil {
+		return err
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700"); err != nil {
+		return fmt.Errorf("mount %s: %w", dir, err)
+	}
+	defer func() { err = errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH), os.Remove(dir)) }()
+	plan := &benchmark.OutagePlan{
+		Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Parallel: o.parallel, Dir: dir, Results: found,
+		Programs: testbed.Programs{Root: o.source},
+		Save:     func() error { return found.WriteFile(o.file("outages.json")) },
+		Say:      newProgress(os.Stderr, true).say,
+	}
+	return plan.Measure(ctx)
+}
+
+// show writes tables and the picture, and prints the tables.
+func (o *outageOptions) show(out io.Writer, found *results.Outages) error {
+	if len(found.Cells) == 0 {
+		return nil
+	}
+	var tables strings.Builder
+	if err := found.WriteTables(&tables, benchmark.OutageScenarios()); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(o.file("outages.md"), []byte(tables.String()), 0o644); err != nil {
+		return err
+	}
+	if _, err := found.WritePlot(o.out); err != nil {
+		return err
+	}
+	if o.docs {
+		if err := o.writeDocs(found, tables.String()); err != nil {
+			return err
+		}
+	}
+	_, err := fmt.Fprintf(out, "\n%s\noutages.json, outages.md and the picture are in %s\n", tables.String(), o.out)
+	return err
+}
+
+// writeDocs puts tables and the picture where the documentation has them.
+func (o *outageOptions) writeDocs(found *results.Outages, tables string) error {
+	name, err := found.WritePlot(filepath.Join(o.source, "docs", "images"))
+	if err != nil {
+		return err
+	}
+	if name != "" {
+		tables = fmt.Sprintf("![connect times](images/%s)\n\n%s", name, tables)
+	}
+	return results.UpdateFile(filepath.Join(o.source, "docs", "BENCHMARKS.md"), "outages", tables)
+}
