@@ -103,8 +103,8 @@ func (p *OutagePlan) proxy(ctx context.Context, name string, repeat int, peers t
 	if err := ordinaryPeriods(ctx, tb); err != nil {
 		return err
 	}
-	b := &outageBed{Testbed: tb, settings: p.Results.Settings}
-	if b.counts, err = b.countsEjections(ctx); err != nil {
+	b, err := newOutageBed(ctx, tb, p.Results.Settings)
+	if err != nil {
 		return err
 	}
 	return p.scenarios(ctx, b, missing, repeat)

@@ -30,8 +30,22 @@ type outageBed struct {
 	settings results.OutageSettings
 	// counts says that the proxy counts ejections.
 	counts bool
+	// from are two pods of node-a: one waiting client alone is no evidence.
+	from []*lab.Host
 
 	ports, numbers atomic.Int32 // handed out so far
+}
+
+// newOutageBed adds the second client and looks whether the proxy counts ejections.
+func newOutageBed(ctx context.Context, tb *testbed.Testbed, settings results.OutageSettings) (*outageBed, error) {
+	b := &outageBed{Testbed: tb, settings: settings}
+	second, err := b.addPod("node-a")
+	if err != nil {
+		return nil, err
+	}
+	b.from = []*lab.Host{tb.Host("pod-a"), second}
+	_, b.counts, err = b.metric(ctx)
+	return b, err
 }
 
 // Every scenario has a port of its own for its endpoints, so that a proxy does not know them from another one.
@@ -203,13 +217,13 @@ func (s *scene) publish() error {
 func (s *scene) until(at time.Duration) error { return sleep(s.ctx, time.Until(s.began.Add(at))) }
 
 // addPod makes a pod that lives until the testbed is closed.
-func (s *scene) addPod(node string) (*lab.Host, error) {
-	n := int(s.numbers.Add(1))
-	host, err := s.NewHost(fmt.Sprintf("%s-%d", s.namespace, n))
+func (b *outageBed) addPod(node string) (*lab.Host, error) {
+	n := int(b.numbers.Add(1))
+	host, err := b.NewHost(fmt.Sprintf("x%d", n))
 	if err != nil {
 		return nil, err
 	}
-	a := lab.Attachment{Link: fmt.Sprintf("veth-x%d", n)}
+	a := lab.Attachment{Link: "veth-" + host.Name}
 	own := testbed.RangeOf(node[len(node)-1:] + "1") // the first pod of the node
 	if node == "node-b" {
 		a.Bridge = testbed.PodBridge
@@ -219,7 +233,7 @@ func (s *scene) addPod(node string) (*lab.Host, error) {
 		a.Addrs = append(a.Addrs, lab.Nth(subnet, firstOutagePod+n))
 		a.Gateways = append(a.Gateways, lab.Nth(subnet, 1))
 	}
-	gateway := s.Host(node)
+	gateway := b.Host(node)
 	return host, errors.Join(host.Attach(gateway, a), host.WaitReady(), gateway.WaitReady())
 }
 
@@ -228,12 +242,6 @@ const firstOutagePod = 50
 
 // ejectionsMetric counts endpoints that Verdict has left out; other proxies have none.
 const ejectionsMetric = "verdict_ejections_total"
-
-// countsEjections says whether the proxy has the metric.
-func (b *outageBed) countsEjections(ctx context.Context) (bool, error) {
-	_, found, err := b.metric(ctx)
-	return found, err
-}
 
 func (b *outageBed) ejections(ctx context.Context) (int, error) {
 	sum, _, err := b.metric(ctx)

@@ -34,16 +34,19 @@ type attempt struct {
 	failed string        // the reason; empty if it had the first byte
 }
 
-// traffic opens connections at a rate until a time of the scene; all of them have ended when the clients' wait is
-// over.
-func (s *scene) traffic(from *lab.Host, rate float64, until time.Duration) {
+// traffic opens connections from both client pods in turn, at a rate, until a time of the scene. All of them have ended
+// when the clients' wait is over.
+func (s *scene) traffic(rate float64, until time.Duration) {
 	due := make(chan struct{}, 1)
 	s.clients.wait.Go(func() {
 		_ = pace(s.ctx, rate, s.began.Add(until), due)
 		close(due)
 	})
 	s.clients.wait.Go(func() {
+		turn := 0
 		for range due {
+			from := s.from[turn%len(s.from)]
+			turn++
 			s.clients.wait.Go(func() {
 				at := time.Since(s.began)
 				took, err := connectOnce(s.ctx, from, s.to, s.clients.limit)

@@ -155,14 +155,15 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-// rules loads a table of nftables in a host, which is gone at the end of the scene.
+// rules adds chains to a table of nftables in a host, which is gone at the end of the scene.
 func (s *scene) rules(host *lab.Host, family, chains string) error {
 	name := fmt.Sprintf("%s outage-%d", family, s.port)
 	if _, err := host.RunInput(fmt.Sprintf("table %s {\n%s\n}\n", name, chains), "nft", "-f", "-"); err != nil {
 		return err
 	}
 	s.atEnd(func() error {
-		_, err := host.RunInput("delete table "+name+"\n", "nft", "-f", "-")
+		// Adding a table that is there changes nothing, so that deleting it never fails.
+		_, err := host.RunInput("add table "+name+"\ndelete table "+name+"\n", "nft", "-f", "-")
 		return err
 	})
 	return nil

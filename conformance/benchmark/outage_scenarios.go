@@ -21,7 +21,7 @@ type scenario struct {
 	run     func(*scene) error
 }
 
-// four are where the endpoints of most scenarios are; the clients are in pod-a, beside the first three.
+// four are where the endpoints of most scenarios are; the clients are on the node of the first three.
 var four = []string{"a1", "a2", "a3", "b1"}
 
 // scenarios are all, in the order of the table.
@@ -75,7 +75,7 @@ func prepareFour(s *scene) (err error) {
 // harm has clients connect for a while before and after something happens to the endpoints.
 func harm(name string, do func(*scene, []*endpoint) error) scenario {
 	return scenario{name: name, prepare: prepareFour, run: func(s *scene) error {
-		s.traffic(s.Host("pod-a"), s.settings.Rate, seconds(s.settings.Length))
+		s.traffic(s.settings.Rate, seconds(s.settings.Length))
 		if err := s.until(seconds(s.settings.Before)); err != nil {
 			return err
 		}
@@ -115,7 +115,7 @@ const (
 // hook, and vanishes after its grace period.
 func rollout(name string, grace time.Duration) scenario {
 	return scenario{name: name, prepare: prepareRollout, run: func(s *scene) error {
-		s.traffic(s.Host("pod-a"), s.settings.Rate, seconds(s.settings.Length))
+		s.traffic(s.settings.Rate, seconds(s.settings.Length))
 		if err := s.until(seconds(s.settings.Before)); err != nil {
 			return err
 		}
@@ -190,7 +190,7 @@ func heldCut(name string, changed bool) scenario {
 			return err
 		}
 		s.began = time.Now()
-		s.traffic(s.Host("pod-a"), s.settings.Rate/4, seconds(s.settings.Length))
+		s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
 		if err := s.until(seconds(s.settings.Before)); err != nil {
 			return err
 		}
@@ -230,7 +230,7 @@ func graceful(s *scene) error {
 		return err
 	}
 	s.began = time.Now()
-	s.traffic(s.Host("pod-a"), s.settings.Rate/4, seconds(s.settings.Length))
+	s.traffic(s.settings.Rate/4, seconds(s.settings.Length))
 	if err := s.until(seconds(s.settings.Before)); err != nil {
 		return err
 	}
@@ -263,7 +263,7 @@ func many(name string, do func(*scene, []*endpoint) error) scenario {
 		if s.counts && s.settings.Connections > 0 {
 			length = seconds(float64(s.settings.Connections) / s.settings.ManyRate)
 		}
-		s.traffic(s.Host("pod-a"), s.settings.ManyRate, length)
+		s.traffic(s.settings.ManyRate, length)
 		return s.until(length)
 	}}
 }

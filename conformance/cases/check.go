@@ -126,6 +126,8 @@ func (t *Step) check() error {
 		return known("api", []string{t.API}, []string{"stop", "kill", "start"})
 	case t.Expect != nil:
 		return t.Expect.check()
+	case t.Connect != nil:
+		return t.Connect.check()
 	case t.Open != nil:
 		return errors.Join(
 			known("from", []string{t.Open.From}, senders),
@@ -161,6 +163,14 @@ func (e *ExpectStep) check() error {
 	)
 	if len(e.From) == 0 || (e.To == "") == (e.Address == "") || e.Answer.Outcome == "" {
 		err = errors.Join(err, errors.New("expect: from, answer, and one of to and address are needed"))
+	}
+	return err
+}
+
+func (c *ConnectStep) check() error {
+	err := errors.Join(known("connect: from", c.From, senders), known("connect: frontends", c.Frontends, frontends))
+	if len(c.From) == 0 || c.To == "" || c.Times < 1 || c.Within <= 0 || c.Answer.Outcome == "" {
+		err = errors.Join(err, errors.New("connect: from, to, times, answer and within are needed"))
 	}
 	return err
 }

@@ -53,13 +53,18 @@ type Step struct {
 	ServiceCIDR *CIDRStep      `yaml:"serviceCIDR"`
 	Serve       *ServeStep     `yaml:"serve"`
 	Close       *ServeStep     `yaml:"close"`
-	Proxy       *ProxyStep     `yaml:"proxy"`
+	// Blackhole has hosts lose all packets for a port without an answer, until the story ends or Heal.
+	Blackhole *PortStep  `yaml:"blackhole"`
+	Heal      *PortStep  `yaml:"heal"`
+	Proxy     *ProxyStep `yaml:"proxy"`
 	// API is what becomes of the API server: stop, kill or start.
 	API    string      `yaml:"api"`
 	Run    *RunStep    `yaml:"run"`
 	Expect *ExpectStep `yaml:"expect"`
-	Open   *OpenStep   `yaml:"open"`
-	Ping   *PingStep   `yaml:"ping"`
+	// Connect opens many connections at the same time, and says how long all of them may take.
+	Connect *ConnectStep `yaml:"connect"`
+	Open    *OpenStep    `yaml:"open"`
+	Ping    *PingStep    `yaml:"ping"`
 	// Traffic begins to dial, again and again, until Stop.
 	Traffic *TrafficStep `yaml:"traffic"`
 	Stop    *StopStep    `yaml:"stop"`
@@ -149,6 +154,14 @@ type CIDRStep struct {
 type ServeStep struct {
 	On   []string `yaml:"on"`
 	Port uint16   `yaml:"port"`
+	// Late is how long clients of TCP wait for an answer, on connections that are accepted at once.
+	Late Duration `yaml:"late"`
+}
+
+// PortStep names a port of hosts.
+type PortStep struct {
+	On   []string `yaml:"on"`
+	Port uint16   `yaml:"port"`
 }
 
 // ProxyStep ends or starts the proxies.
@@ -194,6 +207,19 @@ type ExpectStep struct {
 	// Apart says that not all of the clients are answered by the same endpoint.
 	Apart bool `yaml:"apart"`
 	// Within is how long it may take until it is so: what Kubernetes promises no order for. 0 means at once.
+	Within Duration `yaml:"within"`
+}
+
+// ConnectStep opens connections of TCP at the same time, each of which waits so long for an answer.
+type ConnectStep struct {
+	From      []string   `yaml:"from"`
+	To        string     `yaml:"to"`
+	Frontends []Frontend `yaml:"frontends"`
+	// Times is how many each sender opens.
+	Times int `yaml:"times"`
+	// Answer says who answers: all of them do, and nobody else. Refused and dropped mean that at least one connection
+	// ends so, while others may be answered.
+	Answer Answer   `yaml:"answer"`
 	Within Duration `yaml:"within"`
 }
 

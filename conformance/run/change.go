@@ -40,6 +40,10 @@ func (t *teller) change(ctx context.Context, s *cases.Step) error {
 		return t.serve(s.Serve)
 	case s.Close != nil:
 		return t.close(s.Close)
+	case s.Blackhole != nil:
+		return t.blackhole(s.Blackhole)
+	case s.Heal != nil:
+		return t.heal(s.Heal)
 	case s.Proxy != nil:
 		return t.proxy(ctx, s.Proxy)
 	case s.API != "":
@@ -270,6 +274,7 @@ func (t *teller) serve(s *cases.ServeStep) error {
 			if err != nil {
 				return err
 			}
+			server.Late(time.Duration(s.Late))
 			t.servers[fmt.Sprintf("%s %s %d", host, p, s.Port)] = server
 		}
 	}

@@ -73,6 +73,7 @@ type teller struct {
 	traffic  map[string]*traffic
 	servers  map[string]*lab.Server    // by host and port
 	others   map[string]*testbed.Proxy // not of the kind under test, by node
+	holes    []*cases.PortStep         // ports where packets vanish
 	undo     []func(context.Context) error
 }
 
@@ -129,6 +130,7 @@ func (t *teller) unfit() string {
 func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	switch {
 	case s.Expect != nil,
+		s.Connect != nil,
 		s.Open != nil,
 		s.Ping != nil,
 		s.Traffic != nil,
@@ -144,6 +146,8 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	switch {
 	case s.Expect != nil:
 		return t.expect(ctx, s)
+	case s.Connect != nil:
+		return t.connect(s)
 	case s.Open != nil:
 		return t.openOne(s)
 	case s.Ping != nil:
@@ -408,6 +412,9 @@ func (t *teller) end(ctx context.Context) error {
 	errs = append(errs, t.clear(ctx))
 	for i := len(t.undo) - 1; i >= 0; i-- {
 		errs = append(errs, t.undo[i](ctx))
+	}
+	for _, h := range t.holes {
+		errs = append(errs, t.heal(h))
 	}
 	for _, s := range t.servers {
 		errs = append(errs, s.Close())

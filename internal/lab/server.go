@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
@@ -22,7 +23,11 @@ type Server struct {
 	host *Host
 	open closers
 	wg   sync.WaitGroup
+	late atomic.Int64 // a time.Duration
 }
+
+// Late has TCP clients wait so long for the line, after the kernel has accepted their connections.
+func (s *Server) Late(d time.Duration) { s.late.Store(int64(d)) }
 
 // Serve answers on ports of all addresses of the host, in both families. The server is closed with the host at the
 // latest.
@@ -102,6 +107,7 @@ func (s *Server) serveStream(c *net.TCPConn) {
 		return
 	}
 	defer func() { s.open.remove(cut); c.Close() }()
+	time.Sleep(time.Duration(s.late.Load()))
 	line := greeting(s.host.Name, addrPort(c.RemoteAddr()), addrPort(c.LocalAddr())) + "\n"
 	if _, err := c.Write([]byte(line)); err != nil {
 		return

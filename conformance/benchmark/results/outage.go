@@ -98,10 +98,7 @@ func (o *Outage) String() string {
 
 // last is when the last client was told.
 func (h *OutageHeld) last() Spread {
-	switch {
-	case len(h.Told) == 0:
-		return Spread{}
-	case len(h.Told) < h.Connections:
+	if len(h.Told) < h.Connections {
 		return Spread{Median: h.Limit, N: 1, AtLeast: true}
 	}
 	return spreadOf([]float64{slices.Max(h.Told)}, 0)
