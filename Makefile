@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail on a kernel without IPVS, unless this variable says so. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-ipvs fuzz matrix soak cross image cluster clean
+.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs fuzz matrix soak cross image cluster clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -93,6 +93,9 @@ bench-quick: tools ## the same in five minutes, plus the time to build, for a fi
 
 bench-docs: ## write tables and pictures of the last make bench into docs/ and the README
 	$(BENCH) --render --docs
+
+bench-outages: tools ## compare what clients see when endpoints die: some hours; continues after an interruption
+	$(BENCH) outages
 
 bench-go: ## measure the whole line to the kernel, and the kernel alone, without a cluster
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/benchmark
