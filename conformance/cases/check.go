@@ -128,6 +128,11 @@ func (t *Step) check() error {
 		return t.Expect.check()
 	case t.Connect != nil:
 		return t.Connect.check()
+	case t.Stray != nil:
+		return errors.Join(
+			known("stray: from", t.Stray.From, senders), known("stray: frontends", t.Stray.Frontends, frontends),
+			known("stray: answer", []Outcome{t.Stray.Answer.Outcome}, []Outcome{Refused, Dropped}),
+		)
 	case t.Open != nil:
 		return errors.Join(
 			known("from", []string{t.Open.From}, senders),

@@ -63,8 +63,10 @@ type Step struct {
 	Expect *ExpectStep `yaml:"expect"`
 	// Connect opens many connections at the same time, and says how long all of them may take.
 	Connect *ConnectStep `yaml:"connect"`
-	Open    *OpenStep    `yaml:"open"`
-	Ping    *PingStep    `yaml:"ping"`
+	// Stray sends a segment of a TCP connection that nobody knows.
+	Stray *StrayStep `yaml:"stray"`
+	Open  *OpenStep  `yaml:"open"`
+	Ping  *PingStep  `yaml:"ping"`
 	// Traffic begins to dial, again and again, until Stop.
 	Traffic *TrafficStep `yaml:"traffic"`
 	Stop    *StopStep    `yaml:"stop"`
@@ -221,6 +223,15 @@ type ConnectStep struct {
 	// ends so, while others may be answered.
 	Answer Answer   `yaml:"answer"`
 	Within Duration `yaml:"within"`
+}
+
+// StrayStep sends an acknowledgement to each port of a Service, as on a connection that was lost on the way.
+type StrayStep struct {
+	From      []string   `yaml:"from"`
+	To        string     `yaml:"to"`
+	Frontends []Frontend `yaml:"frontends"`
+	// Answer is refused, which means a reset, since an ICMP error would not end the connection; or dropped.
+	Answer Answer `yaml:"answer"`
 }
 
 // OpenStep opens a connection that is kept, or for UDP and SCTP begins a flow from one port.

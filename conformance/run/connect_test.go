@@ -2,6 +2,7 @@ package run
 
 import (
 	"errors"
+	"net/netip"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
@@ -38,6 +39,30 @@ func TestEnded(t *testing.T) {
 		}
 		if got := s.ended(c.want); got != c.ok {
 			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}
+
+func TestResets(t *testing.T) {
+	peer, own := netip.MustParseAddrPort("10.96.0.1:80"), netip.MustParseAddrPort("10.244.1.9:4000")
+	segment := ackSegment(peer, own)
+	header := make([]byte, 24)
+	header[0] = 4<<4 | 6 // with options
+	packet := append(header, segment...)
+	if resets(packet, peer, own.Port()) {
+		t.Error("an acknowledgement is a reset")
+	}
+	packet[24+13] = 4 | 16
+	if !resets(packet, peer, own.Port()) || resets(packet, peer, 4001) || resets(packet, own, own.Port()) {
+		t.Error("a reset, and one of another connection")
+	}
+	segment[13] = 4
+	if peer := netip.MustParseAddrPort("[fd00::1]:80"); !resets(segment, peer, own.Port()) {
+		t.Error("a reset by IPv6")
+	}
+	for n := range packet {
+		if n < 24+14 && resets(packet[:n], peer, own.Port()) {
+			t.Errorf("%d bytes are a reset", n)
 		}
 	}
 }

@@ -131,6 +131,7 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	switch {
 	case s.Expect != nil,
 		s.Connect != nil,
+		s.Stray != nil,
 		s.Open != nil,
 		s.Ping != nil,
 		s.Traffic != nil,
@@ -148,6 +149,8 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 		return t.expect(ctx, s)
 	case s.Connect != nil:
 		return t.connect(s)
+	case s.Stray != nil:
+		return t.stray(s)
 	case s.Open != nil:
 		return t.openOne(s)
 	case s.Ping != nil:

@@ -35,6 +35,7 @@ type outageOptions struct {
 	render      bool
 	docs        bool
 	source      string
+	programs    string
 }
 
 // The ordinary run, and --quick.
@@ -83,6 +84,7 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 	f.BoolVar(&o.render, "render", false, "measure nothing: only write tables and the picture of the results there are")
 	f.BoolVar(&o.docs, "docs", false, "also write tables and the picture into docs/BENCHMARKS.md and docs/images")
 	f.StringVar(&o.source, "source", "", "the directory of Verdict's sources; empty means that of the working directory")
+	f.StringVar(&o.programs, "programs", "", "take verdict and the peers, already built, from this directory")
 	return cmd
 }
 
@@ -163,7 +165,7 @@ func (o *outageOptions) measure(ctx context.Context, found *results.Outages, pat
 	defer func() { err = errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH), os.Remove(dir)) }()
 	plan := &benchmark.OutagePlan{
 		Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Parallel: o.parallel, Dir: dir, Results: found,
-		Programs: testbed.Programs{Root: o.source},
+		Programs: testbed.Programs{Root: o.source, Ready: o.programs},
 		Save:     func() error { return found.WriteFile(o.file("outages.json")) },
 		Say:      newProgress(os.Stderr, true).say,
 	}
