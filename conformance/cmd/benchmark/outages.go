@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -28,6 +29,7 @@ type outageOptions struct {
 	run         string
 	repeat      int
 	parallel    int
+	length      time.Duration
 	connections int
 	rate        float64
 	out         string
@@ -38,15 +40,17 @@ type outageOptions struct {
 	programs    string
 }
 
-// The ordinary run, and --quick.
+// The ordinary run, and --quick. How long a scenario takes decides about its other times.
 var (
-	fullOutage = results.OutageSettings{
-		Rate: 100, Length: 60, Before: 15, Timeout: 15, Held: 1000, Drain: 50, Connections: 1000000, ManyRate: 500,
-	}
-	quickOutage = results.OutageSettings{
-		Rate: 50, Length: 20, Before: 5, Timeout: 6, Held: 200, Drain: 15, ManyRate: 100,
-	}
+	fullOutage  = results.OutageSettings{Rate: 50, Held: 1000, Connections: 1000000, ManyRate: 500}
+	quickOutage = results.OutageSettings{Rate: 50, Held: 200, ManyRate: 100}
+
 	outageProxies = []string{"verdict", "kube-proxy-nftables"}
+)
+
+const (
+	fullOutageLength  = time.Minute
+	quickOutageLength = 20 * time.Second
 )
 
 func newOutagesCommand() *cobra.Command {
@@ -72,7 +76,10 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 	f.StringVar(&o.run, "run", "", "only scenarios that match this expression: "+
 		strings.Join(benchmark.OutageScenarios(), ", "))
 	f.IntVar(&o.repeat, "repeat", 0, fmt.Sprintf("how often each is measured (default %d, with --quick 1)", fullRepeats))
-	f.IntVar(&o.parallel, "parallel", 4, "how many scenarios run at the same time, of those that do not disturb others")
+	f.DurationVar(&o.length, "length", 0, fmt.Sprintf("how long clients connect in each scenario; after a quarter of it "+
+		"the harm is done, and after as long a client gives up (default %v, with --quick %v)",
+		fullOutageLength, quickOutageLength))
+	f.IntVar(&o.parallel, "parallel", 10, "how many scenarios run at the same time, of those that do not disturb others")
 	f.IntVar(&o.connections, "connections", 0, fmt.Sprintf(
 		"how many connections are opened where wrong ejections are counted (default %d, with --quick some thousand)",
 		fullOutage.Connections))
@@ -90,10 +97,15 @@ the end, and with --render alone, it writes OUT/outages.md and a picture beside 
 
 // settings fills in what the command line left open.
 func (o *outageOptions) settings() results.OutageSettings {
-	s, repeat, out := fullOutage, fullRepeats, "outages"
+	s, repeat, length, out := fullOutage, fullRepeats, fullOutageLength, "outages"
 	if o.quick {
-		s, repeat, out = quickOutage, 1, "outages-quick"
+		s, repeat, length, out = quickOutage, 1, quickOutageLength, "outages-quick"
 	}
+	if o.length > 0 {
+		length = o.length
+	}
+	s.Length = length.Seconds()
+	s.Before, s.Timeout, s.Drain = s.Length/4, s.Length/4, s.Length*5/6
 	if o.repeat == 0 {
 		o.repeat = repeat
 	}
