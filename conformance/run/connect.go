@@ -79,7 +79,8 @@ func (s *seen) ended(w cases.Want) bool {
 	case refused || dropped:
 		return false
 	}
-	return len(w.Endpoints) == 0 || slices.Equal(slices.Sorted(maps.Keys(s.endpoints)), slices.Sorted(slices.Values(w.Endpoints)))
+	return len(w.Endpoints) == 0 ||
+		slices.Equal(slices.Sorted(maps.Keys(s.endpoints)), slices.Sorted(slices.Values(w.Endpoints)))
 }
 
 // blackhole has the hosts themselves drop what comes for a port.

@@ -21,7 +21,8 @@ func TestEnded(t *testing.T) {
 	}{
 		{"both answer", both, []lab.Result{a1, a2, a1}, true},
 		{"one does not answer", both, []lab.Result{a1, a1}, false},
-		{"somebody else answers", cases.Want{Outcome: cases.Answered, Endpoints: []string{"a1"}}, []lab.Result{a1, a2}, false},
+		{"somebody else answers", cases.Want{Endpoints: []string{"a1"}, Outcome: cases.Answered}, []lab.Result{a1, a2},
+			false},
 		{"anybody may answer", cases.Want{Outcome: cases.Answered}, []lab.Result{a1, a2}, true},
 		{"one is refused", both, []lab.Result{a1, a2, refused}, false},
 		{"one waits in vain", both, []lab.Result{a1, a2, silent}, false},

@@ -180,18 +180,27 @@ func (r *Outages) WriteTables(w io.Writer, scenarios []string) error {
 			}
 		}
 	}
-	b.WriteString("\n| held connections | proxy | held | told | half of them after | the last after |\n")
-	b.WriteString("|---|---|---|---|---|---|\n")
-	for _, s := range scenarios {
-		for _, proxy := range r.proxies() {
-			if cells := r.of(s, proxy); len(cells) > 0 && cells[0].Held != nil {
-				fmt.Fprintf(&b, "| %s | %s | %s |\n", s, proxy, strings.Join(r.heldLine(cells), " | "))
-			}
-		}
-	}
+	b.WriteString(r.heldTable(scenarios))
 	fmt.Fprintf(&b, "\n%s\n", r.conditions())
 	_, err := io.WriteString(w, b.String())
 	return err
+}
+
+// heldTable gives the table of held connections; empty if there were none.
+func (r *Outages) heldTable(scenarios []string) string {
+	var b strings.Builder
+	for _, s := range scenarios {
+		for _, proxy := range r.proxies() {
+			if cells := r.of(s, proxy); len(cells) > 0 && cells[0].Held != nil {
+				fmt.Fprintf(&b, "| %s | %s | %s |\n", s, proxy, strings.Join(heldLine(cells), " | "))
+			}
+		}
+	}
+	if b.Len() == 0 {
+		return ""
+	}
+	return "\n| held connections | proxy | held | told that they are lost | half of them after | the last after |\n" +
+		"|---|---|---|---|---|---|\n" + b.String()
 }
 
 func spreadBy(cells []*Outage, value func(*Outage) float64) Spread {
@@ -250,7 +259,7 @@ func reasonsOf(cells []*Outage) string {
 }
 
 // heldLine gives the columns of the second table. A client that was not told counts as the limit.
-func (r *Outages) heldLine(cells []*Outage) []string {
+func heldLine(cells []*Outage) []string {
 	var held, told, half, last []float64
 	halfLimits, lastLimits := 0, 0
 	for _, c := range cells {

@@ -63,8 +63,7 @@ func (r *Outages) drawOutage(lines []line) ([]byte, error) {
 			return nil, err
 		}
 	}
-	title := fmt.Sprintf("One of 4 endpoints is dead after %v s: the longest time to connect of each half second (ring: failed)",
-		r.Settings.Before)
+	title := fmt.Sprintf("One of 4 endpoints dies after %v s: longest time to connect, by half seconds", r.Settings.Before)
 	return render(pl, title, lines)
 }
 

@@ -9,7 +9,10 @@ import (
 )
 
 func outages() *Outages {
-	r := &Outages{Settings: OutageSettings{Rate: 10, Length: 3, Timeout: 6}, Versions: map[string]string{"kube-proxy-nftables": "v1"}}
+	r := &Outages{
+		Settings: OutageSettings{Rate: 10, Length: 3, Timeout: 6},
+		Versions: map[string]string{"kube-proxy-nftables": "v1"},
+	}
 	for repeat, failed := range []int{4, 6, 5} {
 		r.Cells = append(r.Cells, &Outage{
 			Scenario: plotted, Proxy: "kube-proxy-nftables", Repeat: repeat + 1, Opened: 20, Failed: failed,
@@ -42,7 +45,7 @@ func TestOutageTables(t *testing.T) {
 		"| held | kube-proxy-nftables | 3 | 1 | > 45 s | > 45 s |",
 		"kube-proxy-nftables is v1",
 	} {
-		if !strings.Contains(b.String(), want+"\n") && !strings.Contains(b.String(), want+". ") && !strings.Contains(b.String(), want+";") {
+		if !strings.Contains(b.String(), want) {
 			t.Errorf("no %q in\n%s", want, b.String())
 		}
 	}

@@ -98,7 +98,7 @@ type look struct {
 func lookOf(proxy string) look {
 	l := look{color.NRGBA{0x66, 0x66, 0x66, 0xff}, nil, draw.BoxGlyph{}}
 	switch {
-	case strings.Contains(proxy, "nftables"):
+	case strings.Contains(proxy, "nftables"), proxy == "verdict":
 		l.color, l.shape = color.NRGBA{0x00, 0x72, 0xb2, 0xff}, draw.CircleGlyph{}
 	case strings.HasSuffix(proxy, "-iptables"):
 		l.color, l.shape = color.NRGBA{0xd5, 0x5e, 0x00, 0xff}, draw.PyramidGlyph{}
