@@ -52,13 +52,14 @@ func TestOutageResults(t *testing.T) {
 	if err := os.MkdirAll(filepath.Dir(document), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(document, []byte("<!-- bench: outages -->\nthe former\n<!-- bench: end -->\n"), 0o644); err != nil {
+	text := []byte("<!-- bench: outages -->\nthe former\n<!-- bench: end -->\n")
+	if err := os.WriteFile(document, text, 0o644); err != nil {
 		t.Fatal(err)
 	}
 	if err := o.show(&bytes.Buffer{}, found); err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(document)
+	text, err = os.ReadFile(document)
 	if err != nil || !strings.Contains(string(text), "| one-blackholed | verdict | 1,234 |") ||
 		strings.Contains(string(text), "the former") {
 		t.Errorf("%v: %s", err, text)
