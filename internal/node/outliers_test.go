@@ -200,7 +200,8 @@ func TestLastEndpointStays(t *testing.T) {
 	for range 4 {
 		go n.Pods[0].Dial(snapshot.TCP, n.web(ipfamily.IPv4), lab.Options{Timeout: 4 * time.Second})
 	}
-	testkit.Eventually(t, 20*time.Second, "probe", func() bool { return n.metric("verdict_probes_total") > 0 }, n.log.String)
+	testkit.Eventually(t, 20*time.Second, "probe", func() bool { return n.metric("verdict_probes_total") > 0 },
+		n.log.String)
 	time.Sleep(time.Second) // what must not happen has no moment at which to look
 	if sum := n.metric("verdict_ejections_total"); sum > 0 {
 		t.Errorf("%v ejections", sum)
