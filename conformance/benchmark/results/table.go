@@ -58,7 +58,11 @@ func (s Spread) text(unit func(float64) string) string {
 		if s.MaxAtLeast {
 			over = "> "
 		}
-		return fmt.Sprintf("%s (%s to %s%s)", unit(s.Median), strings.Fields(unit(s.Min))[0], over, unit(s.Max))
+		low, name, _ := strings.Cut(unit(s.Min), " ")
+		if name != "" && !strings.HasSuffix(unit(s.Max), " "+name) {
+			low += " " + name
+		}
+		return fmt.Sprintf("%s (%s to %s%s)", unit(s.Median), low, over, unit(s.Max))
 	}
 	return unit(s.Median)
 }
