@@ -83,7 +83,7 @@ func (p *TCP) attempt(ctx context.Context, endpoint netip.AddrPort) Outcome {
 		return Rejected
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.ETIMEDOUT):
 		return Silent
-	case errors.Is(ctx.Err(), context.DeadlineExceeded) && errors.As(err, &timeout) && timeout.Timeout():
+	case errors.As(err, &timeout) && timeout.Timeout(): // of the dialer, whose timer may run before that of ctx
 		return Silent
 	}
 	return Failed
