@@ -99,6 +99,8 @@ type goneEndpoint struct {
 	// flow.
 	looks, empty int
 	confirming   bool
+	// quick counts the looks that came after openingFor, since clients are opening connections.
+	quick int
 	// silent is when the endpoint last answered no probe; zero if it answered the last one.
 	silent time.Time
 	// suspects are the flows without an answer that the last look found, and when each was found first.
@@ -117,6 +119,8 @@ const (
 	shortPauses  = 8
 	confirmAfter = time.Second
 	longestPause = time.Minute
+	// mostQuick bounds the looks that come after openingFor.
+	mostQuick = 4
 )
 
 // longestRest bounds the pause after a look at a very large table, or on a busy host. Clients wait.
@@ -236,7 +240,7 @@ func eachMissing(was, now []dataplane.Endpoint, do func(netip.AddrPort)) {
 // restart looks anew at an endpoint that departed just now. It may have been ejected before.
 func (r *Releaser) restart(k goneKey, t time.Time) {
 	if g := r.gone[k]; g != nil {
-		g.since, g.due, g.looks, g.empty = t, t, 0, 0
+		g.since, g.due, g.looks, g.empty, g.quick = t, t, 0, 0, 0
 	}
 }
 
@@ -354,6 +358,10 @@ func (r *Releaser) requeue(l *releaseLook) {
 			continue
 		}
 		g.due = l.now.Add(g.nextPause(len(g.found) > 0))
+		if g.opening && g.quick < mostQuick {
+			g.quick++
+			g.due = l.now.Add(openingFor)
+		}
 		if deadline := g.since.Add(g.drain); g.drain > 0 && deadline.After(l.now) && deadline.Before(g.due) {
 			g.due = deadline
 		}

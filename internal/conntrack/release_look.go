@@ -17,6 +17,9 @@ const (
 	// unansweredFor is the least time between two looks that find a flow without an answer. A little of it is left for
 	// the clock.
 	unansweredFor = 900 * time.Millisecond
+	// openingFor is the same for a flow that its endpoint has never answered, if the endpoint no longer serves. Its client
+	// still opens the connection, and loses nothing if it is sent elsewhere.
+	openingFor = 200 * time.Millisecond
 	// probeHolds is how long a probe without an answer says that an endpoint is dead.
 	probeHolds = 3 * time.Second
 	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
@@ -47,6 +50,8 @@ type lookedAt struct {
 	*goneEndpoint
 	flows int
 	found map[flowID]time.Time
+	// opening says that a flow was found that the endpoint has never answered, and that openingFor applies to.
+	opening bool
 	// drain is the port's drain deadline.
 	drain time.Duration
 }
@@ -185,7 +190,7 @@ func (l *releaseLook) judge(f *flow) (k goneKey, reason ReleaseReason, release b
 			return k, ReleasedDrain, true
 		}
 	}
-	return k, ReleasedUnanswered, sp.SecondChance == snapshot.SecondChanceOn && l.unanswered(g, f) && !early
+	return k, ReleasedUnanswered, sp.SecondChance == snapshot.SecondChanceOn && l.unanswered(g, f, serving) && !early
 }
 
 // unhealthySince returns since when an endpoint that a port has ejected does not answer; zero if it is not ejected, or
@@ -203,11 +208,12 @@ func unhealthySince(sp *dataplane.ServicePort, endpoint netip.AddrPort) time.Tim
 }
 
 // unanswered says whether nobody answers a flow: an earlier look found it without an answer too, there has been no
-// packet for a second, and the endpoint answers no probe. It remembers the flow for the next look.
+// packet for a second, and the endpoint answers no probe. It remembers the flow for the next look. If the endpoint no
+// longer serves, and has never answered the flow, an earlier look is enough.
 //
 // An endpoint that acknowledges nothing may still be alive behind a policy that forbids probes, and a client may send
 // without a pause. Their packets renew the flow.
-func (l *releaseLook) unanswered(g *lookedAt, f *flow) bool {
+func (l *releaseLook) unanswered(g *lookedAt, f *flow, serving bool) bool {
 	if f.answered && !(f.tcp.established && f.tcp.unacknowledged) {
 		return false
 	}
@@ -222,6 +228,10 @@ func (l *releaseLook) unanswered(g *lookedAt, f *flow) bool {
 			g.found = map[flowID]time.Time{}
 		}
 		g.found[id] = first
+	}
+	if !f.answered && !serving {
+		g.opening = true
+		return l.now.Sub(first) >= openingFor
 	}
 	return l.now.Sub(first) >= unansweredFor && l.now.Sub(g.silent) < probeHolds &&
 		(!f.answered || f.tcp.left <= l.idle)

@@ -258,6 +258,29 @@ func TestReleaseConnecting(t *testing.T) {
 	})
 }
 
+// TestReleaseOpening: who opens a connection to an endpoint that has just gone is sent elsewhere by the next SYN, after
+// a second. That needs no probe, and an endpoint that answers in the meantime keeps the connection.
+func TestReleaseOpening(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webKey+">10.0.0.1:80,10.0.0.2:80"))
+		r.revive("10.0.0.1:80")
+		for range 2 {
+			table.hold(webKey, "10.0.0.1:80").answered = false
+		}
+		r.apply(web(webKey + ">10.0.0.2:80"))
+		rest(10 * time.Millisecond)
+		table.mu.Lock()
+		table.flows[0].answered = true
+		table.mu.Unlock()
+		r.expect(800*time.Millisecond, "one was answered late", 1)
+		if f := table.left(); !f[0].answered {
+			t.Error("the wrong one is left")
+		}
+		r.expect(time.Minute, "it is answered", 1)
+	})
+}
+
 // TestReleaseDrain: the deadline ends connections that are answered, and not before.
 func TestReleaseDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
