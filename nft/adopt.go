@@ -158,11 +158,8 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 		if !stale.Shared() {
 			continue
 		}
-		for a := range m.tables[i].clusterIPs {
-			out[i][ClusterIPs] = append(out[i][ClusterIPs], addrElement(ClusterIPs, a, 1))
-		}
-		for a := range m.tables[i].hairpin {
-			out[i][Hairpin] = append(out[i][Hairpin], addrElement(Hairpin, a, 2))
+		for a := range m.tables[i].needed {
+			out[i][a.set] = append(out[i][a.set], a.element())
 		}
 	}
 	if stale.Shared() {
@@ -174,7 +171,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 }
 
 // shared are the sets whose elements belong to no Service alone.
-var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin}
+var shared = [...]SetID{ClusterIPs, ServiceCIDRs, Hairpin, SilentClusterIPs, PingableIPs, LoadBalancerIPs}
 
 // IsShared reports whether a set's elements belong to no Service alone.
 func (s SetID) IsShared() bool { return slices.Contains(shared[:], s) }
@@ -354,8 +351,7 @@ func (m *Model) elementsWhere(which func(snapshot.Name) bool) ipfamily.Per[[NumS
 func (m *Model) plannedElements(names []snapshot.Name) (out ipfamily.Per[[NumSets][]Element]) {
 	scratch := &Model{pools: m.pools, services: map[snapshot.Name]*service{}}
 	for i := range scratch.tables {
-		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{},
-			hairpin: map[netip.Addr]int{}}
+		scratch.tables[i] = tableModel{chains: map[ChainID]int{}, needed: map[sharedAddr]int{}}
 	}
 	p := scratch.planner()
 	for _, name := range names {

@@ -16,6 +16,8 @@ type poolIndex uint8
 const (
 	clusterPool poolIndex = iota
 	localPool
+	// failoverPool has no endpoints: it stands for the local pool where clients from outside get another answer.
+	failoverPool
 	scheduledCluster
 	scheduledLocal
 	numPools
@@ -29,7 +31,9 @@ type service struct {
 	// counters is its claim on the budget for counters.
 	counters   snapshot.Counters
 	clusterIPs []netip.Addr
-	ports      []*port
+	// silent, pingable and balanced are elements of SilentClusterIPs, PingableIPs and LoadBalancerIPs.
+	silent, pingable, balanced []netip.Addr
+	ports                      []*port
 	// sources are the source ranges that may use its load balancer addresses, per family.
 	sources ipfamily.Per[sources]
 	// slotsUnknown says that it is unknown which endpoint has which slot in the kernel.
@@ -103,7 +107,8 @@ func compileService(s *dataplane.Service, q quota) *service {
 	if s == nil {
 		return &service{}
 	}
-	out := &service{name: s.Name, counters: s.Counters, clusterIPs: s.ClusterIPs, ports: make([]*port, 0, len(s.Ports))}
+	out := &service{name: s.Name, counters: s.Counters, clusterIPs: s.ClusterIPs, silent: s.SilentClusterIPs,
+		pingable: s.PingableIPs, balanced: s.LoadBalancerIPs, ports: make([]*port, 0, len(s.Ports))}
 	for _, sp := range s.Ports {
 		p := compilePort(sp)
 		out.ports = append(out.ports, p)
@@ -131,7 +136,7 @@ func compilePort(sp *dataplane.ServicePort) *port {
 		p.frontends[i] = compileFrontend(sp, &sp.Frontends[i])
 	}
 	p.markUsed()
-	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, sp.Cluster, sp.Local} {
+	for i, from := range [numPools]*dataplane.Pool{sp.Cluster, sp.Local, failoverOf(sp), sp.Cluster, sp.Local} {
 		pl := &p.pools[i]
 		switch {
 		case !pl.used:
@@ -142,6 +147,8 @@ func compilePort(sp *dataplane.ServicePort) *port {
 			pl.slots = make([]netip.AddrPort, len(from.Endpoints))
 		case from.Empty == dataplane.Drop:
 			pl.verdict = NoLocalEndpoints
+		case from.Empty == dataplane.Pass:
+			pl.verdict = PassOn
 		default:
 			pl.verdict = NoEndpoints
 		}
@@ -178,13 +185,30 @@ func compileFrontend(sp *dataplane.ServicePort, f *dataplane.Frontend) frontend 
 // is also the cluster pool counts as that.
 func poolOf(sp *dataplane.ServicePort, p, scheduled *dataplane.Pool) poolIndex {
 	i := clusterPool
-	if p == sp.Local && p != sp.Cluster {
+	switch {
+	case p == sp.Cluster:
+	case p == sp.Local:
 		i = localPool
+	default:
+		i = failoverPool
 	}
 	if p == scheduled {
 		i += scheduledCluster
 	}
 	return i
+}
+
+// failoverOf returns the pool of a port's routes that is neither its cluster pool nor its local pool; nil if there is
+// none.
+func failoverOf(sp *dataplane.ServicePort) *dataplane.Pool {
+	for i := range sp.Frontends {
+		for _, r := range sp.Frontends[i].Routes {
+			if r.Pool != sp.Cluster && r.Pool != sp.Local {
+				return r.Pool
+			}
+		}
+	}
+	return nil
 }
 
 // markUsed records for each pool whether a frontend leads to it.
@@ -304,6 +328,18 @@ func (p *port) sameElements(o *port) bool {
 		}
 	}
 	return p.counting.frontends() == o.counting.frontends() && p.sourceID == o.sourceID && p.timeout > 0 == (o.timeout > 0)
+}
+
+// eachShared calls do for each address that a Service needs in a set of which the elements belong to no Service alone.
+func (s *service) eachShared(do func(SetID, netip.Addr)) {
+	for _, in := range [...]struct {
+		set   SetID
+		addrs []netip.Addr
+	}{{ClusterIPs, s.clusterIPs}, {SilentClusterIPs, s.silent}, {PingableIPs, s.pingable}, {LoadBalancerIPs, s.balanced}} {
+		for _, a := range in.addrs {
+			do(in.set, a)
+		}
+	}
 }
 
 // size estimates how many elements a Service has.

@@ -46,6 +46,8 @@ func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok boo
 		c.Empty = dataplane.Reject
 	case NoLocalEndpoints:
 		c.Empty = dataplane.Drop
+	case PassOn:
+		c.Empty = dataplane.Pass
 	case LeftToIPVS:
 		c.Scheduled = true
 	case StickyPick:
@@ -90,7 +92,7 @@ func Refuses(set string) (dataplane.Refusal, bool) {
 	switch set {
 	case RestrictedServices.String():
 		return dataplane.RefusedSourceRanges, true
-	case ClusterIPs.String():
+	case ClusterIPs.String(), LoadBalancerIPs.String():
 		return dataplane.RefusedUnusedPort, true
 	case ServiceCIDRs.String():
 		return dataplane.RefusedUnallocated, true

@@ -160,12 +160,8 @@ func (p *planner) move(name snapshot.Name, before, now *service) {
 	p.accountNeeds(now, +1)
 	p.markCounted(before, (*Digest).sub)
 	p.markCounted(now, (*Digest).add)
-	for _, a := range now.clusterIPs {
-		p.count(p.table(a).clusterIPs, a, +1, addrElement(ClusterIPs, a, 1))
-	}
-	for _, a := range before.clusterIPs {
-		p.count(p.table(a).clusterIPs, a, -1, addrElement(ClusterIPs, a, 1))
-	}
+	now.eachShared(func(set SetID, a netip.Addr) { p.count(set, a, +1) })
+	before.eachShared(func(set SetID, a netip.Addr) { p.count(set, a, -1) })
 	for i, f := range ipfamily.All {
 		p.sources(f, name, before.sources[i], now.sources[i])
 	}
@@ -213,14 +209,13 @@ func sourcesElement(name snapshot.Name, id uint32, c netip.Prefix) Element {
 	return e
 }
 
-func (p *planner) table(a netip.Addr) *tableModel { return &p.m.tables[ipfamily.Of(a)] }
-
 // count adds to the number of those who need an element, and plans it when the first comes or the last goes. Callers
 // let come before they let go: so what stays is never planned. Such elements belong to no Service alone.
-func (p *planner) count(m map[netip.Addr]int, a netip.Addr, by int, e Element) {
-	before := m[a]
-	if m[a] += by; m[a] == 0 {
-		delete(m, a)
+func (p *planner) count(set SetID, a netip.Addr, by int) {
+	needed, at := p.m.tables[ipfamily.Of(a)].needed, sharedAddr{set, a}
+	before, e := needed[at], at.element()
+	if needed[at] += by; needed[at] == 0 {
+		delete(needed, at)
 	}
 	own := p.bucket
 	p.bucket = sharedBucket

@@ -149,7 +149,7 @@ func (own owners) model(m *Model) {
 // of returns the comment of the service port to which an element belongs; for a cluster IP it names only the Service.
 func (own owners) of(e *Element) string {
 	switch {
-	case e.Set == ClusterIPs:
+	case e.Set == ClusterIPs || e.Set == SilentClusterIPs:
 		a, _ := netip.AddrFromSlice(e.Key())
 		return own[a]
 	case e.Set.IsContent() && !e.Set.IsShared():
@@ -277,7 +277,7 @@ func (c *consistency) checkPools() {
 // checkVerdict checks a pool without a choice.
 func (c *consistency) checkVerdict(e *Element, set SetID) {
 	switch e.Chain.Kind {
-	case NoEndpoints, NoLocalEndpoints, LeftToIPVS:
+	case NoEndpoints, NoLocalEndpoints, PassOn, LeftToIPVS:
 	default:
 		if set == Endpoints { // once is enough
 			c.report(e, "its verdict is none that Verdict writes there")

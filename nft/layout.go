@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -45,6 +46,9 @@ const (
 	RetryServices
 	Unanswered
 	Refused
+	SilentClusterIPs
+	PingableIPs
+	LoadBalancerIPs
 	// NumSets is how many there are.
 	NumSets
 )
@@ -54,6 +58,7 @@ var setNames = [NumSets]string{
 	"uncounted-endpoints", "restricted-services", "source-ranges", "cluster-ips", "service-cidrs", "external-services",
 	"hairpin", "remember", "sticky-services", "outside-sticky-services", "sticky-endpoints", "uncounted-sticky-endpoints",
 	"affinity", "scheduled", "revision", "digests", "retry-services", "unanswered", "refused",
+	"silent-cluster-ips", "pingable-ips", "load-balancer-ips",
 }
 
 func (s SetID) String() string { return setNames[s] }
@@ -96,6 +101,7 @@ const (
 	Postrouting
 	Restrict
 	Frontends
+	LoadBalancers
 	NoEndpoints
 	NoLocalEndpoints
 	AffinityLookup
@@ -105,6 +111,7 @@ const (
 	MasqueradeAll
 	MasqueradeNode
 	LeftToIPVS
+	PassOn
 	UnansweredChain
 	RefusedChain
 	Evidence
@@ -120,9 +127,9 @@ const (
 )
 
 var chainNames = [...]string{
-	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "no-endpoints",
+	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers", "no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
-	"masquerade-node", "left-to-ipvs", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
+	"masquerade-node", "left-to-ipvs", "pass-on", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
 	"uncounted-pick", "sticky", "remember",
 }
 
@@ -176,6 +183,8 @@ type Structure struct {
 	GuardLoopback bool
 	// Evidence gathers which endpoints do not answer or refuse.
 	Evidence bool
+	// Ping is the node's address that answers a ping of a Service address; the zero Addr: none does.
+	Ping netip.Addr
 	// Uses says which of the optional sets have rules. It follows from the elements, so that packets pass no rule that
 	// concerns no Service.
 	Uses Uses
@@ -198,13 +207,14 @@ func (u Uses) With(sets ...SetID) Uses {
 // optional are the sets that no rule looks up while they are empty.
 var optional = [...]SetID{
 	UncountedServices, UncountedOutsideServices, RestrictedServices, ExternalServices, Hairpin, Remember,
-	OutsideStickyServices, UncountedStickyEndpoints, Scheduled, RetryServices,
+	OutsideStickyServices, UncountedStickyEndpoints, Scheduled, RetryServices, SilentClusterIPs, PingableIPs,
+	LoadBalancerIPs,
 }
 
 // StructureOf returns what a state asks of a family's table, except what follows from its elements.
 func StructureOf(s *dataplane.State, f ipfamily.Family) Structure {
 	out := Structure{Pods: s.Pods4, MasqueradeAll: s.MasqueradeAll, GuardLoopback: s.LocalhostNodePorts,
-		Evidence: s.Evidence}
+		Evidence: s.Evidence, Ping: s.PingAddrs[f]}
 	if f == ipfamily.IPv6 {
 		out.Pods, out.GuardLoopback = s.Pods6, false
 	}
@@ -263,6 +273,10 @@ func sets() []Set {
 			Comment: "endpoints to which clients sent a first packet again"},
 		{ID: Refused, Key: refusedKey, Dynamic: true, Size: EvidenceSize,
 			Comment: "endpoints that refused a connection"},
+		{ID: SilentClusterIPs, Key: []Field{DestAddr}, Comment: "cluster IPs without endpoints, which answer no ping"},
+		{ID: PingableIPs, Key: []Field{DestAddr}, Comment: "load balancer addresses that answer a ping from outside"},
+		{ID: LoadBalancerIPs, Key: []Field{DestAddr},
+			Comment: "load balancer addresses: unused ports are rejected, for packets from outside"},
 	}
 }
 
@@ -288,6 +302,7 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: NoEndpoints.id(), Comment: "no endpoint anywhere", Rules: []Rule{resetOthers(), {Reject{}}}},
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
 			Rules: []Rule{resetOthers(), {Drop{}}}},
+		Chain{ID: PassOn.id(), Comment: "verdict/external-failover: pass", Rules: []Rule{{Accept{}}}},
 	)
 	if s.Uses.Has(Remember) {
 		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
@@ -303,6 +318,9 @@ func layout(f ipfamily.Family, s Structure) Table {
 	if s.Uses.Has(RestrictedServices) {
 		t.Chains = append(t.Chains, restrict())
 		start = []Rule{{Jump{Restrict.id()}}, {Goto{Frontends.id()}}}
+	}
+	if s.Uses.Has(PingableIPs) || s.Uses.Has(LoadBalancerIPs) {
+		t.Chains = append(t.Chains, loadBalancers(s))
 	}
 	t.Chains = append(t.Chains, frontends(s),
 		Chain{ID: Prerouting.id(), Hook: &Hook{"nat", "prerouting", priorityDstNAT}, Rules: prerouting(s, start)},
@@ -378,7 +396,27 @@ func prerouting(s Structure, start []Rule) []Rule {
 		}
 		outside = append(outside, rule)
 	}
-	return slices.Insert(slices.Clone(start), len(start)-1, outside...)
+	rules := slices.Insert(slices.Clone(start), len(start)-1, outside...)
+	if s.Uses.Has(PingableIPs) || s.Uses.Has(LoadBalancerIPs) { // they come after all frontends
+		rules[len(rules)-1] = Rule{Jump{Frontends.id()}}
+		rules = append(rules, Rule{FromPods{Pods: s.Pods, Not: true}, Goto{LoadBalancers.id()}})
+	}
+	return rules
+}
+
+// loadBalancers handles packets from outside that no frontend took. A balancer may put the addresses of other nodes into
+// a Service's status, so what pods and this node send there is left alone, as are addresses of this host.
+func loadBalancers(s Structure) Chain {
+	c := Chain{ID: LoadBalancers.id(), Comment: "load balancer addresses, from outside"}
+	to := func(set SetID) SetLookup { return SetLookup{Key: Concat{Fields: []Field{DestAddr}}, Set: set} }
+	if s.Uses.Has(PingableIPs) && s.Ping.IsValid() {
+		c.Rules = append(c.Rules, Rule{EchoRequest{}, to(PingableIPs), NotLocal{}, DNATTo{s.Ping}})
+	}
+	if s.Uses.Has(LoadBalancerIPs) {
+		c.Rules = append(c.Rules, resetOthers(to(LoadBalancerIPs), NotLocal{}, Counter{}),
+			Rule{to(LoadBalancerIPs), NotLocal{}, Counter{}, Reject{}})
+	}
+	return c
 }
 
 func frontends(s Structure) Chain {
@@ -389,6 +427,13 @@ func frontends(s Structure) Chain {
 	toAddress := Concat{Fields: []Field{DestAddr}}
 	toClusterIP := SetLookup{Key: toAddress, Set: ClusterIPs}
 	toServiceCIDR := SetLookup{Key: toAddress, Set: ServiceCIDRs}
+	if s.Ping.IsValid() {
+		ping := Rule{EchoRequest{}, toClusterIP}
+		if s.Uses.Has(SilentClusterIPs) {
+			ping = append(ping, SetLookup{Key: toAddress, Not: true, Set: SilentClusterIPs})
+		}
+		c.Rules = append(c.Rules, append(ping, DNATTo{s.Ping}))
+	}
 	c.Rules = append(c.Rules,
 		resetOthers(toClusterIP, Counter{}),
 		Rule{toClusterIP, Counter{}, Reject{}},

@@ -46,14 +46,27 @@ type tableModel struct {
 	structure Structure
 	// chains counts the references to each numbered chain.
 	chains map[ChainID]int
-	// clusterIPs and hairpin count the services and ports that need the address.
-	clusterIPs, hairpin map[netip.Addr]int
-	count               [NumSets]int
-	digests             Digests
+	// needed counts the services and ports that need each address.
+	needed  map[sharedAddr]int
+	count   [NumSets]int
+	digests Digests
 	// requested stands for what is counted, or is not, because a Service asks for that.
 	asked Digest
 	// revision is the table's number; 0 means unknown.
 	revision uint32
+}
+
+// sharedAddr is an address in a set of which the elements belong to no Service alone.
+type sharedAddr struct {
+	set  SetID
+	addr netip.Addr
+}
+
+func (s sharedAddr) element() Element {
+	if s.set == Hairpin {
+		return addrElement(Hairpin, s.addr, 2)
+	}
+	return addrElement(s.set, s.addr, 1)
 }
 
 // undo holds what Rollback needs.
@@ -221,7 +234,8 @@ func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m
 
 // shallowCopy copies a service; its pools share their slots with it.
 func (s *service) shallowCopy() *service {
-	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, sources: s.sources,
+	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, silent: s.silent, pingable: s.pingable,
+		balanced: s.balanced, sources: s.sources,
 		ports: make([]*port, len(s.ports))}
 	for i, p := range s.ports {
 		q := *p
@@ -443,8 +457,8 @@ func (m *Model) emptyTables() {
 	for i, f := range ipfamily.All {
 		was := &m.tables[i]
 		was.structure.Uses = 0
-		m.tables[i] = tableModel{structure: was.structure, chains: map[ChainID]int{}, clusterIPs: map[netip.Addr]int{},
-			hairpin: map[netip.Addr]int{}, revision: was.revision}
+		m.tables[i] = tableModel{structure: was.structure, chains: map[ChainID]int{}, needed: map[sharedAddr]int{},
+			revision: was.revision}
 		m.tables[i].digests[sharedBucket] = was.structure.digest(f)
 	}
 }

@@ -23,6 +23,8 @@ func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 var testConfig = dataplane.Config{
 	NodeName:           "node-1",
 	LocalhostNodePorts: true,
+	PingServices:       true,
+	RejectUnusedPorts:  true,
 	DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"),
 		prefix("fd00:244::/32")}},
 	IPVS: dataplane.IPVS{Mode: dataplane.IPVSAuto},

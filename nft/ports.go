@@ -69,12 +69,11 @@ func (p *planner) port(before, now *port) {
 	for i := range numPools {
 		p.pool(f, old, want, i)
 	}
-	addrs := p.m.tables[f].hairpin
 	for _, a := range want.local {
-		p.count(addrs, a, +1, addrElement(Hairpin, a, 2))
+		p.count(Hairpin, a, +1)
 	}
 	for _, a := range old.local {
-		p.count(addrs, a, -1, addrElement(Hairpin, a, 2))
+		p.count(Hairpin, a, -1)
 	}
 	p.frontends(f, old, want)
 }

@@ -5,6 +5,7 @@ package nft
 
 import (
 	"fmt"
+	"net/netip"
 	"strconv"
 	"strings"
 	"time"
@@ -458,6 +459,26 @@ func (Reject) text(ipfamily.Family) string { return "reject" }
 type Reset struct{}
 
 func (Reset) text(ipfamily.Family) string { return "reject with tcp reset" }
+
+// EchoRequest matches pings.
+type EchoRequest struct{}
+
+func (EchoRequest) text(f ipfamily.Family) string {
+	if f == ipfamily.IPv6 {
+		return "icmpv6 type echo-request"
+	}
+	return "icmp type echo-request"
+}
+
+// NotLocal matches packets to addresses that are not this host's.
+type NotLocal struct{}
+
+func (NotLocal) text(ipfamily.Family) string { return "fib daddr type != local" }
+
+// DNATTo translates the destination to an address, which must be valid.
+type DNATTo struct{ Addr netip.Addr }
+
+func (s DNATTo) text(ipfamily.Family) string { return "dnat to " + s.Addr.String() }
 
 // Drop drops the packet without an answer.
 type Drop struct{}

@@ -12,7 +12,8 @@ import (
 // are only removed. done says that nothing is left to do: without grow, that all frontends are gone that should be.
 func (s *service) stepToward(want *service, room int, grow bool) (next *service, done bool) {
 	t := &transition{room: room, grow: grow, done: true}
-	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, sources: s.sources}
+	next = &service{name: want.name, counters: want.counters, clusterIPs: s.clusterIPs, silent: s.silent,
+		pingable: s.pingable, balanced: s.balanced, sources: s.sources}
 	if grow { // ranges come before what they restrict
 		for i := range next.sources {
 			if r := want.sources[i].ranges; r != nil {

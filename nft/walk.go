@@ -265,6 +265,10 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 		return matchVerdict(s.status()&st.Of == st.Are), nil
 	case NewConnection:
 		return verdict{}, nil
+	case EchoRequest, DNATTo: // a packet to a port is no ping
+		return verdict{code: verdictBreak}, nil
+	case NotLocal:
+		return matchVerdict(w.host.Local == nil || !w.host.Local(s.addr(DestAddr))), nil
 	case Reply, TCPSequence: // it is the first packet of a client, whose sequence number is random
 		return verdict{code: verdictBreak}, nil
 	case OtherInterface:
@@ -289,7 +293,11 @@ func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Rejected}})
 		return verdict{code: verdictDone}, nil
 	case Accept:
-		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Scheduled}})
+		outcome := dataplane.Scheduled
+		if (*s.steps)[at].Chain == PassOn.id() {
+			outcome = dataplane.Untouched
+		}
+		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: outcome}})
 		return verdict{code: verdictDone}, nil
 	case Drop:
 		w.addEnding(s, Ending{Ending: dataplane.Ending{Outcome: dataplane.Dropped}})
@@ -473,7 +481,13 @@ func (w *Walk) Cause() dataplane.Cause {
 	}
 	for i := len(w.Steps) - 1; i >= 0; i-- {
 		s := &w.Steps[i]
-		if !s.Matched || w.Endings[0].Outcome == dataplane.Untouched {
+		if !s.Matched {
+			continue
+		}
+		if s.Chain.Kind == PassOn {
+			return dataplane.FailoverPassed
+		}
+		if w.Endings[0].Outcome == dataplane.Untouched {
 			continue
 		}
 		switch s.Chain.Kind {
@@ -483,10 +497,10 @@ func (w *Walk) Cause() dataplane.Cause {
 			return dataplane.NoEndpoints
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
-		case Frontends:
+		case Frontends, LoadBalancers:
 			if slices.ContainsFunc(s.Rule, func(st Statement) bool {
 				set, ok := st.(SetLookup)
-				return ok && set.Set == ClusterIPs
+				return ok && (set.Set == ClusterIPs || set.Set == LoadBalancerIPs)
 			}) {
 				return dataplane.UnusedPort
 			}

@@ -16,9 +16,11 @@ import (
 var walkConfigs = []dataplane.Config{
 	testConfig,
 	{NodeName: "node-1"},
-	{NodeName: "node-1", MasqueradeAll: true, DetectLocal: testConfig.DetectLocal},
-	{NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
-	{NodeName: "node-1", DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
+	{NodeName: "node-1", MasqueradeAll: true, RejectUnusedPorts: true, DetectLocal: testConfig.DetectLocal},
+	{NodeName: "node-1", RejectUnusedPorts: true,
+		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"}},
+	{NodeName: "node-1", PingServices: true,
+		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "pod"}},
 }
 
 // TestWalkAgreesWithExplain sends random packets through the rulesets of random clusters: their way must be what the

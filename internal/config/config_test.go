@@ -70,6 +70,8 @@ func TestKubeadm(t *testing.T) {
 		NodeName: "node-1", LocalhostNodePorts: true, NodePortAddresses: prefixes("0.0.0.0/0", "::/0"),
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: prefixes("10.244.0.0/16")},
 		IPVS:        dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}},
+
+		PingServices: true, RejectUnusedPorts: true,
 	}
 	want.SecondChance, _ = snapshot.ParseSecondChance(DefaultSecondChance)
 	if !reflect.DeepEqual(s.Policy, want) {

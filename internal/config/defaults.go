@@ -66,6 +66,8 @@ func (d *Document) setDefaults() {
 	orDefault(&v.IPVS, "auto")
 	orPointer(&v.IPVSServices, 50000)
 	orDefault(&v.SecondChance, DefaultSecondChance)
+	orPointer(&v.PingServices, true)
+	orPointer(&v.RejectUnusedPorts, true)
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)

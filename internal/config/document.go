@@ -52,6 +52,10 @@ type VerdictConfiguration struct {
 	IPVSAddresses []string `json:"ipvsAddresses"`
 	// SecondChance selects what happens to TCP endpoints that do not answer or refuse: off, observe or on.
 	SecondChance Switch `json:"secondChance"`
+	// PingServices makes cluster IPs and load balancer addresses answer a ping. The default is true.
+	PingServices *bool `json:"pingServices"`
+	// RejectUnusedPorts rejects packets from outside to unused ports of load balancer addresses. The default is true.
+	RejectUnusedPorts *bool `json:"rejectUnusedPorts"`
 	// MetricsConnections selects the detail of the metrics of new connections: off, service or endpoint.
 	MetricsConnections string `json:"metricsConnections"`
 	// MetricsMaxSeries limits how many Service ports, and how many endpoints, have their own series.

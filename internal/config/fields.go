@@ -264,6 +264,20 @@ var fields = []field{
 		oneOf("off", "observe", "on"),
 	},
 	{
+		verdictKind + ".pingServices",
+		Live,
+		"let cluster IPs and load balancer addresses answer a ping, as long as a Service has an endpoint there; see " +
+			"[below](#manners-at-the-edge)",
+		nil,
+	},
+	{
+		verdictKind + ".rejectUnusedPorts",
+		Live,
+		"reject packets from outside to ports of load balancer addresses that no Service has, see " +
+			"[below](#manners-at-the-edge)",
+		nil,
+	},
+	{
 		verdictKind + ".metricsConnections",
 		Restart,
 		"granularity of the connection metrics: `off`, `service` or `endpoint`; see [METRICS.md](METRICS.md)",

@@ -193,6 +193,8 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`perhaps`,
 		`"perhaps" is not one of off, observe, on` + isDefault + `on`,
 	},
+	{"VerdictConfiguration.pingServices", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
+	{"VerdictConfiguration.rejectUnusedPorts", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
 	{
 		"VerdictConfiguration.metricsConnections",
 		`service`,

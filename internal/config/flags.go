@@ -164,6 +164,20 @@ var policyFlags = []option{
 		func(d *Document) *string { return (*string)(&d.Verdict.SecondChance) },
 		verdictKind+".secondChance",
 	),
+	boolean(
+		"ping-services",
+		"let cluster IPs and load balancer addresses with an endpoint answer a ping (default true)",
+		ofPolicy,
+		func(d *Document, on bool) { d.Verdict.PingServices = &on },
+		verdictKind+".pingServices",
+	),
+	boolean(
+		"reject-unused-ports",
+		"reject packets from outside to unused ports of load balancer addresses (default true)",
+		ofPolicy,
+		func(d *Document, on bool) { d.Verdict.RejectUnusedPorts = &on },
+		verdictKind+".rejectUnusedPorts",
+	),
 }
 
 var serverFlags = []option{

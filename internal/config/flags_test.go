@@ -46,6 +46,8 @@ func TestFlagNames(t *testing.T) {
 		"metrics-connections",
 		"metrics-max-series",
 		"second-chance",
+		"ping-services",
+		"reject-unused-ports",
 	)
 	slices.Sort(want)
 	if slices.Sort(got); !slices.Equal(got, want) {
@@ -255,9 +257,11 @@ func TestPolicyFlags(t *testing.T) {
 		"ipvs-scheduler",
 		"masquerade-all",
 		"nodeport-addresses",
+		"ping-services",
 		"pod-bridge-interface",
 		"pod-interface-name-prefix",
 		"proxy-mode",
+		"reject-unused-ports",
 		"second-chance",
 	}
 	if !slices.Equal(got, want) {

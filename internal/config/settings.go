@@ -192,6 +192,8 @@ func (d *Document) policy() dataplane.Config {
 		MasqueradeAll:      c.IPTables.MasqueradeAll,
 		LocalhostNodePorts: *c.IPTables.LocalhostNodePorts,
 		NoExternalIPs:      disabled(c.FeatureGates, gateExternalIPs),
+		PingServices:       *d.Verdict.PingServices,
+		RejectUnusedPorts:  *d.Verdict.RejectUnusedPorts,
 		IPVS:               d.ipvs(),
 	}
 	p.SecondChance, _ = snapshot.ParseSecondChance(string(d.Verdict.SecondChance))

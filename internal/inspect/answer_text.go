@@ -76,7 +76,7 @@ func (a *Answer) why(v *View) string {
 		}
 		return "dropped: no endpoint on this node can be used, and " + policy + " is Local"
 	case dataplane.UnusedPort:
-		return fmt.Sprintf("rejected: %s is a cluster IP, and has no port %d/%s", dst.Addr, dst.Port, dst.Protocol)
+		return fmt.Sprintf("rejected: %s is an address of a Service, and has no port %d/%s", dst.Addr, dst.Port, dst.Protocol)
 	case dataplane.Unallocated:
 		return fmt.Sprintf("dropped: no Service has %s, which lies in the ServiceCIDR %s", dst.Addr, x.CIDR)
 	case dataplane.SourceRefused:
@@ -116,9 +116,11 @@ func plainWhy(c dataplane.Cause, dst netip.Addr) string {
 	case dataplane.NoLocalEndpoints:
 		return "dropped: no endpoint on this node can be used, and the traffic policy is Local"
 	case dataplane.UnusedPort:
-		return fmt.Sprintf("rejected: %s is a cluster IP, and has no such port", dst)
+		return fmt.Sprintf("rejected: %s is an address of a Service, and has no such port", dst)
 	case dataplane.Unallocated:
 		return fmt.Sprintf("dropped: no Service has %s, which lies in a ServiceCIDR", dst)
+	case dataplane.FailoverPassed:
+		return "untouched: no endpoint on this node can be used, and verdict/external-failover is pass"
 	case dataplane.SourceRefused:
 		return "dropped: the sender is in none of the Service's loadBalancerSourceRanges"
 	case dataplane.FromOutsideToLoopback:

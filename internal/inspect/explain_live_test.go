@@ -137,7 +137,8 @@ func (c *askedCluster) yes() bool { return c.r.IntN(2) == 0 }
 // service makes a random Service, of which not all endpoints can be used.
 func (c *askedCluster) service(n int, d *snapshot.Delta) {
 	name := snapshot.Name{Namespace: "asked", Name: fmt.Sprintf("s%d", n)}
-	svc := &snapshot.Service{Name: name, InternalLocal: c.r.IntN(3) == 0, ExternalLocal: c.yes()}
+	svc := &snapshot.Service{Name: name, InternalLocal: c.r.IntN(3) == 0, ExternalLocal: c.yes(),
+		ExternalFailover: snapshot.ExternalFailover(c.r.IntN(4))}
 	if c.r.IntN(3) == 0 {
 		svc.Affinity = time.Hour
 	}

@@ -40,16 +40,17 @@ func TestPolicyFlags(t *testing.T) {
 	labtest.Check(t, err)
 	ipvs := dataplane.IPVS{Mode: dataplane.IPVSAuto, Default: dataplane.Scheduling{Scheduler: "rr"}}
 	chance, _ := snapshot.ParseSecondChance(config.DefaultSecondChance)
-	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs, SecondChance: chance}
+	want := dataplane.Config{NodeName: strings.ToLower(host), LocalhostNodePorts: true, IPVS: ipvs, SecondChance: chance,
+		PingServices: true, RejectUnusedPorts: true}
 	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
-	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
+	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff, RejectUnusedPorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := configFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",
-		"--iptables-localhost-nodeports=false", "--second-chance=off")
+		"--iptables-localhost-nodeports=false", "--second-chance=off", "--ping-services=false")
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("with a file: %+v, %v; want %+v", got, err, want)
 	}

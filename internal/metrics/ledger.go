@@ -446,6 +446,9 @@ func (g *ledger) addToPort(p *port, c *dataplane.FrontendCount, more uint64) {
 		p.connections += more
 		return
 	}
+	if c.Empty == dataplane.Pass { // nobody refused them
+		return
+	}
 	p.refused[c.Empty] += more
 	refusal := dataplane.RefusedNoEndpoints
 	if c.Empty == dataplane.Drop {

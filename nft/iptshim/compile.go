@@ -184,7 +184,8 @@ func (c *portCompiler) rule(before, text, after string) rule {
 // row adds a row for a key. Match, if any, restricts who it is for.
 func (c *portCompiler) row(list listID, k dataplane.Key, match, text, target string) {
 	before, after := keyMatch(k)
-	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), text == c.name+notOpen,
+	fallback := text == c.name+notOpen || list == filterFirewall && match == ""
+	c.out.rows = append(c.out.rows, row{list, rowKey(k.Addr, k.Protocol, k.Port), fallback,
 		c.rule(match+before, text, after+target)})
 }
 
@@ -198,8 +199,11 @@ func (c *portCompiler) poolChain(p *dataplane.Pool) string {
 
 // verdict is what a packet gets that a pool without endpoints should answer.
 func (c *portCompiler) verdict(p *dataplane.Pool) (text, target string) {
-	if p.Empty == dataplane.Drop {
+	switch p.Empty {
+	case dataplane.Drop:
 		return c.name + " has no local endpoints", " -j DROP"
+	case dataplane.Pass:
+		return c.name + " passes without local endpoints", " -j RETURN"
 	}
 	return c.name + " has no endpoints", c.reject()
 }
@@ -248,13 +252,19 @@ func (c *portCompiler) external(frontends []*dataplane.Frontend) {
 	}
 	rest := routes[len(routes)-1].Pool
 	text, target := c.verdict(rest)
-	firewalled := false
+	passed, firewalled := len(rest.Endpoints) == 0 && rest.Empty == dataplane.Pass, false
 	for _, f := range frontends {
 		if served {
 			firewalled = c.externalRow(f) || firewalled
 		}
+		if served && f.Sources != nil && len(rest.Endpoints) == 0 && rest.Empty != dataplane.Drop &&
+			len(f.Sources)*len(frontends) <= maxRefusals { // the firewall leaves them alone, so that they get their answer
+			for _, s := range f.Sources {
+				c.row(filterFirewall, f.Key, " -s "+prefixText(s), c.name+" loadbalancer IP", " -j RETURN")
+			}
+		}
 		switch {
-		case len(rest.Endpoints) > 0:
+		case len(rest.Endpoints) > 0 || passed && (served || f.Sources == nil):
 		case f.Sources != nil && !served:
 			if len(f.Sources)*len(frontends) <= maxRefusals {
 				for _, s := range f.Sources {

@@ -220,7 +220,7 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 }
 
 // refusing are the chains whose rules turn packets away that no frontend is responsible for.
-var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends}
+var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends, nft.LoadBalancers}
 
 // Refused reads how many packets rules have rejected or dropped. Packets to frontends without endpoints are counted at
 // the frontends.

@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -57,6 +58,12 @@ func (h *heldRules) structure(f ipfamily.Family) (s nft.Structure) {
 			s.Pods = decodePods(f, expressions(rule))
 		}
 	}
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.LoadBalancers}.Name()] {
+		s.Ping = cmp.Or(s.Ping, decodePing(rule))
+	}
+	for _, rule := range h.rules[nft.ChainID{Kind: nft.Frontends}.Name()] {
+		s.Ping = cmp.Or(s.Ping, decodePing(rule))
+	}
 	for _, rule := range h.rules[nft.ChainID{Kind: nft.TranslatedChain}.Name()] {
 		list := expressions(rule)
 		if looksUp(rule, nft.ClusterIPs) && len(list) > 0 && expressionName(list[0]) == "ct" {
@@ -78,6 +85,16 @@ func looksUp(rule []byte, set nft.SetID) bool {
 	return slices.ContainsFunc(expressions(rule), func(e []byte) bool {
 		return expressionName(e) == "lookup" && netlink.Find(expressionData(e), unix.NFTA_LOOKUP_SET).Text() == set.String()
 	})
+}
+
+// decodePing returns the address to which a rule translates all destinations; the zero Addr if it is another rule.
+func decodePing(rule []byte) netip.Addr {
+	list := expressions(rule)
+	if n := len(list); n >= 2 && expressionName(list[n-2]) == "immediate" && expressionName(list[n-1]) == "nat" {
+		to, _ := netip.AddrFromSlice(dataValue(netlink.Find(expressionData(list[n-2]), unix.NFTA_IMMEDIATE_DATA)))
+		return to
+	}
+	return netip.Addr{}
 }
 
 // decodePods is matchPods' inverse: it reads the match that a rule begins with.

@@ -101,9 +101,22 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return interfaceIs(s.Than, false, true)
 	case nft.TCPFlags:
 		return slices.Concat(plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
-			loadMasked(tcpHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
+			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
+	case nft.EchoRequest:
+		protocol, kind := byte(unix.IPPROTO_ICMP), byte(8)
+		if f == ipfamily.IPv6 {
+			protocol, kind = unix.IPPROTO_ICMPV6, 128
+		}
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{protocol}),
+			transportHeader(0, 1), equal(false, []byte{kind})}
+	case nft.NotLocal:
+		return []expr.Any{&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: true},
+			equal(true, native(unix.RTN_LOCAL))}
+	case nft.DNATTo:
+		return []expr.Any{&expr.Immediate{Register: register(0), Data: s.Addr.AsSlice()},
+			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()), RegAddrMin: register(0)}}
 	case nft.TCPSequence:
-		return []expr.Any{tcpHeader(4, 4), equal(false, make([]byte, 4))}
+		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
 	case nft.Reset:
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}}
 	case nft.Counter:
@@ -134,8 +147,8 @@ func loadMasked(value expr.Any, mask []byte) []expr.Any {
 		Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}}
 }
 
-// tcpHeader loads some bytes of a TCP header.
-func tcpHeader(offset, length uint32) expr.Any {
+// transportHeader loads some bytes of a TCP or ICMP header.
+func transportHeader(offset, length uint32) expr.Any {
 	return &expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: length}
 }
 

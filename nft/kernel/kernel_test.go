@@ -91,7 +91,7 @@ func serviceDelta(random *rand.Rand, i int, affinity bool) snapshot.Delta {
 	svc := &snapshot.Service{
 		Name:          n,
 		ClusterIPs:    []netip.Addr{lab.Nth(lab.ServiceRange[0], i+1), lab.Nth(lab.ServiceRange[1], i+1)},
-		InternalLocal: yes(), ExternalLocal: yes(),
+		InternalLocal: yes(), ExternalLocal: yes(), ExternalFailover: snapshot.ExternalFailover(random.IntN(4)),
 		Ports: []snapshot.Port{{Name: "a", Protocol: snapshot.TCP, Port: 80, NodePort: 30000 + uint16(i)},
 			{Name: "b", Protocol: snapshot.UDP, Port: 53}, {Name: "c", Protocol: snapshot.SCTP, Port: 9}},
 	}
@@ -126,6 +126,8 @@ func serviceDelta(random *rand.Rand, i int, affinity bool) snapshot.Delta {
 var configs = map[string]dataplane.Config{
 	"cluster CIDR": {NodeName: "node-1", LocalhostNodePorts: true, DetectLocal: dataplane.DetectLocal{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:10:244::/48")}}},
+	"edge": {NodeName: "node-1", PingServices: true, RejectUnusedPorts: true, DetectLocal: dataplane.DetectLocal{
+		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:10:244::/48")}}},
 	"odd cluster CIDR": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
 		ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/13"), netip.MustParsePrefix("fd00:10:240::/47")}}},
 	"everybody": {NodeName: "node-1", DetectLocal: dataplane.DetectLocal{
@@ -134,12 +136,14 @@ var configs = map[string]dataplane.Config{
 	"unknown":        {NodeName: "node-1"},
 	"masquerade all": {NodeName: "node-1", MasqueradeAll: true},
 	"bridge": {
-		NodeName:    "node-1",
-		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"},
+		NodeName:          "node-1",
+		RejectUnusedPorts: true,
+		DetectLocal:       dataplane.DetectLocal{Mode: dataplane.DetectBridgeInterface, Interface: "cni0"},
 	},
 	"prefix": {
-		NodeName:    "node-1",
-		DetectLocal: dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"},
+		NodeName:     "node-1",
+		PingServices: true,
+		DetectLocal:  dataplane.DetectLocal{Mode: dataplane.DetectInterfaceNamePrefix, Interface: "veth"},
 	},
 }
 

@@ -3,6 +3,7 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -63,10 +64,14 @@ func (c *Conn) ownership() (bool, error) {
 	return len(refused) == 0, nil
 }
 
+// pingProbe are addresses that are never used.
+var pingProbe = ipfamily.Per[netip.Addr]{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}
+
 // probeTable returns a table with one of everything that a state may need.
 func probeTable(f ipfamily.Family) *nft.TableTxn {
 	pods := dataplane.Pods{InterfacePrefix: "p"}
-	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4, Evidence: true})
+	t := nft.ProbeTable(f, nft.Structure{Pods: pods, GuardLoopback: f == ipfamily.IPv4, Evidence: true,
+		Ping: pingProbe[f]})
 	return &nft.TableTxn{Create: &t}
 }
 
@@ -136,6 +141,7 @@ var features = []struct{ in, feature string }{
 	{"add table", "nf_tables (Linux 3.13, CONFIG_NF_TABLES; CONFIG_NF_TABLES_IPV4, CONFIG_NF_TABLES_IPV6)"},
 	{"numgen", "random numbers as keys, numgen (Linux 4.9, CONFIG_NFT_NUMGEN)"},
 	{"dnat", "destination NAT to what a map gives (Linux 3.13, CONFIG_NFT_NAT)"},
+	{"fib daddr", "routing lookups in rules, fib (Linux 4.10, CONFIG_NFT_FIB_IPV4, CONFIG_NFT_FIB_IPV6)"},
 	{"jhash", "hashes as keys, jhash (Linux 4.9, CONFIG_NFT_HASH)"},
 	{"update @", "sets and maps written by rules, dynset (Linux 4.1)"},
 	{"ct original ip", "addresses of a connection as parts of a key (Linux 4.17, CONFIG_NFT_CT)"},

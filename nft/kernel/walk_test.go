@@ -279,7 +279,7 @@ func (w *walker) begin(s *snapshot.Snapshot) {
 
 // anyConfig gives what a process may be told to be.
 func anyConfig(r *rand.Rand) dataplane.Config {
-	cfg := configs[oneOf(r, "cluster CIDR", "cluster CIDR", "unknown", "masquerade all", "bridge", "prefix")]
+	cfg := configs[oneOf(r, "cluster CIDR", "edge", "unknown", "masquerade all", "bridge", "prefix")]
 	if r.IntN(4) == 0 {
 		cfg.DetectLocal = dataplane.DetectLocal{Mode: dataplane.DetectNodeCIDR}
 	}

@@ -187,6 +187,7 @@ func (w *walkWorld) serviceChange(r *rand.Rand, i int) snapshot.Delta {
 		Name:          n,
 		ClusterIPs:    oneOf(r, both, both, both[:1], both[1:]),
 		InternalLocal: r.IntN(3) == 0, ExternalLocal: r.IntN(2) == 0,
+		ExternalFailover: snapshot.ExternalFailover(r.IntN(4)),
 	}
 	if r.IntN(2) == 0 {
 		s.Affinity = time.Duration(oneOf(r, 60, 3600, 10800, 1+r.IntN(86400))) * time.Second

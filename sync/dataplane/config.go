@@ -30,6 +30,10 @@ type Config struct {
 	// themselves. SecondChanceDefault is SecondChanceOff, and off holds for all Services, whatever they say: then no
 	// evidence is gathered.
 	SecondChance snapshot.SecondChance
+	// PingServices makes addresses of Services answer a ping: cluster IPs and load balancer addresses.
+	PingServices bool
+	// RejectUnusedPorts rejects packets from outside to ports of load balancer addresses that no Service has.
+	RejectUnusedPorts bool
 	// IPVS says which Services it schedules.
 	IPVS IPVS
 }

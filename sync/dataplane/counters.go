@@ -77,7 +77,7 @@ const (
 	RefusedNoLocalEndpoints
 	// RefusedSourceRanges: the client is in none of loadBalancerSourceRanges. It is dropped.
 	RefusedSourceRanges
-	// RefusedUnusedPort: a port of a cluster IP that no Service has. It is rejected.
+	// RefusedUnusedPort: a port of a cluster IP, or of a load balancer address, that no Service has. It is rejected.
 	RefusedUnusedPort
 	// RefusedUnallocated: an address in a service range that no Service has. It is dropped.
 	RefusedUnallocated

@@ -12,6 +12,8 @@ func (s *Service) equal(o *Service) bool {
 		return s == o
 	}
 	return s.Name == o.Name && s.Age == o.Age && slices.Equal(s.ClusterIPs, o.ClusterIPs) &&
+		slices.Equal(s.SilentClusterIPs, o.SilentClusterIPs) && slices.Equal(s.PingableIPs, o.PingableIPs) &&
+		slices.Equal(s.LoadBalancerIPs, o.LoadBalancerIPs) &&
 		s.HealthCheckNodePort == o.HealthCheckNodePort && s.OverCapacity == o.OverCapacity && s.Counters == o.Counters &&
 		slices.EqualFunc(s.Ports, o.Ports, (*ServicePort).equal)
 }
@@ -39,7 +41,20 @@ func (sp *ServicePort) equal(o *ServicePort) bool {
 
 // sameRoute compares two routes of ports whose pools are equal: it remains to compare which pool they name.
 func (sp *ServicePort) sameRoute(r Route, o *ServicePort, or Route) bool {
-	return r.From == or.From && r.SNAT == or.SNAT && (r.Pool == sp.Cluster) == (or.Pool == o.Cluster)
+	return r.From == or.From && r.SNAT == or.SNAT && sp.which(r.Pool) == o.which(or.Pool)
+}
+
+// which says which of the port's pools a route names; a pool that is neither has no endpoints.
+func (sp *ServicePort) which(p *Pool) poolName {
+	switch {
+	case p == sp.Cluster:
+		return clusterPool
+	case p == sp.Local:
+		return localPool
+	case p == poolPassing:
+		return passingPool
+	}
+	return rejectingPool
 }
 
 func (p *Pool) equal(o *Pool) bool {

@@ -15,7 +15,8 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, equalScheduling)
 	testkit.Compares(t, (*IPVS).equal)
 	testkit.Compares(t, (*host).equal, "loopback") // follows from nodePortAddrs
-	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "HealthCheckNodePort", "OverCapacity", "Counters",
+	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
+		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
 		"Ports[].SecondChance", "Ports[].Drain",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")

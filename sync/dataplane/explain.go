@@ -62,7 +62,8 @@ const (
 	NoEndpoints
 	// NoLocalEndpoints: the traffic policy is Local, and only other nodes have usable endpoints. Dropped.
 	NoLocalEndpoints
-	// UnusedPort: the address is a cluster IP that has no such port. Rejected.
+	// UnusedPort: the address is a cluster IP that has no such port, or a load balancer address, and the packet comes from
+	// outside. Rejected.
 	UnusedPort
 	// Unallocated: the address lies in a ServiceCIDR, and no Service has it. Dropped.
 	Unallocated
@@ -73,18 +74,22 @@ const (
 	FromOutsideToLoopback
 	// FrontendScheduled: a Service answers, and IPVS chooses the endpoint. Scheduled.
 	FrontendScheduled
+	// FailoverPassed: the externalTrafficPolicy is Local, this node has no usable endpoint, and the Service asks that
+	// packets pass. Untouched.
+	FailoverPassed
 )
 
 var causeNames = [...]string{
 	"not-a-service", "service", "no-endpoints", "no-local-endpoints", "unused-port", "unallocated", "source-ranges",
-	"loopback", "scheduled",
+	"loopback", "scheduled", "failover-pass",
 }
 
 func (c Cause) String() string { return causeNames[c] }
 
 // Outcome returns the outcome that the cause leads to.
 func (c Cause) Outcome() Outcome {
-	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled}[c]
+	return [...]Outcome{Untouched, Sent, Rejected, Dropped, Rejected, Dropped, Dropped, Dropped, Scheduled,
+		Untouched}[c]
 }
 
 // Explanation is the answer to a Question, with everything that led to it.
@@ -99,7 +104,7 @@ type Explanation struct {
 	Claims []Claim
 	// Source is the source range that lets the sender in, if the frontend has any.
 	Source netip.Prefix
-	// Row is the index of the Frontend's route that the packet takes. Local says for each route whether it leads to the
+	// Row is the index of the Frontend's route that the packet takes. Local says for each route whether it asks for
 	// endpoints on this node.
 	Row   int
 	Local []bool
@@ -201,6 +206,8 @@ type explainer struct {
 	x *Explanation
 	// allocated says that a Service has the address as its cluster IP.
 	allocated bool
+	// balanced says that a Service has it as its load balancer address, of which unused ports are rejected.
+	balanced bool
 }
 
 // origin returns where the packet comes from. If the incoming interface is unknown, the Node's pod ranges stand in for
@@ -261,7 +268,9 @@ func (e *explainer) claimants() {
 			continue
 		}
 		here := false
-		for _, sp := range e.service(e.s, n).ports() {
+		answer := e.service(e.s, n)
+		e.balanced = e.balanced || answer != nil && slices.Contains(answer.LoadBalancerIPs, q.Key.Addr)
+		for _, sp := range answer.ports() {
 			for i := range sp.Frontends {
 				fe := &sp.Frontends[i]
 				c := Claim{sp.Name, fe.Kind, svc.Age}
@@ -326,6 +335,8 @@ func (e *explainer) cause() Cause {
 		case i >= 0:
 			x.CIDR = e.s.ServiceCIDRs[i]
 			return Unallocated
+		case e.balanced && !x.Origin.Node && !x.Origin.Pod && !slices.Contains(e.s.HostAddrs, addr):
+			return UnusedPort
 		}
 		return NotService
 	}
@@ -341,6 +352,8 @@ func (e *explainer) cause() Cause {
 		return FrontendFound
 	case pool.Empty == Drop:
 		return NoLocalEndpoints
+	case pool.Empty == Pass:
+		return FailoverPassed
 	}
 	return NoEndpoints
 }
@@ -371,7 +384,7 @@ func (e *explainer) endpoints() {
 	e.schedule(svc)
 	e.collectEndpoints(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
-		x.Local = append(x.Local, r.pool == localPool)
+		x.Local = append(x.Local, r.pool != clusterPool)
 	}
 	route, ch := x.Frontend.Routes[x.Row], e.clusterFilter()
 	if x.Local[x.Row] {

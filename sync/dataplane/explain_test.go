@@ -91,7 +91,7 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 		return
 	}
 	if fe == nil {
-		if want := causeWithout(st, q.Key.Addr); x.Cause != want {
+		if want := causeWithout(st, s, x); x.Cause != want {
 			t.Fatalf("%v: %v, want %v", q, x.Cause, want)
 		}
 		return
@@ -174,6 +174,7 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	switch want := x.Cause.Outcome(); {
 	case (want == Scheduled) != scheduled, len(taken) > 0 && !scheduled && want != Sent,
 		len(taken) == 0 && route.Pool.Empty == Drop && want != Dropped,
+		len(taken) == 0 && route.Pool.Empty == Pass && want != Untouched,
 		len(taken) == 0 && route.Pool.Empty == Reject && want != Rejected:
 		t.Fatalf("%v: %v by %+v", x.Question, x.Cause, route)
 	}
@@ -195,7 +196,9 @@ func holds(st *State, s *snapshot.Snapshot, f From, q Question) bool {
 }
 
 // causeWithout is what happens to packets to an address that are for no frontend.
-func causeWithout(st *State, a netip.Addr) Cause {
+func causeWithout(st *State, s *snapshot.Snapshot, x *Explanation) Cause {
+	a := x.Question.Key.Addr
+	here := slices.Contains(s.HostAddrs, a)
 	for _, svc := range st.Services {
 		for _, sp := range svc.Ports {
 			for _, f := range sp.Frontends {
@@ -207,6 +210,11 @@ func causeWithout(st *State, a netip.Addr) Cause {
 	}
 	if contain(st.ServiceCIDRs, a) {
 		return Unallocated
+	}
+	for _, svc := range st.Services {
+		if slices.Contains(svc.LoadBalancerIPs, a) && !here && !x.Origin.Node && !x.Origin.Pod {
+			return UnusedPort
+		}
 	}
 	return NotService
 }

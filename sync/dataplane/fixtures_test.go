@@ -169,7 +169,8 @@ func checkServing(t *testing.T, sp *ServicePort) {
 func checkFrontend(t *testing.T, sp *ServicePort, f *Frontend) {
 	t.Helper()
 	for i, r := range f.Routes {
-		if (r.From == Anyone) != (i == len(f.Routes)-1) || r.Pool != sp.Cluster && r.Pool != sp.Local {
+		if (r.From == Anyone) != (i == len(f.Routes)-1) ||
+			r.Pool != sp.Cluster && r.Pool != sp.Local && (len(r.Pool.Endpoints) > 0 || r.Pool.Empty == Drop) {
 			t.Fatalf("%v %v: route %d of %+v", sp.Name, f.Key, i, f.Routes)
 		}
 		for _, e := range r.Pool.Endpoints {

@@ -63,6 +63,8 @@ func (d *dice) config() Config {
 		NodePortPrimary:    d.yes(),
 		LocalhostNodePorts: d.yes(),
 		SecondChance:       d.secondChance(),
+		PingServices:       d.yes(),
+		RejectUnusedPorts:  d.yes(),
 		IPVS: IPVS{Mode: pick(d, IPVSNever, IPVSAuto, IPVSAlways), Default: Scheduling{Scheduler: pick(d, "rr", "lc")},
 			// Below 8 nothing stays out that would get in now, so that increments add up to what is computed anew.
 			Addresses:     some(d, prefixes("198.51.100.0/31 192.168.0.0/16 2001:db8::/32")...),
@@ -134,6 +136,7 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		SourceRanges:        some(d, walkSources...),
 		InternalLocal:       d.yes(),
 		ExternalLocal:       d.yes(),
+		ExternalFailover:    snapshot.ExternalFailover(d.n(4)),
 		Affinity:            time.Duration(d.n(2)) * time.Hour,
 		SecondChance:        d.secondChance(),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",

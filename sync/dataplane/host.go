@@ -34,6 +34,9 @@ type host struct {
 	loopback bool
 	// secondChance is the setting for Services that do not say it themselves, never SecondChanceDefault.
 	secondChance snapshot.SecondChance
+	// pingAddrs are the addresses of this node that answer a ping of a Service address; the zero Addr: none does.
+	pingAddrs         ipfamily.Per[netip.Addr]
+	rejectUnusedPorts bool
 	// ipvs says which Services IPVS schedules. serviceCIDRs are set only if it schedules any.
 	ipvs         IPVS
 	serviceCIDRs []netip.Prefix
@@ -49,12 +52,15 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 		loopback:      localhostNodePorts(cfg),
 		secondChance:  cmp.Or(cfg.SecondChance, snapshot.SecondChanceOff),
 		ipvs:          cfg.IPVS,
+
+		rejectUnusedPorts: cfg.RejectUnusedPorts,
 	}
 	if h.ipvs.Mode != IPVSNever {
 		h.serviceCIDRs = s.ServiceCIDRs
 	}
 	for _, f := range ipfamily.All {
 		h.nodePortAddrs[f] = nodePortAddrs(cfg, s, f)
+		h.pingAddrs[f] = pingAddr(cfg, s, f)
 		h.pods[f] = detectPods(cfg.DetectLocal, s.Node.PodCIDRs, f)
 	}
 	if h.loopback {
@@ -68,6 +74,7 @@ func newHost(cfg Config, s *snapshot.Snapshot) host {
 func (h *host) equal(o *host) bool {
 	return h.nodeName == o.nodeName && h.zone == o.zone && h.masqueradeAll == o.masqueradeAll &&
 		h.noExternalIPs == o.noExternalIPs && h.secondChance == o.secondChance &&
+		h.pingAddrs == o.pingAddrs && h.rejectUnusedPorts == o.rejectUnusedPorts &&
 		h.ipvs.equal(&o.ipvs) && slices.Equal(h.serviceCIDRs, o.serviceCIDRs) &&
 		slices.Equal(h.addresses, o.addresses) && h.pods == o.pods &&
 		slices.Equal(h.nodePortAddrs[ipfamily.IPv4], o.nodePortAddrs[ipfamily.IPv4]) &&
@@ -80,12 +87,12 @@ func (st *State) setGlobals(h *host, serviceCIDRs []netip.Prefix) (changed bool)
 	serviceCIDRs = outermost(slices.Clone(serviceCIDRs))
 	evidence := h.secondChance != snapshot.SecondChanceOff
 	changed = st.Evidence != evidence || st.Pods4 != h.pods[ipfamily.IPv4] || st.Pods6 != h.pods[ipfamily.IPv6] ||
-		st.MasqueradeAll != h.masqueradeAll ||
+		st.MasqueradeAll != h.masqueradeAll || st.PingAddrs != h.pingAddrs ||
 		st.LocalhostNodePorts != h.loopback || !slices.Equal(st.ServiceCIDRs, serviceCIDRs) ||
 		!slices.Equal(st.IPVSAddresses, h.ipvs.Addresses)
 	st.Pods4, st.Pods6, st.MasqueradeAll = h.pods[ipfamily.IPv4], h.pods[ipfamily.IPv6], h.masqueradeAll
 	st.LocalhostNodePorts, st.ServiceCIDRs, st.IPVSAddresses = h.loopback, serviceCIDRs, h.ipvs.Addresses
-	st.Evidence = evidence
+	st.Evidence, st.PingAddrs = evidence, h.pingAddrs
 	return changed
 }
 

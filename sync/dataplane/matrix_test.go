@@ -90,7 +90,7 @@ func endpointAddr(word string, f ipfamily.Family) netip.Addr {
 
 // answer is what becomes of a connection.
 type answer struct {
-	pool string // endpoints by word, "reject" or "drop"
+	pool string // endpoints by word, "reject", "drop" or "pass"
 	snat bool
 }
 
@@ -113,7 +113,10 @@ func (e endpoints) words(p *Pool, f ipfamily.Family) string {
 }
 
 // expected is BEHAVIOUR 1.1, line by line.
-func expected(c *client, kind Kind, internalLocal, externalLocal, masqAll bool, detector string, e endpoints) answer {
+func expected(
+	c *client, kind Kind, internalLocal, externalLocal, masqAll bool, failover snapshot.ExternalFailover, detector string,
+	e endpoints,
+) answer {
 	isPod := detector != "" && strings.Contains(c.in, detector)
 	from := func(local, snat bool) answer {
 		set, none := e.cluster, "reject"
@@ -133,6 +136,16 @@ func expected(c *client, kind Kind, internalLocal, externalLocal, masqAll bool, 
 	}
 	if !externalLocal {
 		return from(false, true)
+	}
+	if outside := !isPod && !c.node; e.local == "" {
+		switch {
+		case failover == snapshot.FailoverCluster:
+			return from(false, true)
+		case failover == snapshot.FailoverReject && outside:
+			return answer{"reject", false}
+		case failover == snapshot.FailoverPass && (outside || !e.any):
+			return answer{"pass", false}
+		}
 	}
 	if isPod {
 		return from(false, false)
@@ -187,12 +200,15 @@ var matrixNode = snapshot.Node{
 func TestTrafficMatrix(t *testing.T) {
 	asked, different := 0, map[answer]int{}
 	for _, detector := range []string{"", "cluster", "node", "bridge"} {
-		for option := range 8 {
+		for option := range 8 * 4 {
 			masqAll, internalLocal, externalLocal := option&1 > 0, option&2 > 0, option&4 > 0
+			failover := snapshot.ExternalFailover(option / 8)
 			for _, e := range endpointSets {
 				for _, f := range ipfamily.All {
 					s := snapshot.New()
-					put(s, matrixNode, matrixService(internalLocal, externalLocal), e.slice(f))
+					svc := matrixService(internalLocal, externalLocal)
+					svc.ExternalFailover = failover
+					put(s, matrixNode, svc, e.slice(f))
 					st, _ := Compute(matrixConfig(masqAll, detector), s)
 					checkInvariants(t, st)
 					for kind, keys := range frontendKeys {
@@ -204,10 +220,10 @@ func TestTrafficMatrix(t *testing.T) {
 							c := &clients[i]
 							r := fe.Route(c.origin(st, f))
 							got := answer{e.words(r.Pool, f), r.SNAT}
-							want := expected(c, kind, internalLocal, externalLocal, masqAll, detector, e)
+							want := expected(c, kind, internalLocal, externalLocal, masqAll, failover, detector, e)
 							if got != want {
-								t.Errorf("%s -> %v %v, detector %q, masqAll %v, Local %v %v, endpoints %q: got %v, want %v",
-									c.name, kind, sp.Name, detector, masqAll, internalLocal, externalLocal, e.all, got, want)
+								t.Errorf("%s -> %v %v, detector %q, masqAll %v, Local %v %v, %v, endpoints %q: got %v, want %v",
+									c.name, kind, sp.Name, detector, masqAll, internalLocal, externalLocal, failover, e.all, got, want)
 							}
 							asked++
 							different[got]++
@@ -217,7 +233,7 @@ func TestTrafficMatrix(t *testing.T) {
 			}
 		}
 	}
-	if want := 4 * 8 * len(endpointSets) * 2 * 4 * len(clients); asked != want || len(different) < 12 {
+	if want := 4 * 8 * 4 * len(endpointSets) * 2 * 4 * len(clients); asked != want || len(different) < 12 {
 		t.Errorf("asked %d questions of %d, %d different answers: this is not the matrix", asked, want, len(different))
 	}
 }
@@ -303,9 +319,14 @@ func TestKubeProxyFlows(t *testing.T) {
 // TestPolicyTableIsComplete asks for every combination of conditions, so that rowsFor can never panic on a cluster.
 func TestPolicyTableIsComplete(t *testing.T) {
 	for option := range 16 {
-		rows := rowsFor(option&1 > 0, option&2 > 0, option&4 > 0, option&8 > 0)
-		if last := rows[len(rows)-1]; last.from != Anyone {
-			t.Errorf("combination %d ends with %v", option, last.from)
+		for f := range failoverPassAll + 1 {
+			if f != noFailover && option&3 != 3 { // then there is none
+				continue
+			}
+			rows := rowsFor(option&1 > 0, option&2 > 0, option&4 > 0, option&8 > 0, f)
+			if last := rows[len(rows)-1]; last.from != Anyone {
+				t.Errorf("combination %d, %d ends with %v", option, f, last.from)
+			}
 		}
 	}
 }

@@ -1,5 +1,7 @@
 package dataplane
 
+import "github.com/verdict-proxy/verdict/sync/snapshot"
+
 // row is a Route whose pool is not yet chosen.
 type row struct {
 	from From
@@ -13,6 +15,22 @@ type poolName uint8
 const (
 	clusterPool poolName = iota
 	localPool
+	// rejectingPool and passingPool have no endpoints.
+	rejectingPool
+	passingPool
+)
+
+// failover says which snapshot.ExternalFailover is in force for a port's external frontends.
+type failover uint8
+
+const (
+	// noFailover: their policy is Cluster, or this node has a usable endpoint, or the packets are dropped.
+	noFailover failover = iota
+	failoverCluster
+	failoverReject
+	// failoverPass is for clients from outside, failoverPassAll for everybody: there is no usable endpoint anywhere.
+	failoverPass
+	failoverPassAll
 )
 
 // condition is a question of the policy table.
@@ -30,7 +48,8 @@ func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 //
 // external: the frontend is a node port, load balancer or external address, not a cluster IP.
 // local: the policy for such frontends (internalTrafficPolicy, externalTrafficPolicy) is Local.
-// pods: pods can be told from others. masqAll: the operator masquerades everything sent to cluster IPs.
+// pods: pods can be told from others. masqAll: the operator masquerades everything sent to cluster IPs. failover: what
+// is in force instead of the policy Local.
 //
 // Traffic to an external address that starts on this node never left it. Under Local it is served as if it had gone out
 // to a load balancer and come back at a node that has an endpoint. Traffic from the node itself is masqueraded, because
@@ -38,24 +57,35 @@ func (c condition) holds(b bool) bool { return c == either || (c == yes) == b }
 // so the node's row comes first.
 var policies = [...]struct {
 	external, local, pods, masqAll condition
+	failover                       failover
 	rows                           []row
 }{
-	{no, no, either, yes, []row{{Anyone, clusterPool, true}}},
-	{no, no, yes, no, []row{{Pod, clusterPool, false}, {Anyone, clusterPool, true}}},
-	{no, no, no, no, []row{{Anyone, clusterPool, false}}},
-	{no, yes, either, yes, []row{{Anyone, localPool, true}}},
-	{no, yes, yes, no, []row{{Pod, localPool, false}, {Anyone, localPool, true}}},
-	{no, yes, no, no, []row{{Anyone, localPool, false}}},
-	{yes, no, either, either, []row{{Anyone, clusterPool, true}}},
-	{yes, yes, yes, either, []row{{Node, clusterPool, true}, {Pod, clusterPool, false}, {Anyone, localPool, false}}},
-	{yes, yes, no, either, []row{{Node, clusterPool, true}, {Anyone, localPool, false}}},
+	{no, no, either, yes, noFailover, []row{{Anyone, clusterPool, true}}},
+	{no, no, yes, no, noFailover, []row{{Pod, clusterPool, false}, {Anyone, clusterPool, true}}},
+	{no, no, no, no, noFailover, []row{{Anyone, clusterPool, false}}},
+	{no, yes, either, yes, noFailover, []row{{Anyone, localPool, true}}},
+	{no, yes, yes, no, noFailover, []row{{Pod, localPool, false}, {Anyone, localPool, true}}},
+	{no, yes, no, no, noFailover, []row{{Anyone, localPool, false}}},
+	{yes, no, either, either, noFailover, []row{{Anyone, clusterPool, true}}},
+	{yes, yes, yes, either, noFailover,
+		[]row{{Node, clusterPool, true}, {Pod, clusterPool, false}, {Anyone, localPool, false}}},
+	{yes, yes, no, either, noFailover, []row{{Node, clusterPool, true}, {Anyone, localPool, false}}},
+	{yes, yes, either, either, failoverCluster, []row{{Anyone, clusterPool, true}}},
+	{yes, yes, yes, either, failoverReject,
+		[]row{{Node, clusterPool, true}, {Pod, clusterPool, false}, {Anyone, rejectingPool, false}}},
+	{yes, yes, no, either, failoverReject, []row{{Node, clusterPool, true}, {Anyone, rejectingPool, false}}},
+	{yes, yes, yes, either, failoverPass,
+		[]row{{Node, clusterPool, true}, {Pod, clusterPool, false}, {Anyone, passingPool, false}}},
+	{yes, yes, no, either, failoverPass, []row{{Node, clusterPool, true}, {Anyone, passingPool, false}}},
+	{yes, yes, either, either, failoverPassAll, []row{{Anyone, passingPool, false}}},
 }
 
 // rowsFor returns the rows of the first matching line.
-func rowsFor(external, local, pods, masqAll bool) []row {
+func rowsFor(external, local, pods, masqAll bool, f failover) []row {
 	for i := range policies {
 		p := &policies[i]
-		if p.external.holds(external) && p.local.holds(local) && p.pods.holds(pods) && p.masqAll.holds(masqAll) {
+		if p.external.holds(external) && p.local.holds(local) && p.pods.holds(pods) && p.masqAll.holds(masqAll) &&
+			p.failover == f {
 			return p.rows
 		}
 	}
@@ -70,4 +100,30 @@ func anyLeadsTo(rows []row, to poolName) bool {
 		}
 	}
 	return false
+}
+
+// failover returns what is in force for the external frontends of the port whose endpoints were collected.
+func (b *builder) failover(svc *snapshot.Service) failover {
+	if !svc.ExternalLocal || svc.ExternalFailover == snapshot.FailoverDrop {
+		return noFailover
+	}
+	included := func(filter endpointFilter) bool {
+		for i := range b.candidates {
+			if filter.decide(&b.candidates[i]).Included() {
+				return true
+			}
+		}
+		return false
+	}
+	switch {
+	case included(b.localFilter()):
+		return noFailover
+	case svc.ExternalFailover == snapshot.FailoverCluster:
+		return failoverCluster
+	case svc.ExternalFailover == snapshot.FailoverReject:
+		return failoverReject
+	case included(b.clusterFilter()):
+		return failoverPass
+	}
+	return failoverPassAll
 }

@@ -14,6 +14,7 @@ import (
 var (
 	poolNoEndpoints      = &Pool{Empty: Reject}
 	poolNoLocalEndpoints = &Pool{Empty: Drop}
+	poolPassing          = &Pool{Empty: Pass}
 )
 
 // candidate is an endpoint that might serve a port.
@@ -98,11 +99,10 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 	}
 }
 
-// fillPools sets the port's cluster pool and local pool. A pool that no route leads to is not computed and has no
+// fillPools sets the cluster pool and local pool of the port whose endpoints were collected. A pool that no route leads to is not computed and has no
 // endpoints. The two are different pools even if they hold the same endpoints: they may diverge later, and session
 // affinity is kept for each. Each is limited separately in how many endpoints are ejected from it.
-func (b *builder) fillPools(sp *ServicePort, p *snapshot.Port, f ipfamily.Family, wantCluster, wantLocal bool) {
-	b.collectEndpoints(p, f)
+func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	sp.Cluster, sp.Local = poolNoEndpoints, poolNoEndpoints
 	if wantCluster {
 		sp.Cluster = b.clusterSet()

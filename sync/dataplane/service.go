@@ -60,6 +60,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		return nil
 	}
 	out.OverCapacity = b.overCapacity
+	b.edge(out)
 	b.applyBudget(out, svc)
 	return out
 }
@@ -87,12 +88,13 @@ func (b *builder) port(
 	if p.Protocol == snapshot.TCP {
 		sp.Drain = svc.Drain
 	}
+	b.collectEndpoints(p, f)
 	internal := b.rows(svc, f, false)
 	var external []row
 	if len(sp.Frontends) > 1 { // all but the cluster IP
 		external = b.rows(svc, f, true)
 	}
-	b.fillPools(sp, p, f, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
+	b.fillPools(sp, anyLeadsTo(internal, clusterPool) || anyLeadsTo(external, clusterPool),
 		anyLeadsTo(internal, localPool) || anyLeadsTo(external, localPool))
 	sp.Serving = b.serving(sp.Cluster, sp.Local)
 
@@ -107,13 +109,14 @@ func (b *builder) port(
 	return sp
 }
 
-// rows returns the policy for a Service's cluster IPs, or for its external addresses and node ports.
+// rows returns the policy for cluster IPs, or for external addresses and node ports, of the port whose endpoints were
+// collected.
 func (b *builder) rows(svc *snapshot.Service, f ipfamily.Family, external bool) []row {
-	local := svc.InternalLocal
+	local, failover := svc.InternalLocal, noFailover
 	if external {
-		local = svc.ExternalLocal
+		local, failover = svc.ExternalLocal, b.failover(svc)
 	}
-	return rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll)
+	return rowsFor(external, local, b.host.pods[f].Known(), b.host.masqueradeAll, failover)
 }
 
 // routes turns rows of policy into routes to the port's pools. Frontends with the same policy share them.
@@ -121,7 +124,8 @@ func (sp *ServicePort) routes(rows []row) []Route {
 	if len(rows) == 0 {
 		return nil
 	}
-	pools := [...]*Pool{clusterPool: sp.Cluster, localPool: sp.Local}
+	pools := [...]*Pool{clusterPool: sp.Cluster, localPool: sp.Local, rejectingPool: poolNoEndpoints,
+		passingPool: poolPassing}
 	routes := make([]Route, len(rows))
 	for i, r := range rows {
 		routes[i] = Route{From: r.from, Pool: pools[r.pool], SNAT: r.snat}

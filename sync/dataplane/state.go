@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -31,6 +32,8 @@ type State struct {
 	// Evidence says that the backend must gather evidence about endpoints that do not answer or refuse. Otherwise every
 	// ServicePort's SecondChance is off.
 	Evidence bool
+	// PingAddrs are this node's addresses that answer a ping of a Service address, per family. The zero Addr: none does.
+	PingAddrs ipfamily.Per[netip.Addr]
 }
 
 // Service is what one Kubernetes Service asks of the data plane.
@@ -40,6 +43,14 @@ type Service struct {
 	Age snapshot.Age
 	// ClusterIPs belong to the Service alone: packets to their other ports are rejected.
 	ClusterIPs []netip.Addr
+	// SilentClusterIPs are those that answer no ping although State.PingAddrs has their family: no port has an endpoint.
+	SilentClusterIPs []netip.Addr
+	// PingableIPs are the load balancer addresses that answer a ping from outside. An address that several Services share
+	// answers if one of them has it here.
+	PingableIPs []netip.Addr
+	// LoadBalancerIPs are the load balancer addresses of which unused ports are rejected. Like pings, that concerns
+	// senders from outside that are not pods, and no address of this host.
+	LoadBalancerIPs []netip.Addr
 	// HealthCheckNodePort is the TCP port at which load balancers ask whether this node has endpoints; 0 means none.
 	HealthCheckNodePort uint16
 	// OverCapacity says that the Service's slices have more endpoints than a Service may have. Those in the last slices by
@@ -162,7 +173,7 @@ func (f *Frontend) Route(origin From) Route {
 // Route is one row of policy.
 type Route struct {
 	From From
-	// Pool is the ServicePort's Cluster or Local pool.
+	// Pool is the ServicePort's Cluster or Local pool, or another one without endpoints, the same in all routes.
 	Pool *Pool
 	// SNAT makes the endpoint see an address of this node instead of the client's. Hairpin traffic, an endpoint that
 	// reaches itself, is always masqueraded and has no row.
@@ -219,9 +230,11 @@ const (
 	Reject Verdict = iota
 	// Drop sends nothing: the policy is Local, and only other nodes have endpoints.
 	Drop
+	// Pass leaves the packet alone: it goes on as it came.
+	Pass
 )
 
-var verdictNames = [...]string{"reject", "drop"}
+var verdictNames = [...]string{"reject", "drop", "pass"}
 
 func (v Verdict) String() string { return verdictNames[v] }
 

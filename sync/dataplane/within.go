@@ -22,6 +22,17 @@ func (s *Service) Within(now *Service) *Service {
 	if slices.ContainsFunc(s.ClusterIPs, foreign) {
 		left.ClusterIPs, all = slices.DeleteFunc(slices.Clone(s.ClusterIPs), foreign), false
 	}
+	some := func(addrs, allowed []netip.Addr) []netip.Addr {
+		gone := func(a netip.Addr) bool { return !slices.Contains(allowed, a) }
+		if !slices.ContainsFunc(addrs, gone) {
+			return addrs
+		}
+		all = false
+		return slices.DeleteFunc(slices.Clone(addrs), gone)
+	}
+	left.SilentClusterIPs = some(s.SilentClusterIPs, left.ClusterIPs)
+	left.PingableIPs = some(s.PingableIPs, now.PingableIPs)
+	left.LoadBalancerIPs = some(s.LoadBalancerIPs, now.LoadBalancerIPs)
 	for _, sp := range s.Ports {
 		if slices.ContainsFunc(sp.Frontends, taken) {
 			less := *sp

@@ -84,7 +84,9 @@ type Service struct {
 	// Drain is how long TCP connections may last after their endpoint stopped serving, whole seconds; 0 means as long as
 	// they like.
 	Drain time.Duration
-	Ports []Port
+	// ExternalFailover is what the Service's annotation asks for. Without ExternalLocal it means nothing.
+	ExternalFailover ExternalFailover
+	Ports            []Port
 }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.

@@ -85,6 +85,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	s.Counters = counters(f, o.Annotations)
 	s.SecondChance = secondChance(f, o.Annotations)
 	s.Drain = drain(f, o.Annotations)
+	s.ExternalFailover = externalFailover(f, o.Annotations)
 	// The policy has no meaning for a Service that cannot be reached from outside (ExternallyAccessible in
 	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer

@@ -145,6 +145,15 @@ func TestService(t *testing.T) {
 		{"drains without a unit", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "30"} },
 			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/drain]: ` +
 				`"30" is not a duration of whole seconds from 1s to 24h, such as 30s`}},
+		{"a failover", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/external-failover": "pass"} },
+			func(s *snapshot.Service) { s.ExternalFailover = snapshot.FailoverPass }, nil},
+		{"a failover of kube-proxy",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/external-failover": "drop"} },
+			func(*snapshot.Service) {}, nil},
+		{"a failover in other words",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/external-failover": "Cluster"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/external-failover]: ` +
+				`"Cluster" is none of "cluster", "reject", "pass" and "drop"`}},
 		{"dual stack", func(s *corev1.Service) { s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, "fd00::1") },
 			func(s *snapshot.Service) { s.ClusterIPs = ips("10.96.0.1", "fd00::1") }, nil},
 		{"two cluster IPs of a family", func(s *corev1.Service) {

@@ -44,6 +44,8 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	service("a long wish for a second chance",
 		func(s *corev1.Service) { s.Annotations[annotationSecondChance] = long })
 	service("a long drain deadline", func(s *corev1.Service) { s.Annotations[annotationDrain] = long })
+	service("a long wish for a failover",
+		func(s *corev1.Service) { s.Annotations[annotationExternalFailover] = long })
 	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = long })
 	service("many flags of a scheduler",
 		func(s *corev1.Service) { s.Annotations[annotationScheduler] = "mh" + strings.Repeat(",port", 50_000) })

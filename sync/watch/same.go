@@ -18,6 +18,7 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
 		a.Drain == b.Drain &&
+		a.ExternalFailover == b.ExternalFailover &&
 		sameScheduling(a.Scheduling, b.Scheduling)
 }
 

@@ -60,6 +60,7 @@ func (c Cluster) Service(i int) *snapshot.Service {
 		s.ClusterIPs = append(s.ClusterIPs, addr(fmt.Sprintf("fd00:96::%x", i+1)))
 	}
 	s.InternalLocal, s.ExternalLocal = c.Yes(), c.Yes()
+	s.ExternalFailover = snapshot.ExternalFailover(c.IntN(4))
 	if c.Yes() {
 		s.Affinity = time.Duration(1+c.IntN(2)) * time.Hour
 	}

@@ -1,0 +1,200 @@
+package kernel
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// edgeConfig is what a proxy does at the edge by default.
+var edgeConfig = dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR, PingServices: true,
+	RejectUnusedPorts: true}
+
+// edge builds a cluster with one Service in it, under edgeConfig.
+func edge(t *testing.T, state endpointState, change func(*lab.Cluster, *snapshot.Service)) (*lab.Cluster, flowService) {
+	t.Helper()
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	s := flowService{number: 1, state: state}
+	snap, d := snapshot.New(), s.delta(c)
+	change(c, d.Services[s.name()])
+	snap.Apply(facts(c))
+	snap.Apply(d)
+	st, _ := dataplane.Compute(edgeConfig, snap)
+	apply(t, b, st)
+	return c, s
+}
+
+func asItWas(*lab.Cluster, *snapshot.Service) {}
+
+// ping reports whether an address answers an echo request.
+func ping(t *testing.T, from *lab.Host, to netip.Addr, patience time.Duration) bool {
+	t.Helper()
+	network, request, reply := "ip4:icmp", byte(8), byte(0)
+	if to.Is6() {
+		network, request, reply = "ip6:ipv6-icmp", 128, 129
+	}
+	var conn net.Conn
+	labtest.Check(t, from.Do(func() (err error) {
+		conn, err = net.Dial(network, to.String())
+		return err
+	}))
+	defer conn.Close()
+	message := []byte{request, 0, 0, 0, 0x12, 0x34, 0, 1, 'v'}
+	if to.Is4() {
+		sum := uint32(request)<<8 + 0x1234 + 1 + 'v'<<8
+		sum = ^(sum>>16 + sum&0xffff)
+		message[2], message[3] = byte(sum>>8), byte(sum)
+	}
+	_, err := conn.Write(message)
+	labtest.Check(t, err)
+	labtest.Check(t, conn.SetReadDeadline(time.Now().Add(patience)))
+	for buffer := make([]byte, 1500); ; {
+		n, _, err := conn.(*net.IPConn).ReadFrom(buffer)
+		if err != nil {
+			return false
+		}
+		if n == len(message) && buffer[0] == reply && string(buffer[4:n]) == string(message[4:]) {
+			return true
+		}
+	}
+}
+
+const (
+	answersWithin = 2 * time.Second
+	silentFor     = 300 * time.Millisecond
+)
+
+// TestPing: cluster IPs answer everybody, load balancer addresses those outside, as long as there is an endpoint.
+func TestPing(t *testing.T) {
+	open := []netip.Prefix{}
+	closed := []netip.Prefix{netip.MustParsePrefix("0.0.0.0/1"), netip.MustParsePrefix("128.0.0.0/1"),
+		netip.MustParsePrefix("::/1"), netip.MustParsePrefix("8000::/1")}
+	for _, test := range []struct {
+		name              string
+		state             endpointState
+		sources           []netip.Prefix
+		external          bool
+		cluster, balanced bool
+	}{
+		{"with endpoints", both, open, false, true, true},
+		{"source ranges", both, closed, false, true, false},
+		{"no endpoint", endpointStates[0], open, false, false, false},
+		{"policy Local without an endpoint here", endpointStates[2], open, true, true, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c, s := edge(t, test.state, func(_ *lab.Cluster, svc *snapshot.Service) {
+				svc.SourceRanges, svc.ExternalLocal = test.sources, test.external
+			})
+			for _, f := range ipfamily.All {
+				for _, o := range origins(c) {
+					checkPing(t, c, s, f, o, dataplane.ClusterIP, test.cluster)
+					outside := o.host == c.Outside || o.host == c.Node2
+					checkPing(t, c, s, f, o, dataplane.LoadBalancerIP, test.balanced && outside)
+					checkPing(t, c, s, f, o, dataplane.ExternalIP, false)
+				}
+			}
+		})
+	}
+}
+
+func checkPing(t *testing.T, c *lab.Cluster, s flowService, f ipfamily.Family, o origin, k dataplane.Kind, want bool) {
+	t.Helper()
+	patience := silentFor
+	if want {
+		patience = answersWithin
+	}
+	if got := ping(t, o.host, s.frontendOf(c, k, f).Addr(), patience); got != want {
+		t.Errorf("ping from %s of the %v (%s): answered %v; want %v", o.name, k, f, got, want)
+	}
+}
+
+// TestUnusedBalancerPort: ports of load balancer addresses that no Service has are refused from outside, and nowhere
+// else; addresses of this host are left alone.
+func TestUnusedBalancerPort(t *testing.T) {
+	c, s := edge(t, both, func(c *lab.Cluster, svc *snapshot.Service) {
+		for _, f := range ipfamily.All { // as balancers do that need no addresses of their own
+			svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, c.Node.IP(f), c.Node2.IP(f))
+		}
+	})
+	for _, h := range []*lab.Host{c.Node, c.Node2} {
+		for _, p := range flowProtocols {
+			_, err := h.Serve(p, 9999)
+			labtest.Check(t, err)
+		}
+	}
+	check := func(o origin, p snapshot.Protocol, to netip.Addr, port uint16, want lab.Outcome) {
+		t.Helper()
+		if r := dialAsExpected(o.host, p, netip.AddrPortFrom(to, port), want); r.Outcome != want {
+			t.Errorf("%s -> %s:%d/%s: %v; want %v", o.name, to, port, p, r, want)
+		}
+	}
+	for _, f := range ipfamily.All {
+		for _, o := range origins(c) {
+			for _, p := range flowProtocols {
+				balanced := s.frontendOf(c, dataplane.LoadBalancerIP, f)
+				check(o, p, balanced.Addr(), servicePort, lab.Answered)
+				check(o, p, s.frontendOf(c, dataplane.ExternalIP, f).Addr(), 81, lab.TimedOut)
+				unused, other := lab.Refused, lab.Refused
+				if o.pod || o.node {
+					unused, other = lab.TimedOut, lab.Answered
+				}
+				check(o, p, balanced.Addr(), 81, unused)
+				check(o, p, c.Node.IP(f), 9999, lab.Answered)
+				if o.host != c.Node2 {
+					check(o, p, c.Node2.IP(f), 9999, other)
+				}
+			}
+		}
+	}
+}
+
+// TestExternalFailover: what happens to clients from outside, with externalTrafficPolicy Local, without an endpoint
+// here. internalTrafficPolicy Local goes on to drop.
+func TestExternalFailover(t *testing.T) {
+	for failover, want := range map[snapshot.ExternalFailover]lab.Outcome{
+		snapshot.FailoverDrop: lab.TimedOut, snapshot.FailoverCluster: lab.Answered, snapshot.FailoverReject: lab.Refused,
+		snapshot.FailoverPass: lab.Answered,
+	} {
+		t.Run(failover.String(), func(t *testing.T) {
+			c, s := edge(t, endpointStates[2], func(_ *lab.Cluster, svc *snapshot.Service) {
+				svc.ExternalLocal, svc.InternalLocal, svc.ExternalFailover = true, true, failover
+			})
+			outside, pass := origins(c)[3], failover == snapshot.FailoverPass // node2: the default route leads to outside
+			for i, f := range ipfamily.All {
+				if pass { // somebody there has the address
+					for _, k := range []dataplane.Kind{dataplane.LoadBalancerIP, dataplane.ExternalIP} {
+						a := s.frontendOf(c, k, f).Addr()
+						labtest.Check(t, c.Outside.AddAddr("lo", netip.PrefixFrom(a, a.BitLen())))
+					}
+				}
+				if _, err := c.Outside.Serve(snapshot.TCP, servicePort); i == 0 {
+					labtest.Check(t, err)
+				}
+				for _, k := range []dataplane.Kind{dataplane.LoadBalancerIP, dataplane.ExternalIP} {
+					r := dialAsExpected(outside.host, snapshot.TCP, s.frontendOf(c, k, f), want)
+					if r.Outcome != want {
+						t.Errorf("%s -> %v (%s): %v; want %v", outside.name, k, f, r, want)
+					}
+					if want == lab.Answered && (r.Endpoint == c.Outside.Name) != pass {
+						t.Errorf("%s -> %v (%s): answered by %s", outside.name, k, f, r.Endpoint)
+					}
+				}
+				r := dialAsExpected(outside.host, snapshot.TCP, s.frontendOf(c, dataplane.ClusterIP, f), lab.TimedOut)
+				if r.Outcome != lab.TimedOut {
+					t.Errorf("%s -> cluster IP (%s): %v; want no answer", outside.name, f, r)
+				}
+				r = dialAsExpected(c.Pods[2], snapshot.TCP, s.frontendOf(c, dataplane.LoadBalancerIP, f), lab.Answered)
+				if r.Outcome != lab.Answered || r.Endpoint == c.Outside.Name {
+					t.Errorf("pod -> load balancer (%s): %v; want an endpoint elsewhere", f, r)
+				}
+			}
+		})
+	}
+}
