@@ -131,7 +131,7 @@ func checkDifferences(t *testing.T, list []Difference, found *ipfamily.Per[Found
 			n = 1
 		}
 		add(d.Family, &d.Element, n)
-		if d.Port == "" && d.Set != Hairpin && d.Set != ServiceCIDRs {
+		if d.Port == "" && !(d.Set.IsShared() && d.Set != ClusterIPs) {
 			t.Fatalf("%v is nobody's", d)
 		}
 	}

@@ -127,7 +127,8 @@ const (
 )
 
 var chainNames = [...]string{
-	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers", "no-endpoints",
+	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers",
+	"no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
 	"masquerade-node", "left-to-ipvs", "pass-on", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
 	"uncounted-pick", "sticky", "remember",

@@ -244,37 +244,47 @@ func matchVerdict(ok bool) verdict {
 	return verdict{code: verdictBreak}
 }
 
-// statement evaluates a statement.
-func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error) {
+// match evaluates a statement that only matches and looks nothing up.
+func (w *tracer) match(st Statement, s *packetState) (ok, isMatch bool) {
 	switch st := st.(type) {
 	case ProtocolIs:
-		return matchVerdict(s.Protocol == st.Protocol), nil
+		return s.Protocol == st.Protocol, true
 	case FromPods:
-		return matchVerdict(s.fromPods(st.Pods) != st.Not), nil
+		return s.fromPods(st.Pods) != st.Not, true
 	case NoInput:
-		return matchVerdict((s.input == "") != st.Not), nil
+		return (s.input == "") != st.Not, true
 	case Bridged:
-		return matchVerdict(s.bridged && (!st.Pods.ByInterface() || st.Pods.HasInterface(s.Interface))), nil
+		return s.bridged && (!st.Pods.ByInterface() || st.Pods.HasInterface(s.Interface)), true
 	case OffLoopback:
-		return matchVerdict(s.input != "lo" && s.addr(st.Field).IsLoopback()), nil
+		return s.input != "lo" && s.addr(st.Field).IsLoopback(), true
 	case PriorityIs:
-		return matchVerdict(s.priority == st.Value), nil
+		return s.priority == st.Value, true
 	case Translated:
-		return matchVerdict(s.to.IsValid()), nil
+		return s.to.IsValid(), true
 	case StatusIs:
-		return matchVerdict(s.status()&st.Of == st.Are), nil
+		return s.status()&st.Of == st.Are, true
 	case NewConnection:
-		return verdict{}, nil
+		return true, true
 	case EchoRequest, DNATTo: // a packet to a port is no ping
-		return verdict{code: verdictBreak}, nil
+		return false, true
 	case NotLocal:
-		return matchVerdict(w.host.Local == nil || !w.host.Local(s.addr(DestAddr))), nil
+		return w.host.Local == nil || !w.host.Local(s.addr(DestAddr)), true
 	case Reply, TCPSequence: // it is the first packet of a client, whose sequence number is random
-		return verdict{code: verdictBreak}, nil
+		return false, true
 	case OtherInterface:
-		return matchVerdict(s.input != st.Than), nil
+		return s.input != st.Than, true
 	case TCPFlags:
-		return matchVerdict(s.Protocol == snapshot.TCP && (FlagSYN&st.Of == st.Are) != st.Not), nil
+		return s.Protocol == snapshot.TCP && (FlagSYN&st.Of == st.Are) != st.Not, true
+	}
+	return false, false
+}
+
+// statement evaluates a statement.
+func (w *tracer) statement(st Statement, s *packetState, at int) (verdict, error) {
+	if ok, isMatch := w.match(st, s); isMatch {
+		return matchVerdict(ok), nil
+	}
+	switch st := st.(type) {
 	case Counter:
 		return verdict{}, nil
 	case ClearPriority:

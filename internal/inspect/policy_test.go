@@ -45,7 +45,8 @@ func TestPolicyFlags(t *testing.T) {
 	if got, err := parsePolicy(t); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("without flags: %+v, %v; want %+v", got, err, want)
 	}
-	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff, RejectUnusedPorts: true,
+	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
+		RejectUnusedPorts: true,
 		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := configFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")

@@ -102,19 +102,6 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.TCPFlags:
 		return slices.Concat(plainExprs(f, nft.ProtocolIs{Protocol: snapshot.TCP}),
 			loadMasked(transportHeader(13, 1), []byte{byte(s.Of)}), []expr.Any{equal(s.Not, []byte{byte(s.Are)})})
-	case nft.EchoRequest:
-		protocol, kind := byte(unix.IPPROTO_ICMP), byte(8)
-		if f == ipfamily.IPv6 {
-			protocol, kind = unix.IPPROTO_ICMPV6, 128
-		}
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{protocol}),
-			transportHeader(0, 1), equal(false, []byte{kind})}
-	case nft.NotLocal:
-		return []expr.Any{&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: true},
-			equal(true, native(unix.RTN_LOCAL))}
-	case nft.DNATTo:
-		return []expr.Any{&expr.Immediate{Register: register(0), Data: s.Addr.AsSlice()},
-			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()), RegAddrMin: register(0)}}
 	case nft.TCPSequence:
 		return []expr.Any{transportHeader(4, 4), equal(false, make([]byte, 4))}
 	case nft.Reset:
@@ -137,6 +124,26 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: s.Chain.Name()}}
 	case nft.Goto:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: s.Chain.Name()}}
+	}
+	return edgeExprs(f, s)
+}
+
+// edgeExprs are the statements about pings and load balancer addresses.
+func edgeExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
+	switch s := s.(type) {
+	case nft.EchoRequest:
+		protocol, kind := byte(unix.IPPROTO_ICMP), byte(8)
+		if f == ipfamily.IPv6 {
+			protocol, kind = unix.IPPROTO_ICMPV6, 128
+		}
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{protocol}),
+			transportHeader(0, 1), equal(false, []byte{kind})}
+	case nft.NotLocal:
+		return []expr.Any{&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: true},
+			equal(true, native(unix.RTN_LOCAL))}
+	case nft.DNATTo:
+		return []expr.Any{&expr.Immediate{Register: register(0), Data: s.Addr.AsSlice()},
+			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.NFProto()), RegAddrMin: register(0)}}
 	}
 	panic(fmt.Sprintf("kernel: no expressions for %T", s))
 }

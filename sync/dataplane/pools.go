@@ -99,9 +99,10 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 	}
 }
 
-// fillPools sets the cluster pool and local pool of the port whose endpoints were collected. A pool that no route leads to is not computed and has no
-// endpoints. The two are different pools even if they hold the same endpoints: they may diverge later, and session
-// affinity is kept for each. Each is limited separately in how many endpoints are ejected from it.
+// fillPools sets the cluster pool and local pool of the port whose endpoints were collected. A pool that no route leads
+// to is not computed and has no endpoints. The two are different pools even if they hold the same endpoints: they may
+// diverge later, and session affinity is kept for each. Each is limited separately in how many endpoints are ejected
+// from it.
 func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	sp.Cluster, sp.Local = poolNoEndpoints, poolNoEndpoints
 	if wantCluster {
