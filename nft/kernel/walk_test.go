@@ -338,6 +338,7 @@ func (w *walker) change(want *dataplane.State) (c dataplane.Change) {
 	c.Services = slices.Compact(c.Services)
 	a, b := w.acked, *want
 	c.Globals = a.Services == nil || a.Pods4 != b.Pods4 || a.Pods6 != b.Pods6 || a.MasqueradeAll != b.MasqueradeAll ||
+		a.PingAddrs != b.PingAddrs ||
 		a.LocalhostNodePorts != b.LocalhostNodePorts || !slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs)
 	return c
 }
