@@ -405,8 +405,8 @@ func prerouting(s Structure, start []Rule) []Rule {
 	return rules
 }
 
-// loadBalancers handles packets from outside that no frontend took. A balancer may put the addresses of other nodes into
-// a Service's status, so what pods and this node send there is left alone, as are addresses of this host.
+// loadBalancers handles packets from outside that no frontend took. A balancer may put the addresses of other nodes
+// into a Service's status, so what pods and this node send there is left alone, as are addresses of this host.
 func loadBalancers(s Structure) Chain {
 	c := Chain{ID: LoadBalancers.id(), Comment: "load balancer addresses, from outside"}
 	to := func(set SetID) SetLookup { return SetLookup{Key: Concat{Fields: []Field{DestAddr}}, Set: set} }
