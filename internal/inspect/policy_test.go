@@ -47,7 +47,7 @@ func TestPolicyFlags(t *testing.T) {
 	}
 	want = dataplane.Config{NodeName: "n", MasqueradeAll: true, IPVS: ipvs, SecondChance: snapshot.SecondChanceOff,
 		RejectUnusedPorts: true,
-		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
+		DetectLocal:       dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}}}
 	file := configFile(t,
 		"mode: nftables\nclusterCIDR: 10.0.0.0/8\nnftables: {masqueradeAll: true}\nhostnameOverride: file\n")
 	got, err := parsePolicy(t, "--config", file, "--hostname-override=N", "--cluster-cidr=10.9.0.0/16",

@@ -24,10 +24,18 @@ func pingAddr(cfg Config, s *snapshot.Snapshot, f ipfamily.Family) netip.Addr {
 func (b *builder) edge(s *Service) {
 	for _, a := range s.ClusterIPs {
 		f := ipfamily.Of(a)
-		if b.host.pingAddrs[f].IsValid() && !s.serves(ClusterIP, a) {
+		if b.host.pingAddrs[f].IsValid() && !s.serves(a) {
 			s.SilentClusterIPs = append(s.SilentClusterIPs, a)
 		}
 	}
+	b.balancers(s)
+}
+
+// balancers fills in LoadBalancerIPs and PingableIPs. If one of the addresses is this node's, the balancer gives nodes'
+// own addresses to Services, as that of k3s does. Then the others are those of other nodes, and are left alone.
+func (b *builder) balancers(s *Service) {
+	pingable := map[netip.Addr]bool{}
+	var all []netip.Addr
 	for _, sp := range s.Ports {
 		for i := range sp.Frontends {
 			fe := &sp.Frontends[i]
@@ -35,23 +43,33 @@ func (b *builder) edge(s *Service) {
 			if fe.Kind != LoadBalancerIP || !b.host.pods[f].Known() {
 				continue
 			}
-			if b.host.rejectUnusedPorts && !slices.Contains(s.LoadBalancerIPs, fe.Key.Addr) {
-				s.LoadBalancerIPs = append(s.LoadBalancerIPs, fe.Key.Addr)
+			if slices.Contains(b.host.addresses, fe.Key.Addr) {
+				return
 			}
-			if b.host.pingAddrs[f].IsValid() && fe.Sources == nil && !slices.Contains(s.PingableIPs, fe.Key.Addr) &&
-				s.serves(LoadBalancerIP, fe.Key.Addr) {
-				s.PingableIPs = append(s.PingableIPs, fe.Key.Addr)
+			before, seen := pingable[fe.Key.Addr]
+			if !seen {
+				all = append(all, fe.Key.Addr)
 			}
+			pingable[fe.Key.Addr] = before || b.host.pingAddrs[f].IsValid() && fe.Sources == nil &&
+				len(fe.Route(Anyone).Pool.Endpoints) > 0
+		}
+	}
+	for _, a := range all {
+		if b.host.rejectUnusedPorts {
+			s.LoadBalancerIPs = append(s.LoadBalancerIPs, a)
+		}
+		if pingable[a] {
+			s.PingableIPs = append(s.PingableIPs, a)
 		}
 	}
 }
 
-// serves reports whether a port has an endpoint for clients from outside at an address.
-func (s *Service) serves(k Kind, a netip.Addr) bool {
+// serves reports whether a port has an endpoint for clients from outside at a cluster IP.
+func (s *Service) serves(clusterIP netip.Addr) bool {
 	for _, sp := range s.Ports {
 		for i := range sp.Frontends {
 			fe := &sp.Frontends[i]
-			if fe.Kind == k && fe.Key.Addr == a && len(fe.Route(Anyone).Pool.Endpoints) > 0 {
+			if fe.Kind == ClusterIP && fe.Key.Addr == clusterIP && len(fe.Route(Anyone).Pool.Endpoints) > 0 {
 				return true
 			}
 		}
