@@ -128,12 +128,14 @@ func (d *Detector) committed(c reconcile.Commit) {
 	}
 }
 
-// Evidence is read every readEvery, or less often if it takes long: at most a fiftieth of the time. Nothing is read
-// while no Service asks for it.
+// Evidence is read every readEvery, or less often if it takes long: about a fiftieth of the time. Nothing is read
+// while no Service asks for it. On a busy machine a reading seems to take long; even so it is not put off for more than
+// mostReadPause.
 const (
-	readEvery = 250 * time.Millisecond
-	readShare = 50
-	idle      = time.Hour
+	readEvery     = 250 * time.Millisecond
+	readShare     = 50
+	mostReadPause = time.Second
+	idle          = time.Hour
 )
 
 // Run works until ctx is done, and then returns nil.
@@ -188,7 +190,10 @@ func (d *Detector) checkEjected(now time.Time, t *track) {
 	if was || !t.flush.ejected || t.state != unhealthy {
 		return
 	}
-	t.flush.due, t.flush.again, t.announced = now, true, true
+	t.announced = true
+	if t.cause == snapshot.Unanswered { // nobody waits for one that refuses
+		t.flush.due, t.flush.again = now, true
+	}
 	d.stats.Ejections[t.cause]++
 	for _, name := range t.services() {
 		if t.ejectedFrom(name) {
@@ -245,7 +250,7 @@ func (d *Detector) read() {
 		d.o.Log.Warn("endpoints that do not answer are not found for now", "err", err)
 	}
 	d.readFailed = err != nil
-	d.readAt = time.Now().Add(max(readEvery, readShare*time.Since(start)))
+	d.readAt = time.Now().Add(min(max(readEvery, readShare*time.Since(start)), mostReadPause))
 }
 
 // mayProbe says whether an address is not one that means this node or its link, whoever named it in a slice.

@@ -10,10 +10,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// maxFlush is how many endpoints' flows are deleted before the next pause, which lasts flushRest times as long.
+// maxFlush is how many endpoints' flows are deleted before the next pause. It lasts as long as that took, and mostRest
+// at most: the time is not the processor's alone if others are busy, and clients wait.
 const (
-	maxFlush  = 16
-	flushRest = 4
+	maxFlush = 16
+	mostRest = 250 * time.Millisecond
 )
 
 // scheduleFlush makes a deletion due if evidence goes on.
@@ -80,7 +81,7 @@ func (d *Detector) flush(ctx context.Context, jobs []job) (f flushed) {
 }
 
 func (d *Detector) recordFlush(f flushed) {
-	d.flushing, d.flushAfter = false, time.Now().Add(flushRest*f.took)
+	d.flushing, d.flushAfter = false, time.Now().Add(min(f.took, mostRest))
 	d.mu.Lock()
 	d.stats.FlowsDeleted += uint64(f.flows)
 	d.mu.Unlock()
