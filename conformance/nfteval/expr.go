@@ -80,7 +80,7 @@ var fieldTypes = map[string]datatype{
 	"ip6 saddr": "ipv6_addr", "ip6 daddr": "ipv6_addr", "ip6 nexthdr": "inet_proto",
 	"th sport": "inet_service", "th dport": "inet_service", "tcp sport": "inet_service", "tcp dport": "inet_service",
 	"udp sport": "inet_service", "udp dport": "inet_service", "sctp sport": "inet_service", "sctp dport": "inet_service",
-	"tcp flags": "tcp_flag", linkSource: "ether_addr",
+	"tcp flags": "tcp_flag", linkSource: "ether_addr", "icmp type": "icmp_type", "icmpv6 type": "icmpv6_type",
 	"meta iif": "iface_index", "meta iifname": "ifname", "meta oif": "iface_index", "meta oifname": "ifname",
 	"meta l4proto": "inet_proto", "meta nfproto": "nf_proto", "meta protocol": "ether_type", "meta mark": "mark",
 	"meta priority": "classid",

@@ -52,6 +52,8 @@ func (w *evaluation) payload(protocol, field string, p *packet) (value, error) {
 		if protocol != w.question.Protocol {
 			return "", errNoMatch
 		}
+	case protocol == "icmp" || protocol == "icmpv6": // nobody asks about a ping
+		return "", errNoMatch
 	}
 	if (field == "saddr" || field == "sport") && p.masqueraded {
 		return "", errors.New("the packet was masqueraded, and as what is not known")
