@@ -111,6 +111,7 @@ fuzz: ## run the fuzz tests, FUZZTIME each, to find new cases
 matrix: ## run the tests of the kernel, takeover, IPVS and iptables on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/guest/matrix ./nft/kernel
 	internal/guest/matrix ./internal/takeover -test.run=IPVS
+	internal/guest/matrix ./internal/ipvshandle
 	internal/guest/matrix ./ipvsplugin
 	internal/guest/matrix ./cmd/verdict -test.run='IPVS|ClockJumps|ConntrackFull|MemoryLimit'
 	internal/guest/matrix -i ./nft/iptshim -test.skip=Goldens

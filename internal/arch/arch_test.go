@@ -38,8 +38,9 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"golang.org/x/sys"},
 	},
 	"ipvsplugin": {
-		ours:   []string{"internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
-		others: []string{"github.com/google/nftables", "golang.org/x/sys"},
+		ours: []string{"internal/ipvshandle", "internal/netlink", "internal/sysctl", "sync/snapshot", "sync/dataplane",
+			"sync/reconcile"},
+		others: []string{"github.com/google/nftables", "github.com/moby/ipvs", "golang.org/x/sys"},
 	},
 	"internal/benchmark": {
 		ours:   []string{"internal/lab", "internal/units", "nft/kernel", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
@@ -116,6 +117,10 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/netlink": {
 		others: []string{"github.com/mdlayher/netlink", "github.com/mdlayher/socket", "golang.org/x/sys"},
 	},
+	"internal/ipvshandle": {
+		ours:   []string{"internal/netlink"},
+		others: []string{"github.com/moby/ipvs", "github.com/sirupsen/logrus", "golang.org/x/sys"},
+	},
 	"internal/keeper": {others: []string{"golang.org/x/sys"}},
 	"internal/metrics": {
 		ours:   []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"},
@@ -129,8 +134,8 @@ var layers = map[string]struct{ ours, others []string }{
 	},
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},
 	"internal/takeover": {
-		ours:   []string{"internal/netlink"},
-		others: []string{"github.com/vishvananda/netlink", "golang.org/x/sys"},
+		ours:   []string{"internal/ipvshandle", "internal/netlink"},
+		others: []string{"github.com/moby/ipvs", "github.com/vishvananda/netlink", "golang.org/x/sys"},
 	},
 	"internal/lab/labtest": {ours: []string{"internal/lab"}},
 
@@ -201,6 +206,8 @@ var reserved = map[string][]string{
 	},
 	"github.com/google/nftables": {"ipvsplugin", "nft/kernel"},
 	"github.com/mdlayher/":       {"internal/netlink"},
+	"github.com/moby/ipvs":       {"internal/ipvshandle", "internal/takeover", "ipvsplugin"},
+	"github.com/sirupsen/logrus": {"internal/ipvshandle"},
 }
 
 func TestLayers(t *testing.T) {

@@ -1,12 +1,14 @@
 package takeover
 
 import (
+	"net/netip"
 	"os/exec"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/ipvshandle"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
@@ -110,8 +112,7 @@ func TestMembers(t *testing.T) {
 	inside(t, h, func() error { return (&Found{}).findSets(&own) })
 	var got []string
 	for m := range own.addrPorts {
-		s := service{addr: m.addr, port: m.port, protocol: m.protocol}
-		got = append(got, s.String())
+		got = append(got, ipvshandle.Name(ipvshandle.NewService(netip.AddrPortFrom(m.addr, m.port), m.protocol)))
 	}
 	slices.Sort(got)
 	want := []string{"10.96.0.10:53 udp", "10.96.0.10:80 tcp", "[fd00:10:96::a]:80 tcp"}

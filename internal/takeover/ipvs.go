@@ -1,22 +1,18 @@
 package takeover
 
 import (
-	"fmt"
 	"net/netip"
 
+	"github.com/moby/ipvs"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/ipvshandle"
 )
 
 // service is an IPVS virtual service.
 type service struct {
-	addr     netip.Addr
-	port     uint16
-	protocol uint16
-	// fwmark, if not 0, replaces the three fields before it.
-	fwmark uint32
-	flags  uint32
+	*ipvs.Service
 	// connections counts what IPVS remembers, including closed ones for two minutes.
 	connections int
 	// foreignDest says that kube-proxy did not make one of the destinations: it forwards by another method than NAT, or
@@ -24,10 +20,8 @@ type service struct {
 	foreignDest bool
 }
 
-func (s *service) String() string {
-	protocol := map[uint16]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_SCTP: "sctp"}[s.protocol]
-	return fmt.Sprintf("%s %s", netip.AddrPortFrom(s.addr, s.port), protocol)
-}
+// at is where it serves; invalid if a firewall mark names it.
+func (s *service) at() netip.AddrPort { return ipvshandle.AddrPort(s.Address, s.Port) }
 
 // The flags that kube-proxy sets or gets: persistent, hashed (set by the kernel), and for the scheduler mh that it
 // hashes ports.
@@ -69,9 +63,10 @@ var serviceSets = map[string]bool{
 // isProxyService says whether kube-proxy made a virtual service: its address is on kube-ipvs0, or kube-proxy's sets
 // name it, and it looks like one of kube-proxy's.
 func (f *proxyState) isProxyService(s *service) bool {
-	if s.fwmark != 0 || s.flags&^proxyFlags != 0 || s.foreignDest {
+	if s.FWMark != 0 || s.Flags&^proxyFlags != 0 || s.foreignDest {
 		return false
 	}
-	return f.dummyAddrs[s.addr] || f.addrPorts[member{s.addr, s.port, s.protocol}] ||
-		f.hostAddrs[s.addr] && f.nodePorts[ipfamily.Of(s.addr)][member{port: s.port, protocol: s.protocol}]
+	at := s.at()
+	return f.dummyAddrs[at.Addr()] || f.addrPorts[member{at.Addr(), s.Port, s.Protocol}] ||
+		f.hostAddrs[at.Addr()] && f.nodePorts[ipfamily.Of(at.Addr())][member{port: s.Port, protocol: s.Protocol}]
 }

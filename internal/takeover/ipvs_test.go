@@ -1,7 +1,7 @@
 package takeover
 
 import (
-	"encoding/binary"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -12,10 +12,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/moby/ipvs"
 	vishvananda "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/ipvshandle"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/netlink"
@@ -29,70 +31,39 @@ func needIPVS(t testing.TB, h *lab.Host) {
 	t.Helper()
 	_ = exec.Command("modprobe", "ip_vs").Run() // Linux 5.10 does not load it by itself
 	inside(t, h, func() error {
-		v, ok, err := dialIPVS()
-		if err != nil {
-			return err
-		}
-		_, none := os.Stat("/proc/thread-self/net/ip_vs")
-		switch {
-		case !ok && none != nil:
+		v, err := ipvshandle.Open()
+		switch none := errors.Is(err, ipvshandle.ErrMissing); {
+		case none && !ipvshandle.Loaded():
 			t.Skip("this kernel has no IPVS, built in or to load: no such family of generic netlink, and no /proc/net/ip_vs")
-		case !ok || none != nil:
-			t.Fatalf("half an IPVS: its family is there: %v; /proc/net/ip_vs: %v", ok, none)
+		case none || err == nil && !ipvshandle.Loaded():
+			t.Fatalf("half an IPVS: its family is missing: %v; /proc/net/ip_vs: %v", none, ipvshandle.Loaded())
 		}
-		return v.Close()
+		v.Close()
+		return err
 	})
 }
 
-const (
-	methodMasquerade = 0
-	methodTunnel     = 2
-)
+// at is a virtual service that forwards in turn.
+func at(addr string, port, protocol uint16) *ipvs.Service {
+	s := ipvshandle.NewService(netip.AddrPortFrom(netip.MustParseAddr(addr), port), protocol)
+	s.SchedName = "rr"
+	return s
+}
 
 // add makes a virtual service with destinations, or adds to one that is there.
-func (v ipvs) add(s *service, method, weight uint32, to ...netip.AddrPort) error {
-	const newService, newDest, scheduler, timeout, netmask = 1, 5, 6, 8, 9
-	err := v.do(v.command(newService), func(w *netlink.Buffer) {
-		m := w.Len()
-		if s.fwmark != 0 {
-			w.Nest(ipvsAttrService)
-			w.Native16(ipvsFamily, unix.AF_INET)
-			w.Native32(ipvsFwmark, s.fwmark)
-		} else {
-			s.key(w)
+func add(h *ipvshandle.Handle, s *ipvs.Service, method uint32, weight int, to ...netip.AddrPort) error {
+	return h.Do(func(h *ipvs.Handle) error {
+		if err := h.NewService(s); err != nil && !errors.Is(err, unix.EEXIST) {
+			return fmt.Errorf("add service %s: %w", ipvshandle.Name(s), err)
 		}
-		w.Text(scheduler, "rr")
-		w.Attr(ipvsFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, s.flags), ^uint32(0))...)
-		w.Native32(timeout, 0)
-		mask := ^uint32(0)
-		if s.addr.Is6() {
-			mask = 128
+		for _, a := range to {
+			d := &ipvs.Destination{Address: a.Addr().AsSlice(), Port: a.Port(), ConnectionFlags: method, Weight: weight}
+			if err := h.NewDestination(s, d); err != nil && !errors.Is(err, unix.EEXIST) {
+				return fmt.Errorf("add destination %s of %s: %w", a, ipvshandle.Name(s), err)
+			}
 		}
-		w.Native32(netmask, mask)
-		w.Close(m)
+		return nil
 	})
-	if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
-		return fmt.Errorf("add service %s: %w", s, err)
-	}
-	for _, a := range to {
-		err := v.do(v.command(newDest), func(w *netlink.Buffer) {
-			s.key(w)
-			m := w.Nest(ipvsAttrDest)
-			addr := a.Addr().AsSlice()
-			w.Attr(1, append(addr, make([]byte, 16-len(addr))...)...)
-			w.Big16(2, a.Port())
-			w.Native32(ipvsForward, method)
-			w.Native32(ipvsWeight, weight)
-			w.Native32(5, 0)
-			w.Native32(6, 0)
-			w.Native16(11, uint16(ipfamily.Of(a.Addr()).NFProto()))
-			w.Close(m)
-		})
-		if err != nil && !strings.Contains(err.Error(), unix.EEXIST.Error()) {
-			return fmt.Errorf("add destination %s of %s: %w", a, s, err)
-		}
-	}
-	return nil
 }
 
 // addPorts makes a set of ports, or adds to one that is there.
@@ -151,14 +122,14 @@ func bind(addrs ...netip.Addr) error {
 func services(t testing.TB, h *lab.Host) (names []string) {
 	t.Helper()
 	inside(t, h, func() error {
-		v, ok, err := openIPVS()
-		if err != nil || !ok {
+		h, err := openIPVS()
+		if err != nil || h == nil {
 			return err
 		}
-		defer v.Close()
-		list, err := v.services()
-		for i := range list {
-			names = append(names, list[i].String())
+		defer h.Close()
+		list, err := h.Services()
+		for _, s := range list {
+			names = append(names, ipvshandle.Name(s))
 		}
 		return err
 	})
@@ -187,31 +158,35 @@ func TestIPVSOfOthers(t *testing.T) {
 		if err := (ipsets{s}).addPorts("KUBE-NODE-PORT-TCP", 30080); err != nil {
 			return err
 		}
-		v, _, err := openIPVS()
+		v, err := openIPVS()
 		if err != nil {
 			return err
 		}
 		defer v.Close()
+		sticky := at("10.96.0.10", 53, unix.IPPROTO_UDP)
+		sticky.Flags = 1
+		marked := &ipvs.Service{FWMark: 7, AddressFamily: unix.AF_INET, SchedName: "rr", Netmask: ^uint32(0)}
 		for _, s := range []struct {
-			service
-			method, weight uint32
-			to             []netip.AddrPort
+			*ipvs.Service
+			method uint32
+			weight int
+			to     []netip.AddrPort
 		}{
-			{service{addr: addr("10.96.0.10"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
-			{service{addr: addr("10.96.0.10"), port: 53, protocol: unix.IPPROTO_UDP, flags: 1}, methodMasquerade, 0, to},
-			{service{addr: addr("10.96.0.11"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, nil},
-			{service{addr: addr("192.0.2.10"), port: 30080, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
-			{service{addr: addr("fd00:10:96::a"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to6},
+			{at("10.96.0.10", 80, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to},
+			{sticky, ipvs.ConnectionFlagMasq, 0, to},
+			{at("10.96.0.11", 80, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, nil},
+			{at("192.0.2.10", 30080, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to},
+			{at("fd00:10:96::a", 80, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to6},
 			// Others'.
-			{service{addr: addr("10.96.0.12"), port: 80, protocol: unix.IPPROTO_TCP}, methodTunnel, 1, to},
-			{service{addr: addr("10.96.0.12"), port: 81, protocol: unix.IPPROTO_TCP}, methodMasquerade, 100, to},
-			{service{addr: addr("192.0.2.10"), port: 30080, protocol: unix.IPPROTO_UDP}, methodMasquerade, 1, to},
-			{service{addr: addr("192.0.2.10"), port: 443, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
-			{service{addr: addr("203.0.113.1"), port: 80, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
-			{service{addr: addr("203.0.113.1"), port: 30080, protocol: unix.IPPROTO_TCP}, methodMasquerade, 1, to},
-			{service{fwmark: 7}, methodMasquerade, 1, nil},
+			{at("10.96.0.12", 80, unix.IPPROTO_TCP), ipvs.ConnectionFlagTunnel, 1, to},
+			{at("10.96.0.12", 81, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 100, to},
+			{at("192.0.2.10", 30080, unix.IPPROTO_UDP), ipvs.ConnectionFlagMasq, 1, to},
+			{at("192.0.2.10", 443, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to},
+			{at("203.0.113.1", 80, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to},
+			{at("203.0.113.1", 30080, unix.IPPROTO_TCP), ipvs.ConnectionFlagMasq, 1, to},
+			{marked, ipvs.ConnectionFlagMasq, 1, nil},
 		} {
-			if err := v.add(&s.service, s.method, s.weight, s.to...); err != nil {
+			if err := add(v, s.Service, s.method, s.weight, s.to...); err != nil {
 				return err
 			}
 		}
@@ -224,7 +199,7 @@ func TestIPVSOfOthers(t *testing.T) {
 	}
 	left := []string{"10.96.0.12:80 tcp", "10.96.0.12:81 tcp", "192.0.2.10:30080 udp", "192.0.2.10:443 tcp",
 		"203.0.113.1:30080 tcp",
-		"203.0.113.1:80 tcp", "invalid AddrPort "}
+		"203.0.113.1:80 tcp", "firewall mark 7"}
 	if got := services(t, h); !slices.Equal(got, left) {
 		t.Errorf("left are %q, want %q", got, left)
 	}
@@ -234,12 +209,8 @@ func TestIPVSOfOthers(t *testing.T) {
 }
 
 // forgetSoon has IPVS forget connections that are idle or closed after some seconds, in place of minutes.
-func (v ipvs) forgetSoon() error {
-	const setConfig, tcpFin, udp, seconds = 12, 5, 6, 5
-	return v.do(v.command(setConfig), func(w *netlink.Buffer) {
-		w.Native32(tcpFin, seconds)
-		w.Native32(udp, seconds)
-	})
+func forgetSoon(h *ipvs.Handle) error {
+	return h.SetConfig(&ipvs.Config{TimeoutTCPFin: 5 * time.Second, TimeoutUDP: 5 * time.Second})
 }
 
 // ipvsMode programs the node as kube-proxy's IPVS mode does. Guests have no iptables: nft writes its tables.
@@ -249,12 +220,12 @@ func (w *world) ipvsMode() {
 		labtest.Check(w.t, w.Node.Sysctl("net/ipv4/vs/"+p, "1"))
 	}
 	inside(w.t, w.Node, func() error {
-		v, _, err := openIPVS()
+		v, err := openIPVS()
 		if err != nil {
 			return err
 		}
 		defer v.Close()
-		if err := v.forgetSoon(); err != nil {
+		if err := v.Do(forgetSoon); err != nil {
 			return err
 		}
 		s, err := dial(unix.NETLINK_NETFILTER)
@@ -277,14 +248,14 @@ func (w *world) ipvsMode() {
 				if err := bind(vips(i, f)...); err != nil {
 					return err
 				}
-				at := []netip.AddrPort{netip.AddrPortFrom(w.Node.IP(f), uint16(worldNodePort+i))}
+				frontends := []netip.AddrPort{netip.AddrPortFrom(w.Node.IP(f), uint16(worldNodePort+i))}
 				for _, a := range vips(i, f) {
-					at = append(at, netip.AddrPortFrom(a, worldPort))
+					frontends = append(frontends, netip.AddrPortFrom(a, worldPort))
 				}
-				for _, a := range at {
+				for _, a := range frontends {
 					for _, protocol := range []uint16{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
-						if err := v.add(&service{addr: a.Addr(), port: a.Port(), protocol: protocol}, methodMasquerade, 1,
-							to...); err != nil {
+						err := add(v, at(a.Addr().String(), a.Port(), protocol), ipvs.ConnectionFlagMasq, 1, to...)
+						if err != nil {
 							return err
 						}
 					}

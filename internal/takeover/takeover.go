@@ -144,21 +144,21 @@ func (f *Found) findSets(own *proxyState) error {
 }
 
 func (f *Found) findServices(own *proxyState) error {
-	v, ok, err := openIPVS()
-	if err != nil || !ok {
+	h, err := openIPVS()
+	if err != nil || h == nil {
 		return err
 	}
-	defer v.Close()
-	all, err := v.services()
+	defer h.Close()
+	all, err := h.Services()
 	if err != nil {
 		return err
 	}
 	for i := range all {
-		s := &all[i]
+		s := &service{Service: all[i]}
 		if !own.isProxyService(s) {
 			continue
 		}
-		if err := v.readDestinations(s); err != nil {
+		if err := readDestinations(h, s); err != nil {
 			return err
 		}
 		if own.isProxyService(s) { // its destinations, too
@@ -185,7 +185,7 @@ func (f *Found) Connections() int {
 // IPPROTO.
 func (f *Found) IsProxyService(at netip.AddrPort, protocol uint8) bool {
 	return slices.ContainsFunc(f.services, func(s service) bool {
-		return s.addr == at.Addr() && s.port == at.Port() && s.protocol == uint16(protocol)
+		return s.at() == at && s.Protocol == uint16(protocol)
 	})
 }
 
@@ -295,14 +295,14 @@ func (f *Found) removeIPVS(context.Context) error {
 		errs = append(errs, f.device.redirectSources())
 	}
 	if len(f.services) > 0 {
-		v, ok, err := openIPVS()
-		if err != nil || !ok {
+		h, err := openIPVS()
+		if err != nil || h == nil {
 			return errors.Join(append(errs, err)...)
 		}
-		defer v.Close()
+		defer h.Close()
 		for i := range f.services {
 			if s := &f.services[i]; s.connections == 0 {
-				errs = append(errs, v.remove(s))
+				errs = append(errs, removeService(h, s))
 			}
 		}
 	}
