@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
-	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipvshandle"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -26,7 +26,7 @@ type Backend struct {
 	now     func() time.Time
 
 	mu    sync.Mutex
-	ipvs  ipvs
+	ipvs  client
 	net   rtnetlink
 	guard guard
 
@@ -50,7 +50,7 @@ type Backend struct {
 	// statisticsConn is for Statistics.
 	statisticsConn struct {
 		sync.Mutex
-		ipvs ipvs
+		ipvs client
 	}
 }
 
@@ -87,19 +87,16 @@ func (b *Backend) Close() error {
 // may set the required parameters that are not set yet. If modules are missing, the error is a *Missing that names
 // them. It uses the network namespace of the calling thread.
 func Probe(schedulers ...string) error {
-	s, err := openSocket(unix.NETLINK_GENERIC)
-	if err != nil {
-		return err
-	}
-	defer s.close()
-	if err := (&ipvs{socket: s}).probe(schedulers); err != nil {
+	v := &client{}
+	defer v.handle.Close()
+	if err := v.probe(schedulers); err != nil {
 		return err
 	}
 	return errors.Join(sysctl.Host{}.Check(sysctls)...)
 }
 
-func (v *ipvs) probe(schedulers []string) error {
-	if err := v.find(); err != nil {
+func (v *client) probe(schedulers []string) error {
+	if err := v.open(); err != nil {
 		return err
 	}
 	var missing []string
@@ -188,6 +185,9 @@ func sum(inner, ours, cost dataplane.Receipt) dataplane.Receipt {
 func (b *Backend) update(want *dataplane.State, change dataplane.Change) (map[dataplane.Key]bool, error) {
 	var touched map[dataplane.Key]bool
 	b.services = nil
+	if b.active && b.ipvs.handle.Closed() { // it waited too long
+		b.stale = true
+	}
 	if len(want.ServiceCIDRs) > 0 {
 		b.services = slices.Concat(want.ServiceCIDRs, want.IPVSAddresses)
 	}
@@ -220,18 +220,15 @@ func (b *Backend) touchAll(touched map[dataplane.Key]bool) {
 }
 
 // Loaded says whether the kernel has loaded IPVS. A request to IPVS itself would load it.
-func Loaded() bool {
-	_, err := os.Stat("/proc/thread-self/net/ip_vs")
-	return err == nil
-}
+func Loaded() bool { return ipvshandle.Loaded() }
 
 // adoptOrStart sets IPVS up, and reads what an earlier process left.
 func (b *Backend) adoptOrStart() error {
-	b.active, b.ipvs.family = false, 0 // it may have been loaded anew
-	if err := b.ipvs.find(); err != nil {
+	b.active = false
+	if err := b.ipvs.open(); err != nil {
 		return b.refuseAll(err)
 	}
-	have, err := b.ipvs.contents(b.have)
+	have, err := readContents(bulk{&b.ipvs}, b.have)
 	if err != nil {
 		return err
 	}
@@ -286,7 +283,7 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 		if !stale {
 			return b.verify(ops)
 		}
-		if b.have, err = b.ipvs.contents(b.have); err != nil {
+		if b.have, err = readContents(bulk{&b.ipvs}, b.have); err != nil {
 			return err
 		}
 		b.touchAll(touched)
@@ -442,7 +439,7 @@ func (b *Backend) adopt(l listed) (bool, error) {
 	if b.options.Adopt == nil {
 		return false, nil
 	}
-	f, err := b.ipvs.fill(l)
+	f, err := fill(&b.ipvs, l)
 	if err != nil {
 		return false, err
 	}
@@ -495,7 +492,7 @@ func (b *Backend) compare(k dataplane.Key) (string, error) {
 	case l.Config != have.Config:
 		return fmt.Sprintf("the virtual service %s has %s, not %s", k, l.Config.String(), have.Config.String()), nil
 	}
-	is, err := b.ipvs.fill(l)
+	is, err := fill(&b.ipvs, l)
 	if err != nil {
 		return "", err
 	}
@@ -539,7 +536,7 @@ func (b *Backend) Remove() error {
 }
 
 func (b *Backend) removeServices() error {
-	if err := b.ipvs.find(); err != nil {
+	if err := b.ipvs.open(); err != nil {
 		return err
 	}
 	list, err := b.ipvs.services()

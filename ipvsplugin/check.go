@@ -109,14 +109,15 @@ func (b *Backend) removeDrained(start time.Time) error {
 
 // removable returns the removals that are possible at a virtual service.
 func (b *Backend) removable(k dataplane.Key) ([]op, error) {
-	list, err := b.ipvs.dests(k)
+	list, err := b.ipvs.handle.Destinations(named(k))
 	if err != nil {
 		return nil, err
 	}
 	over := map[netip.AddrPort]bool{}
 	now := uint32(b.now().Unix())
-	for _, u := range list {
-		over[u.AddrPort] = u.active+u.inactive == 0 || u.Until != 0 && u.Until <= now
+	for _, d := range list {
+		end := d.UpperThreshold
+		over[destinationOf(d).AddrPort] = d.ActiveConnections+d.InactiveConnections == 0 || end != 0 && end <= now
 	}
 	p := b.planner()
 	p.idle = func(_ dataplane.Key, a netip.AddrPort) bool { return over[a] }

@@ -14,8 +14,8 @@ import (
 func Differences(st *dataplane.State) (lines []string, err error) {
 	want, have := newTable(), newContents()
 	want.replace(st)
-	err = withIPVS(func(v *ipvs) (err error) {
-		have, err = v.contents(contents{})
+	err = withIPVS(func(v *client) (err error) {
+		have, err = readContents(v, contents{})
 		return err
 	})
 	if err != nil {

@@ -454,7 +454,7 @@ func TestIPVSOthers(t *testing.T) {
 	labtest.Run(t, w.Node, theirs, "ipvsadm", "-R")
 	theirs = w.list()
 	before := w.sysctls()
-	w.backend.options.Timeouts = Timeouts{TCP: time.Hour, UDP: 7 * time.Second}
+	w.backend.options.Timeouts = Timeouts{TimeoutTCP: time.Hour, TimeoutUDP: 7 * time.Second}
 	labtest.Run(
 		t,
 		w.Node,

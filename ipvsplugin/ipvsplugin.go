@@ -10,6 +10,8 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/moby/ipvs"
+
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -82,4 +84,4 @@ type Options struct {
 const DefaultDrainLimit = time.Hour
 
 // Timeouts are how long IPVS remembers connections without packets, in whole seconds; 0 keeps the kernel's value.
-type Timeouts struct{ TCP, TCPFin, UDP time.Duration }
+type Timeouts = ipvs.Config

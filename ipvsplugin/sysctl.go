@@ -67,10 +67,10 @@ func (b *Backend) setParameters() error {
 	}
 	if t := b.options.Timeouts; t != (Timeouts{}) {
 		before, err := b.ipvs.timeouts()
-		if err == nil && before != before.with(t) {
-			note(timeoutTCP, int(before.TCP/time.Second))
-			note(timeoutTCPFin, int(before.TCPFin/time.Second))
-			note(timeoutUDP, int(before.UDP/time.Second))
+		if err == nil && before != with(before, t) {
+			note(timeoutTCP, int(before.TimeoutTCP/time.Second))
+			note(timeoutTCPFin, int(before.TimeoutTCPFin/time.Second))
+			note(timeoutUDP, int(before.TimeoutUDP/time.Second))
 			err = b.ipvs.setTimeouts(t)
 		}
 		errs = append(errs, err)
@@ -80,12 +80,12 @@ func (b *Backend) setParameters() error {
 	return errors.Join(errs...)
 }
 
-// with gives timeouts with those of another that are not 0.
-func (t Timeouts) with(o Timeouts) Timeouts {
+// with returns timeouts with those of another that are not 0.
+func with(t, o Timeouts) Timeouts {
 	for _, f := range []struct {
 		to   *time.Duration
 		from time.Duration
-	}{{&t.TCP, o.TCP}, {&t.TCPFin, o.TCPFin}, {&t.UDP, o.UDP}} {
+	}{{&t.TimeoutTCP, o.TimeoutTCP}, {&t.TimeoutTCPFin, o.TimeoutTCPFin}, {&t.TimeoutUDP, o.TimeoutUDP}} {
 		if s := f.from.Truncate(time.Second); s > 0 {
 			*f.to = s
 		}
@@ -100,7 +100,8 @@ func (b *Backend) restore() error {
 		return err
 	}
 	var t Timeouts
-	timeouts := map[string]*time.Duration{timeoutTCP: &t.TCP, timeoutTCPFin: &t.TCPFin, timeoutUDP: &t.UDP}
+	timeouts := map[string]*time.Duration{timeoutTCP: &t.TimeoutTCP, timeoutTCPFin: &t.TimeoutTCPFin,
+		timeoutUDP: &t.TimeoutUDP}
 	var errs []error
 	for _, n := range notes {
 		name, before, ok := noted(n)
@@ -117,7 +118,7 @@ func (b *Backend) restore() error {
 			}
 		}
 	}
-	if t != (Timeouts{}) && b.ipvs.family != 0 {
+	if t != (Timeouts{}) && !b.ipvs.handle.Closed() {
 		errs = append(errs, b.ipvs.setTimeouts(t))
 	}
 	return errors.Join(errs...)

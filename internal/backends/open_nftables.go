@@ -79,7 +79,8 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 	open = append(open, tables.Close)
 	scheduler, err := ipvsplugin.New(tables, ipvsplugin.Options{
 		NodeAddrs: o.NodeAddrs, Adopt: (&ipvsAdopter{mode: takeover.Mode(s.Takeover)}).adopt,
-		Timeouts: ipvsplugin.Timeouts{TCP: s.IPVSTimeouts[0], TCPFin: s.IPVSTimeouts[1], UDP: s.IPVSTimeouts[2]}})
+		Timeouts: ipvsplugin.Timeouts{TimeoutTCP: s.IPVSTimeouts[0], TimeoutTCPFin: s.IPVSTimeouts[1],
+			TimeoutUDP: s.IPVSTimeouts[2]}})
 	if err != nil {
 		return nil, err
 	}
