@@ -85,7 +85,7 @@ func destinationOf(d *ipvs.Destination) Destination {
 }
 
 // reader lists what the kernel has: a client one virtual service at a time, and by other code than wrote it; bulk
-// several times as fast.
+// two to three times as fast.
 type reader interface {
 	// services lists all virtual services that could be a Service's.
 	services() ([]listed, error)

@@ -23,6 +23,8 @@ import (
 // ErrMissing says that the kernel has no IPVS, and could not load it.
 var ErrMissing = errors.New("ipvs: this kernel has no IPVS")
 
+var errReloaded = errors.New("ipvs: the kernel has loaded IPVS again since Verdict began to use it: restart Verdict")
+
 // patience is how long one call may take.
 const patience = 30 * time.Second
 
@@ -50,9 +52,9 @@ func Loaded() bool {
 //
 // moby/ipvs looks its family up once in a process, and drops the error. Without the family the kernel acknowledges
 // every request and does nothing. So Open looks it up first, gives ErrMissing if there is none, and asks for something
-// that only IPVS answers. If IPVS was unloaded and loaded again, it has another family, which moby/ipvs does not notice:
-// Open fails then, until the process starts anew. moby/ipvs also runs modprobe, and logs in a format of its own if there
-// is none: that log is discarded, since what fails here is returned.
+// that only IPVS answers. If IPVS was unloaded and loaded again, it has another family, which moby/ipvs does not
+// notice: Open fails then, until the process starts anew. moby/ipvs also runs modprobe, and logs in a format of its own
+// if there is none: that log is discarded, since what fails here is returned.
 func Open() (*Handle, error) {
 	family, err := lookUp()
 	if err != nil {
@@ -61,7 +63,7 @@ func Open() (*Handle, error) {
 	known.Lock()
 	defer known.Unlock()
 	if known.family != 0 && known.family != family {
-		return nil, errors.New("ipvs: the kernel has loaded IPVS again since Verdict first used it: restart Verdict")
+		return nil, errReloaded
 	}
 	logrus.SetOutput(io.Discard)
 	moby, err := ipvs.New("") // a path would take CAP_SYS_ADMIN

@@ -68,7 +68,7 @@ func TestReloaded(t *testing.T) {
 	h.Close()
 	known.family++
 	defer func() { known.family-- }()
-	if h, err := Open(); err == nil || !strings.Contains(err.Error(), "again") {
+	if h, err := Open(); !errors.Is(err, errReloaded) {
 		t.Errorf("%v, %v", h, err)
 	}
 }
