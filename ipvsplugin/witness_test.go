@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipvshandle"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -187,6 +188,24 @@ func TestIPVSStatistics64(t *testing.T) {
 		})
 		return same
 	})
+}
+
+// TestIPVSReopens goes on with another handle if IPVS did not answer in time by the first.
+func TestIPVSReopens(t *testing.T) {
+	w := newWorld(t, 2, 0, dataplane.IPVSAlways)
+	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0)}
+	w.apply(w.delta(a))
+	w.backend.ipvs.handle.Close()
+	a.here = ready(0, 1)
+	w.apply(w.delta(a))
+	w.wants()
+	w.backend.ipvs.handle.Close()
+	testkit.Eventually(t, time.Minute, "Check finds that out", func() bool { return len(w.check()) > 0 }, w.list)
+	w.apply()
+	w.wants()
+	if found := w.check(); found != nil {
+		t.Errorf("%q", found)
+	}
 }
 
 // manyOps are virtual services with destinations, all new.
