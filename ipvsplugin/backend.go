@@ -88,7 +88,7 @@ func (b *Backend) Close() error {
 // them. It uses the network namespace of the calling thread.
 func Probe(schedulers ...string) error {
 	v := &client{}
-	defer v.handle.Close()
+	defer v.close()
 	if err := v.probe(schedulers); err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -695,11 +696,27 @@ func TestIPVSProbe(t *testing.T) {
 		if missing, ok := err.(*Missing); !ok || !slices.Equal(missing.Modules, []string{"ip_vs_nosuch"}) {
 			t.Error(err)
 		}
+		before := descriptors(t)
+		for range 5 {
+			_ = Probe("rr")
+			_, _ = Differences(&dataplane.State{})
+		}
+		if after := descriptors(t); after > before {
+			t.Errorf("%d descriptors are open, before there were %d", after, before)
+		}
 		return nil
 	}))
 	if left := labtest.Run(t, h, "", "ipvsadm", "-Sn"); left != "" {
 		t.Errorf("the probe left %s", left)
 	}
+}
+
+// descriptors counts those that this process has open.
+func descriptors(t *testing.T) int {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	labtest.Check(t, err)
+	return len(list)
 }
 
 // TestIPVSLeaves has a client leave an endpoint that drains; and a UDP client leave one that is gone, within its flow.
