@@ -31,8 +31,6 @@ func edge(t *testing.T, state endpointState, change func(*lab.Cluster, *snapshot
 	return c, s
 }
 
-func asItWas(*lab.Cluster, *snapshot.Service) {}
-
 // ping reports whether an address answers an echo request.
 func ping(t *testing.T, from *lab.Host, to netip.Addr, patience time.Duration) bool {
 	t.Helper()
@@ -117,15 +115,22 @@ func checkPing(t *testing.T, c *lab.Cluster, s flowService, f ipfamily.Family, o
 }
 
 // TestUnusedBalancerPort: ports of load balancer addresses that no Service has are refused from outside, and nowhere
-// else; addresses of this host are left alone.
+// else. If this node's own address is among them, none is.
 func TestUnusedBalancerPort(t *testing.T) {
+	t.Run("of the balancer and another node", func(t *testing.T) { unusedBalancerPort(t, false, flowProtocols) })
+	t.Run("of nodes, this one among them", func(t *testing.T) { unusedBalancerPort(t, true, flowProtocols[:1]) })
+}
+
+func unusedBalancerPort(t *testing.T, own bool, protocols []snapshot.Protocol) {
 	c, s := edge(t, both, func(c *lab.Cluster, svc *snapshot.Service) {
 		for _, f := range ipfamily.All { // as balancers do that need no addresses of their own
-			svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, c.Node.IP(f), c.Node2.IP(f))
+			if svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, c.Node2.IP(f)); own {
+				svc.LoadBalancerIPs = append(svc.LoadBalancerIPs, c.Node.IP(f))
+			}
 		}
 	})
 	for _, h := range []*lab.Host{c.Node, c.Node2} {
-		for _, p := range flowProtocols {
+		for _, p := range protocols {
 			_, err := h.Serve(p, 9999)
 			labtest.Check(t, err)
 		}
@@ -138,12 +143,12 @@ func TestUnusedBalancerPort(t *testing.T) {
 	}
 	for _, f := range ipfamily.All {
 		for _, o := range origins(c) {
-			for _, p := range flowProtocols {
+			for _, p := range protocols {
 				balanced := s.frontendOf(c, dataplane.LoadBalancerIP, f)
 				check(o, p, balanced.Addr(), servicePort, lab.Answered)
 				check(o, p, s.frontendOf(c, dataplane.ExternalIP, f).Addr(), 81, lab.TimedOut)
 				unused, other := lab.Refused, lab.Refused
-				if o.pod || o.node {
+				if o.pod || o.node || own {
 					unused, other = lab.TimedOut, lab.Answered
 				}
 				check(o, p, balanced.Addr(), 81, unused)
