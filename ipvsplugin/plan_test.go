@@ -70,7 +70,7 @@ func (d *dice) delta() snapshot.Delta {
 			Node:    []string{"node-1", "node-2"}[n%2],
 			Ready:   d.n(4) > 0,
 			Serving: true,
-			Weight:  uint16(d.n(3)),
+			Weight:  snapshot.Weight{Given: true, Parts: snapshot.PartsOf(uint16(1 + d.n(2)))},
 		}
 		if d.n(3) == 0 {
 			e.Addr = netip.MustParseAddr(fmt.Sprintf("fd00:244::%d", n))

@@ -262,7 +262,8 @@ func (w *world) delta(a app) snapshot.Delta {
 			for _, e := range list {
 				sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: [][]*lab.Host{w.Pods, w.RemotePods}[n][e.pod].IP(f),
 					Node: []string{"node", "node2"}[n], Ready: e.ready,
-					Serving: e.serving, Terminating: e.terminating, Weight: e.weight})
+					Serving: e.serving, Terminating: e.terminating,
+					Weight: snapshot.Weight{Given: e.weight > 0, Parts: snapshot.PartsOf(e.weight)}})
 			}
 		}
 		d.Slices[sl.Name] = sl

@@ -79,8 +79,8 @@ func (m *Model) Adopt(found *ipfamily.Per[Found], stale *Stale) {
 		}
 		for _, p := range s.ports {
 			for i := range p.pools {
-				slices.SortFunc(p.pools[i].slots, netip.AddrPort.Compare) // as SetSlots expects unknown slots
-				s.slotsUnknown = s.slotsUnknown || len(p.pools[i].slots) > 1
+				p.pools[i].sortSlots() // as SetSlots expects unknown slots
+				s.slotsUnknown = s.slotsUnknown || p.pools[i].anySlot()
 			}
 		}
 	}
@@ -145,7 +145,7 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 		for _, p := range s.ports {
 			for i := range p.pools {
 				pl := &p.pools[i]
-				pl.slots = assign(slots[slotsKey{p.id.family, pl.id}], pl.slots)
+				pl.slots = pl.assigned(slots[slotsKey{p.id.family, pl.id}])
 			}
 		}
 		m.services[name] = s
@@ -289,11 +289,11 @@ func (m *Model) UnknownSlots(names []snapshot.Name) []Slots {
 		}
 		for _, p := range s.ports {
 			for i := range numPools {
-				n := len(p.pools[i].slots)
-				if n < 2 {
+				if !p.pools[i].anySlot() {
 					continue
 				}
-				x := Slots{Family: p.id.family, service: name, port: p.id, pool: i, Keys: make([]Element, n)}
+				x := Slots{Family: p.id.family, service: name, port: p.id, pool: i,
+					Keys: make([]Element, len(p.pools[i].slots))}
 				for slot, ep := range p.pools[i].slots {
 					x.Keys[slot] = p.slotElement(i, slot, ep)
 				}
@@ -436,15 +436,24 @@ func (f *Found) MemberKeys() map[SetID][]Element {
 	out := map[SetID][]Element{StickyEndpoints: nil, UncountedStickyEndpoints: nil}
 	sticky := map[uint32]bool{}
 	for i := range f.Elements[Pools] {
-		if e := &f.Elements[Pools][i]; e.Chain.Kind == StickyPick {
+		if e := &f.Elements[Pools][i]; e.Chain.Kind.isSticky() {
 			sticky[e.ID()] = true
 		}
 	}
+	known := map[elementKey]bool{} // since endpoints may have several slots
 	for i := range f.Elements[UncountedEndpoints] {
-		if e := &f.Elements[UncountedEndpoints][i]; sticky[e.ID()] {
-			for set := range out {
-				out[set] = append(out[set], memberElement(set, e.ID(), e.Target()))
-			}
+		e := &f.Elements[UncountedEndpoints][i]
+		if !sticky[e.ID()] {
+			continue
+		}
+		member := memberElement(StickyEndpoints, e.ID(), e.Target())
+		if known[member.identity()] {
+			continue
+		}
+		known[member.identity()] = true
+		for set := range out {
+			member.Set = set
+			out[set] = append(out[set], member)
 		}
 	}
 	return out
@@ -470,9 +479,9 @@ const maxSlots = 1 << 20
 // slots returns the map to which an element of Pools leads, and the number of slots from which one is chosen.
 func (e *Element) slots() (set SetID, n uint32) {
 	switch e.Chain.Kind {
-	case Pick:
+	case Pick, PickHash, PickHashPort:
 		return Endpoints, e.Chain.N
-	case UncountedPick, StickyPick:
+	case UncountedPick, StickyPick, UncountedHash, UncountedHashPort, StickyHash:
 		return UncountedEndpoints, e.Chain.N
 	}
 	return Endpoints, 0

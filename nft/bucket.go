@@ -4,14 +4,27 @@ import (
 	"encoding/binary"
 	"math/bits"
 	"net/netip"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // BucketSeed begins the hash of a SourceBucket.
 const BucketSeed = 0x76647274
 
 // bucketOf gives the bucket of an address as the kernel's nft_jhash does: reciprocal_scale of jhash (linux/jhash.h).
-func bucketOf(a netip.Addr, mod uint32) uint32 {
-	return uint32(uint64(jhash(a.AsSlice(), BucketSeed)) * uint64(mod) >> 32)
+func bucketOf(a netip.Addr, mod uint32) uint32 { return bucketOfKey(a.AsSlice(), mod) }
+
+// ClientSlot returns the slot, of some, that a hash other than NoHash gives a client.
+func ClientSlot(hash dataplane.Hash, client netip.AddrPort, slots uint32) uint32 {
+	if hash != dataplane.HashAddrPort {
+		return bucketOf(client.Addr(), slots)
+	}
+	key := binary.BigEndian.AppendUint16(client.Addr().AsSlice(), client.Port())
+	return bucketOfKey(append(key, 0, 0), slots) // a port fills a register of four bytes
+}
+
+func bucketOfKey(key []byte, mod uint32) uint32 {
+	return uint32(uint64(jhash(key, BucketSeed)) * uint64(mod) >> 32)
 }
 
 // jhash is Bob Jenkins' lookup3 hash as in linux/jhash.h, for keys of a multiple of four bytes, of which there is at

@@ -76,7 +76,12 @@ type pool struct {
 	// verdict is the chain for a pool without a choice: NoEndpoints, NoLocalEndpoints, LeftToIPVS; NoChain means that
 	// nftables chooses an endpoint.
 	verdict ChainKind
-	// slots are the endpoints: sorted when compiled, then each at the slot it has in the kernel.
+	// hash says which hash of the client is its slot; NoHash means that the slot is random.
+	hash dataplane.Hash
+	// repeats says that endpoints may have several slots.
+	repeats bool
+	// slots are the endpoints: sorted when compiled, then each at the slot it has in the kernel. With a hash they are a
+	// Maglev table from the start.
 	slots []netip.AddrPort
 }
 
@@ -109,8 +114,12 @@ func compileService(s *dataplane.Service, q quota) *service {
 	}
 	out := &service{name: s.Name, counters: s.Counters, clusterIPs: s.ClusterIPs, silent: s.SilentClusterIPs,
 		pingable: s.PingableIPs, balanced: s.LoadBalancerIPs, ports: make([]*port, 0, len(s.Ports))}
+	var ports ipfamily.Per[int]
 	for _, sp := range s.Ports {
-		p := compilePort(sp)
+		ports[ipfamily.Of(sp.Frontends[0].Key.Addr)]++
+	}
+	for _, sp := range s.Ports {
+		p := compilePort(sp, maxServiceSlots/ports[ipfamily.Of(sp.Frontends[0].Key.Addr)])
 		out.ports = append(out.ports, p)
 		for i := range sp.Frontends {
 			if ranges := sp.Frontends[i].Sources; ranges != nil { // the same for all of a family
@@ -125,7 +134,8 @@ func compileService(s *dataplane.Service, q quota) *service {
 	return out
 }
 
-func compilePort(sp *dataplane.ServicePort) *port {
+// compilePort compiles a port, whose pools may have some slots.
+func compilePort(sp *dataplane.ServicePort, limit int) *port {
 	p := &port{
 		id:        portID{sp.Name, ipfamily.Of(sp.Frontends[0].Key.Addr)},
 		comment:   commentOf(sp.Name.String()),
@@ -144,16 +154,13 @@ func compilePort(sp *dataplane.ServicePort) *port {
 		case i >= int(scheduledCluster):
 			pl.verdict = LeftToIPVS
 		case len(from.Endpoints) > 0:
-			pl.slots = make([]netip.AddrPort, len(from.Endpoints))
+			pl.fill(poolID{p.id, poolIndex(i)}, from.Endpoints, sp.Hash, limit)
 		case from.Empty == dataplane.Drop:
 			pl.verdict = NoLocalEndpoints
 		case from.Empty == dataplane.Pass:
 			pl.verdict = PassOn
 		default:
 			pl.verdict = NoEndpoints
-		}
-		for n := range pl.slots {
-			pl.slots[n] = from.Endpoints[n].AddrPort
 		}
 		for n := range from.Endpoints {
 			if from.Endpoints[n].Local {
@@ -240,17 +247,31 @@ func (p *port) poolElement(i poolIndex) Element {
 	pl := &p.pools[i]
 	e := idElement(Pools, pl.id)
 	e.Comment = p.comment
-	switch n := uint32(len(pl.slots)); {
-	case pl.verdict != NoChain:
+	if pl.verdict != NoChain {
 		e.Chain = pl.verdict.id()
-	case p.timeout > 0:
-		e.Chain = ChainID{StickyPick, n}
-	case p.slotSet(i) == Endpoints:
-		e.Chain = ChainID{Pick, n}
-	default:
-		e.Chain = ChainID{UncountedPick, n}
+		return e
+	}
+	e.Chain = ChainID{pickKinds[pl.hash].counted(p.slotSet(i) == Endpoints), uint32(len(pl.slots))}
+	if p.timeout > 0 {
+		e.Chain.Kind = StickyPick
+		if pl.hash != dataplane.NoHash {
+			e.Chain.Kind = StickyHash
+		}
 	}
 	return e
+}
+
+// pickKinds are the chains that choose, by the pool's hash, among endpoints with counters.
+var pickKinds = [...]ChainKind{
+	dataplane.NoHash: Pick, dataplane.HashAddr: PickHash, dataplane.HashAddrPort: PickHashPort,
+}
+
+// counted returns a kind for endpoints with counters, or its twin for those without.
+func (k ChainKind) counted(yes bool) ChainKind {
+	if yes {
+		return k
+	}
+	return k + 1
 }
 
 // rememberElement returns the element that says how long a pool remembers its clients.

@@ -50,10 +50,10 @@ func (l *Listed) FrontendCount(pool *Element) (c dataplane.FrontendCount, ok boo
 		c.Empty = dataplane.Pass
 	case LeftToIPVS:
 		c.Scheduled = true
-	case StickyPick:
+	case StickyPick, StickyHash:
 		c.Sticky = true
 		fallthrough
-	case Pick, UncountedPick:
+	case Pick, UncountedPick, PickHash, UncountedHash, PickHashPort, UncountedHashPort:
 		c.Endpoints = int(pool.Chain.N)
 	default:
 		return c, false

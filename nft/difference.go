@@ -289,17 +289,17 @@ func (c *consistency) checkVerdict(e *Element, set SetID) {
 func (c *consistency) checkSlots(
 	e *Element, n uint32, slots map[uint32]netip.AddrPort, members map[netip.AddrPort]bool,
 ) {
-	same, missing := len(slots) == int(n), -1
+	same, missing, distinct := len(slots) == int(n), -1, map[netip.AddrPort]bool{}
 	for slot := range n {
 		ep, ok := slots[slot]
 		if !ok && missing < 0 {
 			missing = int(slot)
 			c.report(e, "slot %d is not there", slot)
 		}
-		same = same && members[ep]
+		same, distinct[ep] = same && members[ep], true
 		delete(slots, slot)
 	}
-	if e.Chain.Kind == StickyPick && (missing < 0) && (!same || len(members) != int(n)) {
+	if e.Chain.Kind.isSticky() && (missing < 0) && (!same || len(members) != len(distinct)) {
 		c.report(e, "its members are others than its slots")
 	}
 }

@@ -27,14 +27,14 @@ func foundOf(st *dataplane.State, r *rand.Rand) (found ipfamily.Per[Found], tabl
 			}
 		}
 		for _, set := range slotSets {
-			reslot(found[i].Elements[set], r)
+			reslot(found[i].Elements[set], hashedPools(found[i].Elements[Pools]), r)
 		}
 	}
 	return found, tables
 }
 
-// reslot gives the endpoints of each pool other slots.
-func reslot(elements []Element, r *rand.Rand) {
+// reslot gives the endpoints of each pool other slots, unless a hash of the client chooses.
+func reslot(elements []Element, hashed map[uint32]bool, r *rand.Rand) {
 	pools := map[uint32]int{}
 	for i := range elements {
 		pools[elements[i].ID()]++
@@ -42,6 +42,9 @@ func reslot(elements []Element, r *rand.Rand) {
 	order := map[uint32][]int{}
 	for i := range elements {
 		e := &elements[i]
+		if hashed[e.ID()] {
+			continue
+		}
 		if order[e.ID()] == nil {
 			order[e.ID()] = r.Perm(pools[e.ID()])
 		}

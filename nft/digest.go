@@ -13,8 +13,9 @@ import (
 )
 
 // Digest identifies what a table should hold. It is the sum of the hashes of its elements and of its structure, so a
-// change costs no more than the elements that change. It ignores which endpoint of a pool has which slot: that depends
-// on the order of past changes, and every order is as good.
+// change costs no more than the elements that change. It ignores which endpoint of a pool has which slot: with a random
+// choice that depends on the order of past changes, and every order is as good; with a hash it follows from how many
+// slots each endpoint has.
 type Digest [2]uint64
 
 // String gives 32 hexadecimal digits.
@@ -60,8 +61,9 @@ func (e *Element) digest() Digest {
 		set--
 	}
 	chain := e.Chain
-	if chain.Kind == UncountedPick {
-		chain.Kind = Pick
+	switch chain.Kind {
+	case UncountedPick, UncountedHash, UncountedHashPort:
+		chain.Kind--
 	}
 	var room [maxKey + len(e.data) + 16 + maxComment]byte
 	b := append(room[:0], byte(set), byte(len(key)), e.Bits, e.DataLen, byte(chain.Kind))
@@ -145,12 +147,13 @@ func DigestsOf(elements []Element) (d Digests, ok bool) {
 // that tables written by older versions are replaced.
 const formatVersion = 2
 
-// digest hashes a structure: the text of everything that its table could hold besides elements. It includes sets that
-// are not in use, because what is in use follows from the elements.
+// digest hashes a structure: the text of everything that its table could hold besides elements, except chains
+// that hash: chains in use are compared anyway. It includes sets that are not in use, because what is in use follows
+// from the elements.
 func (s Structure) digest(f ipfamily.Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)
-	l := Listing{Table: ProbeTable(f, s)}
+	l := Listing{Table: probeTable(f, s, RememberFor)}
 	if err := l.Print(&b); err != nil {
 		panic(err) // a bytes.Buffer takes everything
 	}

@@ -130,7 +130,7 @@ func rulesText(f ipfamily.Family, rules []Rule) string {
 
 // lines gives everything the table holds but numbered chains, a line each, in order, whether it is counted or not. The
 // slots of a pool are any order of its endpoints, so their lines tell which slots there are and which endpoints, but
-// not which is where.
+// not which is where, unless a hash of the client chooses.
 func (t *fakeTable) lines() []string {
 	var out []string
 	for id, text := range t.chains {
@@ -138,6 +138,7 @@ func (t *fakeTable) lines() []string {
 			out = append(out, "chain "+id.Name()+"\n"+text)
 		}
 	}
+	hashed := hashedPools(slices.Collect(maps.Values(t.sets[Pools])))
 	for set := range t.sets {
 		for _, e := range t.sets[set] {
 			line := e.describe(t.family)
@@ -145,7 +146,7 @@ func (t *fakeTable) lines() []string {
 				line = "revision " + strings.Fields(e.Comment)[0] // whatever its number, and what is counted
 			}
 			line = strings.ReplaceAll(line, "uncounted-", "")
-			if e.Set == Endpoints || e.Set == UncountedEndpoints {
+			if (e.Set == Endpoints || e.Set == UncountedEndpoints) && !hashed[e.ID()] {
 				key, data, _ := strings.Cut(line, " : ")
 				i := strings.LastIndex(key, " . ")
 				out = append(out, "slot "+key, "endpoint "+key[:i]+" : "+data)
@@ -155,6 +156,15 @@ func (t *fakeTable) lines() []string {
 		}
 	}
 	slices.Sort(out)
+	return out
+}
+
+// hashedPools gives the pools in which a hash of the client chooses, by the elements of Pools.
+func hashedPools(pools []Element) map[uint32]bool {
+	out := map[uint32]bool{}
+	for i := range pools {
+		out[pools[i].ID()] = pools[i].Chain.Kind >= PickHash
+	}
 	return out
 }
 

@@ -124,14 +124,24 @@ const (
 	StickyPick
 	// RememberFor chains write to the affinity map, with a timeout of N seconds.
 	RememberFor
+	// PickHash chains take the slot, of N, that a hash of the client's address gives; PickHashPort chains hash its port,
+	// too. The others are as those for a random choice.
+	PickHash
+	UncountedHash
+	PickHashPort
+	UncountedHashPort
+	StickyHash
 )
+
+// isSticky reports whether a chain looks into the affinity map before an endpoint is chosen.
+func (k ChainKind) isSticky() bool { return k == StickyPick || k == StickyHash }
 
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers",
 	"no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
 	"masquerade-node", "left-to-ipvs", "pass-on", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
-	"uncounted-pick", "sticky", "remember",
+	"uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port", "sticky-hash",
 }
 
 // Name is the chain's name in the ruleset, such as "pick-3".
@@ -172,8 +182,9 @@ var (
 	protocols   = [...]Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 )
 
-func slotKey(mod uint32) Concat {
-	return Concat{Fields: []Field{Priority, L4Proto, RandomSlot}, Mod: mod}
+// slotKey is the key of one of some slots, chosen by RandomSlot, SourceBucket or SourcePortBucket.
+func slotKey(by Field, mod uint32) Concat {
+	return Concat{Fields: []Field{Priority, L4Proto, by}, Mod: mod}
 }
 
 // Structure is what the layout depends on besides the elements.
@@ -246,8 +257,9 @@ func sets() []Set {
 		frontends(OutsideServices, true, "externalTrafficPolicy Local: the pool of clients from outside"),
 		frontends(UncountedOutsideServices, false, "the same, beyond the budget for counters"),
 		{ID: Pools, Key: []Field{Priority}, Verdicts: true, Comment: "what to do for each pool"},
-		{ID: Endpoints, Key: slotKey(0).Fields, Data: target, Counter: true, Comment: "slot n of each pool: one endpoint"},
-		{ID: UncountedEndpoints, Key: slotKey(0).Fields, Data: target,
+		{ID: Endpoints, Key: slotKey(RandomSlot, 0).Fields, Data: target, Counter: true,
+			Comment: "slot n of each pool: one endpoint"},
+		{ID: UncountedEndpoints, Key: slotKey(RandomSlot, 0).Fields, Data: target,
 			Comment: "the same: counted in sticky-endpoints, or beyond the budget for counters"},
 		frontends(RestrictedServices, false, "load balancer addresses with loadBalancerSourceRanges : who may use them"),
 		{ID: SourceRanges, Key: []Field{Priority, SourceAddr}, Interval: true, Comment: "who may use them"},
@@ -548,12 +560,21 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 // numbered returns a chain of a kind that exists once for each N in use.
 func numbered(id ChainID, s Structure) Chain {
 	c := Chain{ID: id}
+	pick := func(by Field, m SetID) []Rule { return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}} }
 	switch id.Kind {
 	case Pick:
-		c.Rules = []Rule{{DNAT{Key: slotKey(id.N), Map: Endpoints}}}
+		c.Rules = pick(RandomSlot, Endpoints)
 	case UncountedPick:
-		c.Rules = []Rule{{DNAT{Key: slotKey(id.N), Map: UncountedEndpoints}}}
-	case StickyPick:
+		c.Rules = pick(RandomSlot, UncountedEndpoints)
+	case PickHash:
+		c.Rules = pick(SourceBucket, Endpoints)
+	case UncountedHash:
+		c.Rules = pick(SourceBucket, UncountedEndpoints)
+	case PickHashPort:
+		c.Rules = pick(SourcePortBucket, Endpoints)
+	case UncountedHashPort:
+		c.Rules = pick(SourcePortBucket, UncountedEndpoints)
+	case StickyPick, StickyHash:
 		c.Rules = []Rule{{Jump{AffinityLookup.id()}}, {Goto{id.next()}}}
 	case RememberFor:
 		// Only an endpoint that is still in the pool is remembered: the packet may have been translated before a commit that
@@ -569,16 +590,28 @@ func numbered(id ChainID, s Structure) Chain {
 
 // next is the numbered chain to which a numbered chain leads, if any.
 func (c ChainID) next() ChainID {
-	if c.Kind == StickyPick {
+	switch c.Kind {
+	case StickyPick:
 		return ChainID{UncountedPick, c.N}
+	case StickyHash:
+		return ChainID{UncountedHash, c.N}
 	}
 	return ChainID{}
 }
 
 // ProbeTable returns a table with a chain of every kind: what a kernel must accept to be usable.
 func ProbeTable(f ipfamily.Family, s Structure) Table {
+	return probeTable(f, s, ChainKind(len(chainNames)-1))
+}
+
+// probeTable returns a table with a chain of every kind up to one.
+func probeTable(f ipfamily.Family, s Structure, last ChainKind) Table {
 	s.Uses = s.Uses.With(optional[:]...)
-	return TableOf(f, s, []ChainID{{Pick, 1}, {UncountedPick, 1}, {StickyPick, 1}, {RememberFor, 1}})
+	var chains []ChainID
+	for k := numFixedChains + 1; k <= last; k++ {
+		chains = append(chains, ChainID{k, 1})
+	}
+	return TableOf(f, s, chains)
 }
 
 // TableOf returns the structure of a table with some numbered chains.

@@ -435,7 +435,7 @@ func (s *service) cloneUnassigned() *service {
 	for _, p := range c.ports {
 		for n := range p.pools {
 			p.pools[n].slots = slices.Clone(p.pools[n].slots)
-			slices.SortFunc(p.pools[n].slots, netip.AddrPort.Compare)
+			p.pools[n].sortSlots()
 		}
 	}
 	return c
@@ -526,16 +526,21 @@ func countingText(c Counting, recount []snapshot.Name) string {
 // newPoolID finds a free id for a pool, from a hash. It avoids the numbers for which nft has words.
 func (m *Model) newPoolID(p poolID) uint32 {
 	const none, root = 0, 0xffffffff
-	h := fnv.New64a()
-	h.Write([]byte(p.port.name.String()))
-	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family.NFProto()), byte(p.pool)})
-	sum := h.Sum64()
+	sum := p.hash()
 	for id := uint32(sum ^ sum>>32); ; id++ {
 		if _, taken := m.pools[id]; !taken && id != none && id != root {
 			m.pools[id] = p
 			return id
 		}
 	}
+}
+
+// hash returns a hash of the pool's name that is the same on all nodes.
+func (p poolID) hash() uint64 {
+	h := fnv.New64a()
+	h.Write([]byte(p.port.name.String()))
+	h.Write([]byte{0, byte(p.port.name.Protocol), byte(p.port.family.NFProto()), byte(p.pool)})
+	return h.Sum64()
 }
 
 // release frees the ids of a service, which may be nil; register takes them again.

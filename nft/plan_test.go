@@ -42,8 +42,11 @@ func seeds() uint64 {
 // newCluster makes a random cluster of few Services that keeps changing.
 func newCluster(r *rand.Rand) snapshottest.Cluster {
 	return snapshottest.Cluster{Rand: r,
-		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true}}
+		Options: snapshottest.Options{Services: 4, Endpoints: 5, NodePorts: 3, Asking: true, Weights: true}}
 }
+
+// Small tables for hashes make random walks short.
+func init() { maxServiceSlots = 512 }
 
 // FuzzPlanEqualsFull walks through random changes and says that the transactions, one after the other, leave the kernel
 // with what one transaction for the last state alone would leave; that each is one the kernel takes; and that none,

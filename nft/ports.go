@@ -23,7 +23,7 @@ func (p *planner) assignSlotsAndIDs(name snapshot.Name, before, now *service) {
 		want.sourceID = now.sources[want.id.family].id
 		p.ids(old, want)
 		for i := range want.pools {
-			want.pools[i].slots = assign(old.pools[i].slots, want.pools[i].slots)
+			want.pools[i].slots = want.pools[i].assigned(old.pools[i].slots)
 		}
 	}
 	for _, old := range before.ports {
@@ -119,20 +119,26 @@ func (p *planner) element(f ipfamily.Family, was, is bool, before, now func() El
 	}
 }
 
-// assign gives each endpoint of a pool its slot. An endpoint keeps its slot. Endpoints beyond the end move into the
-// holes, then new ones follow. So adding or removing one endpoint changes one or two elements, whatever the pool's
-// size.
+// assign gives each endpoint of a pool its slots; it is in want, which is sorted, once for each. An endpoint keeps its
+// slots. Endpoints beyond the end move into the holes, then new ones follow. So adding or removing one endpoint with
+// one slot changes one or two elements, whatever the pool's size.
 func assign(before, want []netip.AddrPort) []netip.AddrPort {
 	if len(before) == 0 || slices.Equal(before, want) {
 		return want
 	}
 	n := len(want)
-	slots, placed := make([]netip.AddrPort, n), make([]bool, n)
+	// used is, at the first place of an endpoint in want, how many of its places have a slot.
+	slots, placed, used := make([]netip.AddrPort, n), make([]bool, n), make([]int32, n)
 	place := func(slot int, ep netip.AddrPort) bool {
-		i, ok := slices.BinarySearchFunc(want, ep, netip.AddrPort.Compare)
-		if !ok || placed[i] {
+		first, ok := slices.BinarySearchFunc(want, ep, netip.AddrPort.Compare)
+		if !ok {
 			return false
 		}
+		i := first + int(used[first])
+		if i == n || want[i] != ep {
+			return false
+		}
+		used[first]++
 		slots[slot], placed[i] = ep, true
 		return true
 	}
@@ -188,7 +194,7 @@ func (p *port) members(i poolIndex) []netip.AddrPort {
 	if !p.sticky(i) {
 		return nil
 	}
-	return p.pools[i].slots
+	return p.pools[i].members()
 }
 
 // frontends walks both sorted lists of frontends side by side.

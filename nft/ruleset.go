@@ -100,16 +100,17 @@ const (
 	// Mark is the packet's mark. No rule looks at it: it only lends its type to a set's key.
 	Mark
 	// SourceBucket is a hash of the sender's address below a modulus. In a set's key a RandomSlot lends it its type, since
-	// nft
-	// 1.0.6 crashes when it lists one of type hash.
+	// nft 1.0.6 crashes when it lists one of type hash.
 	SourceBucket
 	SourcePort
+	// SourcePortBucket is a hash of the sender's address and port, as SourceBucket.
+	SourcePortBucket
 )
 
 // MaxSlots is the modulus that the type of a slot has in the keys of sets. A pool may have more endpoints.
 const MaxSlots = 65536
 
-// Concat is a key made of fields. Mod is the modulus of a RandomSlot or SourceBucket among them, 0 if there is none.
+// Concat is a key made of fields. Mod is the modulus of a RandomSlot or a bucket among them, 0 if there is none.
 type Concat struct {
 	Fields []Field
 	Mod    uint32
@@ -139,6 +140,8 @@ func fieldText(f ipfamily.Family, field Field, mod uint32) string {
 		return "th sport"
 	case SourceBucket:
 		return fmt.Sprintf("jhash %s saddr mod %d seed %#x", f.NFT(), mod, BucketSeed)
+	case SourcePortBucket:
+		return fmt.Sprintf("jhash %s saddr . th sport mod %d seed %#x", f.NFT(), mod, BucketSeed)
 	}
 	panic("nft: unknown field")
 }

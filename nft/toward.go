@@ -3,6 +3,8 @@ package nft
 import (
 	"net/netip"
 	"slices"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
 // A Service may be so large that its change takes several transactions. It then passes through intermediate versions,
@@ -90,7 +92,7 @@ func (t *transition) port(old, want *port) *port {
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
 		for i := range next.pools {
 			if next.pools[i].used {
-				t.slots(old.pools[i].slots, &next.pools[i])
+				t.slots(&old.pools[i], &next.pools[i])
 			} else {
 				next.pools[i] = old.pools[i]
 			}
@@ -131,18 +133,40 @@ func (t *transition) frontends(old, want []frontend) (next []frontend) {
 	return next
 }
 
-// slots keeps in a pool the endpoints that it had, and as many new ones as there is room for, but at least one in all.
-func (t *transition) slots(had []netip.AddrPort, p *pool) {
-	before := make(map[netip.AddrPort]bool, len(had))
-	for _, ep := range had {
-		before[ep] = true
+// slots keeps in a pool the slots that its endpoints had, and as many new ones as there is room for, but at least one
+// in all. The table of a pool with a hash is written as a whole; without room, the pool stays as it was, or starts with
+// one slot.
+func (t *transition) slots(old, p *pool) {
+	if p.hash != dataplane.NoHash {
+		switch n := p.distance(old); {
+		case n == 0 || t.reserve(n):
+		case len(old.slots) > 0:
+			p.hash, p.repeats, p.slots = old.hash, old.repeats, old.slots
+		default:
+			p.slots = p.slots[:1]
+		}
+		return
+	}
+	before := make(map[netip.AddrPort]int, len(old.slots))
+	for _, ep := range old.slots {
+		before[ep]++
 	}
 	kept := 0
 	p.slots = slices.DeleteFunc(slices.Clone(p.slots), func(ep netip.AddrPort) bool {
-		if !before[ep] && !t.reserve(1) && kept > 0 {
+		if before[ep]--; before[ep] < 0 && !t.reserve(1) && kept > 0 {
 			return true
 		}
 		kept++
 		return false
 	})
+}
+
+// distance returns how many slots are not the same in another pool.
+func (pl *pool) distance(old *pool) (n int) {
+	for i := range pl.slots {
+		if i >= len(old.slots) || old.slots[i] != pl.slots[i] {
+			n++
+		}
+	}
+	return n
 }

@@ -359,9 +359,10 @@ func (w *tracer) lookupStatement(st Statement, s *packetState, at int) (verdict,
 	panic(fmt.Sprintf("nft: no way through %T", st))
 }
 
-// slots is the number of elements from which one is chosen at random.
+// slots is the number of elements from which one is chosen by what is not known of the packet: at random, or by a hash
+// that has the sender's port in it.
 func (c Concat) slots() int {
-	if slices.Contains(c.Fields, RandomSlot) {
+	if slices.Contains(c.Fields, RandomSlot) || slices.Contains(c.Fields, SourcePortBucket) {
 		return int(c.Mod)
 	}
 	return 1
@@ -370,8 +371,17 @@ func (c Concat) slots() int {
 // translate records endings for the slots, of n, that were found. The packet continues with the chance of the others.
 func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	share, of := s.share, s.of*n
+	first := len(w.walk.Endings)
+	at := map[netip.AddrPort]int{} // an endpoint may have several slots
 	for i := range found {
 		e := &found[i]
+		if n, ok := at[e.Target()]; ok && s.end == nil {
+			end := &w.walk.Endings[first+n]
+			end.Share += share
+			end.Connections = sum(end.Connections, e.connections())
+			continue
+		}
+		at[e.Target()] = len(at)
 		s.share, s.of = share, of
 		end := Ending{Element: *e, priority: s.priority,
 			Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Connections: e.connections()}}
@@ -385,6 +395,15 @@ func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	}
 	s.share, s.of = share*(n-len(found)), of
 	return verdict{code: verdictBreak}
+}
+
+// sum adds two counts, of which either may be unknown.
+func sum(a, b *uint64) *uint64 {
+	if a == nil || b == nil {
+		return nil
+	}
+	n := *a + *b
+	return &n
 }
 
 // status returns the flags of the packet's connection: a first packet is confirmed after the last hook.
@@ -436,7 +455,7 @@ func (w *tracer) lookupKey(set SetID, key Concat, s *packetState, at int) ([]Lis
 			e.KeyLen += 4
 		case SourceBucket:
 			e.addKeyWord(bucketOf(s.Source, key.Mod))
-		case RandomSlot:
+		case RandomSlot, SourcePortBucket:
 			slots = int(key.Mod)
 		}
 	}

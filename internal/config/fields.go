@@ -494,7 +494,7 @@ func checkScheduler(v any) string {
 	if name == "" {
 		return ""
 	}
-	if _, err := snapshot.ParseScheduling(name); err != nil || name == snapshot.NFTables || strings.Contains(name, ",") {
+	if !slices.Contains(snapshot.Schedulers, name) {
 		return quote(name) + " is not one of " + strings.Join(snapshot.Schedulers, ", ")
 	}
 	return ""

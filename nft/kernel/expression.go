@@ -185,9 +185,12 @@ func loadFor(f ipfamily.Family, key nft.Concat, set nft.SetID) []expr.Any {
 func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 	out := make([]expr.Any, 0, len(key.Fields)+1)
 	for _, field := range key.Fields {
-		if field == nft.SourceBucket {
-			out = append(out, loadBucket(f, key.Mod, word)...)
-		} else {
+		switch field {
+		case nft.SourceBucket:
+			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr)...)
+		case nft.SourcePortBucket:
+			out = append(out, loadBucket(f, key.Mod, word, nft.SourceAddr, nft.SourcePort)...)
+		default:
 			out = append(out, loadField(f, field, key.Mod, register(word)))
 		}
 		word += words(f, []nft.Field{field})
@@ -195,14 +198,12 @@ func load(f ipfamily.Family, key nft.Concat, word int) []expr.Any {
 	return out
 }
 
-// loadBucket hashes the sender's address, which it puts behind the rest of the key, where nft puts it.
-func loadBucket(f ipfamily.Family, mod uint32, word int) []expr.Any {
-	source := uint32(unix.NFT_REG_2)
-	return []expr.Any{
-		loadField(f, nft.SourceAddr, 0, source),
-		&expr.Hash{SourceRegister: source, DestRegister: register(word), Length: uint32(f.AddrLen()), Modulus: mod,
-			Seed: nft.BucketSeed, Type: expr.HashTypeJenkins},
-	}
+// loadBucket hashes fields of the sender, which it puts behind the rest of the key, where nft puts them.
+func loadBucket(f ipfamily.Family, mod uint32, word int, fields ...nft.Field) []expr.Any {
+	const behind = 4 // words
+	out := load(f, nft.Concat{Fields: fields}, behind)
+	return append(out, &expr.Hash{SourceRegister: register(behind), DestRegister: register(word),
+		Length: uint32(nft.PaddedLen(f, fields)), Modulus: mod, Seed: nft.BucketSeed, Type: expr.HashTypeJenkins})
 }
 
 func loadField(f ipfamily.Family, field nft.Field, mod uint32, reg uint32) expr.Any {

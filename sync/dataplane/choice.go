@@ -29,11 +29,13 @@ const (
 	ExcludedUnanswered
 	// ExcludedRefused: it refuses connections, and is ejected.
 	ExcludedRefused
+	// ExcludedDrained: its weight is 0.
+	ExcludedDrained
 )
 
 var reasonNames = [...]string{
 	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
-	"unanswered", "refused",
+	"unanswered", "refused", "weight-0",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.
@@ -56,6 +58,8 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 	switch {
 	case ch.local && !c.local:
 		return ExcludedOtherNode
+	case c.drains() && (c.ready() || ch.terminating && c.terminating()):
+		return ExcludedDrained
 	case ch.terminating && c.terminating():
 		return IncludedTerminating
 	case c.terminating() && !c.ready():
@@ -73,9 +77,9 @@ func (ch *endpointFilter) decide(c *candidate) Reason {
 }
 
 // clusterFilter is the filter of the cluster pool. If no endpoint is ready anywhere, it falls back to terminating
-// endpoints and ignores hints: hints must never lead to an empty pool.
+// endpoints and ignores hints: hints must never lead to an empty pool. Endpoints with the weight 0 do not count.
 func (b *builder) clusterFilter() endpointFilter {
-	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() }) {
+	if !slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.ready() && !c.drains() }) {
 		return endpointFilter{terminating: true}
 	}
 	return b.topologyFilter()
@@ -83,7 +87,9 @@ func (b *builder) clusterFilter() endpointFilter {
 
 // localFilter is the filter of the local pool.
 func (b *builder) localFilter() endpointFilter {
-	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool { return c.local && c.ready() })
+	ready := slices.ContainsFunc(b.candidates, func(c candidate) bool {
+		return c.local && c.ready() && !c.drains()
+	})
 	return endpointFilter{local: true, terminating: !ready}
 }
 
@@ -95,7 +101,7 @@ func (b *builder) topologyFilter() endpointFilter {
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {
 		c := &b.candidates[i]
-		if !c.ready() {
+		if !c.ready() || c.drains() {
 			continue
 		}
 		allNodes, allZones = allNodes && len(c.ForNodes) > 0, allZones && len(c.ForZones) > 0

@@ -18,8 +18,8 @@ type Counted struct {
 // FrontendCount is the count of one frontend.
 type FrontendCount struct {
 	Counted
-	// Endpoints is the number of endpoints in the pool. If it is 0 and Scheduled is false, nobody answers, and Empty says
-	// what happens to the packet.
+	// Endpoints is the number of endpoints in the pool, or of their slots if they have weights or a hash chooses. If it
+	// is 0 and Scheduled is false, nobody answers, and Empty says what happens to the packet.
 	Endpoints int
 	Empty     Verdict
 	// Scheduled says that IPVS chooses the endpoint.

@@ -72,6 +72,7 @@ func rememberText(d time.Duration) string {
 func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	const there, not = "an endpoint", "none of the endpoints"
 	_, stuck := t.Bound()
+	stuck = stuck || x.Port.Hash == HashAddr // its address leads to one endpoint
 	chances, of := map[netip.AddrPort]int{}, 1
 	masquerade := map[netip.AddrPort]bool{}
 	for _, e := range t.Endings {
@@ -80,10 +81,10 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 			of, masquerade[e.Endpoint] = e.Of, e.Masquerade
 		}
 	}
-	n := 0
+	total := 0
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
-			n++
+			total += c.share()
 		}
 	}
 	for _, c := range x.Endpoints {
@@ -95,9 +96,9 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
-		case held && !stuck && chance*n != of:
-			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: fmt.Sprintf("1 of %d connections", n),
-				Kernel: fmt.Sprintf("%d of %d", chance, of)})
+		case held && !stuck && !alike(chance, of, c.share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
+			out = append(out, Disagreement{Endpoint: c.AddrPort,
+				Objects: fmt.Sprintf("%d of %d connections", c.share(), total), Kernel: fmt.Sprintf("%d of %d", chance, of)})
 		case held && masquerade[c.AddrPort] != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
 				Kernel: seesText(masquerade[c.AddrPort])})
@@ -108,6 +109,19 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	}
 	slices.SortStableFunc(out, func(a, b Disagreement) int { return a.Endpoint.Compare(b.Endpoint) })
 	return out
+}
+
+// share is the endpoint's weight, for the sum over its pool.
+func (e *Endpoint) share() int { return max(int(e.Weight), 1) }
+
+// alike reports whether two chances are the same. A rounded one may be off by less than one of the parts into which the
+// kernel divides all connections, or by one per cent.
+func alike(chance, of, share, total int, rounded bool) bool {
+	off := chance*total - share*of
+	if off < 0 {
+		off = -off
+	}
+	return off == 0 || rounded && (off < total || 100*off <= share*of)
 }
 
 func seesText(node bool) string {

@@ -16,7 +16,7 @@ func TestEqual(t *testing.T) {
 	testkit.Compares(t, (*IPVS).equal)
 	testkit.Compares(t, (*host).equal, "loopback") // follows from nodePortAddrs
 	testkit.Compares(t, (*Service).sameClaims, "Name", "ClusterIPs", "SilentClusterIPs", "PingableIPs",
-		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters",
+		"LoadBalancerIPs", "HealthCheckNodePort", "OverCapacity", "Counters", "Ports[].Hash",
 		"Ports[].Affinity", "Ports[].Cluster", "Ports[].Local", "Ports[].Serving", "Ports[].Scheduling",
 		"Ports[].SecondChance", "Ports[].Drain",
 		"Ports[].Frontends[].NotScheduled", "Ports[].Frontends[].Routes", "Ports[].Frontends[].Sources")

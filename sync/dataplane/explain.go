@@ -399,7 +399,8 @@ func (e *explainer) endpoints() {
 	}
 	for i := range e.candidates {
 		c := &e.candidates[i]
-		con := EndpointDecision{Endpoint: e.endpoint(c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint], Reason: ch.decide(c)}
+		con := EndpointDecision{Endpoint: e.endpointIn(route.Pool, c), Object: c.Endpoint, Slice: sliceOf[c.Endpoint],
+			Reason: ch.decide(c)}
 		if i > 0 && sameAddr(*c, e.candidates[i-1]) {
 			con.Reason = ExcludedDuplicate
 		}
@@ -408,6 +409,17 @@ func (e *explainer) endpoints() {
 		x.Endpoints = append(x.Endpoints, con)
 	}
 	e.skippedSlices(p, f)
+}
+
+// endpointIn returns a candidate with its weight in the pool, if it is there.
+func (e *explainer) endpointIn(pool *Pool, c *candidate) Endpoint {
+	i, found := slices.BinarySearchFunc(pool.Endpoints, c.addr, func(ep Endpoint, a netip.AddrPort) int {
+		return ep.AddrPort.Compare(a)
+	})
+	if found {
+		return pool.Endpoints[i]
+	}
+	return Endpoint{AddrPort: c.addr, Local: c.local}
 }
 
 // judgeHealth excludes an endpoint that was ejected from the pool.

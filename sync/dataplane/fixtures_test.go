@@ -160,7 +160,7 @@ func checkServing(t *testing.T, sp *ServicePort) {
 		t.Fatalf("%v: serving %v", sp.Name, sp.Serving)
 	}
 	for _, e := range slices.Concat(sp.Cluster.Endpoints, sp.Local.Endpoints) {
-		if !slices.Contains(sp.Serving, e) {
+		if !slices.ContainsFunc(sp.Serving, func(o Endpoint) bool { return o.AddrPort == e.AddrPort && o.Local == e.Local }) {
 			t.Fatalf("%v: %v is in a pool and not in serving %v", sp.Name, e, sp.Serving)
 		}
 	}

@@ -141,7 +141,8 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		SecondChance:        d.secondChance(),
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
-			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}),
+			&snapshot.Scheduling{Scheduler: snapshot.Hash},
+			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3, "there": 0}}),
 	}
 	for range d.n(4) {
 		svc.Ports = append(svc.Ports, snapshot.Port{
@@ -163,7 +164,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{
 			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""),
 			ForZones: some(d, "a", "b"), ForNodes: some(d, "here", "there"),
-			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(), Weight: uint16(d.n(3)),
+			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(), Weight: pick(d, walkWeights...),
 		})
 	}
 	return sl
@@ -410,3 +411,5 @@ func TestWalkMeetsConflicts(t *testing.T) {
 			droppedPools, sources, noted, ejected, retried)
 	}
 }
+
+var walkWeights = []snapshot.Weight{{}, {}, {Given: true}, {Given: true, Parts: 200}, {Given: true, Parts: 150}}

@@ -9,7 +9,8 @@ import (
 )
 
 // LocalReady counts the distinct addresses of a Service's ready endpoints on a node, for each family. Terminating
-// endpoints are not counted even if only they serve: this is how a load balancer learns to send new clients elsewhere.
+// endpoints, and those with the weight 0, are not counted even if only they serve: this is how a load balancer learns
+// to send new clients elsewhere.
 // Traffic policies and topology make no difference.
 func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, ipv6s int) {
 	svc := s.Services[n]
@@ -18,13 +19,14 @@ func LocalReady(nodeName string, s *snapshot.Snapshot, n snapshot.Name) (ipv4s, 
 	}
 	b := builder{host: host{nodeName: nodeName}}
 	b.loadSlices(svc, s.Slices[n])
+	b.schedule(svc)
 	var counts ipfamily.Per[int]
 	for _, f := range ipfamily.All {
 		var addrs []netip.Addr
 		for i := range svc.Ports {
 			b.collectEndpoints(&svc.Ports[i], f)
 			for j := range b.candidates {
-				if c := &b.candidates[j]; c.local && c.ready() {
+				if c := &b.candidates[j]; c.local && c.ready() && !c.drains() {
 					addrs = append(addrs, c.addr.Addr())
 				}
 			}

@@ -22,6 +22,8 @@ type candidate struct {
 	addr netip.AddrPort
 	*snapshot.Endpoint
 	local bool
+	// parts is its share of new connections; with 0 it drains.
+	parts uint32
 	// order is the position in the slices. It decides between two entries that differ in nothing else.
 	order int32
 }
@@ -30,6 +32,9 @@ type candidate struct {
 // publishNotReadyAddresses an endpoint may be both: then it counts as ready.
 func (c *candidate) ready() bool       { return c.Ready }
 func (c *candidate) terminating() bool { return c.Serving && c.Terminating }
+
+// drains reports whether the weight 0 keeps new connections from it.
+func (c *candidate) drains() bool { return c.parts == 0 }
 
 // preference orders entries for the same endpoint, best first. The entry that is not terminating is the newer pod on a
 // reused address, even while it is not ready. kube-proxy decides the rest at random.
@@ -94,6 +99,7 @@ func (b *builder) addCandidates(sl *snapshot.Slice, port uint16, f ipfamily.Fami
 			addr:     netip.AddrPortFrom(ep.Addr, port),
 			Endpoint: ep,
 			local:    ep.Node != "" && ep.Node == b.host.nodeName,
+			parts:    b.partsOf(ep),
 			order:    int32(len(b.candidates)),
 		})
 	}
@@ -130,7 +136,7 @@ func (b *builder) clusterSet() *Pool { return b.poolOf(b.clusterFilter()) }
 // ignores hints.
 func (b *builder) localSet() *Pool {
 	pool := b.poolOf(b.localFilter())
-	usable := func(c candidate) bool { return c.ready() || c.terminating() }
+	usable := func(c candidate) bool { return !c.drains() && (c.ready() || c.terminating()) }
 	if len(pool.Endpoints) == 0 && slices.ContainsFunc(b.candidates, usable) {
 		return poolNoLocalEndpoints
 	}
@@ -139,7 +145,12 @@ func (b *builder) localSet() *Pool {
 
 // poolOf returns the pool that a filter selects.
 func (b *builder) poolOf(filter endpointFilter) *Pool {
-	return b.poolWhere(func(c *candidate) bool { return filter.decide(c).Included() }, poolNoEndpoints)
+	endpoints := b.endpointsWhere(func(c *candidate) bool { return filter.decide(c).Included() })
+	if len(endpoints) == 0 {
+		return poolNoEndpoints
+	}
+	b.weigh(endpoints, b.parts)
+	return &Pool{Endpoints: endpoints}
 }
 
 // serving returns every endpoint that is ready or serving. If a pool holds them all, as is usual, it returns that
@@ -157,11 +168,13 @@ func (b *builder) serving(pools ...*Pool) []Endpoint {
 			return p.Endpoints
 		}
 	}
-	return b.poolWhere(serves, poolNoEndpoints).Endpoints
+	return b.endpointsWhere(serves)
 }
 
-// poolWhere returns the pool of the selected candidates, or none if there are no such candidates.
-func (b *builder) poolWhere(keep func(*candidate) bool, none *Pool) *Pool {
+// endpointsWhere returns the selected candidates without weights, and sets b.parts to their shares; nil if there are
+// none.
+func (b *builder) endpointsWhere(keep func(*candidate) bool) []Endpoint {
+	b.parts = b.parts[:0]
 	n := 0
 	for i := range b.candidates {
 		if keep(&b.candidates[i]) {
@@ -169,15 +182,16 @@ func (b *builder) poolWhere(keep func(*candidate) bool, none *Pool) *Pool {
 		}
 	}
 	if n == 0 {
-		return none
+		return nil
 	}
 	endpoints := make([]Endpoint, 0, n)
 	for i := range b.candidates {
 		if c := &b.candidates[i]; keep(c) {
-			endpoints = append(endpoints, b.endpoint(c))
+			endpoints = append(endpoints, Endpoint{AddrPort: c.addr, Local: c.local})
+			b.parts = append(b.parts, c.parts)
 		}
 	}
-	return &Pool{Endpoints: endpoints}
+	return endpoints
 }
 
 // These bound how much of a Service's slices is read. Otherwise a few slices whose endpoints have all ports of a

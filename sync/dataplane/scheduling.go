@@ -1,7 +1,7 @@
 package dataplane
 
 import (
-	"cmp"
+	"math"
 	"net/netip"
 	"slices"
 
@@ -49,10 +49,23 @@ func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
 			return &h.ipvs.Default
 		}
 		return nil
-	case asked.Scheduler == snapshot.NFTables:
+	case !svc.AsksForIPVS():
 		return nil
 	}
 	return &Scheduling{Scheduler: asked.Scheduler, Port: asked.Port, Fallback: asked.Fallback}
+}
+
+// hashOf returns how the backend chooses an endpoint for a Service where IPVS does not: schedulers of IPVS that hash
+// the client have a hash in their place.
+func hashOf(svc *snapshot.Service) Hash {
+	asked := svc.Scheduling
+	if asked == nil || asked.Scheduler != snapshot.Hash && asked.Scheduler != "sh" && asked.Scheduler != "mh" {
+		return NoHash
+	}
+	if asked.Port && svc.Affinity == 0 {
+		return HashAddrPort
+	}
+	return HashAddr
 }
 
 // NotScheduled says why IPVS does not choose the endpoint at a frontend although the Service asks for it.
@@ -120,7 +133,7 @@ func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 	return b.host.canTakeAddress(k, a)
 }
 
-// schedule records how the endpoints of a Service are weighted.
+// schedule records how the endpoints of a Service are chosen.
 func (b *builder) schedule(svc *snapshot.Service) {
 	b.scheduling, b.weights = b.host.scheduling(svc), nil
 	if svc.Scheduling != nil {
@@ -128,13 +141,31 @@ func (b *builder) schedule(svc *snapshot.Service) {
 	}
 }
 
-// endpoint returns a candidate as pools hold it. Its weight is its own, or that of its node, or 1.
-func (b *builder) endpoint(c *candidate) Endpoint {
-	ep := Endpoint{AddrPort: c.addr, Local: c.local}
-	if b.scheduling != nil {
-		ep.Weight = cmp.Or(c.Weight, b.weights[c.Node], 1)
+// partsOf returns an endpoint's share: its own weight, or that of its node, or the default.
+func (b *builder) partsOf(ep *snapshot.Endpoint) uint32 {
+	if ep.Weight.Given {
+		return ep.Weight.Parts
 	}
-	return ep
+	if n, ok := b.weights[ep.Node]; ok {
+		return snapshot.PartsOf(n)
+	}
+	return snapshot.DefaultParts
+}
+
+// weigh sets the weights of endpoints with some parts each, none of them 0. Equal parts are no weights, unless IPVS
+// may choose. Parts that are all hundreds, as Verdict's own annotations give them, are divided by hundred; others are
+// scaled down if they are too large for a weight.
+func (b *builder) weigh(endpoints []Endpoint, parts []uint32) {
+	if len(parts) == 0 || b.scheduling == nil && slices.Max(parts) == slices.Min(parts) {
+		return
+	}
+	by := uint32(snapshot.DefaultParts)
+	if slices.ContainsFunc(parts, func(n uint32) bool { return n%snapshot.DefaultParts != 0 }) {
+		by = 1 + slices.Max(parts)/(math.MaxUint16+1)
+	}
+	for i, n := range parts {
+		endpoints[i].Weight = uint16(max(n/by, 1))
+	}
 }
 
 // Scheduled returns the pool of a frontend from which IPVS chooses; nil if IPVS does not choose. A virtual service has

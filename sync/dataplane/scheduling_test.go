@@ -1,6 +1,8 @@
 package dataplane
 
 import (
+	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -29,28 +31,52 @@ func TestScheduling(t *testing.T) {
 	}
 }
 
-// TestWeights: an endpoint's own weight goes before that of its node, and where IPVS does not schedule there is none,
-// so that nothing changes by it.
+// TestWeights: an endpoint's own weight goes before that of its node, whoever chooses, and 0 drains. Equal weights are
+// no weights unless IPVS chooses. An endpoint without a weight has 100 of Cilium's.
 func TestWeights(t *testing.T) {
-	s := snapshot.New()
-	svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"),
-		Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}},
-		Scheduling: &snapshot.Scheduling{Scheduler: "wrr", Weights: map[string]uint16{"there": 5}}}
-	slice := &snapshot.Slice{Name: name("web-1"), Service: "web",
-		Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
-	for i, a := range addrs("10.244.9.1 10.244.9.2 10.244.9.3") {
-		slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Node: []string{"here", "there", "there"}[i],
-			Ready: true, Serving: true,
-			Weight: []uint16{0, 0, 7}[i]})
-	}
-	s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
-		Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
-	for mode, want := range map[IPVSMode][]uint16{IPVSAuto: {1, 5, 7}, IPVSNever: {0, 0, 0}} {
-		st, _ := Compute(Config{NodeName: "here", IPVS: IPVS{Mode: mode}}, s)
-		for i, ep := range st.Services[svc.Name].Ports[0].Cluster.Endpoints {
-			if ep.Weight != want[i] {
-				t.Errorf("mode %d: %v has weight %d, want %d", mode, ep.AddrPort, ep.Weight, want[i])
-			}
+	given := func(parts uint32) snapshot.Weight { return snapshot.Weight{Given: true, Parts: parts} }
+	none, third := [3]snapshot.Weight{}, [3]snapshot.Weight{2: given(700)}
+	for _, c := range []struct {
+		title string
+		mode  IPVSMode
+		nodes map[string]uint16
+		own   [3]snapshot.Weight
+		want  string
+	}{
+		{"of the node, and its own", IPVSAuto, map[string]uint16{"there": 5}, third, "1:1 2:5 3:7"},
+		{"without IPVS", IPVSNever, map[string]uint16{"there": 5}, third, "1:1 2:5 3:7"},
+		{"equal", IPVSNever, map[string]uint16{"there": 5, "here": 5}, none, "1:0 2:0 3:0"},
+		{"equal, and IPVS chooses", IPVSAuto,
+			map[string]uint16{"there": 5, "here": 5}, none, "1:5 2:5 3:5"},
+		{"a node drains", IPVSNever, map[string]uint16{"there": 0}, none, "1:0"},
+		{"all drain", IPVSAuto, map[string]uint16{"there": 0, "here": 0}, none, ""},
+		{"Cilium's", IPVSNever, nil, [3]snapshot.Weight{1: given(50)}, "1:100 2:50 3:100"},
+		{"too large together", IPVSNever, map[string]uint16{"here": 65535}, [3]snapshot.Weight{2: given(1)},
+			"1:65535 2:1 3:1"},
+	} {
+		s := snapshot.New()
+		svc := &snapshot.Service{Name: name("web"), ClusterIPs: addrs("10.96.0.1"),
+			Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}},
+			Scheduling: &snapshot.Scheduling{Scheduler: "wrr", Weights: c.nodes}}
+		slice := &snapshot.Slice{Name: name("web-1"), Service: "web",
+			Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+		for i, a := range addrs("10.244.9.1 10.244.9.2 10.244.9.3") {
+			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{Addr: a, Node: []string{"here", "there", "there"}[i],
+				Ready: true, Serving: true, Weight: c.own[i]})
+		}
+		s.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+			Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+		st, _ := Compute(Config{NodeName: "here", IPVS: IPVS{Mode: c.mode}}, s)
+		port := st.Services[svc.Name].Ports[0]
+		var got []string
+		for _, ep := range port.Cluster.Endpoints {
+			got = append(got, fmt.Sprintf("%d:%d", ep.Addr().As4()[3], ep.Weight))
+		}
+		if text := strings.Join(got, " "); text != c.want {
+			t.Errorf("%s: %s, want %s", c.title, text, c.want)
+		}
+		if len(port.Serving) != 3 {
+			t.Errorf("%s: earlier flows may keep %v", c.title, port.Serving)
 		}
 	}
 }

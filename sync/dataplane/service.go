@@ -15,6 +15,8 @@ type builder struct {
 	reserved   reserved
 	slices     []*snapshot.Slice
 	candidates []candidate
+	// parts are the shares of the endpoints of the pool that is being built.
+	parts []uint32
 	// index, if not nil, holds the slices that have each port.
 	index map[portKey][]slicePort
 	// maxPerPort is how many endpoints a port may have; overCapacity says that the Service has more.
@@ -81,6 +83,7 @@ func (b *builder) port(
 		Name:       PortName{Service: svc.Name, Port: p.Name, Protocol: p.Protocol},
 		Affinity:   svc.Affinity,
 		Scheduling: b.scheduling,
+		Hash:       hashOf(svc),
 		Frontends:  b.frontends(svc, p, f, clusterIP, sources),
 
 		SecondChance: b.host.secondChanceOf(svc, p),

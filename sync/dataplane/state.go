@@ -74,8 +74,10 @@ type ServicePort struct {
 	// Serving are the endpoints that earlier flows may keep: all that are ready or serving, whatever policy, topology,
 	// termination and ejection mean for new flows. Sorted by AddrPort and unique, it includes those of both pools.
 	Serving []Endpoint
-	// Scheduling makes IPVS choose the endpoint of a connection; nil means a random choice, which every backend can make.
+	// Scheduling makes IPVS choose the endpoint of a connection; nil means that the backend chooses.
 	Scheduling *Scheduling
+	// Hash is how the backend chooses wherever IPVS does not. A backend that cannot hash chooses at random.
+	Hash Hash
 	// SecondChance is what happens to endpoints that do not answer or refuse: SecondChanceOff, always for other protocols
 	// than TCP, SecondChanceObserve or SecondChanceOn.
 	SecondChance snapshot.SecondChance
@@ -93,6 +95,24 @@ type Scheduling struct {
 	// Port and Fallback are flags of sh and mh; see snapshot.Scheduling.
 	Port, Fallback bool
 }
+
+// Hash says which of a client's properties decide which endpoint it gets.
+type Hash uint8
+
+// The hashes.
+const (
+	// NoHash: none, the choice is random.
+	NoHash Hash = iota
+	// HashAddr: its address.
+	HashAddr
+	// HashAddrPort: its address and port. A ServicePort with Affinity never has this.
+	HashAddrPort
+)
+
+var hashNames = [...]string{"random", "hash", "hash,port"}
+
+// String returns the scheduler's name in annotations.
+func (h Hash) String() string { return hashNames[h] }
 
 // PortName identifies a service port.
 type PortName struct {
@@ -197,8 +217,8 @@ var fromNames = [...]string{"anyone", "pod", "node"}
 
 func (f From) String() string { return fromNames[f] }
 
-// Pool is a set of endpoints. Each endpoint has the same chance to get a connection. Pools are immutable, and many
-// Services share those without endpoints.
+// Pool is a set of endpoints. Each endpoint's chance to get a connection is its part of the sum of all weights. Pools
+// are immutable, and many Services share those without endpoints.
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint
@@ -217,7 +237,8 @@ type Endpoint struct {
 	netip.AddrPort
 	// Local endpoints run on this node.
 	Local bool
-	// Weight is the endpoint's share if the ServicePort has a Scheduling, at least 1; otherwise it means nothing.
+	// Weight is the endpoint's share relative to the others of its Pool. Either all in a Pool are at least 1, or all are
+	// 0, which means equal shares.
 	Weight uint16
 }
 

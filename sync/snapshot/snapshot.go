@@ -75,7 +75,7 @@ type Service struct {
 	Affinity time.Duration
 	// HealthCheckNodePort is 0 when there is none.
 	HealthCheckNodePort uint16
-	// Scheduling is what the Service's annotations ask of IPVS; nil means that there are none.
+	// Scheduling is how the Service's annotations want endpoints to be chosen; nil means that there are none.
 	Scheduling *Scheduling
 	// Counters is what the Service's annotation asks of the budget for counters.
 	Counters Counters
@@ -162,8 +162,8 @@ type Endpoint struct {
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
 	Ready, Serving, Terminating bool
-	// Weight is the endpoint's weight for IPVS, up to 65535; 0 means unset.
-	Weight uint16
+	// Weight is the endpoint's share of new connections, from an annotation of its slice.
+	Weight Weight
 }
 
 // Node is the node this proxy runs on.

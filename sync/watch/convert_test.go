@@ -96,22 +96,39 @@ func TestService(t *testing.T) {
 			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "nftables"} },
 			func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: "nftables"} }, nil},
 		{"an unknown scheduler", func(s *corev1.Service) {
-			s.Annotations = map[string]string{"verdict/scheduler": "best", "verdict/weights": "node-1=0,node-2,node-3=2"}
+			s.Annotations = map[string]string{"verdict/scheduler": "best", "verdict/weights": "node-1=-1,node-2,node-3=2"}
 		}, func(s *snapshot.Service) {
 			s.Scheduling = &snapshot.Scheduling{Weights: map[string]uint16{"node-3": 2}}
 		}, []string{
 			`Service default/web: metadata.annotations[verdict/scheduler]: ` +
-				`"best" is unknown: write one of nftables, rr, wrr, lc, wlc, fo, ovf, lblc, ` +
+				`"best" is unknown: write one of random, hash, nftables, rr, wrr, lc, wlc, fo, ovf, lblc, ` +
 				`lblcr, dh, sh, mh, sed, nq, twos`,
 			`Service default/web: metadata.annotations[verdict/weights]: ` +
-				`"node-1=0" is not a node's weight such as node-1=3; weights are 1 to 65535`,
+				`"node-1=-1" is not a node's weight such as node-1=3; weights are 0 to 65535`,
 			`Service default/web: metadata.annotations[verdict/weights]: ` +
-				`"node-2" is not a node's weight such as node-1=3; weights are 1 to 65535`,
+				`"node-2" is not a node's weight such as node-1=3; weights are 0 to 65535`,
 		}},
 		{"flags of a scheduler without",
 			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/scheduler": "lc,port"} },
 			func(*snapshot.Service) {}, []string{
-				"Service default/web: metadata.annotations[verdict/scheduler]: lc takes no flags; only sh and mh do"}},
+				"Service default/web: metadata.annotations[verdict/scheduler]: lc takes no flags; only hash, sh and mh do"}},
+		{"a flag of another scheduler",
+			func(s *corev1.Service) {
+				s.Annotations = map[string]string{"verdict-proxy.github.io/scheduler": "hash,fallback"}
+			},
+			func(*snapshot.Service) {}, []string{"Service default/web: " +
+				`metadata.annotations[verdict-proxy.github.io/scheduler]: "fallback" is not a flag of hash: write port`}},
+		{"by qualified names", func(s *corev1.Service) {
+			s.Annotations = map[string]string{"verdict-proxy.github.io/scheduler": "hash,port",
+				"verdict-proxy.github.io/weights": "node-1=0", "verdict/weights": "node-1=0"}
+		}, func(s *snapshot.Service) {
+			s.Scheduling = &snapshot.Scheduling{Scheduler: "hash", Port: true, Weights: map[string]uint16{"node-1": 0}}
+		}, nil},
+		{"by two names", func(s *corev1.Service) {
+			s.Annotations = map[string]string{"verdict-proxy.github.io/scheduler": "random", "verdict/scheduler": "lc"}
+		}, func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: "random"} }, []string{
+			`Service default/web: metadata.annotations[verdict/scheduler]: ` +
+				`"lc" is ignored: verdict-proxy.github.io/scheduler is given, too, with another value`}},
 		{"counted first", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "true"} },
 			func(s *snapshot.Service) { s.Counters = snapshot.CountersFirst }, nil},
 		{"never counted", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/counters": "false"} },
@@ -374,13 +391,29 @@ func TestSlice(t *testing.T) {
 		{"weighed", func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "7"} },
 			func(s *snapshot.Slice) {
 				for i := range s.Endpoints {
-					s.Endpoints[i].Weight = 7
+					s.Endpoints[i].Weight = snapshot.Weight{Given: true, Parts: 700}
 				}
 			}, nil},
+		{"weighed for Cilium",
+			func(s *discoveryv1.EndpointSlice) {
+				s.Annotations = map[string]string{"service.cilium.io/weight": "50"}
+			},
+			func(s *snapshot.Slice) {
+				for i := range s.Endpoints {
+					s.Endpoints[i].Weight = snapshot.Weight{Given: true, Parts: 50}
+				}
+			}, nil},
+		{"weighed for both, and drained", func(s *discoveryv1.EndpointSlice) {
+			s.Annotations = map[string]string{"service.cilium.io/weight": "50", "verdict-proxy.github.io/weight": "0"}
+		}, func(s *snapshot.Slice) {
+			for i := range s.Endpoints {
+				s.Endpoints[i].Weight.Given = true
+			}
+		}, nil},
 		{"weighed with too much",
 			func(s *discoveryv1.EndpointSlice) { s.Annotations = map[string]string{"verdict/weight": "70000"} },
 			func(*snapshot.Slice) {}, []string{
-				`EndpointSlice default/web-abc: metadata.annotations[verdict/weight]: "70000" is not a number from 1 to 65535`}},
+				`EndpointSlice default/web-abc: metadata.annotations[verdict/weight]: "70000" is not a number from 0 to 65535`}},
 		{"when it happened", func(s *discoveryv1.EndpointSlice) {
 			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-02T03:04:05.6Z"}
 		}, func(s *snapshot.Slice) { s.Triggered = time.Date(2026, 1, 2, 3, 4, 5, 6e8, time.UTC) }, nil},

@@ -34,11 +34,11 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 		return out
 	}
 	service("weights of commas",
-		func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat(",", 255_000) })
+		func(s *corev1.Service) { s.Annotations[annotationWeights.name] = strings.Repeat(",", 255_000) })
 	service("many wrong weights",
-		func(s *corev1.Service) { s.Annotations[annotationWeights] = strings.Repeat("a=0,", 4000) })
+		func(s *corev1.Service) { s.Annotations[annotationWeights.name] = strings.Repeat("a=-1,", 4000) })
 	service("many weights", func(s *corev1.Service) {
-		s.Annotations[annotationWeights] = strings.Join(many(50_000, "n%d=1"), ",")
+		s.Annotations[annotationWeights.name] = strings.Join(many(50_000, "n%d=1"), ",")
 	})
 	service("a long wish for counters", func(s *corev1.Service) { s.Annotations[annotationCounters] = long })
 	service("a long wish for a second chance",
@@ -46,9 +46,11 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	service("a long drain deadline", func(s *corev1.Service) { s.Annotations[annotationDrain] = long })
 	service("a long wish for a failover",
 		func(s *corev1.Service) { s.Annotations[annotationExternalFailover] = long })
-	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler] = long })
+	service("a long scheduler", func(s *corev1.Service) { s.Annotations[annotationScheduler.name] = long })
 	service("many flags of a scheduler",
-		func(s *corev1.Service) { s.Annotations[annotationScheduler] = "mh" + strings.Repeat(",port", 50_000) })
+		func(s *corev1.Service) {
+			s.Annotations[annotationScheduler.name] = "mh" + strings.Repeat(",port", 50_000)
+		})
 	service("wrong external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, long[:300]+"%d") })
 	service("many external IPs", func(s *corev1.Service) { s.Spec.ExternalIPs = many(50_000, "198.18.%d") })
 	service("many load balancer addresses", func(s *corev1.Service) {
@@ -92,7 +94,12 @@ func hostile() (services map[string]*corev1.Service, slices map[string]*discover
 	slice("a time that is none",
 		func(s *discoveryv1.EndpointSlice) { s.Annotations[corev1.EndpointsLastChangeTriggerTime] = long })
 	slice("a weight that is none",
-		func(s *discoveryv1.EndpointSlice) { s.Annotations[annotationWeight] = strings.Repeat("1", 250_000) })
+		func(s *discoveryv1.EndpointSlice) {
+			s.Annotations[annotationWeight.name] = strings.Repeat("1", 250_000)
+		})
+	slice("two weights", func(s *discoveryv1.EndpointSlice) {
+		s.Annotations[annotationWeight.name], s.Annotations[annotationWeight.older] = "1", long
+	})
 	slice("a type that is none", func(s *discoveryv1.EndpointSlice) { s.AddressType = discoveryv1.AddressType(long) })
 	slice("the same endpoint", func(s *discoveryv1.EndpointSlice) {
 		for range 1000 {

@@ -20,6 +20,8 @@ type Options struct {
 	NodePorts int
 	// Asking has some Services ask to be counted, or not to be, and to be scheduled by IPVS.
 	Asking bool
+	// Weights has some Services ask for a hash of the client, and some endpoints have weights.
+	Weights bool
 	// Odd has some Services at external IPs, at the node's own address, at a node port that is another frontend's port
 	// there, at cluster IPs outside of the ServiceCIDRs, and with some forty ports; and the Node without addresses.
 	Odd bool
@@ -83,6 +85,9 @@ func (c Cluster) Service(i int) *snapshot.Service {
 	if c.Asking {
 		c.asks(s)
 	}
+	if c.Weights {
+		c.weighs(s)
+	}
 	return s
 }
 
@@ -125,6 +130,16 @@ func (c Cluster) asks(s *snapshot.Service) {
 	}
 }
 
+func (c Cluster) weighs(s *snapshot.Service) {
+	switch n := c.IntN(6); {
+	case s.Scheduling != nil:
+	case n == 0:
+		s.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.Hash, Port: c.Yes()}
+	case n == 1:
+		s.Scheduling = &snapshot.Scheduling{Weights: map[string]uint16{"node-1": uint16(c.IntN(3)), "node-2": 2}}
+	}
+}
+
 // Slice gives a slice of the Service of a number, with other endpoints: part 0 has those of IPv4, part 1 those of IPv6.
 func (c Cluster) Slice(i, part int) *snapshot.Slice {
 	s := &snapshot.Slice{
@@ -150,6 +165,9 @@ func (c Cluster) Slice(i, part int) *snapshot.Slice {
 		e := snapshot.Endpoint{Addr: addr(fmt.Sprintf(format, n+1)), Ready: c.Yes(),
 			Node: fmt.Sprintf("node-%d", 1+c.IntN(2))}
 		e.Serving, e.Terminating = e.Ready || c.Yes(), !e.Ready && c.Yes()
+		if c.Weights && c.IntN(4) == 0 {
+			e.Weight = snapshot.Weight{Given: true, Parts: snapshot.PartsOf(uint16(c.IntN(20)))}
+		}
 		s.Endpoints = append(s.Endpoints, e)
 	}
 	return s

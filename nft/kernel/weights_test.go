@@ -1,0 +1,190 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// weighedService gives a Service of the matrix whose endpoints, all on the other node, have weights.
+func weighedService(c *lab.Cluster, number int, scheduling *snapshot.Scheduling, weights ...uint16) (
+	flowService, *dataplane.State,
+) {
+	s := flowService{number: number, state: endpointState{"weighed", nil, slices.Repeat([]condition{ready}, len(weights))}}
+	d := s.delta(c)
+	d.Services[s.name()].Scheduling = scheduling
+	for _, sl := range d.Slices {
+		for i := range sl.Endpoints {
+			sl.Endpoints[i].Weight = snapshot.Weight{Given: true, Parts: snapshot.PartsOf(weights[i])}
+		}
+	}
+	snap := snapshot.New()
+	snap.Apply(facts(c))
+	snap.Apply(d)
+	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
+	return s, st
+}
+
+// applyOnly has a backend hold a Service in the place of the one with the number before.
+func applyOnly(t testing.TB, b *Backend, st *dataplane.State, s flowService) {
+	t.Helper()
+	before := flowService{number: s.number - 1}
+	_, err := b.ApplyAll(st, dataplane.Change{Services: []snapshot.Name{s.name(), before.name()}, Globals: true})
+	labtest.Check(t, err)
+}
+
+// spray sends datagrams from pods to an address, each from a port of its own, without waiting for answers.
+func spray(t testing.TB, pods []*lab.Host, f ipfamily.Family, to netip.AddrPort, n int) {
+	t.Helper()
+	domain, at := unix.AF_INET, func(a netip.AddrPort) unix.Sockaddr {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	if f == ipfamily.IPv6 {
+		domain, at = unix.AF_INET6, func(a netip.AddrPort) unix.Sockaddr {
+			return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+		}
+	}
+	const ports = 60000
+	for done := 0; done < n; done += ports {
+		pod := pods[done/ports]
+		labtest.Check(t, pod.Do(func() error {
+			for i := range min(ports, n-done) {
+				fd, err := unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+				if err != nil {
+					return err
+				}
+				err = unix.Bind(fd, at(netip.AddrPortFrom(pod.IP(f), uint16(2000+i))))
+				if err == nil {
+					err = unix.Sendto(fd, []byte("hello\n"), 0, at(to))
+				}
+				unix.Close(fd)
+				if err != nil {
+					return fmt.Errorf("from port %d: %w", 2000+i, err)
+				}
+			}
+			return nil
+		}))
+	}
+}
+
+// counted gives how many connections each endpoint of a frontend has had, over all its slots.
+func counted(t testing.TB, b *Backend, f ipfamily.Family, at dataplane.Key) map[netip.AddrPort]int {
+	t.Helper()
+	listed, err := b.List()
+	labtest.Check(t, err)
+	l, pool := listed[f], uint32(0)
+	for _, e := range l.Elements[nft.Services] {
+		if e.FrontendKey() == at {
+			pool = e.PoolID()
+		}
+	}
+	out := map[netip.AddrPort]int{}
+	for _, e := range l.Elements[nft.Endpoints] {
+		if e.ID() == pool {
+			out[e.Target()] += int(e.Packets)
+		}
+	}
+	return out
+}
+
+// checkWeights sends connections through several Services with weights, and gives the chi-square of each.
+func checkWeights(t testing.TB, n int) map[string]float64 {
+	t.Helper()
+	c, b := proxied(t, lab.Config{LocalPods: 4, RemotePods: 3})
+	labtest.Check(t, c.Node.Sysctl("net/netfilter/nf_conntrack_udp_timeout", "1"))
+	chi := map[string]float64{}
+	number := 0
+	for _, weights := range [][]uint16{{1, 1, 1}, {3, 1}, {100, 1}, {2, 1, 0}} {
+		for _, f := range ipfamily.All {
+			number++
+			s, st := weighedService(c, number, nil, weights...)
+			applyOnly(t, b, st, s)
+			at := s.frontendOf(c, dataplane.ClusterIP, f)
+			spray(t, c.Pods, f, at, n)
+			got := counted(t, b, f, dataplane.Key{Addr: at.Addr(), Protocol: snapshot.UDP, Port: at.Port()})
+			sum, total, x := 0, 0, 0.0
+			for _, w := range weights {
+				sum += int(w)
+			}
+			for i, w := range weights {
+				k := got[netip.AddrPortFrom(c.RemotePods[i].IP(f), targetPort)]
+				total += k
+				if w == 0 {
+					if k != 0 {
+						t.Errorf("%v %v: the endpoint that drains got %d connections", f, weights, k)
+					}
+					continue
+				}
+				expected := float64(n) * float64(w) / float64(sum)
+				x += (float64(k) - expected) * (float64(k) - expected) / expected
+			}
+			if chi[fmt.Sprintf("%v %v", f, weights)] = x; total != n || x > 20 { // by chance once in 20,000 times
+				t.Errorf("%v %v: chi-square %.1f, %d of %d connections, %v", f, weights, x, total, n, got)
+			}
+		}
+	}
+	return chi
+}
+
+// TestWeights: each endpoint gets the share of its weight, in both families, and with the weight 0 nothing.
+func TestWeights(t *testing.T) { t.Log(checkWeights(t, 3000)) }
+
+// BenchmarkWeights does the same with 100,000 connections each, and reports the chi-squares.
+func BenchmarkWeights(b *testing.B) {
+	for b.Loop() {
+		for name, x := range checkWeights(b, 100_000) {
+			b.Logf("%s: chi-square %.2f", name, x)
+		}
+	}
+}
+
+// TestHash: a client's connections all go to the endpoint of the slot that ClientSlot gives, from other ports too
+// unless they are hashed; with several endpoints and in both families.
+func TestHash(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+	for number, port := range []bool{false, true} {
+		hash := dataplane.HashAddr
+		if port {
+			hash = dataplane.HashAddrPort
+		}
+		s, st := weighedService(c, number+1, &snapshot.Scheduling{Scheduler: snapshot.Hash, Port: port}, 1, 1, 2)
+		applyOnly(t, b, st, s)
+		listed, err := b.List()
+		labtest.Check(t, err)
+		seen := map[string]bool{}
+		for _, f := range ipfamily.All {
+			at := s.frontendOf(c, dataplane.ClusterIP, f)
+			table := map[uint32]netip.AddrPort{}
+			for _, e := range listed[f].Elements[nft.Endpoints] {
+				if e.Key()[4] == byte(snapshot.TCP) { // behind the pool's id
+					table[e.Slot()] = e.Target()
+				}
+			}
+			for _, pod := range c.Pods {
+				for source := range uint16(20) {
+					from := netip.AddrPortFrom(pod.IP(f), 20000+1000*uint16(number)+source)
+					r := pod.Dial(snapshot.TCP, at, lab.Options{From: from})
+					want := table[nft.ClientSlot(hash, from, uint32(len(table)))]
+					i := slices.IndexFunc(c.RemotePods, func(h *lab.Host) bool { return h.IP(f) == want.Addr() })
+					if i < 0 || r.Endpoint != c.RemotePods[i].Name {
+						t.Fatalf("%v, from %v of %d slots: %v, want %v", hash, from, len(table), r, want)
+					}
+					seen[r.Endpoint] = true
+				}
+			}
+		}
+		if len(seen) < 2 {
+			t.Errorf("%v: all clients got %v", hash, seen)
+		}
+	}
+}
