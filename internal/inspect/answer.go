@@ -148,9 +148,20 @@ func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Polic
 		v.NearMisses = append(v.NearMisses, NearMiss{n.Key, n.Claim.Port, n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
-	if x.Cause == dataplane.FrontendFound && x.Frontend.NotScheduled != dataplane.Schedulable {
-		a.Notes = append(a.Notes,
-			"the Service asks for IPVS, and nftables chooses the endpoint: "+x.Frontend.NotScheduled.String())
+	if x.Cause == dataplane.FrontendFound {
+		a.noteChoice(x)
+	}
+}
+
+// noteChoice says how the endpoint is chosen, if that is not as usual or not as the Service asks.
+func (a *Answer) noteChoice(x *dataplane.Explanation) {
+	how := x.Port.ChosenBy(x.Frontend.Routes[x.Row].Pool)
+	switch {
+	case x.Frontend.NotScheduled != dataplane.Schedulable:
+		a.Notes = append(a.Notes, "the Service asks for IPVS, and nftables chooses the endpoint "+how+": "+
+			x.Frontend.NotScheduled.String())
+	case how != dataplane.AtRandom:
+		a.Notes = append(a.Notes, "the endpoint is chosen "+how)
 	}
 }
 
@@ -199,10 +210,10 @@ func (a *Answer) fillFrontend(v *View, o *Objects) {
 // fillEndpoints fills in the endpoints that can be chosen, and the excluded ones.
 func (a *Answer) fillEndpoints(v *View, o *Objects) {
 	x := a.explanation
-	n := 0
+	total := 0
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
-			n++
+			total += c.Share()
 		}
 	}
 	for _, c := range x.Endpoints {
@@ -215,8 +226,8 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 			v.Excluded = append(v.Excluded, l)
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: 1 / float64(n), SourceSeen: &c.SourceSeen,
-			Source: a.source(c.SourceSeen, c.Addr()), Draining: c.Reason == dataplane.IncludedTerminating}
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: float64(c.Share()) / float64(total),
+			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()), Draining: c.Reason == dataplane.IncludedTerminating}
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
 		}
@@ -315,6 +326,8 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		return fmt.Sprintf("topology hints: for %s, and this node is in %s", orNone(c.Object.ForZones), x.Zone)
 	case dataplane.ExcludedDuplicate:
 		return "mentioned twice: the other mention counts"
+	case dataplane.ExcludedDrained:
+		return "its weight is 0: no new connections"
 	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
 		return unhealthyText(c.Unhealthy) + ", ejected on this node"
 	}

@@ -32,7 +32,7 @@ func (e clusterEvents) invalid(text string) {
 func (e clusterEvents) unscheduled(r *dataplane.Refused) {
 	for _, n := range firstServices(r) {
 		e.Emit(watch.Event{Warning: true, Reason: "NotScheduled", Action: "Schedule", Service: n,
-			Note: "nftables chooses the endpoints: " + r.Services[n].Error()})
+			Note: "nftables chooses the endpoints " + r.ChosenInstead(n) + ": " + r.Services[n].Error()})
 	}
 }
 

@@ -381,10 +381,14 @@ func (c *compiler) recentMask() string {
 
 // pool writes the chain that chooses an endpoint: who was here before goes where it was, all others to any of them.
 func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
-	type choice struct{ text, chain string }
-	choices := make([]choice, len(p.Endpoints))
+	type choice struct {
+		text, chain string
+		share       int
+	}
+	choices, left := make([]choice, len(p.Endpoints)), 0
 	for i, ep := range p.Endpoints {
-		choices[i] = choice{ep.AddrPort.String(), endpointChain(c.sp.Name, ep.AddrPort)}
+		choices[i] = choice{ep.AddrPort.String(), endpointChain(c.sp.Name, ep.AddrPort), ep.Share()}
+		left += ep.Share()
 	}
 	slices.SortFunc(choices, func(a, b choice) int { return strings.Compare(a.text, b.text) })
 	rules := masquerade
@@ -397,18 +401,19 @@ func (c *portCompiler) pool(p *dataplane.Pool, masquerade []rule) {
 	}
 	for i, ch := range choices {
 		after := " -j " + ch.chain
-		if left := len(choices) - i; left > 1 {
-			after = " -m statistic --mode random --probability " + probability(left) + after
+		if i < len(choices)-1 {
+			after = " -m statistic --mode random --probability " + probability(ch.share, left) + after
 		}
+		left -= ch.share
 		rules = append(rules, c.rule("", c.name+" -> "+ch.text, after))
 	}
 	c.chain(c.poolChain(p), rules)
 }
 
-// probability gives one part of n as the kernel has it, which counts in parts of 2^31, and iptables-save prints it.
-func probability(n int) string {
+// probability gives a share of n as the kernel has it, which counts in parts of 2^31, and iptables-save prints it.
+func probability(share, n int) string {
 	const one = 1 << 31
-	p, _ := strconv.ParseFloat(fmt.Sprintf("%.10f", 1/float64(n)), 64)
+	p, _ := strconv.ParseFloat(fmt.Sprintf("%.10f", float64(share)/float64(n)), 64)
 	return fmt.Sprintf("%.11f", float64(uint32(p*one+0.5))/one)
 }
 

@@ -191,11 +191,11 @@ func (w *tracer) rule(table Table, r *savedRule, t packetState) (on, back []pack
 		return []packetState{t}, nil, nil
 	}
 	w.addStep(step)
-	if c.chance > 1 {
+	if c.of > 0 {
 		rest := t
-		rest.share, rest.of = t.share*(c.chance-1), t.of*c.chance
+		rest.share, rest.of = t.share*(c.of-c.chance), t.of*c.of
 		rest.reduce()
-		t.of *= c.chance
+		t.share, t.of = t.share*c.chance, t.of*c.of
 		t.reduce()
 		on = append(on, rest)
 	}
@@ -236,13 +236,33 @@ func (w *tracer) addUnclear(format string, args ...any) {
 	}
 }
 
-// reduce shortens the fraction of the chance.
+// reduce shortens the fraction of the chance, and rounds it if it would become too long for another factor.
 func (t *packetState) reduce() {
 	a, b := t.share, t.of
 	for b != 0 {
 		a, b = b, a%b
 	}
 	t.share, t.of = t.share/a, t.of/a
+	for t.of > math.MaxInt32 {
+		t.share, t.of = max(t.share/2, 1), t.of/2
+	}
+}
+
+// fractionOf returns the shortest fraction that iptables-save prints as a probability, by its continued fraction.
+func fractionOf(p float64) (share, of int) {
+	const precision = 1.0 / (1 << 31)
+	share, of = 1, 0
+	lastShare, lastOf, rest := 0, 1, p
+	for range 32 {
+		whole := int(rest)
+		share, lastShare = whole*share+lastShare, share
+		of, lastOf = whole*of+lastOf, of
+		if math.Abs(float64(share)/float64(of)-p) <= precision || rest == float64(whole) {
+			break
+		}
+		rest = 1 / (rest - float64(whole))
+	}
+	return share, of
 }
 
 // addDNATEnding records that a packet is sent to an endpoint. It is masqueraded when it leaves, if it leaves.
@@ -327,11 +347,11 @@ type conditions struct {
 	notState                  bool
 	hasMark, notMark          bool
 	ifMark, ifMask            uint32
-	// chance is 1 of that many packets; 0 means all.
-	chance int
-	recent string
-	list   string
-	within time.Duration
+	// chance of that many packets match; 0 of 0 means all.
+	chance, of int
+	recent     string
+	list       string
+	within     time.Duration
 
 	target              string
 	markValue, markMask uint32
@@ -409,7 +429,7 @@ func (c *conditions) chooses(word, next string) (used int, err error) {
 		if err != nil || p <= 0 || p > 1 {
 			return 0, errUnknown
 		}
-		c.chance = int(math.Round(1 / p))
+		c.chance, c.of = fractionOf(p)
 	case "--rcheck", "--set":
 		c.recent = word
 		return 0, nil

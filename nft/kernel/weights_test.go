@@ -54,7 +54,7 @@ func spray(t testing.TB, pods []*lab.Host, f ipfamily.Family, to netip.AddrPort,
 			return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
 		}
 	}
-	const ports = 60000
+	const first, ports = 10000, 50000 // past those of the servers
 	for done := 0; done < n; done += ports {
 		pod := pods[done/ports]
 		labtest.Check(t, pod.Do(func() error {
@@ -63,13 +63,13 @@ func spray(t testing.TB, pods []*lab.Host, f ipfamily.Family, to netip.AddrPort,
 				if err != nil {
 					return err
 				}
-				err = unix.Bind(fd, at(netip.AddrPortFrom(pod.IP(f), uint16(2000+i))))
+				err = unix.Bind(fd, at(netip.AddrPortFrom(pod.IP(f), uint16(first+i))))
 				if err == nil {
 					err = unix.Sendto(fd, []byte("hello\n"), 0, at(to))
 				}
 				unix.Close(fd)
 				if err != nil {
-					return fmt.Errorf("from port %d: %w", 2000+i, err)
+					return fmt.Errorf("from port %d: %w", first+i, err)
 				}
 			}
 			return nil

@@ -73,22 +73,22 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	const there, not = "an endpoint", "none of the endpoints"
 	_, stuck := t.Bound()
 	stuck = stuck || x.Port.Hash == HashAddr // its address leads to one endpoint
-	chances, of := map[netip.AddrPort]int{}, 1
+	chances := map[netip.AddrPort]chance{}
 	masquerade := map[netip.AddrPort]bool{}
 	for _, e := range t.Endings {
 		if e.Outcome == Sent {
-			chances[e.Endpoint] += e.Share
-			of, masquerade[e.Endpoint] = e.Of, e.Masquerade
+			chances[e.Endpoint] = chances[e.Endpoint].plus(e.Share, e.Of)
+			masquerade[e.Endpoint] = e.Masquerade
 		}
 	}
 	total := 0
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
-			total += c.share()
+			total += c.Share()
 		}
 	}
 	for _, c := range x.Endpoints {
-		chance, held := chances[c.AddrPort]
+		has, held := chances[c.AddrPort]
 		if !c.Reason.Included() {
 			continue
 		}
@@ -96,9 +96,9 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 		switch {
 		case !held && !stuck:
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: there, Kernel: not})
-		case held && !stuck && !alike(chance, of, c.share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
+		case held && !stuck && !has.alike(c.Share(), total, c.Weight > 0 || x.Port.Hash != NoHash):
 			out = append(out, Disagreement{Endpoint: c.AddrPort,
-				Objects: fmt.Sprintf("%d of %d connections", c.share(), total), Kernel: fmt.Sprintf("%d of %d", chance, of)})
+				Objects: fmt.Sprintf("%d of %d connections", c.Share(), total), Kernel: fmt.Sprintf("%d of %d", has.share, has.of)})
 		case held && masquerade[c.AddrPort] != c.SourceSeen.Node():
 			out = append(out, Disagreement{Endpoint: c.AddrPort, Objects: seesText(c.SourceSeen.Node()),
 				Kernel: seesText(masquerade[c.AddrPort])})
@@ -111,17 +111,27 @@ func (t *Trace) endpointDisagreements(x *Explanation) (out []Disagreement) {
 	return out
 }
 
-// share is the endpoint's weight, for the sum over its pool.
-func (e *Endpoint) share() int { return max(int(e.Weight), 1) }
+// chance is a share of all connections. The zero chance is none.
+type chance struct{ share, of int }
 
-// alike reports whether two chances are the same. A rounded one may be off by less than one of the parts into which the
-// kernel divides all connections, or by one per cent.
-func alike(chance, of, share, total int, rounded bool) bool {
-	off := chance*total - share*of
+func (c chance) plus(share, of int) chance {
+	switch c.of {
+	case 0:
+		return chance{share, of}
+	case of:
+		return chance{c.share + share, of}
+	}
+	return chance{c.share*of + share*c.of, c.of * of}
+}
+
+// alike reports whether a chance is a share of a total. A rounded one may be off by less than one of the parts into
+// which the kernel divides all connections, or by one per cent.
+func (c chance) alike(share, total int, rounded bool) bool {
+	off := c.share*total - share*c.of
 	if off < 0 {
 		off = -off
 	}
-	return off == 0 || rounded && (off < total || 100*off <= share*of)
+	return off == 0 || rounded && (off < total || 100*off <= share*c.of)
 }
 
 func seesText(node bool) string {

@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -17,7 +18,12 @@ type Refused struct {
 	// Scheduling says that only their Scheduling was rejected: without it (Service.Unscheduled) the Services would be
 	// accepted.
 	Scheduling bool
+	// Instead says how the backend chooses for them, as ChosenBy does; a Service that is not here has a random choice.
+	Instead map[snapshot.Name]string
 }
+
+// ChosenInstead returns how the backend chooses the endpoints of a Service whose Scheduling was rejected.
+func (r *Refused) ChosenInstead(n snapshot.Name) string { return cmp.Or(r.Instead[n], AtRandom) }
 
 // maxRefused bounds how many Services an error names: the kernel often rejects the same of all.
 const maxRefused = 8

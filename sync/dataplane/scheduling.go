@@ -141,6 +141,38 @@ func (b *builder) schedule(svc *snapshot.Service) {
 	}
 }
 
+// Share is the endpoint's part of the sum over its pool: its weight, or 1.
+func (e *Endpoint) Share() int { return max(int(e.Weight), 1) }
+
+// AtRandom is what ChosenBy says of a random choice with equal chances.
+const AtRandom = "at random"
+
+// ChosenBy returns how the backend chooses from one of the port's pools, to follow "chooses the endpoint".
+func (sp *ServicePort) ChosenBy(p *Pool) string {
+	weighted := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Weight != p.Endpoints[0].Weight })
+	hash := "by a hash of the client's address"
+	how := [...]string{AtRandom, hash, hash + " and port"}[sp.Hash]
+	if len(p.Endpoints) < 2 {
+		return AtRandom
+	}
+	if weighted {
+		how += ", by weight"
+	}
+	return how
+}
+
+// ChosenBy returns how the backend chooses from the first pool of a Service that has a choice. The Service may be nil.
+func (s *Service) ChosenBy() string {
+	for _, sp := range s.ports() {
+		for _, p := range [...]*Pool{sp.Cluster, sp.Local} {
+			if len(p.Endpoints) > 1 {
+				return sp.ChosenBy(p)
+			}
+		}
+	}
+	return AtRandom
+}
+
 // partsOf returns an endpoint's share: its own weight, or that of its node, or the default.
 func (b *builder) partsOf(ep *snapshot.Endpoint) uint32 {
 	if ep.Weight.Given {

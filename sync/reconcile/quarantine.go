@@ -210,7 +210,9 @@ func (l *Loop) unschedule(refused *dataplane.Refused) (progress bool) {
 	if news != nil {
 		l.Log.Warn("IPVS does not schedule these Services; nftables chooses their endpoints until it does",
 			"services", len(news), "such as", suchAs(news), "err", why)
-		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, refused)
+		named := *refused
+		named.Instead = l.chosenInstead(refused.Services)
+		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled }, &named)
 	}
 	return progress
 }

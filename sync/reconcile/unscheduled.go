@@ -40,8 +40,17 @@ func (l *Loop) reportUnscheduled(change dataplane.Change, before []*dataplane.Se
 	}
 	if len(news) > 0 {
 		notify(l, func(h *Listener) func(*dataplane.Refused) { return h.Unscheduled },
-			&dataplane.Refused{Services: news, Scheduling: true})
+			&dataplane.Refused{Services: news, Scheduling: true, Instead: l.chosenInstead(news)})
 	}
+}
+
+// chosenInstead returns how the backend chooses the endpoints of Services that IPVS does not schedule.
+func (l *Loop) chosenInstead(of map[snapshot.Name]error) map[snapshot.Name]string {
+	out := make(map[snapshot.Name]string, len(of))
+	for n := range of {
+		out[n] = l.Planner.State().Services[n].ChosenBy()
+	}
+	return out
 }
 
 // updateNotScheduled updates the list of Services that get no IPVS at all. why holds every Service whose reason
