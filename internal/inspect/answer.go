@@ -226,8 +226,10 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 			v.Excluded = append(v.Excluded, l)
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Chance: float64(c.Share()) / float64(total),
-			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()), Draining: c.Reason == dataplane.IncludedTerminating}
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node,
+			Chance:     float64(c.Share()) / float64(total),
+			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()),
+			Draining: c.Reason == dataplane.IncludedTerminating}
 		if v.Scheduler != "" {
 			e.Chance, e.Weight = 0, int(c.Weight)
 		}
