@@ -188,3 +188,60 @@ func TestHash(t *testing.T) {
 		}
 	}
 }
+
+// BenchmarkSlots changes one of ten endpoints of a Service in one family, and reports the elements written for it, the
+// slots there are, and about what they take in the kernel.
+func BenchmarkSlots(b *testing.B) {
+	for _, c := range []struct {
+		name       string
+		scheduling *snapshot.Scheduling
+		weights    []uint16
+	}{
+		{"equal", nil, []uint16{1}},
+		{"weights", nil, []uint16{30, 17}},
+		{"large weights", nil, []uint16{65535, 40001, 11, 7}},
+		{"hash", &snapshot.Scheduling{Scheduler: snapshot.Hash}, []uint16{1}},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			_, backend := host(b)
+			memory, err := labtest.NewMemory(b)
+			labtest.Check(b, err)
+			memory.Enter(b)
+			snap := snapshot.New()
+			svc := &snapshot.Service{Name: snapshot.Name{Namespace: "default", Name: "web"}, Scheduling: c.scheduling,
+				ClusterIPs: []netip.Addr{netip.MustParseAddr("10.96.0.1")},
+				Ports:      []snapshot.Port{{Protocol: snapshot.TCP, Port: 80}}}
+			state := func(last int) *dataplane.State {
+				sl := &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: "web-1"}, Service: "web",
+					Ports: []snapshot.SlicePort{{Protocol: snapshot.TCP, Port: 8080}}}
+				for i := range 10 {
+					if i == 9 {
+						i = last
+					}
+					sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 244, 1, byte(i)}),
+						Ready: true, Serving: true, Weight: snapshot.Weight{Given: true,
+							Parts: snapshot.PartsOf(c.weights[i%len(c.weights)])}})
+				}
+				snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
+					Slices: map[snapshot.Name]*snapshot.Slice{sl.Name: sl}})
+				st, _ := dataplane.Compute(dataplane.Config{NodeName: "node"}, snap)
+				return st
+			}
+			apply(b, backend, &dataplane.State{})
+			before := memory.Kernel(b)
+			_, err = backend.ApplyAll(state(9), dataplane.Change{Services: []snapshot.Name{svc.Name}})
+			labtest.Check(b, err)
+			b.Logf("%d bytes of kernel memory", memory.Kernel(b)-before)
+			states := [2]*dataplane.State{state(10), state(9)}
+			written, n := 0, 0
+			for b.Loop() {
+				r, err := backend.ApplyAll(states[n%2], dataplane.Change{Services: []snapshot.Name{svc.Name}})
+				labtest.Check(b, err)
+				written += r.Added + r.Removed + r.Replaced
+				n++
+			}
+			b.ReportMetric(float64(written)/float64(n), "elements/op")
+			b.ReportMetric(float64(backend.model.Count(ipfamily.IPv4, nft.Endpoints)), "slots")
+		})
+	}
+}
