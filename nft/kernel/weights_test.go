@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -185,6 +186,37 @@ func TestHash(t *testing.T) {
 		}
 		if len(seen) < 2 {
 			t.Errorf("%v: all clients got %v", hash, seen)
+		}
+	}
+}
+
+// TestHashIsListed: every nft lists a chain that hashes as Verdict prints it, and loads what it listed. A new process
+// writes nothing.
+func TestHashIsListed(t *testing.T) {
+	c, b := proxied(t, lab.Config{LocalPods: 1, RemotePods: 2})
+	for number, port := range []bool{false, true} {
+		s, st := weighedService(c, number+1, &snapshot.Scheduling{Scheduler: snapshot.Hash, Port: port}, 1, 1)
+		applyOnly(t, b, st, s)
+		id := nft.ChainID{Kind: nft.PickHash, N: 4093}
+		if port {
+			id.Kind = nft.PickHashPort
+		}
+		listed, err := b.List()
+		labtest.Check(t, err)
+		for _, n := range labtest.Nfts(t) {
+			for _, f := range ipfamily.All {
+				chain, ok := nft.ChainNamed(listed[f].Table, nft.Structure{}, id.Name())
+				text := labtest.Run(t, c.Node, "", n.Path, "list", "chain", f.NFT(), nft.TableName, id.Name())
+				if want := chain.Rules[0].Text(f); !ok || !strings.Contains(text, "\t\t"+want+"\n") {
+					t.Errorf("%s, %v: %s\nwant %s", n.Path, f, text, want)
+				}
+				all := labtest.Run(t, c.Node, "", n.Path, "list", "table", f.NFT(), nft.TableName)
+				labtest.Run(t, c.Outside, all, n.Path, "-c", "-f", "-")
+			}
+		}
+		b = open(t, c.Node, Options{})
+		if r, err := b.Apply(st, dataplane.Change{}); err != nil || r.Added+r.Removed+r.Replaced > 0 {
+			t.Errorf("%v: a new process writes: %+v, %v", id.Name(), r, err)
 		}
 	}
 }
