@@ -91,9 +91,9 @@ func (c *ipvsChoice) warnSchedulerIgnored(d snapshot.Delta) {
 		return
 	}
 	for name, svc := range d.Services {
-		if svc != nil && svc.AsksForIPVS() {
+		if svc != nil && (svc.AsksForIPVS() || svc.Scheduling != nil && svc.Scheduling.Scheduler == snapshot.Hash) {
 			c.warnOnce.Do(func() {
-				c.log.Warn(c.backend+" chooses the endpoints of Services at random, also of those that ask for a scheduler of IPVS",
+				c.log.Warn(c.backend+" chooses the endpoints of Services at random, also of those that ask for a scheduler",
 					"service", name.String(), "scheduler", svc.Scheduling.Scheduler)
 			})
 		}

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"net/netip"
 	"slices"
-	"time"
 
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -65,12 +64,12 @@ func (p *Pool) ejected(a netip.AddrPort) bool {
 }
 
 // retryRefused reports whether a refused connection to a pool may be tried again at another endpoint. With session
-// affinity the client would come back to the same one, so none may be unhealthy.
-func (b *builder) retryRefused(p *Pool, affinity time.Duration) bool {
+// affinity or a hash the client would come back to the same one, so none may be unhealthy.
+func (b *builder) retryRefused(p *Pool, bound bool) bool {
 	if len(p.Endpoints) < 2 {
 		return false
 	}
-	if affinity > 0 {
+	if bound {
 		return !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return b.unhealthy(e.AddrPort) != nil })
 	}
 	return slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool {

@@ -160,6 +160,24 @@ func TestEjectionFollowsHealth(t *testing.T) {
 	}
 }
 
+// TestRetryWithHash: a client whose hash leads to an endpoint that refuses comes back to it, so its connection is tried
+// again only while no endpoint is known to be unhealthy.
+func TestRetryWithHash(t *testing.T) {
+	for scheduler, want := range map[string][2]bool{snapshot.Random: {true, true}, snapshot.Hash: {true, false}} {
+		svc := webService("a", "10.96.0.1")
+		svc.Scheduling = &snapshot.Scheduling{Scheduler: scheduler}
+		s := openShop(t, Config{SecondChance: snapshot.SecondChanceOn}, svc, sliceOf("a", "a-1",
+			endpoint("10.244.9.1", "x"), endpoint("10.244.9.2", "x"), endpoint("10.244.9.3", "x"),
+			endpoint("10.244.9.4", "x")))
+		for i, text := range []string{"", "1:r1 2:r2 3:r3"} { // of which one is kept
+			s.p.Apply(s.s, s.s.Apply(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{name("a"): sick(text)}}))
+			if got := s.p.State().Services[name("a")].Ports[0].Cluster.RetryRefused; got != want[i] {
+				t.Errorf("%s, unhealthy %q: tried again: %v", scheduler, text, got)
+			}
+		}
+	}
+}
+
 // TestEjectLaws compares random pools with the rules, spelled out the slow way, in any order of the slices.
 func TestEjectLaws(t *testing.T) {
 	r := rand.New(rand.NewPCG(11, 12))

@@ -123,7 +123,7 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	for _, pool := range [...]*Pool{sp.Cluster, sp.Local} {
 		if len(pool.Endpoints) > 0 {
 			b.eject(pool)
-			pool.RetryRefused = b.retryRefused(pool, sp.Affinity)
+			pool.RetryRefused = b.retryRefused(pool, sp.Affinity > 0 || sp.Hash != NoHash)
 		}
 	}
 }
