@@ -21,7 +21,7 @@ func Compute(cfg Config, s *snapshot.Snapshot) (*State, []Conflict) {
 		}
 		st.Services[n] = svc
 	}
-	for _, n := range b.budget.balance(&b.host.ipvs) {
+	for _, n := range b.balance() {
 		st.Services[n] = b.service(s, n)
 	}
 	for _, svc := range st.Services {

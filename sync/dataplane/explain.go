@@ -231,15 +231,12 @@ func (e *explainer) origin() Origin {
 	return o
 }
 
-// fillBudget records what Services ask of IPVS, in the namespaces of the Services that name the address or the node
-// port.
+// fillBudget records what Services ask of the budgets, in the namespaces of the Services that name the address or the
+// node port.
 func (e *explainer) fillBudget() {
-	if e.host.ipvs.Mode != IPVSAuto {
-		return
-	}
 	asking := map[string]bool{}
 	for n, svc := range e.s.Services {
-		if names, nodePort := referencesKey(svc, e.x.Question.Key); (names || nodePort) && svc.AsksForIPVS() {
+		if names, nodePort := referencesKey(svc, e.x.Question.Key); (names || nodePort) && e.asks(n, svc) {
 			asking[n.Namespace] = true
 		}
 	}
@@ -247,11 +244,24 @@ func (e *explainer) fillBudget() {
 		return
 	}
 	for n, svc := range e.s.Services {
-		if asking[n.Namespace] && svc.AsksForIPVS() {
+		if asking[n.Namespace] && e.asks(n, svc) {
 			e.service(e.s, n)
 		}
 	}
-	e.budget.balance(&e.host.ipvs)
+	e.balance()
+}
+
+// asks reports whether a Service may ask something of the budgets.
+func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
+	if svc.Scheduling != nil {
+		return true
+	}
+	for _, sl := range e.s.Slices[n] {
+		if slices.ContainsFunc(sl.Endpoints, func(ep snapshot.Endpoint) bool { return ep.Weight.Given }) {
+			return true
+		}
+	}
+	return false
 }
 
 // claimants finds the Services that name the address or the node port, and the frontend that wins.

@@ -13,6 +13,9 @@ import (
 
 // TestExplainAgreesWithCompute asks at random in random clusters. Whatever Explain says, Compute's State must do.
 func TestExplainAgreesWithCompute(t *testing.T) {
+	usual := slotLimits
+	slotLimits.MaxPerNamespace = 2 * hashSlots
+	defer func() { slotLimits = usual }()
 	r := rand.New(rand.NewPCG(7, 8))
 	causes, reasons, sees, left := map[Cause]int{}, map[Reason]int{}, map[SourceSeen]int{}, map[NotScheduled]int{}
 	for range 1600 {

@@ -92,6 +92,7 @@ func (p *Planner) Apply(s *snapshot.Snapshot, c snapshot.Change) (Change, []Conf
 	u := update{Planner: p, snapshot: s}
 	if all {
 		u.build.budget.recheckAll()
+		u.build.slots.recheckAll()
 		u.reconsiderAll()
 	} else {
 		u.reconsider(names)
@@ -259,7 +260,7 @@ func (u *update) resolve() {
 
 // rebalance rewrites Services that IPVS starts or stops scheduling because of what other Services ask for.
 func (u *update) rebalance() {
-	for _, n := range u.build.budget.balance(&u.build.host.ipvs) {
+	for _, n := range u.build.balance() {
 		u.resolveOne(move{n, u.state.Services[n], u.build.service(u.snapshot, n)})
 	}
 }

@@ -90,6 +90,9 @@ const (
 	// WithAffinity: IPVS remembers every client of a Service with session affinity, without a bound. Only the operator can
 	// ask for that, with IPVSAlways. All frontends of the Service have this reason.
 	WithAffinity
+	// SlotsFull: with this Service, the Services of its namespace ask for more than MaxSlotsPerNamespace slots. All its
+	// frontends have this reason.
+	SlotsFull
 )
 
 var notScheduledTexts = [...]string{
@@ -100,6 +103,8 @@ var notScheduledTexts = [...]string{
 	"it asks IPVS for too many virtual services and destinations",
 	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
 	"it has session affinity, for which IPVS would remember every client, without a bound",
+	"with the older Services of its namespace, it asks for too many slots by weights and hashes; " +
+		"its endpoints have equal chances",
 }
 
 // WholeService reports whether the reason applies to all of a Service.

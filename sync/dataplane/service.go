@@ -29,13 +29,15 @@ type builder struct {
 	weights    map[string]uint16
 	// budget records what all Services ask of IPVS.
 	budget budget
+	// slots records what all Services ask of the slots of their namespaces.
+	slots budget
 }
 
 // service returns what a Service of the snapshot asks for; nil if it is gone or has no port.
 func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	svc := s.Services[n]
 	if svc == nil {
-		b.budget.forget(n)
+		b.forget(n)
 		return nil
 	}
 	b.loadSlices(svc, s.Slices[n])
@@ -58,12 +60,13 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 		}
 	}
 	if len(out.Ports) == 0 {
-		b.budget.forget(n)
+		b.forget(n)
 		return nil
 	}
 	out.OverCapacity = b.overCapacity
 	b.edge(out)
 	b.applyBudget(out, svc)
+	b.applySlotBudget(out, svc)
 	return out
 }
 
