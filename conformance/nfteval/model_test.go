@@ -51,7 +51,9 @@ func (r run) Run() int {
 	}
 	defer os.RemoveAll(dir)
 	program = filepath.Join(dir, "verdict")
-	if out, err := exec.Command("go", "build", "-o", program, root+"/cmd/verdict").CombinedOutput(); err != nil {
+	build := exec.Command("go", "build", "-o", program, "./cmd/verdict")
+	build.Dir = root // a module of its own
+	if out, err := build.CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "go build: %v\n%s", err, out)
 		return 1
 	}
