@@ -29,7 +29,9 @@ func retry(st *dataplane.State, yes bool) {
 			}
 			sp.SecondChance = snapshot.SecondChanceOn
 			for _, p := range []*dataplane.Pool{sp.Cluster, sp.Local} {
-				p.RetryRefused = yes && len(p.Endpoints) > 1
+				if len(p.Endpoints) > 1 { // those without endpoints are everybody's
+					p.RetryRefused = yes
+				}
 			}
 		}
 	}
