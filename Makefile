@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail on a kernel without IPVS, unless this variable says so. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs fuzz matrix soak cross image cluster clean
+.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs fuzz matrix soak cross image release release-check cluster cluster-up cluster-down cluster-test clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,20 +49,23 @@ tools:
 lint: ## run gofmt, go vet and staticcheck, and compile for arm64
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
 	$(GO) vet -tags peers ./...
+	$(GO) vet -tags man ./cmd/verdict
 	$(GO) tool staticcheck -tags peers ./...
 	check=$$($(GO) tool -n staticcheck) && \
-	for module in conformance deploy/test; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
+	for module in conformance deploy/test deploy/release; do (cd $$module && $(GO) vet -tags peers ./... && $$check -tags peers ./...) || exit; done
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) build -o /dev/null ./cmd/verdict
 
 race: ## run all tests with the race detector
 	$(GO) test -race -timeout 30m ./...
 	cd conformance && $(GO) test -race ./...
 	cd deploy/test && $(GO) test ./...
+	cd deploy/release && $(GO) test ./...
 
 unit: tools ## run all tests without the race detector
 	$(GO) test ./...
 	cd conformance && $(GO) test ./...
 	cd deploy/test && $(GO) test ./...
+	cd deploy/release && $(GO) test ./...
 
 once: ## run each benchmark once, and the test of memory, which the race detector would distort
 	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/benchmark
@@ -123,8 +126,8 @@ IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
 conformance-ipvs: ## run the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
 	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
 
-bench-ipvs: ## measure 10,000 Services through IPVS, on Linux 6.12 under QEMU
-	internal/guest/bench 6.12 10000
+bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linux 6.12 under QEMU
+	internal/guest/bench 6.12 1000,10000 -scale.rounds 5
 
 soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
@@ -137,9 +140,30 @@ IMAGE ?= verdict:dev
 image: ## build the container image, with buildah or docker
 	$$(command -v buildah || command -v docker) build -t $(IMAGE) .
 
+release: ## make packages, image, chart and all else of a release from the last commit, into bin/release: VERSION=v0.2.0
+	$(GO) run -C deploy/release . --version '$(VERSION)' --out $(abspath $(BIN))/release
+
+# The second build is of a clone in another directory.
+release-check: release ## the same, twice: every byte must be equal
+	deploy/release/check '$(VERSION)' $(abspath $(BIN))/release
+
 cluster: tools ## test deploy/ at a real API server, and iptables rules against a real kube-proxy's, after building both
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
-	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim
+	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/compare
+
+# Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.
+REAL_CLUSTER = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/cluster ./cmd/cluster && $(BIN)/cluster
+
+cluster-up: tools ## start a real cluster of three nodes with Verdict on this machine: docs/TESTING.md
+	@internal/guest/install containerd runc containernetworking-plugins buildah
+	$(REAL_CLUSTER) up
+
+CLUSTER_TEST ?=
+cluster-test: cluster-up ## and tell stories on it under clients: migration, upgrades, deaths, reboot; flags in CLUSTER_TEST
+	$(BIN)/cluster test $(CLUSTER_TEST)
+
+cluster-down: ## end it
+	$(REAL_CLUSTER) down
 
 clean:
 	rm -rf $(BIN)

@@ -228,7 +228,7 @@ func (b *Backend) adoptOrStart() error {
 	if err := b.ipvs.open(); err != nil {
 		return b.refuseAll(err)
 	}
-	have, err := readContents(bulk{&b.ipvs}, b.have)
+	have, err := b.readContents()
 	if err != nil {
 		return err
 	}
@@ -248,6 +248,17 @@ func (b *Backend) adoptOrStart() error {
 	b.progress = checkProgress{strayRoutes: true}
 	b.active, b.stale = true, false
 	return b.readDevices()
+}
+
+// readContents reads everything of ours, without what we yield to others.
+func (b *Backend) readContents() (contents, error) {
+	have, err := readContents(bulk{&b.ipvs}, b.have)
+	for k, f := range have.services {
+		if f.Config == (Config{}) && b.options.Yield != nil && b.options.Yield(k) {
+			have.apply(op{verb: delService, key: k})
+		}
+	}
+	return have, err
 }
 
 // refuseAll returns the error for a kernel that cannot schedule at all; nil if no Service asks for it.
@@ -283,7 +294,7 @@ func (b *Backend) prepare(touched map[dataplane.Key]bool, r *dataplane.Receipt) 
 		if !stale {
 			return b.verify(ops)
 		}
-		if b.have, err = readContents(bulk{&b.ipvs}, b.have); err != nil {
+		if b.have, err = b.readContents(); err != nil {
 			return err
 		}
 		b.touchAll(touched)
@@ -520,28 +531,35 @@ func differs(k dataplane.Key, is, should *found) string {
 	return ""
 }
 
-// Remove takes everything of ours out of the kernel, connections included, and gives parameters their values from
-// before.
+// Remove takes everything of ours out of the kernel, connections included. It gives parameters their values from
+// before, unless a program that we yield to has virtual services and needs them as they are.
 func (b *Backend) Remove() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	errs := []error{b.inner.Remove()}
 	b.dirty, b.stale, b.active = true, true, false
+	shared := false
 	if Loaded() {
-		errs = append(errs, b.removeServices())
+		var err error
+		shared, err = b.removeServices()
+		errs = append(errs, err)
 	}
 	routes, err := b.net.list()
-	errs = append(errs, err, b.net.remove(routesTo(routes)), b.restore(), b.guard.remove())
-	return errors.Join(errs...)
+	errs = append(errs, err, b.net.remove(routesTo(routes)))
+	if !shared {
+		errs = append(errs, b.restore())
+	}
+	return errors.Join(append(errs, b.guard.remove())...)
 }
 
-func (b *Backend) removeServices() error {
+// removeServices removes our virtual services. shared says that a program that we yield to has some.
+func (b *Backend) removeServices() (shared bool, err error) {
 	if err := b.ipvs.open(); err != nil {
-		return err
+		return false, err
 	}
 	list, err := b.ipvs.services()
 	if err != nil {
-		return err
+		return false, err
 	}
 	have := newContents()
 	var ops []op
@@ -549,6 +567,8 @@ func (b *Backend) removeServices() error {
 		if l.ours {
 			have.put(l.key, &found{})
 			ops = append(ops, op{verb: delService, key: l.key})
+		} else if b.options.Yield != nil && b.options.Yield(l.key) {
+			shared = true
 		}
 	}
 	failed, err := b.ipvs.commitOps(ops, &have)
@@ -557,5 +577,5 @@ func (b *Backend) removeServices() error {
 			err = fmt.Errorf("ipvs: %s: %w", f.op, f.errno)
 		}
 	}
-	return err
+	return shared, err
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -842,6 +843,36 @@ func TestIPVSAdopts(t *testing.T) {
 	w.open()
 	if r := w.apply(); !r.Adopted {
 		t.Errorf("a new process wrote %+v", r)
+	}
+}
+
+// TestIPVSYields leaves a virtual service of ours to a program that has taken it, with a connection and the parameters
+// it needs.
+func TestIPVSYields(t *testing.T) {
+	w := newWorld(t, 2, 0, dataplane.IPVSAuto)
+	labtest.Check(t, w.Node.Sysctl("net/ipv4/vs/conntrack", "0"))
+	w.apply(w.delta(app{number: 1, scheduling: scheduler("rr"), here: ready(0)}))
+	c, r := w.Pods[1].Open(snapshot.TCP, vip(1, ipfamily.IPv4), lab.Options{Timeout: patience})
+	if c == nil {
+		t.Fatal(r)
+	}
+	yield := map[dataplane.Key]bool{}
+	w.backend.options.Yield = func(k dataplane.Key) bool { yield[k] = true; return true }
+	labtest.Run(t, w.Node, "", "ip", "link", "add", "kube-ipvs0", "type", "dummy")
+	labtest.Check(t, w.Node.AddAddr("kube-ipvs0", netip.MustParsePrefix("10.96.0.1/32")))
+	labtest.Run(t, w.Node, "", "ipvsadm", "-E", "-t", "10.96.0.1:80", "-s", "rr")
+	testkit.Eventually(t, patience, "Check notices that", func() bool { return w.check() != nil }, w.list)
+	var refused *dataplane.Refused
+	if _, err := w.try(snapshot.Delta{}); !errors.As(err, &refused) || len(refused.Services) != 1 || len(yield) != 1 {
+		t.Errorf("asked about %v; %v", yield, err)
+	}
+	w.inside(w.backend.Remove)
+	w.has("-A -t 10.96.0.1:80 -s rr", "-r 10.244.1.10:8080 -m -w 1")
+	if got := w.sysctls(); !strings.HasPrefix(got, "1 ") {
+		t.Errorf("parameters %s", got)
+	}
+	if r := c.Ping(patience); r.Outcome != lab.Answered {
+		t.Error(r)
 	}
 }
 

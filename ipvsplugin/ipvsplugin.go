@@ -76,6 +76,11 @@ type Options struct {
 	// virtual service becomes ours with its connections, for example when Verdict takes over from kube-proxy. If it
 	// returns false or is nil, the Service is rejected and the virtual service stays untouched.
 	Adopt func(VirtualService) bool
+	// Yield is called with the key of a virtual service of ours whose mark somebody else has removed. If it returns true,
+	// the virtual service is that program's from now on, with its connections, for example when a kube-proxy takes over
+	// from Verdict. If it returns false or is nil, a virtual service with the same destinations gets the mark again.
+	// Remove calls it with those of others: if it returns true for one, the kernel's parameters stay as they are.
+	Yield func(dataplane.Key) bool
 	// Timeouts replace those of the kernel that are not 0 here.
 	Timeouts Timeouts
 }

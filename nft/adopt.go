@@ -18,6 +18,8 @@ type Found struct {
 	// all other chains.
 	Chains  map[ChainID]bool
 	Foreign []string
+	// Missing are the sets that a table should have and has not, and Extra those that it has though nothing needs them.
+	Missing, Extra []SetID
 	// Elements are those of all sets but Affinity, RevisionSet and DigestSet; they are read only for a repair. Revisions
 	// and DigestElements are the elements of the last two.
 	Elements                  [NumSets][]Element
@@ -57,11 +59,14 @@ func (m *Model) Stale(found *ipfamily.Per[Found]) *Stale {
 		if f.Revision.Counted == "some" || f.Revision == (Revision{}) || f.Revision.Asked != tm.asked {
 			return AllStale()
 		}
+		if slices.ContainsFunc(f.Missing, func(set SetID) bool { return tm.count[set] > 0 }) {
+			return AllStale() // whose elements are missing, no digest tells
+		}
 		for b := range numBuckets {
 			s[b] = s[b] || f.Digests[b] != tm.digests[b]
 		}
 		s[sharedBucket] = s[sharedBucket] || f.Revision.Digest != tm.digests[sharedBucket] || len(f.Foreign) > 0 ||
-			!f.chainsIntact(m.Structure(ipfamily.All[i]).Chains)
+			!f.intact(m.Structure(ipfamily.All[i]).Chains)
 	}
 	return &s
 }
@@ -103,9 +108,10 @@ func (m *Model) AdoptCounting(found *ipfamily.Per[Found]) {
 	p.recount(needs{}, true)
 }
 
-// chainsIntact reports whether exactly these chains are there and in sync.
-func (f *Found) chainsIntact(chains []Chain) bool {
-	return len(f.Chains) == len(chains) && !slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
+// intact reports whether exactly a table's sets and chains are there, and its chains in sync.
+func (f *Found) intact(chains []Chain) bool {
+	return len(f.Missing)+len(f.Extra) == 0 && len(f.Chains) == len(chains) &&
+		!slices.ContainsFunc(chains, func(c Chain) bool { return !f.Chains[c.ID] })
 }
 
 // Correct plans the smallest transaction that repairs what was found, including stale elements. Slots stay as they were
@@ -188,8 +194,12 @@ func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
 		return
 	}
 	tt.DelForeign = found.Foreign
-	wanted := p.m.Structure(f).Chains
-	for _, c := range wanted {
+	wanted := p.m.Structure(f)
+	for _, id := range found.Missing {
+		tt.AddSets = append(tt.AddSets, SetByID(id))
+	}
+	tt.DelSets = found.Extra
+	for _, c := range wanted.Chains {
 		switch sound, there := found.Chains[c.ID]; {
 		case !there:
 			tt.AddChains = append(tt.AddChains, c)
@@ -198,7 +208,7 @@ func (p *planner) correct(f ipfamily.Family, found *Found, stale *Stale) {
 		}
 	}
 	for id := range found.Chains {
-		if !slices.ContainsFunc(wanted, func(c Chain) bool { return c.ID == id }) {
+		if !slices.ContainsFunc(wanted.Chains, func(c Chain) bool { return c.ID == id }) {
 			tt.DelChains = append(tt.DelChains, id)
 		}
 	}

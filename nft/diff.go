@@ -84,6 +84,24 @@ func (p *planner) structures() {
 		}
 		slices.SortFunc(kept, compareChains)
 		p.rewrite(f, TableOf(f, was, kept).Chains, TableOf(f, is, kept).Chains)
+		p.txn.Tables[i].changeSets(was.sets(), is.sets())
+	}
+}
+
+// changeSets adds and deletes the sets that only one of two layouts has.
+func (tt *TableTxn) changeSets(before, now []Set) {
+	has := func(sets []Set, id SetID) bool {
+		return slices.ContainsFunc(sets, func(s Set) bool { return s.ID == id })
+	}
+	for _, s := range now {
+		if !has(before, s.ID) {
+			tt.AddSets = append(tt.AddSets, s)
+		}
+	}
+	for _, s := range before {
+		if !has(now, s.ID) {
+			tt.DelSets = append(tt.DelSets, s.ID)
+		}
 	}
 }
 

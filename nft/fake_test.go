@@ -25,6 +25,12 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 		}
 		tt = &TableTxn{AddChains: slices.Concat(tt.Create.Chains, tt.AddChains), Add: tt.Add, DelChains: tt.DelChains}
 	}
+	for _, s := range tt.AddSets {
+		if t.sets[s.ID] != nil {
+			return fmt.Errorf("add set %s: it is there already", s.ID)
+		}
+		t.sets[s.ID] = map[string]Element{}
+	}
 	for set, elements := range tt.Del {
 		for _, e := range elements {
 			if held, ok := t.sets[set][string(e.Key())]; !ok || held.Bits != e.Bits {
@@ -42,8 +48,17 @@ func (t *fakeTable) apply(tt *TableTxn) error {
 		}
 		delete(t.chains, id)
 	}
+	for _, id := range tt.DelSets {
+		if t.sets[id] == nil {
+			return fmt.Errorf("delete set %s: it is not there", id)
+		}
+		t.sets[id] = nil
+	}
 	for set, elements := range tt.Add {
 		for _, e := range elements {
+			if t.sets[set] == nil {
+				return fmt.Errorf("add %v: there is no such set", e.describe(t.family))
+			}
 			if _, ok := t.sets[set][string(e.Key())]; ok {
 				return fmt.Errorf("add %v: it is there already", e.describe(t.family))
 			}

@@ -70,6 +70,13 @@ func (s SetID) isBookkeeping() bool { return s == RevisionSet || s == DigestSet 
 // IsDynamic reports whether rules write to a set, so that its elements come and go at any time.
 func (s SetID) IsDynamic() bool { return s == Affinity || s == Unanswered || s == Refused }
 
+// EvidenceSets are the sets of evidence, which a table has only while Structure.Evidence is set.
+var EvidenceSets = [...]SetID{Unanswered, Refused}
+
+// ComesLater reports whether a set can be added to a table that was written without it, by an earlier version or for
+// another Structure.
+func (s SetID) ComesLater() bool { return IsOptional(s) || slices.Contains(EvidenceSets[:], s) }
+
 // IsContent reports whether a set's elements follow from the Services.
 func (s SetID) IsContent() bool { return !s.isBookkeeping() }
 
@@ -112,8 +119,8 @@ const (
 	MasqueradeNode
 	LeftToIPVS
 	PassOn
-	UnansweredChain
 	RefusedChain
+	UnansweredChain
 	Evidence
 	EvidenceInput
 	numFixedChains
@@ -140,7 +147,7 @@ var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers",
 	"no-endpoints",
 	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
-	"masquerade-node", "left-to-ipvs", "pass-on", "unanswered", "refused", "evidence", "evidence-input", "", "pick",
+	"masquerade-node", "left-to-ipvs", "pass-on", "refused", "unanswered", "evidence", "evidence-input", "", "pick",
 	"uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port", "sticky-hash",
 }
 
@@ -240,7 +247,7 @@ func (s Structure) sets() []Set {
 		return sets()
 	}
 	return slices.DeleteFunc(sets(), func(set Set) bool {
-		return set.ID == RetryServices || set.ID == Unanswered || set.ID == Refused
+		return slices.Contains(EvidenceSets[:], set.ID)
 	})
 }
 

@@ -104,9 +104,6 @@ func (m *Model) Plan(s *dataplane.State, change dataplane.Change, limit int) *Tx
 	if !m.filled {
 		return m.fill(s, limit)
 	}
-	if change.Globals && s.Evidence != m.tables[0].structure.Evidence { // the tables need other sets
-		return m.fill(s, 0)
-	}
 	p := m.planner()
 	if change.Globals {
 		p.globals(s)

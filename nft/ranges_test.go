@@ -58,7 +58,7 @@ func TestRangesAreBounded(t *testing.T) {
 		return stateOf(svc, 1)
 	}
 	nobody, _ := dataplane.Compute(testConfig, snapshot.New())
-	const limit = 16384
+	const limit, most = 16384, 2*1000*rangeCost/16384 + 16
 	var m Model
 	kernel := newFakeKernel()
 	name := webService().Name
@@ -76,7 +76,7 @@ func TestRangesAreBounded(t *testing.T) {
 				t.Fatal(err)
 			}
 			restricted := len(kernel[0].sets[RestrictedServices]) > 0
-			if ranges := len(kernel[0].sets[SourceRanges]); restricted && ranges == 0 || parts > 40 {
+			if ranges := len(kernel[0].sets[SourceRanges]); restricted && ranges == 0 || parts > most {
 				t.Fatalf("state %d, part %d: restricted %v to %d ranges", i, parts, restricted, ranges)
 			}
 			left = txn.Left

@@ -14,11 +14,14 @@ type Txn struct {
 	undo undo
 }
 
-// TableTxn is one table's part of a transaction. It is written in this order: Create; all of Del; new chains; Rewrite;
-// DelChains and DelForeign; the rules of new chains; all of Add; Affinity.
+// TableTxn is one table's part of a transaction. It is written in this order: Create; AddSets; all of Del; new chains;
+// Rewrite; DelChains and DelForeign; DelSets; the rules of new chains; all of Add; Affinity.
 type TableTxn struct {
 	// Create, if not nil, creates the table anew.
 	Create *Table
+	// AddSets and DelSets are sets that come and go without Create. A set goes with its elements.
+	AddSets []Set
+	DelSets []SetID
 	// Rewrite holds chains whose rules are replaced.
 	Rewrite   []Chain
 	AddChains []Chain
@@ -62,7 +65,8 @@ func (t *Txn) Empty() bool {
 
 // empty reports whether nothing is written, except perhaps a revision.
 func (tt *TableTxn) empty() bool {
-	return tt.Create == nil && len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign) == 0 &&
+	return tt.Create == nil && len(tt.AddSets)+len(tt.DelSets) == 0 &&
+		len(tt.Rewrite)+len(tt.AddChains)+len(tt.DelChains)+len(tt.DelForeign) == 0 &&
 		count(tt.Del)+count(tt.Add) == 0
 }
 

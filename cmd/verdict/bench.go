@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -16,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/benchmark"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 )
@@ -53,6 +55,7 @@ Memory is reported as:
 
 Percentiles are exact: the smallest sample that at least so many percent of all samples do not
 exceed.`,
+		RunE: needCommand,
 	}
 	cmd.AddCommand(newBenchCold(), newBenchChange(), newBenchChurn(), newBenchRestart(), newBenchFlow())
 	return cmd
@@ -68,7 +71,7 @@ func (b *bench) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.IntVar(&b.Services, "services", 10000, "number of Services")
 	f.IntVar(&b.Endpoints, "endpoints", 10, "endpoints per Service")
-	f.BoolVar(&b.json, "json", false, "print one JSON object")
+	addJSON(f, &b.json, "print one JSON object")
 }
 
 // run takes a measurement where it may be taken, and prints the result.
@@ -106,6 +109,8 @@ func (b *bench) run(cmd *cobra.Command, measure func(context.Context) (benchmark
 		return json.NewEncoder(cmd.OutOrStdout()).Encode(result)
 	}
 	out := terminal.NewPrinter(cmd.OutOrStdout())
+	out.Line("%s", out.Paint(terminal.Dim, fmt.Sprintf("%s, Linux %s, %s", node.Version(), node.KernelRelease(),
+		terminal.Plural(runtime.NumCPU(), "CPU"))))
 	return result.WriteText(cmd.OutOrStdout(), benchmark.Style{
 		Bold: func(text string) string { return out.Paint(terminal.Bold, text) },
 		Dim:  func(text string) string { return out.Paint(terminal.Dim, text) },

@@ -89,7 +89,7 @@ acknowledgement of the transaction that contains it, or a later change of the sa
   behind    changes that were not acknowledged when the time was up; churn waits for them, and the
             percentiles include them
   backlog   the largest number of unacknowledged changes at any moment
-  late      the largest delay of queueing a change, compared with the rate: whether the rate was kept`,
+  late      the largest delay of queueing a change, compared with the rate`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := load.Check(); err != nil {
@@ -188,6 +188,6 @@ translated as expected. The two rulesets that are not Verdict's need nft.`,
 	f.IntVar(&flow.Endpoints, "endpoints", 10, "endpoints per Service")
 	f.IntVar(&flow.Flows, "flows", 8000, "flows per round")
 	f.IntVar(&flow.Rounds, "rounds", 11, "number of rounds")
-	f.BoolVar(&b.json, "json", false, "print one JSON object")
+	addJSON(f, &b.json, "print one JSON object")
 	return cmd
 }

@@ -28,7 +28,8 @@ func TestBench(t *testing.T) {
 		if d.More() || object["endpoints"] != 3.0 {
 			t.Errorf("%s: %v, more: %v", args, object, d.More())
 		}
-		if out := benchOutput(t, args); !strings.HasPrefix(out, title) || strings.Contains(out, "\x1b") {
+		out := benchOutput(t, args)
+		if !strings.HasPrefix(out, "verdict ") || !strings.Contains(out, "\n"+title) || strings.Contains(out, "\x1b") {
 			t.Errorf("%s: %s", args, out)
 		}
 	}

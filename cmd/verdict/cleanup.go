@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/signal"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,18 +19,22 @@ import (
 )
 
 func newCleanup() *cobra.Command {
-	var stop bool
+	var stop, stay bool
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Remove everything that Verdict wrote on this node",
 		Long: `Cleanup deletes the nftables tables "ip verdict" and "ip6 verdict", and what Verdict wrote with
 iptables, of either variant. Two kinds of chains stay: those that rules of others jump to, and
-KUBE-FIREWALL, which the kubelet uses, too. Established connections continue: their translation
-lives in connection tracking.
+KUBE-FIREWALL, which the kubelet uses, too.
+
+Established connections continue if kube-proxy, or anything else with a rule that translates
+addresses of the same family, is at work on the node: their translation lives in connection
+tracking. Without any such rule they end, since the kernel then translates no packet any more. So
+start kube-proxy first.
 
 Where IPVS schedules Services, cleanup also removes Verdict's virtual services, routes and guards,
 and restores the sysctls; connections over IPVS end. The sysctl net.ipv4.conf.all.route_localnet
-stays, since others may rely on it. If there is nothing to remove, cleanup succeeds.
+stays, since others may rely on it. If there is nothing to remove, cleanup says so and succeeds.
 
 While "verdict run" works in the same network namespace, cleanup refuses, unless --stop tells it to
 stop that first.`,
@@ -46,19 +52,36 @@ stop that first.`,
 			lease := keeper.Lease{
 				Name: node.LeaseName, OwnsTables: kernel.OwnsTables, Log: log, HandOverTimeout: 30 * time.Second,
 			}
+			var removed []string
 			err = lease.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
-				removed, err := backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
+				var err error
+				removed, err = backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
 				for _, what := range removed {
 					fmt.Fprintln(cmd.ErrOrStderr(), "verdict: removed", what)
 				}
 				return err
 			})
-			if err == nil {
+			switch {
+			case err == nil && len(removed) == 0:
+				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: there is nothing to remove")
+			case err == nil:
 				warnNoRules(cmd.Context(), cmd.ErrOrStderr())
+			}
+			if err == nil && stay {
+				fmt.Fprintln(cmd.ErrOrStderr(), "verdict: done; waiting to be stopped")
+				stayUntilStopped(cmd.Context())
 			}
 			return err
 		},
 	}
 	cmd.Flags().BoolVar(&stop, "stop", false, `stop "verdict run" first, if it is running here`)
+	cmd.Flags().BoolVar(&stay, "stay", false, "when done, wait for SIGTERM, as a DaemonSet expects it of its pods")
 	return cmd
+}
+
+// stayUntilStopped waits for the signal that ends a pod.
+func stayUntilStopped(ctx context.Context) {
+	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	<-ctx.Done()
 }

@@ -47,8 +47,8 @@ func newCompareCommand(
 	return cmd
 }
 
-// compare compares the kernel of this node with what it says itself, and with objects if there are any.
-func compare(ctx context.Context, o *inspect.ObjectFlags) (c *inspect.Comparison, err error) {
+// compareTables compares the kernel of this node with what it says itself, and with objects if there are any.
+func compareTables(ctx context.Context, o *inspect.ObjectFlags) (c *inspect.Comparison, err error) {
 	if err := o.Check(); err != nil {
 		return nil, err
 	}

@@ -148,6 +148,28 @@ By Service (kernel: NUMBERS)
 	}
 }
 
+// TestCompareSecondChance: what the setting is, the kernel's rules tell, unless a flag does.
+func TestCompareSecondChance(t *testing.T) {
+	c := newCompared(t)
+	for _, mode := range []string{"off", "observe", "on"} {
+		c.objects.Config.SecondChance, _ = snapshot.ParseSecondChance(mode)
+		c.write()
+		for _, command := range []string{"diff", "verify"} {
+			out, status := c.run(append([]string{command}, c.flags...)...)
+			note := "taken from the kernel's rules: --second-chance=" + mode
+			if status != exitSame || strings.Contains(out, note) != (mode != "on") {
+				t.Errorf("%s with %s: %d\n%s", command, mode, status, out)
+			}
+		}
+		for _, other := range []string{"off", "on"} {
+			out, status := c.run(append([]string{"diff", "--second-chance", other}, c.flags...)...)
+			if same := other == mode; (status == exitSame) != same {
+				t.Errorf("diff --second-chance %s of %s: %d\n%s", other, mode, status, out)
+			}
+		}
+	}
+}
+
 // unnumbered takes out what differs from run to run.
 func unnumbered(text string) string {
 	var out []string

@@ -15,7 +15,7 @@ import (
 
 func newDemo() *cobra.Command {
 	o := demo.Options{StageTime: time.Second}
-	var hideRuleset bool
+	var ruleset bool
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "See it work in network namespaces",
@@ -41,13 +41,13 @@ itself and needs no other program. The exit status is 1 if an expectation failed
 			signal.Ignore(syscall.SIGPIPE) // "verdict demo | head" must not end it before it has tidied up
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGHUP)
 			defer stop()
-			o.Out, o.Warnings, o.Ruleset = cmd.OutOrStdout(), cmd.ErrOrStderr(), !hideRuleset
+			o.Out, o.Warnings, o.Ruleset = cmd.OutOrStdout(), cmd.ErrOrStderr(), ruleset
 			if err := demo.Run(ctx, o); !errors.Is(err, demo.ErrFailed) {
 				return err
 			}
 			return exitStatus(exitError)
 		},
 	}
-	cmd.Flags().BoolVar(&hideRuleset, "no-ruleset", false, "do not print the ruleset at the end")
+	cmd.Flags().BoolVar(&ruleset, "ruleset", false, "print the ruleset at the end, as nft lists it")
 	return cmd
 }

@@ -20,7 +20,7 @@ func demoProcess(t *testing.T, nobody bool, at string, signal os.Signal) (shown 
 	labtest.Check(t, err)
 	defer os.RemoveAll(dir)
 	labtest.Check(t, os.Chmod(dir, 0o777))
-	cmd := exec.Command("/proc/self/exe", "demo", "--no-ruleset")
+	cmd := exec.Command("/proc/self/exe", "demo")
 	cmd.Env = append(os.Environ(), beVerdict+"=1", "TMPDIR="+dir)
 	cmd.Stderr = t.Output()
 	if nobody {

@@ -32,13 +32,13 @@ Exit status: 0 if there is no difference, 1 if there is one, 2 if something went
 	}
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, fmt.Sprintf("print all lines, not only the first %d", inspect.MaxDiffLines))
-	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
+	addJSON(f, &asJSON, "print JSON (docs/ANSWERS.md)")
 	o.AddFlags(f)
 	return newCompareCommand(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
 		if !o.Given() {
 			o.InCluster = true
 		}
-		c, err := compare(ctx, &o)
+		c, err := compareTables(ctx, &o)
 		if err != nil {
 			return false, err
 		}

@@ -4,19 +4,21 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 
 	"github.com/spf13/cobra"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/inspect"
 	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 // explainOptions are what the command line of explain says.
 type explainOptions struct {
-	objects                inspect.ObjectFlags
-	live, json, all, trace bool
-	iface                  string
+	objects                          inspect.ObjectFlags
+	live, json, all, trace, exitCode bool
+	iface                            string
 }
 
 func newExplain() *cobra.Command {
@@ -31,15 +33,16 @@ source address they see, and why the Service's other endpoints are excluded.
 SRC is an address, or node (this node), pod (some pod) or outside (neither). PROTO is tcp, udp or
 sctp; the default is tcp.
 
-The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, the default.
-With --live it comes from the kernel of this node, which explain only reads, by key, beside a
-running proxy. With --live and objects it comes from both, and explain tells where they disagree.
+The answer comes from the objects: --from PATH, --kubeconfig FILE, or --in-cluster, the default in a
+pod. With --live it comes from the kernel of this node, which explain only reads, by key, beside a
+running proxy; that is the default elsewhere. With --live and objects it comes from both, and
+explain tells where they disagree.
 Verdict does not touch packets to an address of no Service: explain does not know what other rules
 of this host do with them.
 
 Flags such as --cluster-cidr must be the same as those of verdict run. With --live, those that are
 not given are taken from the kernel's rules.`,
-		Example: `  verdict explain 10.244.1.7 10.96.0.10:53/udp --from examples/cluster.yaml --hostname-override node-1
+		Example: `  verdict explain node 10.96.0.10:53/udp --from cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
   verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace`,
 		Args: explainArgs,
@@ -52,12 +55,10 @@ not given are taken from the kernel's rules.`,
 			if err != nil {
 				return err
 			}
-			if o.json {
-				return inspect.WriteJSON(cmd.OutOrStdout(), a.JSON(o.trace))
+			if err := o.print(cmd.OutOrStdout(), a); err != nil || !o.exitCode || a.Agree() {
+				return err
 			}
-			p := terminal.NewPrinter(cmd.OutOrStdout())
-			a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
-			return p.Err()
+			return exitStatus(exitDiffers)
 		},
 	}
 	f := cmd.Flags()
@@ -69,10 +70,21 @@ not given are taken from the kernel's rules.`,
 		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)",
 	)
 	f.BoolVar(&o.trace, "trace", false, "with --live, show each rule that looks at the packet")
+	f.BoolVar(&o.exitCode, "exit-code", false, "exit with status 1 if the kernel and the objects disagree")
 	f.BoolVar(&o.all, "all", false, "show all endpoints, however many there are")
-	f.BoolVar(&o.json, "json", false, "print JSON (docs/ANSWERS.md)")
+	addJSON(f, &o.json, "print JSON (docs/ANSWERS.md)")
 	o.objects.AddFlags(f)
 	return cmd
+}
+
+// print writes the answer as text or JSON.
+func (o *explainOptions) print(w io.Writer, a *inspect.Answer) error {
+	if o.json {
+		return inspect.WriteJSON(w, a.JSON(o.trace))
+	}
+	p := terminal.NewPrinter(w)
+	a.Print(p, inspect.TextOptions{All: o.all, Trace: o.trace})
+	return p.Err()
 }
 
 func explainArgs(_ *cobra.Command, args []string) error {
@@ -90,10 +102,15 @@ func explainArgs(_ *cobra.Command, args []string) error {
 // answer asks whomever the flags name.
 func (o *explainOptions) answer(ctx context.Context, q inspect.Question) (a *inspect.Answer, err error) {
 	if !o.live && !o.objects.Given() {
-		o.objects.InCluster = true
+		o.objects.InCluster = watch.InCluster()
+		o.live = !o.objects.InCluster
 	}
 	if err := o.objects.Check(); err != nil {
 		return nil, err
+	}
+	if o.exitCode && !(o.live && o.objects.Given()) {
+		return nil, errors.New("--exit-code compares the kernel with the objects: it needs --live, and --from, " +
+			"--kubeconfig or --in-cluster")
 	}
 	if o.trace && !o.live {
 		return nil, errors.New("--trace shows the kernel's rules: it needs --live")

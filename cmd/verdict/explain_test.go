@@ -31,6 +31,7 @@ var explainFrom = map[string][]string{
 		"--cluster-cidr",
 		"10.244.0.0/16,fd00:244::/32",
 	},
+	"zones": {"--from", "testdata/render/zones.yaml", "--hostname-override", "node-1"},
 }
 
 // question is a line of testdata/explain/questions.txt.
@@ -143,12 +144,20 @@ func TestExplainArguments(t *testing.T) {
 		{"10.0.0.1 10.96.1.1:80 --from testdata/explain/odd.yaml --trace",
 			"--trace shows the kernel's rules: it needs --live"},
 		{"10.0.0.1 10.96.1.1:80 --from testdata/explain/odd.yaml --cluster-cidr x", "--cluster-cidr"},
-		{"10.0.0.1 10.96.1.1:80", "give --kubeconfig FILE, or --from PATH"},
+		{"10.0.0.1 10.96.1.1:80 --in-cluster", "give --kubeconfig FILE, or --from PATH"},
 	} {
 		_, err := command(append([]string{"explain"}, strings.Fields(test.args)...)...)
 		if err == nil || !strings.Contains(err.Error(), test.want) {
 			t.Errorf("%s: %v; want %q", test.args, err, test.want)
 		}
+	}
+}
+
+// TestExplainWithoutObjects: on a node, outside of a pod, the answer comes from the kernel.
+func TestExplainWithoutObjects(t *testing.T) {
+	out, err := command("explain", "10.0.0.1", "10.96.1.1:80", "--json")
+	if err != nil || !strings.Contains(out, `"from": "the kernel"`) || strings.Contains(out, `"objects"`) {
+		t.Errorf("%v: %s", err, out)
 	}
 }
 

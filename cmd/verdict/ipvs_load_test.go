@@ -192,15 +192,30 @@ func (m mover) again(how int) {
 	m.event("it is back")
 }
 
+// clients starts clients that open connections and hold others, until stop is called.
+func (m mover) clients() (stop func()) {
+	ended, clients := make(chan struct{}), &sync.WaitGroup{}
+	for n, from := range []*lab.Host{m.cluster.Outside, m.cluster.Pods[0], m.cluster.Node, m.cluster.Node2} {
+		clients.Go(func() { m.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), ended) })
+		clients.Go(func() { m.hold(from, ended) })
+	}
+	return func() { close(ended); clients.Wait() }
+}
+
+// report fails the test if a client failed.
+func (m mover) report() {
+	m.t.Helper()
+	if len(m.failures) > 0 {
+		m.t.Errorf("%d clients failed, such as:\n%s\nwhat was done:\n%s", len(m.failures),
+			strings.Join(m.failures[:min(10, len(m.failures))], "\n"), strings.Join(*m.events, "\n"))
+	}
+}
+
 // TestIPVSUnderLoad moves Services from nftables to IPVS and back, kills the proxy and restarts it, while clients
 // open connections all the time and hold others. Not one fails.
 func TestIPVSUnderLoad(t *testing.T) {
 	m := newMover(t)
-	stop, clients := make(chan struct{}), sync.WaitGroup{}
-	for n, from := range []*lab.Host{m.cluster.Outside, m.cluster.Pods[0], m.cluster.Node, m.cluster.Node2} {
-		clients.Go(func() { m.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), stop) })
-		clients.Go(func() { m.hold(from, stop) })
-	}
+	stop := m.clients()
 	start := time.Now()
 	m.load()
 	for n := range *moves {
@@ -211,8 +226,7 @@ func TestIPVSUnderLoad(t *testing.T) {
 			m.load()
 		}
 	}
-	close(stop)
-	clients.Wait()
+	stop()
 	t.Logf(
 		"%d moves and as many kills and restarts in %v; %d connections opened, %d pings over held ones; %d failures",
 		2**moves,
@@ -221,10 +235,7 @@ func TestIPVSUnderLoad(t *testing.T) {
 		m.pings.Load(),
 		len(m.failures),
 	)
-	if len(m.failures) > 0 {
-		t.Errorf("%d clients failed, such as:\n%s\nwhat was done:\n%s", len(m.failures),
-			strings.Join(m.failures[:min(10, len(m.failures))], "\n"), strings.Join(*m.events, "\n"))
-	}
+	m.report()
 	labtest.Check(t, m.keeper.Process.Signal(syscall.SIGTERM))
 	labtest.Check(t, m.keeper.Wait())
 	if said := m.said(); strings.Contains(said, "another program changed") {
@@ -234,6 +245,16 @@ func TestIPVSUnderLoad(t *testing.T) {
 
 // newMover starts a proxy whose Services are nftables'.
 func newMover(t *testing.T) mover {
+	t.Helper()
+	m := newMoverWorld(t)
+	m.start()
+	m.move("")
+	m.until("the proxy is at work", func() bool { return strings.Contains(m.said(), carried) })
+	return m
+}
+
+// newMoverWorld has endpoints that serve and files with the Node and the EndpointSlices, and no proxy yet.
+func newMoverWorld(t *testing.T) mover {
 	t.Helper()
 	needIPVS(t)
 	m := mover{
@@ -265,8 +286,5 @@ func newMover(t *testing.T) mover {
 	var err error
 	m.log, err = os.Create(filepath.Join(t.TempDir(), "log"))
 	labtest.Check(t, err)
-	m.start()
-	m.move("")
-	m.until("the proxy is at work", func() bool { return strings.Contains(m.said(), carried) })
 	return m
 }

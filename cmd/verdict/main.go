@@ -1,3 +1,5 @@
+//go:build !man
+
 // Verdict is a Kubernetes Service proxy: it makes Services real in the Linux kernel by nftables, written over netlink.
 package main
 

@@ -20,7 +20,6 @@ import (
 	"github.com/verdict-proxy/verdict/nft/iptshim"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
-	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
 func newRender() *cobra.Command {
@@ -38,8 +37,9 @@ With --backend=iptables it prints the input of "iptables-restore --noflush" for 
 --family=ipv6 the input of "ip6tables-restore --noflush".
 
 Invalid objects are reported on standard error; the rest is rendered, and the exit status is 1.`,
-		Example: `  verdict render --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
-  kubectl get svc,endpointslices,nodes -A -o yaml | verdict render --from /dev/stdin --hostname-override node-1`,
+		Example: `  verdict render --from cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16
+  kubectl get svc,endpointslices,nodes -A -o yaml |
+    verdict render --from - --hostname-override node-1`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if from == "" {
@@ -57,7 +57,7 @@ Invalid objects are reported on standard error; the rest is rendered, and the ex
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&from, "from", "", "manifest file, or directory of manifests")
+	f.StringVar(&from, "from", "", "manifest file, directory of manifests, or - (standard input)")
 	f.StringVar(&family, "family", "ipv4", "with --backend=iptables: ipv4 or ipv6")
 	policy.AddFlags(f)
 	return cmd
@@ -154,9 +154,12 @@ func renderIPVS(w io.Writer, state *dataplane.State) error {
 // computeState gives the state that manifests ask for on a host whose addresses are those of its Node object, and all
 // that is wrong with them.
 func computeState(config dataplane.Config, from string) (*dataplane.State, []error, error) {
-	snap, problems, err := watch.Load(from, config.NodeName)
+	snap, problems, err := inspect.LoadManifests(from, config.NodeName)
 	if err != nil {
 		return nil, nil, err
+	}
+	if why := inspect.MissingNode(config.NodeName, snap); why != nil {
+		fmt.Fprintln(os.Stderr, "verdict: note:", why)
 	}
 	addrs := inspect.AssumedAddrs(snap.Node)
 	snap.Apply(snapshot.Delta{HostAddrs: &addrs})

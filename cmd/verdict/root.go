@@ -28,9 +28,8 @@ const (
 func run() int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	err := newRoot().ExecuteContext(ctx)
+	err := rootFor(os.Args[0]).ExecuteContext(ctx)
 	var status exitStatus
-	var unsupported *kernel.Unsupported
 	switch {
 	case err == nil:
 		return exitOK
@@ -40,6 +39,12 @@ func run() int {
 	last := logging.NewLossy(os.Stderr, func(io.Writer, int) {}) // whoever runs may have a log that nobody reads
 	fmt.Fprintln(last, "verdict:", err)
 	last.Close()
+	return statusOf(err)
+}
+
+// statusOf returns the exit status for an error.
+func statusOf(err error) int {
+	var unsupported *kernel.Unsupported
 	if errors.As(err, &unsupported) || errors.Is(err, kernel.ErrRights) {
 		return exitUnsupported
 	}
@@ -51,8 +56,9 @@ type exitStatus = node.ExitStatus
 
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
-		Use:   "verdict",
-		Short: "A Kubernetes Service proxy on nftables verdict maps",
+		Use:     "verdict",
+		Short:   "A Kubernetes Service proxy on nftables verdict maps",
+		Version: node.BuildInfo().Version,
 		Long: `Verdict programs Kubernetes Services in the Linux kernel: it watches Services and EndpointSlices,
 from an API server or from manifest files, and keeps one nftables table per address family in sync
 with them. The tables are called "verdict"; "nft list table ip verdict" shows one.
@@ -64,17 +70,18 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict explain SRC DST:PORT      say what happens to a packet, and why
   verdict diff, verdict verify      compare the kernel with the objects, or with what was written
   verdict top                       show the connections per second of Services, live
+  verdict status                    say how far this node's proxy has come
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
   verdict bench                     measure cold starts, changes and churn
+  verdict version                   say what was built, and what this kernel can do
 
 "kubectl get svc,endpointslices,nodes -A -o yaml" prints a dump.
 
-Exit status: 0 success; 1 error; 2 the kernel lacks a feature, or privileges are missing. For diff
-and verify: 0 equal, 1 different, 2 error.`,
-		SilenceUsage:      true,
-		SilenceErrors:     true,
-		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
+Exit status: 0 success; 1 error; 2 the kernel lacks a feature, or privileges are missing. For diff,
+verify and compare: 0 equal, 1 different, 2 error.`,
+		SilenceUsage:  true,
+		SilenceErrors: true,
 	}
 	root.AddCommand(
 		newDemo(),
@@ -82,11 +89,16 @@ and verify: 0 equal, 1 different, 2 error.`,
 		newRender(),
 		newExplain(),
 		newDiff(),
+		newComparePackets(),
 		newVerify(),
 		newTop(),
+		newStatus(),
 		newCleanup(),
 		newTakeover(),
 		newBench(),
+		newVersion(),
 	)
+	setUsage(root)
+	completeWords(root)
 	return root
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/logging"
 	"github.com/verdict-proxy/verdict/internal/node"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 )
@@ -45,17 +47,18 @@ docs/IPTABLES.md). After a change of the backend, the rules of the old one are r
 Services are programmed by the new one.
 
 On Linux 6.9 and later, a netlink socket owns the tables: no other process can change them while it
-is open. It stays open while run restarts: systemd keeps it, if the unit has FileDescriptorStoreMax=2
-and Type=notify; otherwise a small parent process does, which also restarts run after a crash
-(--keeper). A second run in the same network namespace takes over from the first, which then stands
-by.
+is open. It stays open while run restarts: systemd keeps it, if the unit has
+FileDescriptorStoreMax=2 and Type=notify; otherwise a small parent process does, which also restarts
+run after a crash (--keeper). A second run in the same network namespace takes over from the first,
+which then stands by.
 
 Once all Services are programmed, run removes what a kube-proxy programmed on this node, in any of
 its modes (--takeover); docs/INSTALL.md describes the migration and the way back. Run serves
 /healthz, /readyz and /livez at port 10256, and /metrics at 127.0.0.1:10249; see docs/METRICS.md.`,
 		Example: `  verdict run --config /var/lib/kube-proxy/config.conf --hostname-override $(NODE_NAME)
   verdict run --kubeconfig /etc/kubernetes/kubelet.conf --cluster-cidr 10.244.0.0/16
-  verdict run --from examples/cluster.yaml --hostname-override node-1 --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,
+  verdict run --from examples/cluster.yaml --hostname-override node-1 \
+    --cluster-cidr 10.244.0.0/16,fd00:10:244::/48`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.out = cmd.OutOrStdout()
@@ -90,5 +93,12 @@ func (o *runOptions) run(ctx context.Context) error {
 		}
 		return node.InitOnly(sysctl.Host{}, settings, problems, o.out)
 	}
-	return node.Run(ctx, &o.flags, settings, problems, os.Stderr)
+	err = node.Run(ctx, &o.flags, settings, problems, os.Stderr)
+	if status := exitStatus(0); err == nil || errors.As(err, &status) || !settings.Log.JSON {
+		return err
+	}
+	last := logging.NewLossy(os.Stderr, func(io.Writer, int) {})
+	node.LogFailure(last, settings.Log, err)
+	last.Close()
+	return exitStatus(statusOf(err))
 }

@@ -10,9 +10,6 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/takeover"
-	"github.com/verdict-proxy/verdict/nft/kernel"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
-	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // callTakeover runs "verdict takeover" inside a host and gives what it says.
@@ -43,12 +40,7 @@ func TestTakeoverCommand(t *testing.T) {
 	if _, err := callTakeover(t, h); err == nil || !strings.Contains(err.Error(), "start verdict run first") {
 		t.Errorf("without Verdict's tables: %v", err)
 	}
-	var backend *kernel.Backend
-	labtest.Check(t, h.Do(func() (err error) { backend, err = kernel.Open(kernel.Options{}); return err }))
-	defer backend.Close()
-	st, _ := dataplane.Compute(dataplane.Config{NodeName: "node"}, snapshot.New())
-	_, err := backend.Apply(st, dataplane.Change{})
-	labtest.Check(t, err)
+	writeTables(t, h)
 	if out, err := callTakeover(t, h); err != nil || out != strings.ReplaceAll(summary, "VERB", "removed") {
 		t.Errorf("with them: %q, %v", out, err)
 	}

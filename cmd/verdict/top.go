@@ -39,7 +39,7 @@ because that replaces its element in the map.
 It asks the proxy on this node which endpoints it has ejected, and shows them with their Service.
 
 Keys: up and down (or k and j) select, enter shows and hides the endpoints, s sorts by rate, total
-or name, q quits.
+or name, / filters by a part of the name, ? shows all keys, q quits.
 
 Without a terminal, with --once or with --json it prints one sample, taken over --interval.
 
@@ -69,7 +69,7 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
 		"address of the proxy's health server, which knows the ejected endpoints; empty: do not ask")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
-	f.BoolVar(&o.json, "json", false, "print one sample as JSON (docs/ANSWERS.md)")
+	addJSON(f, &o.json, "print one sample as JSON (docs/ANSWERS.md)")
 	return cmd
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 
 	"github.com/spf13/cobra"
 
@@ -11,7 +12,7 @@ import (
 
 func newVerify() *cobra.Command {
 	var o inspect.ObjectFlags
-	var all, asJSON bool
+	var all, asJSON, packets bool
 	cmd := &cobra.Command{
 		Use:   "verify",
 		Short: "Check that the kernel holds what was written",
@@ -24,16 +25,24 @@ With --from PATH, --kubeconfig FILE or --in-cluster it also compares with what t
 for, and counts the differences by Service; verdict diff shows the lines. It only reads, beside a
 running proxy, and needs CAP_NET_ADMIN.
 
+With --packets it compares what happens to packets, and not what is written: it walks every class of
+packets through what the kernel lists of Verdict, and through the objects (docs/COMPARE.md).
+
 Exit status: 0 if everything is in sync, 1 if not, 2 if something went wrong.`,
 		Example: `  verdict verify
-  verdict verify --in-cluster --hostname-override node-1 --json`,
+  verdict verify --in-cluster --hostname-override node-1 --json
+  verdict verify --packets --kubeconfig /etc/kubernetes/kubelet.conf`,
 	}
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "print all lines, however many there are")
-	f.BoolVar(&asJSON, "json", false, "print JSON (docs/ANSWERS.md)")
+	addJSON(f, &asJSON, "print JSON (docs/ANSWERS.md)")
+	f.BoolVar(&packets, "packets", false, "compare what happens to packets, in every class; needs objects")
 	o.AddFlags(f)
 	return newCompareCommand(cmd, func(ctx context.Context, cmd *cobra.Command) (same bool, err error) {
-		c, err := compare(ctx, &o)
+		if packets {
+			return verifyPackets(ctx, cmd, o, asJSON)
+		}
+		c, err := compareTables(ctx, &o)
 		if err != nil {
 			return false, err
 		}
@@ -44,4 +53,13 @@ Exit status: 0 if everything is in sync, 1 if not, 2 if something went wrong.`,
 		c.PrintVerify(p, all)
 		return c.Same, p.Err()
 	})
+}
+
+// verifyPackets walks every class of packets through Verdict's tables and through the objects.
+func verifyPackets(ctx context.Context, cmd *cobra.Command, o inspect.ObjectFlags, asJSON bool) (bool, error) {
+	if !o.Given() {
+		return false, errors.New("--packets needs objects: --from PATH, --kubeconfig FILE or --in-cluster")
+	}
+	p := packetOptions{objects: o, json: asJSON, onlyVerdict: true}
+	return p.run(ctx, cmd)
 }

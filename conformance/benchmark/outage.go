@@ -121,7 +121,7 @@ func ordinaryPeriods(ctx context.Context, tb *testbed.Testbed) error {
 		if !tb.Kind.Adjustable() {
 			fields = nil
 		}
-		if err := errors.Join(proxy.Configure(fields), proxy.Restart(ctx, false)); err != nil {
+		if err := errors.Join(proxy.Configure(fields, nil), proxy.Restart(ctx, false)); err != nil {
 			return err
 		}
 	}

@@ -28,6 +28,10 @@ const (
 	Localhost Frontend = "node-port@localhost"
 	// UnusedPort is a port of the cluster IP that the Service does not have.
 	UnusedPort Frontend = "unused-port"
+	// UnusedBalancerPort and UnusedExternalPort are the same of the load balancer's address and of the external IP. Only
+	// stories know them: Kubernetes promises nothing there.
+	UnusedBalancerPort Frontend = "unused-port@load-balancer"
+	UnusedExternalPort Frontend = "unused-port@external-ip"
 )
 
 var frontends = []Frontend{
@@ -40,6 +44,9 @@ var frontends = []Frontend{
 	Localhost,
 	UnusedPort,
 }
+
+// storyFrontends are those that stories may name.
+var storyFrontends = slices.Concat(frontends, []Frontend{UnusedBalancerPort, UnusedExternalPort})
 
 // Protocol is "tcp", "udp" or "sctp".
 type Protocol string

@@ -130,18 +130,24 @@ func (t *Step) check() error {
 		return t.Connect.check()
 	case t.Stray != nil:
 		return errors.Join(
-			known("stray: from", t.Stray.From, senders), known("stray: frontends", t.Stray.Frontends, frontends),
+			known("stray: from", t.Stray.From, senders), known("stray: frontends", t.Stray.Frontends, storyFrontends),
 			known("stray: answer", []Outcome{t.Stray.Answer.Outcome}, []Outcome{Refused, Dropped}),
 		)
+	case t.Echo != nil:
+		return t.Echo.check()
+	case t.Shares != nil:
+		return t.Shares.check()
+	case t.Route != nil:
+		return known("route: via", []string{t.Route.Via}, []string{"node-a", "node-b"})
 	case t.Open != nil:
 		return errors.Join(
 			known("from", []string{t.Open.From}, senders),
-			known("frontend", []Frontend{t.Open.Frontend}, append(frontends, "")),
+			known("frontend", []Frontend{t.Open.Frontend}, append(storyFrontends, "")),
 		)
 	case t.Exchange != nil:
 		return known("from", t.Exchange.From, senders)
 	case t.Traffic != nil:
-		return errors.Join(known("from", t.Traffic.From, senders), known("frontends", t.Traffic.Frontends, frontends))
+		return errors.Join(known("from", t.Traffic.From, senders), known("frontends", t.Traffic.Frontends, storyFrontends))
 	}
 	return nil
 }
@@ -158,7 +164,7 @@ func hostsOf[V any](field string, set map[string]V) error {
 func (e *ExpectStep) check() error {
 	err := errors.Join(
 		known("expect: from", e.From, senders),
-		known("expect: frontends", e.Frontends, frontends),
+		known("expect: frontends", e.Frontends, storyFrontends),
 		known(
 			"expect: families",
 			e.Families,
@@ -173,9 +179,32 @@ func (e *ExpectStep) check() error {
 }
 
 func (c *ConnectStep) check() error {
-	err := errors.Join(known("connect: from", c.From, senders), known("connect: frontends", c.Frontends, frontends))
+	err := errors.Join(known("connect: from", c.From, senders), known("connect: frontends", c.Frontends, storyFrontends))
 	if len(c.From) == 0 || c.To == "" || c.Times < 1 || c.Within <= 0 || c.Answer.Outcome == "" {
 		err = errors.Join(err, errors.New("connect: from, to, times, answer and within are needed"))
+	}
+	return err
+}
+
+func (e *EchoStep) check() error {
+	err := errors.Join(
+		known("echo: from", e.From, senders), known("echo: frontends", e.Frontends, storyFrontends),
+		known("echo: families", e.Families, Families),
+		known("echo: answer", []Outcome{e.Answer.Outcome}, []Outcome{Answered, Refused, Dropped, Unanswered}),
+	)
+	if len(e.From) == 0 || e.To == "" || len(e.Answer.Endpoints) > 0 {
+		err = errors.Join(err, errors.New("echo: from, to and answer are needed, and nobody knows which host answers"))
+	}
+	return err
+}
+
+func (s *SharesStep) check() error {
+	err := errors.Join(
+		known("shares: from", s.From, senders), known("shares: frontends", s.Frontends, storyFrontends),
+		known("shares: families", s.Families, Families), hostsOf("shares: of", s.Of),
+	)
+	if len(s.From) == 0 || s.To == "" || s.Times < 1 || len(s.Of) == 0 {
+		err = errors.Join(err, errors.New("shares: from, to, times and of are needed"))
 	}
 	return err
 }

@@ -57,6 +57,14 @@ func TestErrors(t *testing.T) {
 			"x.yaml:7: story s: expect: from, answer"},
 		{"wrong answer", head + "stories:\n- name: s\n  title: t\n  steps:\n  - expect: {from: [a1], to: x, answer: " +
 			"perhaps}", `"perhaps" is none of refused`},
+		{"a ping answered by somebody", head + "stories:\n- name: s\n  title: t\n  steps:\n  - echo: {from: [a1], to: x, " +
+			"answer: [a2]}", "x.yaml:7: story s: echo: from, to and answer are needed"},
+		{"shares of nothing", head + "stories:\n- name: s\n  title: t\n  steps:\n  - shares: {from: [a1], to: x, times: 9}",
+			"x.yaml:7: story s: shares: from, to, times and of are needed"},
+		{"a route by a pod", head + "stories:\n- name: s\n  title: t\n  steps:\n  - route: {to: x, via: a1}",
+			"x.yaml:7: story s: route: via: a1 is none of"},
+		{"a frontend for stories", head + "matrix:\n- {title: t, states: [one], frontends: [unused-port@load-balancer], " +
+			"senders: [a1]}", "frontends: unused-port@load-balancer is none of"},
 		{"wrong condition", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: great}}",
 			"great is none of ready"},
 		{"wrong hint", head + "stories:\n- name: s\n  title: t\n  steps:\n  - endpoints: {of: x, set: {a1: ready for fun}}",

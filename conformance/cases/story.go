@@ -65,6 +65,12 @@ type Step struct {
 	Connect *ConnectStep `yaml:"connect"`
 	// Stray sends a segment of a TCP connection that nobody knows.
 	Stray *StrayStep `yaml:"stray"`
+	// Echo pings addresses of a Service.
+	Echo *EchoStep `yaml:"echo"`
+	// Shares counts how many connections each endpoint gets.
+	Shares *SharesStep `yaml:"shares"`
+	// Route has the router lead what nodes send to a Service's address to a node, until the story ends.
+	Route *RouteStep `yaml:"route"`
 	Open  *OpenStep  `yaml:"open"`
 	Ping  *PingStep  `yaml:"ping"`
 	// Traffic begins to dial, again and again, until Stop.
@@ -87,9 +93,11 @@ type ServiceStep struct {
 	Annotations map[string]string `yaml:"annotations"`
 	// Spec is that of Kubernetes. Without ipFamilyPolicy, the Service has both families.
 	Spec yaml.Node `yaml:"spec"`
-	// Balancer gives it addresses of a load balancer, External external IPs.
-	Balancer bool `yaml:"balancer"`
-	External bool `yaml:"external"`
+	// Balancer gives it addresses of a load balancer, External external IPs. BalancerOf gives it, in place of a load
+	// balancer's addresses, those of hosts.
+	Balancer   bool     `yaml:"balancer"`
+	BalancerOf []string `yaml:"balancerOf"`
+	External   bool     `yaml:"external"`
 
 	// Rejected are words with which the API server has to refuse it; empty if it takes it.
 	Rejected string `yaml:"rejected"`
@@ -109,8 +117,9 @@ type EndpointsStep struct {
 	// Only is set, the slices have no other ports.
 	Ports map[string]int32 `yaml:"ports"`
 	Only  bool             `yaml:"only"`
-	// Labels are set on the slices, besides the name of the Service.
-	Labels map[string]string `yaml:"labels"`
+	// Labels are set on the slices, besides the name of the Service, and Annotations.
+	Labels      map[string]string `yaml:"labels"`
+	Annotations map[string]string `yaml:"annotations"`
 	// Families are those that slices are written of; none means both.
 	Families []Family `yaml:"families"`
 }
@@ -176,6 +185,8 @@ type ProxyStep struct {
 	As string `yaml:"as"`
 	// With are fields of kube-proxy's configuration, until the story ends.
 	With map[string]any `yaml:"with"`
+	// Own are fields of Verdict's own document in the same file, likewise. kube-proxy does not read it.
+	Own map[string]any `yaml:"own"`
 }
 
 // RunStep runs a program on a host, which must succeed, and whose output must hold Says.
@@ -208,6 +219,10 @@ type ExpectStep struct {
 	Some   bool `yaml:"some"`
 	// Apart says that not all of the clients are answered by the same endpoint.
 	Apart bool `yaml:"apart"`
+	// Same says that a sender is answered by the same endpoint at all frontends, in a family.
+	Same bool `yaml:"same"`
+	// FromPort is the senders' own port; 0 means another one each time.
+	FromPort uint16 `yaml:"fromPort"`
 	// Within is how long it may take until it is so: what Kubernetes promises no order for. 0 means at once.
 	Within Duration `yaml:"within"`
 }
@@ -216,7 +231,9 @@ type ExpectStep struct {
 type ConnectStep struct {
 	From      []string   `yaml:"from"`
 	To        string     `yaml:"to"`
+	Ports     []string   `yaml:"ports"`
 	Frontends []Frontend `yaml:"frontends"`
+	Families  []Family   `yaml:"families"`
 	// Times is how many each sender opens.
 	Times int `yaml:"times"`
 	// Answer says who answers: all of them do, and nobody else. Refused and dropped mean that at least one connection
@@ -232,6 +249,36 @@ type StrayStep struct {
 	Frontends []Frontend `yaml:"frontends"`
 	// Answer is refused, which means a reset, since an ICMP error would not end the connection; or dropped.
 	Answer Answer `yaml:"answer"`
+}
+
+// EchoStep sends ICMP or ICMPv6 echo requests to addresses of a Service.
+type EchoStep struct {
+	From      []string   `yaml:"from"`
+	To        string     `yaml:"to"`
+	Frontends []Frontend `yaml:"frontends"`
+	Families  []Family   `yaml:"families"`
+	// Answer is answered, refused, which means an ICMP error, dropped or unanswered.
+	Answer Answer `yaml:"answer"`
+}
+
+// SharesStep opens connections to each port of a Service, one after the other, and counts who answers.
+type SharesStep struct {
+	From      []string   `yaml:"from"`
+	To        string     `yaml:"to"`
+	Frontends []Frontend `yaml:"frontends"`
+	Families  []Family   `yaml:"families"`
+	// Times is how many each sender opens.
+	Times int `yaml:"times"`
+	// Of are the weights of all endpoints. Each endpoint's share of the connections must be that of its weight, but for
+	// what chance explains; with 0 it must get none. A proxy that differs gives all endpoints that it is said to want
+	// the same share.
+	Of map[string]int `yaml:"of"`
+}
+
+// RouteStep names where packets for a Service's load balancer addresses go.
+type RouteStep struct {
+	To  string `yaml:"to"`
+	Via string `yaml:"via"`
 }
 
 // OpenStep opens a connection that is kept, or for UDP and SCTP begins a flow from one port.

@@ -296,13 +296,16 @@ func (m *manifest) expected(a asked) []nfteval.Outcome {
 		return []nfteval.Outcome{{Verdict: nfteval.Dropped, Probability: 1}}
 	}
 	var list []nfteval.Outcome
+	all := 0
 	for _, c := range x.Endpoints {
 		if c.Reason.Included() {
-			list = append(list, nfteval.Outcome{Verdict: nfteval.Delivered, To: c.AddrPort, Masqueraded: c.SourceSeen.Node()})
+			list = append(list, nfteval.Outcome{Verdict: nfteval.Delivered, To: c.AddrPort, Masqueraded: c.SourceSeen.Node(),
+				Probability: float64(c.Share())})
+			all += c.Share()
 		}
 	}
 	for i := range list {
-		list[i].Probability = 1 / float64(len(list))
+		list[i].Probability /= float64(all)
 	}
 	return list
 }

@@ -131,6 +131,7 @@ var same = map[string][]string{
 	"local-policies.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
 	"masquerade-all.yaml": {"translated: [map[jump:map[target:remember-affinity]]]", "ip6 prerouting", "ip6 output"},
 	"nothing.yaml":        {"prerouting: [map[goto", "output: [map[goto"},
+	"zones.yaml":          {"ip6 prerouting", "ip6 output"}, // no Service has an IPv6 address
 }
 
 // unasked names what concerns packets that are not asked about: those after the first one, and pings.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
+	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -48,6 +50,8 @@ func (t *teller) change(ctx context.Context, s *cases.Step) error {
 		return t.proxy(ctx, s.Proxy)
 	case s.API != "":
 		return t.api(ctx, s.API)
+	case s.Route != nil:
+		return t.route(s.Route)
 	case s.Run != nil:
 		return t.run(s)
 	}
@@ -83,6 +87,11 @@ func (t *teller) writeService(ctx context.Context, s *cases.ServiceStep) error {
 	if s.Balancer {
 		o.Status.LoadBalancer.Ingress = ingress(t.numbers[s.Name], "")
 	}
+	for _, host := range s.BalancerOf {
+		for _, a := range []netip.Addr{t.testbed.Host(host).IP4, t.testbed.Host(host).IP6} {
+			o.Status.LoadBalancer.Ingress = append(o.Status.LoadBalancer.Ingress, v1.LoadBalancerIngress{IP: a.String()})
+		}
+	}
 	made, err := writeService(ctx, t.testbed, o)
 	if s.Rejected != "" {
 		if err == nil || !strings.Contains(err.Error(), s.Rejected) {
@@ -110,6 +119,7 @@ func (t *teller) writeEndpoints(ctx context.Context, e *cases.EndpointsStep) err
 	for _, slice := range endpointSlices(t.testbed.Topology, t.namespace, e.Of, sliceName(e.Of, e.Slice), e.Set, ports,
 		families) {
 		maps.Copy(slice.Labels, e.Labels)
+		slice.Annotations = maps.Clone(e.Annotations)
 		if err := writeSlice(ctx, t.testbed, slice); err != nil {
 			return err
 		}
@@ -303,7 +313,8 @@ func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
 	if len(nodes) == 0 {
 		nodes = t.testbed.Nodes()
 	}
-	if len(t.undo) == 0 || p.With != nil {
+	changed := p.With != nil || p.Own != nil
+	if len(t.undo) == 0 || changed {
 		t.undo = append(t.undo, t.restoreProxies)
 	}
 	t.dirty = true
@@ -312,8 +323,8 @@ func (t *teller) proxy(ctx context.Context, p *cases.ProxyStep) error {
 		if err != nil {
 			return err
 		}
-		if p.With != nil {
-			if err := proxy.Configure(p.With); err != nil {
+		if changed {
+			if err := proxy.Configure(p.With, p.Own); err != nil {
 				return err
 			}
 		}
@@ -362,7 +373,7 @@ func (t *teller) restoreProxies(ctx context.Context) error {
 		errs = append(errs, p.Kill())
 	}
 	for _, p := range t.testbed.Proxies {
-		errs = append(errs, p.Configure(nil), p.End(ctx, false), p.Start())
+		errs = append(errs, p.Configure(nil, nil), p.End(ctx, false), p.Start())
 	}
 	return errors.Join(append(errs, t.testbed.AwaitZones(ctx))...)
 }
@@ -378,6 +389,27 @@ func (t *teller) api(ctx context.Context, do string) error {
 	}
 	t.apiDown, t.dirty, t.relisted = false, true, true
 	return t.testbed.Plane.StartServer(ctx)
+}
+
+// route adds routes of single addresses, which therefore disturb no other story.
+func (t *teller) route(s *cases.RouteStep) error {
+	service := t.services[s.To]
+	if service == nil {
+		return fmt.Errorf("route: there is no Service %s", s.To)
+	}
+	router, via := t.testbed.Host("router"), t.testbed.Host(s.Via)
+	for _, f := range cases.Families {
+		a := balancerAddr(service, f)
+		if !a.IsValid() {
+			return fmt.Errorf("route: service %s has no %s address of a load balancer", s.To, f)
+		}
+		r := lab.Route{To: netip.PrefixFrom(a, a.BitLen()), Via: via.IP(labFamily(f)), Link: "eth0"}
+		if err := router.AddRoute(r); err != nil {
+			return err
+		}
+		t.routes = append(t.routes, r)
+	}
+	return nil
 }
 
 // run runs a program that does to a node what others may do.

@@ -16,7 +16,7 @@ import (
 // connect opens all connections at the same time: none waits for what another one has shown.
 func (t *teller) connect(s *cases.Step) error {
 	c := s.Connect
-	all, err := t.targets(c.From, c.To, nil, c.Frontends, nil)
+	all, err := t.targets(c.From, c.To, c.Ports, c.Frontends, c.Families)
 	if err != nil {
 		return err
 	}

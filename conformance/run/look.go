@@ -10,6 +10,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -34,6 +35,7 @@ type asked struct {
 	protocol snapshot.Protocol
 	want     cases.Want
 	at       uint16 // the port of the endpoint; 0 means any
+	own      uint16 // the port of the sender; 0 means another one each time
 }
 
 // seen is what came of it.
@@ -80,6 +82,10 @@ func look(t *testbed.Topology, slow testbed.Slow, a asked) (s *seen, ok bool) {
 	o := lab.Options{Timeout: slow.Times(answerTimeout)}
 	if a.want.Outcome == cases.Dropped || a.want.Outcome == cases.Unanswered {
 		o.Timeout = silence
+	}
+	if a.own != 0 {
+		f := ipfamily.Of(a.to.Addr())
+		o.From = netip.AddrPortFrom(t.Host(a.from).IP(f), a.own)
 	}
 	lost := 0
 	for s.tries < maxTries {

@@ -234,16 +234,24 @@ func reach(
 		addr = ofFamily(s.Spec.ClusterIPs, f)
 	case cases.ExternalIP:
 		addr = ofFamily(s.Spec.ExternalIPs, f)
+	case cases.UnusedExternalPort:
+		addr, port = ofFamily(s.Spec.ExternalIPs, f), unusedPort
 	case cases.LoadBalancer:
-		var ips []string
-		for _, in := range s.Status.LoadBalancer.Ingress {
-			ips = append(ips, in.IP)
-		}
-		addr = ofFamily(ips, f)
+		addr = balancerAddr(s, f)
+	case cases.UnusedBalancerPort:
+		addr, port = balancerAddr(s, f), unusedPort
 	default:
 		addr, port = nodePortAddr(t, frontend, f), p.NodePort
 	}
 	return netip.AddrPortFrom(addr, uint16(port)), addr.IsValid() && port > 0
+}
+
+func balancerAddr(s *v1.Service, f cases.Family) netip.Addr {
+	var ips []string
+	for _, in := range s.Status.LoadBalancer.Ingress {
+		ips = append(ips, in.IP)
+	}
+	return ofFamily(ips, f)
 }
 
 func nodePortAddr(t *testbed.Topology, frontend cases.Frontend, f cases.Family) netip.Addr {

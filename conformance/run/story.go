@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
@@ -74,6 +75,7 @@ type teller struct {
 	servers  map[string]*lab.Server    // by host and port
 	others   map[string]*testbed.Proxy // not of the kind under test, by node
 	holes    []*cases.PortStep         // ports where packets vanish
+	routes   []lab.Route               // of the router
 	undo     []func(context.Context) error
 }
 
@@ -119,7 +121,7 @@ func (r *proxyRun) tell(ctx context.Context, s *cases.Story) *report.Result {
 // unfit says why a story cannot be told of this proxy.
 func (t *teller) unfit() string {
 	for i := range t.story.Steps {
-		if p := t.story.Steps[i].Proxy; p != nil && p.With != nil && !t.testbed.Kind.Adjustable() {
+		if p := t.story.Steps[i].Proxy; p != nil && (p.With != nil || p.Own != nil) && !t.testbed.Kind.Adjustable() {
 			return "it changes the configuration, which is not known of this proxy"
 		}
 	}
@@ -132,6 +134,8 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 	case s.Expect != nil,
 		s.Connect != nil,
 		s.Stray != nil,
+		s.Echo != nil,
+		s.Shares != nil,
 		s.Open != nil,
 		s.Ping != nil,
 		s.Traffic != nil,
@@ -151,6 +155,10 @@ func (t *teller) step(ctx context.Context, s *cases.Step) error {
 		return t.connect(s)
 	case s.Stray != nil:
 		return t.stray(s)
+	case s.Echo != nil:
+		return t.echo(s)
+	case s.Shares != nil:
+		return t.shares(s)
 	case s.Open != nil:
 		return t.openOne(s)
 	case s.Ping != nil:
@@ -326,13 +334,27 @@ func (t *teller) expect(ctx context.Context, s *cases.Step) error {
 	}
 	wait.Wait()
 	if e.Apart {
-		t.apart(s, answered)
+		t.together(s, "all of them", e.To, answered, false)
+	}
+	if e.Same {
+		type client struct {
+			from   string
+			family ipfamily.Family
+		}
+		by := make(map[client][]*seen)
+		for i, a := range all {
+			c := client{a.from, ipfamily.Of(a.to.Addr())}
+			by[c] = append(by[c], answered[i])
+		}
+		for c, answered := range by {
+			t.together(s, c.from, fmt.Sprintf("all frontends of %s (%s)", e.To, c.family), answered, true)
+		}
 	}
 	return nil
 }
 
-// apart looks whether more than one endpoint has answered.
-func (t *teller) apart(s *cases.Step, answered []*seen) {
+// together looks whether exactly one endpoint has answered all of these, or more than one.
+func (t *teller) together(s *cases.Step, from, to string, answered []*seen, same bool) {
 	all := map[string]bool{}
 	for _, a := range answered {
 		for name := range a.endpoints {
@@ -340,15 +362,19 @@ func (t *teller) apart(s *cases.Step, answered []*seen) {
 		}
 	}
 	d := t.differs(s)
+	want := "not the same endpoint for all"
+	if same {
+		want = "the same endpoint for all"
+	}
 	t.look(
 		report.Look{
 			Step:  s.Step,
-			From:  "all of them",
-			To:    s.Expect.To,
+			From:  from,
+			To:    to,
 			Count: len(answered),
-			Want:  "not the same endpoint for all",
+			Want:  want,
 			Got:   strings.Join(slices.Sorted(maps.Keys(all)), ", "),
-			OK:    len(all) > 1 == (d == nil),
+			OK:    len(all) == 1 == same == (d == nil),
 		},
 		d,
 	)
@@ -362,7 +388,8 @@ func orTCP(p cases.Protocol) cases.Protocol {
 }
 
 func (t *teller) expectOne(ctx context.Context, s *cases.Step, to target, want cases.Want) *seen {
-	q := asked{from: to.from, to: to.to, protocol: labProtocol(to.protocol), want: want, at: s.Expect.At}
+	q := asked{from: to.from, to: to.to, protocol: labProtocol(to.protocol), want: want, at: s.Expect.At,
+		own: s.Expect.FromPort}
 	d := t.differs(s)
 	if d != nil {
 		q.want = d.Wants(want)
@@ -418,6 +445,9 @@ func (t *teller) end(ctx context.Context) error {
 	}
 	for _, h := range t.holes {
 		errs = append(errs, t.heal(h))
+	}
+	for _, r := range t.routes {
+		errs = append(errs, t.testbed.Host("router").DelRoute(r))
 	}
 	for _, s := range t.servers {
 		errs = append(errs, s.Close())

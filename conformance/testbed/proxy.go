@@ -33,7 +33,7 @@ func (tb *Testbed) NewProxy(node string, kind *Kind, binary string) (*Proxy, err
 		args = append(args, p.expand(a))
 	}
 	p.Process = control.NewProcess(tb.Host(node), name+".log", binary, args...)
-	return p, p.Configure(nil)
+	return p, p.Configure(nil, nil)
 }
 
 func (p *Proxy) expand(s string) string {
@@ -50,8 +50,9 @@ func joined[T fmt.Stringer](all []T) string {
 }
 
 // Configure writes the configuration file for the next start, with these fields changed: nested as in the file. None
-// means as it was in the beginning.
-func (p *Proxy) Configure(fields map[string]any) error {
+// means as it was in the beginning. Own are fields of Verdict's document behind kube-proxy's, which kube-proxy does not
+// read.
+func (p *Proxy) Configure(fields, own map[string]any) error {
 	text := p.expand(p.Kind.Config)
 	if p.Kind.mode != "" {
 		document := kubeProxyConfig(p.Kind.mode, p.Node, p.testbed.Plane.Kubeconfig())
@@ -61,6 +62,14 @@ func (p *Proxy) Configure(fields map[string]any) error {
 			return err
 		}
 		text = string(b)
+		if own != nil {
+			document := map[string]any{"apiVersion": "verdict/v1alpha1", "kind": "VerdictConfiguration"}
+			merge(document, own)
+			if b, err = yaml.Marshal(document); err != nil {
+				return err
+			}
+			text += "---\n" + string(b)
+		}
 	}
 	return os.WriteFile(p.config, []byte(text), 0o600)
 }

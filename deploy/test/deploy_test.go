@@ -100,6 +100,7 @@ func TestManifestsWrong(t *testing.T) {
 		{"configMap:\n          name: verdict", "configMap:\n          name: config", "ConfigMap/config is missing"},
 		{"matchLabels:\n      app.kubernetes.io/name: verdict", "matchLabels:\n      app.kubernetes.io/name: proxy",
 			"selects no pod"},
+		{"sleep:\n              seconds: 10", "exec: {}", "before the next one has taken over"},
 		{"path: /readyz", "path: /ready", "/ready at port 10256 is not served"},
 		{"port: 10256", "port: 10249", "at port 10249 is not served"},
 		{"mountPath: /var/lib/kube-proxy", "mountPath: /etc/verdict", "config.conf is in no volume"},
@@ -278,13 +279,17 @@ func checkRightsOf(o objects, rights []corev1.Capability) error {
 	return nil
 }
 
-// checkProbes: they ask for what the program serves by default.
+// checkProbes: they ask for what the program serves by default. The container waits for the one that takes over, and
+// does not hinder it.
 func checkProbes(o objects) error {
 	c := o.daemonSet().Spec.Template.Spec.Containers[0]
 	for _, p := range []*corev1.Probe{c.ReadinessProbe, c.LivenessProbe} {
 		if at := p.HTTPGet; !slices.Contains(served, at.Port.String()+at.Path) {
 			return fmt.Errorf("%s at port %s is not served", at.Path, at.Port.String())
 		}
+	}
+	if c.Lifecycle == nil || c.Lifecycle.PreStop == nil || c.Lifecycle.PreStop.Sleep == nil {
+		return fmt.Errorf("a pod that is deleted ends before the next one has taken over")
 	}
 	if len(c.Ports) > 0 {
 		return fmt.Errorf("a port that is named keeps the new pod from starting beside the old one")
@@ -426,5 +431,29 @@ func TestCleanup(t *testing.T) {
 	if out, err := exec.Command(verdict, append(c.Args, "--help")...).CombinedOutput(); err != nil ||
 		!strings.Contains(string(out), "Cleanup deletes") {
 		t.Errorf("verdict %v: %v: %s", c.Args, err, out)
+	}
+}
+
+// TestProbesFollowTheConfiguration: the chart's probes ask at the port where the configuration has health served.
+func TestProbesFollowTheConfiguration(t *testing.T) {
+	const must = "apiServer: {host: 192.0.2.1}\nclusterCIDR: 10.244.0.0/16\n"
+	for values, want := range map[string]int{
+		must: 10256,
+		must + `config: {healthzBindAddress: "0.0.0.0:10356"}`:                  10356,
+		must + `config: {healthzBindAddress: "[::]:10357"}`:                     10357,
+		must + `config: {healthzBindAddress: "192.0.2.9"}`:                      10256,
+		"existingConfigMap: kube-proxy\nhealthPort: 10358":                      10358,
+		must + "healthPort: 10359\n" + `config: {healthzBindAddress: ":10356"}`: 10359,
+	} {
+		text, err := template(t, "", values)
+		check(t, err)
+		o, err := decode(text)
+		check(t, err)
+		c := objects(o).daemonSet().Spec.Template.Spec.Containers[0]
+		for _, p := range []*corev1.Probe{c.ReadinessProbe, c.LivenessProbe} {
+			if got := p.HTTPGet.Port.IntValue(); got != want {
+				t.Errorf("with %q, a probe asks at port %d; want %d", values, got, want)
+			}
+		}
 	}
 }

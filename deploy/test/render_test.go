@@ -116,7 +116,11 @@ func template(t *testing.T, file, more string) (string, error) {
 	chart, err := loader.Load(chartDir)
 	check(t, err)
 	release := common.ReleaseOptions{Name: "verdict", Namespace: "kube-system", Revision: 1, IsInstall: true}
-	all, err := util.ToRenderValues(chart, values, release, common.DefaultCapabilities)
+	capabilities := common.DefaultCapabilities.Copy()
+	version, err := common.ParseKubeVersion("v1.37.1")
+	check(t, err)
+	capabilities.KubeVersion = *version
+	all, err := util.ToRenderValues(chart, values, release, capabilities)
 	check(t, err)
 	files, err := engine.Render(chart, all)
 	if err != nil {

@@ -77,8 +77,9 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		return nil, final(err)
 	}
 	open = append(open, tables.Close)
+	adopter := &ipvsAdopter{mode: takeover.Mode(s.Takeover)}
 	scheduler, err := ipvsplugin.New(tables, ipvsplugin.Options{
-		NodeAddrs: o.NodeAddrs, Adopt: (&ipvsAdopter{mode: takeover.Mode(s.Takeover)}).adopt,
+		NodeAddrs: o.NodeAddrs, Adopt: adopter.adopt, Yield: adopter.yield,
 		Timeouts: ipvsplugin.Timeouts{TimeoutTCP: s.IPVSTimeouts[0], TimeoutTCPFin: s.IPVSTimeouts[1],
 			TimeoutUDP: s.IPVSTimeouts[2]}})
 	if err != nil {
@@ -201,7 +202,8 @@ func removeNFTables(_ context.Context, o RemoveOptions) (removed []string, err e
 	if errors.As(backend.Probe(), &lacks) && !there {
 		return nil, nil
 	}
-	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{})
+	adopter := &ipvsAdopter{mode: takeover.Never}
+	scheduler, err := ipvsplugin.New(backend, ipvsplugin.Options{Yield: adopter.yield})
 	if err != nil {
 		return nil, err
 	}
@@ -212,8 +214,8 @@ func removeNFTables(_ context.Context, o RemoveOptions) (removed []string, err e
 	return []string{"the tables of nftables"}, nil
 }
 
-// ipvsAdopter decides which virtual services of IPVS become ours: those that a kube-proxy left, if it is not at
-// work any more.
+// ipvsAdopter decides which virtual services of IPVS become ours: those that a kube-proxy left, if it is not running
+// any more. Those that a running kube-proxy took are its own again.
 type ipvsAdopter struct {
 	mode takeover.Mode
 
@@ -229,17 +231,27 @@ func (a *ipvsAdopter) adopt(vs ipvsplugin.VirtualService) bool {
 	if a.mode != takeover.Auto {
 		return false
 	}
+	proxys, running := a.ask(vs.Key)
+	return proxys && !running
+}
+
+func (a *ipvsAdopter) yield(k dataplane.Key) bool {
+	proxys, running := a.ask(k)
+	return proxys && running
+}
+
+// ask says whether a virtual service is kube-proxy's, and whether one is running.
+func (a *ipvsAdopter) ask(k dataplane.Key) (proxys, running bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.found == nil || time.Since(a.at) > findAgain {
 		found, err := takeover.Find(context.Background(), takeover.Own{})
 		if err != nil {
-			return false
+			return false, false
 		}
 		a.found, a.at = found, time.Now()
 	}
-	return len(a.found.Running()) == 0 && a.found.IsProxyService(netip.AddrPortFrom(vs.Key.Addr, vs.Key.Port),
-		uint8(vs.Key.Protocol))
+	return a.found.IsProxyService(netip.AddrPortFrom(k.Addr, k.Port), uint8(k.Protocol)), len(a.found.Running()) > 0
 }
 
 // fill says how full the kernel's sets are.

@@ -64,7 +64,7 @@ func (d *Document) setDefaults() {
 		orDefault(&v.IPVS, "always")
 	}
 	orDefault(&v.IPVS, "auto")
-	orPointer(&v.IPVSServices, 50000)
+	orPointer(&v.IPVSServices, 0)
 	orDefault(&v.SecondChance, DefaultSecondChance)
 	orPointer(&v.PingServices, true)
 	orPointer(&v.RejectUnusedPorts, true)

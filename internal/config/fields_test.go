@@ -178,7 +178,7 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is not one of auto, never` + isDefault + "auto"},
 	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isDefault +
 		"auto"},
-	{"VerdictConfiguration.ipvsServices", `50000`, `0`, `-1`, `-1 is less than 0` + isDefault + "50000"},
+	{"VerdictConfiguration.ipvsServices", `0`, `50000`, `-1`, `-1 is less than 0` + isDefault + "0"},
 	{
 		"VerdictConfiguration.ipvsAddresses",
 		`null`,

@@ -45,6 +45,8 @@ type option struct {
 	about scope
 	// note is reported if the flag is given: it is deprecated, or has no effect.
 	note string
+	// group is its heading in help.
+	group string
 }
 
 type scope uint8
@@ -54,8 +56,28 @@ const (
 	ofPolicy
 )
 
+// GroupAnnotation is the annotation of a flag that holds its heading in help, one of FlagGroups.
+const GroupAnnotation = "group"
+
+// FlagGroups lists the headings of flags, in the order of help.
+var FlagGroups = []string{
+	"Objects and API server", "Services and packets", "Backends, keeper and counters", "Kernel and timing",
+	"Health and metrics servers", "Log",
+}
+
 // flags lists all flags that set fields.
-var flags = slices.Concat(policyFlags, serverFlags, kernelFlags, clientFlags, logFlags, ownFlags)
+var flags = slices.Concat(
+	group(FlagGroups[0], clientFlags), group(FlagGroups[1], policyFlags), group(FlagGroups[2], ownFlags),
+	group(FlagGroups[3], kernelFlags), group(FlagGroups[4], serverFlags), group(FlagGroups[5], logFlags),
+)
+
+// group puts flags under a heading.
+func group(name string, options []option) []option {
+	for i := range options {
+		options[i].group = name
+	}
+	return options
+}
 
 var policyFlags = []option{
 	text("hostname-override",
@@ -263,6 +285,13 @@ var kernelFlags = []option{
 }
 
 var clientFlags = []option{
+	text(
+		"from",
+		"read the objects from this manifest file or directory of manifests instead of the Kubernetes API",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Manifests },
+		verdictKind+".manifests",
+	),
 	text("kubeconfig", "kubeconfig file of the API server (default: the cluster this runs in)", ofRun,
 		func(d *Document) *string { return &d.KubeProxy.ClientConnection.Kubeconfig }, "clientConnection.kubeconfig"),
 	text("kube-api-content-type", "content type of requests to the API server (default "+contentProtobuf+")", ofRun,
@@ -305,13 +334,6 @@ var logFlags = []option{
 }
 
 var ownFlags = []option{
-	text(
-		"from",
-		"read the objects from this manifest file or directory of manifests instead of the Kubernetes API",
-		ofRun,
-		func(d *Document) *string { return &d.Verdict.Manifests },
-		verdictKind+".manifests",
-	),
 	boolean(
 		"iptables-compat",
 		"with nftables, maintain the iptables chains KUBE-MARK-MASQ and KUBE-POSTROUTING for other programs that jump there",
@@ -345,7 +367,7 @@ var ownFlags = []option{
 	),
 	number(
 		"ipvs-services",
-		"with --ipvs=auto: number of Services from which on IPVS schedules all of them; 0: never (default 50000)",
+		"with --ipvs=auto: number of Services from which on IPVS schedules all of them; 0: never (default 0)",
 		ofRun,
 		func(d *Document, n int32) { d.Verdict.IPVSServices = &n },
 		verdictKind+".ipvsServices",
@@ -524,6 +546,7 @@ func (f *Flags) Add(fs *pflag.FlagSet) {
 	)
 	fs.BoolVar(&f.Version, "version", false, "print the version, and exit")
 	fs.StringVar(&f.masterURL, "master", "", "address of the API server, overrides the kubeconfig file")
+	fs.Lookup("master").Annotations = map[string][]string{GroupAnnotation: FlagGroups[:1]}
 	f.add(fs, ofRun)
 }
 
@@ -545,6 +568,7 @@ func (f *Flags) add(fs *pflag.FlagSet, about scope) {
 		if def.kind == "bool" {
 			added.NoOptDefVal = "true"
 		}
+		added.Annotations = map[string][]string{GroupAnnotation: {def.group}}
 		added.Hidden = strings.HasPrefix(def.usage, "has no effect") || strings.HasPrefix(def.note, "it is deprecated")
 	}
 }

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -130,38 +131,21 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 
 // Run sweeps until the context ends, and then returns nil. A sweep that fails is reported and repeated.
 func (c *Cleaner) Run(ctx context.Context) error {
-	retry := retryFirst
-	for {
-		due, any := c.next()
-		timer := time.NewTimer(time.Until(due))
-		timeout := timer.C
-		if !any {
-			timeout = nil
-		}
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return nil
-		case <-c.wake: // perhaps an earlier sweep is pending
-			timer.Stop()
-			continue
-		case <-timeout:
-		}
+	repeat(ctx, c.wake, c.next, func(retry time.Duration) (time.Duration, error) {
 		s := c.takeDue()
 		l := s.run(ctx)
 		if ctx.Err() != nil {
-			return nil
+			return 0, l.Err
 		}
 		wait := secondSweepAfter
 		if l.Err != nil {
-			wait, retry = retry, min(2*retry, retryMost)
-		} else {
-			retry = retryFirst
+			wait = retry
 		}
 		c.requeue(s, l.Err != nil, time.Now().Add(wait))
 		c.report(l)
-		pause(ctx, restFactor*l.Worked)
-	}
+		return l.Worked, l.Err
+	}, math.MaxInt64)
+	return nil
 }
 
 // next returns when the earliest pending sweep is due.

@@ -63,3 +63,37 @@ func pause(ctx context.Context, d time.Duration) {
 	case <-t.C:
 	}
 }
+
+// repeat calls work whenever it is due, until the context ends. next says when that is, if at all; wake makes it ask
+// again. Work that fails is due again after retry, and returns how long it worked.
+func repeat(ctx context.Context, wake <-chan struct{}, next func() (due time.Time, any bool),
+	work func(retry time.Duration) (worked time.Duration, err error), mostRest time.Duration) {
+	retry := retryFirst
+	for {
+		due, any := next()
+		timer := time.NewTimer(time.Until(due))
+		timeout := timer.C
+		if !any {
+			timeout = nil
+		}
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-wake: // perhaps something is due earlier
+			timer.Stop()
+			continue
+		case <-timeout:
+		}
+		worked, err := work(retry)
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			retry = min(2*retry, retryMost)
+		} else {
+			retry = retryFirst
+		}
+		pause(ctx, min(restFactor*worked, mostRest))
+	}
+}

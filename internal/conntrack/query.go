@@ -2,6 +2,7 @@ package conntrack
 
 import (
 	"cmp"
+	"iter"
 	"net/netip"
 	"slices"
 
@@ -75,5 +76,37 @@ func queries(keys []dataplane.Key, filters bool) []query {
 		list = append(list, group...)
 	}
 	slices.SortFunc(list, query.compare)
+	return list
+}
+
+// maxSingleEndpoints is how many endpoints of a family get a query each. The kernel walks its table for each; a list
+// of all TCP flows takes as long as some ten walks that find little.
+const maxSingleEndpoints = 8
+
+// endpointQueries returns the queries that list the TCP flows to some endpoints, or to all: at most maxSingleEndpoints
+// for each family. The kernel may list other flows, too.
+func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, filters bool) (list []query) {
+	var byFamily ipfamily.Per[[]query]
+	for e := range endpoints {
+		f := ipfamily.Of(e.Addr())
+		q := query{family: f, protocol: snapshot.TCP, endpoint: e}
+		if f == ipfamily.IPv6 { // the kernel compares the port alone
+			q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), e.Port())
+		}
+		if len(byFamily[f]) <= maxSingleEndpoints && !slices.Contains(byFamily[f], q) {
+			byFamily[f] = append(byFamily[f], q)
+		}
+	}
+	for _, f := range ipfamily.All {
+		switch group := byFamily[f]; {
+		case len(group) == 0 && !all:
+		case !filters:
+			list = append(list, query{family: f})
+		case all || len(group) > maxSingleEndpoints:
+			list = append(list, query{family: f, protocol: snapshot.TCP})
+		default:
+			list = append(list, group...)
+		}
+	}
 	return list
 }

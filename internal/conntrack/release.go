@@ -260,39 +260,22 @@ func (r *Releaser) add(k goneKey, t time.Time) {
 
 // Run looks until the context ends, and then returns nil. A look that fails is reported and repeated.
 func (r *Releaser) Run(ctx context.Context) error {
-	retry := retryFirst
-	for {
-		due, any := r.next()
-		timer := time.NewTimer(time.Until(due))
-		timeout := timer.C
-		if !any {
-			timeout = nil
-		}
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return nil
-		case <-r.wake: // perhaps an earlier look is due
-			timer.Stop()
-			continue
-		case <-timeout:
-		}
+	repeat(ctx, r.wake, r.next, func(retry time.Duration) (time.Duration, error) {
 		l := r.takeDue()
 		result := l.run(ctx)
 		if ctx.Err() != nil {
-			return nil
+			return 0, result.Err
 		}
 		if result.Err != nil {
 			r.postpone(l, retry)
-			retry = min(2*retry, retryMost)
 		} else {
-			retry = retryFirst
 			l.probe(ctx)
 			r.requeue(l)
 		}
 		r.o.Report(result)
-		pause(ctx, min(restFactor*result.Worked, longestRest))
-	}
+		return result.Worked, result.Err
+	}, longestRest)
+	return nil
 }
 
 // next returns when the next look is due.

@@ -6,7 +6,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -24,9 +23,6 @@ const (
 	probeHolds = 3 * time.Second
 	// maxSuspects bounds the flows of an endpoint that are remembered between looks. The others wait.
 	maxSuspects = 1 << 14
-	// maxSingleEndpoints is how many endpoints of a family get a query each. The kernel walks its table for each; a list
-	// of all TCP flows takes as long as some ten walks that find little.
-	maxSingleEndpoints = 8
 	// defaultTimeout is the kernel's default for nf_conntrack_tcp_timeout_unacknowledged.
 	defaultTimeout = 300 * time.Second
 )
@@ -102,32 +98,15 @@ func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error 
 	return nil
 }
 
-// queries returns the queries that list the flows to the endpoints. The kernel may list other flows, too.
+// queries returns the queries that list the flows to the endpoints.
 func (l *releaseLook) queries(filters bool) []query {
-	var byFamily ipfamily.Per[[]query]
-	for k := range l.due {
-		f := ipfamily.Of(k.endpoint.Addr())
-		q := query{family: f, protocol: snapshot.TCP, endpoint: k.endpoint}
-		if f == ipfamily.IPv6 { // the kernel compares the port alone
-			q.endpoint = netip.AddrPortFrom(netip.IPv6Unspecified(), k.endpoint.Port())
+	return endpointQueries(func(yield func(netip.AddrPort) bool) {
+		for k := range l.due {
+			if !yield(k.endpoint) {
+				return
+			}
 		}
-		if len(byFamily[f]) <= maxSingleEndpoints && !slices.Contains(byFamily[f], q) {
-			byFamily[f] = append(byFamily[f], q)
-		}
-	}
-	var list []query
-	for _, f := range ipfamily.All {
-		switch group := byFamily[f]; {
-		case len(group) == 0 && !l.all:
-		case !filters:
-			list = append(list, query{family: f})
-		case l.all || len(group) > maxSingleEndpoints:
-			list = append(list, query{family: f, protocol: snapshot.TCP})
-		default:
-			list = append(list, group...)
-		}
-	}
-	return list
+	}, l.all, filters)
 }
 
 // release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and

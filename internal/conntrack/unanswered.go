@@ -4,15 +4,15 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 
-	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// Unanswered finds and deletes TCP flows that an endpoint has not answered. Each call walks the kernel's table. It is
-// not safe for concurrent use, and needs a Conn of its own.
-type Unanswered struct{ conn *Conn }
+// Unanswered finds and deletes TCP flows that an endpoint has not answered. Each call walks the kernel's table a few
+// times, however many endpoints it is for. It is not safe for concurrent use, and needs a Conn of its own.
+type Unanswered struct{ table table }
 
 // NewUnanswered returns an Unanswered that uses a Conn.
 func NewUnanswered(c *Conn) *Unanswered { return &Unanswered{c} }
@@ -31,25 +31,25 @@ const (
 	maxAnswered = 4096
 )
 
-// Delete deletes the TCP flows to an endpoint that have no answer, if begun at a frontend that doomed accepts, and
+// Delete deletes the TCP flows to some endpoints that have no answer, if begun at a frontend that doomed accepts, and
 // returns how many the kernel deleted. Flows that no Service translated are never deleted, nor are those in zones other
 // than the default one.
-func (u *Unanswered) Delete(ctx context.Context, endpoint netip.AddrPort,
-	doomed func(frontend dataplane.Key) bool) (deleted int, err error) {
+func (u *Unanswered) Delete(ctx context.Context, endpoints []netip.AddrPort,
+	doomed func(endpoint netip.AddrPort, frontend dataplane.Key) bool) (deleted int, err error) {
 	var found []flow
-	err = u.each(ctx, endpoint, func(flows []flow) error {
+	err = u.each(ctx, endpoints, func(flows []flow) error {
 		found = found[:0]
 		for i := range flows {
-			if f := &flows[i]; !f.answered && doomed(f.frontend) {
+			if f := &flows[i]; !f.answered && doomed(f.endpoint, f.frontend) {
 				found = append(found, *f)
 			}
 		}
-		n, err := u.conn.remove(found)
+		n, err := u.table.remove(found)
 		deleted += n
 		return err
 	})
 	if err != nil {
-		return deleted, fmt.Errorf("unanswered flows to %v: %w", endpoint, err)
+		return deleted, fmt.Errorf("unanswered flows to %d endpoints: %w", len(endpoints), err)
 	}
 	return deleted, nil
 }
@@ -57,7 +57,7 @@ func (u *Unanswered) Delete(ctx context.Context, endpoint netip.AddrPort,
 // Answers returns who waits for an endpoint, of the flows that a Service translated.
 func (u *Unanswered) Answers(ctx context.Context, endpoint netip.AddrPort) (Answers, error) {
 	a := Answers{Waiting: map[netip.Addr]struct{}{}, Answered: map[string]struct{}{}}
-	err := u.each(ctx, endpoint, func(flows []flow) error {
+	err := u.each(ctx, []netip.AddrPort{endpoint}, func(flows []flow) error {
 		for i := range flows {
 			switch f := &flows[i]; {
 			case !f.answered && len(a.Waiting) < maxWaiting:
@@ -74,30 +74,36 @@ func (u *Unanswered) Answers(ctx context.Context, endpoint netip.AddrPort) (Answ
 	return a, nil
 }
 
-// each calls do with the translated TCP flows to an endpoint, one datagram at a time.
-func (u *Unanswered) each(ctx context.Context, endpoint netip.AddrPort, do func([]flow) error) error {
-	q := query{family: ipfamily.Of(endpoint.Addr()), protocol: snapshot.TCP, endpoint: endpoint}
-	if !u.conn.filters() {
-		q = query{family: q.family}
+// each calls do with the translated TCP flows to some endpoints, one datagram at a time.
+func (u *Unanswered) each(ctx context.Context, endpoints []netip.AddrPort, do func([]flow) error) error {
+	wanted := make(map[netip.AddrPort]bool, len(endpoints))
+	for _, e := range endpoints {
+		wanted[e] = true
 	}
+	filters := u.table.filters()
 	var found []flow
-	err := u.conn.list(q, func(flows []flow) error {
-		found = found[:0]
-		for i := range flows {
-			f := &flows[i]
-			if f.frontend.Protocol == snapshot.TCP && f.endpoint == endpoint && f.translated() && !f.zoned {
-				found = append(found, *f)
+	for _, q := range endpointQueries(slices.Values(endpoints), false, filters) {
+		err := u.table.list(q, func(flows []flow) error {
+			found = found[:0]
+			for i := range flows {
+				f := &flows[i]
+				if f.frontend.Protocol == snapshot.TCP && wanted[f.endpoint] && f.translated() && !f.zoned {
+					found = append(found, *f)
+				}
 			}
-		}
-		if len(found) > 0 {
-			if err := do(found); err != nil {
-				return err
+			if len(found) > 0 {
+				if err := do(found); err != nil {
+					return err
+				}
 			}
+			return ctx.Err()
+		})
+		if err != nil {
+			return err
 		}
-		return ctx.Err()
-	})
-	if err == nil && q.protocol != 0 && !u.conn.filters() {
-		return u.each(ctx, endpoint, do) // the kernel does not filter: list all
+		if filters && !u.table.filters() {
+			return u.each(ctx, endpoints, do) // now one family at a time
+		}
 	}
-	return err
+	return nil
 }

@@ -59,7 +59,7 @@ func TestDeleteUnanswered(t *testing.T) {
 					t.Errorf("%d flows are answered, and %v wait", len(a.Answered), a.Waiting)
 				}
 				before := listAll(t, c)
-				n, err := u.Delete(t.Context(), dead, func(k dataplane.Key) bool {
+				n, err := u.Delete(t.Context(), []netip.AddrPort{dead}, func(_ netip.AddrPort, k dataplane.Key) bool {
 					return k == all[0].frontend || k.Addr == dead.Addr()
 				})
 				labtest.Check(t, err)
@@ -81,6 +81,35 @@ func TestDeleteUnanswered(t *testing.T) {
 	}
 }
 
+// TestDeleteUnansweredOfMany deletes the flows to many dead endpoints: how often the table is walked, and how many
+// flows are listed, does not grow with the product of endpoints and flows.
+func TestDeleteUnansweredOfMany(t *testing.T) {
+	const many = 1000
+	dead, cases, _ := unansweredCases(false)
+	table := &tcpTable{}
+	var endpoints []netip.AddrPort
+	for i := range many {
+		e := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 245, byte(i >> 8), byte(i)}), dead.Port())
+		endpoints = append(endpoints, e)
+		for n := range 2 {
+			table.flows = append(table.flows, flow{frontend: cases[0].frontend, endpoint: e,
+				client: clientOf(2*i+n, false), answered: n == 1})
+		}
+	}
+	seen := 0
+	u := &Unanswered{table}
+	n, err := u.Delete(t.Context(), endpoints, func(netip.AddrPort, dataplane.Key) bool {
+		seen++
+		return true
+	})
+	if err != nil || n != many || seen != many || len(table.flows) != many {
+		t.Errorf("%d deleted of %d, %d left: %v", n, seen, len(table.flows), err)
+	}
+	if lists := len(table.listed); lists != 1 {
+		t.Errorf("the table was walked %d times for %d endpoints", lists, many)
+	}
+}
+
 // BenchmarkDeleteUnanswered walks a table of 100,000 flows for one endpoint.
 func BenchmarkDeleteUnanswered(b *testing.B) {
 	c := emptyHost(b)
@@ -94,8 +123,7 @@ func BenchmarkDeleteUnanswered(b *testing.B) {
 	insert(b, c, append(many, all...)...)
 	u := NewUnanswered(c)
 	for b.Loop() {
-		if _, err := u.Delete(b.Context(), dead, func(dataplane.Key) bool { return false }); err != nil {
-			b.Fatal(err)
-		}
+		_, err := u.Delete(b.Context(), []netip.AddrPort{dead}, func(netip.AddrPort, dataplane.Key) bool { return false })
+		labtest.Check(b, err)
 	}
 }

@@ -96,7 +96,7 @@ type Row struct {
 // Endpoint is an endpoint that the packet may be sent to.
 type Endpoint struct {
 	netip.AddrPort
-	Node string
+	Node, Zone string
 	// Chance is 0 if IPVS chooses, by its scheduler and the Weight.
 	Chance float64
 	Weight int
@@ -107,14 +107,16 @@ type Endpoint struct {
 	// Draining is true if the endpoint terminates.
 	Draining bool
 	// Kept explains why an endpoint is not ejected although it is unhealthy; empty for others.
-	Kept        string
+	Kept string
+	// Starting says how an endpoint starts that gets less than its share because of a slow start; empty for others.
+	Starting    string
 	Connections *uint64
 }
 
 // ExcludedEndpoint is an endpoint that the packet cannot be sent to or, with an invalid address, a slice of them.
 type ExcludedEndpoint struct {
 	netip.AddrPort
-	Node, Slice string
+	Node, Zone, Slice string
 	// Reason is a word, and Why a sentence.
 	Reason, Why string
 }
@@ -148,7 +150,7 @@ func (a *Answer) fillObjects(x *dataplane.Explanation, o *Objects, policy *Polic
 		v.NearMisses = append(v.NearMisses, NearMiss{n.Key, n.Claim.Port, n.Claim.Kind.String()})
 	}
 	v.Why = a.why(v)
-	if x.Cause == dataplane.FrontendFound {
+	if x.Cause == dataplane.FrontendFound || x.Cause == dataplane.FrontendScheduled && x.ZonesIgnored != "" {
 		a.noteChoice(x)
 	}
 }
@@ -162,6 +164,12 @@ func (a *Answer) noteChoice(x *dataplane.Explanation) {
 			x.Frontend.NotScheduled.String())
 	case how != dataplane.AtRandom:
 		a.Notes = append(a.Notes, "the endpoint is chosen "+how)
+	}
+	switch {
+	case x.ZonesIgnored != "":
+		a.Notes = append(a.Notes, "the Service prefers near endpoints, and this node does not: "+x.ZonesIgnored)
+	case x.Zones != nil && x.Frontend.NotScheduled != dataplane.SlotsFull:
+		a.Notes = append(a.Notes, zonesText(x.Zones))
 	}
 }
 
@@ -218,15 +226,15 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 	}
 	for _, c := range x.Endpoints {
 		if !c.Reason.Included() {
-			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Slice: c.Slice, Reason: c.Reason.String(),
-				Why: a.exclusionText(&c, o.Config.NodeName)}
+			l := ExcludedEndpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone, Slice: c.Slice,
+				Reason: c.Reason.String(), Why: a.exclusionText(&c, o.Config.NodeName)}
 			if c.Unhealthy != nil {
 				l.Why += o.nextProbeText(x.Port.Name.Service, c.AddrPort)
 			}
 			v.Excluded = append(v.Excluded, l)
 			continue
 		}
-		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node,
+		e := Endpoint{AddrPort: c.AddrPort, Node: c.Object.Node, Zone: c.Object.Zone,
 			Chance:     float64(c.Share()) / float64(total),
 			SourceSeen: &c.SourceSeen, Source: a.source(c.SourceSeen, c.Addr()),
 			Draining: c.Reason == dataplane.IncludedTerminating}
@@ -235,6 +243,9 @@ func (a *Answer) fillEndpoints(v *View, o *Objects) {
 		}
 		if c.Unhealthy != nil {
 			e.Kept = keptText(c.Unhealthy, x)
+		}
+		if c.Starting != nil {
+			e.Starting = startingText(c.Starting)
 		}
 		v.Endpoints = append(v.Endpoints, e)
 	}
@@ -330,6 +341,8 @@ func (a *Answer) exclusionText(c *dataplane.EndpointDecision, node string) strin
 		return "mentioned twice: the other mention counts"
 	case dataplane.ExcludedDrained:
 		return "its weight is 0: no new connections"
+	case dataplane.ExcludedOtherZone:
+		return otherZoneText(x.Zones, c.Object.Zone)
 	case dataplane.ExcludedUnanswered, dataplane.ExcludedRefused:
 		return unhealthyText(c.Unhealthy) + ", ejected on this node"
 	}

@@ -82,12 +82,14 @@ type EndpointJSON struct {
 	Address     string  `json:"address"`
 	Port        uint16  `json:"port"`
 	Node        string  `json:"node,omitempty"`
+	Zone        string  `json:"zone,omitempty"`
 	Chance      float64 `json:"chance"`
 	Weight      int     `json:"weight,omitempty"`
 	Sees        string  `json:"sees,omitempty"`
 	Source      string  `json:"source,omitempty"`
 	Draining    bool    `json:"draining,omitempty"`
 	Unhealthy   string  `json:"unhealthy,omitempty"`
+	Starting    string  `json:"starting,omitempty"`
 	Connections *uint64 `json:"connections,omitempty"`
 }
 
@@ -96,6 +98,7 @@ type LeftOutJSON struct {
 	Address string `json:"address,omitempty"`
 	Port    uint16 `json:"port,omitempty"`
 	Node    string `json:"node,omitempty"`
+	Zone    string `json:"zone,omitempty"`
 	Slice   string `json:"slice,omitempty"`
 	Reason  string `json:"reason"`
 	Why     string `json:"why"`
@@ -174,16 +177,16 @@ func (v *View) json(trace bool) *ViewJSON {
 
 func (out *ViewJSON) addEndpoints(v *View) {
 	for _, e := range v.Endpoints {
-		j := EndpointJSON{Address: e.Addr().String(), Port: e.Port(), Node: e.Node, Chance: e.Chance, Weight: e.Weight,
-			Source: validText(e.Source), Draining: e.Draining, Unhealthy: e.Kept,
-			Connections: e.Connections}
+		j := EndpointJSON{Address: e.Addr().String(), Port: e.Port(), Node: e.Node, Zone: e.Zone, Chance: e.Chance,
+			Weight: e.Weight, Source: validText(e.Source), Draining: e.Draining, Unhealthy: e.Kept,
+			Starting: e.Starting, Connections: e.Connections}
 		if e.SourceSeen != nil {
 			j.Sees = e.SourceSeen.String()
 		}
 		out.Endpoints = append(out.Endpoints, j)
 	}
 	for _, l := range v.Excluded {
-		j := LeftOutJSON{Node: l.Node, Slice: l.Slice, Reason: l.Reason, Why: l.Why}
+		j := LeftOutJSON{Node: l.Node, Zone: l.Zone, Slice: l.Slice, Reason: l.Reason, Why: l.Why}
 		if l.IsValid() {
 			j.Address, j.Port = l.Addr().String(), l.Port()
 		}

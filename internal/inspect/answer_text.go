@@ -356,11 +356,11 @@ func (a *Answer) printEndpoints(s *terminal.Printer, v *View, o TextOptions) {
 		t.limit = max(len(v.Endpoints), len(left))
 	}
 	for _, e := range v.Endpoints {
-		t.width, t.nodes = max(t.width, len(e.AddrPort.String())), max(t.nodes, len(e.Node))
+		t.width, t.nodes = max(t.width, len(e.AddrPort.String())), max(t.nodes, len(placeText(e.Node, e.Zone)))
 		t.counted = t.counted || e.Connections != nil
 	}
 	for _, l := range left {
-		t.width, t.nodes = max(t.width, len(leftOutName(l))), max(t.nodes, len(l.Node))
+		t.width, t.nodes = max(t.width, len(leftOutName(l))), max(t.nodes, len(placeText(l.Node, l.Zone)))
 	}
 	t.taken(s, v)
 	t.left(s, left)
@@ -400,7 +400,7 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 	s.Line("")
 	s.Line("  %s", s.Paint(terminal.Dim, c.Row(part, "ENDPOINT", third, sees)))
 	for _, e := range v.Endpoints[:min(t.limit, len(v.Endpoints))] {
-		part, middle := percent(e.Chance), e.Node
+		part, middle := percent(e.Chance), placeText(e.Node, e.Zone)
 		if v.Scheduler != "" {
 			part = fmt.Sprint(e.Weight)
 		}
@@ -410,6 +410,9 @@ func (t *endpointTable) taken(s *terminal.Printer, v *View) {
 		s.Line("  %s", c.Row(part, e.AddrPort.String(), middle, e.seen()))
 		if e.Kept != "" {
 			s.Line("  %s", c.Row("", "", "", s.Paint(terminal.Red, e.Kept)))
+		}
+		if e.Starting != "" {
+			s.Line("  %s", c.Row("", "", "", e.Starting))
 		}
 	}
 	t.more(s, len(v.Endpoints))
@@ -426,7 +429,7 @@ func (t *endpointTable) left(s *terminal.Printer, left []ExcludedEndpoint) {
 	s.Line("")
 	s.Line("  %s", s.Paint(terminal.Dim, c.Row("NOT", "ENDPOINT", third, "WHY")))
 	for _, l := range left[:min(t.limit, len(left))] {
-		s.Line("  %s", c.Row("-", leftOutName(l), l.Node, l.Why))
+		s.Line("  %s", c.Row("-", leftOutName(l), placeText(l.Node, l.Zone), l.Why))
 	}
 	t.more(s, len(left))
 }

@@ -86,26 +86,12 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 	var notes []string
 	healthNote := ""
 	if o.Given() {
-		settings, err := i.Settings(ctx)
+		w, err := o.Wanted(ctx, i, printProblems)
 		if err != nil {
 			return nil, err
 		}
-		objects, err := o.Load(ctx, settings, true)
-		if err != nil {
-			return nil, err
-		}
-		if printProblems {
-			objects.printProblems()
-		}
-		for _, flag := range objects.Adopted {
-			notes = append(notes, "taken from the kernel's rules: "+flag)
-		}
-		if !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
-			objects.Config.IPVS.Mode = dataplane.IPVSNever
-		}
-		healthNote = o.addHealth(ctx, objects)
-		wanted, _ = dataplane.Compute(objects.Config, objects.Snap)
-		c.Objects, c.Services = objects.Source, len(wanted.Services)
+		wanted, notes, healthNote = w.State, w.notes, w.healthNote
+		c.Objects, c.Services = w.Objects.Source, len(wanted.Services)
 	}
 	d, err := i.Differences(ctx, wanted)
 	if err != nil {
@@ -117,6 +103,64 @@ func compareOnce(ctx context.Context, i reconcile.Inspector, o *ObjectFlags, pri
 		c.Notes = append(c.Notes, healthNote)
 	}
 	return c, nil
+}
+
+// Wanted is what objects ask for on this node.
+type Wanted struct {
+	State   *dataplane.State
+	Objects *Objects
+	notes   []string
+	// healthNote explains differences if the proxy did not tell which endpoints it has ejected.
+	healthNote string
+}
+
+// Notes say which flags were taken from the kernel's rules, and what could not be asked.
+func (w *Wanted) Notes() []string {
+	if w.healthNote == "" {
+		return w.notes
+	}
+	return append(slices.Clip(w.notes), w.healthNote)
+}
+
+// Wanted loads the objects and computes what they ask for. Flags that are not given are taken from what the Inspector
+// reads, and the health of endpoints from the proxy on this host. PrintProblems writes to standard error what is wrong
+// with the objects.
+func (o *ObjectFlags) Wanted(ctx context.Context, i reconcile.Inspector, printProblems bool) (*Wanted, error) {
+	settings, err := i.Settings(ctx)
+	if err != nil {
+		return nil, err
+	}
+	present, err := i.Present(ctx)
+	if err != nil {
+		return nil, err
+	}
+	w := &Wanted{}
+	if !present { // then there is nothing to learn from the rules, and no proxy to ask
+		if w.Objects, err = o.Load(ctx, nil, true); err != nil {
+			return nil, err
+		}
+		if printProblems {
+			w.Objects.printProblems()
+		}
+		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
+		w.State, _ = dataplane.Compute(w.Objects.Config, w.Objects.Snap)
+		return w, nil
+	}
+	if w.Objects, err = o.Load(ctx, settings, true); err != nil {
+		return nil, err
+	}
+	if printProblems {
+		w.Objects.printProblems()
+	}
+	for _, flag := range w.Objects.Adopted {
+		w.notes = append(w.notes, "taken from the kernel's rules: "+flag)
+	}
+	if !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
+		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
+	}
+	w.healthNote = o.addHealth(ctx, w.Objects)
+	w.State, _ = dataplane.Compute(w.Objects.Config, w.Objects.Snap)
+	return w, nil
 }
 
 // finish counts differences by Service, and sets Same.

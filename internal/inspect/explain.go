@@ -54,7 +54,7 @@ func (e *explainRun) gather(ctx context.Context) (err error) {
 		if e.settings, err = e.Inspector.Settings(ctx); err != nil {
 			return err
 		}
-		if e.localAddrs, err = hostAddrs(ctx); err != nil {
+		if e.localAddrs, err = HostAddrs(ctx); err != nil {
 			return err
 		}
 	}

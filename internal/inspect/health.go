@@ -39,19 +39,11 @@ type Outlier struct {
 // an unspecified IP means the loopback address of the family. It runs in the calling goroutine, whose thread may be in
 // another network namespace. If the report is not complete, LoadOutliers returns what there is, and an error.
 func LoadOutliers(ctx context.Context, addr netip.AddrPort) ([]Outlier, error) {
-	if ip := addr.Addr(); ip.IsUnspecified() {
-		loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
-		if ip.Is6() {
-			loopback = netip.IPv6Loopback()
-		}
-		addr = netip.AddrPortFrom(loopback, addr.Port())
-	}
-	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
-	defer cancel()
-	outliers, err := askOutliers(ctx, addr.String())
-	if err != nil {
-		err = fmt.Errorf("http://%s/outliers: %w", addr, err)
-	}
+	var outliers []Outlier
+	err := askProxy(ctx, addr, "/outliers", func(r io.Reader) (err error) {
+		outliers, err = decodeOutliers(r)
+		return err
+	})
 	return outliers, err
 }
 
@@ -79,33 +71,52 @@ func healthOf(outliers []Outlier) map[snapshot.Name]*snapshot.Health {
 	return health
 }
 
-func askOutliers(ctx context.Context, addr string) ([]Outlier, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/outliers", nil)
+// askProxy asks the health server of the proxy on this host. An unspecified IP means the loopback address of the
+// family. It runs in the calling goroutine, whose thread may be in another network namespace.
+func askProxy(ctx context.Context, addr netip.AddrPort, path string, decode func(io.Reader) error) error {
+	if ip := addr.Addr(); ip.IsUnspecified() {
+		loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+		if ip.Is6() {
+			loopback = netip.IPv6Loopback()
+		}
+		addr = netip.AddrPortFrom(loopback, addr.Port())
+	}
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	if err := get(ctx, addr.String(), path, decode); err != nil {
+		page, _, _ := strings.Cut(path, "?")
+		return fmt.Errorf("http://%s%s: %w", addr, page, err)
+	}
+	return nil
+}
+
+func get(ctx context.Context, addr, path string, decode func(io.Reader) error) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+path, nil)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	req.Close = true
 	conn, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer conn.Close()
 	deadline, _ := ctx.Deadline()
 	if err := conn.SetDeadline(deadline); err != nil {
-		return nil, err
+		return err
 	}
 	if err := req.Write(conn); err != nil {
-		return nil, err
+		return err
 	}
 	resp, err := http.ReadResponse(bufio.NewReader(io.LimitReader(conn, maxHealthBytes)), req)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("status %d", resp.StatusCode)
+		return fmt.Errorf("status %d", resp.StatusCode)
 	}
-	return decodeOutliers(resp.Body)
+	return decode(resp.Body)
 }
 
 // outliersJSON is the report.
@@ -153,9 +164,14 @@ func decodeOutliers(r io.Reader) (outliers []Outlier, err error) {
 }
 
 // addHealth completes the objects with what the proxy on this host found out about endpoints, so that those it ejected
-// are no difference. It returns a note that explains differences if the proxy does not tell; empty if it does, or if no
-// endpoint can be ejected.
+// and those that start slowly are no difference. It returns a note that explains differences if the proxy does not
+// tell; empty if it does, or if no endpoint can be ejected or start slowly.
 func (o *ObjectFlags) addHealth(ctx context.Context, objects *Objects) (note string) {
+	return cmp.Or(o.addOutliers(ctx, objects), o.addSlowStarts(ctx, objects))
+}
+
+// addOutliers does so for endpoints that are ejected.
+func (o *ObjectFlags) addOutliers(ctx context.Context, objects *Objects) (note string) {
 	settings := o.Policy.Settings()
 	if objects.Config.SecondChance == snapshot.SecondChanceOff {
 		return ""

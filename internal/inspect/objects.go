@@ -28,7 +28,8 @@ type ObjectFlags struct {
 
 // AddFlags defines the flags.
 func (o *ObjectFlags) AddFlags(f *pflag.FlagSet) {
-	f.StringVar(&o.From, "from", "", "take the objects from a manifest file, or a directory of manifests")
+	f.StringVar(&o.From, "from", "",
+		"take the objects from a manifest file, a directory of manifests, or - (standard input)")
 	f.StringVar(&o.Kubeconfig, "kubeconfig", "", "take the objects from the API server of a kubeconfig file")
 	f.BoolVar(&o.InCluster, "in-cluster", false, "take the objects from the cluster this runs in")
 	o.Policy.AddFlags(f)
@@ -79,7 +80,7 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	}
 	if o.From != "" {
 		out.Source = o.From
-		out.Snap, out.Problems, err = watch.Load(o.From, out.Config.NodeName)
+		out.Snap, out.Problems, err = LoadManifests(o.From, out.Config.NodeName)
 	} else {
 		out.Source = "the API server"
 		out.Snap, out.Problems, err = listKubernetes(ctx, o.Kubeconfig, out.Config.NodeName)
@@ -87,7 +88,10 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	if err != nil {
 		return nil, err
 	}
-	addrs, err := hostAddrs(ctx)
+	if why := MissingNode(out.Config.NodeName, out.Snap); why != nil {
+		out.Problems = append(out.Problems, why)
+	}
+	addrs, err := HostAddrs(ctx)
 	if err != nil && here {
 		return nil, err
 	}
@@ -97,6 +101,23 @@ func (o *ObjectFlags) Load(ctx context.Context, settings *dataplane.Settings, he
 	}
 	out.Snap.Apply(snapshot.Delta{HostAddrs: &addrs})
 	return out, nil
+}
+
+// LoadManifests is watch.Load, where "-" is standard input.
+func LoadManifests(path, node string) (*snapshot.Snapshot, []error, error) {
+	if path == "-" {
+		path = "/dev/stdin"
+	}
+	return watch.Load(path, node)
+}
+
+// MissingNode returns an error if the objects have no Node of this name; what depends on it is missing then.
+func MissingNode(name string, snap *snapshot.Snapshot) error {
+	if snap.Node.Name != "" {
+		return nil
+	}
+	return fmt.Errorf("there is no Node %q among the objects: no endpoint is local or in its zone, and node ports have "+
+		"no addresses (--hostname-override names the node)", name)
 }
 
 // adopt sets flags that are not given to what the kernel's rules say, and returns their names.
@@ -133,6 +154,11 @@ func (o *ObjectFlags) adopt(c *dataplane.Config, settings *dataplane.Settings) (
 		c.LocalhostNodePorts = settings.LocalhostNodePorts
 		adopted = append(adopted, fmt.Sprintf("--iptables-localhost-nodeports=%v", c.LocalhostNodePorts))
 	}
+	if mode := settings.SecondChance; !said("second-chance") && mode != snapshot.SecondChanceDefault &&
+		mode != c.SecondChance {
+		c.SecondChance = mode
+		adopted = append(adopted, "--second-chance="+mode.String())
+	}
 	return adopted
 }
 
@@ -151,9 +177,9 @@ func (c *collector) Put(d snapshot.Delta) {
 
 func (c *collector) Synced() { c.synced() }
 
-// hostAddrs reads this host's addresses. It runs in the calling goroutine, whose thread may be in another network
+// HostAddrs reads this host's addresses. It runs in the calling goroutine, whose thread may be in another network
 // namespace.
-func hostAddrs(ctx context.Context) ([]netip.Addr, error) {
+func HostAddrs(ctx context.Context) ([]netip.Addr, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	c := collector{synced: cancel}

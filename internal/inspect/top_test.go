@@ -286,7 +286,7 @@ func TestTopView(t *testing.T) {
 	v.Show(sample, nil)
 	v.Key("j")
 	v.Key("enter")
-	want := `verdict top  node-1  30 service ports, 5 busy, 1,501 connections
+	want := `verdict top  node-1  by rate, every 2s  1,501 conn/s  5 of 30 po
 
     CONN/S         TOTAL  ENDPOINTS  SERVICE
      1,234        40,000       none    team/web-00:http
@@ -297,7 +297,7 @@ func TestTopView(t *testing.T) {
      334.0        39,997       none    team/web-03:http
       34.0        39,996          1    team/web-04:http
          0        39,995          2    team/web-05:http
-q quit   up/down select   enter endpoints   s sort
+q quit  ? help  / filter  s sort  enter endpoints
 `
 	if got := screen(); got != want {
 		t.Errorf("the screen shows\n%s", got)
@@ -333,6 +333,56 @@ q quit   up/down select   enter endpoints   s sort
 	v.Width, v.Height = 20, 3
 	if got := screen(); !strings.Contains(got, "the kernel says no") || strings.Count(got, "\n") != 3 {
 		t.Errorf("after an error, on a small screen:\n%s", got)
+	}
+}
+
+// TestTopFilter: a filter shows some ports, help explains the keys, and a narrow screen keeps the names.
+func TestTopFilter(t *testing.T) {
+	v := NewTopView("node-1", ByName, time.Second)
+	s := terminal.NewPrinter(io.Discard)
+	screen := func() string { return strings.Join(v.Render(s), "\n") + "\n" }
+	press := func(keys ...string) {
+		for _, k := range keys {
+			if v.Key(k) {
+				t.Errorf("%q ends top", k)
+			}
+		}
+	}
+	ports := []PortSample{{Name: "shop/cart:grpc", Total: 5}, {Name: "shop/web:http"}, {Name: "kube/dns:q"}}
+	v.Show(&Sample{Ports: ports}, nil)
+	press("/", "q", "\x7f", "s", "h", "o", "p")
+	if got := screen(); strings.Contains(got, "kube/dns") || !strings.Contains(got, "> shop/cart") ||
+		!strings.Contains(got, "/shop_") {
+		t.Errorf("while typing:\n%s", got)
+	}
+	press("enter", "j")
+	if got := screen(); !strings.Contains(got, "> shop/web") || v.order != ByName {
+		t.Errorf("with the filter:\n%s", got)
+	}
+	press("/", "x")
+	if got := screen(); strings.Contains(got, "shop/web:http") {
+		t.Errorf("no port has this name:\n%s", got)
+	}
+	press("esc")
+	if got := screen(); !strings.Contains(got, "kube/dns") {
+		t.Errorf("without the filter:\n%s", got)
+	}
+	v.Width = 40
+	if got := screen(); !strings.Contains(got, "shop/cart:grpc") || strings.Contains(got, "TOTAL") {
+		t.Errorf("at 40 columns:\n%s", got)
+	}
+	press("?")
+	if got := screen(); !strings.Contains(got, "sort by rate") || strings.Contains(got, "shop/") {
+		t.Errorf("help:\n%s", got)
+	}
+	for line := range strings.Lines(screen()) {
+		if len(strings.TrimSuffix(line, "\n")) > v.Width {
+			t.Errorf("%q is wider than the screen", line)
+		}
+	}
+	press("?")
+	if got := screen(); !strings.Contains(got, "shop/web") {
+		t.Errorf("after help:\n%s", got)
 	}
 }
 

@@ -11,10 +11,10 @@ import (
 // Print prints a table of the first ports of a sample.
 func (s *Sample) Print(p *terminal.Printer, shown int) {
 	const wide = 1 << 20
-	p.Line("%s", p.Paint(terminal.Dim, topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
+	p.Line("%s", p.Paint(terminal.Dim, topLine(wide, "CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")))
 	for i := range s.Ports[:shown] {
 		port := &s.Ports[i]
-		p.Line("%s", portLine("", port))
+		p.Line("%s", portLine("", port, wide))
 		for _, l := range append(endpointLines(port, wide), ejectedLines(port, wide)...) {
 			p.Line("%s", l)
 		}

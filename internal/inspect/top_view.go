@@ -24,6 +24,11 @@ type TopView struct {
 	expanded map[string]bool
 	interval time.Duration
 	node     string
+	// filter hides the ports whose names do not contain it. While typing is true, keys change it.
+	filter string
+	typing bool
+	// help shows the keys instead of the ports.
+	help bool
 	// Width and Height are the screen's.
 	Width, Height int
 	// failure is the last error of reading; shown until reading succeeds again.
@@ -40,6 +45,10 @@ const topMargin = 4
 
 // Key handles a key. Quit is true if top should end.
 func (v *TopView) Key(k string) (quit bool) {
+	if v.typing && k != "\x03" {
+		v.typeKey(k)
+		return false
+	}
 	at := v.index()
 	page := max(v.Height-topMargin-1, 1)
 	switch k {
@@ -63,18 +72,50 @@ func (v *TopView) Key(k string) (quit bool) {
 		if v.cursor != "" {
 			v.expanded[v.cursor] = !v.expanded[v.cursor]
 		}
+	case "/":
+		v.typing = true
+	case "?":
+		v.help = !v.help
+	case "esc":
+		v.filter, v.help = "", false
 	}
-	if ports := v.ports(); len(ports) > 0 {
-		v.cursor = ports[min(max(at, 0), len(ports)-1)].Name
-	}
+	v.selectIndex(at)
 	return false
 }
 
-func (v *TopView) ports() []PortSample {
-	if v.sample == nil {
-		return nil
+// typeKey handles a key while the filter is typed.
+func (v *TopView) typeKey(k string) {
+	switch {
+	case k == "enter":
+		v.typing = false
+	case k == "esc":
+		v.filter, v.typing = "", false
+	case k == "\x7f" || k == "\b":
+		v.filter = v.filter[:max(len(v.filter)-1, 0)]
+	case len(k) == 1 && k[0] > ' ' && k[0] < 0x7f:
+		v.filter += k
 	}
-	return v.sample.Ports
+	v.selectIndex(v.index())
+}
+
+// selectIndex selects the port at an index, or the nearest that there is.
+func (v *TopView) selectIndex(at int) {
+	if ports := v.ports(); len(ports) > 0 {
+		v.cursor = ports[min(max(at, 0), len(ports)-1)].Name
+	}
+}
+
+// ports returns the ports that the filter shows.
+func (v *TopView) ports() []PortSample {
+	switch {
+	case v.sample == nil:
+		return nil
+	case v.filter == "":
+		return v.sample.Ports
+	}
+	return slices.DeleteFunc(slices.Clone(v.sample.Ports), func(p PortSample) bool {
+		return !strings.Contains(p.Name, v.filter)
+	})
 }
 
 // index returns the index of the selected port; 0 if it is gone.
@@ -129,16 +170,25 @@ func (v *TopView) linesBetween(from, to int) (n int) {
 	return n
 }
 
-// topColumns are rate, total, endpoints and name.
-var topColumns = terminal.Columns{12, 14, 11, 1}
+// topColumns are rate, total, endpoints and name. On a screen narrower than narrowTop there are only rate and name.
+var (
+	topColumns       = terminal.Columns{12, 14, 11, 1}
+	narrowTopColumns = terminal.Columns{10, 1}
+)
+
+const narrowTop = 60
 
 // right aligns text to the right of a column, followed by a space.
 func right(text string, width int) string {
 	return strings.Repeat(" ", max(width-1-utf8.RuneCountInString(text), 0)) + text
 }
 
-func topLine(rate, total, endpoints, name string) string {
-	return topColumns.Row(right(rate, 11), right(total, 13), right(endpoints, 10), name)
+// topLine returns a row of top, cut to the width of the screen.
+func topLine(width int, rate, total, endpoints, name string) string {
+	if width < narrowTop {
+		return clip(narrowTopColumns.Row(right(rate, 9), name), width)
+	}
+	return clip(topColumns.Row(right(rate, 11), right(total, 13), right(endpoints, 10), name), width)
 }
 
 // rateText formats connections per second.
@@ -155,33 +205,21 @@ func rateText(r float64) string {
 // Render returns the lines of the screen, none wider than the screen.
 func (v *TopView) Render(s *terminal.Printer) []string {
 	v.scroll()
-	ports := v.ports()
-	busy := 0
-	for _, p := range ports {
-		if p.Rate > 0 {
-			busy++
-		}
-	}
-	head := fmt.Sprintf("verdict top  %s", v.node)
-	switch {
-	case v.sample == nil:
-		head += "  reading ..."
-	case len(ports) == 0:
-		head += "  there are no Services of Verdict on this node"
-	default:
-		head += fmt.Sprintf("  %s service ports, %s busy, %s connections/s",
-			units.Thousands(len(ports)), units.Thousands(busy), rateText(v.sample.Rate))
-	}
-	head += fmt.Sprintf("  (every %s, by %s)", v.interval, v.order)
-	lines := []string{s.Paint(terminal.Bold, clip(head, v.Width))}
 	trouble := ""
 	if v.failure != nil {
 		trouble = v.failure.Error()
 	} else if v.sample != nil {
 		trouble = v.sample.Notice()
 	}
-	lines = append(lines, s.Paint(terminal.Red, clip(trouble, v.Width)))
-	lines = append(lines, s.Paint(terminal.Dim, clip(topLine("CONN/S", "TOTAL", "ENDPOINTS", "SERVICE"), v.Width)))
+	lines := []string{
+		s.Paint(terminal.Bold, clip(v.head(), v.Width)),
+		s.Paint(terminal.Red, clip(trouble, v.Width)),
+		s.Paint(terminal.Dim, topLine(v.Width, "CONN/S", "TOTAL", "ENDPOINTS", "SERVICE")),
+	}
+	ports := v.ports()
+	if v.help {
+		lines, ports = append(lines[:2], v.helpLines()...), nil
+	}
 	for i := v.first; i < len(ports) && len(lines) < v.Height-1; i++ {
 		lines = append(lines, v.portLines(s, &ports[i])...)
 	}
@@ -189,8 +227,56 @@ func (v *TopView) Render(s *terminal.Printer) []string {
 	for len(lines) < v.Height-1 {
 		lines = append(lines, "")
 	}
-	keys := "q quit   up/down select   enter endpoints   s sort"
+	keys := "q quit  ? help  / filter  s sort  enter endpoints"
+	switch {
+	case v.typing:
+		keys = "/" + v.filter + "_   enter keeps the filter, esc removes it"
+	case v.filter != "":
+		keys = "/" + v.filter + "   esc removes the filter   " + keys
+	}
 	return append(lines, s.Paint(terminal.Dim, clip(keys, v.Width)))
+}
+
+// head is the first line: the node, the order, and sums. What matters most comes first, since it may be cut.
+func (v *TopView) head() string {
+	head := fmt.Sprintf("verdict top  %s  by %s, every %s  ", v.node, v.order, v.interval)
+	switch {
+	case v.sample == nil:
+		return head + "reading ..."
+	case len(v.sample.Ports) == 0:
+		return head + "there are no Services of Verdict on this node"
+	}
+	busy := 0
+	for _, p := range v.sample.Ports {
+		if p.Rate > 0 {
+			busy++
+		}
+	}
+	return head + fmt.Sprintf("%s conn/s  %s of %s ports busy", rateText(v.sample.Rate), units.Thousands(busy),
+		units.Thousands(len(v.sample.Ports)))
+}
+
+// helpLines explains the keys and the columns.
+func (v *TopView) helpLines() []string {
+	lines := []string{
+		"up k, down j     select a Service port",
+		"pageup b, pagedown space, home g, end G",
+		"enter            show and hide its endpoints",
+		"s                sort by rate, total or name",
+		"/                filter by a part of the name",
+		"esc              remove the filter",
+		"?                close this help",
+		"q                quit",
+		"",
+		"CONN/S           new connections a second",
+		"TOTAL            since the first endpoint came",
+		"ENDPOINTS        slots, or who chooses",
+		"red              connections, but no endpoint; or one is ejected",
+	}
+	for i, l := range lines {
+		lines[i] = clip(l, v.Width)
+	}
+	return lines
 }
 
 // portLines returns the line of a port, and those of its endpoints if it is expanded.
@@ -200,7 +286,7 @@ func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 	if selected {
 		mark = "> "
 	}
-	line := clip(portLine(mark, p), v.Width)
+	line := portLine(mark, p, v.Width)
 	switch {
 	case selected:
 		line = s.Paint(terminal.Inverse, line)
@@ -217,8 +303,8 @@ func (v *TopView) portLines(s *terminal.Printer, p *PortSample) []string {
 }
 
 // portLine is the line of a port.
-func portLine(mark string, p *PortSample) string {
-	return topLine(countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p),
+func portLine(mark string, p *PortSample, width int) string {
+	return topLine(width, countText(p, rateText(p.Rate)), countText(p, units.Thousands(int(p.Total))), choicesText(p),
 		topName(mark, p))
 }
 
@@ -257,7 +343,7 @@ func topName(mark string, p *PortSample) string {
 func ejectedLines(p *PortSample, width int) (lines []string) {
 	for _, o := range p.Ejected {
 		text := "    " + o.Endpoint.String() + "  " + unhealthyText(&o.Unhealthy) + ", ejected"
-		lines = append(lines, clip(topLine("", "", "", text), width))
+		lines = append(lines, topLine(width, "", "", "", text))
 	}
 	return lines
 }
@@ -285,7 +371,8 @@ func endpointLines(p *PortSample, width int) (lines []string) {
 		if whole > 0 {
 			share = percent(e.Rate / whole)
 		}
-		lines = append(lines, clip(topLine(rateText(e.Rate), units.Thousands(int(e.Total)), share, endpointText(&e)), width))
+		total := units.Thousands(int(e.Total))
+		lines = append(lines, topLine(width, rateText(e.Rate), total, share, endpointText(&e)))
 	}
 	return lines
 }

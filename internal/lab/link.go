@@ -142,7 +142,12 @@ type Route struct {
 }
 
 // AddRoute adds a route.
-func (h *Host) AddRoute(r Route) error {
+func (h *Host) AddRoute(r Route) error { return h.changeRoute("add", h.nl.RouteAdd, r) }
+
+// DelRoute removes a route that AddRoute added.
+func (h *Host) DelRoute(r Route) error { return h.changeRoute("delete", h.nl.RouteDel, r) }
+
+func (h *Host) changeRoute(verb string, change func(*netlink.Route) error, r Route) error {
 	if r.To.Addr().Is6() && !hasIPv6() {
 		return nil
 	}
@@ -157,8 +162,8 @@ func (h *Host) AddRoute(r Route) error {
 	} else {
 		route.Scope = netlink.SCOPE_LINK
 	}
-	if err := h.nl.RouteAdd(route); err != nil {
-		return fmt.Errorf("lab: %s: add route %+v: %w", h.Name, r, err)
+	if err := change(route); err != nil {
+		return fmt.Errorf("lab: %s: %s route %+v: %w", h.Name, verb, r, err)
 	}
 	return nil
 }

@@ -77,7 +77,9 @@ func (c countingSink) Put(d snapshot.Delta) {
 	k := &c.m.kube
 	k.serviceChanges.Add(float64(len(d.Services)))
 	k.endpointChanges.Add(float64(len(d.Slices)))
-	setBoth(k.lastQueued, seconds(time.Now()))
+	if !d.Empty() {
+		setBoth(k.lastQueued, seconds(time.Now()))
+	}
 	c.Sink.Put(d)
 }
 

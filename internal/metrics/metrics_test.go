@@ -89,6 +89,10 @@ func newWorld(o Options) *world {
 	w.fake = &fakeBackend{kernel: w.kernel}
 	o.Version, o.LogDropped = "v1", func() uint64 { return 7 }
 	o.Waiting = func() snapshot.Waiting { return snapshot.Waiting{Services: 1, Slices: 2} }
+	o.Progress = func() snapshot.Progress {
+		return snapshot.Progress{Received: snapshot.Versions{Services: "18", Slices: "20"},
+			Programmed: snapshot.Versions{Services: "18", Slices: "odd"}, Since: time.Now()}
+	}
 	o.Quarantined = func() []reconcile.Quarantined { return w.quarantined }
 	o.Unscheduled = func() []reconcile.Quarantined { return nil }
 	if o.IPVS == nil {
@@ -100,6 +104,7 @@ func newWorld(o Options) *world {
 	}
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
+	o.SlowStarting = func() int { return 4 }
 	o.Outliers = func() Outliers {
 		return Outliers{Ejected: map[string]float64{"refused": 2}, Ejections: map[string]float64{"refused": 3},
 			Probes: map[string]float64{"silent": 4}, FlowsDeleted: 5, ReadFailures: 6}

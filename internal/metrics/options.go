@@ -56,6 +56,8 @@ type Options struct {
 
 	// Waiting tells what is not written yet, as snapshot.Queue does.
 	Waiting func() snapshot.Waiting
+	// Progress tells up to which versions everything is written, as snapshot.Queue does.
+	Progress func() snapshot.Progress
 	// Quarantined gives the Services that the kernel refuses, as reconcile.Loop does.
 	Quarantined func() []reconcile.Quarantined
 	// Unscheduled gives those that it carries without their scheduler, as reconcile.Loop does.
@@ -78,6 +80,8 @@ type Options struct {
 	LogDropped func() uint64
 	// Outliers tells of endpoints that do not answer or refuse.
 	Outliers func() Outliers
+	// SlowStarting counts the endpoints that start slowly now.
+	SlowStarting func() int
 	// Counters reads what the kernel counts.
 	Counters Counters
 	// IPVS reads what IPVS counts of the Services that it schedules.

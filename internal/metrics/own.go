@@ -2,8 +2,12 @@ package metrics
 
 import (
 	"runtime"
+	"strconv"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // verdictMetrics are the metrics that only we have.
@@ -115,6 +119,9 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	if o.Quarantined != nil {
 		m.MustRegister(quarantine{o})
 	}
+	if o.Progress != nil {
+		m.MustRegister(progress{o})
+	}
 	if o.Unscheduled != nil {
 		m.gaugeFunc("verdict_unscheduled_services",
 			"Services whose endpoints nftables chooses because IPVS rejects them.", nil,
@@ -127,6 +134,11 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	}
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
+	}
+	if o.SlowStarting != nil {
+		m.gaugeFunc("verdict_endpoints_starting_slowly",
+			"Endpoints that do not get all of their share of new connections yet, because their Service has a slow start.",
+			nil, func() float64 { return float64(o.SlowStarting()) })
 	}
 	if o.Outliers != nil {
 		m.MustRegister(outliers{o})
@@ -184,6 +196,53 @@ func (q quarantine) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(quarantinedSinceDesc, prometheus.GaugeValue, seconds(s.Since), s.Name.Namespace,
 			s.Name.Name)
 	}
+}
+
+// progress shows up to which versions of the API's objects everything is programmed.
+type progress struct{ o *Options }
+
+var (
+	programmedVersionDesc = prometheus.NewDesc("verdict_programmed_resource_version",
+		"The resourceVersion up to which everything that the API server sent is programmed, or quarantined.",
+		[]string{"resource"}, nil)
+	receivedVersionDesc = prometheus.NewDesc("verdict_received_resource_version",
+		"The resourceVersion up to which the API server has sent everything.", []string{"resource"}, nil)
+	lagDesc = prometheus.NewDesc("verdict_programming_lag_seconds",
+		"Age of the oldest change that was received and is not programmed; 0 if there is none.", nil, nil)
+)
+
+func (progress) Describe(ch chan<- *prometheus.Desc) {
+	ch <- programmedVersionDesc
+	ch <- receivedVersionDesc
+	ch <- lagDesc
+}
+
+func (p progress) Collect(ch chan<- prometheus.Metric) {
+	is := p.o.Progress()
+	for _, v := range []struct {
+		desc     *prometheus.Desc
+		versions snapshot.Versions
+	}{{programmedVersionDesc, is.Programmed}, {receivedVersionDesc, is.Received}} {
+		collectVersion(ch, v.desc, "services", v.versions.Services)
+		collectVersion(ch, v.desc, "endpointslices", v.versions.Slices)
+	}
+	lag := 0.0
+	if !is.Since.IsZero() {
+		lag = max(0, time.Since(is.Since).Seconds())
+	}
+	ch <- prometheus.MustNewConstMetric(lagDesc, prometheus.GaugeValue, lag)
+}
+
+// collectVersion shows a version, unless it is unknown or no number.
+func collectVersion(ch chan<- prometheus.Metric, desc *prometheus.Desc, resource string, v snapshot.Version) {
+	if !v.Ordered() {
+		return
+	}
+	n, err := strconv.ParseFloat(string(v), 64)
+	if err != nil {
+		return
+	}
+	ch <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, n, resource)
 }
 
 // conntrack shows how full the kernel's connection tracking is.

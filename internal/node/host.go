@@ -6,7 +6,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"runtime/debug"
 	"strings"
 	"syscall"
 
@@ -84,15 +83,6 @@ func WriteConfig(path string, s *config.Settings, problems []*config.Problem) er
 		return fmt.Errorf("--write-config-to: %w", err)
 	}
 	return errors.Join(s.Write(f), f.Close())
-}
-
-// Version returns this program's name and version.
-func Version() string {
-	text := "verdict (unknown version)"
-	if info, ok := debug.ReadBuildInfo(); ok {
-		text = "verdict " + info.Main.Version + " " + info.GoVersion
-	}
-	return text
 }
 
 // RouteLocalnet sets the sysctl that lets packets from 127.0.0.1 leave the host, in the network namespace of the

@@ -27,6 +27,9 @@ func newLogger(w io.Writer, c config.Log) *logger {
 	return &logger{slog.New(limit), level, limit}
 }
 
+// LogFailure logs the error that ends a proxy, in the format that the settings ask for.
+func LogFailure(w io.Writer, c config.Log, err error) { newLogger(w, c).Error("failed", "err", err) }
+
 // report logs one problem of the configuration.
 func (l *logger) report(p *config.Problem) {
 	switch p.Severity {

@@ -9,6 +9,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/outlier"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -58,6 +59,22 @@ func (o *outliers) close() error {
 		return nil
 	}
 	return errors.Join(o.evidence.Close(), o.flows.Close())
+}
+
+// ejected lists the ejected endpoints; none if nobody looks for them.
+func (o *outliers) ejected() (list []status.EjectedEndpoint) {
+	if o == nil {
+		return nil
+	}
+	for _, s := range o.Report().Services {
+		for _, e := range s.Endpoints {
+			if e.Ejected {
+				list = append(list, status.EjectedEndpoint{Service: s.Service, Endpoint: e.Endpoint, Cause: e.Cause,
+					Since: e.Since})
+			}
+		}
+	}
+	return list
 }
 
 // outlierMetrics names the counts.

@@ -45,7 +45,7 @@ func Run(ctx context.Context, flags *config.Flags, s *config.Settings, problems 
 		return err
 	}
 	// If the log's reader is gone, that must be an error, and not a signal that ends the process.
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE, syscall.SIGHUP) // the configWatcher answers SIGHUP
 	lossy := logging.NewLossy(out, func(w io.Writer, lines int) {
 		newLogger(w, s.Log).Warn("lost log lines: the reader is too slow, or writing failed", "lines", lines)
 	})
@@ -153,6 +153,8 @@ type proxy struct {
 	updates chan configUpdate
 	// programmed is true once all Services are programmed. Nothing else on the host is changed before.
 	programmed atomic.Bool
+	// services is the number of Services at the last transaction.
+	services atomic.Int64
 }
 
 // runProxy runs a proxy until the context ends. It writes through socket, and does not close it.
@@ -200,20 +202,25 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
-		"owns tables", opened.Owns != nil && opened.Owns())
+		"owns_tables", opened.Owns != nil && opened.Owns())
 	if err := keeper.Notify("READY=1"); err != nil {
 		log.Warn(err.Error())
 	}
 	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
-	return n.Run(ctx)
+	if err := n.Run(ctx); err != nil {
+		return err
+	}
+	log.Info("stopped; what is programmed stays in force", "services", p.services.Load())
+	return nil
 }
 
 // openSource returns the source of the objects. An API server also accepts events.
 func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, clusterEvents, error) {
 	report := reporter(log)
 	if s.Manifests != "" {
-		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Report: report}, clusterEvents{}, nil
+		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Report: report,
+			Notice: func(text string) { log.Info(text) }}, clusterEvents{}, nil
 	}
 	client, err := watch.Client(s.Client).Config()
 	if err != nil {
@@ -278,6 +285,7 @@ func (p *proxy) sendUpdate(ctx context.Context) {
 // connection tracking is loaded.
 func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 	s := p.config.settings.Load()
+	p.services.Store(int64(t.Services))
 	if p.ipvs.enableAtThreshold(t.Services, s.IPVSServices, s.Policy.IPVS) {
 		go p.sendUpdate(ctx) // who takes it waits for the loop
 	}

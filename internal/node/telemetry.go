@@ -18,6 +18,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/health"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/outlier"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -77,6 +78,7 @@ type telemetry struct {
 	log      *slog.Logger
 	outliers *outliers
 	health   *health.Proxy
+	status   *status.Tracker
 	ports    *health.NodePorts
 	metrics  *metrics.Metrics
 	counters backends.Counters
@@ -93,14 +95,20 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) },
 	})
+	t.status = status.New(status.Options{
+		Version: BuildInfo().Version, Backend: backendName(n), Node: n.Config.NodeName,
+		Progress: queue.Progress, Quarantined: loop.Quarantined, Ejected: found.ejected,
+	})
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	o := metrics.Options{
 		Detail: v.detail, MaxSeries: v.maxSeries, Version: Version(),
-		Waiting: queue.Waiting, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled, Ready: t.health.Healthy,
+		Waiting: queue.Waiting, Progress: queue.Progress, Quarantined: loop.Quarantined, Unscheduled: loop.Unscheduled,
+		Ready:     t.health.Healthy,
 		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
 		LogDropped: v.droppedLines,
 		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
 	}
+	o.SlowStarting = func() int { return countStarting(loop.Starting()) }
 	if found != nil {
 		o.Outliers = func() metrics.Outliers { return outlierMetrics(found.Stats()) }
 	}
@@ -111,7 +119,7 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		o.Counters = t.counters
 	}
 	t.metrics = metrics.New(o)
-	t.servers = t.makeServers(cmp.Or(n.Backend.Mode, string(config.NFTables)))
+	t.servers = t.makeServers(backendName(n), loop)
 	for _, server := range t.servers {
 		if err := server.Bind(); err != nil {
 			return nil, errors.Join(err, t.close())
@@ -120,8 +128,11 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 	return t, nil
 }
 
+// backendName returns the name of the backend that writes.
+func backendName(n *Node) string { return cmp.Or(n.Backend.Mode, string(config.NFTables)) }
+
 // makeServers creates the servers of health checks and metrics.
-func (t *telemetry) makeServers(mode string) []*health.Server {
+func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Server {
 	v := &t.serving
 	checks := http.NewServeMux()
 	checks.Handle("/", t.health.Handler(func(p health.Probe, code int) { t.metrics.ObserveProbe(p.String(), code) }))
@@ -129,7 +140,11 @@ func (t *telemetry) makeServers(mode string) []*health.Server {
 	if t.outliers != nil {
 		found = t.outliers.Detector
 	}
-	checks.Handle("GET /outliers", found)
+	checks.Handle("GET /outliers", health.OnlyHost(found))
+	checks.Handle("GET /status", health.OnlyHost(t.status))
+	checks.Handle("GET /slow-starts", health.OnlyHost(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		outlier.WriteReport(w, reportSlowStarts(loop.Starting()))
+	})))
 	return []*health.Server{
 		{Name: "health checks", Addr: v.healthz, HardFail: v.hardFail, Log: t.log, Handler: checks,
 			Failed: t.failed("FailedToStartProxierHealthcheck", "StartKubeproxy")},
@@ -160,7 +175,7 @@ func (t *telemetry) close() error {
 
 // listeners are called with the loop's events.
 func (t *telemetry) listeners() []reconcile.Listener {
-	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener()}
+	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener(), t.status.Listener()}
 	if t.serving.nodePorts {
 		list = append(list, t.ports.Listener())
 	}

@@ -2,8 +2,12 @@ package node
 
 import (
 	"context"
+	"os"
+	"os/signal"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
@@ -50,6 +54,9 @@ func (w *configWatcher) start() *config.Settings {
 func (w *configWatcher) read(last *config.Settings) (s *config.Settings, news string) {
 	s, problems, err := config.Load(w.flags.Config, w.flags, last)
 	if err == nil {
+		if w.failed != "" {
+			w.log.Info("the configuration file can be read again")
+		}
 		w.failed = ""
 		return s, w.report(problems)
 	}
@@ -79,6 +86,9 @@ func (w *configWatcher) report(problems []*config.Problem) (news string) {
 		}
 		reported[key.Error()] = true
 	}
+	if w.invalid != "" && len(invalid) == 0 {
+		w.log.Info("the configuration has no invalid values any more")
+	}
 	w.reported, w.invalid = reported, strings.Join(invalid, "; ")
 	if changed {
 		return w.invalid
@@ -94,12 +104,34 @@ type configListener struct {
 	changed func(s *config.Settings, fields map[string]bool)
 }
 
-// run follows changes of the file until the context ends.
+// run follows changes of the file, and SIGHUP, until the context ends.
 func (w *configWatcher) run(ctx context.Context, listener configListener) {
-	if w.flags.Config == "" {
-		return
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	changed := make(chan struct{}, 1)
+	var watching sync.WaitGroup
+	defer watching.Wait()
+	if w.flags.Config != "" {
+		watching.Go(func() {
+			watch.Changes(ctx, w.flags.Config, func() {
+				select {
+				case changed <- struct{}{}:
+				default: // it is read anyway
+				}
+			}, reporter(w.log.Logger))
+		})
 	}
-	watch.Changes(ctx, w.flags.Config, func() { w.reload(listener) }, reporter(w.log.Logger))
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-hangup:
+			w.log.Info("SIGHUP: reading the configuration again; manifests are read whenever they change")
+		}
+		w.reload(listener)
+	}
 }
 
 // reload reads the file again, and applies the changes.

@@ -6,17 +6,20 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
+	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -56,6 +59,25 @@ func loadConfig(t *testing.T, path string) (*config.Settings, []*config.Problem)
 	s, problems, err := config.Load(path, nil, nil)
 	labtest.Check(t, err)
 	return s, problems
+}
+
+// TestHangup: SIGHUP makes the watcher read the configuration again, with or without a file, and ends nothing.
+func TestHangup(t *testing.T) {
+	safe := make(chan os.Signal, 1) // the process must survive a signal that comes before the watcher listens
+	signal.Notify(safe, syscall.SIGHUP)
+	defer signal.Stop(safe)
+	var b logBuffer
+	s, problems := loadConfig(t, "")
+	w := newConfigWatcher(&config.Flags{}, s, problems, newLogger(&b, s.Log))
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { w.run(ctx, configListener{}) })
+	testkit.Eventually(t, time.Minute, "SIGHUP in the log", func() bool {
+		labtest.Check(t, syscall.Kill(os.Getpid(), syscall.SIGHUP))
+		return strings.Contains(b.String(), "SIGHUP: reading the configuration again")
+	}, b.String)
+	cancel()
+	running.Wait()
 }
 
 // TestSetSysctls: what kube-proxy would set is set and told, and so is what is not there.

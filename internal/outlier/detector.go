@@ -34,7 +34,8 @@ type Prober interface {
 
 // Flows is the kernel's table of flows: a *conntrack.Unanswered. Its methods are called one at a time.
 type Flows interface {
-	Delete(ctx context.Context, endpoint netip.AddrPort, doomed func(dataplane.Key) bool) (int, error)
+	Delete(ctx context.Context, endpoints []netip.AddrPort,
+		doomed func(endpoint netip.AddrPort, frontend dataplane.Key) bool) (int, error)
 	Answers(ctx context.Context, endpoint netip.AddrPort) (conntrack.Answers, error)
 }
 
@@ -402,9 +403,10 @@ func (d *Detector) probe(ctx context.Context, endpoint netip.AddrPort, refs []ne
 	return f
 }
 
-// Answers are compared after compareAfter, or longer if the kernel's table is large.
+// Answers are compared after compareTicks, which take a second or longer if timers are late, or still longer if the
+// kernel's table is large.
 const (
-	compareAfter = time.Second
+	compareTicks = 50
 	compareShare = 20
 )
 
@@ -420,7 +422,10 @@ func (d *Detector) compareAnswers(ctx context.Context, endpoint netip.AddrPort, 
 	if err != nil || len(before.Waiting) < enoughWaiting {
 		return
 	}
-	pause(ctx, max(compareAfter, compareShare*time.Since(start)))
+	took := time.Since(start)
+	for n := 0; ctx.Err() == nil && (n < compareTicks || time.Since(start) < (compareShare+1)*took); n++ {
+		pause(ctx, tick)
+	}
 	now, err := d.answers(ctx, endpoint)
 	if err != nil {
 		return

@@ -2,7 +2,7 @@ package outlier
 
 import (
 	"context"
-	"errors"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -10,10 +10,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// maxFlush is how many endpoints' flows are deleted before the next pause. It lasts as long as that took, and mostRest
-// at most: the time is not the processor's alone if others are busy, and clients wait.
+// maxFlush is how many endpoints' flows are deleted before the next pause: all in a few walks of the kernel's table.
+// The pause lasts as long as that took, and mostRest at most: the time is not the processor's alone if others are
+// busy, and clients wait.
 const (
-	maxFlush = 16
+	maxFlush = 1024
 	mostRest = 250 * time.Millisecond
 )
 
@@ -26,11 +27,8 @@ func (d *Detector) scheduleFlush(now time.Time, t *track) {
 	t.flush.due = later(now, t.flush.last.Add(flushAgain))
 }
 
-// job is an endpoint whose unanswered flows are to be deleted at some ports' frontends.
-type job struct {
-	endpoint netip.AddrPort
-	ports    []*dataplane.ServicePort
-}
+// jobs are endpoints whose unanswered flows are to be deleted at some ports' frontends.
+type jobs map[netip.AddrPort][]*dataplane.ServicePort
 
 // startFlush deletes the flows that are due, those of the longest wait first.
 func (d *Detector) startFlush(ctx context.Context, now time.Time) {
@@ -44,22 +42,22 @@ func (d *Detector) startFlush(ctx context.Context, now time.Time) {
 		}
 	}
 	slices.SortFunc(due, func(a, b *track) int { return a.flush.due.Compare(b.flush.due) })
-	var jobs []job
+	todo := jobs{}
 	for _, t := range due[:min(maxFlush, len(due))] {
 		t.flush.due, t.flush.last = time.Time{}, now
 		if t.flush.again {
 			t.flush.due, t.flush.again = now.Add(flushAgain), false
 		}
 		if ports := d.flushable(t); len(ports) > 0 {
-			jobs = append(jobs, job{t.endpoint, ports})
+			todo[t.endpoint] = ports
 		}
 	}
-	if len(jobs) == 0 {
+	if len(todo) == 0 {
 		return
 	}
 	d.flushing = true
 	d.background.Go(func() {
-		f := d.flush(ctx, jobs)
+		f := d.flush(ctx, todo)
 		select {
 		case d.flushed <- f:
 		case <-ctx.Done():
@@ -67,15 +65,14 @@ func (d *Detector) startFlush(ctx context.Context, now time.Time) {
 	})
 }
 
-func (d *Detector) flush(ctx context.Context, jobs []job) (f flushed) {
+func (d *Detector) flush(ctx context.Context, todo jobs) (f flushed) {
 	d.flowsMu.Lock()
 	defer d.flowsMu.Unlock()
 	start := time.Now()
-	for _, j := range jobs {
-		n, err := d.o.Flows.Delete(ctx, j.endpoint, func(k dataplane.Key) bool { return hasFrontend(j.ports, k) })
-		f.flows += n
-		f.err = errors.Join(f.err, err)
-	}
+	f.flows, f.err = d.o.Flows.Delete(ctx, slices.Collect(maps.Keys(todo)),
+		func(endpoint netip.AddrPort, frontend dataplane.Key) bool {
+			return hasFrontend(todo[endpoint], frontend)
+		})
 	f.took = time.Since(start)
 	return f
 }

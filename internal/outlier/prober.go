@@ -2,88 +2,83 @@ package outlier
 
 import (
 	"context"
-	"errors"
-	"net"
 	"net/netip"
-	"sync"
-	"syscall"
 	"time"
 )
 
 // A probe is a series of attempts to connect, each of which may get lost. It must end early enough that a client whose
 // first packet was sent again after a second is saved before the next one, after two: evidence is up to readEvery old.
+//
+// Time is counted in ticks. One that comes late counts once, however late it is: a prober or an endpoint that is short
+// of processor time has more time to send and to answer.
 const (
-	attempts     = 16
-	attemptEvery = 15 * time.Millisecond
-	// lastWait is how long the last attempt has.
-	lastWait = 150 * time.Millisecond
+	attempts = 16
+	tick     = 20 * time.Millisecond
+	// lastTicks is how long the last attempt has.
+	lastTicks = 10
 )
 
 // TCP probes endpoints by TCP connections, on which it sends nothing, and which it resets.
 type TCP struct {
-	// Dial, if not nil, is used instead of a net.Dialer.
-	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	// connect, if not nil, is used instead of connect.
+	connect func(netip.AddrPort) attempt
 }
 
-// Probe connects to an endpoint up to 16 times within 0.25 s. It ends with the first connection, or after 0.4 s.
+// attempt is a connection that is being opened.
+type attempt interface {
+	// result asks the kernel what came of it. It never blocks. Until ended is true, the outcome means nothing.
+	result() (o Outcome, ended bool)
+	// close ends it, and leaves nothing behind.
+	close()
+}
+
+// Probe connects to an endpoint up to 16 times within 0.3 s. It ends with the first connection, or after 0.5 s, or
+// later if its timers are late. What has arrived by then counts.
 func (p *TCP) Probe(ctx context.Context, endpoint netip.AddrPort) Outcome {
-	ctx, cancel := context.WithTimeout(ctx, (attempts-1)*attemptEvery+lastWait)
-	results := make(chan Outcome, attempts)
-	var all sync.WaitGroup
-	defer all.Wait()
-	defer cancel()
-	tick := time.NewTicker(attemptEvery)
-	defer tick.Stop()
-	var seen [len(outcomeNames)]int
-	begin := func() { all.Go(func() { results <- p.attempt(ctx, endpoint) }) }
-	begin()
-	for begun, ended := 1, 0; ended < attempts; {
-		next := tick.C
-		if begun == attempts {
-			next = nil
+	begin := p.connect
+	if begin == nil {
+		begin = connect
+	}
+	var open []attempt
+	defer func() {
+		for _, a := range open {
+			a.close()
 		}
-		select {
-		case <-next:
-			begun++
-			begin()
-		case o := <-results:
-			if o == Accepted {
-				return Accepted
+	}()
+	var seen [len(outcomeNames)]int
+	for n := 0; ; n++ {
+		left := open[:0]
+		for _, a := range open {
+			o, ended := a.result()
+			if !ended {
+				left = append(left, a)
+				continue
 			}
+			a.close()
 			seen[o]++
-			ended++
+		}
+		open = left
+		switch {
+		case seen[Accepted] > 0:
+			return Accepted
+		case n < attempts:
+			open = append(open, begin(endpoint))
+		case len(open) == 0 || n == attempts-1+lastTicks:
+			seen[Silent] += len(open)
+			return outcomeOf(seen)
+		}
+		if pause(ctx, tick); ctx.Err() != nil {
+			return Failed
 		}
 	}
+}
+
+// outcomeOf sums up attempts of which none was accepted.
+func outcomeOf(seen [len(outcomeNames)]int) Outcome {
 	switch {
 	case seen[Rejected] > 0:
 		return Rejected
 	case seen[Silent] > 0:
-		return Silent
-	}
-	return Failed
-}
-
-// attempt tries to connect once.
-func (p *TCP) attempt(ctx context.Context, endpoint netip.AddrPort) Outcome {
-	dial := p.Dial
-	if dial == nil {
-		dial = (&net.Dialer{KeepAlive: -1}).DialContext
-	}
-	conn, err := dial(ctx, "tcp", endpoint.String())
-	if err == nil {
-		if tcp, ok := conn.(*net.TCPConn); ok {
-			_ = tcp.SetLinger(0) // reset it, which leaves nothing behind on either side
-		}
-		_ = conn.Close()
-		return Accepted
-	}
-	var timeout net.Error
-	switch {
-	case errors.Is(err, syscall.ECONNREFUSED):
-		return Rejected
-	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.ETIMEDOUT):
-		return Silent
-	case errors.As(err, &timeout) && timeout.Timeout(): // of the dialer, whose timer may run before that of ctx
 		return Silent
 	}
 	return Failed

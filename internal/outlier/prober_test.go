@@ -2,10 +2,9 @@ package outlier
 
 import (
 	"context"
-	"net"
 	"net/netip"
-	"os"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -16,16 +15,13 @@ import (
 func TestMain(m *testing.M) { labtest.Main(m) }
 
 // proberIn returns a Prober whose sockets are a host's.
-func proberIn(h *lab.Host) *TCP {
-	return &TCP{Dial: func(ctx context.Context, network, addr string) (conn net.Conn, err error) {
-		derr := h.Do(func() error {
-			conn, err = (&net.Dialer{KeepAlive: -1}).DialContext(ctx, network, addr)
+func proberIn(t *testing.T, h *lab.Host) *TCP {
+	return &TCP{connect: func(to netip.AddrPort) (a attempt) {
+		labtest.Check(t, h.Do(func() error {
+			a = connect(to)
 			return nil
-		})
-		if derr != nil {
-			return nil, derr
-		}
-		return conn, err
+		}))
+		return a
 	}}
 }
 
@@ -46,14 +42,14 @@ func TestProbe(t *testing.T) {
 	_, err := pod.Serve(snapshot.TCP, 8080)
 	labtest.Check(t, err)
 	labtest.Run(t, pod, lossy, "nft", "-f", "-")
-	p := proberIn(c.Node)
+	p := proberIn(t, c.Node)
 	for _, f := range lab.Families() {
 		for _, test := range []struct {
 			port  uint16
 			times int
 			want  Outcome
 			least time.Duration
-		}{{8080, 40, Accepted, 0}, {8081, 1, Silent, 350 * time.Millisecond}, {8082, 1, Silent, 0}, {8083, 1, Rejected, 0}} {
+		}{{8080, 40, Accepted, 0}, {8081, 1, Silent, 450 * time.Millisecond}, {8082, 1, Silent, 0}, {8083, 1, Rejected, 0}} {
 			for range test.times {
 				start := time.Now()
 				got := p.Probe(t.Context(), netip.AddrPortFrom(pod.IP(f), test.port))
@@ -68,26 +64,87 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// TestProbeEnds: a probe ends with its context, and says nothing of the endpoint then.
-func TestProbeEnds(t *testing.T) {
-	ctx, cancel := context.WithCancel(t.Context())
-	p := &TCP{Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		<-ctx.Done()
-		return nil, ctx.Err()
-	}}
-	time.AfterFunc(50*time.Millisecond, cancel)
-	start := time.Now()
-	if o := p.Probe(ctx, endpoint(1)); o != Failed || time.Since(start) > 5*time.Second {
-		t.Errorf("%v after %v", o, time.Since(start))
+// wire is a network with an endpoint that answers after delay, and a prober that is short of processor time.
+type wire struct {
+	// late is how much time passes before an attempt is sent, in addition to a tick.
+	late  func(attempt int) time.Duration
+	delay time.Duration
+	// lost says which attempts get lost.
+	lost        func(attempt int) bool
+	begun, open int
+}
+
+// syn is an attempt on a wire.
+type syn struct {
+	w    *wire
+	sent time.Time
+	lost bool
+}
+
+func (w *wire) connect(netip.AddrPort) attempt {
+	time.Sleep(w.late(w.begun))
+	s := &syn{w, time.Now(), w.lost(w.begun)}
+	w.begun++
+	w.open++
+	return s
+}
+
+func (s *syn) result() (Outcome, bool) { return Accepted, !s.lost && time.Since(s.sent) >= s.w.delay }
+func (s *syn) close()                  { s.w.open-- }
+
+// TestLateProbe: an endpoint that answers is not silent because the prober, or the endpoint, is short of processor
+// time. One that is dead is found within 0.5 s if the prober is on time.
+func TestLateProbe(t *testing.T) {
+	onTime := func(int) time.Duration { return 0 }
+	always := func(late time.Duration) func(int) time.Duration { return func(int) time.Duration { return late } }
+	once := func(at int, late time.Duration) func(int) time.Duration {
+		return func(n int) time.Duration {
+			if n == at {
+				return late
+			}
+			return 0
+		}
+	}
+	none, all := func(int) bool { return false }, func(int) bool { return true }
+	allBut := func(last int) func(int) bool { return func(n int) bool { return n != last } }
+	const ms, s = time.Millisecond, time.Second
+	for name, c := range map[string]struct {
+		wire wire
+		want Outcome
+		most time.Duration
+	}{
+		"on time, answers late":          {wire{late: onTime, delay: 490 * ms, lost: none}, Accepted, 500 * ms},
+		"on time, the last one arrives":  {wire{late: onTime, delay: 190 * ms, lost: allBut(15)}, Accepted, 500 * ms},
+		"on time, dead":                  {wire{late: onTime, lost: all}, Silent, 500 * ms},
+		"always late, answers late":      {wire{late: always(50 * ms), delay: s, lost: none}, Accepted, 2 * s},
+		"always late, one arrives":       {wire{late: always(50 * ms), lost: allBut(12)}, Accepted, 2 * s},
+		"always late, dead":              {wire{late: always(50 * ms), lost: all}, Silent, 2 * s},
+		"stopped after the first, lossy": {wire{late: once(1, 5*s), lost: allBut(1)}, Accepted, 6 * s},
+		"stopped before the last, lossy": {wire{late: once(15, s), delay: 150 * ms, lost: allBut(15)},
+			Accepted, 2 * s},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				start := time.Now()
+				o := (&TCP{connect: c.wire.connect}).Probe(t.Context(), endpoint(1))
+				if took := time.Since(start); o != c.want || took > c.most || c.wire.open != 0 {
+					t.Errorf("%v after %v, %d attempts are open; want %v within %v", o, took, c.wire.open, c.want, c.most)
+				}
+			})
+		})
 	}
 }
 
-// TestDialerTimeout: the dialer may run out of time a moment before the context says so.
-func TestDialerTimeout(t *testing.T) {
-	early := &TCP{Dial: func(context.Context, string, string) (net.Conn, error) {
-		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: os.ErrDeadlineExceeded}
-	}}
-	if o := early.Probe(t.Context(), netip.MustParseAddrPort("192.0.2.1:80")); o != Silent {
-		t.Errorf("the endpoint is %v", o)
-	}
+// TestProbeEnds: a probe ends with its context, and says nothing of the endpoint then.
+func TestProbeEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		w := &wire{late: func(int) time.Duration { return 0 }, lost: func(int) bool { return true }}
+		start := time.Now()
+		o := (&TCP{connect: w.connect}).Probe(ctx, endpoint(1))
+		if o != Failed || time.Since(start) > 3*tick || w.open != 0 {
+			t.Errorf("%v after %v, %d attempts are open", o, time.Since(start), w.open)
+		}
+	})
 }

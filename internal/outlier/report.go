@@ -3,9 +3,7 @@ package outlier
 import (
 	"encoding/json"
 	"maps"
-	"net"
 	"net/http"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -94,16 +92,13 @@ func (d *Detector) Report() Report {
 	return r
 }
 
-// ServeHTTP answers processes of this host with the Report as JSON. Others may not know the names of Services.
-func (d *Detector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	from, err := netip.ParseAddrPort(r.RemoteAddr)
-	local, _ := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr)
-	own := local != nil && local.AddrPort().Addr().Unmap() == from.Addr().Unmap()
-	if err != nil || !own && !from.Addr().Unmap().IsLoopback() {
-		http.Error(w, "only processes of this host may ask", http.StatusForbidden)
-		return
-	}
+// ServeHTTP answers with the Report as JSON. The caller must see to it that only processes of this host may ask
+// (health.OnlyHost).
+func (d *Detector) ServeHTTP(w http.ResponseWriter, _ *http.Request) { WriteReport(w, d.Report()) }
+
+// WriteReport answers a request with a report as JSON.
+func WriteReport(w http.ResponseWriter, report any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	_ = json.NewEncoder(w).Encode(d.Report()) // whoever asked may have left
+	_ = json.NewEncoder(w).Encode(report) // whoever asked may have left
 }

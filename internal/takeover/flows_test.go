@@ -466,3 +466,27 @@ func TestWhoDecides(t *testing.T) {
 		})
 	}
 }
+
+// TestEstablishedConnections: when the tables go, established connections continue as long as another rule of the node
+// translates addresses of their family, whoever made it, and end otherwise. "verdict cleanup --help" and
+// docs/INSTALL.md say so.
+func TestEstablishedConnections(t *testing.T) {
+	for _, another := range []bool{true, false} {
+		w := newWorld(t)
+		b := w.verdict()
+		conn, r := w.Outside.Open(snapshot.TCP, w.targets()[0], lab.Options{})
+		if r.Outcome != lab.Answered {
+			t.Fatalf("with Verdict's tables: %v", r)
+		}
+		if another {
+			const chains = "table ip foreign { chain c { type nat hook postrouting priority 100; " +
+				"ip daddr 192.0.2.99 masquerade; }; }\n"
+			labtest.Run(t, w.Node, chains, "nft", "-f", "-")
+		}
+		w.cleanup(b)
+		if r := conn.Ping(2 * time.Second); (r.Outcome == lab.Answered) != another {
+			t.Errorf("without Verdict's tables, another nat chain is there: %v; the connection says %v", another, r)
+		}
+		_ = conn.Close()
+	}
+}

@@ -37,9 +37,14 @@ func readDestinations(h *ipvshandle.Handle, s *service) error {
 	return nil
 }
 
-// removeService deletes a virtual service. It is no error if it is gone.
+// removeService deletes a virtual service. It is no error if it is gone. One that has other flags by now is somebody
+// else's: Verdict adopts virtual services with their connections while this program works through its list.
 func removeService(h *ipvshandle.Handle, s *service) error {
-	err := h.Do(func(h *ipvs.Handle) error { return h.DelService(s.Service) })
+	now, err := h.Service(s.Service)
+	if err != nil || now == nil || now.Flags&^proxyFlags != 0 {
+		return err
+	}
+	err = h.Do(func(h *ipvs.Handle) error { return h.DelService(s.Service) })
 	if err != nil && !errors.Is(err, unix.ESRCH) {
 		return fmt.Errorf("ipvs: delete service %s: %w", ipvshandle.Name(s.Service), err)
 	}

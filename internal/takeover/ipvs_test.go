@@ -208,6 +208,34 @@ func TestIPVSOfOthers(t *testing.T) {
 	}
 }
 
+// TestIPVSAdoptedMeanwhile leaves a virtual service alone that Verdict adopted after it was found.
+func TestIPVSAdoptedMeanwhile(t *testing.T) {
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	needIPVS(t, h)
+	adopted := at("10.96.0.10", 80, unix.IPPROTO_TCP)
+	change := func(f func(*ipvs.Handle) error) {
+		inside(t, h, func() error {
+			v, err := openIPVS()
+			if err != nil {
+				return err
+			}
+			defer v.Close()
+			return v.Do(f)
+		})
+	}
+	inside(t, h, func() error { return bind(netip.MustParseAddr("10.96.0.10")) })
+	change(func(v *ipvs.Handle) error {
+		return errors.Join(v.NewService(adopted), v.NewService(at("10.96.0.10", 81, unix.IPPROTO_TCP)))
+	})
+	found := find(t, h)
+	adopted.Flags = 0x5644 << 16 // Verdict's mark
+	change(func(v *ipvs.Handle) error { return v.UpdateService(adopted) })
+	inside(t, h, func() error { return found.Remove(t.Context()) })
+	if got := services(t, h); !slices.Equal(got, []string{"10.96.0.10:80 tcp"}) {
+		t.Errorf("left are %q", got)
+	}
+}
+
 // forgetSoon has IPVS forget connections that are idle or closed after some seconds, in place of minutes.
 func forgetSoon(h *ipvs.Handle) error {
 	return h.SetConfig(&ipvs.Config{TimeoutTCPFin: 5 * time.Second, TimeoutUDP: 5 * time.Second})

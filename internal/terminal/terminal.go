@@ -94,6 +94,8 @@ func keyNames(text string) (keys []string) {
 		switch {
 		case name != "":
 			keys = append(keys, name)
+		case text == "\x1b":
+			keys = append(keys, "esc")
 		case len(text) > 1 && text[0] == '\x1b' && (text[1] == '[' || text[1] == 'O'):
 			n = len(text)
 			if end := strings.IndexFunc(text[2:], func(r rune) bool { return r >= '@' && r <= '~' }); end >= 0 {

@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"net"
 	"net/netip"
 	"testing"
 	"time"
@@ -29,40 +28,6 @@ func edge(t *testing.T, state endpointState, change func(*lab.Cluster, *snapshot
 	st, _ := dataplane.Compute(edgeConfig, snap)
 	apply(t, b, st)
 	return c, s
-}
-
-// ping reports whether an address answers an echo request.
-func ping(t *testing.T, from *lab.Host, to netip.Addr, patience time.Duration) bool {
-	t.Helper()
-	network, request, reply := "ip4:icmp", byte(8), byte(0)
-	if to.Is6() {
-		network, request, reply = "ip6:ipv6-icmp", 128, 129
-	}
-	var conn net.Conn
-	labtest.Check(t, from.Do(func() (err error) {
-		conn, err = net.Dial(network, to.String())
-		return err
-	}))
-	defer conn.Close()
-	message := []byte{request, 0, 0, 0, 0x12, 0x34, 0, 1, 'v'}
-	if to.Is4() {
-		sum := uint32(request)<<8 + 0x1234 + 1 + 'v'<<8
-		sum = ^(sum>>16 + sum&0xffff)
-		message[2], message[3] = byte(sum>>8), byte(sum)
-	}
-	if _, err := conn.Write(message); err != nil { // what this host's own rules refuse
-		return false
-	}
-	labtest.Check(t, conn.SetReadDeadline(time.Now().Add(patience)))
-	for buffer := make([]byte, 1500); ; {
-		n, _, err := conn.(*net.IPConn).ReadFrom(buffer)
-		if err != nil {
-			return false
-		}
-		if n == len(message) && buffer[0] == reply && string(buffer[4:n]) == string(message[4:]) {
-			return true
-		}
-	}
 }
 
 const (
@@ -109,8 +74,8 @@ func checkPing(t *testing.T, c *lab.Cluster, s flowService, f ipfamily.Family, o
 	if want {
 		patience = answersWithin
 	}
-	if got := ping(t, o.host, s.frontendOf(c, k, f).Addr(), patience); got != want {
-		t.Errorf("ping from %s of the %v (%s): answered %v; want %v", o.name, k, f, got, want)
+	if got := o.host.Echo(s.frontendOf(c, k, f).Addr(), patience); (got.Outcome == lab.Answered) != want {
+		t.Errorf("ping from %s of the %v (%s): %v; want an answer: %v", o.name, k, f, got, want)
 	}
 }
 

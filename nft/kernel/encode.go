@@ -119,6 +119,9 @@ func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 			b.newSet(f, &tt.Create.Sets[i])
 		}
 	}
+	for i := range tt.AddSets {
+		b.newSet(f, &tt.AddSets[i])
+	}
 	for _, name := range tt.DelForeign {
 		b.chainNamed(f, unix.NFT_MSG_DELRULE, name, "flush chain "+name)
 	}
@@ -141,6 +144,11 @@ func (b *batch) table(f ipfamily.Family, tt *nft.TableTxn) {
 	}
 	for _, name := range tt.DelForeign {
 		b.chainNamed(f, unix.NFT_MSG_DELCHAIN, name, "delete chain "+name)
+	}
+	for _, id := range tt.DelSets { // no rule uses it any more
+		m := b.object(f, unix.NFT_MSG_DELSET, 0, "delete set "+id.String())
+		b.Text(unix.NFTA_SET_NAME, id.String())
+		b.End(m)
 	}
 	for i := range chains {
 		b.rules(f, &chains[i])

@@ -2,6 +2,8 @@ package kernel
 
 import (
 	"errors"
+	"fmt"
+	"net/netip"
 	"runtime"
 	"slices"
 	"testing"
@@ -180,4 +182,81 @@ func (f *establishedFlow) round(b *testing.B) float64 {
 	end, err := lab.ThreadTime()
 	labtest.Check(b, err)
 	return float64((end - start).Nanoseconds()) / (2 * trips)
+}
+
+// BenchmarkRefusal measures the processor time of a connection that is refused, from the first packet to the client's
+// error in one thread, by turns in two states: to a Service without evidence and with it; and from outside past all
+// frontends, without sets of load balancer addresses and with them.
+func BenchmarkRefusal(b *testing.B) {
+	c := labtest.NewCluster(b, lab.Config{LocalPods: 1, RemotePods: 1})
+	s := flowService{number: 1, state: endpointState{"there", nil, []condition{ready}}}
+	state := func(config dataplane.Config) *dataplane.State {
+		config.NodeName, config.DetectLocal = "node", clusterCIDR
+		snap := snapshot.New()
+		snap.Apply(facts(c))
+		snap.Apply(s.delta(c))
+		st, _ := dataplane.Compute(config, snap)
+		return st
+	}
+	plain := state(dataplane.Config{})
+	back := open(b, c.Node, Options{})
+	for _, of := range []struct {
+		name string
+		from *lab.Host
+		to   netip.AddrPort
+		with dataplane.Config
+	}{
+		{"evidence", c.Pods[0], s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4),
+			dataplane.Config{SecondChance: snapshot.SecondChanceOn}},
+		{"edge", c.Outside, at(c.Pods[0], ipfamily.IPv4), dataplane.Config{PingServices: true, RejectUnusedPorts: true}},
+	} {
+		states := [...]*dataplane.State{plain, state(of.with)}
+		b.Run(of.name, func(b *testing.B) {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			var times [2][]float64
+			for b.Loop() {
+				for i, st := range states {
+					b.StopTimer()
+					_, err := back.ApplyAll(st, dataplane.Change{Globals: true, Services: []snapshot.Name{s.name()}})
+					labtest.Check(b, err)
+					b.StartTimer()
+					times[i] = append(times[i], refusals(b, of.from, of.to))
+				}
+			}
+			for i := range times {
+				slices.Sort(times[i])
+			}
+			without, with := times[0][len(times[0])/2], times[1][len(times[1])/2]
+			b.ReportMetric(without, "without-us")
+			b.ReportMetric(with, "with-us")
+			b.ReportMetric(with-without, "more-us")
+		})
+	}
+}
+
+// refusals opens connections that are refused, and returns the microseconds of one.
+func refusals(b *testing.B, from *lab.Host, to netip.AddrPort) (each float64) {
+	const tries = 500
+	labtest.Check(b, from.Do(func() error {
+		start, err := lab.ThreadTime()
+		if err != nil {
+			return err
+		}
+		for range tries {
+			fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			err = unix.Connect(fd, &unix.SockaddrInet4{Addr: to.Addr().As4(), Port: int(to.Port())})
+			unix.Close(fd)
+			if !errors.Is(err, unix.ECONNREFUSED) {
+				return fmt.Errorf("connect to %v: %w; it was to be refused", to, err)
+			}
+		}
+		end, err := lab.ThreadTime()
+		each = float64((end - start).Nanoseconds()) / 1000 / tries
+		return err
+	}))
+	return each
 }

@@ -375,25 +375,3 @@ func TestRetryServicesFollow(t *testing.T) {
 		return err
 	}))
 }
-
-// TestEvidenceSwitched turns evidence on and off under a running backend.
-func TestEvidenceSwitched(t *testing.T) {
-	l := newEvidenceLab(t, endpointState{"both", []condition{ready}, []condition{ready}})
-	st := l.state()
-	apply(t, l.backend, st)
-	for _, evidence := range []bool{false, true} {
-		st.Evidence = evidence
-		for _, sp := range st.Services[l.service.name()].Ports {
-			sp.SecondChance = snapshot.SecondChanceOff // without evidence it always is
-		}
-		_, err := l.backend.ApplyAll(st, dataplane.Change{Globals: true})
-		labtest.Check(t, err)
-		if got, want := held(t, l.backend), wanted(st); got != want {
-			t.Errorf("evidence %v: %s", evidence, labtest.FirstDifference(got, want))
-		}
-		if got := l.read(t); len(got) > 0 {
-			t.Errorf("evidence of nothing: %v", got)
-		}
-		quiet(t, l.backend)
-	}
-}

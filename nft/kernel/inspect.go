@@ -10,6 +10,7 @@ import (
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // Inspector answers from our tables.
@@ -44,11 +45,26 @@ func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) {
 			return nil, err
 		}
 		s.Pods[n] = t.Structure.Pods
+		if t.There {
+			s.SecondChance = max(s.SecondChance, secondChance(&t.Structure))
+		}
 		if f == ipfamily.IPv4 {
 			s.MasqueradeAll, s.LocalhostNodePorts = t.Structure.MasqueradeAll, t.Structure.GuardLoopback
 		}
 	}
 	return s, nil
+}
+
+// secondChance returns the setting that a table was written for. If it was SecondChanceOn, a TCP Service with two
+// endpoints is retried.
+func secondChance(s *nft.Structure) snapshot.SecondChance {
+	switch {
+	case !s.Evidence:
+		return snapshot.SecondChanceOff
+	case s.Uses.Has(nft.RetryServices):
+		return snapshot.SecondChanceOn
+	}
+	return snapshot.SecondChanceObserve
 }
 
 // traceTries is how often a packet is traced, in the hope that nobody writes meanwhile.

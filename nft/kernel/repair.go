@@ -131,6 +131,9 @@ func (c *Conn) readElements(found *ipfamily.Per[nft.Found], stale *nft.Stale, mo
 
 // readSet lists the elements of a set in stale buckets.
 func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found *nft.Found) error {
+	if slices.Contains(found.Missing, set) {
+		return nil
+	}
 	listed, err := c.Elements(f, set)
 	for i := range listed {
 		if e := &listed[i].Element; set.IsShared() || stale.Service(e.Service()) {

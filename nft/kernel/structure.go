@@ -124,30 +124,50 @@ func (c *Conn) compareSets(f ipfamily.Family, want nft.Table, s *structure) erro
 	s.sets = true
 	err := c.objects(f, unix.NFT_MSG_GETSET, func(attrs netlink.Attributes) {
 		name := attrs[unix.NFTA_SET_NAME].Text()
-		i := slices.IndexFunc(want.Sets, func(s nft.Set) bool { return s.Name() == name })
-		if i < 0 {
+		set, wanted := setNamed(want, name)
+		if set == nil {
 			s.sets = false
 			s.addDifference(f, "set %s is not ours", name)
 			return
 		}
-		id := want.Sets[i].ID
-		seen[id] = true
+		seen[set.ID] = true
 		if v := attrs[nftaSetCount]; len(v) == 4 {
-			s.counted, s.counts[id] = true, int(v.Big32())
-			s.Counts[id] = s.counts[id]
+			s.counted, s.counts[set.ID] = true, int(v.Big32())
+			s.Counts[set.ID] = s.counts[set.ID]
 		}
-		if !sameSet(f, want.Sets[i], attrs) {
+		switch {
+		case !sameSet(f, *set, attrs):
 			s.sets = false
 			s.addDifference(f, "set %s is another one", name)
+		case !wanted:
+			s.Extra = append(s.Extra, set.ID)
+			s.addDifference(f, "nothing needs set %s", name)
 		}
 	})
 	for i := range want.Sets {
-		if !seen[want.Sets[i].ID] {
-			s.sets = false
+		if id := want.Sets[i].ID; !seen[id] {
+			s.Missing = append(s.Missing, id)
+			s.sets = s.sets && id.ComesLater()
 			s.addDifference(f, "set %s is gone", want.Sets[i].Name())
 		}
 	}
 	return err
+}
+
+// setNamed returns the set with a name: one that a table should have, or one of evidence that it should not have; nil
+// if there is none.
+func setNamed(want nft.Table, name string) (s *nft.Set, wanted bool) {
+	for i := range want.Sets {
+		if want.Sets[i].Name() == name {
+			return &want.Sets[i], true
+		}
+	}
+	for _, id := range nft.EvidenceSets {
+		if set := nft.SetByID(id); set.Name() == name {
+			return &set, false
+		}
+	}
+	return nil, false
 }
 
 // sameSet compares a set with the attributes the kernel lists.

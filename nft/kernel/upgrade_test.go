@@ -1,7 +1,9 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -10,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
@@ -140,12 +144,12 @@ func TestUpgradeRules(t *testing.T) {
 	}
 	n := labtest.NewNft(t)
 	for _, file := range files {
-		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, n, false) })
+		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, n) })
 	}
 }
 
-// TestUpgradeSets starts on the tables of earlier versions that had this layout without some of its sets. They are
-// replaced in one transaction, and the client that they remember stays. Counters begin again.
+// TestUpgradeSets starts on the tables of earlier versions that had this layout without some of its sets. Only these
+// are added, in one transaction: elements, their counters, and the clients that are remembered stay.
 func TestUpgradeSets(t *testing.T) {
 	files, err := filepath.Glob("testdata/sets/*.nft")
 	labtest.Check(t, err)
@@ -154,12 +158,12 @@ func TestUpgradeSets(t *testing.T) {
 	}
 	n := labtest.NewNft(t)
 	for _, file := range files {
-		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, n, true) })
+		t.Run(filepath.Base(file), func(t *testing.T) { upgradeRules(t, file, n) })
 	}
 }
 
-// upgradeRules starts on the tables of a file. Full says that they are replaced; otherwise their counters stay.
-func upgradeRules(t *testing.T, file string, n labtest.Nft, full bool) {
+// upgradeRules starts on the tables of a file. Their counters stay.
+func upgradeRules(t *testing.T, file string, n labtest.Nft) {
 	h, b := host(t)
 	text, err := os.ReadFile(file)
 	labtest.Check(t, err)
@@ -170,7 +174,7 @@ func upgradeRules(t *testing.T, file string, n labtest.Nft, full bool) {
 	st := cart()
 	r, err := b.Apply(st, dataplane.Change{})
 	labtest.Check(t, err)
-	if after, err := b.reader.Generation(); err != nil || after != before+1 || r.Full != full || len(r.Left) > 0 {
+	if after, err := b.reader.Generation(); err != nil || after != before+1 || r.Full || len(r.Left) > 0 {
 		t.Errorf("generation %d became %d: %+v", before, after, r)
 	}
 	got := held(t, b)
@@ -184,41 +188,77 @@ func upgradeRules(t *testing.T, file string, n labtest.Nft, full bool) {
 	listed, err := b.List()
 	labtest.Check(t, err)
 	counted := func(e nft.Listed) bool { return e.Packets == 7 }
-	if !full && !slices.ContainsFunc(listed[0].Elements[nft.Services], counted) {
+	if !slices.ContainsFunc(listed[0].Elements[nft.Services], counted) {
 		t.Errorf("a counter began again: %+v", listed[0].Elements[nft.Services])
 	}
 	quiet(t, b)
 }
 
-// TestUpgradeToEvidence starts on tables that were written without evidence. They are replaced in one transaction, and
-// the clients that they remember stay; back again likewise.
-func TestUpgradeToEvidence(t *testing.T) {
-	h, b := host(t)
-	st := cart()
-	apply(t, b, st)
-	const client = "7057:c068 . 5 timeout 3h expires 2h : 10.244.1.2 . 8080"
-	labtest.Run(t, h, "add element ip verdict affinity { "+client+" }", labtest.Nfts(t)[0].Path, "-f", "-")
-	for _, evidence := range []bool{true, false} {
-		st.Evidence = evidence
-		next := open(t, h, Options{})
-		before, err := next.reader.Generation()
-		labtest.Check(t, err)
-		r, err := next.Apply(st, dataplane.Change{})
-		labtest.Check(t, err)
-		if after, err := next.reader.Generation(); err != nil || after != before+1 || !r.Full || len(r.Left) > 0 {
-			t.Errorf("generation %d became %d: %+v", before, after, r)
-		}
-		got := held(t, next)
-		entry := regexp.MustCompile(`(?m)^ip affinity .*\n`)
-		if !entry.MatchString(got) {
-			t.Error("a client is no longer remembered")
-		}
-		if got, want := entry.ReplaceAllString(got, ""), wanted(st); got != want {
-			t.Error(labtest.FirstDifference(got, want))
-		}
-		if has := strings.Contains(got, "ip chain evidence\n"); has != evidence {
-			t.Errorf("evidence %v, chain evidence there: %v", evidence, has)
-		}
-		quiet(t, next)
+// TestEvidenceSwitched turns evidence on and off, under a running backend and between two. Sets, chains and rules of
+// evidence come and go in one transaction; the client that is remembered and the counters stay.
+func TestEvidenceSwitched(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restart %v", restart), func(t *testing.T) {
+			h, b := host(t)
+			st := cart()
+			apply(t, b, st)
+			const client = "7057:c068 . 5 timeout 3h expires 2h : 10.244.1.2 . 8080"
+			const frontend = "10.96.0.1 . tcp . 80"
+			labtest.Run(t, h, "add element ip verdict affinity { "+client+" }\n"+
+				"delete element ip verdict services { "+frontend+" }\n"+
+				"add element ip verdict services { "+frontend+` counter packets 7 bytes 420 comment "shop/cart:http"`+
+				" : 7057:c068 }", labtest.Nfts(t)[0].Path, "-f", "-")
+			for _, evidence := range []bool{true, false, true} {
+				st.Evidence = evidence
+				for _, sp := range st.Services[snapshot.Name{Namespace: "shop", Name: "cart"}].Ports {
+					sp.SecondChance = snapshot.SecondChanceOff
+				}
+				retryAll(st)
+				if restart {
+					b = open(t, h, Options{})
+				}
+				switchEvidence(t, b, st)
+			}
+		})
 	}
+}
+
+// switchEvidence applies a state that only gathers evidence, or no longer does.
+func switchEvidence(t *testing.T, b *Backend, st *dataplane.State) {
+	t.Helper()
+	before, err := b.reader.Generation()
+	labtest.Check(t, err)
+	r, err := b.Apply(st, dataplane.Change{Globals: true, Services: slices.Collect(maps.Keys(st.Services))})
+	labtest.Check(t, err)
+	if after, err := b.reader.Generation(); err != nil || after != before+1 || r.Full || len(r.Left) > 0 {
+		t.Errorf("generation %d became %d: %+v", before, after, r)
+	}
+	got := held(t, b)
+	entry := regexp.MustCompile(`(?m)^ip affinity .*\n`)
+	if !entry.MatchString(got) {
+		t.Error("a client is no longer remembered")
+	}
+	if got, want := entry.ReplaceAllString(got, ""), wanted(st); got != want {
+		t.Error(labtest.FirstDifference(got, want))
+	}
+	if has := strings.Contains(got, "ip chain evidence\n"); has != st.Evidence {
+		t.Errorf("evidence %v, chain evidence there: %v", st.Evidence, has)
+	}
+	if has := strings.Contains(got, "retry-services"); has != st.Evidence {
+		t.Errorf("evidence %v, a Service is retried: %v", st.Evidence, has)
+	}
+	listed, err := b.List()
+	labtest.Check(t, err)
+	counted := func(e nft.Listed) bool { return e.Packets == 7 }
+	if !slices.ContainsFunc(listed[0].Elements[nft.Services], counted) {
+		t.Errorf("a counter began again: %+v", listed[0].Elements[nft.Services])
+	}
+	for _, f := range ipfamily.All {
+		for _, set := range nft.EvidenceSets {
+			if _, _, err := b.reader.setCount(f, set); errors.Is(err, unix.ENOENT) == st.Evidence {
+				t.Errorf("evidence %v, set %s %s: %v", st.Evidence, f.NFT(), set, err)
+			}
+		}
+	}
+	quiet(t, b)
 }

@@ -31,11 +31,13 @@ const (
 	ExcludedRefused
 	// ExcludedDrained: its weight is 0.
 	ExcludedDrained
+	// ExcludedOtherZone: the Service prefers near endpoints, and other endpoints get all connections of this node.
+	ExcludedOtherZone
 )
 
 var reasonNames = [...]string{
 	"ready", "terminating", "not-ready", "not-serving", "terminating", "other-node", "node-hint", "zone-hint", "repeated",
-	"unanswered", "refused", "weight-0",
+	"unanswered", "refused", "weight-0", "other-zone",
 }
 
 // String returns a word for the reason. It does not say whether the endpoint is in the pool.
@@ -95,8 +97,12 @@ func (b *builder) localFilter() endpointFilter {
 
 // topologyFilter returns the filter that the topology hints ask for. A kind of hint counts only if every ready endpoint
 // has one, because half-written hints would send too much traffic to a few endpoints. It must also name this node or
-// zone. Node hints take precedence.
+// zone. Node hints take precedence. A Service that prefers near
+// endpoints ignores hints, as long as zones are known.
 func (b *builder) topologyFilter() endpointFilter {
+	if b.nearAsked && b.zonesIgnored() == "" {
+		return endpointFilter{}
+	}
 	node, zone := b.host.nodeName, b.host.zone
 	allNodes, allZones, ourNode, ourZone := node != "", zone != "", false, false
 	for i := range b.candidates {

@@ -17,19 +17,7 @@ func (h *host) secondChanceOf(svc *snapshot.Service, p *snapshot.Port) snapshot.
 }
 
 // unhealthy returns what this node found out about an endpoint of the Service; nil if nothing.
-func (b *builder) unhealthy(a netip.AddrPort) *snapshot.Unhealthy {
-	if b.health == nil {
-		return nil
-	}
-	list := b.health.Unhealthy
-	i, found := slices.BinarySearchFunc(list, a, func(u snapshot.Unhealthy, a netip.AddrPort) int {
-		return u.Endpoint.Compare(a)
-	})
-	if !found {
-		return nil
-	}
-	return &list[i]
-}
+func (b *builder) unhealthy(a netip.AddrPort) *snapshot.Unhealthy { return b.health.Find(a) }
 
 // eject removes unhealthy endpoints from a pool that was just built: at most half of it, and thus never the last one.
 // Those that have been unhealthy the longest go first. A shared pool has no endpoints and stays as it is.

@@ -114,6 +114,10 @@ type Explanation struct {
 	SkippedSlices []SkippedSlice
 	// Zone is the node's.
 	Zone string
+	// Zones is how connections are divided between zones, if the Service asks for near endpoints and the route leads to
+	// the cluster pool; otherwise nil. ZonesIgnored says why they are not divided although the Service asks for it.
+	Zones        *ZonePlan
+	ZonesIgnored string
 	// NearMisses are frontends that the caller may have meant, if none was found: frontends at the same address, and the
 	// same node port at other addresses. Unserved are Services that name the address but do not answer at it in this
 	// family.
@@ -141,6 +145,8 @@ type EndpointDecision struct {
 	// not off; otherwise nil. An endpoint that is Included nevertheless is kept: SecondChance only observes, or as many
 	// as allowed are ejected already.
 	Unhealthy *snapshot.Unhealthy
+	// Starting says how the endpoint starts, if it is Included and gets less than its share for that reason.
+	Starting *snapshot.StartingEndpoint
 }
 
 // SourceSeen says which source address an endpoint sees.
@@ -253,7 +259,7 @@ func (e *explainer) fillBudget() {
 
 // asks reports whether a Service may ask something of the budgets.
 func (e *explainer) asks(n snapshot.Name, svc *snapshot.Service) bool {
-	if svc.Scheduling != nil {
+	if svc.Scheduling != nil || e.s.Starting[n] != nil {
 		return true
 	}
 	for _, sl := range e.s.Slices[n] {
@@ -392,6 +398,7 @@ func (e *explainer) endpoints() {
 	e.loadSlices(svc, e.s.Slices[name.Service])
 	e.health = e.s.Health[name.Service]
 	e.schedule(svc)
+	e.starting = e.startingOf(e.s, svc)
 	e.collectEndpoints(p, f)
 	for _, r := range e.rows(svc, f, x.Frontend.Kind != ClusterIP) {
 		x.Local = append(x.Local, r.pool != clusterPool)
@@ -399,6 +406,10 @@ func (e *explainer) endpoints() {
 	route, ch := x.Frontend.Routes[x.Row], e.clusterFilter()
 	if x.Local[x.Row] {
 		ch = e.localFilter()
+	} else if e.nearAsked {
+		again := *x.Port
+		e.fillPools(&again, true, false)
+		x.Zones, x.ZonesIgnored = e.zonePlan, e.zonesIgnored()
 	}
 	e.collectCandidates(p, f)
 	sliceOf := map[*snapshot.Endpoint]string{}
@@ -415,6 +426,12 @@ func (e *explainer) endpoints() {
 			con.Reason = ExcludedDuplicate
 		}
 		e.judgeHealth(&con, route.Pool)
+		if x.Zones != nil && con.Reason.Included() && !route.Pool.has(con.AddrPort) {
+			con.Reason = ExcludedOtherZone
+		}
+		if con.Reason.Included() && con.Weight > 0 && x.Frontend.NotScheduled != SlotsFull {
+			con.Starting = e.starting.Find(con.AddrPort)
+		}
 		con.SourceSeen = e.sourceSeen(con.Endpoint, route)
 		x.Endpoints = append(x.Endpoints, con)
 	}
@@ -423,13 +440,22 @@ func (e *explainer) endpoints() {
 
 // endpointIn returns a candidate with its weight in the pool, if it is there.
 func (e *explainer) endpointIn(pool *Pool, c *candidate) Endpoint {
-	i, found := slices.BinarySearchFunc(pool.Endpoints, c.addr, func(ep Endpoint, a netip.AddrPort) int {
-		return ep.AddrPort.Compare(a)
-	})
-	if found {
+	if i, found := pool.find(c.addr); found {
 		return pool.Endpoints[i]
 	}
 	return Endpoint{AddrPort: c.addr, Local: c.local}
+}
+
+// find returns the index of an endpoint in the pool.
+func (p *Pool) find(a netip.AddrPort) (int, bool) {
+	return slices.BinarySearchFunc(p.Endpoints, a, func(ep Endpoint, a netip.AddrPort) int {
+		return ep.AddrPort.Compare(a)
+	})
+}
+
+func (p *Pool) has(a netip.AddrPort) bool {
+	_, found := p.find(a)
+	return found
 }
 
 // judgeHealth excludes an endpoint that was ejected from the pool.

@@ -129,11 +129,12 @@ func checkInvariants(t *testing.T, st *State) {
 	}
 }
 
-// checkEjected: no pool becomes empty or loses more than half of its endpoints, and nobody is ejected unasked.
+// checkEjected: no pool becomes empty or loses more than half of the endpoints, and nobody is ejected unasked.
 func checkEjected(t *testing.T, st *State, sp *ServicePort, p *Pool) {
 	t.Helper()
 	byAddr := func(a, b snapshot.Unhealthy) int { return a.Endpoint.Compare(b.Endpoint) }
-	if len(p.Ejected) > len(p.Endpoints) || !slices.IsSortedFunc(p.Ejected, byAddr) || hasTwins(p.Ejected, byAddr) ||
+	if len(p.Ejected) > len(sp.Serving)/2 || len(p.Ejected) > 0 && len(p.Endpoints) == 0 ||
+		!slices.IsSortedFunc(p.Ejected, byAddr) || hasTwins(p.Ejected, byAddr) ||
 		slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return p.ejected(e.AddrPort) }) {
 		t.Fatalf("%v: %v are ejected, %v are left", sp.Name, p.Ejected, p.Endpoints)
 	}

@@ -123,6 +123,18 @@ func (d *dice) health() *snapshot.Health {
 	return h
 }
 
+// starting is how some of the few endpoints may start.
+func (d *dice) starting() *snapshot.Starting {
+	st := &snapshot.Starting{}
+	for _, a := range walkEnds {
+		if d.yes() {
+			st.Endpoints = append(st.Endpoints, snapshot.StartingEndpoint{Endpoint: netip.AddrPortFrom(a, 0),
+				Tenths: uint8(1 + d.n(9))})
+		}
+	}
+	return st
+}
+
 func (d *dice) service(n snapshot.Name) *snapshot.Service {
 	svc := &snapshot.Service{
 		Name: n,
@@ -142,7 +154,9 @@ func (d *dice) service(n snapshot.Name) *snapshot.Service {
 		Scheduling: pick(d, nil, &snapshot.Scheduling{Scheduler: snapshot.NFTables}, &snapshot.Scheduling{Scheduler: "mh",
 			Port: true},
 			&snapshot.Scheduling{Scheduler: snapshot.Hash},
-			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3, "there": 0}}),
+			&snapshot.Scheduling{Weights: map[string]uint16{"here": 3, "there": 0}},
+			&snapshot.Scheduling{PreferNear: true, ZoneDemand: map[string]uint16{"a": 3}},
+			&snapshot.Scheduling{PreferNear: true, Weights: map[string]uint16{"here": 2}}),
 	}
 	for range d.n(4) {
 		svc.Ports = append(svc.Ports, snapshot.Port{
@@ -162,7 +176,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 	}
 	for range d.n(7) {
 		sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{
-			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""),
+			Addr: pick(d, walkEnds...), Node: pick(d, "here", "there", ""), Zone: pick(d, "a", "b", ""),
 			ForZones: some(d, "a", "b"), ForNodes: some(d, "here", "there"),
 			Ready: d.yes(), Serving: d.yes(), Terminating: d.yes(), Weight: pick(d, walkWeights...),
 		})
@@ -174,7 +188,7 @@ func (d *dice) slice(n snapshot.Name) *snapshot.Slice {
 func (d *dice) delta() snapshot.Delta {
 	delta := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
 	for range 1 + d.n(4) {
-		switch d.n(14) {
+		switch d.n(15) {
 		case 0, 1, 2, 3:
 			n := pick(d, walkNames...)
 			delta.Services[n] = d.service(n)
@@ -199,6 +213,11 @@ func (d *dice) delta() snapshot.Delta {
 				delta.Health = map[snapshot.Name]*snapshot.Health{}
 			}
 			delta.Health[pick(d, walkNames...)] = d.health()
+		case 14:
+			if delta.Starting == nil {
+				delta.Starting = map[snapshot.Name]*snapshot.Starting{}
+			}
+			delta.Starting[pick(d, walkNames...)] = d.starting()
 		}
 	}
 	return delta
@@ -366,7 +385,7 @@ func TestWalkMeetsConflicts(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	conflicts, older, droppedPools, sources, noted := 0, 0, 0, 0, map[From]int{}
 	ejected, retried := 0, 0
-	for range 1600 {
+	for range 2600 {
 		data := make([]byte, 400)
 		for j := range data {
 			data[j] = byte(r.Uint32())

@@ -17,6 +17,9 @@ type Settings struct {
 	Pods ipfamily.Per[Pods]
 	// MasqueradeAll and LocalhostNodePorts are as in Config.
 	MasqueradeAll, LocalhostNodePorts bool
+	// SecondChance is as in Config, as far as rules tell: SecondChanceObserve stands for rules that gather evidence and
+	// retry no Service. SecondChanceDefault says that it is not known.
+	SecondChance snapshot.SecondChance
 	// Scheduler says that IPVS is in use here. If it is not, nothing can be left to it, whatever the objects ask for.
 	Scheduler bool
 }

@@ -117,13 +117,18 @@ func (b *builder) fillPools(sp *ServicePort, wantCluster, wantLocal bool) {
 	if wantLocal {
 		sp.Local = b.localSet()
 	}
-	if sp.SecondChance != snapshot.SecondChanceOn {
-		return
-	}
-	for _, pool := range [...]*Pool{sp.Cluster, sp.Local} {
-		if len(pool.Endpoints) > 0 {
+	pools := [...]*Pool{sp.Cluster, sp.Local}
+	if sp.SecondChance == snapshot.SecondChanceOn {
+		for _, pool := range pools {
 			b.eject(pool)
-			pool.RetryRefused = b.retryRefused(pool, sp.Affinity > 0 || sp.Hash != NoHash)
+		}
+	}
+	b.preferNear(sp.Name, sp.Cluster)
+	if sp.SecondChance == snapshot.SecondChanceOn {
+		for _, pool := range pools {
+			if len(pool.Endpoints) > 0 { // else others share it
+				pool.RetryRefused = b.retryRefused(pool, sp.Affinity > 0 || sp.Hash != NoHash)
+			}
 		}
 	}
 }
@@ -149,6 +154,7 @@ func (b *builder) poolOf(filter endpointFilter) *Pool {
 	if len(endpoints) == 0 {
 		return poolNoEndpoints
 	}
+	b.slowStart(endpoints, b.parts)
 	b.weigh(endpoints, b.parts)
 	return &Pool{Endpoints: endpoints}
 }

@@ -103,7 +103,7 @@ var notScheduledTexts = [...]string{
 	"it asks IPVS for too many virtual services and destinations",
 	"with the older Services of its namespace, it asks IPVS for too many virtual services and destinations",
 	"it has session affinity, for which IPVS would remember every client, without a bound",
-	"with the older Services of its namespace, it asks for too many slots by weights and hashes; " +
+	"with the older Services of its namespace, it asks for too many slots by weights, hashes and slow starts; " +
 		"its endpoints have equal chances",
 }
 
@@ -144,6 +144,7 @@ func (b *builder) schedule(svc *snapshot.Service) {
 	if svc.Scheduling != nil {
 		b.weights = svc.Scheduling.Weights
 	}
+	b.askForZones(svc)
 }
 
 // Share is the endpoint's part of the sum over its pool: its weight, or 1.
@@ -197,8 +198,9 @@ func (b *builder) weigh(endpoints []Endpoint, parts []uint32) {
 		return
 	}
 	by := uint32(snapshot.DefaultParts)
-	if slices.ContainsFunc(parts, func(n uint32) bool { return n%snapshot.DefaultParts != 0 }) {
-		by = 1 + slices.Max(parts)/(math.MaxUint16+1)
+	fitting := 1 + slices.Max(parts)/(math.MaxUint16+1)
+	if by < fitting || slices.ContainsFunc(parts, func(n uint32) bool { return n%snapshot.DefaultParts != 0 }) {
+		by = fitting
 	}
 	for i, n := range parts {
 		endpoints[i].Weight = uint16(max(n/by, 1))

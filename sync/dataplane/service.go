@@ -24,9 +24,16 @@ type builder struct {
 	overCapacity bool
 	// health is what this node found out about the Service's endpoints; nil if none is unhealthy.
 	health *snapshot.Health
+	// starting are the Service's endpoints that start slowly; nil if there are none.
+	starting *snapshot.Starting
 	// scheduling is the Service's; weights are the weights it gives to nodes.
 	scheduling *Scheduling
 	weights    map[string]uint16
+	// nearAsked says that the Service asks for near endpoints, hashAsked that it also asks for a hash, and zoneDemand
+	// what it says of the demand. zonePlan is how the cluster pool that was built last is divided; nil if it is not.
+	nearAsked, hashAsked bool
+	zoneDemand           map[string]uint16
+	zonePlan             *ZonePlan
 	// budget records what all Services ask of IPVS.
 	budget budget
 	// slots records what all Services ask of the slots of their namespaces.
@@ -43,6 +50,7 @@ func (b *builder) service(s *snapshot.Snapshot, n snapshot.Name) *Service {
 	b.loadSlices(svc, s.Slices[n])
 	b.health = s.Health[n]
 	b.schedule(svc)
+	b.starting = b.startingOf(s, svc)
 	out := &Service{Name: n, Age: svc.Age, ClusterIPs: svc.ClusterIPs, HealthCheckNodePort: svc.HealthCheckNodePort,
 		Counters: svc.Counters,
 		Ports:    make([]*ServicePort, 0, len(svc.ClusterIPs)*len(svc.Ports))}

@@ -222,8 +222,8 @@ func (f From) String() string { return fromNames[f] }
 type Pool struct {
 	// Endpoints are sorted by AddrPort and unique.
 	Endpoints []Endpoint
-	// Ejected are the endpoints that would be here if they answered this node; sorted by Endpoint. Never more than
-	// Endpoints has, and none if Endpoints is empty.
+	// Ejected are the endpoints that were taken out because they do not answer this node; sorted by Endpoint. Never more
+	// than Endpoints has, unless the Service prefers near endpoints, and none if Endpoints is empty.
 	Ejected []snapshot.Unhealthy
 	// RetryRefused says that a connection which an endpoint refuses may be tried again at another one: there is another
 	// one, and not all are known to refuse.

@@ -48,6 +48,8 @@ type Loop struct {
 	// queued holds changes that wait. It is used once the first state is written, which sets filled.
 	queued fairQueue
 	filled bool
+	// starts says which endpoints start slowly, and when they take their next step.
+	starts slowStarts
 	// retryAt is when a failed transaction is retried; zero if none failed. retryWait is the pause after the next
 	// failure.
 	retryAt   time.Time
@@ -87,6 +89,7 @@ func (l *Loop) Run(ctx context.Context) error {
 	l.snapshot, l.want, l.dirty, l.retryWait = snapshot.New(), wanted{planner: l.Planner}, true, retryFirst
 	l.unacked, l.queued, l.filled = snapshot.Change{}, fairQueue{}, false
 	l.notScheduled = nil
+	l.starts.reset()
 	rest, alarm := time.NewTimer(0), time.NewTimer(0)
 	defer rest.Stop()
 	defer alarm.Stop()
@@ -137,9 +140,13 @@ func (l *Loop) Busy() time.Time {
 // written it returns all.
 func (l *Loop) takeTurns(d snapshot.Delta, now time.Time) snapshot.Delta {
 	if !l.filled {
+		l.queued.received = d.Versions
 		return d
 	}
-	l.queued.put(d)
+	l.queued.put(d, now)
+	steps := l.starts.takeSteps(now)
+	steps.Versions = d.Versions // which are those of all that was received
+	l.queued.put(steps, now)
 	turn := l.queued.next(now, l.weigh)
 	turn.Node, turn.ServiceCIDRs, turn.HostAddrs = d.Node, d.ServiceCIDRs, d.HostAddrs
 	return turn
@@ -161,7 +168,7 @@ func (l *Loop) restAfter(took, heavy time.Duration) time.Duration {
 
 // ack reports that the kernel holds everything that was taken from the queue.
 func (l *Loop) ack() {
-	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.queued.counts())}
+	s := InSync{l.snapshot, l.unacked, l.Queue.Ack(l.queued.held())}
 	l.unacked = snapshot.Change{}
 	notify(l, func(h *Listener) func(InSync) { return h.InSync }, s)
 }
@@ -212,6 +219,9 @@ func (l *Loop) nextDeadline() (due time.Time, check bool) {
 	if turn, any := l.queued.nextDue(); any && turn.Before(due) {
 		due, check = turn, false
 	}
+	if step, any := l.starts.nextStep(); any && step.Before(due) {
+		due, check = step, false
+	}
 	return due, check
 }
 
@@ -233,6 +243,8 @@ func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bo
 func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	start := time.Now()
 	concerned := l.snapshot.Apply(delta)
+	started := l.starts.observe(l.snapshot, l.Planner.State(), concerned.Services, start, l.filled)
+	concerned = concerned.With(l.snapshot.Apply(started))
 	l.unacked = l.unacked.With(concerned)
 	change, contests := l.Planner.Apply(l.snapshot, concerned)
 	before := l.Planner.Before()

@@ -45,6 +45,8 @@ type fairQueue struct {
 	paid map[string]time.Time
 	// running holds the weight of what is being written, by namespace.
 	running map[string]int
+	// received are the versions of everything that was taken from the loop's queue.
+	received snapshot.Versions
 	// lightLast says that the last step had only light changes; the next one takes all.
 	lightLast bool
 }
@@ -52,10 +54,19 @@ type fairQueue struct {
 // namespace is what waits of one namespace. order lists its objects in the order in which they first came.
 type namespace struct {
 	delta snapshot.Delta
-	order []object
+	order []queued
 }
 
-// object is the name of something that changes, with its kind. The name of a health is its Service's.
+// queued is an object that waits.
+type queued struct {
+	object
+	// since is when it was taken from the loop's queue, and before are the versions of all that was taken before it.
+	since  time.Time
+	before snapshot.Versions
+}
+
+// object is the name of something that changes, with its kind. Health and
+// Starting have the name of their Service.
 type object struct {
 	name snapshot.Name
 	kind objectKind
@@ -67,35 +78,41 @@ const (
 	aService objectKind = iota
 	aSlice
 	aHealth
+	aStarting
 )
 
-// put adds changes.
-func (t *fairQueue) put(d snapshot.Delta) {
+// put adds changes that were taken from the loop's queue now.
+func (t *fairQueue) put(d snapshot.Delta, now time.Time) {
+	enqueue := func(ns *namespace, o object, waits bool) {
+		if !waits {
+			ns.order = append(ns.order, queued{o, now, t.received})
+		}
+	}
 	for n, svc := range d.Services {
 		ns := t.namespace(n.Namespace)
 		_, waits := ns.delta.Services[n]
-		ns.enqueue(object{n, aService}, waits)
+		enqueue(ns, object{n, aService}, waits)
 		ns.delta.Services[n] = svc
 	}
 	for n, sl := range d.Slices {
 		ns := t.namespace(n.Namespace)
 		_, waits := ns.delta.Slices[n]
-		ns.enqueue(object{n, aSlice}, waits)
+		enqueue(ns, object{n, aSlice}, waits)
 		ns.delta.Slices[n] = sl
 	}
 	for n, h := range d.Health {
 		ns := t.namespace(n.Namespace)
 		_, waits := ns.delta.Health[n]
-		ns.enqueue(object{n, aHealth}, waits)
+		enqueue(ns, object{n, aHealth}, waits)
 		ns.delta.Health[n] = h
 	}
-}
-
-// enqueue adds an object at the end, unless it waits already.
-func (ns *namespace) enqueue(o object, waits bool) {
-	if !waits {
-		ns.order = append(ns.order, o)
+	for n, st := range d.Starting {
+		ns := t.namespace(n.Namespace)
+		_, waits := ns.delta.Starting[n]
+		enqueue(ns, object{n, aStarting}, waits)
+		ns.delta.Starting[n] = st
 	}
+	t.received = d.Versions
 }
 
 func (t *fairQueue) namespace(name string) *namespace {
@@ -105,6 +122,7 @@ func (t *fairQueue) namespace(name string) *namespace {
 		ns.delta.Services = map[snapshot.Name]*snapshot.Service{}
 		ns.delta.Slices = map[snapshot.Name]*snapshot.Slice{}
 		ns.delta.Health = map[snapshot.Name]*snapshot.Health{}
+		ns.delta.Starting = map[snapshot.Name]*snapshot.Starting{}
 		if t.waiting == nil {
 			t.waiting = map[string]*namespace{}
 		}
@@ -125,6 +143,9 @@ func (ns *namespace) take(o object, out *snapshot.Delta) {
 	case aHealth:
 		out.Merge(snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{o.name: ns.delta.Health[o.name]}})
 		delete(ns.delta.Health, o.name)
+	case aStarting:
+		out.Merge(snapshot.Delta{Starting: map[snapshot.Name]*snapshot.Starting{o.name: ns.delta.Starting[o.name]}})
+		delete(ns.delta.Starting, o.name)
 	}
 }
 
@@ -158,7 +179,7 @@ func (t *fairQueue) light(names []string, weight func(object, *snapshot.Delta) i
 	for _, name := range names {
 		ns, sum := t.waiting[name], 0
 		for _, o := range ns.order {
-			if sum += weight(o, &ns.delta); sum > lightWeight {
+			if sum += weight(o.object, &ns.delta); sum > lightWeight {
 				break
 			}
 		}
@@ -175,12 +196,12 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 	ns, n := t.waiting[name], 0
 	for ; n < len(ns.order) && (n == 0 || sum < most); n++ {
 		o := ns.order[n]
-		w := weight(o, &ns.delta)
+		w := weight(o.object, &ns.delta)
 		if n > 0 && sum+w > most {
 			break
 		}
 		sum += w
-		ns.take(o, out)
+		ns.take(o.object, out)
 	}
 	if ns.order = ns.order[n:]; len(ns.order) == 0 {
 		delete(t.waiting, name)
@@ -211,12 +232,23 @@ func (t *fairQueue) nextDue() (due time.Time, any bool) {
 	return due, any
 }
 
-// counts counts the objects that wait. Health is no object of the cluster and does not count.
-func (t *fairQueue) counts() (w snapshot.Waiting) {
+// held returns what waits. Health and Starting are no objects of the cluster and do not count.
+func (t *fairQueue) held() (h snapshot.Held) {
 	for _, ns := range t.waiting {
-		w.Services, w.Slices = w.Services+len(ns.delta.Services), w.Slices+len(ns.delta.Slices)
+		h.Services, h.Slices = h.Services+len(ns.delta.Services), h.Slices+len(ns.delta.Slices)
+		first := slices.IndexFunc(ns.order, func(o queued) bool { return o.kind == aService || o.kind == aSlice })
+		switch {
+		case first < 0:
+		case h.Since.IsZero():
+			h.Since, h.Before = ns.order[first].since, ns.order[first].before
+		default:
+			if o := ns.order[first]; o.since.Before(h.Since) {
+				h.Since = o.since
+			}
+			h.Before = h.Before.Older(ns.order[first].before)
+		}
 	}
-	return w
+	return h
 }
 
 // charge divides the time that a step took among the namespaces whose changes it wrote, by weight. left are the

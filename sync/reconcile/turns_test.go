@@ -213,10 +213,10 @@ func TestTurnsAreBounded(t *testing.T) {
 	weight := func(o object, _ *snapshot.Delta) int { return weights[o.name.Namespace] }
 	now := time.Unix(1000, 0)
 	for i := range 100 {
-		turns.put(in("aaa", service(fmt.Sprintf("a%02d", i))))
+		turns.put(in("aaa", service(fmt.Sprintf("a%02d", i))), now)
 	}
-	turns.put(in("shop", service("web")))
-	turns.put(in("shop", service("web")))
+	turns.put(in("shop", service("web")), now)
+	turns.put(in("shop", service("web")), now)
 	names := func(d snapshot.Delta) map[string]int {
 		of := map[string]int{}
 		for n := range d.Services {
@@ -227,7 +227,7 @@ func TestTurnsAreBounded(t *testing.T) {
 	if got := names(turns.next(now, weight)); len(got) != 1 || got["shop"] != 1 {
 		t.Errorf("first come %v; want what is light", got)
 	}
-	turns.put(in("shop", service("web")))
+	turns.put(in("shop", service("web")), now)
 	d := turns.next(now, weight)
 	if got := names(d); got["aaa"] != maxNamespaceWeight/1500 || got["shop"] != 1 {
 		t.Errorf("then come %v", got)
@@ -240,7 +240,7 @@ func TestTurnsAreBounded(t *testing.T) {
 	if heavy := turns.charge(now, 2*time.Second, nil); heavy < time.Second {
 		t.Errorf("heavy is %v", heavy)
 	}
-	turns.put(in("shop", service("web")))
+	turns.put(in("shop", service("web")), now)
 	if got := names(turns.next(now, weight)); len(got) != 1 || got["shop"] != 1 {
 		t.Errorf("who owes something goes on: %v", got)
 	}
@@ -272,12 +272,12 @@ func TestHealthWaitsItsTurn(t *testing.T) {
 		return snapshot.Delta{Health: map[snapshot.Name]*snapshot.Health{a: {Unhealthy: []snapshot.Unhealthy{
 			{Endpoint: netip.MustParseAddrPort("10.0.0.1:80"), Cause: cause}}}}}
 	}
-	turns.put(in("aaa", service("a")))
+	turns.put(in("aaa", service("a")), now)
 	turns.next(now, weight)
 	turns.charge(now, 2*time.Second, nil)
-	turns.put(health(snapshot.Unanswered))
-	turns.put(health(snapshot.Refused))
-	if w := turns.counts(); w != (snapshot.Waiting{}) {
+	turns.put(health(snapshot.Unanswered), now)
+	turns.put(health(snapshot.Refused), now)
+	if w := turns.held(); w != (snapshot.Held{}) {
 		t.Errorf("waiting objects are %+v; want none", w)
 	}
 	if d := turns.next(now, weight); !d.Empty() {

@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"net/netip"
+	"slices"
 	"time"
 )
 
@@ -19,6 +20,19 @@ const (
 	// SecondChanceOff does nothing.
 	SecondChanceOff
 )
+
+// String returns what ParseSecondChance reads; empty for SecondChanceDefault.
+func (s SecondChance) String() string {
+	switch s {
+	case SecondChanceObserve:
+		return "observe"
+	case SecondChanceOn:
+		return "on"
+	case SecondChanceOff:
+		return "off"
+	}
+	return ""
+}
 
 // ParseSecondChance reads "off", "observe" or "on". It is not ok for any other text.
 func ParseSecondChance(text string) (s SecondChance, ok bool) {
@@ -52,6 +66,20 @@ func (c Cause) String() string { return causeNames[c] }
 type Health struct {
 	// Unhealthy are sorted by Endpoint and unique. The Service may no longer have some of them.
 	Unhealthy []Unhealthy
+}
+
+// Find returns what is known of an endpoint; nil if it is not unhealthy. The Health may be nil.
+func (h *Health) Find(a netip.AddrPort) *Unhealthy {
+	if h == nil {
+		return nil
+	}
+	i, found := slices.BinarySearchFunc(h.Unhealthy, a, func(u Unhealthy, a netip.AddrPort) int {
+		return u.Endpoint.Compare(a)
+	})
+	if !found {
+		return nil
+	}
+	return &h.Unhealthy[i]
 }
 
 // Unhealthy is an endpoint that clients and probes of this node cannot use.

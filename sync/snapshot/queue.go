@@ -21,6 +21,36 @@ type Queue struct {
 	// queued counts what is still in the queue, taken what the reader has.
 	queued, taken Waiting
 	triggers      struct{ queued, taken []Trigger }
+	// versions are those of everything that was put, that the reader took, and that is programmed.
+	versions struct{ put, taken, programmed Versions }
+	// held is what the reader holds for later, and unacked says that it has taken something since its
+	// last Ack, or that there was none yet.
+	held    Held
+	unacked bool
+}
+
+// Held is what a reader has taken and holds for later. The zero Held is nothing.
+type Held struct {
+	// Services and Slices count objects.
+	Services, Slices int
+	// Since is when the reader took the oldest of them.
+	Since time.Time
+	// Before are the versions up to which the reader had taken everything before the oldest of them.
+	Before Versions
+}
+
+// none reports whether no object is held.
+func (h *Held) none() bool { return h.Services == 0 && h.Slices == 0 }
+
+// Progress says how far the reader has come.
+type Progress struct {
+	// Received are the versions up to which the sources have read, and Programmed those up to which everything that they
+	// put is in force. Both are empty while unknown.
+	Received, Programmed Versions
+	// Services and Slices count changes of objects that are not in force, and Since is when the oldest of them came; zero
+	// if there is none.
+	Services, Slices int
+	Since            time.Time
 }
 
 // Waiting counts changes that are not settled yet.
@@ -52,7 +82,7 @@ const maxTriggers = 1 << 16
 
 // NewQueue returns a queue that is ready once Synced has been called sources times.
 func NewQueue(sources int) *Queue {
-	q := &Queue{unsynced: sources, wake: make(chan struct{}, 1), created: time.Now()}
+	q := &Queue{unsynced: sources, unacked: true, wake: make(chan struct{}, 1), created: time.Now()}
 	q.startWaiting()
 	return q
 }
@@ -66,14 +96,24 @@ func (q *Queue) startWaiting() {
 
 // Put adds a delta. Safe for concurrent use; each object's deltas must come from one source, in order.
 func (q *Queue) Put(d Delta) {
+	q.mu.Lock()
+	q.versions.put = q.versions.put.Then(d.Versions)
 	if d.Empty() {
+		q.advance()
+		q.mu.Unlock()
 		return
 	}
-	q.mu.Lock()
 	q.account(&d)
 	q.pending.Merge(d)
 	q.mu.Unlock()
 	q.signal()
+}
+
+// advance moves the versions of what is programmed up to those of what was put, if nothing is on its way.
+func (q *Queue) advance() {
+	if q.unsynced == 0 && !q.unacked && q.pending.Empty() && q.held.none() {
+		q.versions.programmed = q.versions.put
+	}
 }
 
 // account counts a delta as waiting.
@@ -119,6 +159,8 @@ func (q *Queue) Take() (d Delta, ready bool) {
 		return Delta{}, false
 	}
 	d, q.pending = q.pending, Delta{}
+	q.versions.taken, q.unacked = q.versions.put, true
+	d.Versions = q.versions.taken
 	q.taken, q.queued = q.taken.merge(q.queued), Waiting{}
 	q.triggers.taken = append(q.triggers.taken, q.triggers.queued...)
 	q.triggers.queued = nil
@@ -127,13 +169,32 @@ func (q *Queue) Take() (d Delta, ready bool) {
 
 // Ack says that whatever was taken so far is in force, but for what the reader holds for later, and gives the
 // triggers of that. What is held for later is not late: it only counts as not settled.
-func (q *Queue) Ack(held Waiting) []Trigger {
+func (q *Queue) Ack(held Held) []Trigger {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.taken = Waiting{Services: held.Services, Slices: held.Slices}
+	q.held, q.unacked = held, false
+	q.versions.programmed = q.versions.taken
+	if !held.none() {
+		q.versions.programmed = held.Before
+	}
+	q.advance()
 	triggers := q.triggers.taken
 	q.triggers.taken = nil
 	return triggers
+}
+
+// Progress returns how far the reader has come. Safe for concurrent use.
+func (q *Queue) Progress() Progress {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	w := q.taken.merge(q.queued)
+	p := Progress{Received: q.versions.put, Programmed: q.versions.programmed,
+		Services: w.Services, Slices: w.Slices, Since: w.Since}
+	if since := q.held.Since; !q.held.none() && (p.Since.IsZero() || since.Before(p.Since)) {
+		p.Since = since
+	}
+	return p
 }
 
 // Waiting returns what was put and is not settled. Safe for concurrent use.

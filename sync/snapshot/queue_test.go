@@ -154,7 +154,7 @@ func TestQueueCountsWhatWaits(t *testing.T) {
 		expect(at(20), 2, 2) // taken is not settled
 		till(40)
 		q.Put(Delta{Slices: slice(35, "10.0.0.1")})
-		if got, want := q.Ack(Waiting{}), []Trigger{{at(25), ipfamily.IPv6}}; !reflect.DeepEqual(got, want) {
+		if got, want := q.Ack(Held{}), []Trigger{{at(25), ipfamily.IPv6}}; !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(at(40), 0, 1)
@@ -164,11 +164,11 @@ func TestQueueCountsWhatWaits(t *testing.T) {
 		q.Take()
 		expect(at(40), 0, 2)
 		want := []Trigger{{at(35), ipfamily.IPv4}, {at(45), ipfamily.IPv4}}
-		if got := q.Ack(Waiting{}); !reflect.DeepEqual(got, want) {
+		if got := q.Ack(Held{}); !reflect.DeepEqual(got, want) {
 			t.Errorf("triggers %v; want %v", got, want)
 		}
 		expect(time.Time{}, 0, 0)
-		if got := q.Ack(Waiting{}); got != nil {
+		if got := q.Ack(Held{}); got != nil {
 			t.Errorf("triggers twice: %v", got)
 		}
 	})
@@ -185,7 +185,7 @@ func TestTriggersAreBounded(t *testing.T) {
 		}
 	}
 	q.Take()
-	if n := len(q.Ack(Waiting{})); n > maxTriggers {
+	if n := len(q.Ack(Held{})); n > maxTriggers {
 		t.Errorf("%d triggers are kept; want at most %d", n, maxTriggers)
 	}
 }

@@ -17,6 +17,11 @@ type Scheduling struct {
 	// Weights are the weights of endpoints by the name of their node; 0 drains them. An endpoint's own Weight takes
 	// precedence.
 	Weights map[string]uint16
+	// PreferNear keeps connections in the node's zone, as far as the endpoints there can carry their share.
+	PreferNear bool
+	// ZoneDemand is how much of the demand each zone has, relative to the others. A zone that it does not name has 1 if
+	// there are endpoints in it, and otherwise none. It means nothing without PreferNear.
+	ZoneDemand map[string]uint16
 }
 
 // AsksForIPVS says whether a Service names an IPVS scheduler.

@@ -86,7 +86,9 @@ type Service struct {
 	Drain time.Duration
 	// ExternalFailover is what the Service's annotation asks for. Without ExternalLocal it means nothing.
 	ExternalFailover ExternalFailover
-	Ports            []Port
+	// SlowStart is over what time an endpoint that becomes ready comes to its share of new connections; 0 means at once.
+	SlowStart time.Duration
+	Ports     []Port
 }
 
 // Counters says whether a Service's connections are counted where the budget is not enough for all.
@@ -158,6 +160,8 @@ type Endpoint struct {
 	Addr netip.Addr
 	// Node is the name of the node it runs on; empty means unknown, which counts as another node.
 	Node string
+	// Zone is the zone it runs in; empty means unknown.
+	Zone string
 	// ForZones and ForNodes are the topology hints; nil means no hint.
 	ForZones, ForNodes []string
 	// Ready, Serving and Terminating are the endpoint's conditions with the API's defaults applied.
@@ -189,6 +193,8 @@ type Snapshot struct {
 	// Health is what this node found out about endpoints, by Service. Services that are unknown, or have no unhealthy
 	// endpoint, have no entry, so an entry lives no longer than its Service.
 	Health map[Name]*Health
+	// Starting are the endpoints that start slowly, by Service. As with Health, an entry lives no longer than its Service.
+	Starting map[Name]*Starting
 	// Node is the zero Node until the object is known.
 	Node Node
 	// ServiceCIDRs are the ranges Service addresses are allocated from, sorted; nil means unknown, nothing is dropped.
@@ -206,6 +212,7 @@ func New() *Snapshot {
 		Services:     map[Name]*Service{},
 		Slices:       map[Name]map[string]*Slice{},
 		Health:       map[Name]*Health{},
+		Starting:     map[Name]*Starting{},
 		sliceService: map[Name]Name{},
 	}
 }
@@ -219,20 +226,25 @@ type Delta struct {
 	// Health maps a Service to what this node now knows of its endpoints, or to nil if none is unhealthy. It is ignored
 	// if neither the snapshot nor this delta has the Service.
 	Health map[Name]*Health
+	// Starting maps a Service to its endpoints that now start slowly, or to nil if none does. It is ignored as Health is.
+	Starting map[Name]*Starting
 	// Node, ServiceCIDRs and HostAddrs are nil when they did not change.
 	Node         *Node
 	ServiceCIDRs *[]netip.Prefix
 	HostAddrs    *[]netip.Addr
+	// Versions say up to which versions the source has read, with this delta. Empty ones say nothing new. A delta may
+	// have nothing but Versions: what the source read up to there changed nothing.
+	Versions Versions
 }
 
-// Empty says whether the delta changes nothing.
+// Empty says whether the delta changes nothing. It may still have Versions.
 func (d *Delta) Empty() bool {
-	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && d.Node == nil &&
-		d.ServiceCIDRs == nil && d.HostAddrs == nil
+	return len(d.Services) == 0 && len(d.Slices) == 0 && len(d.Health) == 0 && len(d.Starting) == 0 &&
+		d.Node == nil && d.ServiceCIDRs == nil && d.HostAddrs == nil
 }
 
 // Merge adds what a later delta says; where both name an object, the later one wins. A Service that goes takes its
-// Health along, even if it comes back later.
+// Health and its Starting along, even if it comes back later.
 func (d *Delta) Merge(later Delta) {
 	for n, s := range later.Services {
 		if d.Services == nil {
@@ -241,6 +253,7 @@ func (d *Delta) Merge(later Delta) {
 		d.Services[n] = s
 		if s == nil {
 			d.setHealth(n, nil)
+			d.setStarting(n, nil)
 		}
 	}
 	for n, s := range later.Slices {
@@ -252,6 +265,9 @@ func (d *Delta) Merge(later Delta) {
 	for n, h := range later.Health {
 		d.setHealth(n, h)
 	}
+	for n, st := range later.Starting {
+		d.setStarting(n, st)
+	}
 	if later.Node != nil {
 		d.Node = later.Node
 	}
@@ -261,6 +277,7 @@ func (d *Delta) Merge(later Delta) {
 	if later.HostAddrs != nil {
 		d.HostAddrs = later.HostAddrs
 	}
+	d.Versions = d.Versions.Then(later.Versions)
 }
 
 func (d *Delta) setHealth(n Name, h *Health) {
@@ -268,6 +285,13 @@ func (d *Delta) setHealth(n Name, h *Health) {
 		d.Health = map[Name]*Health{}
 	}
 	d.Health[n] = h
+}
+
+func (d *Delta) setStarting(n Name, st *Starting) {
+	if d.Starting == nil {
+		d.Starting = map[Name]*Starting{}
+	}
+	d.Starting[n] = st
 }
 
 // Change names the Services to look at again. The zero Change names none.
@@ -303,6 +327,7 @@ func (s *Snapshot) Apply(d Delta) Change {
 		} else if _, held := s.Services[n]; held {
 			delete(s.Services, n)
 			delete(s.Health, n)
+			delete(s.Starting, n)
 		} else {
 			continue
 		}
@@ -313,6 +338,9 @@ func (s *Snapshot) Apply(d Delta) Change {
 	}
 	for n, h := range d.Health {
 		s.applyHealth(n, h, touched)
+	}
+	for n, st := range d.Starting {
+		s.applyStarting(n, st, touched)
 	}
 	var c Change
 	if d.Node != nil {
@@ -376,6 +404,18 @@ func (s *Snapshot) applyHealth(n Name, h *Health, touched map[Name]struct{}) {
 		s.Health[n] = h
 	} else if _, held := s.Health[n]; held {
 		delete(s.Health, n)
+	} else {
+		return
+	}
+	touched[n] = struct{}{}
+}
+
+// applyStarting stores the Starting of a Service that is known.
+func (s *Snapshot) applyStarting(n Name, st *Starting, touched map[Name]struct{}) {
+	if st != nil && len(st.Endpoints) > 0 && s.Services[n] != nil {
+		s.Starting[n] = st
+	} else if _, held := s.Starting[n]; held {
+		delete(s.Starting, n)
 	} else {
 		return
 	}

@@ -86,6 +86,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	s.SecondChance = secondChance(f, o.Annotations)
 	s.Drain = drain(f, o.Annotations)
 	s.ExternalFailover = externalFailover(f, o.Annotations)
+	s.SlowStart = slowStart(f, o.Annotations, s.Scheduling)
 	// The policy has no meaning for a Service that cannot be reached from outside (ExternallyAccessible in
 	// k8s.io/kubernetes).
 	balanced := spec.Type == corev1.ServiceTypeLoadBalancer
@@ -425,6 +426,7 @@ func (c *converter) endpointsOf(f *problemList, o *discoveryv1.EndpointSlice) []
 		ep := snapshot.Endpoint{
 			Addr:        a,
 			Node:        c.intern(deref(e.NodeName, "")),
+			Zone:        c.intern(deref(e.Zone, "")),
 			Ready:       deref(e.Conditions.Ready, true),
 			Serving:     deref(e.Conditions.Serving, true),
 			Terminating: deref(e.Conditions.Terminating, false),

@@ -147,6 +147,22 @@ func TestService(t *testing.T) {
 			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/second-chance": "true"} },
 			func(*snapshot.Service) {}, []string{
 				`Service default/web: metadata.annotations[verdict/second-chance]: "true" is none of "off", "observe" and "on"`}},
+		{"starts slowly",
+			func(s *corev1.Service) {
+				s.Annotations = map[string]string{"verdict-proxy.github.io/slow-start": "30s", "verdict/slow-start": "30s"}
+			}, func(s *snapshot.Service) { s.SlowStart = 30 * time.Second }, nil},
+		{"starts slowly, by the older name",
+			func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/slow-start": "1h"} },
+			func(s *snapshot.Service) { s.SlowStart = time.Hour }, nil},
+		{"starts too slowly", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/slow-start": "61m"} },
+			func(*snapshot.Service) {}, []string{`Service default/web: metadata.annotations[verdict/slow-start]: ` +
+				`"61m" is not a duration of whole seconds from 1s to 1h, such as 30s`}},
+		{"starts slowly with a hash",
+			func(s *corev1.Service) {
+				s.Annotations = map[string]string{"verdict/slow-start": "30s", "verdict/scheduler": "hash"}
+			}, func(s *snapshot.Service) { s.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.Hash} },
+			[]string{`Service default/web: metadata.annotations[verdict/slow-start]: "30s" is ignored: ` +
+				`with the scheduler hash, all nodes must have the same table at all times`}},
 		{"drains", func(s *corev1.Service) { s.Annotations = map[string]string{"verdict/drain": "1m30s"} },
 			func(s *snapshot.Service) { s.Drain = 90 * time.Second }, nil},
 		{"drains for a part of a second",

@@ -41,6 +41,9 @@ type Files struct {
 	NodeName string
 	// Report gets errors, mostly a *Problem; nil drops them. Calls do not overlap.
 	Report func(error)
+	// Notice gets what went well after the start, in a sentence: changes that were passed on, and files that can be used
+	// again. Nil drops it.
+	Notice func(string)
 }
 
 // A refresh starts when there was no change for debounce, at the latest after maxDebounce.
@@ -53,6 +56,9 @@ const (
 // nil. It fails if Path, or every file of it, cannot be read at the start, or if it cannot be watched.
 func (f *Files) Run(ctx context.Context, sink Sink) error {
 	d := newManifestDir(f.Path, f.NodeName, serialized(f.Report))
+	if f.Notice != nil {
+		d.notice = f.Notice
+	}
 	w, err := newInotify()
 	if err != nil {
 		return fmt.Errorf("watch %s: %w", f.Path, err)
@@ -89,8 +95,10 @@ func (f *Files) Run(ctx context.Context, sink Sink) error {
 		case <-timer.C:
 			deadline = time.Time{}
 			d.rewatch(w)
-			d.reportOnce("lost", d.refresh(), "; the last good version stays in force")
-			d.publish(sink)
+			d.reportOnce("lost", d.path, d.refresh(), "; the last good version stays in force")
+			if delta := d.publish(sink); !delta.Empty() {
+				d.notice("applying changed manifests: " + deltaText(&delta))
+			}
 		}
 	}
 }
@@ -136,6 +144,7 @@ type manifestDir struct {
 	path   string
 	reader *reader
 	report func(error)
+	notice func(string)
 
 	// files are keyed by name. A Path that is a file is the only one, and has its base name.
 	files     map[string]*manifest
@@ -159,8 +168,9 @@ type manifestDir struct {
 
 func newManifestDir(path, nodeName string, report func(error)) *manifestDir {
 	return &manifestDir{
-		path: path, reader: newReader(nodeName), report: report, allDirty: true, published: &content{},
-		files: map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{}, creating: map[string]bool{},
+		path: path, reader: newReader(nodeName), report: report, notice: func(string) {}, allDirty: true,
+		published: &content{},
+		files:     map[string]*manifest{}, reported: map[string]bool{}, dirty: map[string]bool{}, creating: map[string]bool{},
 	}
 }
 
@@ -235,7 +245,7 @@ func (d *manifestDir) read(name, file string) {
 	if err != nil {
 		err = &Problem{File: file, Err: fmt.Errorf("cannot read it: %w", pathless(err))}
 	}
-	if d.reportOnce("read "+name, err, ""); err != nil {
+	if d.reportOnce("read "+name, file, err, ""); err != nil {
 		return
 	}
 	before := d.files[name]
@@ -248,15 +258,28 @@ func (d *manifestDir) read(name, file string) {
 	}
 	if bad && before != nil {
 		d.report(&Problem{File: file, Err: errors.New("the last good version of this file stays in force")})
-		before.hash = m.hash
+		before.hash, before.bad = m.hash, true
 		return
+	}
+	if before != nil {
+		if before.bad {
+			d.notice(file + " is valid again")
+		}
+		for _, object := range m.keepGood(before) {
+			d.report(&Problem{File: file, Object: object,
+				Err: errors.New("the last good version of this object stays in force")})
+		}
 	}
 	d.files[name] = m
 }
 
-// reportOnce reports an error once, until it was nil in between. The key identifies the error.
-func (d *manifestDir) reportOnce(key string, err error, suffix string) {
+// reportOnce reports an error about a path once, until it was nil in between, which it reports too. The key identifies
+// the error.
+func (d *manifestDir) reportOnce(key, path string, err error, suffix string) {
 	if err == nil {
+		if d.reported[key] {
+			d.notice(path + " can be read again")
+		}
 		delete(d.reported, key)
 	} else if !d.reported[key] {
 		d.reported[key] = true
@@ -372,11 +395,39 @@ func (d *manifestDir) file(name string) string {
 	return d.path
 }
 
-// publish puts what has changed into sink.
-func (d *manifestDir) publish(sink Sink) {
-	if delta := d.delta(); !delta.Empty() {
+// publish puts what has changed into sink, and returns it.
+func (d *manifestDir) publish(sink Sink) snapshot.Delta {
+	delta := d.delta()
+	if !delta.Empty() {
 		sink.Put(delta)
 	}
+	return delta
+}
+
+// deltaText says how many objects changed, and names the Services if they are few.
+func deltaText(delta *snapshot.Delta) string {
+	const few = 3
+	var parts []string
+	count := func(n int, kind string) {
+		if n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, kind))
+		}
+	}
+	if n := len(delta.Services); n > 0 && n <= few {
+		for _, name := range slices.SortedFunc(maps.Keys(delta.Services), snapshot.Name.Compare) {
+			parts = append(parts, objectName("Service", name))
+		}
+	} else {
+		count(n, "Services")
+	}
+	count(len(delta.Slices), "EndpointSlices")
+	if delta.Node != nil {
+		parts = append(parts, "the Node")
+	}
+	if delta.ServiceCIDRs != nil {
+		parts = append(parts, "ServiceCIDRs")
+	}
+	return strings.Join(parts, ", ")
 }
 
 // delta returns what was not published yet.

@@ -277,6 +277,56 @@ func TestFilesKeepsTheLastGood(t *testing.T) {
 	v.awaitServices("default/other 10.96.0.8")
 }
 
+// TestFilesKeepsTheLastGoodObject: a wrong port in an edit does not take the others away, and other objects of the file
+// change. What went well is noticed.
+func TestFilesKeepsTheLastGoodObject(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "a.yaml")
+	write(t, path, service("web", "10.96.0.1")+"---\n"+service("api", "10.96.0.2"))
+	notices := make(chan string, 16)
+	v := start(t, func(report func(error)) source {
+		return &Files{Path: path, Report: report, Notice: func(text string) { notices <- text }}
+	})
+	wantNotice := func(want string) {
+		t.Helper()
+		select {
+		case got := <-notices:
+			if got != want {
+				t.Errorf("noticed %q, want %q", got, want)
+			}
+		case <-time.After(time.Minute):
+			t.Fatalf("%q is not noticed", want)
+		}
+	}
+	port := func() uint16 {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		web := v.snap.Services[snapshot.Name{Namespace: "default", Name: "web"}]
+		if web == nil || len(web.Ports) == 0 {
+			return 0
+		}
+		return web.Ports[0].Port
+	}
+	v.awaitServices("default/api 10.96.0.2", "default/web 10.96.0.1")
+	wrong := strings.Replace(service("web", "10.96.0.9"), "port: 80", "port: 80800", 1)
+	write(t, path, wrong+"---\n"+service("api", "10.96.0.3"))
+	v.awaitServices("default/api 10.96.0.3", "default/web 10.96.0.1")
+	got := v.take(2)
+	if !strings.Contains(got[0], "80800") ||
+		got[1] != path+": Service default/web: the last good version of this object stays in force" || port() != 80 {
+		t.Errorf("%q, port %d", got, port())
+	}
+	wantNotice("applying changed manifests: Service default/api")
+	write(t, path, wrong+"---\n"+service("api", "10.96.0.4")) // the good one is not forgotten
+	v.awaitServices("default/api 10.96.0.4", "default/web 10.96.0.1")
+	wantNotice("applying changed manifests: Service default/api")
+	write(t, path, "kind: [\n")
+	v.take(4)
+	write(t, path, service("web", "10.96.0.9"))
+	v.awaitServices("default/web 10.96.0.9")
+	wantNotice(path + " is valid again")
+	wantNotice("applying changed manifests: Service default/api, Service default/web")
+}
+
 // kubelet mounts a ConfigMap as links to files in a directory that is a link itself, and swaps that one.
 func TestFilesFollowsAConfigMap(t *testing.T) {
 	for _, whole := range []bool{true, false} {

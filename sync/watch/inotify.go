@@ -217,7 +217,7 @@ func (d *manifestDir) rewatch(w *inotify) {
 		}
 	}
 	d.paths = t
-	d.reportOnce("watch", w.set(t.dirs), "")
+	d.reportOnce("watch", d.path, w.set(t.dirs), "")
 }
 
 // handleEvents marks changed files as dirty and says whether there is something to read.

@@ -121,6 +121,12 @@ func (c Client) Config() (*rest.Config, error) {
 	return out, nil
 }
 
+// InCluster reports whether this process is a container of a pod, which knows its cluster's API server.
+func InCluster() bool {
+	_, err := rest.InClusterConfig()
+	return !errors.Is(err, rest.ErrNotInCluster)
+}
+
 // apiTypes are the only types we decode. Registering whole API groups would link all their types into the binary.
 var apiTypes = func() serializer.CodecFactory {
 	s := runtime.NewScheme()
@@ -173,9 +179,14 @@ func (k *Kubernetes) resources(sink Sink, report func(error)) []resource {
 		}
 	}
 	services := newStore(c.service, sameService, report, complete("services"))
-	services.put = func(m map[snapshot.Name]*snapshot.Service) { sink.Put(snapshot.Delta{Services: m}) }
+	services.put = func(m map[snapshot.Name]*snapshot.Service) {
+		sink.Put(snapshot.Delta{Services: m, Versions: snapshot.Versions{Services: services.version}})
+	}
 	endpointSlices := newStore(c.slice, sameSlice, report, complete("endpointslices"))
-	endpointSlices.put = func(m map[snapshot.Name]*snapshot.Slice) { sink.Put(snapshot.Delta{Slices: m}) }
+	endpointSlices.put = func(m map[snapshot.Name]*snapshot.Slice) {
+		sink.Put(snapshot.Delta{Slices: m, Versions: snapshot.Versions{Slices: endpointSlices.version}})
+	}
+	services.versioned, endpointSlices.versioned = true, true
 	nodes := newStore(c.node, sameNode, report, complete("nodes"))
 	nodes.put = k.putNode(sink)
 	cidrs := newStore(c.serviceCIDR, samePrefixes, report, complete("servicecidrs"))
@@ -268,6 +279,10 @@ type store[In, Out any] struct {
 	complete func()
 
 	known map[snapshot.Name]*Out
+	// version is the newest that was read. If versioned is set, put is called for a new version, too, though no object
+	// differs.
+	version   snapshot.Version
+	versioned bool
 	// problems are the problems last reported of each object that has any.
 	problems map[snapshot.Name]string
 }
@@ -330,7 +345,7 @@ func (s *store[In, Out]) convertObject(o any) (*converted[Out], error) {
 }
 
 // Replace takes a complete list: objects that are not in it are gone.
-func (s *store[In, Out]) Replace(list []any, _ string) error {
+func (s *store[In, Out]) Replace(list []any, version string) error {
 	changed := map[snapshot.Name]*Out{}
 	there := make(map[snapshot.Name]bool, len(list))
 	for i, o := range list {
@@ -348,10 +363,30 @@ func (s *store[In, Out]) Replace(list []any, _ string) error {
 		}
 	}
 	maps.DeleteFunc(s.problems, func(n snapshot.Name, _ string) bool { return !there[n] })
-	if len(changed) > 0 {
+	s.version = snapshot.Version(version)
+	s.send(changed)
+	s.complete()
+	return nil
+}
+
+// send passes on what differs, and the version if it is of interest.
+func (s *store[In, Out]) send(changed map[snapshot.Name]*Out) {
+	if len(changed) > 0 || s.versioned {
 		s.put(changed)
 	}
-	s.complete()
+}
+
+// read notes the version of an event. Events come in the order of their versions.
+func (s *store[In, Out]) read(version string) {
+	if v := snapshot.Version(version); !s.version.Reached(v) {
+		s.version = v
+	}
+}
+
+// Bookmark takes the version up to which there was nothing new. The server sends one about every minute.
+func (s *store[In, Out]) Bookmark(version string) error {
+	s.read(version)
+	s.send(nil)
 	return nil
 }
 
@@ -378,9 +413,11 @@ func (s *store[In, Out]) Update(o any) error {
 		return err
 	}
 	changed := map[snapshot.Name]*Out{}
-	if s.record(changed, c); len(changed) > 0 {
-		s.put(changed)
+	s.record(changed, c)
+	if object, ok := o.(metav1.Object); ok {
+		s.read(object.GetResourceVersion())
 	}
+	s.send(changed)
 	return nil
 }
 
@@ -396,9 +433,9 @@ func (s *store[In, Out]) Delete(o any) error {
 	name := nameOf(object)
 	delete(s.problems, name)
 	changed := map[snapshot.Name]*Out{}
-	if s.record(changed, &converted[Out]{name: name}); len(changed) > 0 {
-		s.put(changed)
-	}
+	s.record(changed, &converted[Out]{name: name})
+	s.read(object.GetResourceVersion())
+	s.send(changed)
 	return nil
 }
 
@@ -498,4 +535,17 @@ func rootCause(err error) string {
 		}
 		err = inner
 	}
+}
+
+// Objects converts a Service and its slices as every proxy does; a nil Service is one that Verdict does not serve.
+func Objects(svc *corev1.Service, list []discoveryv1.EndpointSlice) (*snapshot.Service, map[string]*snapshot.Slice) {
+	c := &converter{}
+	out, _ := c.service(svc)
+	of := map[string]*snapshot.Slice{}
+	for i := range list {
+		if sl, _ := c.slice(&list[i]); sl != nil && sl.Service == svc.Name {
+			of[list[i].Name] = sl
+		}
+	}
+	return out, of
 }

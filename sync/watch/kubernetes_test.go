@@ -276,8 +276,8 @@ func TestKubernetesForbidden(t *testing.T) {
 	}
 }
 
-// Events that come twice, too late or for objects nobody knows lead to the right state, and to no deltas without a
-// change.
+// Events that come twice, too late or for objects nobody knows lead to the right state, and to no deltas of objects
+// without a change. All of them count for the versions.
 func TestKubernetesOddEvents(t *testing.T) {
 	s := newAPIServer(t, true)
 	s.set(named("web", "10.96.0.1"))
@@ -295,8 +295,48 @@ func TestKubernetesOddEvents(t *testing.T) {
 	s.send(apiwatch.Deleted, named("web", "10.96.0.1"))
 	s.send(apiwatch.Added, named("web", "10.96.0.4"))
 	v.awaitServices("default/api 10.96.0.2", "default/web 10.96.0.4")
-	if got := len(v.deltas) - before; got != 3 {
-		t.Errorf("%d deltas, want 3: %+v", got, v.deltas[before:])
+	changes, newest := 0, snapshot.Versions{}
+	for _, d := range v.deltas[before:] {
+		if newest = newest.Then(d.Versions); !d.Empty() {
+			changes++
+		}
+	}
+	if changes != 3 {
+		t.Errorf("%d deltas of objects, want 3: %+v", changes, v.deltas[before:])
+	}
+	if want := snapshot.Version(strconv.Itoa(s.version)); newest.Services != want || newest.Slices != "" {
+		t.Errorf("the versions are %+v; want %s of Services", newest, want)
+	}
+}
+
+// TestVersions: the store tells the version of lists, of events that change nothing, and of bookmarks, and an event
+// that comes too late does not take it back.
+func TestVersions(t *testing.T) {
+	var got []snapshot.Version
+	c := &converter{}
+	st := newStore(c.service, sameService, func(error) {}, func() {})
+	st.versioned = true
+	st.put = func(map[snapshot.Name]*snapshot.Service) { got = append(got, st.version) }
+	web := named("web", "10.96.0.1")
+	event := func(version string) *corev1.Service {
+		o := web.DeepCopy()
+		o.ResourceVersion = version
+		return o
+	}
+	for _, do := range []func() error{
+		func() error { return st.Replace([]any{event("7")}, "99") },
+		func() error { return st.Update(event("100")) },
+		func() error { return st.Bookmark("1000") },
+		func() error { return st.Update(event("101")) },
+		func() error { return st.Delete(event("1001")) },
+		func() error { return st.Replace(nil, "50") }, // restored from a backup
+	} {
+		if err := do(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := []snapshot.Version{"99", "100", "1000", "1000", "1001", "50"}; !slices.Equal(got, want) {
+		t.Errorf("versions %q; want %q", got, want)
 	}
 }
 

@@ -43,6 +43,27 @@ type manifest struct {
 	// chunks are the objects of each chunk without problems, by the hash of its text: an edit of a large file costs what
 	// it changes.
 	chunks map[uint64][]object
+	// bad means that a newer text could not be used, and this one stays in force.
+	bad bool
+}
+
+// keepGood puts the objects of an earlier reading in the place of those that have invalid values now: a wrong port must
+// not take the others away. It returns the names of those that it kept.
+func (m *manifest) keepGood(before *manifest) (kept []string) {
+	good := map[objectKey]*object{}
+	for i := range before.objects {
+		if o := &before.objects[i]; !o.flawed {
+			good[o.key] = o
+		}
+	}
+	for i := range m.objects {
+		o := &m.objects[i]
+		if last := good[o.key]; o.flawed && last != nil {
+			o.value, o.flawed = last.value, false
+			kept = append(kept, objectName(o.key.kind, o.key.name))
+		}
+	}
+	return kept
 }
 
 // object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an
@@ -52,6 +73,8 @@ type object struct {
 	key   objectKey
 	value any
 	line  int
+	// flawed means that the object has invalid values, which the value does without.
+	flawed bool
 }
 
 type objectKey struct {
@@ -282,7 +305,7 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	// Copy the strings: nothing that is kept may reference the file's text.
 	key = objectKey{r.intern(kind),
 		snapshot.Name{Namespace: r.intern(key.name.Namespace), Name: string([]byte(key.name.Name))}}
-	out.objects = append(out.objects, object{key, value, t.line})
+	out.objects = append(out.objects, object{key, value, t.line, len(problems) > 0})
 }
 
 // readItems reads the items of a list; kind is empty for a v1 List, whose items name their own.

@@ -17,14 +17,14 @@ func sameService(a, b *snapshot.Service) bool {
 		slices.Equal(a.ClusterIPs, b.ClusterIPs) && slices.Equal(a.ExternalIPs, b.ExternalIPs) &&
 		slices.Equal(a.LoadBalancerIPs, b.LoadBalancerIPs) && slices.Equal(a.SourceRanges, b.SourceRanges) &&
 		slices.Equal(a.Ports, b.Ports) && a.Counters == b.Counters && a.SecondChance == b.SecondChance &&
-		a.Drain == b.Drain &&
+		a.Drain == b.Drain && a.SlowStart == b.SlowStart &&
 		a.ExternalFailover == b.ExternalFailover &&
 		sameScheduling(a.Scheduling, b.Scheduling)
 }
 
 func sameScheduling(a, b *snapshot.Scheduling) bool {
 	return a == b || a != nil && b != nil && a.Scheduler == b.Scheduler && a.Port == b.Port && a.Fallback == b.Fallback &&
-		maps.Equal(a.Weights, b.Weights)
+		maps.Equal(a.Weights, b.Weights) && a.PreferNear == b.PreferNear && maps.Equal(a.ZoneDemand, b.ZoneDemand)
 }
 
 // sameSlice ignores Triggered: that alone changes nothing.
@@ -34,8 +34,9 @@ func sameSlice(a, b *snapshot.Slice) bool {
 }
 
 func sameEndpoint(a, b snapshot.Endpoint) bool {
-	return a.Addr == b.Addr && a.Node == b.Node && a.Ready == b.Ready && a.Serving == b.Serving && a.Weight == b.Weight &&
-		a.Terminating == b.Terminating && slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
+	return a.Addr == b.Addr && a.Node == b.Node && a.Zone == b.Zone && a.Ready == b.Ready &&
+		a.Serving == b.Serving && a.Weight == b.Weight && a.Terminating == b.Terminating &&
+		slices.Equal(a.ForZones, b.ForZones) && slices.Equal(a.ForNodes, b.ForNodes)
 }
 
 func sameNode(a, b *snapshot.Node) bool {

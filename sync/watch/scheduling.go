@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"slices"
 	"strconv"
 	"strings"
 
@@ -11,6 +12,9 @@ import (
 var (
 	annotationScheduler = annotation{"verdict-proxy.github.io/scheduler", "verdict/scheduler"}
 	annotationWeights   = annotation{"verdict-proxy.github.io/weights", "verdict/weights"}
+	annotationZones     = annotation{"verdict-proxy.github.io/zones", "verdict/zones"}
+	// annotationZoneDemand belongs to annotationZones.
+	annotationZoneDemand = annotation{"verdict-proxy.github.io/zone-demand", "verdict/zone-demand"}
 	// annotationWeight is a slice's.
 	annotationWeight = annotation{"verdict-proxy.github.io/weight", "verdict/weight"}
 )
@@ -50,13 +54,38 @@ func scheduling(f *problemList, annotations map[string]string) *snapshot.Schedul
 		}
 	}
 	if text, field, ok := annotationWeights.get(f, annotations); ok {
-		s.Weights = weights(f, text, field)
+		s.Weights = nodeWeights.parse(f, text, field)
 	}
-	if s.Scheduler == "" && s.Weights == nil {
+	zones(f, annotations, &s)
+	if s.Scheduler == "" && s.Weights == nil && !s.PreferNear {
 		return nil
 	}
 	return &s
 }
+
+// zones reads whether a Service prefers near endpoints. With a hash it cannot: all nodes would have to have the same
+// endpoints.
+func zones(f *problemList, annotations map[string]string, s *snapshot.Scheduling) {
+	text, field, ok := annotationZones.get(f, annotations)
+	switch {
+	case ok && text != preferZones:
+		f.add(field, "%s is not %q", quote(text), preferZones)
+	case ok && slices.Contains([]string{snapshot.Hash, "sh", "mh"}, s.Scheduler):
+		f.add(field, "it is ignored: with the scheduler %s, all nodes must choose from the same endpoints", s.Scheduler)
+	case ok:
+		s.PreferNear = true
+	}
+	text, field, demand := annotationZoneDemand.get(f, annotations)
+	switch {
+	case demand && s.PreferNear:
+		s.ZoneDemand = zoneDemands.parse(f, text, field)
+	case demand && !ok:
+		f.add(field, "it is ignored without %s: %s", annotationZones.name, preferZones)
+	}
+}
+
+// preferZones is the value of annotationZones.
+const preferZones = "prefer"
 
 // Limits for annotations. Whoever may write a Service may write 256 KiB of them, as often as they like.
 const (
@@ -64,24 +93,39 @@ const (
 	maxWeight     = 16
 	maxWeights    = 64 << 10
 	maxWeightList = 4096
+	maxZones      = 16 << 10
+	maxZoneList   = 64
 )
 
-// weights parses "node-1=3,node-2=0". It skips invalid entries, and all of a list that is too long.
-func weights(f *problemList, text, field string) map[string]uint16 {
+// numberList is a list of names with a number each, in an annotation.
+type numberList struct {
+	// maxBytes and maxEntries bound it.
+	maxBytes, maxEntries int
+	// all and one say what the list and an entry are.
+	all, one string
+}
+
+var (
+	nodeWeights = numberList{maxWeights, maxWeightList, "weights", "a node's weight such as node-1=3; weights are"}
+	zoneDemands = numberList{maxZones, maxZoneList, "demands", "a zone's demand such as zone-a=3; demands are"}
+)
+
+// parse parses "node-1=3,node-2=0". It skips invalid entries, and all of a list that is too long.
+func (l *numberList) parse(f *problemList, text, field string) map[string]uint16 {
 	out := map[string]uint16{}
-	if n := 1 + strings.Count(text, ","); len(text) > maxWeights || n > maxWeightList {
-		f.add(field, "%d bytes with %d entries are too many: the weights are left out; %d bytes with %d entries at most",
-			len(text), n, maxWeights, maxWeightList)
+	if n := 1 + strings.Count(text, ","); len(text) > l.maxBytes || n > l.maxEntries {
+		f.add(field, "%d bytes with %d entries are too many: the %s are left out; %d bytes with %d entries at most",
+			len(text), n, l.all, l.maxBytes, l.maxEntries)
 		return nil
 	}
 	for entry := range strings.SplitSeq(text, ",") {
-		node, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
+		name, number, ok := strings.Cut(strings.TrimSpace(entry), "=")
 		n, good := weightOf(number)
-		if !ok || !good || node == "" {
-			f.add(field, "%s is not a node's weight such as node-1=3; weights are 0 to 65535", quote(entry))
+		if !ok || !good || name == "" {
+			f.add(field, "%s is not %s 0 to 65535", quote(entry), l.one)
 			continue
 		}
-		out[strings.TrimSpace(node)] = n
+		out[strings.TrimSpace(name)] = n
 	}
 	return out
 }

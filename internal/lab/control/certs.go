@@ -15,14 +15,17 @@ import (
 	"time"
 )
 
-// authority is a certificate authority for one run.
-type authority struct {
+// Authority is a certificate authority for one run.
+type Authority struct {
+	// PEM is its certificate.
+	PEM []byte
+
 	key  *ecdsa.PrivateKey
 	cert *x509.Certificate
-	pem  []byte
 }
 
-func newAuthority() (*authority, error) {
+// NewAuthority makes an authority whose certificates are valid for a week.
+func NewAuthority() (*Authority, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return nil, err
@@ -38,11 +41,11 @@ func newAuthority() (*authority, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &authority{key: key, cert: cert, pem: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})}, nil
+	return &Authority{key: key, cert: cert, PEM: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})}, nil
 }
 
-// serve writes NAME.crt and NAME.key for a server at these addresses.
-func (a *authority) serve(dir, name string, addrs []netip.Addr, names []string) error {
+// Serve writes NAME.crt and NAME.key for a server at these addresses.
+func (a *Authority) Serve(dir, name string, addrs []netip.Addr, names []string) error {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return err
@@ -63,6 +66,15 @@ func (a *authority) serve(dir, name string, addrs []netip.Addr, names []string) 
 		return err
 	}
 	return writeKey(filepath.Join(dir, name+".key"), key)
+}
+
+// WriteKey makes a private key, as the one that signs tokens of ServiceAccounts, and writes it.
+func WriteKey(path string) error {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return err
+	}
+	return writeKey(path, key)
 }
 
 // writeKey writes a private key in the form that all components read.

@@ -4,9 +4,6 @@ package control
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"encoding/base64"
 	"errors"
 	"fmt"
@@ -28,7 +25,7 @@ type Plane struct {
 	Client kubernetes.Interface
 
 	config   Config
-	ca       *authority
+	ca       *Authority
 	url      string
 	etcd     *Process
 	server   *Process
@@ -83,7 +80,7 @@ func (p *Plane) start(ctx context.Context) error {
 	}
 	// Each request has its own stream on one connection, so the dialer is not asked often.
 	config := &rest.Config{
-		Host: p.url, BearerToken: adminToken, TLSClientConfig: rest.TLSClientConfig{CAData: p.ca.pem},
+		Host: p.url, BearerToken: adminToken, TLSClientConfig: rest.TLSClientConfig{CAData: p.ca.PEM},
 		QPS: -1, Dial: p.config.Host.DialContext, Timeout: 2 * p.config.RequestTimeout, WarningHandler: rest.NoWarnings{},
 	}
 	var err error
@@ -110,7 +107,7 @@ func (p *Plane) file(name string) string { return filepath.Join(p.config.Dir, na
 
 func (p *Plane) writeFiles() error {
 	var err error
-	if p.ca, err = newAuthority(); err != nil {
+	if p.ca, err = NewAuthority(); err != nil {
 		return err
 	}
 	addrs := []netip.Addr{p.config.Host.IP4, netip.MustParseAddr("127.0.0.1")}
@@ -120,33 +117,30 @@ func (p *Plane) writeFiles() error {
 	for _, r := range p.config.ServiceRanges {
 		addrs = append(addrs, lab.Nth(r, 1))
 	}
-	if err := p.ca.serve(p.config.Dir, "server", addrs, []string{"kubernetes", "kubernetes.default.svc"}); err != nil {
-		return err
-	}
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
+	if err := p.ca.Serve(p.config.Dir, "server", addrs, []string{"kubernetes", "kubernetes.default.svc"}); err != nil {
 		return err
 	}
 	return errors.Join(
-		writeKey(p.file("accounts.key"), key),
-		os.WriteFile(p.file("ca.crt"), p.ca.pem, 0o600),
+		WriteKey(p.file("accounts.key")),
+		os.WriteFile(p.file("ca.crt"), p.ca.PEM, 0o600),
 		os.WriteFile(p.file("tokens.csv"), []byte(tokens), 0o600),
-		os.WriteFile(p.file("admin.kubeconfig"), []byte(p.kubeconfig(adminToken)), 0o600),
-		os.WriteFile(p.Kubeconfig(), []byte(p.kubeconfig(proxyToken)), 0o600),
+		os.WriteFile(p.file("admin.kubeconfig"), []byte(Kubeconfig(p.url, p.ca.PEM, adminToken)), 0o600),
+		os.WriteFile(p.Kubeconfig(), []byte(Kubeconfig(p.url, p.ca.PEM, proxyToken)), 0o600),
 	)
 }
 
 // Kubeconfig is the file for a proxy.
 func (p *Plane) Kubeconfig() string { return p.file("proxy.kubeconfig") }
 
-func (p *Plane) kubeconfig(token string) string {
+// Kubeconfig returns the file for a client with a token.
+func Kubeconfig(url string, authority []byte, token string) string {
 	return fmt.Sprintf(`apiVersion: v1
 kind: Config
 current-context: conformance
 contexts: [{name: conformance, context: {cluster: conformance, user: conformance}}]
 clusters: [{name: conformance, cluster: {server: %q, certificate-authority-data: %s}}]
 users: [{name: conformance, user: {token: %s}}]
-`, p.url, base64.StdEncoding.EncodeToString(p.ca.pem), token)
+`, url, base64.StdEncoding.EncodeToString(authority), token)
 }
 
 func (p *Plane) serverArgs() []string {

@@ -1,0 +1,81 @@
+package main
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+)
+
+// TestHelp: no help is wider than helpWidth, and each visible flag stands in it once.
+func TestHelp(t *testing.T) {
+	var walk func(cmd *cobra.Command, args []string)
+	walk = func(cmd *cobra.Command, args []string) {
+		out, err := command(append(args, "--help")...)
+		labtest.Check(t, err)
+		for line := range strings.Lines(out) {
+			if n := len([]rune(strings.TrimSuffix(line, "\n"))); n > helpWidth {
+				t.Errorf("%s: %d columns: %s", cmd.CommandPath(), n, line)
+			}
+		}
+		for _, child := range cmd.Commands() {
+			if child.IsAvailableCommand() && child.Name() != "completion" {
+				walk(child, append(args[:len(args):len(args)], child.Name()))
+			}
+		}
+	}
+	walk(newRoot(), nil)
+	out, err := command("run", "--help")
+	labtest.Check(t, err)
+	for _, want := range []string{"\nFlags:\n", "\nServices and packets:\n", "\nLog:\n", "--cluster-cidr string"} {
+		if strings.Count(out, want) != 1 {
+			t.Errorf("run --help has %q %d times", want, strings.Count(out, want))
+		}
+	}
+	if strings.Contains(out, "--vmodule") {
+		t.Error("hidden flags are shown")
+	}
+}
+
+// TestNoSuchCommand: a command that does not exist is an error, with a suggestion.
+func TestNoSuchCommand(t *testing.T) {
+	for _, test := range []struct{ args, want string }{
+		{"bench foo", `has no command "foo"`},
+		{"bench chrun", "did you mean churn"},
+		{"bnch", "bench"},
+	} {
+		if _, err := command(strings.Fields(test.args)...); err == nil || !strings.Contains(err.Error(), test.want) {
+			t.Errorf("verdict %s: %v", test.args, err)
+		}
+	}
+}
+
+// TestOutputFlag: -o json is --json, and other formats are an error. Words are completed.
+func TestOutputFlag(t *testing.T) {
+	out, err := command("version", "-o", "json")
+	labtest.Check(t, err)
+	var got versionInfo
+	labtest.Check(t, json.Unmarshal([]byte(out), &got))
+	if got.Go == "" || got.Kernel.Release == "" || !got.Kernel.NFTables.Usable && got.Kernel.NFTables.Why == "" {
+		t.Errorf("%+v", got)
+	}
+	if _, err := command("version", "-o", "yaml"); err == nil || !strings.Contains(err.Error(), "neither text nor json") {
+		t.Errorf("-o yaml: %v", err)
+	}
+	out, err = command("__complete", "run", "--keeper", "")
+	labtest.Check(t, err)
+	if !strings.HasPrefix(out, "auto\nprocess\nsystemd\nnone\n") {
+		t.Errorf("completion of --keeper: %q", out)
+	}
+}
+
+// TestExitCodeNeedsBoth: --exit-code is refused where there is nothing to compare.
+func TestExitCodeNeedsBoth(t *testing.T) {
+	_, err := command("explain", "10.0.0.1", "10.96.0.1:80", "--exit-code", "--from", "../../examples/cluster.yaml")
+	if err == nil || !strings.Contains(err.Error(), "it needs --live") {
+		t.Errorf("--exit-code without --live: %v", err)
+	}
+}

@@ -1,0 +1,315 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/internal/cluster"
+	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/terminal"
+)
+
+// kubectlName is the name under which this program is kubectl's plugin.
+const kubectlName = "kubectl-verdict"
+
+// rootFor returns the command that a program of this name is.
+func rootFor(program string) *cobra.Command {
+	if strings.TrimSuffix(filepath.Base(program), filepath.Ext(program)) == kubectlName {
+		return newKubectl()
+	}
+	return newRoot()
+}
+
+// clusterOptions are the flags of all commands of the plugin.
+type clusterOptions struct {
+	kubeconfig, context, namespace, proxyNamespace, selector string
+	timeout                                                  time.Duration
+	parallel                                                 int
+	// connect replaces the connection to a cluster in tests.
+	connect func(kubeconfig, kubeContext string) (cluster.API, cluster.Executor, string, error)
+}
+
+func newKubectl() *cobra.Command { return newKubectlWith(cluster.Connect) }
+
+func newKubectlWith(
+	connect func(kubeconfig, kubeContext string) (cluster.API, cluster.Executor, string, error),
+) *cobra.Command {
+	o := &clusterOptions{connect: connect}
+	root := &cobra.Command{
+		Use:   "kubectl verdict",
+		Short: "Ask Verdict's proxies on all nodes",
+		Long: `Kubectl verdict asks the proxies of all nodes: it finds the pods of Verdict's DaemonSet and runs
+verdict in them, with your own rights. That takes the rights to list nodes and pods, and to create
+pods/exec in the namespace of the DaemonSet; explain and wait also read pods, Services and
+EndpointSlices (docs/CLUSTER.md).
+
+Exit status of status, verify, diff and wait: 0 all nodes are in order, 1 one is not, 2 something
+went wrong or a node could not be asked. The answers of the others are printed all the same.`,
+		SilenceUsage:      true,
+		SilenceErrors:     true,
+		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
+		Annotations:       map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl verdict"},
+	}
+	f := root.PersistentFlags()
+	f.StringVar(&o.kubeconfig, "kubeconfig", "", "kubeconfig file (default: as kubectl)")
+	f.StringVar(&o.context, "context", "", "context of the kubeconfig file")
+	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace of names without one (default: the context's)")
+	f.StringVar(&o.proxyNamespace, "verdict-namespace", cluster.DefaultNamespace, "namespace of the DaemonSet")
+	f.StringVar(&o.selector, "selector", cluster.DefaultSelector, "label of the DaemonSet's pods")
+	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
+	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
+	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
+		newClusterCompare(o, "diff"), newClusterTop(o), newClusterWait(o), newVersion())
+	return root
+}
+
+// open connects to the cluster.
+func (o *clusterOptions) open(cmd *cobra.Command) (*cluster.Cluster, string, error) {
+	api, exec, namespace, err := o.connect(o.kubeconfig, o.context)
+	if err != nil {
+		return nil, "", err
+	}
+	if o.namespace != "" {
+		namespace = o.namespace
+	}
+	c := &cluster.Cluster{API: api, Exec: exec, Namespace: o.proxyNamespace, Selector: o.selector, Timeout: o.timeout,
+		Parallel: o.parallel}
+	if w, ok := cmd.ErrOrStderr().(*os.File); ok && terminal.Is(w) {
+		c.Progress = func(done, of int) {
+			fmt.Fprintf(w, "\r%d of %d nodes", done, of)
+			if done == of {
+				fmt.Fprint(w, "\r\x1b[K")
+			}
+		}
+	}
+	return c, namespace, nil
+}
+
+// diffStatus gives a command of the plugin the exit statuses of diff.
+func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) (int, error)) *cobra.Command {
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		code, err := run(cmd, args)
+		if err != nil {
+			fmt.Fprintln(cmd.ErrOrStderr(), "verdict:", err)
+			code = exitTrouble
+		}
+		if code != exitSame {
+			return exitStatus(code)
+		}
+		return nil
+	}
+	return cmd
+}
+
+func newClusterStatus(o *clusterOptions) *cobra.Command {
+	var output string
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Say how far every node has come, and where nodes differ",
+		Args:  cobra.NoArgs,
+	}
+	cmd.Flags().StringVarP(&output, "output", "o", "text", "text or json")
+	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
+		c, _, err := o.open(cmd)
+		if err != nil {
+			return 0, err
+		}
+		r, err := c.Status(cmd.Context())
+		if err != nil {
+			return 0, err
+		}
+		if output == "json" {
+			err = inspect.WriteJSON(cmd.OutOrStdout(), r)
+		} else {
+			p := terminal.NewPrinter(cmd.OutOrStdout())
+			r.Print(p)
+			err = p.Err()
+		}
+		return r.Code(), err
+	})
+}
+
+func newClusterExplain(o *clusterOptions) *cobra.Command {
+	var to bool
+	var live bool
+	cmd := &cobra.Command{
+		Use:   "explain POD SERVICE[:PORT]",
+		Short: "Say what happens to packets from a pod to a Service, on the pod's node",
+		Long: `Explain finds the pod's node and asks there what happens to packets from the pod to the Service: see
+"verdict explain". The port is a name or a number; a Service with one port needs none. With --to, it
+says which Services lead to a pod.`,
+		Example: `  kubectl verdict explain shop/web-0 svc/shop/cart:grpc
+  kubectl verdict explain --to pod/shop/cart-7d9f`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if to {
+				return cobra.ExactArgs(1)(cmd, args)
+			}
+			return cobra.ExactArgs(2)(cmd, args)
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, namespace, err := o.open(cmd)
+			if err != nil {
+				return err
+			}
+			pod, port, err := cluster.ParseRef(args[0], namespace, "pod", "pods", "po")
+			if err != nil || port != "" {
+				return errors.Join(err, portless(args[0], port))
+			}
+			if to {
+				led, err := c.LeadingTo(cmd.Context(), pod)
+				if err != nil {
+					return err
+				}
+				p := terminal.NewPrinter(cmd.OutOrStdout())
+				cluster.PrintLed(p, pod, led)
+				return p.Err()
+			}
+			service, port, err := cluster.ParseRef(args[1], namespace, "svc", "service", "services")
+			if err != nil {
+				return err
+			}
+			asked, err := c.Resolve(cmd.Context(), pod, service, port)
+			if err != nil {
+				return err
+			}
+			return explainOn(cmd, c, asked, live)
+		},
+	}
+	cmd.Flags().BoolVar(&to, "to", false, "say which Services lead to the pod")
+	cmd.Flags().BoolVar(&live, "live", false, "ask the node's kernel alone, and not the objects")
+	return cmd
+}
+
+// portless is the error of a pod with a port.
+func portless(text, port string) error {
+	if port == "" {
+		return nil
+	}
+	return fmt.Errorf("%.100q: the pod's port makes no difference, leave it out", text)
+}
+
+// explainOn asks one node, and prints what it says.
+func explainOn(cmd *cobra.Command, c *cluster.Cluster, a *cluster.Asked, live bool) error {
+	t, err := c.TargetOn(cmd.Context(), a.Node)
+	if err != nil {
+		return err
+	}
+	argv := []string{"explain", a.Source, a.Destination, "--live"}
+	if !live {
+		argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
+	}
+	r := c.Each(cmd.Context(), []cluster.Target{t}, func(cluster.Target) []string { return argv })[0]
+	fmt.Fprintf(cmd.OutOrStdout(), "on node %s: verdict %s\n", t.Node, strings.Join(argv[:3], " "))
+	_, _ = cmd.OutOrStdout().Write(r.Stdout)
+	if len(r.Stderr) > 0 {
+		fmt.Fprintf(cmd.ErrOrStderr(), "%s\n", r.Stderr)
+	}
+	if r.Err != nil {
+		return fmt.Errorf("node %s: %w", t.Node, r.Err)
+	}
+	if r.Code != exitOK {
+		return exitStatus(r.Code)
+	}
+	return nil
+}
+
+// newClusterCompare makes verify and diff.
+func newClusterCompare(o *clusterOptions, name string) *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{Use: name, Args: cobra.NoArgs}
+	cmd.Short = "Check on every node that the kernel holds what was written"
+	if name == "diff" {
+		cmd.Short = "Show on every node the differences between the kernel and the objects"
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "print all lines, however many there are")
+	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
+		c, _, err := o.open(cmd)
+		if err != nil {
+			return 0, err
+		}
+		p := terminal.NewPrinter(cmd.OutOrStdout())
+		code, err := c.Compare(cmd.Context(), p, name, all)
+		return code, errors.Join(err, p.Err())
+	})
+}
+
+func newClusterTop(o *clusterOptions) *cobra.Command {
+	var interval time.Duration
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "top",
+		Short: "Show the connections per second of Services, from all nodes",
+		Args:  cobra.NoArgs,
+	}
+	cmd.Flags().DurationVar(&interval, "interval", 2*time.Second, "time between the two samples, at least 100ms")
+	cmd.Flags().BoolVar(&all, "all", false, "print all service ports")
+	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
+		c, _, err := o.open(cmd)
+		if err != nil {
+			return 0, err
+		}
+		c.Timeout += interval
+		top, err := c.Top(cmd.Context(), interval)
+		if err != nil {
+			return 0, err
+		}
+		p := terminal.NewPrinter(cmd.OutOrStdout())
+		top.Print(p, all)
+		return top.Code(), p.Err()
+	})
+}
+
+func newClusterWait(o *clusterOptions) *cobra.Command {
+	var timeout, every time.Duration
+	cmd := &cobra.Command{
+		Use:   "wait SERVICE",
+		Short: "Wait until every node has programmed what the API has of a Service now",
+		Long: `Wait reads the Service and its EndpointSlices from the API, and asks every node until each has
+programmed that, or something newer. It knows nothing of ingress proxies and of load balancers
+outside of the cluster.`,
+		Example: "  kubectl verdict wait shop/cart --timeout 30s",
+		Args:    cobra.ExactArgs(1),
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait")
+	cmd.Flags().DurationVar(&every, "interval", 500*time.Millisecond, "how often the nodes that are left are asked")
+	return diffStatus(cmd, func(cmd *cobra.Command, args []string) (int, error) {
+		c, namespace, err := o.open(cmd)
+		if err != nil {
+			return 0, err
+		}
+		c.Progress = nil
+		service, _, err := cluster.ParseRef(args[0], namespace, "svc", "service", "services")
+		if err != nil {
+			return 0, err
+		}
+		ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+		defer cancel()
+		begin := time.Now()
+		nodes, left, err := c.Wait(ctx, service, every)
+		return printWaited(cmd.OutOrStdout(), nodes, left, time.Since(begin), err)
+	})
+}
+
+// printWaited prints what came of a wait, and returns the exit status.
+func printWaited(w io.Writer, nodes int, left []cluster.Waiting, took time.Duration, err error) (int, error) {
+	if !errors.Is(err, cluster.ErrBehind) {
+		if err == nil {
+			fmt.Fprintf(w, "%s have programmed it, after %v\n", terminal.Plural(nodes, "node"),
+				took.Round(10*time.Millisecond))
+		}
+		return exitSame, err
+	}
+	fmt.Fprintf(w, "%d of %s have not programmed it:\n", len(left), terminal.Plural(nodes, "node"))
+	for _, l := range left {
+		fmt.Fprintf(w, "  %s: %s\n", l.Node, l.Why)
+	}
+	return exitDiffers, nil
+}

@@ -1,0 +1,74 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/verdict-proxy/verdict/internal/netlink"
+)
+
+const (
+	tableName      = "verdict"
+	nftaTableOwner = 7
+)
+
+// WatchOwner looks every few milliseconds whether Verdict's tables on the node have an owner, until stop is closed. It
+// returns the longest time without; a table that is not there does not count.
+func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
+	ns, err := os.Open(netnsPath(n.netns))
+	if err != nil {
+		return 0, err
+	}
+	defer ns.Close()
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, int(ns.Fd()))
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	var since time.Time // without an owner; zero if there is one
+	for {
+		owned, err := tablesOwned(conn)
+		if err != nil {
+			return longest, err
+		}
+		switch {
+		case owned:
+			since = time.Time{}
+		case since.IsZero():
+			since = time.Now()
+		default:
+			longest = max(longest, time.Since(since))
+		}
+		select {
+		case <-stop:
+			return longest, nil
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+// tablesOwned reports whether each of the tables has an owner or is not there.
+func tablesOwned(conn *netlink.Conn) (bool, error) {
+	for _, family := range []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6} {
+		var w netlink.Buffer
+		m := w.Netfilter(netlink.NFTables(unix.NFT_MSG_GETTABLE), 0, family)
+		w.Text(unix.NFTA_TABLE_NAME, tableName)
+		w.End(m)
+		owner := uint32(0)
+		err := conn.Query(w.Bytes(), func(body []byte) {
+			owner = netlink.Decode(body[min(netlink.NetfilterLen, len(body)):])[nftaTableOwner].Big32()
+		})
+		switch {
+		case errors.Is(err, unix.ENOENT):
+		case err != nil:
+			return false, fmt.Errorf("look for the owner: %w", err)
+		case owner == 0:
+			return false, nil
+		}
+	}
+	return true, nil
+}

@@ -1,0 +1,121 @@
+package stories
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/conformance/cluster"
+)
+
+// Story is one event.
+type Story struct {
+	// Name is what the table calls it.
+	Name string
+	// NeedsOld says that the nodes must have the older image.
+	NeedsOld bool
+	// Do makes it happen, and returns when it is over. Afterwards the cluster is as it was.
+	Do func(context.Context, *Bed) error
+}
+
+// Row is what came of a story.
+type Row struct {
+	Name string
+	// Report is the sum of all clients' reports.
+	cluster.Report
+	// Took is how long the story lasted.
+	Took time.Duration
+	// Unowned is the longest time in which tables of a node had no owner.
+	Unowned time.Duration
+	// Err says why the story could not be told to its end.
+	Err error
+}
+
+// settle is how long clients go on after a story: so late may a connection fail that began in it.
+const settle = 6 * time.Second
+
+// Run tells a story and counts what clients see meanwhile.
+func (b *Bed) Run(ctx context.Context, s Story) Row {
+	row := Row{Name: s.Name}
+	before, err := b.reports(ctx)
+	if err != nil {
+		row.Err = err
+		return row
+	}
+	stop := make(chan struct{})
+	unowned := b.watchOwners(stop)
+	start := time.Now()
+	row.Err = s.Do(ctx, b)
+	row.Took = time.Since(start)
+	select {
+	case <-ctx.Done():
+	case <-time.After(settle):
+	}
+	close(stop)
+	row.Unowned = unowned()
+	after, err := b.reports(ctx)
+	if row.Err == nil {
+		row.Err = err
+	}
+	for name, r := range after {
+		row.add(name, before[name], r)
+	}
+	b.away = nil
+	return row
+}
+
+func (r *Row) add(name string, before, after cluster.Report) {
+	if before.Started != after.Started {
+		// A client that has started again has nothing in common with the one before. It began on a node without a proxy.
+		return
+	}
+	r.Connections += after.Connections - before.Connections
+	r.Failed += after.Failed - before.Failed
+	r.Broken += after.Broken - before.Broken
+	for _, e := range after.Errors[min(len(before.Errors), len(after.Errors)):] {
+		r.Errors = append(r.Errors, name+": "+e)
+	}
+}
+
+// watchOwners watches all nodes but the one that is away; the function it returns waits and returns the longest time.
+func (b *Bed) watchOwners(stop <-chan struct{}) func() time.Duration {
+	var wait sync.WaitGroup
+	times := make([]time.Duration, len(b.Nodes))
+	for i, n := range b.Nodes {
+		wait.Go(func() {
+			longest, err := n.WatchOwner(stop)
+			if err != nil {
+				b.Log("%s: %v", n.Name, err)
+			}
+			times[i] = longest
+		})
+	}
+	return func() (longest time.Duration) {
+		wait.Wait()
+		for _, t := range times {
+			longest = max(longest, t)
+		}
+		return longest
+	}
+}
+
+// Table prints rows as Markdown.
+func Table(rows []Row) string {
+	var b strings.Builder
+	b.WriteString("| event | took | connections | failed | held connections that broke | tables without an owner |\n")
+	b.WriteString("|---|---|---|---|---|---|\n")
+	for _, r := range rows {
+		owner := "-"
+		if r.Unowned > 0 {
+			owner = fmt.Sprintf("%.2f s", r.Unowned.Seconds())
+		}
+		fmt.Fprintf(&b, "| %s | %.0f s | %d | %d | %d | %s |\n", r.Name, r.Took.Seconds(), r.Connections, r.Failed,
+			r.Broken, owner)
+		if r.Err != nil {
+			fmt.Fprintf(&b, "\n%s was not told to its end: %v\n\n", r.Name, r.Err)
+		}
+	}
+	return b.String()
+}

@@ -1,0 +1,15 @@
+package cluster
+
+import "time"
+
+// Report is what a client of conformance/cmd/workload tells at /report.
+type Report struct {
+	// Started says which run of the client this is: one that starts again counts anew.
+	Started time.Time
+	// Connections is how many were opened and answered.
+	Connections int
+	// Failed is how many were not, and Broken how many of those that were held ended or fell silent.
+	Failed, Broken int
+	// Errors are the first ones, with target and time.
+	Errors []string
+}

@@ -1,0 +1,89 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/verdict-proxy/verdict/conformance/cluster"
+	"github.com/verdict-proxy/verdict/conformance/cluster/stories"
+)
+
+// testOptions are the flags of "cluster test".
+type testOptions struct {
+	run, old string
+	outage   time.Duration
+}
+
+func newTest(open opener) *cobra.Command {
+	o := testOptions{}
+	cmd := &cobra.Command{Use: "test", Short: "Tell stories on the cluster, which must be up, under clients",
+		Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := open(cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			rows, err := o.tell(cmd.Context(), c)
+			fmt.Fprint(cmd.OutOrStdout(), stories.Table(rows))
+			return err
+		}}
+	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
+	cmd.Flags().StringVar(&o.old, "old", "08c2c1a", "the commit of the older version")
+	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
+	return cmd
+}
+
+const oldImage = "localhost/verdict:old"
+
+// tell tells the stories in turn. The error says which ones lost connections or could not be told.
+func (o *testOptions) tell(ctx context.Context, c *cluster.Cluster) (rows []stories.Row, err error) {
+	chosen, err := regexp.Compile(o.run)
+	if err != nil {
+		return nil, fmt.Errorf("--run: %w", err)
+	}
+	bed := &stories.Bed{Cluster: c, OldImage: oldImage, Outage: o.outage}
+	if err := bed.Prepare(ctx); err != nil {
+		return nil, errors.Join(err, bed.Close())
+	}
+	defer func() { err = errors.Join(err, bed.Close()) }()
+	for _, s := range stories.All {
+		if !chosen.MatchString(s.Name) {
+			continue
+		}
+		if s.NeedsOld {
+			if err := o.loadOld(ctx, c); err != nil {
+				return rows, err
+			}
+		}
+		c.Log("%s", s.Name)
+		row := bed.Run(ctx, s)
+		rows = append(rows, row)
+		c.Log("%d connections, %d failed, %d held ones broke, %s without owner, %v %q", row.Connections, row.Failed,
+			row.Broken, row.Unowned.Round(time.Millisecond), row.Err, row.Errors)
+		if row.Err != nil || row.Failed > 0 {
+			err = errors.Join(err, fmt.Errorf("%s: %d connections failed", s.Name, row.Failed), row.Err)
+		}
+	}
+	return rows, err
+}
+
+// loadOld builds the image of the older version from the repository's history.
+func (o *testOptions) loadOld(ctx context.Context, c *cluster.Cluster) error {
+	dir, err := os.MkdirTemp("", "verdict-old-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	const archive = `git -C "$1" archive "$2" | tar -x -C "$3"`
+	script := exec.CommandContext(ctx, "sh", "-ec", archive, "sh", c.Source(), o.old, dir)
+	if out, err := script.CombinedOutput(); err != nil {
+		return fmt.Errorf("--old=%s: %w: %s", o.old, err, out)
+	}
+	return c.LoadVerdict(ctx, dir, oldImage)
+}

@@ -1,0 +1,113 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/verdict-proxy/verdict/conformance/cluster"
+)
+
+const (
+	// interval is the time between two new connections to a target. A connection whose answer takes longer than the limit
+	// has failed: the first packet is sent again after 1 and after 3 s.
+	interval = 50 * time.Millisecond
+	limit    = 5 * time.Second
+	// held is how many connections to a target are held; each is used once in a holdInterval.
+	held         = 3
+	holdInterval = 100 * time.Millisecond
+	errorsKept   = 20
+)
+
+// counters gathers the report of all targets.
+type counters struct {
+	mu sync.Mutex
+	r  cluster.Report
+}
+
+// opened counts one connection. With none to compare, err is nil.
+func (c *counters) opened(target string, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err != nil {
+		c.r.Failed++
+		c.keep(target, err)
+		return
+	}
+	c.r.Connections++
+}
+
+func (c *counters) broken(target string, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.r.Broken++
+	c.keep(target, fmt.Errorf("held: %w", err))
+}
+
+func (c *counters) keep(target string, err error) {
+	if len(c.r.Errors) < errorsKept {
+		c.r.Errors = append(c.r.Errors, fmt.Sprintf("%s %s: %v", time.Now().Format("15:04:05.000"), target, err))
+	}
+}
+
+func connect(address string, targets []string) error {
+	c := &counters{r: cluster.Report{Started: time.Now()}}
+	for _, target := range targets {
+		go c.openAlways(target)
+		for range held {
+			go c.hold(target)
+		}
+	}
+	http.HandleFunc("/report", func(w http.ResponseWriter, _ *http.Request) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		_ = json.NewEncoder(w).Encode(c.r)
+	})
+	return http.ListenAndServe(address, nil)
+}
+
+// openAlways opens a connection in each interval, whether former ones are answered or not.
+func (c *counters) openAlways(target string) {
+	for range time.Tick(interval) {
+		go func() {
+			conn, err := net.DialTimeout("tcp", target, limit)
+			if err == nil {
+				err = ask(conn)
+				conn.Close()
+			}
+			c.opened(target, err)
+		}()
+	}
+}
+
+// hold keeps one connection, and opens another when it breaks.
+func (c *counters) hold(target string) {
+	for ; ; time.Sleep(holdInterval) {
+		conn, err := net.DialTimeout("tcp", target, limit)
+		if err != nil {
+			continue // openAlways counts it
+		}
+		for err == nil {
+			time.Sleep(holdInterval)
+			err = ask(conn)
+		}
+		conn.Close()
+		c.broken(target, err)
+	}
+}
+
+// ask sends a line and waits for the answer.
+func ask(conn net.Conn) error {
+	if err := conn.SetDeadline(time.Now().Add(limit)); err != nil {
+		return err
+	}
+	if _, err := conn.Write([]byte("who\n")); err != nil {
+		return err
+	}
+	_, err := bufio.NewReader(conn).ReadString('\n')
+	return err
+}

@@ -1,0 +1,190 @@
+// Package cluster asks the proxies of all nodes, with the rights of whoever calls: it finds the pods of Verdict's
+// DaemonSet, runs verdict in them, and compares what they answer.
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/remotecommand"
+	utilexec "k8s.io/client-go/util/exec"
+	"k8s.io/streaming/pkg/httpstream"
+)
+
+// API is what is asked of the API server. An empty namespace means all, an empty selector or Service means any.
+type API interface {
+	Nodes(ctx context.Context) ([]corev1.Node, error)
+	Pods(ctx context.Context, namespace, selector string) ([]corev1.Pod, error)
+	Pod(ctx context.Context, namespace, name string) (*corev1.Pod, error)
+	Service(ctx context.Context, namespace, name string) (*corev1.Service, error)
+	Slices(ctx context.Context, namespace, service string) (*discoveryv1.EndpointSliceList, error)
+}
+
+// Executor runs commands in pods.
+type Executor interface {
+	// Exec runs argv in a container until it ends, and returns its exit status. It returns an error if it could not run.
+	Exec(ctx context.Context, namespace, pod, container string, argv []string, stdout, stderr io.Writer) (int, error)
+}
+
+// client is the API and the Executor of a real cluster.
+type client struct {
+	config *rest.Config
+	rest   *rest.RESTClient
+}
+
+// Connect returns a client for a kubeconfig file and one of its contexts, and the context's namespace. Empty names mean
+// what kubectl would take.
+func Connect(kubeconfig, kubeContext string) (API, Executor, string, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = kubeconfig
+	loader := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules,
+		&clientcmd.ConfigOverrides{CurrentContext: kubeContext})
+	config, err := loader.ClientConfig()
+	if err != nil {
+		return nil, nil, "", fmt.Errorf("kubeconfig: %w", err)
+	}
+	namespace, _, err := loader.Namespace()
+	if err != nil {
+		return nil, nil, "", fmt.Errorf("kubeconfig: %w", err)
+	}
+	c, err := newClient(config)
+	return c, c, namespace, err
+}
+
+func newClient(config *rest.Config) (*client, error) {
+	types := runtime.NewScheme()
+	metav1.AddToGroupVersion(types, schema.GroupVersion{Version: "v1"})
+	config = rest.CopyConfig(config)
+	config.GroupVersion, config.APIPath = &schema.GroupVersion{Version: "v1"}, "/api"
+	config.NegotiatedSerializer = serializer.NewCodecFactory(types).WithoutConversion()
+	config.QPS, config.Burst = 100, 200
+	r, err := rest.RESTClientFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("kubeconfig: %w", err)
+	}
+	return &client{config, r}, nil
+}
+
+// get reads one object or list. What says what is asked for.
+func (c *client) get(ctx context.Context, path string, into any, params map[string]string, what access) error {
+	q := c.rest.Get().AbsPath(path)
+	for name, value := range params {
+		if value != "" {
+			q.Param(name, value)
+		}
+	}
+	result := q.Do(ctx)
+	if err := result.Error(); err != nil {
+		return what.explain(err)
+	}
+	raw, err := result.Raw()
+	if err == nil {
+		err = json.Unmarshal(raw, into)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+func inNamespace(api, namespace, resource string) string {
+	if namespace == "" {
+		return api + "/" + resource
+	}
+	return api + "/namespaces/" + namespace + "/" + resource
+}
+
+func (c *client) Nodes(ctx context.Context) ([]corev1.Node, error) {
+	var list corev1.NodeList
+	err := c.get(ctx, "/api/v1/nodes", &list, nil, access{"list", "nodes", ""})
+	return list.Items, err
+}
+
+func (c *client) Pods(ctx context.Context, namespace, selector string) ([]corev1.Pod, error) {
+	var list corev1.PodList
+	err := c.get(ctx, inNamespace("/api/v1", namespace, "pods"), &list, map[string]string{"labelSelector": selector},
+		access{"list", "pods", namespace})
+	return list.Items, err
+}
+
+func (c *client) Pod(ctx context.Context, namespace, name string) (*corev1.Pod, error) {
+	var pod corev1.Pod
+	err := c.get(ctx, inNamespace("/api/v1", namespace, "pods")+"/"+name, &pod, nil, access{"get", "pods", namespace})
+	return &pod, err
+}
+
+func (c *client) Service(ctx context.Context, namespace, name string) (*corev1.Service, error) {
+	var svc corev1.Service
+	err := c.get(ctx, inNamespace("/api/v1", namespace, "services")+"/"+name, &svc, nil,
+		access{"get", "services", namespace})
+	return &svc, err
+}
+
+func (c *client) Slices(ctx context.Context, namespace, service string) (*discoveryv1.EndpointSliceList, error) {
+	var list discoveryv1.EndpointSliceList
+	selector := ""
+	if service != "" {
+		selector = discoveryv1.LabelServiceName + "=" + service
+	}
+	err := c.get(ctx, inNamespace("/apis/discovery.k8s.io/v1", namespace, "endpointslices"), &list,
+		map[string]string{"labelSelector": selector}, access{"list", "endpointslices.discovery.k8s.io", namespace})
+	return &list, err
+}
+
+// Exec implements Executor, by WebSockets if the server can, else by SPDY.
+func (c *client) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdout, stderr io.Writer,
+) (int, error) {
+	q := c.rest.Post().AbsPath(inNamespace("/api/v1", namespace, "pods"), pod, "exec").Param("container", container).
+		Param("stdout", "true").Param("stderr", "true")
+	for _, a := range argv {
+		q.Param("command", a)
+	}
+	old, err := remotecommand.NewSPDYExecutor(c.config, "POST", q.URL())
+	if err != nil {
+		return 0, err
+	}
+	sockets, err := remotecommand.NewWebSocketExecutor(c.config, "GET", q.URL().String())
+	if err != nil {
+		return 0, err
+	}
+	either, err := remotecommand.NewFallbackExecutor(sockets, old, func(err error) bool {
+		return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
+	})
+	if err != nil {
+		return 0, err
+	}
+	err = either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdout: stdout, Stderr: stderr})
+	var ended utilexec.ExitError
+	if errors.As(err, &ended) {
+		return ended.ExitStatus(), nil
+	}
+	return 0, access{"create", "pods/exec", namespace}.explain(err)
+}
+
+// access is a right that a request needs.
+type access struct{ verb, resource, namespace string }
+
+// explain names the right, if an error says that it is missing.
+func (a access) explain(err error) error {
+	if err == nil || !apierrors.IsForbidden(err) && !strings.Contains(err.Error(), "is forbidden") {
+		return err // the executors give only the text of what the server says
+	}
+	where := "in the whole cluster"
+	if a.namespace != "" {
+		where = "in namespace " + a.namespace
+	}
+	return fmt.Errorf("you lack the right to %s %s %s (docs/CLUSTER.md): %w", a.verb, a.resource, where, err)
+}

@@ -1,0 +1,321 @@
+package cluster
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Exit statuses: all nodes are in order, one is not, one could not be asked.
+const (
+	codeSame = iota
+	codeDiffers
+	codeTrouble
+)
+
+// maxLines is how many lines of a node, or of a list, are printed unless all are asked for.
+const maxLines = 20
+
+// Code returns the exit status.
+func (r *Report) Code() int {
+	if r.Failed() > 0 {
+		return codeTrouble
+	}
+	for _, n := range r.Nodes {
+		if s := n.Status; s.First == nil || s.Failing != nil || s.Quarantined.Count > 0 || s.Drift.Open() {
+			return codeDiffers
+		}
+	}
+	if r.Differ > 0 {
+		return codeDiffers
+	}
+	return codeSame
+}
+
+// Print prints a line for each node, then what is wrong.
+func (r *Report) Print(p *terminal.Printer) {
+	table := [][]string{{"NODE", "VERSION", "BACKEND", "SERVICES", "LAG", "QUARANTINED", "EJECTED", "DRIFT"}}
+	var wrong []string
+	for _, n := range r.Nodes {
+		s := n.Status
+		if s == nil {
+			table = append(table, []string{n.Node, p.Paint(terminal.Red, n.Error)})
+			continue
+		}
+		table = append(table, []string{n.Node, s.Version, s.Backend, fmt.Sprint(s.Services),
+			fmt.Sprintf("%.1fs", s.Pending.LagSeconds), fmt.Sprint(s.Quarantined.Count), fmt.Sprint(s.Ejected.Count),
+			driftOf(&s.Drift, s.Time)})
+		wrong = append(wrong, wrongOf(n.Node, s)...)
+	}
+	printTable(p, table)
+	for _, line := range wrong {
+		p.Line("%s", p.Paint(terminal.Red, line))
+	}
+	r.printDifferences(p)
+	for _, note := range r.Notes {
+		p.Line("%s", p.Paint(terminal.Dim, note))
+	}
+}
+
+// printTable prints rows in columns. A row with two cells has a text of its own after the first.
+func printTable(p *terminal.Printer, table [][]string) {
+	columns := make(terminal.Columns, len(table[0]))
+	for _, row := range table {
+		for i, cell := range row {
+			if len(row) == len(columns) || i == 0 {
+				columns[i] = max(columns[i], len(cell)+2)
+			}
+		}
+	}
+	for _, row := range table {
+		p.Line("%s", columns.Row(row...))
+	}
+}
+
+func driftOf(d *status.Drift, now time.Time) string {
+	switch {
+	case d.Checked == nil:
+		return "not checked yet"
+	case d.Error != "":
+		return "check failed"
+	case d.Open():
+		return "found, not repaired yet"
+	case d.FoundAt != nil:
+		return fmt.Sprintf("%d repaired, last %v ago", d.Found, now.Sub(*d.FoundAt).Round(time.Second))
+	}
+	return "none"
+}
+
+// wrongOf lists what a node itself says is wrong.
+func wrongOf(node string, s *status.Status) (lines []string) {
+	if s.First == nil {
+		lines = append(lines, node+" has not programmed all Services yet")
+	}
+	if s.Failing != nil {
+		lines = append(lines, fmt.Sprintf("%s: transactions fail since %s: %s", node, clock(s.Failing.Since),
+			s.Failing.Error))
+	}
+	for _, q := range s.Quarantined.Services {
+		lines = append(lines, fmt.Sprintf("%s rejects %s since %s: %s", node, q.Service, clock(q.Since), q.Error))
+	}
+	if d := &s.Drift; d.FoundAt != nil && (d.Open() || s.Time.Sub(*d.FoundAt) < time.Minute) {
+		lines = append(lines, fmt.Sprintf("%s: another program changed the tables at %s: %s", node, clock(*d.FoundAt),
+			strings.Join(d.Last, "; ")))
+	}
+	return lines
+}
+
+func clock(t time.Time) string { return t.Local().Format("15:04") }
+
+func (r *Report) printDifferences(p *terminal.Printer) {
+	answered := len(r.Nodes) - r.Failed()
+	differing := map[string]bool{}
+	for _, d := range r.Differences {
+		for _, n := range d.Nodes {
+			differing[n] = true
+		}
+	}
+	switch {
+	case answered == 0:
+	case r.Differ == 0 && r.InFlight == 0:
+		p.Line("%s programmed the same", have(answered))
+	case r.Differ == 0:
+		p.Line("%s programmed the same, but for %s that changed a moment ago", have(answered),
+			terminal.Plural(r.InFlight, "Service"))
+	case len(differing) == 1:
+		p.Line("1 of %s differs:", terminal.Plural(answered, "node"))
+	default:
+		p.Line("%d of %s differ:", len(differing), terminal.Plural(answered, "node"))
+	}
+	for _, d := range r.Differences {
+		why := ""
+		if d.Behind {
+			why = " (behind the others)"
+		}
+		p.Line("  %s, since %s: %s%s", d.Service, clock(d.Since), named(d.Nodes), why)
+	}
+	if more := r.Differ - len(r.Differences); more > 0 {
+		p.Line("  and %s more", terminal.Plural(more, "Service"))
+	}
+}
+
+func have(nodes int) string {
+	if nodes == 1 {
+		return "1 node has"
+	}
+	return fmt.Sprintf("%d nodes have", nodes)
+}
+
+// named names the first few of many nodes.
+func named(nodes []string) string {
+	const most = 5
+	text := strings.Join(nodes[:min(len(nodes), most)], ", ")
+	if more := len(nodes) - most; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// PrintLed prints which Services lead to a pod.
+func PrintLed(p *terminal.Printer, pod snapshot.Name, led []Led) {
+	if len(led) == 0 {
+		p.Line("no Service of namespace %s leads to pod %s", pod.Namespace, pod.Name)
+		return
+	}
+	table := [][]string{{"SERVICE", "ADDRESS", "PORTS", "STATE", "SLICE"}}
+	for _, l := range led {
+		table = append(table, []string{l.Service, l.Address, strings.Join(l.Ports, ","), l.State, l.Slice})
+	}
+	printTable(p, table)
+}
+
+// TargetOn returns the target of one node.
+func (c *Cluster) TargetOn(ctx context.Context, node string) (Target, error) {
+	targets, _, err := c.Targets(ctx)
+	if err != nil {
+		return Target{}, err
+	}
+	i := slices.IndexFunc(targets, func(t Target) bool { return t.Node == node })
+	switch {
+	case i < 0:
+		return Target{}, fmt.Errorf("node %s: no pod of Verdict is on this node", node)
+	case targets[i].Missing != "":
+		return Target{}, fmt.Errorf("node %s: %s", node, targets[i].Missing)
+	}
+	return targets[i], nil
+}
+
+// Compare runs verify or diff on every node, prints what they find, and returns the exit status.
+func (c *Cluster) Compare(ctx context.Context, p *terminal.Printer, command string, all bool) (int, error) {
+	targets, note, err := c.Targets(ctx)
+	if err != nil {
+		return codeTrouble, err
+	}
+	results := c.Each(ctx, targets, func(t Target) []string {
+		argv := []string{command}
+		if command == "diff" {
+			argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
+		}
+		if all {
+			argv = append(argv, "--all")
+		}
+		return argv
+	})
+	code, same := codeSame, 0
+	for _, r := range results {
+		err := r.failure(codeSame, codeDiffers)
+		switch {
+		case err != nil:
+			code = codeTrouble
+			p.Line("%s: %s", r.Node, p.Paint(terminal.Red, err.Error()))
+		case r.Code == codeSame:
+			same++
+		default:
+			code = max(code, codeDiffers)
+			p.Line("%s differs:", r.Node)
+			printLines(p, strings.Split(strings.TrimRight(string(r.Stdout), "\n"), "\n"), all)
+		}
+	}
+	p.Line("%d of %s in sync", same, terminal.Plural(len(results), "node"))
+	if note != "" {
+		p.Line("%s", p.Paint(terminal.Dim, note))
+	}
+	return code, nil
+}
+
+func printLines(p *terminal.Printer, lines []string, all bool) {
+	for i, line := range lines {
+		if i == maxLines && !all {
+			p.Line("  and %d more lines (--all)", len(lines)-i)
+			return
+		}
+		p.Line("  %s", line)
+	}
+}
+
+// Top is what all nodes count.
+type Top struct {
+	Ports  []TopPort
+	Failed []Result
+	Nodes  int
+}
+
+// TopPort is one service port.
+type TopPort struct {
+	Service, Port string
+	// Rate is the connections per second of all nodes, and Nodes how many of them had any.
+	Rate  float64
+	Nodes int
+}
+
+// Top takes a sample on every node.
+func (c *Cluster) Top(ctx context.Context, interval time.Duration) (*Top, error) {
+	targets, _, err := c.Targets(ctx)
+	if err != nil {
+		return nil, err
+	}
+	top, at := &Top{Nodes: len(targets)}, map[[2]string]int{}
+	for _, r := range c.Each(ctx, targets, func(Target) []string {
+		return []string{"top", "--json", "--interval=" + interval.String()}
+	}) {
+		var sample struct {
+			Ports []struct {
+				Service, Port string
+				Rate          float64
+			}
+		}
+		if r.Err = r.failure(0); r.Err == nil {
+			r.Err = json.Unmarshal(r.Stdout, &sample)
+		}
+		if r.Err != nil {
+			top.Failed = append(top.Failed, r)
+		}
+		for _, s := range sample.Ports {
+			key := [2]string{s.Service, s.Port}
+			i, there := at[key]
+			if !there {
+				i, at[key] = len(top.Ports), len(top.Ports)
+				top.Ports = append(top.Ports, TopPort{Service: s.Service, Port: s.Port})
+			}
+			if top.Ports[i].Rate += s.Rate; s.Rate > 0 {
+				top.Ports[i].Nodes++
+			}
+		}
+	}
+	slices.SortFunc(top.Ports, func(a, b TopPort) int {
+		return cmp.Or(cmp.Compare(b.Rate, a.Rate), strings.Compare(a.Service, b.Service), strings.Compare(a.Port, b.Port))
+	})
+	return top, nil
+}
+
+// Code returns the exit status.
+func (t *Top) Code() int {
+	if len(t.Failed) > 0 {
+		return codeTrouble
+	}
+	return codeSame
+}
+
+// Print prints the busiest service ports.
+func (t *Top) Print(p *terminal.Printer, all bool) {
+	table := [][]string{{"SERVICE", "RATE", "NODES"}}
+	for i, s := range t.Ports {
+		if i == maxLines && !all {
+			break
+		}
+		name := strings.TrimSuffix(s.Service+":"+s.Port, ":")
+		table = append(table, []string{name, fmt.Sprintf("%.1f/s", s.Rate), fmt.Sprintf("%d of %d", s.Nodes, t.Nodes)})
+	}
+	printTable(p, table)
+	for _, r := range t.Failed {
+		p.Line("%s: %s", r.Node, p.Paint(terminal.Red, r.Err.Error()))
+	}
+}

@@ -1,0 +1,83 @@
+package inspect
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// slowStartsJSON is the proxy's report.
+type slowStartsJSON struct {
+	Services []struct {
+		Service   string `json:"service"`
+		Endpoints []struct {
+			Endpoint netip.AddrPort `json:"endpoint"`
+			Tenths   uint8          `json:"tenths"`
+			Full     time.Time      `json:"full"`
+		} `json:"endpoints"`
+	} `json:"services"`
+	Truncated bool `json:"truncated"`
+}
+
+func decodeSlowStarts(r io.Reader) (map[snapshot.Name]*snapshot.Starting, error) {
+	var report slowStartsJSON
+	if err := json.NewDecoder(r).Decode(&report); err != nil {
+		return nil, fmt.Errorf("the report cannot be read: %w", err)
+	}
+	out := map[snapshot.Name]*snapshot.Starting{}
+	for _, s := range report.Services {
+		namespace, name, ok := strings.Cut(s.Service, "/")
+		if !ok {
+			return nil, fmt.Errorf("%.100q is no namespace/name", s.Service)
+		}
+		st := &snapshot.Starting{}
+		for _, e := range s.Endpoints {
+			if e.Tenths < 1 || e.Tenths >= snapshot.FullTenths {
+				return nil, fmt.Errorf("%d is no number of tenths", e.Tenths)
+			}
+			st.Endpoints = append(st.Endpoints, snapshot.StartingEndpoint{Endpoint: e.Endpoint, Tenths: e.Tenths, Full: e.Full})
+		}
+		slices.SortFunc(st.Endpoints, func(a, b snapshot.StartingEndpoint) int { return a.Endpoint.Compare(b.Endpoint) })
+		out[snapshot.Name{Namespace: namespace, Name: name}] = st
+	}
+	return out, nil
+}
+
+// addSlowStarts completes the objects with how endpoints start on this node. It returns a note if that is not known;
+// empty if it is, or if no Service has a slow start.
+func (o *ObjectFlags) addSlowStarts(ctx context.Context, objects *Objects) (note string) {
+	any := false
+	for _, svc := range objects.Snap.Services {
+		any = any || svc.SlowStart > 0
+	}
+	addr := o.Policy.Settings().Healthz
+	if !any {
+		return ""
+	}
+	const unknown = "which endpoints start slowly is not known: "
+	if !addr.IsValid() {
+		return unknown + "the proxy has no health server"
+	}
+	err := askProxy(ctx, addr, "/slow-starts", func(body io.Reader) error {
+		starting, err := decodeSlowStarts(body)
+		objects.Snap.Apply(snapshot.Delta{Starting: starting})
+		return err
+	})
+	if err != nil {
+		return unknown + err.Error()
+	}
+	return ""
+}
+
+// startingText says how an endpoint starts.
+func startingText(e *snapshot.StartingEndpoint) string {
+	return fmt.Sprintf("slow start: %d %% of its share, full at %s", 100/snapshot.FullTenths*e.Tenths,
+		e.Full.UTC().Format("15:04:05Z"))
+}

@@ -1,0 +1,15 @@
+package packets
+
+import (
+	"net/netip"
+	"slices"
+)
+
+// Host is what a Walker must know of the host whose rules it follows.
+type Host struct {
+	// Addrs are the host's addresses. Loopback addresses are the host's anyway.
+	Addrs []netip.Addr
+}
+
+// local reports whether an address is the host's.
+func (h *Host) local(a netip.Addr) bool { return a.IsLoopback() || slices.Contains(h.Addrs, a) }

@@ -1,0 +1,152 @@
+package packets_test
+
+import (
+	"flag"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/verdict-proxy/verdict/internal/compare"
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/packets"
+	"github.com/verdict-proxy/verdict/nft/kernel"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+	"github.com/verdict-proxy/verdict/sync/watch"
+)
+
+func TestMain(m *testing.M) { labtest.Main(m) }
+
+func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+
+// world is what a node makes of a manifest.
+func world(t *testing.T, path string) (*dataplane.State, []netip.Addr) {
+	t.Helper()
+	snap, _, err := watch.Load(path, "node-1")
+	labtest.Check(t, err)
+	addrs := append(slices.Clone(snap.Node.Addresses), netip.MustParseAddr("127.0.0.1"))
+	if len(addrs) == 1 { // without a Node object the host has addresses all the same
+		addrs = append(addrs, netip.MustParseAddr("192.0.2.11"), netip.MustParseAddr("2001:db8:11::11"))
+	}
+	snap.Apply(snapshot.Delta{HostAddrs: &addrs})
+	state, _ := dataplane.Compute(dataplane.Config{NodeName: "node-1", LocalhostNodePorts: true,
+		DetectLocal: dataplane.DetectLocal{ClusterCIDRs: []netip.Prefix{prefix("10.244.0.0/16"),
+			prefix("fd00:10:244::/48")}}}, snap)
+	return state, addrs
+}
+
+// written has Verdict write a State on a host of its own, and reads what the kernel lists of it.
+func written(t *testing.T, state *dataplane.State, addrs []netip.Addr) (rules *packets.Rules) {
+	t.Helper()
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Check(t, h.Do(func() error {
+		b, err := kernel.Open(kernel.Options{})
+		if err != nil {
+			return err
+		}
+		defer b.Close()
+		if _, err = b.Apply(state, dataplane.Change{}); err != nil {
+			return err
+		}
+		rules, err = packets.ReadNFTables("verdict", &packets.Host{Addrs: addrs})
+		return err
+	}))
+	return rules
+}
+
+// harmless are faults that change nothing although packets come there, each with its reason.
+var harmless = []struct{ place, what, why string }{
+	{"masquerade-all", "rule 0", "the priority is cleared for rules behind, of which there are none"},
+	{"translated", "rule 1", "the same"},
+	{"translated", "rule 0 is missing", "no Service of this family has affinity"},
+	{"masquerade-node", "rule 0", "the same"},
+	{"masquerade-node", "rule 1, expression 1 ", "no rule behind masquerades who came by an interface and is no hairpin"},
+	{"input", "rule", "the same; and no endpoint with affinity is on the node itself"},
+	{"translated", "rule 2", "a protocol that no such Service has, or which is compared in the key, too"},
+	{"translated", "rule 3", "the same"},
+	{"translated", "rule 4", "the same"},
+	{"affinity-lookup", "rule", "the same"},
+	{"remember-affinity", "rule", "the same"},
+	{"translated", "rule 7", "cluster-ips and service-cidrs say the same"},
+	{"translated", "rule 8", "the same"},
+	{"frontends", "rule 3", "cluster IPs are all rejected before"},
+	{"output", "rule 0", "the node is in all source ranges"},
+	{"hairpin", "element c000020ac000020a", "the node's own packets are masqueraded anyway"},
+	{"pools", "element 4d31d8db", "no endpoints: the rule for unused ports rejects it just so"},
+	{"services", "element 0a601405060000000050", "the same"},
+	{"postrouting", "rule 0, expression 2 is missing", "packets that are not translated match no rule behind"},
+	{"translated", "rule 6 is missing", "IPv6 of examples/cluster.yaml has no such Service"},
+}
+
+// A fault takes a whole comparison: of those beyond the first most, only some are planted.
+var (
+	most  = flag.Int("most", 1300, "how many faults TestSeesFaults plants without leaving any out")
+	every = flag.Int("every", 100000, "which of the others it plants: each so manieth")
+)
+
+// TestSeesFaults plants single faults in what the kernel lists, each alone: the comparison with the objects has to find
+// all of them.
+func TestSeesFaults(t *testing.T) {
+	planted, found, unreached, equivalent := 0, 0, 0, 0
+	for _, path := range []string{"../../examples/cluster.yaml",
+		"../../cmd/verdict/testdata/render/affinity.yaml", "../../cmd/verdict/testdata/render/local-policies.yaml"} {
+		t.Run(filepath.Base(path), func(t *testing.T) {
+			state, addrs := world(t, path)
+			rules := written(t, state, addrs)
+			compareAll := func() *compare.Result {
+				r, err := compare.Compare(compare.Input{Host: addrs, State: state,
+					Pods:  ipfamily.Per[dataplane.Pods]{state.Pods4, state.Pods6},
+					Sides: []compare.Side{compare.NewSide(compare.Verdict, rules)}})
+				labtest.Check(t, err)
+				return r
+			}
+			same := func() bool { r := compareAll(); return r.Same == r.Classes }
+			reached := func(f packets.Fault) bool {
+				defer f.Probe()()
+				return compareAll().Unknown > 0
+			}
+			if !same() {
+				t.Fatal("there is a difference without a fault")
+			}
+			for i, f := range rules.Faults() {
+				if f.Unused() || planted > *most && i%*every != 0 {
+					continue
+				}
+				undo := f.Plant()
+				isFound := !same()
+				undo()
+				planted++
+				switch {
+				case isFound:
+					found++
+				case !reached(f):
+					unreached++
+				case !isHarmless(f):
+					t.Errorf("not found: %s: %s", f.Place, f.What)
+				default:
+					equivalent++
+				}
+			}
+			if !same() {
+				t.Fatal("a fault was not taken out again")
+			}
+		})
+	}
+	t.Logf("%d faults planted: %d found, %d where no class comes, %d that change nothing", planted, found, unreached,
+		equivalent)
+	if found < planted*2/3 {
+		t.Errorf("only %d of %d faults were found", found, planted)
+	}
+}
+
+func isHarmless(f packets.Fault) bool {
+	for _, h := range harmless {
+		if strings.HasSuffix(f.Place, " "+h.place) && strings.HasPrefix(f.What, h.what) {
+			return true
+		}
+	}
+	return false
+}

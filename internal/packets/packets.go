@@ -1,0 +1,237 @@
+// Package packets follows the first packet of a connection through what the kernel lists: through tables of nf_tables,
+// as netlink dumps them, and through iptables rules, as iptables-save prints them. It shares no code with what writes
+// or explains rules, and knows nothing of Services.
+//
+// Where a rule draws lots, every lot is followed, with its exact chance. Whatever the package does not know is an error
+// that names the rule, once a packet comes to it; a rule that no packet comes to may be anything.
+package packets
+
+import (
+	"fmt"
+	"math/big"
+	"math/bits"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Packet is the first packet of a connection.
+type Packet struct {
+	// Source and Destination are of one family. A port is never 0.
+	Source, Destination netip.AddrPort
+	// Protocol is TCP, UDP or SCTP. A TCP packet has the flag SYN alone.
+	Protocol Protocol
+	// Interface is the one the packet comes in by; empty if a process on this host sends it.
+	Interface string
+}
+
+// Protocol is a protocol's number.
+type Protocol uint8
+
+// The protocols.
+const (
+	TCP  Protocol = 6
+	UDP  Protocol = 17
+	SCTP Protocol = 132
+)
+
+// String returns the name.
+func (p Protocol) String() string {
+	switch p {
+	case TCP:
+		return "tcp"
+	case UDP:
+		return "udp"
+	case SCTP:
+		return "sctp"
+	}
+	return fmt.Sprint("protocol ", uint8(p))
+}
+
+// ParseProtocol is the inverse of String, and ignores case. It is not ok for another name.
+func ParseProtocol(s string) (p Protocol, ok bool) {
+	for _, p := range []Protocol{TCP, UDP, SCTP} {
+		if strings.EqualFold(s, p.String()) {
+			return p, true
+		}
+	}
+	return 0, false
+}
+
+// Verdict is what happens to a packet in the end.
+type Verdict uint8
+
+// The verdicts.
+const (
+	// Untouched: it goes on to the destination that it came with.
+	Untouched Verdict = iota
+	// Sent: a rule chose its destination.
+	Sent
+	// Rejected: the sender is told that nobody is there.
+	Rejected
+	// Dropped: the sender is told nothing.
+	Dropped
+)
+
+var verdictNames = [...]string{"untouched", "sent", "reject", "drop"}
+
+func (v Verdict) String() string { return verdictNames[v] }
+
+// Ending is something that can happen to a packet.
+type Ending struct {
+	Verdict Verdict
+	// To is the destination that a rule chose; the zero AddrPort unless the Verdict is Sent.
+	To netip.AddrPort
+	// Masqueraded says that the receiver sees an address of this host.
+	Masqueraded bool
+	// Remembered is for how many seconds without a connection the client stays with this endpoint; 0 means that it does
+	// not.
+	Remembered uint32
+	// Recalled says that the client's memory chose the endpoint, even if it is the only one.
+	Recalled bool
+	// Reject says with what a Rejected packet is answered: "icmp port-unreachable", "tcp reset".
+	Reject string
+}
+
+// String describes the ending: "10.244.1.3:8080, masqueraded", "reject with icmp port-unreachable".
+func (e Ending) String() string {
+	text := e.Verdict.String()
+	switch e.Verdict {
+	case Sent:
+		text = e.To.String()
+	case Rejected:
+		return text + " with " + e.Reject
+	}
+	if e.Masqueraded {
+		text += ", masqueraded"
+	}
+	if e.Remembered > 0 {
+		text += fmt.Sprintf(", remembered for %d s", e.Remembered)
+	}
+	if e.Recalled {
+		text += ", recalled"
+	}
+	return text
+}
+
+// Compare orders endings.
+func (e Ending) Compare(o Ending) int {
+	if e.Verdict == Sent && o.Verdict == Sent {
+		if c := e.To.Compare(o.To); c != 0 {
+			return c
+		}
+	}
+	return strings.Compare(e.String(), o.String())
+}
+
+// Outcome is an ending with its chance.
+type Outcome struct {
+	Ending
+	Chance Chance
+	// Memory is what a packet with this ending leaves behind for later ones; nil if it leaves nothing.
+	Memory Memory
+}
+
+// Memory is what earlier packets left in dynamic sets, as one Walker returned it. It means nothing to another one.
+type Memory any
+
+// Interval is a range of source addresses that rules ask for; both ends belong to it.
+type Interval struct{ First, Last netip.Addr }
+
+// Walker follows packets. It is safe for concurrent use.
+type Walker interface {
+	// Walk returns all that can happen to a packet, sorted by Ending, each Ending once. The chances add up to 1. Memory
+	// is that of an earlier Outcome, or nil for a client that nothing is known of. If asked is not nil, Walk adds the
+	// ranges of sources that rules on the way ask for.
+	Walk(p Packet, m Memory, asked *Asked) ([]Outcome, error)
+}
+
+// Asked collects ranges of sources.
+type Asked struct {
+	Intervals []Interval
+}
+
+func (a *Asked) add(i Interval) {
+	if !slices.Contains(a.Intervals, i) {
+		a.Intervals = append(a.Intervals, i)
+	}
+}
+
+// Chance is an exact probability: Num of Den, without a common divisor. The zero Chance is invalid.
+type Chance struct{ Num, Den uint64 }
+
+// Certain is the chance of what always happens.
+var Certain = Chance{1, 1}
+
+// NewChance returns num of den in lowest terms. Den is not 0.
+func NewChance(num, den uint64) Chance {
+	g := gcd(num, den)
+	return Chance{num / g, den / g}
+}
+
+func gcd(a, b uint64) uint64 {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
+// Times multiplies. It is not ok if the result needs more than 64 bits.
+func (c Chance) Times(o Chance) (_ Chance, ok bool) {
+	g, h := gcd(c.Num, o.Den), gcd(o.Num, c.Den)
+	numHigh, num := bits.Mul64(c.Num/g, o.Num/h)
+	denHigh, den := bits.Mul64(c.Den/h, o.Den/g)
+	return Chance{num, den}, numHigh == 0 && denHigh == 0
+}
+
+// Plus adds. It is not ok if the result needs more than 64 bits.
+func (c Chance) Plus(o Chance) (_ Chance, ok bool) {
+	if c.Den == o.Den {
+		sum, carry := bits.Add64(c.Num, o.Num, 0)
+		return NewChance(sum, c.Den), carry == 0
+	}
+	r := new(big.Rat).Add(c.rat(), o.rat())
+	return Chance{r.Num().Uint64(), r.Denom().Uint64()}, r.Num().IsUint64() && r.Denom().IsUint64()
+}
+
+// Float is the chance, rounded.
+func (c Chance) Float() float64 { return float64(c.Num) / float64(c.Den) }
+
+func (c Chance) rat() *big.Rat {
+	return new(big.Rat).SetFrac(new(big.Int).SetUint64(c.Num), new(big.Int).SetUint64(c.Den))
+}
+
+// String returns "1/3", or "1".
+func (c Chance) String() string {
+	if c.Den == 1 {
+		return fmt.Sprint(c.Num)
+	}
+	return fmt.Sprintf("%d/%d", c.Num, c.Den)
+}
+
+// outcomes gathers what can happen to one packet.
+type outcomes []Outcome
+
+// add adds an outcome to that with the same ending.
+func (l *outcomes) add(o Outcome) error {
+	for i := range *l {
+		if have := &(*l)[i]; have.Ending == o.Ending {
+			sum, ok := have.Chance.Plus(o.Chance)
+			if !ok {
+				return errChance
+			}
+			have.Chance = sum
+			return nil
+		}
+	}
+	*l = append(*l, o)
+	return nil
+}
+
+// errChance says that the numbers do not suffice: no ruleset that is known comes near.
+var errChance = fmt.Errorf("a chance needs more than 64 bits")
+
+func (l outcomes) sorted() []Outcome {
+	slices.SortFunc(l, func(a, b Outcome) int { return a.Ending.Compare(b.Ending) })
+	return l
+}

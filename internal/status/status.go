@@ -1,0 +1,124 @@
+// Package status says how far a node's proxy has come: which versions of the API's objects are programmed, what waits,
+// and a digest of every Service that is the same on all nodes that have programmed the same. The proxy answers GET
+// /status with it; whoever compares nodes reads the same types.
+package status
+
+import (
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Schema is the version of the JSON and of the digests. Digests of different schemas cannot be compared. Fields may be
+// added without a new schema.
+const Schema = 1
+
+// Status is the answer of a node. Times are of the node's clock.
+type Status struct {
+	Schema  int       `json:"schema"`
+	Time    time.Time `json:"time"`
+	Version string    `json:"version"`
+	Backend string    `json:"backend"`
+	Node    string    `json:"node"`
+	// Started is when the proxy started, and First when all Services were programmed first; nil until then.
+	Started time.Time  `json:"started"`
+	First   *time.Time `json:"firstProgrammed,omitempty"`
+	// Received are the versions up to which the node has read the API, Programmed those up to which everything that it
+	// read is in force or named in Quarantined.
+	Received   Versions `json:"received"`
+	Programmed Versions `json:"programmed"`
+	Pending    Pending  `json:"pending"`
+	// Failing says why transactions fail; nil if the last one did not.
+	Failing *Failing `json:"failing,omitempty"`
+	// Services is the number of Services that the node knows, and Digest the one of all of them.
+	Services int    `json:"services"`
+	Digest   Digest `json:"digest"`
+	// Quarantined are the Services that the kernel rejects, the first maxNamed by name, and Ejected the endpoints that do
+	// not answer this node.
+	Quarantined Quarantined `json:"quarantined"`
+	Ejected     Ejected     `json:"ejected"`
+	Drift       Drift       `json:"drift"`
+	// Digests are those of single Services, if they were asked for, sorted by name. If Next is not empty there are more:
+	// ask for those after that name.
+	Digests []ServiceDigest `json:"digests,omitempty"`
+	Next    string          `json:"next,omitempty"`
+}
+
+// Versions are resourceVersions; empty while unknown, and always where objects come from files.
+type Versions struct {
+	Services       snapshot.Version `json:"services,omitempty"`
+	EndpointSlices snapshot.Version `json:"endpointSlices,omitempty"`
+}
+
+func versionsOf(v snapshot.Versions) Versions { return Versions{v.Services, v.Slices} }
+
+// Reached reports whether both versions are those of o or newer.
+func (v Versions) Reached(o Versions) bool {
+	return v.Services.Reached(o.Services) && v.EndpointSlices.Reached(o.EndpointSlices)
+}
+
+// Pending is what the node has received and not programmed.
+type Pending struct {
+	Services       int `json:"services"`
+	EndpointSlices int `json:"endpointSlices"`
+	// LagSeconds is the age of the oldest of these changes; 0 if there is none.
+	LagSeconds float64 `json:"lagSeconds"`
+}
+
+// Failing is a series of failed transactions.
+type Failing struct {
+	Since time.Time `json:"since"`
+	Error string    `json:"error"`
+}
+
+// Quarantined names Services that are not programmed as they ask for.
+type Quarantined struct {
+	Count    int                  `json:"count"`
+	Services []QuarantinedService `json:"services,omitempty"`
+}
+
+// QuarantinedService is one of them. What the kernel accepted of it before stays programmed.
+type QuarantinedService struct {
+	Service string    `json:"service"`
+	Since   time.Time `json:"since"`
+	Error   string    `json:"error"`
+}
+
+// Ejected names endpoints that get no new connections from this node.
+type Ejected struct {
+	Count     int               `json:"count"`
+	Endpoints []EjectedEndpoint `json:"endpoints,omitempty"`
+}
+
+// EjectedEndpoint is one of them, of one Service.
+type EjectedEndpoint struct {
+	Service  string    `json:"service"`
+	Endpoint string    `json:"endpoint"`
+	Cause    string    `json:"cause"`
+	Since    time.Time `json:"since"`
+}
+
+// Drift is what the checks for changes by other programs found.
+type Drift struct {
+	// Checked is when the last check ended, and Error why it failed.
+	Checked *time.Time `json:"checked,omitempty"`
+	Error   string     `json:"error,omitempty"`
+	// Found is the number of changes found since the start. FoundAt is when the last ones were found, Last describes the
+	// first of those, and Repaired is when they were repaired.
+	Found    int        `json:"found"`
+	FoundAt  *time.Time `json:"foundAt,omitempty"`
+	Last     []string   `json:"last,omitempty"`
+	Repaired *time.Time `json:"repaired,omitempty"`
+}
+
+// Open reports whether a change that was found is not repaired yet.
+func (d *Drift) Open() bool {
+	return d.FoundAt != nil && (d.Repaired == nil || d.Repaired.Before(*d.FoundAt))
+}
+
+// ServiceDigest is the digest of one Service, and since when it is that.
+type ServiceDigest struct {
+	Service string    `json:"service"`
+	Digest  Digest    `json:"digest"`
+	Since   time.Time `json:"since"`
+}

@@ -1,0 +1,230 @@
+package status
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http/httptest"
+	"net/netip"
+	"net/url"
+	"reflect"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+func name(text string) snapshot.Name {
+	n, err := parseName(text)
+	if err != nil {
+		panic(err)
+	}
+	return n
+}
+
+// TestDigestFields: every field of a Service and its slices changes the digest, but for when a change began.
+func TestDigestFields(t *testing.T) {
+	testkit.Compares(t, func(a, b *snapshot.Service) bool { return Of(a, nil) == Of(b, nil) })
+	svc := testkit.Filled[snapshot.Service]()
+	of := func(sl *snapshot.Slice) Digest { return Of(svc, map[string]*snapshot.Slice{"x": sl}) }
+	testkit.Compares(t, func(a, b *snapshot.Slice) bool { return of(a) == of(b) }, "Triggered")
+	if Of(nil, nil) != 0 {
+		t.Error("nothing has a digest")
+	}
+}
+
+// world is a Tracker and a cluster that it follows.
+type world struct {
+	*Tracker
+	snap        *snapshot.Snapshot
+	progress    snapshot.Progress
+	quarantined []reconcile.Quarantined
+}
+
+func newWorld() *world {
+	w := &world{snap: snapshot.New()}
+	w.Tracker = New(Options{Version: "v1", Backend: "nftables", Node: "n",
+		Progress:    func() snapshot.Progress { return w.progress },
+		Quarantined: func() []reconcile.Quarantined { return w.quarantined },
+		Ejected: func() []EjectedEndpoint {
+			return []EjectedEndpoint{{"shop/web", "10.0.0.1:80", "refused", time.Time{}}}
+		}})
+	return w
+}
+
+// apply has the loop program a delta.
+func (w *world) apply(d snapshot.Delta) {
+	c := w.snap.Apply(d)
+	w.Listener().InSync(reconcile.InSync{Snapshot: w.snap, Change: c})
+}
+
+func service(text string, ready bool) snapshot.Delta {
+	n := name(text)
+	sl := snapshot.Name{Namespace: n.Namespace, Name: n.Name + "-1"}
+	return snapshot.Delta{
+		Services: map[snapshot.Name]*snapshot.Service{n: {Name: n}},
+		Slices: map[snapshot.Name]*snapshot.Slice{sl: {Name: sl, Service: n.Name,
+			Endpoints: []snapshot.Endpoint{{Node: "a", Ready: ready}}}},
+	}
+}
+
+func gone(text string) snapshot.Delta {
+	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name(text): nil}}
+}
+
+// TestDigestOfAll: two nodes that got to the same objects by other ways have the same digests; a readiness that one has
+// not seen, or a Service in quarantine, makes the digest of all and that of the Service differ.
+func TestDigestOfAll(t *testing.T) {
+	a, b := newWorld(), newWorld()
+	for _, d := range []snapshot.Delta{service("shop/web", true), service("shop/cart", true), service("x/y", true)} {
+		a.apply(d)
+	}
+	for _, d := range []snapshot.Delta{service("shop/cart", false), service("z/z", true), service("x/y", true),
+		gone("z/z"),
+		service("shop/web", true)} {
+		b.apply(d)
+	}
+	if a.Status().Digest == b.Status().Digest {
+		t.Error("a readiness makes no difference")
+	}
+	b.apply(service("shop/cart", true))
+	b.apply(snapshot.Delta{Node: &snapshot.Node{Name: "b", Zone: "z"}})
+	if x, y := a.Status(), b.Status(); x.Digest != y.Digest || x.Services != 3 || y.Services != 3 {
+		t.Errorf("digests %v and %v", x, y)
+	}
+	b.quarantined = []reconcile.Quarantined{{Name: name("shop/cart"), Err: errors.New("no")}}
+	one := func(w *world) Digest {
+		s, err := w.Answer(url.Values{"service": {"shop/cart", "shop/none"}})
+		if err != nil || len(s.Digests) != 1 {
+			t.Fatal(s, err)
+		}
+		return s.Digests[0].Digest
+	}
+	if a.Status().Digest == b.Status().Digest || one(a) == one(b) {
+		t.Error("a quarantine makes no difference")
+	}
+	b.quarantined = nil
+	if one(a) != one(b) {
+		t.Error("it is still different")
+	}
+}
+
+// TestStatus: failures, drift and what waits are told until they are over, in bounded texts, and survive JSON.
+func TestStatus(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		if s := w.Status(); s.First != nil || s.Failing != nil || s.Drift.Checked != nil {
+			t.Errorf("before the first: %+v", s)
+		}
+		w.apply(service("shop/web", true))
+		w.progress = snapshot.Progress{Received: snapshot.Versions{Services: "9", Slices: "8"},
+			Programmed: snapshot.Versions{Services: "7", Slices: "6"}, Services: 1, Slices: 2, Since: time.Now()}
+		began := time.Now()
+		l := w.Listener()
+		l.Failed(reconcile.Failure{Err: errors.New("x"), Replan: true})
+		if w.Status().Failing != nil {
+			t.Error("a transaction that is planned anew counts as failing")
+		}
+		long := make([]byte, 5000)
+		l.Failed(reconcile.Failure{Err: errors.New(string(long))})
+		time.Sleep(2 * time.Second)
+		l.Failed(reconcile.Failure{Err: errors.New("no room")})
+		l.Checked(reconcile.Check{Found: make([]string, 20)})
+		s := w.Status()
+		if s.Failing.Error != "no room" || !s.Failing.Since.Equal(began) || s.Pending != (Pending{1, 2, 2}) ||
+			!s.Drift.Open() || s.Drift.Found != 20 || len(s.Drift.Last) != maxFindings {
+			t.Errorf("%+v", s)
+		}
+		time.Sleep(time.Second)
+		l.Written(reconcile.Transaction{Foreign: 20})
+		w.apply(service("shop/web", false))
+		if s = w.Status(); s.Drift.Open() || s.Failing != nil {
+			t.Errorf("it is over: %+v", s)
+		}
+		r := httptest.NewRecorder()
+		w.ServeHTTP(r, httptest.NewRequest("GET", "/status?digests=all", nil))
+		var back Status
+		if err := json.Unmarshal(r.Body.Bytes(), &back); err != nil {
+			t.Fatal(err)
+		}
+		if back.Programmed != s.Programmed || back.Digest != s.Digest || len(back.Digests) != 1 ||
+			back.Digests[0].Digest == 0 || !reflect.DeepEqual(back.Ejected.Endpoints[0].Endpoint, "10.0.0.1:80") {
+			t.Errorf("%s becomes %+v", r.Body, back)
+		}
+	})
+}
+
+// TestPages: all digests come in pages of a bounded size, each Service once; wrong questions are refused.
+func TestPages(t *testing.T) {
+	w := newWorld()
+	for i := range pageSize + 3 {
+		w.apply(service(fmt.Sprintf("ns/s%05d", i), true))
+	}
+	query, seen := url.Values{"digests": {"all"}}, map[string]bool{}
+	for range 3 {
+		s, err := w.Answer(query)
+		if err != nil || len(s.Digests) > pageSize {
+			t.Fatal(len(s.Digests), err)
+		}
+		for _, d := range s.Digests {
+			seen[d.Service] = true
+		}
+		if s.Next == "" {
+			break
+		}
+		query.Set("after", s.Next)
+	}
+	if len(seen) != pageSize+3 {
+		t.Errorf("%d Services in all pages", len(seen))
+	}
+	for _, wrong := range []url.Values{{"service": {"x"}}, {"digests": {"some"}}, {"digests": {"all"}, "after": {"/"}},
+		{"service": make([]string, maxAsked+1)}} {
+		if _, err := w.Answer(wrong); err == nil {
+			t.Errorf("%.60v is answered", wrong)
+		}
+	}
+}
+
+// BenchmarkInSync measures what the digests cost the loop, and who asks: of a first list of 10,000 Services with 10
+// endpoints each, and of one Service with 10,000 endpoints that changes.
+func BenchmarkInSync(b *testing.B) {
+	slice := func(n snapshot.Name, endpoints int) *snapshot.Slice {
+		sl := &snapshot.Slice{Name: n, Service: n.Name, Ports: []snapshot.SlicePort{{Name: "http", Port: 80}}}
+		for i := range endpoints {
+			sl.Endpoints = append(sl.Endpoints, snapshot.Endpoint{Node: "node-17", Ready: true, Serving: true,
+				Addr: netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), ForZones: []string{"zone-a"}})
+		}
+		return sl
+	}
+	cluster := func(services, endpoints int) (*snapshot.Snapshot, snapshot.Change) {
+		s, d := snapshot.New(), snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{},
+			Slices: map[snapshot.Name]*snapshot.Slice{}}
+		for i := range services {
+			n := snapshot.Name{Namespace: "shop", Name: fmt.Sprintf("service-%05d", i)}
+			d.Services[n] = &snapshot.Service{Name: n, ClusterIPs: []netip.Addr{netip.MustParseAddr("10.96.0.1")},
+				Ports: []snapshot.Port{{Name: "http", Port: 80}}}
+			d.Slices[n] = slice(n, endpoints)
+		}
+		return s, s.Apply(d)
+	}
+	for _, c := range []struct{ services, endpoints int }{{10000, 10}, {1, 10000}, {1, 10}} {
+		b.Run(fmt.Sprintf("%dx%d", c.services, c.endpoints), func(b *testing.B) {
+			s, change := cluster(c.services, c.endpoints)
+			for b.Loop() {
+				w := newWorld()
+				w.inSync(reconcile.InSync{Snapshot: s, Change: change})
+			}
+		})
+		b.Run(fmt.Sprintf("asked/%dx%d", c.services, c.endpoints), func(b *testing.B) {
+			s, change := cluster(c.services, c.endpoints)
+			for b.Loop() {
+				w := newWorld()
+				w.inSync(reconcile.InSync{Snapshot: s, Change: change})
+				w.Status()
+			}
+		})
+	}
+}
