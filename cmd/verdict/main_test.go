@@ -18,6 +18,9 @@ func TestMain(m *testing.M) {
 	if os.Getenv(beVerdict) != "" {
 		os.Exit(run())
 	}
+	if os.Getenv(bePython) != "" {
+		panic(servePage(os.Args[1:]))
+	}
 	os.Setenv(
 		"XTABLES_LOCKFILE",
 		filepath.Join(os.TempDir(), "verdict-test-xtables.lock"),
