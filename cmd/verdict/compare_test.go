@@ -32,9 +32,13 @@ type compared struct {
 	backend *kernel.Backend
 }
 
-func newCompared(t *testing.T) *compared {
+// newCompared writes them to a host that has the addresses.
+func newCompared(t *testing.T, addresses ...string) *compared {
 	t.Helper()
 	c := &compared{t: t, host: labtest.NewHost(t, labtest.NewNet(t), "node"), flags: explainFrom["cluster"]}
+	for _, address := range addresses {
+		labtest.Run(t, c.host, "", "ip", "address", "add", address, "dev", "lo")
+	}
 	labtest.Check(t, c.host.Do(func() (err error) {
 		var o inspect.ObjectFlags
 		f := pflag.NewFlagSet("", pflag.ContinueOnError)

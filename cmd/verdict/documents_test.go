@@ -124,3 +124,42 @@ func markdown(t *testing.T) []string {
 	}))
 	return list
 }
+
+var (
+	// documentedAnswer is a call of explain in an indented block, and what it prints.
+	documentedAnswer = regexp.MustCompile(`(?m)^    \$ verdict explain (.*)\n((?:    .+\n)+)`)
+	counted          = regexp.MustCompile(`\b\d+ connections?\b|(\d:\d+) \d+ `)
+)
+
+// TestDocumentedAnswers: the answers of explain in the documents are those of examples/cluster.yaml, but for counters.
+// A document may leave out lines by "..." and break long ones.
+func TestDocumentedAnswers(t *testing.T) {
+	c := newCompared(t, "10.244.1.1/24", "192.0.2.10/24")
+	normal := func(text string) string {
+		return counted.ReplaceAllString(strings.Join(strings.Fields(text), " "), "$1 N ")
+	}
+	seen := 0
+	for _, document := range markdown(t) {
+		text, err := os.ReadFile(document)
+		labtest.Check(t, err)
+		for _, m := range documentedAnswer.FindAllStringSubmatch(string(text), -1) {
+			words, ok := wordsOf(m[1])
+			if !ok || !slices.Contains(words, "--live") || slices.Contains(words, "--in-cluster") {
+				continue
+			}
+			seen++
+			out, _ := c.run(append([]string{"explain"}, words...)...)
+			rest := normal(out)
+			for part := range strings.SplitSeq(m[2], "    ...\n") {
+				_, behind, found := strings.Cut(rest, normal(part))
+				if rest = behind; !found {
+					t.Errorf("%s: explain %s: the document says\n%sand the program\n%s", document, m[1], part, out)
+					break
+				}
+			}
+		}
+	}
+	if seen < 8 {
+		t.Errorf("the documents have %d answers", seen)
+	}
+}
