@@ -33,7 +33,7 @@ check: ## run the inner loop: gofmt, go vet, a build, and the tests that need ne
 	$(GO) test -short $(CHECKED)
 
 # The tests that compare with goldens, in all packages with the flag -update.
-GOLDEN_TESTS = TestGoldens|TestRender|TestExplain|TestBroken|TestDocumentation|TestNames|TestTable|TestTables|TestPlots
+GOLDEN_TESTS = TestGoldens|TestRender|TestExplain|TestBroken|TestDocumentation|TestPictures|TestNames|TestTable|TestTables|TestPlots
 goldens: ## renew every golden: read the difference before you commit it
 	@for package in $$(git grep -l 'flag.Bool("update"' -- '*_test.go' | xargs -n1 dirname); do \
 		(cd $$package && $(GO) test -count=1 -run '^($(GOLDEN_TESTS))$$' . -update) || exit; done
