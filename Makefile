@@ -11,7 +11,7 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail on a kernel without IPVS, unless this variable says so. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs fuzz matrix soak cross image release release-check cluster cluster-up cluster-down cluster-test clean
+.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs browser fuzz matrix soak cross image release release-check cluster cluster-up cluster-down cluster-test clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -102,6 +102,10 @@ bench-outages: tools ## compare what clients see when endpoints die: some hours;
 
 bench-go: ## measure the whole line to the kernel, and the kernel alone, without a cluster
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/benchmark
+
+browser: ## look at the dashboard with chromium, as Debian has it
+	@internal/guest/install chromium fonts-dejavu-core
+	cd conformance && $(GO) test -tags browser ./browser
 
 fuzz: ## run the fuzz tests, FUZZTIME each, to find new cases
 	$(GO) test -run XXX -fuzz FuzzManifest -fuzztime $(FUZZTIME) ./sync/watch

@@ -67,7 +67,7 @@ went wrong or a node could not be asked. The answers of the others are printed a
 	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
 	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
-		newClusterCompare(o, "diff"), newClusterTop(o), newClusterWait(o), newVersion())
+		newClusterCompare(o, "diff"), newClusterTop(o), newClusterWait(o), newClusterDashboard(o), newVersion())
 	return root
 }
 
@@ -198,22 +198,17 @@ func portless(text, port string) error {
 
 // explainOn asks one node, and prints what it says.
 func explainOn(cmd *cobra.Command, c *cluster.Cluster, a *cluster.Asked, live bool) error {
-	t, err := c.TargetOn(cmd.Context(), a.Node)
+	r, err := c.Explain(cmd.Context(), a, live)
 	if err != nil {
 		return err
 	}
-	argv := []string{"explain", a.Source, a.Destination, "--live"}
-	if !live {
-		argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
-	}
-	r := c.Each(cmd.Context(), []cluster.Target{t}, func(cluster.Target) []string { return argv })[0]
-	fmt.Fprintf(cmd.OutOrStdout(), "on node %s: verdict %s\n", t.Node, strings.Join(argv[:3], " "))
+	fmt.Fprintf(cmd.OutOrStdout(), "on node %s: verdict explain %s %s\n", r.Node, a.Source, a.Destination)
 	_, _ = cmd.OutOrStdout().Write(r.Stdout)
 	if len(r.Stderr) > 0 {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%s\n", r.Stderr)
 	}
 	if r.Err != nil {
-		return fmt.Errorf("node %s: %w", t.Node, r.Err)
+		return fmt.Errorf("node %s: %w", r.Node, r.Err)
 	}
 	if r.Code != exitOK {
 		return exitStatus(r.Code)
@@ -257,7 +252,7 @@ func newClusterTop(o *clusterOptions) *cobra.Command {
 			return 0, err
 		}
 		c.Timeout += interval
-		top, err := c.Top(cmd.Context(), interval)
+		top, err := c.Top(cmd.Context(), interval, "")
 		if err != nil {
 			return 0, err
 		}

@@ -114,6 +114,13 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"golang.org/x/sync", "k8s.io/api", "k8s.io/apimachinery", "k8s.io/client-go",
 			"k8s.io/streaming"},
 	},
+	"internal/cluster/clustertest": {
+		ours:   []string{"internal/cluster", "internal/status"},
+		others: []string{"k8s.io/api", "k8s.io/apimachinery"},
+	},
+	"internal/dashboard": {
+		ours: []string{"internal/cluster", "internal/status"},
+	},
 	"internal/config": {
 		ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"},
 		others: []string{
@@ -231,6 +238,7 @@ var reserved = map[string][]string{
 	"k8s.io/": {
 		"sync/watch",
 		"internal/cluster",
+		"internal/cluster/clustertest",
 		"internal/config",
 		"conformance/testbed",
 		"conformance/cases",

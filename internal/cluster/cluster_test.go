@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -438,8 +439,9 @@ func TestCompareAndTop(t *testing.T) {
 	if got := f.commandsOfNode["a"][0]; got != "verdict diff --in-cluster --hostname-override=a --config=/c" {
 		t.Errorf("asked %q", got)
 	}
-	top, err := f.cluster().Top(t.Context(), time.Second)
-	if err != nil || top.Code() != 0 || top.Ports[0] != (TopPort{"shop/web", "http", 4.5, 3}) || len(top.Ports) != 4 {
+	top, err := f.cluster().Top(t.Context(), time.Second, "")
+	want0 := TopPort{Service: "shop/web", Port: "http", Rate: 4.5, Nodes: 3}
+	if err != nil || top.Code() != 0 || !reflect.DeepEqual(top.Ports[0], want0) || len(top.Ports) != 4 {
 		t.Errorf("%+v %v", top, err)
 	}
 }

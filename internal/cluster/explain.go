@@ -76,6 +76,20 @@ func (c *Cluster) Resolve(ctx context.Context, pod, service snapshot.Name, port 
 		p.Status.PodIPs, svc.Spec.ClusterIPs)
 }
 
+// Explain asks the node what happens to the packet: of its kernel and the objects, or live of its kernel alone. An
+// error says that the node has nobody to ask.
+func (c *Cluster) Explain(ctx context.Context, a *Asked, live bool) (Result, error) {
+	t, err := c.TargetOn(ctx, a.Node)
+	if err != nil {
+		return Result{}, err
+	}
+	argv := []string{"explain", a.Source, a.Destination, "--live"}
+	if !live {
+		argv = append(append(argv, "--in-cluster", "--hostname-override="+t.Node), t.Flags...)
+	}
+	return c.Each(ctx, []Target{t}, func(Target) []string { return argv })[0], nil
+}
+
 // portOf finds a port of a Service by name or number.
 func portOf(svc *corev1.Service, port string) (*corev1.ServicePort, error) {
 	var has []string

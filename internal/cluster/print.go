@@ -250,27 +250,37 @@ type Top struct {
 
 // TopPort is one service port.
 type TopPort struct {
-	Service, Port string
+	Service string `json:"service"`
+	Port    string `json:"port,omitempty"`
 	// Rate is the connections per second of all nodes, and Nodes how many of them had any.
-	Rate  float64
-	Nodes int
+	Rate  float64 `json:"rate"`
+	Nodes int     `json:"nodes"`
+	// Endpoints are there if one Service was asked for.
+	Endpoints []TopEndpoint `json:"endpoints,omitempty"`
 }
 
-// Top takes a sample on every node.
-func (c *Cluster) Top(ctx context.Context, interval time.Duration) (*Top, error) {
+// TopEndpoint is an endpoint of one port, likewise.
+type TopEndpoint struct {
+	Address string  `json:"address"`
+	Port    uint16  `json:"port"`
+	Rate    float64 `json:"rate"`
+	Nodes   int     `json:"nodes"`
+}
+
+// Top takes a sample on every node: of all Services, or of one with its endpoints.
+func (c *Cluster) Top(ctx context.Context, interval time.Duration, service string) (*Top, error) {
 	targets, _, err := c.Targets(ctx)
 	if err != nil {
 		return nil, err
 	}
-	top, at := &Top{Nodes: len(targets)}, map[[2]string]int{}
-	for _, r := range c.Each(ctx, targets, func(Target) []string {
-		return []string{"top", "--json", "--interval=" + interval.String()}
-	}) {
+	argv := []string{"top", "--json", "--interval=" + interval.String()}
+	if service != "" {
+		argv = append(argv, "--service="+service)
+	}
+	top := adding{Top: &Top{Nodes: len(targets)}, ports: map[[2]string]int{}, endpoints: map[endpointKey]int{}}
+	for _, r := range c.Each(ctx, targets, func(Target) []string { return argv }) {
 		var sample struct {
-			Ports []struct {
-				Service, Port string
-				Rate          float64
-			}
+			Ports []TopPort
 		}
 		if r.Err = r.failure(0); r.Err == nil {
 			r.Err = json.Unmarshal(r.Stdout, &sample)
@@ -278,22 +288,52 @@ func (c *Cluster) Top(ctx context.Context, interval time.Duration) (*Top, error)
 		if r.Err != nil {
 			top.Failed = append(top.Failed, r)
 		}
-		for _, s := range sample.Ports {
-			key := [2]string{s.Service, s.Port}
-			i, there := at[key]
-			if !there {
-				i, at[key] = len(top.Ports), len(top.Ports)
-				top.Ports = append(top.Ports, TopPort{Service: s.Service, Port: s.Port})
-			}
-			if top.Ports[i].Rate += s.Rate; s.Rate > 0 {
-				top.Ports[i].Nodes++
-			}
+		for i := range sample.Ports {
+			top.add(&sample.Ports[i])
 		}
 	}
 	slices.SortFunc(top.Ports, func(a, b TopPort) int {
 		return cmp.Or(cmp.Compare(b.Rate, a.Rate), strings.Compare(a.Service, b.Service), strings.Compare(a.Port, b.Port))
 	})
-	return top, nil
+	return top.Top, nil
+}
+
+// adding is a Top that nodes are added to, with the places of what it has.
+type adding struct {
+	*Top
+	ports     map[[2]string]int
+	endpoints map[endpointKey]int
+}
+
+type endpointKey struct {
+	of      int
+	address string
+	port    uint16
+}
+
+// add adds what one more node counted for a port.
+func (t *adding) add(s *TopPort) {
+	key := [2]string{s.Service, s.Port}
+	i, there := t.ports[key]
+	if !there {
+		i, t.ports[key] = len(t.Ports), len(t.Ports)
+		t.Ports = append(t.Ports, TopPort{Service: s.Service, Port: s.Port})
+	}
+	p := &t.Ports[i]
+	if p.Rate += s.Rate; s.Rate > 0 {
+		p.Nodes++
+	}
+	for _, e := range s.Endpoints {
+		key := endpointKey{i, e.Address, e.Port}
+		k, there := t.endpoints[key]
+		if !there {
+			k, t.endpoints[key] = len(p.Endpoints), len(p.Endpoints)
+			p.Endpoints = append(p.Endpoints, TopEndpoint{Address: e.Address, Port: e.Port})
+		}
+		if p.Endpoints[k].Rate += e.Rate; e.Rate > 0 {
+			p.Endpoints[k].Nodes++
+		}
+	}
 }
 
 // Code returns the exit status.

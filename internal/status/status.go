@@ -38,6 +38,8 @@ type Status struct {
 	Quarantined Quarantined `json:"quarantined"`
 	Ejected     Ejected     `json:"ejected"`
 	Drift       Drift       `json:"drift"`
+	// Recent are the last maxRecent transactions that the kernel acknowledged, the newest first.
+	Recent []Change `json:"recent,omitempty"`
 	// Digests are those of single Services, if they were asked for, sorted by name. If Next is not empty there are more:
 	// ask for those after that name.
 	Digests []ServiceDigest `json:"digests,omitempty"`
@@ -114,6 +116,20 @@ type Drift struct {
 // Open reports whether a change that was found is not repaired yet.
 func (d *Drift) Open() bool {
 	return d.FoundAt != nil && (d.Repaired == nil || d.Repaired.Before(*d.FoundAt))
+}
+
+// Change is one transaction.
+type Change struct {
+	At time.Time `json:"at"`
+	// Services are the first maxChanged of those that it changed, and Count says how many it changed.
+	Services []string `json:"services,omitempty"`
+	Count    int      `json:"count"`
+	// Added, Replaced and Removed count elements.
+	Added    int `json:"added"`
+	Replaced int `json:"replaced"`
+	Removed  int `json:"removed"`
+	// Seconds is how long it took from planning it to the kernel's acknowledgement.
+	Seconds float64 `json:"seconds"`
 }
 
 // ServiceDigest is the digest of one Service, and since when it is that.

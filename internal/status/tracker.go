@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -42,6 +43,8 @@ type Tracker struct {
 	sum      Digest
 	failing  *Failing
 	drift    Drift
+	// recent are the last transactions, the oldest first.
+	recent []Change
 }
 
 // changed is a Service as it was programmed, and when; without a Service it is gone.
@@ -70,6 +73,8 @@ const (
 	maxText  = 300
 	// maxFindings bounds the findings of a check that are kept.
 	maxFindings = 8
+	// maxRecent bounds the transactions that are remembered, and maxChanged the Services that one of them names.
+	maxRecent, maxChanged = 20, 3
 	// pageSize bounds the digests of an answer, and maxAsked the Services that may be asked for by name.
 	pageSize = 5000
 	maxAsked = 100
@@ -77,7 +82,8 @@ const (
 
 // Listener connects the Tracker to a loop.
 func (t *Tracker) Listener() reconcile.Listener {
-	return reconcile.Listener{InSync: t.inSync, Failed: t.failed, Checked: t.checked, Written: t.written}
+	return reconcile.Listener{InSync: t.inSync, Failed: t.failed, Checked: t.checked, Written: t.written,
+		Committed: t.committed}
 }
 
 func (t *Tracker) inSync(s reconcile.InSync) {
@@ -164,6 +170,27 @@ func (t *Tracker) written(w reconcile.Transaction) {
 	t.drift.Repaired = &now
 }
 
+// committed remembers a transaction.
+func (t *Tracker) committed(c reconcile.Commit) {
+	change := Change{At: time.Now(), Added: c.Added, Replaced: c.Replaced, Removed: c.Removed,
+		Seconds: (c.Plan + c.Encode + c.Receipt.Commit).Seconds()}
+	for i, after := range c.After {
+		service := cmp.Or(after, c.Before[i])
+		if service == nil {
+			continue
+		}
+		if change.Count++; len(change.Services) < maxChanged {
+			change.Services = append(change.Services, service.Name.String())
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.recent) == maxRecent {
+		t.recent = slices.Delete(t.recent, 0, 1)
+	}
+	t.recent = append(t.recent, change)
+}
+
 // cut bounds a text.
 func cut(text string) string {
 	if len(text) > maxText {
@@ -203,6 +230,8 @@ func (t *Tracker) status() Status {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s.Failing, s.Drift = t.failing, t.drift
+	s.Recent = slices.Clone(t.recent)
+	slices.Reverse(s.Recent)
 	for _, q := range rejected {
 		if k, ok := t.services[q.Name]; ok {
 			s.Digest += ofAll(q.Name, k.digest+quarantinedMark) - ofAll(q.Name, k.digest)

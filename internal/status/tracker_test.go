@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -226,5 +227,26 @@ func BenchmarkInSync(b *testing.B) {
 				w.Status()
 			}
 		})
+	}
+}
+
+// TestRecent: the last transactions are told, the newest first, with the first few of the Services that they changed,
+// also of one that is gone.
+func TestRecent(t *testing.T) {
+	w := newWorld()
+	web, cart := &dataplane.Service{Name: name("shop/web")}, &dataplane.Service{Name: name("shop/cart")}
+	for i := range maxRecent + 5 {
+		w.Listener().Committed(reconcile.Commit{Before: []*dataplane.Service{web, nil, cart, cart, nil},
+			After:   []*dataplane.Service{web, nil, nil, cart, web},
+			Receipt: dataplane.Receipt{Added: i, Plan: time.Millisecond, Commit: 2 * time.Millisecond}})
+	}
+	recent := w.Status().Recent
+	if len(recent) != maxRecent || recent[0].Added != maxRecent+4 || recent[maxRecent-1].Added != 5 {
+		t.Fatalf("the last transactions are %+v", recent)
+	}
+	want := Change{At: recent[0].At, Services: []string{"shop/web", "shop/cart", "shop/cart"}, Count: 4,
+		Added: maxRecent + 4, Seconds: 0.003}
+	if !reflect.DeepEqual(recent[0], want) {
+		t.Errorf("the last one is %+v; want %+v", recent[0], want)
 	}
 }
