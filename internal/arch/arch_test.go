@@ -226,6 +226,7 @@ var layers = map[string]struct{ ours, others []string }{
 		},
 		others: []string{"*"},
 	},
+	"conformance/browser":        {},
 	"conformance/nfteval":        {},
 	"deploy/release":             {others: []string{"*"}},
 	"cmd/verdict":                {ours: []string{"*"}, others: []string{"*"}},
