@@ -134,7 +134,7 @@ func refused(values string) string {
 }
 
 const (
-	alertsFile = "../monitoring/prometheus-rules.yaml"
+	alertsFile = chartDir + "/monitoring/prometheus-rules.yaml"
 	// namesFile is held against what the program shows by a test of internal/metrics.
 	namesFile = "../../internal/metrics/testdata/names.txt"
 )
@@ -272,4 +272,28 @@ func shownMetrics(t *testing.T) map[string][]string {
 		}
 	}
 	return shown
+}
+
+// TestRunbooks: each alert links to a section of docs/TROUBLESHOOTING.md that there is.
+func TestRunbooks(t *testing.T) {
+	const page = "https://github.com/verdict-proxy/verdict/blob/main/docs/TROUBLESHOOTING.md#"
+	anchors := map[string]bool{}
+	heading := regexp.MustCompile(`(?m)^#+ (.*)$`)
+	for _, m := range heading.FindAllStringSubmatch(readFile(t, "../../docs/TROUBLESHOOTING.md"), -1) {
+		plain := regexp.MustCompile(`[^\p{L}\p{N} _-]`).ReplaceAllString(strings.ToLower(m[1]), "")
+		anchors[strings.ReplaceAll(plain, " ", "-")] = true
+	}
+	groups, problems := rulefmt.ParseFile(alertsFile, false, model.UTF8Validation, parser.NewParser(parser.Options{}),
+		promslog.NewNopLogger())
+	if problems != nil {
+		t.Fatal(problems)
+	}
+	for _, group := range groups.Groups {
+		for _, rule := range group.Rules {
+			url := rule.Annotations["runbook_url"]
+			if anchor, ok := strings.CutPrefix(url, page); !ok || !anchors[anchor] {
+				t.Errorf("%s: runbook_url is %q, which is no section", rule.Alert, url)
+			}
+		}
+	}
 }

@@ -2,7 +2,6 @@ package deploy
 
 import (
 	"fmt"
-	"log/slog"
 	"maps"
 	"os"
 	"os/exec"
@@ -26,7 +25,6 @@ import (
 var verdict string
 
 func TestMain(m *testing.M) {
-	slog.SetLogLoggerLevel(slog.LevelWarn) // Helm remarks each time that the chart has deploy/monitoring by a link
 	labtest.Main(withVerdict{m})
 }
 
@@ -391,28 +389,6 @@ func TestUnit(t *testing.T) {
 	}
 }
 
-// TestChart: values that are missing are asked for, and the chart holds the files of deploy/monitoring.
-func TestChart(t *testing.T) {
-	for _, c := range []struct{ values, says string }{
-		{"apiServer: {host: 192.0.2.1}", "clusterCIDR: say what addresses pods have"},
-		{"clusterCIDR: 10.244.0.0/16", "apiServer.host: say where nodes reach the API server"},
-	} {
-		if _, err := template(t, "", c.values); err == nil || !strings.Contains(err.Error(), c.says) {
-			t.Errorf("%q gives %v; want %q", c.values, err, c.says)
-		}
-	}
-	text, err := template(t, "", everyValue)
-	check(t, err)
-	o, err := decode(text)
-	check(t, err)
-	for name, file := range map[string]string{"rules": "prometheus-rules.yaml", "dashboard": "grafana-dashboard.json"} {
-		got := o["ConfigMap/verdict-"+name].(*corev1.ConfigMap).Data[file]
-		if got == "" || got != readFile(t, "../monitoring/"+file) {
-			t.Errorf("%s has %d bytes", name, len(got))
-		}
-	}
-}
-
 // TestCleanup: what removes Verdict from the nodes has the rights of what wrote its tables, and the same image.
 func TestCleanup(t *testing.T) {
 	text, err := buildOverlay("../cleanup")
@@ -431,29 +407,5 @@ func TestCleanup(t *testing.T) {
 	if out, err := exec.Command(verdict, append(c.Args, "--help")...).CombinedOutput(); err != nil ||
 		!strings.Contains(string(out), "Cleanup deletes") {
 		t.Errorf("verdict %v: %v: %s", c.Args, err, out)
-	}
-}
-
-// TestProbesFollowTheConfiguration: the chart's probes ask at the port where the configuration has health served.
-func TestProbesFollowTheConfiguration(t *testing.T) {
-	const must = "apiServer: {host: 192.0.2.1}\nclusterCIDR: 10.244.0.0/16\n"
-	for values, want := range map[string]int{
-		must: 10256,
-		must + `config: {healthzBindAddress: "0.0.0.0:10356"}`:                  10356,
-		must + `config: {healthzBindAddress: "[::]:10357"}`:                     10357,
-		must + `config: {healthzBindAddress: "192.0.2.9"}`:                      10256,
-		"existingConfigMap: kube-proxy\nhealthPort: 10358":                      10358,
-		must + "healthPort: 10359\n" + `config: {healthzBindAddress: ":10356"}`: 10359,
-	} {
-		text, err := template(t, "", values)
-		check(t, err)
-		o, err := decode(text)
-		check(t, err)
-		c := objects(o).daemonSet().Spec.Template.Spec.Containers[0]
-		for _, p := range []*corev1.Probe{c.ReadinessProbe, c.LivenessProbe} {
-			if got := p.HTTPGet.Port.IntValue(); got != want {
-				t.Errorf("with %q, a probe asks at port %d; want %d", values, got, want)
-			}
-		}
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"testing"
 
+	monitoringv1 "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	"helm.sh/helm/v4/pkg/chart/common"
 	"helm.sh/helm/v4/pkg/chart/common/util"
 	"helm.sh/helm/v4/pkg/chart/v2/loader"
@@ -33,7 +34,9 @@ import (
 // strict decodes the kinds we use, and refuses a field that there is not, or that is there twice.
 var strict = func() runtime.Decoder {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{appsv1.AddToScheme, corev1.AddToScheme, rbacv1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{
+		appsv1.AddToScheme, corev1.AddToScheme, rbacv1.AddToScheme, monitoringv1.AddToScheme,
+	} {
 		if err := add(s); err != nil {
 			panic(err)
 		}
@@ -103,36 +106,55 @@ func decodeOverlay(cluster string) (objects, error) {
 
 const chartDir = "../helm/verdict"
 
+// anImage is what everybody must say: no image is published, and the repository's chart is of no release.
+const anImage = "image: {repository: verdict, tag: dev}\n"
+
 // template gives what "helm template verdict deploy/helm/verdict -n kube-system" prints with a file of values, if it is
 // not "", and more of them, as YAML.
 func template(t *testing.T, file, more string) (string, error) {
 	t.Helper()
+	files, err := renderChart(t, chartDir, valuesOf(t, readFile(t, file), more), "v1.37.1")
+	return manifests(files), err
+}
+
+// valuesOf merges layers of values, the later ones over the earlier ones.
+func valuesOf(t *testing.T, layers ...string) map[string]any {
+	t.Helper()
 	values := map[string]any{}
-	for _, source := range []string{readFile(t, file), more} {
+	for _, source := range layers {
 		var layer map[string]any
 		check(t, yaml.Unmarshal([]byte(source), &layer))
 		values = util.CoalesceTables(layer, values)
 	}
-	chart, err := loader.Load(chartDir)
+	return values
+}
+
+// renderChart gives what Helm makes of a chart's templates, by their paths.
+func renderChart(t *testing.T, dir string, values map[string]any, kubernetes string) (map[string]string, error) {
+	t.Helper()
+	chart, err := loader.Load(dir)
 	check(t, err)
 	release := common.ReleaseOptions{Name: "verdict", Namespace: "kube-system", Revision: 1, IsInstall: true}
 	capabilities := common.DefaultCapabilities.Copy()
-	version, err := common.ParseKubeVersion("v1.37.1")
+	version, err := common.ParseKubeVersion(kubernetes)
 	check(t, err)
 	capabilities.KubeVersion = *version
 	all, err := util.ToRenderValues(chart, values, release, capabilities)
-	check(t, err)
-	files, err := engine.Render(chart, all)
 	if err != nil {
-		return "", err
+		return nil, err
 	}
+	return engine.Render(chart, all)
+}
+
+// manifests joins what goes to a cluster.
+func manifests(files map[string]string) string {
 	var text strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(files)) {
 		if strings.HasSuffix(name, ".yaml") {
 			fmt.Fprintf(&text, "---\n%s\n", files[name])
 		}
 	}
-	return text.String(), nil
+	return text.String()
 }
 
 // rendered are all the ways to put Verdict on a cluster.
@@ -141,7 +163,7 @@ func rendered(t *testing.T) map[string]string {
 	all := map[string]string{}
 	for _, cluster := range []string{"kubeadm", "k3s"} {
 		all["kustomize "+cluster] = kustomize(t, cluster)
-		text, err := template(t, filepath.Join(chartDir, cluster+".yaml"), "")
+		text, err := template(t, filepath.Join(chartDir, cluster+".yaml"), anImage)
 		check(t, err)
 		all["helm "+cluster] = text
 	}
@@ -167,7 +189,12 @@ iptables: true
 hostPID: true
 sysctls: false
 podAnnotations: {a: b}
-monitoring: {service: true, rules: true, dashboard: true}
+extraArgs: [--v=2]
+extraEnv: [{name: GOMEMLIMIT, value: 200MiB}]
+affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [
+  {matchExpressions: [{key: kubernetes.io/arch, operator: In, values: [amd64, arm64]}]}]}}}
+monitoring: {service: true, serviceMonitor: true, podMonitor: true, prometheusRule: true, rules: true, dashboard: true,
+  labels: {release: prometheus}}
 `
 
 func readFile(t *testing.T, path string) string {

@@ -13,7 +13,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// What Prometheus' query language is made of, as far as deploy/monitoring uses it.
+// What Prometheus' query language is made of, as far as the chart's monitoring files use it.
 var (
 	promTokens = regexp.MustCompile(
 		`"(?:[^"\\]|\\.)*"|[a-zA-Z_:$][a-zA-Z0-9_:]*|[0-9.]+[a-z]*|\[[^\]]*\]|=~|!~|!=|==|>=|<=|[-+*/(){},=<>]|\S`,
@@ -150,7 +150,7 @@ var templateLabel = regexp.MustCompile(`\$labels\.([a-z_]+)`)
 
 // TestRules: the alerts use only metrics and labels that exist, say what they mean, and to whom it matters.
 func TestRules(t *testing.T) {
-	text, err := os.ReadFile("../../deploy/monitoring/prometheus-rules.yaml")
+	text, err := os.ReadFile("../../deploy/helm/verdict/monitoring/prometheus-rules.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -193,7 +193,7 @@ func TestRules(t *testing.T) {
 
 // TestDashboard: it asks only for metrics and labels that exist, and for all of ours.
 func TestDashboard(t *testing.T) {
-	text, err := os.ReadFile("../../deploy/monitoring/grafana-dashboard.json")
+	text, err := os.ReadFile("../../deploy/helm/verdict/monitoring/grafana-dashboard.json")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -223,6 +223,13 @@ func TestDashboard(t *testing.T) {
 		for _, target := range p.Targets {
 			check(t, p.Title, target.Expr, shown)
 			asked += target.Expr + " "
+			for name, labels := range shown {
+				of := name + `{instance=~"$instance"`
+				if labels["service_namespace"] && strings.Contains(target.Expr, of) &&
+					!strings.Contains(target.Expr, of+`,service_namespace=~"$namespace"`) {
+					t.Errorf("panel %q does not tell namespaces apart: %s", p.Title, target.Expr)
+				}
+			}
 		}
 		for _, o := range board.Panels[:i] {
 			if a, b := p.GridPos, o.GridPos; a.X < b.X+b.W && b.X < a.X+a.W && a.Y < b.Y+b.H && b.Y < a.Y+a.H {
@@ -233,6 +240,7 @@ func TestDashboard(t *testing.T) {
 	for _, v := range board.Templating.List {
 		if inner, ok := strings.CutPrefix(v.Definition, "label_values("); ok {
 			name, label, _ := strings.Cut(strings.TrimSuffix(inner, ")"), ", ")
+			name, _, _ = strings.Cut(name, "{")
 			if has, ok := shown[name]; !ok || !has[label] && !slices.Contains(targetLabels, label) {
 				t.Errorf("variable %s: there is no label %s of %s", v.Name, label, name)
 			}
