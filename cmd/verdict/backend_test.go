@@ -65,6 +65,13 @@ func TestSwitchBackends(t *testing.T) {
 				if tables := labtest.Run(t, v.cluster.Node, "", "nft", "list", "tables"); strings.Contains(tables, "verdict") {
 					t.Errorf("with iptables there are\n%s", tables)
 				}
+				labtest.Check(t, v.cluster.Node.Do(func() error { // its rules have no digest
+					out, err := command("verify")
+					if !strings.Contains(out, "right, as far as it was checked:") {
+						t.Errorf("verify: %v\n%s", err, out)
+					}
+					return nil
+				}))
 				v.restart("what=\"iptables rules")
 				for _, family := range []string{program, "ip6" + strings.TrimPrefix(program, "ip")} {
 					if left := labtest.Run(t, v.cluster.Node, "", family+"-save", "-t", "nat"); strings.Contains(left, "KUBE-") {

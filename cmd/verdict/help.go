@@ -30,6 +30,11 @@ func flagUsages(fs *pflag.FlagSet) string {
 	return out.String()
 }
 
+// flagsBelow returns flags that a command has from those above it, under a heading.
+func flagsBelow(fs *pflag.FlagSet, heading string) string {
+	return strings.Replace(strings.TrimPrefix(flagUsages(fs), "\n"), "Flags:", heading+":", 1)
+}
+
 // flagUsage returns a flag in one line, or in two or more if it is long. Unlike pflag, it does not indent all flags as
 // far as the longest name asks for, so that lines stay short.
 func flagUsage(f *pflag.Flag) string {
@@ -71,6 +76,7 @@ func flagUsage(f *pflag.Flag) string {
 // setUsage gives a command and those below it a usage with groups of flags, no wider than helpWidth.
 func setUsage(root *cobra.Command) {
 	cobra.AddTemplateFunc("flagGroups", flagUsages)
+	cobra.AddTemplateFunc("flagsBelow", flagsBelow)
 	root.SetUsageTemplate(usageTemplate)
 }
 
@@ -83,7 +89,8 @@ Examples:
 
 Commands:{{range .Commands}}{{if or .IsAvailableCommand (eq .Name "help")}}
   {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}{{end}}
-{{flagGroups .LocalFlags}}{{if .HasAvailableSubCommands}}
+{{flagGroups .LocalFlags}}{{if .HasAvailableInheritedFlags}}
+{{"Flags of all commands" | flagsBelow .InheritedFlags}}{{end}}{{if .HasAvailableSubCommands}}
 Use "{{.CommandPath}} [command] --help" for more about a command.{{end}}
 `
 

@@ -10,12 +10,15 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 )
 
-// TestHelp: no help is wider than helpWidth, and each visible flag stands in it once.
+// TestHelp: no help, of verdict and of the plugin, is wider than helpWidth, and each has the common form.
 func TestHelp(t *testing.T) {
-	var walk func(cmd *cobra.Command, args []string)
-	walk = func(cmd *cobra.Command, args []string) {
-		out, err := command(append(args, "--help")...)
+	var walk func(root func() *cobra.Command, cmd *cobra.Command, args []string)
+	walk = func(root func() *cobra.Command, cmd *cobra.Command, args []string) {
+		out, err := commandOf(root(), append(args, "--help")...)
 		labtest.Check(t, err)
+		if !strings.Contains(out, "\nFlags:\n") || strings.Contains(out, "Global Flags") {
+			t.Errorf("%s: help has another form:\n%s", cmd.CommandPath(), out)
+		}
 		for line := range strings.Lines(out) {
 			if n := len([]rune(strings.TrimSuffix(line, "\n"))); n > helpWidth {
 				t.Errorf("%s: %d columns: %s", cmd.CommandPath(), n, line)
@@ -23,12 +26,20 @@ func TestHelp(t *testing.T) {
 		}
 		for _, child := range cmd.Commands() {
 			if child.IsAvailableCommand() && child.Name() != "completion" {
-				walk(child, append(args[:len(args):len(args)], child.Name()))
+				walk(root, child, append(args[:len(args):len(args)], child.Name()))
 			}
 		}
 	}
-	walk(newRoot(), nil)
-	out, err := command("run", "--help")
+	walk(newRoot, newRoot(), nil)
+	walk(newKubectl, newKubectl(), nil)
+	out, err := commandOf(newKubectl(), "status", "--help")
+	labtest.Check(t, err)
+	for _, want := range []string{"\nFlags of all commands:\n", "--verdict-namespace string", "-o, --output text|json"} {
+		if strings.Count(out, want) != 1 {
+			t.Errorf("kubectl verdict status --help has %q %d times", want, strings.Count(out, want))
+		}
+	}
+	out, err = command("run", "--help")
 	labtest.Check(t, err)
 	for _, want := range []string{"\nFlags:\n", "\nServices and packets:\n", "\nLog:\n", "--cluster-cidr string"} {
 		if strings.Count(out, want) != 1 {

@@ -68,6 +68,8 @@ went wrong or a node could not be asked. The answers of the others are printed a
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
 	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
 		newClusterCompare(o, "diff"), newClusterTop(o), newClusterWait(o), newClusterDashboard(o), newVersion())
+	setUsage(root)
+	completeWords(root)
 	return root
 }
 
@@ -110,13 +112,13 @@ func diffStatus(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) 
 }
 
 func newClusterStatus(o *clusterOptions) *cobra.Command {
-	var output string
+	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Say how far every node has come, and where nodes differ",
 		Args:  cobra.NoArgs,
 	}
-	cmd.Flags().StringVarP(&output, "output", "o", "text", "text or json")
+	addJSON(cmd.Flags(), &asJSON, "print JSON (docs/CLUSTER.md)")
 	return diffStatus(cmd, func(cmd *cobra.Command, _ []string) (int, error) {
 		c, _, err := o.open(cmd)
 		if err != nil {
@@ -126,7 +128,7 @@ func newClusterStatus(o *clusterOptions) *cobra.Command {
 		if err != nil {
 			return 0, err
 		}
-		if output == "json" {
+		if asJSON {
 			err = inspect.WriteJSON(cmd.OutOrStdout(), r)
 		} else {
 			p := terminal.NewPrinter(cmd.OutOrStdout())

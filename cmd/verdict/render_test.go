@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
@@ -43,9 +44,10 @@ func goldens(t *testing.T) map[string][]string {
 }
 
 // command runs the program in this process and gives what it wrote to standard output.
-func command(args ...string) (string, error) {
+func command(args ...string) (string, error) { return commandOf(newRoot(), args...) }
+
+func commandOf(root *cobra.Command, args ...string) (string, error) {
 	var out bytes.Buffer
-	root := newRoot()
 	root.SetArgs(args)
 	root.SetOut(&out)
 	err := root.Execute()
@@ -98,6 +100,15 @@ func TestGoldensLoad(t *testing.T) {
 				}
 				labtest.Run(t, h, string(text), n.Path, "-f", "-")
 				loaded := withoutNumber(n.List(t, h))
+				labtest.Check(t, h.Do(func() error {
+					const ipvs = "which has no virtual service there" // nft cannot load that part
+					out, err := command("verify")
+					if scheduled := strings.Contains(out, ipvs); (err != nil) != scheduled ||
+						scheduled != strings.Contains(string(text), "# What IPVS gets") {
+						t.Errorf("verify of what nft has loaded: %v\n%s", err, out)
+					}
+					return nil
+				}))
 				labtest.Check(t, h.Do(func() error { return write(t, file, flags) }))
 				if written := withoutNumber(n.List(t, h)); written != loaded {
 					t.Errorf("loaded and written tables are listed differently:\n%s", labtest.FirstDifference(written, loaded))
@@ -134,6 +145,45 @@ func write(t *testing.T, file string, flags []string) error {
 	}
 	_, err = backend.Apply(st, dataplane.Change{})
 	return err
+}
+
+// TestNodeRanges: in mode NodeCIDR, what only reads takes the pods' ranges from the Node in the manifests, as run does.
+// Without the mode nobody is taken for a pod.
+func TestNodeRanges(t *testing.T) {
+	const file, from, to = "../../examples/cluster.yaml", "10.244.1.7", "10.96.20.3:8080"
+	objects := []string{"--from", file, "--hostname-override", "node-1"}
+	answer := func(name string, args ...string) string {
+		out, err := command(append(append([]string{name}, objects...), args...)...)
+		labtest.Check(t, err)
+		return out
+	}
+	byNode := answer("render", "--detect-local-mode", "NodeCIDR")
+	byFlag := answer("render", "--cluster-cidr", "10.244.1.0/24,fd00:10:244:1::/64")
+	if byNode != byFlag {
+		t.Errorf("render differs:\n%s", labtest.FirstDifference(byNode, byFlag))
+	}
+	if none := answer("render"); none == byNode || strings.Contains(none, "10.244.1.0/24") {
+		t.Error("without the mode, render takes ranges from the Node")
+	}
+	for args, want := range map[string]string{
+		"--detect-local-mode NodeCIDR": "(the Node's podCIDRs): a pod", "": ": outside",
+	} {
+		if out := answer("explain", append(strings.Fields(args), from, to)...); !strings.Contains(out, want) {
+			t.Errorf("explain %s says\n%s\nwant %q", args, out, want)
+		}
+	}
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Check(t, h.Do(func() error {
+		return write(t, file, append(objects[2:], "--cluster-cidr", "10.244.1.0/24,fd00:10:244:1::/64"))
+	}))
+	labtest.Run(t, h, "", "ip", "addr", "add", "192.0.2.10/32", "dev", "lo")
+	labtest.Run(t, h, "", "ip", "addr", "add", "2001:db8:2::10/128", "dev", "lo")
+	labtest.Check(t, h.Do(func() error {
+		if out := answer("diff", "--detect-local-mode", "NodeCIDR"); !strings.Contains(out, "same:") {
+			t.Errorf("diff finds\n%s", out)
+		}
+		return nil
+	}))
 }
 
 // TestRenderPipe gives render its manifests through a pipe, as the example in its help does.

@@ -7,6 +7,7 @@ import (
 // ComparisonJSON is a Comparison as JSON: docs/ANSWERS.md.
 type ComparisonJSON struct {
 	Same           bool               `json:"same"`
+	Partial        bool               `json:"partial,omitempty"`
 	Objects        string             `json:"objects,omitempty"`
 	Tables         []TableJSON        `json:"tables"`
 	IPTables       string             `json:"iptables,omitempty"`
@@ -48,8 +49,8 @@ type ServiceCountJSON struct {
 
 // JSON gives the form that is printed, with the differences or only their counts.
 func (c *Comparison) JSON(differences bool) *ComparisonJSON {
-	out := &ComparisonJSON{Same: c.Same, Objects: c.Objects, IPTables: c.Programs, Wrong: c.Wrong, Notes: c.Notes,
-		Contradictions: differencesJSON(c.Contradictions)}
+	out := &ComparisonJSON{Same: c.Same, Partial: c.Partial, Objects: c.Objects, IPTables: c.Programs, Wrong: c.Wrong,
+		Notes: c.Notes, Contradictions: differencesJSON(c.Contradictions)}
 	for _, t := range c.Tables {
 		out.Tables = append(out.Tables, TableJSON{t.Family, t.There, t.Owner, t.Revision, t.Digest, t.Found, t.Elements})
 	}

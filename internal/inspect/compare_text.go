@@ -82,8 +82,8 @@ func (c *Comparison) PrintDiff(s *terminal.Printer, all bool) {
 		s.Line("%s", s.Paint(terminal.Dim, "# "+n))
 	}
 	if c.Same {
-		s.Line("%s the kernel holds what %s asks for: %d Services (%s)", s.Paint(terminal.Green, "same:"), c.Objects,
-			c.Services, c.describe())
+		s.Line("%s the kernel holds what %s asks for: %d Services (%s)", c.good(s, "same"), c.Objects, c.Services,
+			c.describe())
 		return
 	}
 	bounded(s, c.wrongLines(s), MaxDiffLines, all)
@@ -124,9 +124,19 @@ func (c *Comparison) PrintVerify(s *terminal.Printer, all bool) {
 	case !c.Same:
 		s.Line("%s the kernel does not hold what it should", s.Paint(terminal.Red, "wrong:"))
 	case c.Objects != "":
-		s.Line("%s the kernel holds what was written, and what %s asks for: %d Services", s.Paint(terminal.Green, "right:"),
+		s.Line("%s the kernel holds what was written, and what %s asks for: %d Services", c.good(s, "right"),
 			c.Objects, c.Services)
+	case c.Partial:
+		s.Line("%s the kernel holds what was looked for", c.good(s, "right"))
 	default:
 		s.Line("%s the kernel holds what was written", s.Paint(terminal.Green, "right:"))
 	}
+}
+
+// good says that nothing differs, as far as everything was compared.
+func (c *Comparison) good(s *terminal.Printer, word string) string {
+	if c.Partial {
+		return s.Paint(terminal.Dim, word+", as far as it was checked:")
+	}
+	return s.Paint(terminal.Green, word+":")
 }

@@ -384,6 +384,14 @@ func TestTopFilter(t *testing.T) {
 	if got := screen(); !strings.Contains(got, "shop/web") {
 		t.Errorf("after help:\n%s", got)
 	}
+	press("/", "w", "e", "b", "enter", "?", "esc")
+	if got := screen(); !strings.Contains(got, "shop/web") || strings.Contains(got, "shop/cart") {
+		t.Errorf("esc in the help does more than close it:\n%s", got)
+	}
+	press("esc")
+	if got := screen(); !strings.Contains(got, "shop/cart") {
+		t.Errorf("esc does not remove the filter:\n%s", got)
+	}
 }
 
 // TestTopNames: a Service is known by its name, whatever words that holds; what has no name is known by its address.

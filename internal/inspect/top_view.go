@@ -77,7 +77,10 @@ func (v *TopView) Key(k string) (quit bool) {
 	case "?":
 		v.help = !v.help
 	case "esc":
-		v.filter, v.help = "", false
+		if !v.help {
+			v.filter = ""
+		}
+		v.help = false
 	}
 	v.selectIndex(at)
 	return false
@@ -264,7 +267,7 @@ func (v *TopView) helpLines() []string {
 		"enter            show and hide its endpoints",
 		"s                sort by rate, total or name",
 		"/                filter by a part of the name",
-		"esc              remove the filter",
+		"esc              close this help, or remove the filter",
 		"?                close this help",
 		"q                quit",
 		"",

@@ -24,6 +24,14 @@ func register(word int) uint32 {
 	return unix.NFT_REG32_00 + uint32(word)
 }
 
+// place is the inverse of register; less than 0 for what is no register of data.
+func place(register uint32) int {
+	if register >= unix.NFT_REG32_00 {
+		return int(register - unix.NFT_REG32_00)
+	}
+	return 4 * (int(register) - unix.NFT_REG_1)
+}
+
 // words is the room a key takes in registers.
 func words(f ipfamily.Family, fields []nft.Field) int { return nft.PaddedLen(f, fields) / 4 }
 

@@ -149,6 +149,7 @@ func (i *Inspector) Differences(_ context.Context, wanted *dataplane.State) (*da
 	d := &dataplane.Differences{Wrong: contents.Wrong, Quiet: contents.Quiet,
 		Contradictions: plainDifferences(contents.Contradictions)}
 	if contents.Unchecked > 0 {
+		d.Partial = true
 		d.Notes = append(d.Notes, fmt.Sprintf("%d frontends were written to whenever one looked: they could not be checked",
 			contents.Unchecked))
 	}
@@ -184,6 +185,7 @@ func (c *Contents) addTo(n int, f ipfamily.Family, d *dataplane.Differences) {
 		d.Wrong = append(d.Wrong, name+": it has no revision: whoever wrote it was not done, or was not Verdict")
 	case !c.Quiet:
 		out.Digest = written.Total().String()
+		d.Partial = true
 		d.Notes = append(d.Notes, name+": it is written to all the time; its digest could not be checked")
 	default:
 		out.Digest, out.Found = written.Total().String(), held.Total().String()

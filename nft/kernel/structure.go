@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
@@ -265,6 +266,7 @@ func sameRules(f ipfamily.Family, want []nft.Rule, listed [][]byte) bool {
 	}
 	for i, r := range want {
 		ours := ruleExprs(f, r)
+		adoptScratch(ours, listed[i])
 		n := 0
 		same := true
 		for _, theirs := range netlink.Each(listed[i]) {
@@ -276,6 +278,46 @@ func sameRules(f ipfamily.Family, want []nft.Rule, listed [][]byte) bool {
 		}
 	}
 	return true
+}
+
+// adoptScratch moves what our expressions hold only for a moment, the sender before it is hashed and the data of an
+// update, to the registers at which the kernel lists them: versions of nft have different places for it when they load
+// what render prints. The place must lie behind the key, of which the hash is the last part.
+func adoptScratch(ours []expr.Any, listed []byte) {
+	n, key := 0, 0
+	for _, theirs := range netlink.Each(listed) {
+		if n == len(ours) {
+			return
+		}
+		data := expressionData(theirs)
+		switch e := ours[n].(type) {
+		case *expr.Hash:
+			key = place(e.DestRegister) + 1
+			e.SourceRegister = moveLoads(ours[:n], e.SourceRegister, netlink.Find(data, unix.NFTA_HASH_SREG).Big32(), key)
+		case *expr.Dynset:
+			if key > 0 && e.SrcRegData != 0 {
+				e.SrcRegData = moveLoads(ours[:n], e.SrcRegData, netlink.Find(data, unix.NFTA_DYNSET_SREG_DATA).Big32(), key)
+			}
+		}
+		n++
+	}
+}
+
+// moveLoads moves what the last expressions load, from a register on, to another one, if that is none of the first
+// words, which are a key. It returns where it is then.
+func moveLoads(exprs []expr.Any, from, to uint32, key int) uint32 {
+	by := place(to) - place(from)
+	if place(to) < key {
+		return from
+	}
+	for _, e := range slices.Backward(exprs) {
+		load, ok := e.(*expr.Payload)
+		if !ok || place(load.DestRegister) < place(from) {
+			break
+		}
+		load.DestRegister = register(place(load.DestRegister) + by)
+	}
+	return register(place(to))
 }
 
 // Attributes that the kernel does not list: they tell it about sets of the same transaction, or are 0.

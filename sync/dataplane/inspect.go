@@ -174,6 +174,8 @@ type Differences struct {
 	Scheduled []Key
 	// Notes say what could not be looked at.
 	Notes []string
+	// Partial says that Notes name something that was not compared, so that no difference does not mean that all is well.
+	Partial bool
 	// Quiet says that nobody wrote meanwhile; else what was found may never have been there at one moment.
 	Quiet bool
 }

@@ -140,6 +140,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 			return nil, err
 		}
 		state = &dataplane.State{LocalhostNodePorts: settings.LocalhostNodePorts}
+		d.Partial = true
 		d.Notes = append(d.Notes,
 			"iptables rules hold no digest of what was written: give the objects, to compare the rules of Services")
 	}
@@ -152,6 +153,7 @@ func (i *Inspector) Differences(ctx context.Context, wanted *dataplane.State) (*
 		}
 		t := dataplane.InspectedTable{Family: f.String(), Name: f.String(), Unit: "rules"}
 		if saved == nil {
+			d.Partial = true
 			d.Notes = append(d.Notes, fmt.Sprintf("%s is skipped: %v", f, i.programs.Missing(f)))
 			d.Tables = append(d.Tables, t)
 			continue
