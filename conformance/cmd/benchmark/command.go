@@ -321,21 +321,40 @@ func (o *options) show(out io.Writer, r *results.Results) error {
 	if err := r.WriteTables(&tables); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(o.out, 0o755); err != nil {
+	return publish(out, publication{
+		dir: o.out, tables: tables.String(), file: "tables.md", said: "results.json, tables.md and pictures",
+		plot: func() error { _, err := r.WritePlots(o.out); return err },
+		docs: o.docs, writeDocs: func(tables string) error { return o.writeDocs(r, tables) },
+	})
+}
+
+// publication is what a run has found, and where it goes.
+type publication struct {
+	// tables go to the file in dir, and said names all that is there.
+	dir, tables, file, said string
+	plot                    func() error
+	// docs has writeDocs put the tables into the documentation.
+	docs      bool
+	writeDocs func(tables string) error
+}
+
+// publish writes tables and pictures, and prints the tables.
+func publish(out io.Writer, p publication) error {
+	if err := os.MkdirAll(p.dir, 0o755); err != nil {
 		return err
 	}
-	if err := os.WriteFile(o.file("tables.md"), []byte(tables.String()), 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(p.dir, p.file), []byte(p.tables), 0o644); err != nil {
 		return err
 	}
-	if _, err := r.WritePlots(o.out); err != nil {
+	if err := p.plot(); err != nil {
 		return err
 	}
-	if o.docs {
-		if err := o.writeDocs(r, tables.String()); err != nil {
+	if p.docs {
+		if err := p.writeDocs(p.tables); err != nil {
 			return err
 		}
 	}
-	_, err := fmt.Fprintf(out, "\n%s\nresults.json, tables.md and pictures are in %s\n", tables.String(), o.out)
+	_, err := fmt.Fprintf(out, "\n%s\n%s are in %s\n", p.tables, p.said, p.dir)
 	return err
 }
 

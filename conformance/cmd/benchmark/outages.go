@@ -193,22 +193,11 @@ func (o *outageOptions) show(out io.Writer, found *results.Outages) error {
 	if err := found.WriteTables(&tables, benchmark.OutageScenarios()); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(o.out, 0o755); err != nil {
-		return err
-	}
-	if err := os.WriteFile(o.file("outages.md"), []byte(tables.String()), 0o644); err != nil {
-		return err
-	}
-	if _, err := found.WritePlot(o.out); err != nil {
-		return err
-	}
-	if o.docs {
-		if err := o.writeDocs(found, tables.String()); err != nil {
-			return err
-		}
-	}
-	_, err := fmt.Fprintf(out, "\n%s\noutages.json, outages.md and the picture are in %s\n", tables.String(), o.out)
-	return err
+	return publish(out, publication{
+		dir: o.out, tables: tables.String(), file: "outages.md", said: "outages.json, outages.md and the picture",
+		plot: func() error { _, err := found.WritePlot(o.out); return err },
+		docs: o.docs, writeDocs: func(tables string) error { return o.writeDocs(found, tables) },
+	})
 }
 
 // writeDocs puts tables and the picture where the documentation has them.
