@@ -3,6 +3,7 @@
 package deploy
 
 import (
+	"fmt"
 	"maps"
 	"net/http"
 	"net/netip"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -110,6 +112,12 @@ func apply(t *testing.T, plane *control.Plane, all objects, how metav1.CreateOpt
 			_, err = c.RbacV1().ClusterRoles().Create(ctx, o, how)
 		case *rbacv1.ClusterRoleBinding:
 			_, err = c.RbacV1().ClusterRoleBindings().Create(ctx, o, how)
+		case *admissionv1.ValidatingAdmissionPolicy:
+			_, err = c.AdmissionregistrationV1().ValidatingAdmissionPolicies().Create(ctx, o, how)
+		case *admissionv1.ValidatingAdmissionPolicyBinding:
+			_, err = c.AdmissionregistrationV1().ValidatingAdmissionPolicyBindings().Create(ctx, o, how)
+		default:
+			err = fmt.Errorf("%T is not applied", o)
 		}
 		if err != nil {
 			return err
@@ -122,7 +130,13 @@ func apply(t *testing.T, plane *control.Plane, all objects, how metav1.CreateOpt
 func runOn(t *testing.T, plane *control.Plane, host *lab.Host, o objects) (*ran, error) {
 	t.Helper()
 	dir := t.TempDir()
-	writeFiles(t, plane, dir, o["ConfigMap/verdict"].(*corev1.ConfigMap))
+	writeFiles(t, plane, dir, o["ConfigMap/verdict"].(*corev1.ConfigMap), token(t, plane, nil))
+	return runIn(t, plane, host, dir, o)
+}
+
+// runIn is runOn with files that are written.
+func runIn(t *testing.T, plane *control.Plane, host *lab.Host, dir string, o objects) (*ran, error) {
+	t.Helper()
 	c := o.daemonSet().Spec.Template.Spec.Containers[0]
 	c.Env = []corev1.EnvVar{
 		{Name: "KUBERNETES_SERVICE_HOST", Value: host.IP4.String()},
@@ -150,14 +164,25 @@ func runOn(t *testing.T, plane *control.Plane, host *lab.Host, o objects) (*ran,
 	return p, err
 }
 
-// writeFiles writes what a pod of the ServiceAccount finds: its token, and the files of a ConfigMap.
-func writeFiles(t *testing.T, plane *control.Plane, dir string, config *corev1.ConfigMap) {
+// token gives a token of the ServiceAccount, as a pod has it if there is one.
+func token(t *testing.T, plane *control.Plane, pod *corev1.Pod) string {
 	t.Helper()
+	request := &authenticationv1.TokenRequest{}
+	if pod != nil {
+		request.Spec.BoundObjectRef = &authenticationv1.BoundObjectReference{Kind: "Pod", APIVersion: "v1", Name: pod.Name,
+			UID: pod.UID}
+	}
 	accounts := plane.Client.CoreV1().ServiceAccounts("kube-system")
-	token, err := accounts.CreateToken(t.Context(), "verdict", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+	made, err := accounts.CreateToken(t.Context(), "verdict", request, metav1.CreateOptions{})
 	check(t, err)
+	return made.Status.Token
+}
+
+// writeFiles writes what a pod of the ServiceAccount finds: its token, and the files of a ConfigMap.
+func writeFiles(t *testing.T, plane *control.Plane, dir string, config *corev1.ConfigMap, token string) {
+	t.Helper()
 	files := map[string]string{
-		"token":  token.Status.Token,
+		"token":  token,
 		"ca.crt": readFile(t, filepath.Join(filepath.Dir(plane.Kubeconfig()), "ca.crt")),
 	}
 	maps.Copy(files, config.Data)
@@ -244,7 +269,7 @@ func startKubeProxy(t *testing.T, plane *control.Plane, host *lab.Host, config *
 func startVerdict(t *testing.T, plane *control.Plane, host *lab.Host, config *corev1.ConfigMap) (said func() string) {
 	t.Helper()
 	dir := t.TempDir()
-	writeFiles(t, plane, dir, config)
+	writeFiles(t, plane, dir, config, token(t, plane, nil))
 	o, err := decodeOverlay("kubeadm")
 	check(t, err)
 	pod := o.daemonSet().Spec.Template.Spec

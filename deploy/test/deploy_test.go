@@ -161,7 +161,8 @@ func checkNames(o objects) error {
 		if err != nil {
 			return err
 		}
-		if cluster := strings.HasPrefix(name, "ClusterRole"); cluster != (access.GetNamespace() == "") {
+		cluster := strings.HasPrefix(name, "ClusterRole") || strings.HasPrefix(name, "ValidatingAdmissionPolicy")
+		if cluster != (access.GetNamespace() == "") {
 			return fmt.Errorf("%s: namespace %q", name, access.GetNamespace())
 		}
 	}
@@ -234,7 +235,7 @@ func checkRoles(o objects) error {
 			}
 		}
 	}
-	asked, err := requests()
+	asked, err := requests(o)
 	if err != nil {
 		return err
 	}
@@ -301,7 +302,7 @@ var served = []string{"10256/readyz", "10256/livez"}
 // TestOneSource: Helm and kustomize make the same objects, but for labels.
 func TestOneSource(t *testing.T) {
 	all := rendered(t)
-	for _, cluster := range []string{"kubeadm", "k3s"} {
+	for _, cluster := range []string{"kubeadm", "k3s", "kubeadm" + withNode, "k3s" + withNode} {
 		byKustomize, byHelm := all["kustomize "+cluster], all["helm "+cluster]
 		if d := differences(t, byKustomize, byHelm); len(d) > 0 {
 			t.Errorf("%s: %s", cluster, strings.Join(d, "\n"))

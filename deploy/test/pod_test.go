@@ -5,6 +5,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -49,7 +50,11 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		verb = "list"
 	}
 	r.mu.Lock()
-	if asked := request(verb, group, strings.Join(rest[:1], "/")); !slices.Contains(r.asked, asked) {
+	resource := rest[0]
+	if len(rest) > 2 {
+		resource += "/" + rest[2]
+	}
+	if asked := request(verb, group, resource); !slices.Contains(r.asked, asked) {
 		r.asked = append(r.asked, asked)
 	}
 	r.mu.Unlock()
@@ -79,6 +84,7 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 
 const node = `{"kind":"NodeList","apiVersion":"v1","metadata":{"resourceVersion":"1"},
 "items":[{"metadata":{"name":"node","resourceVersion":"1"},
+	"spec":{"taints":[{"key":"verdict-proxy.github.io/not-programmed","effect":"NoSchedule"}]},
 	"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.10"}]}}]}`
 
 var kinds = map[string]string{
@@ -121,18 +127,52 @@ type ran struct {
 	rights string
 }
 
-// requests gives what the program asks of the API server.
-func requests() ([]string, error) {
+// optional are the requests that the program makes only with an argument that begins so.
+var optional = map[string]string{"--node-condition": "patch nodes/status", "--startup-taint=": "patch nodes"}
+
+// requests gives what the program asks of the API server, with the arguments of a DaemonSet.
+func requests(o objects) ([]string, error) {
 	p, err := pod()
 	if err != nil {
 		return nil, err
 	}
-	return p.requests, nil
+	more, err := nodePod()
+	if err != nil {
+		return nil, err
+	}
+	all := slices.Clone(p.requests)
+	for _, arg := range o.daemonSet().Spec.Template.Spec.Containers[0].Args {
+		for begin, asked := range optional {
+			if strings.HasPrefix(arg, begin) && slices.Contains(more.requests, asked) {
+				all = append(all, asked)
+			}
+		}
+	}
+	return all, nil
 }
 
-// pod runs the containers of k3s' overlay one after the other in a network namespace, with the rights and files they
-// have in a cluster: /proc/sys and the root file system are read-only unless a container is privileged.
-var pod = sync.OnceValues(func() (p *ran, err error) {
+// pod runs the pod of k3s' overlay, and nodePod that with the component that writes the Node.
+var (
+	pod = sync.OnceValues(func() (*ran, error) {
+		o, err := decodeOverlay("k3s")
+		if err != nil {
+			return nil, err
+		}
+		return runPod(o)
+	})
+	nodePod = sync.OnceValues(func() (*ran, error) {
+		o, err := decodeNodeOverlay("k3s")
+		if err != nil {
+			return nil, err
+		}
+		return runPod(o, slices.Collect(maps.Values(optional))...)
+	})
+)
+
+// runPod runs a pod's containers one after the other in a network namespace, with the rights and files they have in a
+// cluster: /proc/sys and the root file system are read-only unless a container is privileged. It runs until it has
+// asked for what it needs, and more.
+func runPod(o objects, more ...string) (p *ran, err error) {
 	dir, err := os.MkdirTemp("", "verdict-pod-")
 	if err != nil {
 		return nil, err
@@ -151,10 +191,6 @@ var pod = sync.OnceValues(func() (p *ran, err error) {
 	}
 	defer server.Close()
 	defer server.CloseClientConnections()
-	o, err := decodeOverlay("k3s")
-	if err != nil {
-		return nil, err
-	}
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
 	for name, content := range map[string]string{
 		"config.conf": o["ConfigMap/verdict"].(*corev1.ConfigMap).Data["config.conf"], "ca.crt": string(ca), "token": "token",
@@ -171,9 +207,10 @@ var pod = sync.OnceValues(func() (p *ran, err error) {
 	}
 	return p, p.carry(host, container(host, dir, spec.Containers[0]), func() bool {
 		p.requests = api.all()
-		return begin(p.requests, "create") > 0 && begin(p.requests, "watch") == begin(p.requests, "list")
+		return begin(p.requests, "create") > 0 && begin(p.requests, "watch") == begin(p.requests, "list") &&
+			!slices.ContainsFunc(more, func(m string) bool { return !slices.Contains(p.requests, m) })
 	})
-})
+}
 
 // begin counts the requests with a verb.
 func begin(requests []string, verb string) (n int) {
@@ -266,6 +303,21 @@ cp *.conf /var/lib/kube-proxy
 		}
 	}
 	return cmd
+}
+
+// TestNodePod: to write the Node takes two more requests, and nothing else.
+func TestNodePod(t *testing.T) {
+	base, err := pod()
+	check(t, err)
+	p, err := nodePod()
+	check(t, err)
+	want := slices.Sorted(slices.Values(slices.AppendSeq(slices.Clone(base.requests), maps.Values(optional))))
+	if !slices.Equal(p.requests, want) {
+		t.Errorf("requests %v; want %v", p.requests, want)
+	}
+	if strings.Contains(p.log, "level=WARN") || !strings.Contains(p.log, "removed the taint from the Node") {
+		t.Errorf("log:\n%s", p.log)
+	}
 }
 
 // TestPod: with what the DaemonSet gives, the init container sets the sysctls, and the other one carries the Services

@@ -19,6 +19,7 @@ import (
 	"helm.sh/helm/v4/pkg/chart/common/util"
 	"helm.sh/helm/v4/pkg/chart/v2/loader"
 	"helm.sh/helm/v4/pkg/engine"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -34,9 +35,8 @@ import (
 // strict decodes the kinds we use, and refuses a field that there is not, or that is there twice.
 var strict = func() runtime.Decoder {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{
-		appsv1.AddToScheme, corev1.AddToScheme, rbacv1.AddToScheme, monitoringv1.AddToScheme,
-	} {
+	for _, add := range []func(*runtime.Scheme) error{admissionv1.AddToScheme, appsv1.AddToScheme, corev1.AddToScheme,
+		rbacv1.AddToScheme, monitoringv1.AddToScheme} {
 		if err := add(s); err != nil {
 			panic(err)
 		}
@@ -87,13 +87,45 @@ func kustomize(t *testing.T, cluster string) string {
 }
 
 func buildOverlay(cluster string) (string, error) {
-	built, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).
-		Run(filesys.MakeFsOnDisk(), "../kustomize/overlays/"+cluster)
+	return buildDir("../kustomize/overlays/" + cluster)
+}
+
+func buildDir(dir string) (string, error) {
+	built, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), dir)
 	if err != nil {
 		return "", err
 	}
 	text, err := built.AsYaml()
 	return string(text), err
+}
+
+// buildNodeOverlay gives what "kubectl kustomize" prints of an overlay with the component that writes the Node.
+func buildNodeOverlay(cluster string) (string, error) {
+	dir, err := os.MkdirTemp("", "verdict-overlay-")
+	if err != nil {
+		return "", err
+	}
+	defer os.RemoveAll(dir)
+	base, err := filepath.Abs("../kustomize")
+	if err != nil {
+		return "", err
+	}
+	if base, err = filepath.Rel(dir, base); err != nil {
+		return "", err
+	}
+	text := fmt.Sprintf("resources: [%s/overlays/%s]\ncomponents: [%[1]s/components/node-object]\n", base, cluster)
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
+		return "", err
+	}
+	return buildDir(dir)
+}
+
+func decodeNodeOverlay(cluster string) (objects, error) {
+	text, err := buildNodeOverlay(cluster)
+	if err != nil {
+		return nil, err
+	}
+	return decode(text)
 }
 
 func decodeOverlay(cluster string) (objects, error) {
@@ -166,12 +198,24 @@ func rendered(t *testing.T) map[string]string {
 		text, err := template(t, filepath.Join(chartDir, cluster+".yaml"), anImage)
 		check(t, err)
 		all["helm "+cluster] = text
+		if text, err = buildNodeOverlay(cluster); err == nil {
+			all["kustomize "+cluster+withNode] = text
+			text, err = template(t, filepath.Join(chartDir, cluster+".yaml"), nodeValues)
+		}
+		check(t, err)
+		all["helm "+cluster+withNode] = text
 	}
 	text, err := template(t, "", everyValue)
 	check(t, err)
 	all[withEveryValue] = text
 	return all
 }
+
+// withNode is the part of a name in rendered for those that write the Node, with nodeValues.
+const (
+	withNode   = ", with the Node"
+	nodeValues = anImage + "nodeCondition: true\nstartupTaint: verdict-proxy.github.io/not-programmed\n"
+)
 
 // withEveryValue is what rendered calls a chart with all of them.
 const withEveryValue = "helm with every value"
@@ -195,6 +239,7 @@ affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeS
   {matchExpressions: [{key: kubernetes.io/arch, operator: In, values: [amd64, arm64]}]}]}}}
 monitoring: {service: true, serviceMonitor: true, podMonitor: true, prometheusRule: true, rules: true, dashboard: true,
   labels: {release: prometheus}}
+startupTaint: example.com/not-programmed
 `
 
 func readFile(t *testing.T, path string) string {

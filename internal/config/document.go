@@ -42,6 +42,10 @@ type VerdictConfiguration struct {
 	Keeper string `json:"keeper"`
 	// OwnTables prevents other processes from changing the tables, if the kernel supports that. The default is true.
 	OwnTables *bool `json:"ownTables"`
+	// NodeCondition writes the condition ServicesProgrammed into the status of this node's Node.
+	NodeCondition bool `json:"nodeCondition"`
+	// StartupTaint is the key of a taint that is removed from the Node once all Services are programmed; empty means none.
+	StartupTaint string `json:"startupTaint"`
 	// Takeover selects whether kube-proxy's rules are removed once Verdict's are in force: auto or never.
 	Takeover string `json:"takeover"`
 	// IPVS selects which Services IPVS schedules: auto, always or never. The default is always in mode ipvs, else auto.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
 	logsapi "k8s.io/component-base/logs/api/v1"
 	"k8s.io/kube-proxy/config/v1alpha1"
 
@@ -227,6 +228,20 @@ var fields = []field{
 		nil,
 	},
 	{
+		verdictKind + ".nodeCondition",
+		Restart,
+		"write the condition `ServicesProgrammed` into the status of this node's Node, which needs a right; see " +
+			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
+		nil,
+	},
+	{
+		verdictKind + ".startupTaint",
+		Restart,
+		"the key of a taint to remove from this node's Node once all Services are programmed, which needs a right; see " +
+			"[CLUSTER.md](CLUSTER.md#in-the-node-object)",
+		checkTaintKey,
+	},
+	{
 		verdictKind + ".takeover",
 		Restart,
 		"`auto` removes what a kube-proxy programmed on this node once all Services are programmed; `never` keeps it; " +
@@ -440,6 +455,15 @@ func notBlank(v any) string {
 		return "it is blank"
 	}
 	return ""
+}
+
+// checkTaintKey accepts what the API accepts as the key of a taint.
+func checkTaintKey(v any) string {
+	key := v.(string)
+	if key == "" || len(validation.IsQualifiedName(key)) == 0 {
+		return ""
+	}
+	return quote(key) + " is not the key of a taint such as example.com/not-programmed"
 }
 
 func checkAddr(v any) string {

@@ -175,6 +175,9 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`"dog" is not one of auto, process, systemd, none` + isDefault + "auto",
 	},
 	{"VerdictConfiguration.ownTables", `true`, `false`, `perhaps`, noBool + isDefault + "true"},
+	{"VerdictConfiguration.nodeCondition", `false`, `true`, `perhaps`, noBool + isDefault + "false"},
+	{"VerdictConfiguration.startupTaint", `""`, `example.com/not-programmed`, `a/b/c`,
+		`"a/b/c" is not the key of a taint such as example.com/not-programmed` + notSet},
 	{"VerdictConfiguration.takeover", `auto`, `never`, `later`, `"later" is not one of auto, never` + isDefault + "auto"},
 	{"VerdictConfiguration.ipvs", `auto`, `never`, `often`, `"often" is not one of auto, always, never` + isDefault +
 		"auto"},

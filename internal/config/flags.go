@@ -356,6 +356,20 @@ var ownFlags = []option{
 		func(d *Document, on bool) { d.Verdict.OwnTables = &on },
 		verdictKind+".ownTables",
 	),
+	boolean(
+		"node-condition",
+		"write the condition ServicesProgrammed into the status of this node's Node",
+		ofRun,
+		func(d *Document, on bool) { d.Verdict.NodeCondition = on },
+		verdictKind+".nodeCondition",
+	),
+	text(
+		"startup-taint",
+		"key of a taint to remove from this node's Node once all Services are programmed",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.StartupTaint },
+		verdictKind+".startupTaint",
+	),
 	word(
 		"takeover",
 		"auto|never",

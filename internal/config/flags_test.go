@@ -38,6 +38,8 @@ func TestFlagNames(t *testing.T) {
 		"iptables-compat",
 		"keeper",
 		"own-tables",
+		"node-condition",
+		"startup-taint",
 		"takeover",
 		"ipvs",
 		"ipvs-addresses",

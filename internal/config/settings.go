@@ -62,6 +62,11 @@ type Settings struct {
 	Keeper    string
 	OwnTables bool
 
+	// NodeCondition writes a condition into the Node's status. StartupTaint is the key of the taint that is removed from
+	// the Node once all Services are programmed; empty means none.
+	NodeCondition bool
+	StartupTaint  string
+
 	// IPVSServices is the number of Services at which IPVS begins to schedule all of them, if Policy.IPVS is auto; 0 means
 	// never. IPVSTimeouts are those of TCP connections, of TCP connections after a FIN, and of UDP flows; 0 keeps the
 	// kernel's.
@@ -146,6 +151,8 @@ func (d *Document) settings() *Settings {
 		Log:         Log{JSON: c.Logging.Format == "json", Level: level(uint32(c.Logging.Verbosity))},
 		Keeper:      v.Keeper,
 		OwnTables:   *v.OwnTables,
+
+		NodeCondition: v.NodeCondition, StartupTaint: v.StartupTaint,
 
 		IPTablesCompat: v.IPTablesCompat, MasqueradeBit: int(*c.IPTables.MasqueradeBit),
 		IPTablesList: v.IPTablesDispatch == "list",

@@ -21,6 +21,8 @@ import (
 type nodeObject struct {
 	name   string
 	config *configWatcher
+	// seen is called for each Node that is new or has changed.
+	seen func()
 
 	// last is the latest Node. reported lists the mismatches that were reported.
 	last     atomic.Pointer[snapshot.Node]
@@ -50,6 +52,7 @@ type nodeSink struct {
 func (s *nodeSink) Put(d snapshot.Delta) {
 	if d.Node != nil {
 		s.node.observe(d.Node)
+		s.node.seen()
 	}
 	s.ipvs.warnSchedulerIgnored(d)
 	s.Sink.Put(d)

@@ -88,6 +88,7 @@ func keep(ctx context.Context, held *keeper.Inheritance, socket *os.File, s *con
 
 // holdLease runs a proxy each time this process gets the lease.
 func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w *configWatcher) error {
+	process := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -100,6 +101,8 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 	limitMemory(os.DirFS("/"), held.Restarts, w.log)
 	go held.Beat(context.Background()) // for as long as this process lives
 	var hasLease atomic.Bool
+	// A proxy that hands over, or is started again, has a successor.
+	ends := func(cause error) bool { return process.Err() != nil || errors.Is(cause, keeper.ErrEvicted) }
 	stuck := func(what string) { abort(w.log.Logger, what) }
 	lease := keeper.Lease{
 		Name: LeaseName, Socket: socket, TakeOver: held.Restarts == 0, OwnsTables: backends.OwnsTables, Log: w.log.Logger,
@@ -109,7 +112,7 @@ func holdLease(ctx context.Context, held *keeper.Inheritance, socket *os.File, w
 		if err := held.Keep(socket); err != nil {
 			w.log.Warn("the tables will be unprotected during a restart", "err", err)
 		}
-		return runProxy(ctx, socket, w, hasLease.Load)
+		return runProxy(ctx, socket, w, lifetime{hasLease.Load, ends})
 	})
 	switch {
 	case errors.Is(err, keeper.ErrEvicted):
@@ -157,8 +160,16 @@ type proxy struct {
 	services atomic.Int64
 }
 
+// lifetime is what a proxy knows of those before and after it.
+type lifetime struct {
+	// hasLease reports whether this proxy holds the lease.
+	hasLease func() bool
+	// ends reports whether a proxy that was cancelled with a cause has no successor.
+	ends func(cause error) bool
+}
+
 // runProxy runs a proxy until the context ends. It writes through socket, and does not close it.
-func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease func() bool) error {
+func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifetime) error {
 	log, s := w.log.Logger, w.start()
 	name, err := s.Node()
 	if err != nil {
@@ -173,10 +184,11 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		return err
 	}
 	defer opened.Close()
-	objects, events, err := openSource(s, name, log)
+	objects, events, publisher, err := openSource(s, name, life.ends, log)
 	if err != nil {
 		return err
 	}
+	object.seen = publisher.nodeSeen
 	flows, err := conntrack.Dial(0)
 	if err != nil {
 		return err
@@ -198,9 +210,10 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 		Prober: &outlier.TCP{}, Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		updates: p.updates, minInterval: s.MinSyncPeriod, serving: servingOf(w, s, events, hasLease),
+		updates: p.updates, minInterval: s.MinSyncPeriod, serving: servingOf(w, s, events, life.hasLease),
 		stuck: func(what string) { abort(log, what) },
 	}
+	n.serving.publisher = publisher
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil && opened.Owns())
 	if err := keeper.Notify("READY=1"); err != nil {
@@ -215,19 +228,32 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, hasLease f
 	return nil
 }
 
-// openSource returns the source of the objects. An API server also accepts events.
-func openSource(s *config.Settings, nodeName string, log *slog.Logger) (Source, clusterEvents, error) {
+// openSource returns the source of the objects. An API server also accepts events, and what the settings have the
+// publisher write; ends is for that.
+func openSource(s *config.Settings, nodeName string, ends func(error) bool, log *slog.Logger) (Source, clusterEvents,
+	*publisher, error) {
 	report := reporter(log)
 	if s.Manifests != "" {
+		if s.NodeCondition || s.StartupTaint != "" {
+			log.Warn("nodeCondition and startupTaint have no effect: the objects come from files")
+		}
 		return &watch.Files{Path: s.Manifests, NodeName: nodeName, Report: report,
-			Notice: func(text string) { log.Info(text) }}, clusterEvents{}, nil
+			Notice: func(text string) { log.Info(text) }}, clusterEvents{}, nil, nil
 	}
 	client, err := watch.Client(s.Client).Config()
 	if err != nil {
-		return nil, clusterEvents{}, err
+		return nil, clusterEvents{}, nil, err
 	}
 	events := clusterEvents{watch.NewEvents(client, nodeName, report)}
-	return &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}, events, nil
+	objects := &watch.Kubernetes{Config: client, NodeName: nodeName, Report: report}
+	if !s.NodeCondition && s.StartupTaint == "" {
+		return objects, events, nil, nil
+	}
+	writer, err := watch.NewNodeWriter(client, nodeName)
+	if err != nil {
+		return nil, clusterEvents{}, nil, err
+	}
+	return objects, events, newPublisher(s, writer.Apply, ends, log), nil
 }
 
 // runBackground runs everything beside the node, until the context ends.

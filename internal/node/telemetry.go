@@ -47,6 +47,8 @@ type serving struct {
 	droppedLines func() uint64
 	// events sends events to the cluster's operators.
 	events clusterEvents
+	// publisher, if not nil, writes what this proxy says of the node into the Node object.
+	publisher *publisher
 }
 
 // servingOf converts the settings.
@@ -97,7 +99,7 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 	})
 	t.status = status.New(status.Options{
 		Version: BuildInfo().Version, Backend: backendName(n), Node: n.Config.NodeName,
-		Progress: queue.Progress, Quarantined: loop.Quarantined, Ejected: found.ejected,
+		Progress: queue.Progress, Waiting: queue.Waiting, Quarantined: loop.Quarantined, Ejected: found.ejected,
 	})
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	o := metrics.Options{
@@ -162,6 +164,12 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 	if t.serving.nodePorts {
 		group.Go(func() error { return t.ports.Run(ctx) })
 	}
+	if p := t.serving.publisher; p != nil {
+		group.Go(func() error {
+			p.run(ctx, t.status.Facts)
+			return nil
+		})
+	}
 }
 
 // close stops what is left after run has ended.
@@ -178,6 +186,9 @@ func (t *telemetry) listeners() []reconcile.Listener {
 	list := []reconcile.Listener{t.metrics.Listener(), t.health.Listener(), t.status.Listener()}
 	if t.serving.nodePorts {
 		list = append(list, t.ports.Listener())
+	}
+	if p := t.serving.publisher; p != nil { // behind the status, which it reads
+		list = append(list, p.listener())
 	}
 	return list
 }

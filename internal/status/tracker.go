@@ -21,6 +21,8 @@ type Options struct {
 	Version, Backend, Node string
 	// Progress returns how far the loop has come, as snapshot.Queue does.
 	Progress func() snapshot.Progress
+	// Waiting returns what the loop has not settled, as snapshot.Queue does; only Facts needs it.
+	Waiting func() snapshot.Waiting
 	// Quarantined returns the Services that the kernel rejects, sorted by name, as reconcile.Loop does.
 	Quarantined func() []reconcile.Quarantined
 	// Ejected, if not nil, returns all ejected endpoints.
@@ -189,6 +191,17 @@ func (t *Tracker) committed(c reconcile.Commit) {
 		t.recent = slices.Delete(t.recent, 0, 1)
 	}
 	t.recent = append(t.recent, change)
+}
+
+// Facts returns what the Condition of the node is judged by. It costs nothing.
+func (t *Tracker) Facts() Facts {
+	f := Facts{Started: t.started, Waiting: t.o.Waiting().Since}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if f.First = t.first; t.failing != nil {
+		f.Failing = t.failing.Since
+	}
+	return f
 }
 
 // cut bounds a text.
