@@ -30,6 +30,8 @@ type Cluster struct {
 
 	dir  string
 	from testbed.Programs
+	// plugin says that the plugin of kubectl is built.
+	plugin bool
 }
 
 // nodeCount is enough for a node that changes, one that does not, and one that is gone.
@@ -132,6 +134,34 @@ func (c *Cluster) Kubectl(ctx context.Context, args ...string) (string, error) {
 	}
 	return run(ctx, "nsenter", append([]string{"--net=" + netnsPath(outside), programs[0], "--kubeconfig", c.Kubeconfig()},
 		args...)...)
+}
+
+// Verdict runs "kubectl verdict" as the administrator, with the plugin built from the sources, and returns what it
+// writes to stdout. The error holds what it writes to stderr, and wraps an *exec.ExitError if its exit status is not 0.
+func (c *Cluster) Verdict(ctx context.Context, args ...string) (string, error) {
+	programs, err := c.from.Peers(ctx, "kubectl")
+	if err != nil {
+		return "", err
+	}
+	dir := c.file("plugin")
+	if err := c.buildPlugin(ctx, dir); err != nil {
+		return "", err
+	}
+	return run(ctx, "nsenter", append([]string{"--net=" + netnsPath(outside), "env", "KUBECONFIG=" + c.Kubeconfig(),
+		"PATH=" + dir + ":" + os.Getenv("PATH"), programs[0], "verdict"}, args...)...)
+}
+
+// buildPlugin builds the plugin once.
+func (c *Cluster) buildPlugin(ctx context.Context, dir string) error {
+	if c.plugin {
+		return nil
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	err := build(ctx, c.from.Root, filepath.Join(dir, "kubectl-verdict"), "./cmd/verdict")
+	c.plugin = err == nil
+	return err
 }
 
 func (c *Cluster) waitReady(ctx context.Context) error {

@@ -15,7 +15,12 @@ const VerdictImage = "localhost/verdict:dev"
 // InstallVerdict applies the overlay for kubeadm with an image, as docs/INSTALL.md says, with additions to the
 // DaemonSet.
 func (c *Cluster) InstallVerdict(ctx context.Context, image string, more ...Addition) error {
-	return c.applyOverlay(ctx, "overlays/kubeadm", image, more)
+	return c.applyOverlay(ctx, "overlays/kubeadm", "", image, more)
+}
+
+// InstallNodeVerdict is InstallVerdict with the component that writes the Nodes.
+func (c *Cluster) InstallNodeVerdict(ctx context.Context, image string, more ...Addition) error {
+	return c.applyOverlay(ctx, "overlays/kubeadm", "components/node-object", image, more)
 }
 
 // Addition is a field of a pod's specification in a DaemonSet, with a JSON pointer as its path.
@@ -23,18 +28,22 @@ type Addition struct {
 	Path, Value string
 }
 
-// applyOverlay applies a directory of deploy/kustomize with an image.
-func (c *Cluster) applyOverlay(ctx context.Context, name, image string, more []Addition) error {
+// applyOverlay applies a directory of deploy/kustomize with an image, and a component if there is one.
+func (c *Cluster) applyOverlay(ctx context.Context, name, component, image string, more []Addition) error {
 	dir := c.file("overlay")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	base, err := filepath.Rel(dir, filepath.Join(c.from.Root, "deploy", "kustomize", name))
+	root, err := filepath.Rel(dir, filepath.Join(c.from.Root, "deploy", "kustomize"))
 	if err != nil {
 		return err
 	}
 	repository, tag, _ := strings.Cut(image, ":")
-	text := fmt.Sprintf("resources: [%q]\nimages: [{name: verdict, newName: %q, newTag: %q}]\n", base, repository, tag)
+	text := fmt.Sprintf("resources: [%q]\nimages: [{name: verdict, newName: %q, newTag: %q}]\n",
+		filepath.Join(root, name), repository, tag)
+	if component != "" {
+		text += fmt.Sprintf("components: [%q]\n", filepath.Join(root, component))
+	}
 	if len(more) > 0 {
 		text += "patches:\n- target: {kind: DaemonSet}\n  patch: |-\n"
 	}
@@ -50,7 +59,7 @@ func (c *Cluster) applyOverlay(ctx context.Context, name, image string, more []A
 
 // InstallCleanup applies the DaemonSet that removes what Verdict wrote.
 func (c *Cluster) InstallCleanup(ctx context.Context, image string, more ...Addition) error {
-	return c.applyOverlay(ctx, "cleanup", image, more)
+	return c.applyOverlay(ctx, "cleanup", "", image, more)
 }
 
 // DeleteOverlay deletes what InstallVerdict or InstallCleanup has applied last. The nodes' tables stay.

@@ -131,11 +131,11 @@ func runOn(t *testing.T, plane *control.Plane, host *lab.Host, o objects) (*ran,
 	t.Helper()
 	dir := t.TempDir()
 	writeFiles(t, plane, dir, o["ConfigMap/verdict"].(*corev1.ConfigMap), token(t, plane, nil))
-	return runIn(t, plane, host, dir, o)
+	return runIn(t, plane, host, dir, o, "")
 }
 
-// runIn is runOn with files that are written.
-func runIn(t *testing.T, plane *control.Plane, host *lab.Host, dir string, o objects) (*ran, error) {
+// runIn is runOn with files that are written. It also waits until the log has a text.
+func runIn(t *testing.T, plane *control.Plane, host *lab.Host, dir string, o objects, text string) (*ran, error) {
 	t.Helper()
 	c := o.daemonSet().Spec.Template.Spec.Containers[0]
 	c.Env = []corev1.EnvVar{
@@ -148,7 +148,7 @@ func runIn(t *testing.T, plane *control.Plane, host *lab.Host, dir string, o obj
 	p := &ran{}
 	err = p.carry(host, container(host, dir, c), func() bool {
 		now, err := events.List(t.Context(), metav1.ListOptions{})
-		return err == nil && len(now.Items) > len(before.Items)
+		return err == nil && len(now.Items) > len(before.Items) && strings.Contains(p.out.String(), text)
 	})
 	if p.status["10256/readyz"] != 200 {
 		t.Errorf("it is not ready: %v", p.status)

@@ -125,6 +125,26 @@ type ran struct {
 	tables string
 	// rights are the lines of /proc/PID/status about capabilities.
 	rights string
+
+	out output
+}
+
+// output is what a container that runs has written so far.
+type output struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (o *output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.Write(p)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.String()
 }
 
 // optional are the requests that the program makes only with an argument that begins so.
@@ -224,8 +244,7 @@ func begin(requests []string, verb string) (n int) {
 
 // carry runs the container that stays until it is ready and complete says so.
 func (p *ran) carry(host *lab.Host, c *lab.Cmd, complete func() bool) error {
-	var log bytes.Buffer
-	c.Stdout, c.Stderr = &log, &log
+	c.Stdout, c.Stderr = &p.out, &p.out
 	if err := c.Start(); err != nil {
 		return err
 	}
@@ -260,7 +279,7 @@ func (p *ran) carry(host *lab.Host, c *lab.Cmd, complete func() bool) error {
 		p.sysctls[name] = strings.TrimSpace(value)
 	}
 	err = errors.Join(err, c.Process.Signal(syscall.SIGTERM), c.Wait())
-	p.log = log.String()
+	p.log = p.out.String()
 	if err != nil {
 		return fmt.Errorf("%w: %s", err, p.log)
 	}

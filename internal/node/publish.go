@@ -171,7 +171,7 @@ func (p *publisher) failed(err error) {
 }
 
 // maxPublishError bounds an error in the log, in bytes.
-const maxPublishError = 600
+const maxPublishError = 1000
 
 // farewell says that nobody looks after the node any more. It is tried once: what a proxy that was killed has written
 // stays, too.

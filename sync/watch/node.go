@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -147,13 +148,13 @@ func (w *NodeWriter) patch(ctx context.Context, how types.PatchType, patch any, 
 		return err
 	}
 	err = w.client.Patch(how).Resource("nodes").Name(w.name).SubResource(part...).Body(body).Do(ctx).Error()
-	if !apierrors.IsForbidden(err) {
-		return err
+	if !apierrors.IsForbidden(err) || strings.Contains(err.Error(), "ValidatingAdmissionPolicy") {
+		return err // a policy says itself what is wrong
 	}
 	resource := "nodes"
 	for _, p := range part {
 		resource += "/" + p
 	}
-	return fmt.Errorf("the API server refuses it; it needs the rule {apiGroups: [\"\"], resources: [%s], verbs: [patch]} "+
-		"(docs/CLUSTER.md): %w", resource, err)
+	return fmt.Errorf("it needs the rule {apiGroups: [\"\"], resources: [%s], verbs: [patch]} (docs/CLUSTER.md): %w",
+		resource, err)
 }

@@ -16,9 +16,10 @@ import (
 )
 
 // All are the stories, in an order in which each finds what it needs. Each begins and ends with Verdict on all nodes;
-// the first two belong together.
+// the first three belong together.
 var All = []Story{
 	{Name: "back to kube-proxy, node by node", Do: backToKubeProxy},
+	{Name: "node drained, under kube-proxy", Do: drain},
 	{Name: "from kube-proxy, node by node", Do: fromKubeProxy},
 	{Name: "pod deleted", Do: deletePod("--grace-period=30")},
 	{Name: "pod deleted by force", Do: deletePod("--grace-period=0", "--force")},
@@ -33,6 +34,10 @@ var All = []Story{
 	{Name: "upgrade from the older version", Do: func(ctx context.Context, b *Bed) error {
 		return b.verdict(ctx, cluster.VerdictImage, "")
 	}},
+	{Name: "asked by kubectl verdict", Do: ask},
+	{Name: "proxy stopped for half a minute, and waited for", Do: stopProxy},
+	{Name: "tables changed by another program", Do: corrupt},
+	{Name: "condition and taint of the Node", Do: nodeObject},
 	{Name: "API server gone", Do: serverGone},
 	{Name: "node drained", Do: drain},
 	{Name: "node rebooted, seen by the others", Do: reboot},
@@ -292,16 +297,6 @@ func serverGone(ctx context.Context, b *Bed) error {
 		return err
 	}
 	return b.rolledOut(ctx, system, "daemonset/verdict")
-}
-
-// drain moves all servers off a node and lets it have them again. Held connections end with their server.
-func drain(ctx context.Context, b *Bed) error {
-	n := b.Nodes[2]
-	if _, err := b.Kubectl(ctx, "drain", n.Name, "--ignore-daemonsets", "--timeout=2m"); err != nil {
-		return err
-	}
-	_, err := b.Kubectl(ctx, "uncordon", n.Name)
-	return errors.Join(err, b.rolledOut(ctx, "default", "deployment/echo"))
 }
 
 // reboot takes the power from a node that has been drained. Its own clients, and those outside that use it, do not

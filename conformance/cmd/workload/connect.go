@@ -74,9 +74,13 @@ func connect(address string, targets []string) error {
 func (c *counters) openAlways(target string) {
 	for range time.Tick(interval) {
 		go func() {
+			begin := time.Now()
 			conn, err := net.DialTimeout("tcp", target, limit)
 			if err == nil {
-				err = ask(conn)
+				connected := time.Since(begin)
+				if err = ask(conn); err != nil {
+					err = fmt.Errorf("connected after %v, failed after %v: %w", connected, time.Since(begin), err)
+				}
 				conn.Close()
 			}
 			c.opened(target, err)
