@@ -366,13 +366,13 @@ func TestWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{svc: cart(), slices: cartSlices("60", false)}
 		f.add("a", "b")
-		g, err := goalOf(f.svc, &f.slices)
+		g, err := GoalOf(f.svc, &f.slices)
 		if err != nil {
 			t.Fatal(err)
 		}
 		was := cartSlices("50", true)
-		old, err := goalOf(f.svc, &was)
-		if err != nil || old.digest == g.digest {
+		old, err := GoalOf(f.svc, &was)
+		if err != nil || old.Digest == g.Digest {
 			t.Fatal("a readiness makes no difference", err)
 		}
 		programmed := func(version string, d status.Digest) *status.Status {
@@ -381,7 +381,7 @@ func TestWait(t *testing.T) {
 			return s
 		}
 		name := snapshot.Name{Namespace: "shop", Name: "cart"}
-		of := map[string]*status.Status{"a": programmed("50", g.digest), "b": programmed("59", old.digest)}
+		of := map[string]*status.Status{"a": programmed("50", g.Digest), "b": programmed("59", old.Digest)}
 		f.statuses(of)
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
@@ -394,8 +394,8 @@ func TestWait(t *testing.T) {
 			t.Errorf("a node that is done was asked %d times", n)
 		}
 		for what, then := range map[string]*status.Status{
-			"the digest": programmed("59", g.digest), "a newer version": programmed("61", 77)} {
-			of["b"] = programmed("59", old.digest)
+			"the digest": programmed("59", g.Digest), "a newer version": programmed("61", 77)} {
+			of["b"] = programmed("59", old.Digest)
 			begin := time.Now()
 			time.AfterFunc(1500*time.Millisecond, func() {
 				f.mu.Lock()

@@ -16,38 +16,36 @@ import (
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
 
-// goal is what a node has to reach: what the API had for one Service.
-type goal struct {
-	service string
-	// versions are those of the Service, and of the list of its slices: also that a slice is gone has one.
-	versions status.Versions
-	// digest is the one of a node that has programmed exactly this.
-	digest status.Digest
-}
-
-// goalOf converts what the API has.
-func goalOf(svc *corev1.Service, list *discoveryv1.EndpointSliceList) (goal, error) {
-	g := goal{service: svc.Namespace + "/" + svc.Name, versions: status.Versions{
+// GoalOf returns what a node has to reach to hold what the API has of a Service. It fails if no node programs it.
+func GoalOf(svc *corev1.Service, list *discoveryv1.EndpointSliceList) (status.Goal, error) {
+	g := status.Goal{Service: snapshot.Name{Namespace: svc.Namespace, Name: svc.Name}, Versions: status.Versions{
 		Services: snapshot.Version(svc.ResourceVersion), EndpointSlices: snapshot.Version(list.ResourceVersion)}}
 	converted, of := watch.Objects(svc, list.Items)
 	if converted == nil {
-		return g, fmt.Errorf("%s is headless, an ExternalName, or another proxy's: no node programs it", g.service)
+		return g, fmt.Errorf("%v is headless, an ExternalName, or another proxy's: no node programs it", g.Service)
 	}
-	g.digest = status.Of(converted, of)
+	g.Digest = status.Of(converted, of)
 	return g, nil
 }
 
-// reached reports whether a node has programmed the goal, or something newer. A node at rest learns of the list's
-// version only by a bookmark, within about a minute; its digest says so at once.
+// goal is what the nodes have to reach.
+type goal struct{ status.Goal }
+
+// reached reports whether a node has programmed the goal, or something newer.
 func (g *goal) reached(s *status.Status) bool {
-	return s.Programmed.Reached(g.versions) && !g.rejected(s) || slices.ContainsFunc(s.Digests,
-		func(d status.ServiceDigest) bool { return d.Service == g.service && d.Digest == g.digest })
+	var digest status.Digest
+	for _, d := range s.Digests {
+		if d.Service == g.Service.String() {
+			digest = d.Digest
+		}
+	}
+	return g.Reached(s.Programmed, digest, g.rejected(s))
 }
 
 // rejected reports whether the node's kernel rejects the Service.
 func (g *goal) rejected(s *status.Status) bool {
 	return slices.ContainsFunc(s.Quarantined.Services, func(q status.QuarantinedService) bool {
-		return q.Service == g.service
+		return q.Service == g.Service.String()
 	})
 }
 
@@ -72,17 +70,18 @@ func (c *Cluster) Wait(ctx context.Context, service snapshot.Name, every time.Du
 	if err != nil {
 		return 0, nil, err
 	}
-	g, err := goalOf(svc, list)
+	wanted, err := GoalOf(svc, list)
 	if err != nil {
 		return 0, nil, err
 	}
+	g := goal{wanted}
 	targets, _, err := c.Targets(ctx)
 	if err != nil {
 		return 0, nil, err
 	}
 	nodes = len(targets)
 	for {
-		asked := c.statuses(ctx, targets, "--service", g.service)
+		asked := c.statuses(ctx, targets, "--service", g.Service.String())
 		if ctx.Err() == nil || left == nil {
 			targets, left = g.missing(targets, asked)
 		}
@@ -125,8 +124,8 @@ func (g *goal) why(s *status.Status) string {
 		what      string
 		has, want snapshot.Version
 	}{
-		{"services", s.Programmed.Services, g.versions.Services},
-		{"endpointslices", s.Programmed.EndpointSlices, g.versions.EndpointSlices},
+		{"services", s.Programmed.Services, g.Versions.Services},
+		{"endpointslices", s.Programmed.EndpointSlices, g.Versions.EndpointSlices},
 	} {
 		if !v.has.Reached(v.want) {
 			parts = append(parts, fmt.Sprintf("%s at version %s of %s", v.what, v.has, v.want))

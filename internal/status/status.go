@@ -59,6 +59,22 @@ func (v Versions) Reached(o Versions) bool {
 	return v.Services.Reached(o.Services) && v.EndpointSlices.Reached(o.EndpointSlices)
 }
 
+// Goal is what a node has to reach: what the API had of one Service at some moment.
+type Goal struct {
+	Service snapshot.Name
+	// Versions are those of the Service, and of the list of its slices: also that a slice is gone has one.
+	Versions Versions
+	// Digest is the one of a node that has programmed exactly this; 0 if it cannot be compared.
+	Digest Digest
+}
+
+// Reached reports whether a node has programmed the goal, or something newer. The digest is that of the Service on the
+// node, 0 if it has none, and rejected says that its kernel rejects the Service. A node at rest learns of the list's
+// version only by a bookmark, within about a minute; its digest says so at once.
+func (g *Goal) Reached(programmed Versions, digest Digest, rejected bool) bool {
+	return programmed.Reached(g.Versions) && !rejected || digest == g.Digest && digest != 0
+}
+
 // Pending is what the node has received and not programmed.
 type Pending struct {
 	Services       int `json:"services"`

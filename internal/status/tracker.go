@@ -264,15 +264,40 @@ func (t *Tracker) digests(names []snapshot.Name) (out []ServiceDigest) {
 		if !ok {
 			continue
 		}
-		_, set := slices.BinarySearchFunc(rejected, n, func(q reconcile.Quarantined, n snapshot.Name) int {
-			return q.Name.Compare(n)
-		})
-		if set {
+		if isQuarantined(rejected, n) {
 			k.digest += quarantinedMark
 		}
 		out = append(out, ServiceDigest{n.String(), k.digest, time.UnixMilli(k.since)})
 	}
 	return out
+}
+
+// Holds reports of each goal whether this node has reached it.
+func (t *Tracker) Holds(goals []Goal) []bool {
+	t.asking.Lock()
+	defer t.asking.Unlock()
+	programmed := versionsOf(t.o.Progress().Programmed)
+	rejected := t.o.Quarantined()
+	t.compute()
+	out := make([]bool, len(goals))
+	for i := range goals {
+		g := &goals[i]
+		d := t.services[g.Service].digest
+		set := isQuarantined(rejected, g.Service)
+		if set {
+			d = 0
+		}
+		out[i] = g.Reached(programmed, d, set)
+	}
+	return out
+}
+
+// isQuarantined looks a Service up in a list that is sorted by name.
+func isQuarantined(list []reconcile.Quarantined, n snapshot.Name) bool {
+	_, found := slices.BinarySearchFunc(list, n, func(q reconcile.Quarantined, n snapshot.Name) int {
+		return q.Name.Compare(n)
+	})
+	return found
 }
 
 // page returns the names of the Services after one, at most pageSize, and says whether there are more. The caller has

@@ -250,3 +250,29 @@ func TestRecent(t *testing.T) {
 		t.Errorf("the last one is %+v; want %+v", recent[0], want)
 	}
 }
+
+// TestHolds: a node has reached a goal by the digest of the Service, or by the versions of both resources; not while
+// its kernel rejects the Service, and never by the digest of a Service that it does not have.
+func TestHolds(t *testing.T) {
+	w := newWorld()
+	web, gone := service("shop/web", true), name("shop/gone")
+	w.apply(web)
+	d := Of(web.Services[name("shop/web")], w.snap.Slices[name("shop/web")])
+	w.progress.Programmed = snapshot.Versions{Services: "10", Slices: "20"}
+	at := func(services, slices snapshot.Version) Versions { return Versions{services, slices} }
+	goals := []Goal{
+		{name("shop/web"), at("10", "30"), d},
+		{name("shop/web"), at("10", "30"), d + 1},
+		{name("shop/web"), at("10", "20"), d + 1},
+		{name("shop/web"), at("11", "20"), 0},
+		{gone, at("10", "21"), 0},
+		{gone, at("9", "19"), 7},
+	}
+	if got, want := w.Holds(goals), []bool{true, false, true, false, false, true}; !reflect.DeepEqual(got, want) {
+		t.Errorf("%v; want %v", got, want)
+	}
+	w.quarantined = []reconcile.Quarantined{{Name: name("shop/web"), Err: errors.New("no")}}
+	if got := w.Holds(goals[:3]); !reflect.DeepEqual(got, []bool{false, false, false}) {
+		t.Errorf("quarantined: %v", got)
+	}
+}
