@@ -1,9 +1,11 @@
 package health
 
 import (
+	"context"
 	"errors"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -53,9 +55,29 @@ type trackedConn struct {
 	net.Conn
 	room *connLimit
 	host string
-	once sync.Once
+	// closed is guarded by the room's mu.
+	closed bool
 	// idle is true if the connection was answered, and is kept for the next request.
 	idle atomic.Bool
+}
+
+// connKey is the key of a request's connection in its context.
+type connKey struct{}
+
+// withConn lets a request's handler find its connection.
+func withConn(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, connKey{}, c)
+}
+
+// Hold takes the connection of a request out of the count of connections, so that no other one replaces it, until
+// release is called. The caller limits how many it holds.
+func Hold(r *http.Request) (release func()) {
+	g, ok := r.Context().Value(connKey{}).(*trackedConn)
+	if !ok {
+		return func() {}
+	}
+	g.room.leave(g)
+	return func() { g.room.count(g) }
 }
 
 // recordState records a connection's state, as the server reports it.
@@ -94,15 +116,43 @@ func (r *connLimit) enter(c net.Conn) *trackedConn {
 		host = c.RemoteAddr().String()
 	}
 	g := &trackedConn{Conn: c, room: r, host: host}
+	r.count(g)
+	return g
+}
+
+// count counts a connection that is open, and replaces another one if there are too many.
+func (r *connLimit) count(g *trackedConn) {
 	r.mu.Lock()
+	if g.closed {
+		r.mu.Unlock()
+		return
+	}
 	r.open = append(r.open, g)
-	r.hosts[host]++
+	r.hosts[g.host]++
 	full := len(r.open) > r.most
 	r.mu.Unlock()
 	if full {
 		r.evict()
 	}
-	return g
+}
+
+// leave stops counting a connection.
+func (r *connLimit) leave(g *trackedConn) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.remove(g)
+}
+
+// remove is leave. The caller has locked mu.
+func (r *connLimit) remove(g *trackedConn) {
+	i := slices.Index(r.open, g)
+	if i < 0 {
+		return
+	}
+	r.open = slices.Delete(r.open, i, i+1)
+	if r.hosts[g.host]--; r.hosts[g.host] == 0 {
+		delete(r.hosts, g.host)
+	}
 }
 
 // evict closes one connection, if there is one.
@@ -125,20 +175,10 @@ func (r *connLimit) evict() {
 
 // Close closes the connection, and stops counting it.
 func (g *trackedConn) Close() error {
-	g.once.Do(func() {
-		r := g.room
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		for i, o := range r.open {
-			if o == g {
-				r.open = append(r.open[:i], r.open[i+1:]...)
-				break
-			}
-		}
-		if r.hosts[g.host]--; r.hosts[g.host] == 0 {
-			delete(r.hosts, g.host)
-		}
-	})
+	g.room.mu.Lock()
+	g.closed = true
+	g.room.remove(g)
+	g.room.mu.Unlock()
 	return g.Conn.Close()
 }
 

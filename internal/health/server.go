@@ -41,7 +41,8 @@ func newHTTPServer(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler: h, ReadHeaderTimeout: headerPatience, ReadTimeout: readPatience, WriteTimeout: writeTimeout,
 		IdleTimeout: idlePatience, MaxHeaderBytes: maxHeader, ConnState: recordState,
-		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
+		ConnContext: withConn,
+		ErrorLog:    slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug), // what clients do wrong is no news
 	}
 }
 

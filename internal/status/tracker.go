@@ -324,7 +324,7 @@ func (t *Tracker) Answer(query url.Values) (Status, error) {
 		return Status{}, fmt.Errorf("service: %d are more than %d", len(asked), maxAsked)
 	}
 	for _, text := range asked {
-		n, err := parseName(text)
+		n, err := ParseName(text)
 		if err != nil {
 			return Status{}, fmt.Errorf("service: %w", err)
 		}
@@ -338,7 +338,7 @@ func (t *Tracker) Answer(query url.Values) (Status, error) {
 	case "all":
 		after, err := snapshot.Name{}, error(nil)
 		if text := query.Get("after"); text != "" {
-			if after, err = parseName(text); err != nil {
+			if after, err = ParseName(text); err != nil {
 				return Status{}, fmt.Errorf("after: %w", err)
 			}
 		}
@@ -353,8 +353,8 @@ func (t *Tracker) Answer(query url.Values) (Status, error) {
 	return s, nil
 }
 
-// parseName reads NAMESPACE/NAME.
-func parseName(text string) (n snapshot.Name, err error) {
+// ParseName reads NAMESPACE/NAME.
+func ParseName(text string) (n snapshot.Name, err error) {
 	namespace, name, ok := strings.Cut(text, "/")
 	if !ok || namespace == "" || name == "" || len(text) > 2*253+1 {
 		return n, fmt.Errorf("%.100q is not NAMESPACE/NAME", text)

@@ -19,7 +19,7 @@ import (
 )
 
 func name(text string) snapshot.Name {
-	n, err := parseName(text)
+	n, err := ParseName(text)
 	if err != nil {
 		panic(err)
 	}
