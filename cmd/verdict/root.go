@@ -73,6 +73,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict status                    say how far this node's proxy has come
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
+  verdict collect                   ask all nodes whether they have a change, for /everywhere
   verdict bench                     measure cold starts, changes and churn
   verdict version                   say what was built, and what this kernel can do
 
@@ -95,6 +96,7 @@ verify and compare: 0 equal, 1 different, 2 error.`,
 		newStatus(),
 		newCleanup(),
 		newTakeover(),
+		newCollect(),
 		newBench(),
 		newVersion(),
 	)

@@ -108,6 +108,12 @@ func apply(t *testing.T, plane *control.Plane, all objects, how metav1.CreateOpt
 			_, err = c.CoreV1().Services(o.Namespace).Create(ctx, o, how)
 		case *appsv1.DaemonSet:
 			_, err = c.AppsV1().DaemonSets(o.Namespace).Create(ctx, o, how)
+		case *appsv1.Deployment:
+			_, err = c.AppsV1().Deployments(o.Namespace).Create(ctx, o, how)
+		case *rbacv1.Role:
+			_, err = c.RbacV1().Roles(o.Namespace).Create(ctx, o, how)
+		case *rbacv1.RoleBinding:
+			_, err = c.RbacV1().RoleBindings(o.Namespace).Create(ctx, o, how)
 		case *rbacv1.ClusterRole:
 			_, err = c.RbacV1().ClusterRoles().Create(ctx, o, how)
 		case *rbacv1.ClusterRoleBinding:

@@ -172,7 +172,11 @@ func checkNames(o objects) error {
 // checkArgs has the program read its arguments.
 func checkArgs(o objects) error {
 	pod := o.daemonSet().Spec.Template.Spec
-	for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
+	containers := slices.Concat(pod.InitContainers, pod.Containers)
+	if d, ok := o["Deployment/verdict-collector"].(*appsv1.Deployment); ok {
+		containers = append(containers, d.Spec.Template.Spec.Containers...)
+	}
+	for _, c := range containers {
 		args := append(slices.Clone(c.Args), "--help")
 		if out, err := exec.Command(verdict, args...).CombinedOutput(); err != nil {
 			return fmt.Errorf("container %s: verdict %s: %s", c.Name, strings.Join(c.Args, " "), out)
@@ -302,7 +306,7 @@ var served = []string{"10256/readyz", "10256/livez"}
 // TestOneSource: Helm and kustomize make the same objects, but for labels.
 func TestOneSource(t *testing.T) {
 	all := rendered(t)
-	for _, cluster := range []string{"kubeadm", "k3s", "kubeadm" + withNode, "k3s" + withNode} {
+	for _, cluster := range []string{"kubeadm", "k3s", "kubeadm" + withNode, "k3s" + withNode, "collector"} {
 		byKustomize, byHelm := all["kustomize "+cluster], all["helm "+cluster]
 		if d := differences(t, byKustomize, byHelm); len(d) > 0 {
 			t.Errorf("%s: %s", cluster, strings.Join(d, "\n"))
@@ -343,15 +347,9 @@ func plain(t *testing.T, text string) map[string]string {
 		access.SetLabels(nil)
 		switch o := o.(type) {
 		case *appsv1.DaemonSet:
-			o.Spec.Template.Labels = nil
-			pod := &o.Spec.Template.Spec
-			for i := range pod.InitContainers {
-				pod.InitContainers[i].ImagePullPolicy = ""
-			}
-			for i := range pod.Containers {
-				pod.Containers[i].ImagePullPolicy = ""
-				slices.SortFunc(pod.Containers[i].Env, func(a, b corev1.EnvVar) int { return strings.Compare(a.Name, b.Name) })
-			}
+			plainPod(&o.Spec.Template)
+		case *appsv1.Deployment:
+			plainPod(&o.Spec.Template)
 		case *corev1.ConfigMap:
 			for key, text := range o.Data {
 				o.Data[key] = canonical(t, text)
@@ -362,6 +360,18 @@ func plain(t *testing.T, text string) map[string]string {
 		out[name] = string(b)
 	}
 	return out
+}
+
+func plainPod(t *corev1.PodTemplateSpec) {
+	t.Labels = nil
+	for i := range t.Spec.InitContainers {
+		t.Spec.InitContainers[i].ImagePullPolicy = ""
+	}
+	for i := range t.Spec.Containers {
+		c := &t.Spec.Containers[i]
+		c.ImagePullPolicy = ""
+		slices.SortFunc(c.Env, func(a, b corev1.EnvVar) int { return strings.Compare(a.Name, b.Name) })
+	}
 }
 
 // canonical gives YAML documents without comments, in one order.

@@ -29,17 +29,17 @@ type recorder struct {
 	asked []string
 }
 
-// ServeHTTP answers lists with nothing but that, holds watches open, and takes everything else.
-func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
+// note takes note of a request, and says what it asks for: rest is a resource and perhaps a name.
+func (r *recorder) note(q *http.Request) (verb, group string, rest []string) {
 	path := strings.Split(strings.TrimPrefix(q.URL.Path, "/"), "/")
-	group, rest := "", path[2:]
+	rest = path[2:]
 	if path[0] == "apis" {
 		group, rest = path[1], path[3:]
 	}
 	if rest[0] == "namespaces" && len(rest) > 2 {
 		rest = rest[2:]
 	}
-	verb := map[string]string{http.MethodPost: "create", http.MethodPut: "update", http.MethodPatch: "patch",
+	verb = map[string]string{http.MethodPost: "create", http.MethodPut: "update", http.MethodPatch: "patch",
 		http.MethodDelete: "delete"}[q.Method]
 	switch {
 	case q.Method == http.MethodGet && q.URL.Query().Get("watch") != "":
@@ -58,6 +58,12 @@ func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		r.asked = append(r.asked, asked)
 	}
 	r.mu.Unlock()
+	return verb, group, rest
+}
+
+// ServeHTTP answers lists with nothing but that, holds watches open, and takes everything else.
+func (r *recorder) ServeHTTP(w http.ResponseWriter, q *http.Request) {
+	verb, group, rest := r.note(q)
 	w.Header().Set("Content-Type", "application/json")
 	switch {
 	case verb == "watch" && q.URL.Query().Get("sendInitialEvents") != "":

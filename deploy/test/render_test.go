@@ -205,7 +205,14 @@ func rendered(t *testing.T) map[string]string {
 		check(t, err)
 		all["helm "+cluster+withNode] = text
 	}
-	text, err := template(t, "", everyValue)
+	all["kustomize collector"] = kustomize(t, "../../test/testdata/collector")
+	text, err := template(t, filepath.Join(chartDir, "k3s.yaml"), anImage+"collector: {enabled: true}")
+	check(t, err)
+	all["helm collector"] = text
+	text, err = template(t, filepath.Join(chartDir, "kubeadm.yaml"), anImage+"collector: {enabled: true, hostNetwork: false}")
+	check(t, err)
+	all["helm kubeadm with a collector"] = text
+	text, err = template(t, "", everyValue)
 	check(t, err)
 	all[withEveryValue] = text
 	return all
@@ -240,6 +247,7 @@ affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeS
 monitoring: {service: true, serviceMonitor: true, podMonitor: true, prometheusRule: true, rules: true, dashboard: true,
   labels: {release: prometheus}}
 startupTaint: example.com/not-programmed
+collector: {enabled: true, replicas: 3, resources: {limits: {memory: 1Gi}}}
 `
 
 func readFile(t *testing.T, path string) string {

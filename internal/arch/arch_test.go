@@ -121,6 +121,11 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/dashboard": {
 		ours: []string{"internal/cluster", "internal/status"},
 	},
+	"internal/collector": {
+		ours:   []string{"internal/cluster", "internal/everywhere", "internal/status", "sync/snapshot"},
+		others: []string{"golang.org/x/sync", "k8s.io/api", "k8s.io/apimachinery", "k8s.io/client-go"},
+	},
+	"internal/everywhere": {ours: []string{"internal/health", "internal/status", "sync/reconcile", "sync/snapshot"}},
 	"internal/config": {
 		ours: []string{"sync/snapshot", "sync/dataplane", "internal/sysctl"},
 		others: []string{
@@ -171,7 +176,8 @@ var layers = map[string]struct{ ours, others []string }{
 	// A running proxy knows no backend but by internal/backends; of nft/kernel it has the socket that owns the tables.
 	"internal/node": {
 		ours: []string{
-			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack", "internal/health",
+			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack",
+			"internal/everywhere", "internal/health",
 			"internal/keeper", "internal/logging", "internal/metrics", "internal/outlier", "internal/status",
 			"internal/sysctl", "internal/takeover", "nft/kernel",
 			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
@@ -240,6 +246,7 @@ var reserved = map[string][]string{
 		"sync/watch",
 		"internal/cluster",
 		"internal/cluster/clustertest",
+		"internal/collector",
 		"internal/config",
 		"conformance/testbed",
 		"conformance/cases",

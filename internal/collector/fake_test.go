@@ -126,7 +126,8 @@ func (f *fakeAPI) addPod(n snapshot.Name, i int, node string, deleting bool) {
 
 // token is one of a node, as far as the fake server cares.
 func token(node string, until time.Time) string {
-	c, _ := json.Marshal(map[string]any{"sub": "system:serviceaccount:kube-system:verdict", "exp": until.Unix(), "node": node})
+	c, _ := json.Marshal(map[string]any{"sub": "system:serviceaccount:kube-system:verdict", "exp": until.Unix(),
+		"node": node})
 	return "e30." + base64.RawURLEncoding.EncodeToString(c) + ".c2ln"
 }
 

@@ -77,7 +77,9 @@ func newCertificate() (cert tls.Certificate, fingerprint string, err error) {
 func newHub(cert tls.Certificate, r *reviewer, b *barrier, log *slog.Logger) *hub {
 	return &hub{
 		// Nobody resumes a session: a ticket would only be bytes.
-		tls:      &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, SessionTicketsDisabled: true},
+		tls: &tls.Config{
+			MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, SessionTicketsDisabled: true,
+		},
 		reviewer: r, barrier: b, log: log, hosts: map[string]int{},
 	}
 }

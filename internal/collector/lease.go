@@ -158,7 +158,8 @@ func (e *elector) hold(ctx context.Context, l *coordinationv1.Lease, lead func(c
 	e.release(l)
 }
 
-func (e *elector) renew(ctx context.Context, l *coordinationv1.Lease, deadline time.Time) (*coordinationv1.Lease, error) {
+func (e *elector) renew(ctx context.Context, l *coordinationv1.Lease, deadline time.Time) (*coordinationv1.Lease,
+	error) {
 	ctx, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
 	next := l.DeepCopy()

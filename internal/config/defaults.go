@@ -71,6 +71,7 @@ func (d *Document) setDefaults() {
 	orDefault(&v.MetricsConnections, "service")
 	orPointer(&v.MetricsMaxSeries, 5000)
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
+	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {

@@ -66,6 +66,11 @@ type VerdictConfiguration struct {
 	MetricsMaxSeries *int32 `json:"metricsMaxSeries"`
 	// CounterMemoryMiB limits the memory for the counters of frontends and endpoints in the kernel, in MiB.
 	CounterMemoryMiB *int32 `json:"counterMemoryMiB"`
+	// Everywhere is the Lease of the collector, NAMESPACE/NAME, that answers whether all nodes have a change; empty means
+	// that there is none.
+	Everywhere string `json:"everywhere"`
+	// EverywhereToken is the file with the token that tells the collector which node this is.
+	EverywhereToken string `json:"everywhereToken"`
 }
 
 // Switch is a word that may be on or off. YAML reads these two as truth values unless they are in quotes.

@@ -313,6 +313,19 @@ var fields = []field{
 			"([METRICS.md](METRICS.md))",
 		atLeast(0),
 	},
+	{
+		verdictKind + ".everywhere",
+		Restart,
+		"the Lease of the collector, as `kube-system/verdict-collector`: whether all nodes have a change is asked at " +
+			"`/everywhere`, see [CLUSTER.md](CLUSTER.md#have-all-nodes-got-it); empty: nobody is asked",
+		checkLease,
+	},
+	{
+		verdictKind + ".everywhereToken",
+		Restart,
+		"the file with the token that tells the collector which node this is",
+		nil,
+	},
 }
 
 // fieldNamed returns the field of this name. It panics if there is none.
@@ -508,6 +521,16 @@ func checkVersion(v any) string {
 func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
 		return quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+	}
+	return ""
+}
+
+// checkLease accepts NAMESPACE/NAME, or nothing.
+func checkLease(v any) string {
+	text := v.(string)
+	namespace, name, ok := strings.Cut(text, "/")
+	if text != "" && (!ok || namespace == "" || name == "" || strings.Contains(name, "/") || len(text) > 2*253+1) {
+		return quote(text) + " is not NAMESPACE/NAME, such as kube-system/verdict-collector"
 	}
 	return ""
 }

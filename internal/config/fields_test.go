@@ -207,6 +207,10 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 	},
 	{"VerdictConfiguration.metricsMaxSeries", `5000`, `10`, `0`, `0 is less than 1` + isDefault + "5000"},
 	{"VerdictConfiguration.counterMemoryMiB", `16`, `0`, `-1`, `-1 is less than 0` + isDefault + "16"},
+	{"VerdictConfiguration.everywhere", `""`, `kube-system/verdict-collector`, `verdict-collector`,
+		`"verdict-collector" is not NAMESPACE/NAME, such as kube-system/verdict-collector` + notSet},
+	{"VerdictConfiguration.everywhereToken", `/var/run/secrets/verdict-collector/token`, `/token`, `[a]`,
+		noText + isDefault + "/var/run/secrets/verdict-collector/token"},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The

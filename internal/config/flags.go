@@ -203,6 +203,22 @@ var policyFlags = []option{
 }
 
 var serverFlags = []option{
+	text(
+		"everywhere",
+		"the Lease of the collector, such as kube-system/verdict-collector: whether all nodes have a change is asked at "+
+			"/everywhere of the health server (default none)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Everywhere },
+		verdictKind+".everywhere",
+	),
+	text(
+		"everywhere-token",
+		"the file with the token that tells the collector which node this is (default "+
+			"/var/run/secrets/verdict-collector/token)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.EverywhereToken },
+		verdictKind+".everywhereToken",
+	),
 	address("healthz-bind-address",
 		"IP address, with or without a port, of the health server; empty: disabled (default 0.0.0.0:10256)",
 		func(d *Document) *string { return &d.KubeProxy.HealthzBindAddress }, "healthzBindAddress"),

@@ -44,6 +44,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs",
 		"ipvs-addresses",
 		"counter-memory-mib",
+		"everywhere", "everywhere-token",
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",

@@ -79,6 +79,10 @@ type Settings struct {
 	MetricsMaxSeries int
 	// CounterMemoryMiB limits the memory for the kernel's counters of frontends and endpoints.
 	CounterMemoryMiB int
+
+	// Everywhere is the Lease of the collector; zero if there is none. EverywhereToken is the file with its token.
+	Everywhere      snapshot.Name
+	EverywhereToken string
 }
 
 // Client configures the connection to the Kubernetes API.
@@ -165,12 +169,15 @@ func (d *Document) settings() *Settings {
 		},
 
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
-		CounterMemoryMiB: int(*v.CounterMemoryMiB),
+		CounterMemoryMiB: int(*v.CounterMemoryMiB), EverywhereToken: v.EverywhereToken,
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,
 			QPS:                c.ClientConnection.QPS, Burst: int(c.ClientConnection.Burst),
 		},
+	}
+	if namespace, name, ok := strings.Cut(v.Everywhere, "/"); ok {
+		s.Everywhere = snapshot.Name{Namespace: namespace, Name: name}
 	}
 	if c.Mode == modeNFTables {
 		s.MasqueradeBit = int(*c.NFTables.MasqueradeBit)

@@ -105,6 +105,9 @@ func newWorld(o Options) *world {
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
 	o.SlowStarting = func() int { return 4 }
+	o.Everywhere = func() Everywhere {
+		return Everywhere{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}
+	}
 	o.Outliers = func() Outliers {
 		return Outliers{Ejected: map[string]float64{"refused": 2}, Ejections: map[string]float64{"refused": 3},
 			Probes: map[string]float64{"silent": 4}, FlowsDeleted: 5, ReadFailures: 6}
@@ -607,7 +610,12 @@ func TestDocumented(t *testing.T) {
 			documented[strings.TrimSuffix(name, "`")] = cells[1] + " " + strings.TrimSpace(cells[2])
 		}
 	}
-	for _, f := range gather(t, everything(t, PerEndpoint)) {
+	c := NewCollector(func() CollectorStats { return CollectorStats{} }, []string{"missing"})
+	collected, err := c.registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range append(gather(t, everything(t, PerEndpoint)), collected...) {
 		name := f.GetName()
 		if strings.HasPrefix(name, "go_") || strings.HasPrefix(name, "process_") {
 			continue

@@ -80,6 +80,8 @@ type Options struct {
 	LogDropped func() uint64
 	// Outliers tells of endpoints that do not answer or refuse.
 	Outliers func() Outliers
+	// Everywhere tells of the connection to the collector.
+	Everywhere func() Everywhere
 	// SlowStarting counts the endpoints that start slowly now.
 	SlowStarting func() int
 	// Counters reads what the kernel counts.
@@ -106,6 +108,14 @@ type Outliers struct {
 	Probes map[string]float64
 	// FlowsDeleted counts unanswered flows that were deleted, ReadFailures failed readings of the evidence.
 	FlowsDeleted, ReadFailures uint64
+}
+
+// Everywhere counts requests that ask whether all nodes have a change.
+type Everywhere struct {
+	Connected bool
+	// Waiting is how many wait, and Answers counts those that were answered by their outcome.
+	Waiting int
+	Answers map[string]uint64
 }
 
 // AffinityShare is how many entries of a family's set of remembered clients are a Service's.

@@ -140,6 +140,9 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 			"Endpoints that do not get all of their share of new connections yet, because their Service has a slow start.",
 			nil, func() float64 { return float64(o.SlowStarting()) })
 	}
+	if o.Everywhere != nil {
+		m.MustRegister(everywhere{o})
+	}
 	if o.Outliers != nil {
 		m.MustRegister(outliers{o})
 	}

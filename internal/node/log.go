@@ -27,6 +27,9 @@ func newLogger(w io.Writer, c config.Log) *logger {
 	return &logger{slog.New(limit), level, limit}
 }
 
+// NewLog returns a rate-limited log, as a proxy has it.
+func NewLog(w io.Writer, c config.Log) *slog.Logger { return newLogger(w, c).Logger }
+
 // LogFailure logs the error that ends a proxy, in the format that the settings ask for.
 func LogFailure(w io.Writer, c config.Log, err error) { newLogger(w, c).Error("failed", "err", err) }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
+	"github.com/verdict-proxy/verdict/internal/everywhere"
 	"github.com/verdict-proxy/verdict/internal/health"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/outlier"
@@ -45,6 +46,8 @@ type serving struct {
 	holdsLease func() bool
 	// droppedLines, if not nil, counts the lines that the log dropped.
 	droppedLines func() uint64
+	// everywhere connects the node to the collector; nil if it does not.
+	everywhere *everywhereOptions
 	// events sends events to the cluster's operators.
 	events clusterEvents
 	// publisher, if not nil, writes what this proxy says of the node into the Node object.
@@ -86,6 +89,8 @@ type telemetry struct {
 	counters backends.Counters
 	pending  *pendingLists
 	servers  []*health.Server
+	// everywhere, if not nil, asks the collector and answers it.
+	everywhere *everywhere.Agent
 }
 
 // newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
@@ -109,6 +114,12 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 		NodePorts: t.ports.Ports, Conntrack: conntrackUsage, Report: reporter(n.Log), HoldsLease: v.holdsLease,
 		LogDropped: v.droppedLines,
 		Fill:       n.Backend.Fill, AffinityShares: n.Backend.AffinityShares, Owns: n.Backend.Owns, IPVS: n.Backend.IPVS,
+	}
+	if t.everywhere = v.everywhere.agent(n, t.status); t.everywhere != nil {
+		o.Everywhere = func() metrics.Everywhere {
+			s := t.everywhere.Stats()
+			return metrics.Everywhere{Connected: s.Connected, Waiting: s.Waiting, Answers: s.Answers}
+		}
 	}
 	o.SlowStarting = func() int { return countStarting(loop.Starting()) }
 	if found != nil {
@@ -144,6 +155,11 @@ func (t *telemetry) makeServers(mode string, loop *reconcile.Loop) []*health.Ser
 	}
 	checks.Handle("GET /outliers", health.OnlyHost(found))
 	checks.Handle("GET /status", health.OnlyHost(t.status))
+	if t.everywhere != nil {
+		checks.Handle("GET /everywhere", t.everywhere)
+	} else {
+		checks.HandleFunc("GET /everywhere", everywhere.Off)
+	}
 	checks.Handle("GET /slow-starts", health.OnlyHost(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		outlier.WriteReport(w, reportSlowStarts(loop.Starting()))
 	})))
@@ -170,6 +186,12 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 			return nil
 		})
 	}
+	if t.everywhere != nil {
+		group.Go(func() error {
+			t.everywhere.Run(ctx)
+			return nil
+		})
+	}
 }
 
 // close stops what is left after run has ended.
@@ -189,6 +211,9 @@ func (t *telemetry) listeners() []reconcile.Listener {
 	}
 	if p := t.serving.publisher; p != nil { // behind the status, which it reads
 		list = append(list, p.listener())
+	}
+	if t.everywhere != nil { // after the status, which it asks
+		list = append(list, t.everywhere.Listener())
 	}
 	return list
 }

@@ -34,6 +34,13 @@ metricsBindAddress. */ -}}
 {{- if not .Values.existingConfigMap }}{{ .Values.config.metricsBindAddress | default "127.0.0.1" }}{{ end }}
 {{- end }}
 
+{{- define "verdict.collectorLabels" -}}
+app.kubernetes.io/name: verdict-collector
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
 {{- /* The port of the probes. */ -}}
 {{- define "verdict.healthPort" -}}
 {{- $address := include "verdict.healthAddress" . }}
