@@ -65,8 +65,15 @@ func (b *Bed) Prepare(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err = b.reports(ctx)
-	return err
+	if _, err = b.reports(ctx); err != nil {
+		return err
+	}
+	// Connections that were opened before the servers were ready fail until then.
+	select {
+	case <-ctx.Done():
+	case <-time.After(settle):
+	}
+	return ctx.Err()
 }
 
 // Close ends the clients that are on no node.
@@ -193,7 +200,8 @@ func (b *Bed) clients(ctx context.Context) (map[string]string, error) {
 }
 
 // traffic is servers on every node, behind a Service of both families, and two clients on each node. A server that is
-// asked to end stays for some seconds, as those of careful people do.
+// asked to end stays for some seconds, as those of careful people do. All ask for processor time: without, a machine
+// with other work gives them next to none, and a server that has accepted a connection does not answer it.
 const traffic = `apiVersion: v1
 kind: Service
 metadata: {name: echo}
@@ -222,6 +230,7 @@ spec:
       - name: echo
         image: %[1]s
         args: [serve, ":8080"]
+        resources: {requests: {cpu: 200m}}
         readinessProbe: {tcpSocket: {port: 8080}, periodSeconds: 2}
         lifecycle: {preStop: {sleep: {seconds: 8}}}
 ---
@@ -235,7 +244,10 @@ spec:
     spec:
       terminationGracePeriodSeconds: 1
       containers:
-      - {name: client, image: %[1]s, args: [connect, ":9100", "10.96.0.80:80", "[fd00:10:96::80]:80"]}
+      - name: client
+        image: %[1]s
+        args: [connect, ":9100", "10.96.0.80:80", "[fd00:10:96::80]:80"]
+        resources: {requests: {cpu: 100m}}
 ---
 apiVersion: apps/v1
 kind: DaemonSet
@@ -252,4 +264,5 @@ spec:
         image: %[1]s
         args: [connect, ":9101", "10.96.0.80:80", "[fd00:10:96::80]:80", "$(NODE_IP):30080"]
         env: [{name: NODE_IP, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}]
+        resources: {requests: {cpu: 100m}}
 `

@@ -33,8 +33,8 @@ func ask(ctx context.Context, b *Bed) error {
 		{server.Status.PodIP, []string{"explain", "default/" + client.Name, "svc/default/echo:80"}},
 		{server.Status.PodIP, []string{"explain", "--live", "default/" + client.Name, "svc/default/echo:80"}},
 		{"default/echo", []string{"explain", "--to", "pod/default/" + server.Name}},
-		{b.Nodes[2].Name, []string{"verify"}},
-		{b.Nodes[2].Name, []string{"diff"}},
+		{"3 of 3 nodes", []string{"verify"}},
+		{"3 of 3 nodes", []string{"diff"}},
 		{"default/echo", []string{"top", "--interval", "1s"}},
 		{"3 nodes have programmed it", []string{"wait", "default/echo", "--timeout", "1m"}},
 		{"go1.", []string{"version"}},
@@ -139,11 +139,33 @@ const corruptLimit = 10 * time.Second
 // node.
 func corrupt(ctx context.Context, b *Bed) error {
 	n := b.Nodes[2]
-	if err := b.verdict(ctx, cluster.VerdictImage, "--own-tables=false"); err != nil {
+	b.away = n // its tables go, twice
+	err := b.startAfresh(ctx, n, "--own-tables=false")
+	if err == nil {
+		err = b.corruptOn(ctx, n)
+	}
+	return errors.Join(err, b.startAfresh(ctx, n, ""))
+}
+
+// startAfresh deletes a node's tables, whose owner they keep otherwise, and has Verdict make them anew, with a further
+// argument if there is one.
+func (b *Bed) startAfresh(ctx context.Context, n *cluster.Node, argument string) error {
+	if err := b.label(ctx, n, "verdict", false); err != nil {
 		return err
 	}
-	err := b.corruptOn(ctx, n)
-	return errors.Join(err, b.verdict(ctx, cluster.VerdictImage, ""))
+	if err := b.podGone(ctx, n, ours); err != nil {
+		return err
+	}
+	if _, err := n.Exec(ctx, "nft", "delete table ip verdict; delete table ip6 verdict"); err != nil {
+		return err
+	}
+	if err := b.InstallVerdict(ctx, cluster.VerdictImage, additions(argument)...); err != nil {
+		return err
+	}
+	if err := b.label(ctx, n, "verdict", true); err != nil {
+		return err
+	}
+	return errors.Join(b.rolledOut(ctx, system, "daemonset/verdict"), b.ready(ctx, n))
 }
 
 func (b *Bed) corruptOn(ctx context.Context, n *cluster.Node) error {

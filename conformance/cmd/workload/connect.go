@@ -20,7 +20,7 @@ const (
 	// held is how many connections to a target are held; each is used once in a holdInterval.
 	held         = 3
 	holdInterval = 100 * time.Millisecond
-	errorsKept   = 20
+	errorsKept   = 500
 )
 
 // counters gathers the report of all targets.
