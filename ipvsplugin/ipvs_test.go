@@ -1029,16 +1029,13 @@ func TestIPVSBreaksLater(t *testing.T) {
 
 // TestIPVSRefuses refuses one Service, by name, and serves the other.
 func TestIPVSRefuses(t *testing.T) {
-	w := newWorld(t, 1, 0, dataplane.IPVSAuto)
-	good, bad := app{
-		number:     1,
-		scheduling: scheduler("rr"),
-		here:       ready(0),
-	}, app{
-		number:     2,
-		scheduling: scheduler("nosuch"),
-		here:       ready(0),
-	}
+	w := newWorld(t, 1, 0, dataplane.IPVSAlways)
+	w.planner = dataplane.NewPlanner(dataplane.Config{
+		NodeName: "node", DetectLocal: dataplane.DetectLocal{ClusterCIDRs: lab.PodRange},
+		// Only the operator can name a scheduler that Verdict does not know.
+		IPVS: dataplane.IPVS{Mode: dataplane.IPVSAlways, Default: dataplane.Scheduling{Scheduler: "nosuch"}},
+	})
+	good, bad := app{number: 1, scheduling: scheduler("rr"), here: ready(0)}, app{number: 2, here: ready(0)}
 	_, err := w.try(w.both(good, bad))
 	refused, ok := err.(*dataplane.Refused)
 	if !ok || len(refused.Services) != 1 || refused.Services[bad.name()] == nil ||
