@@ -11,7 +11,8 @@ export VERDICT_NFT_DIR ?= $(CACHE)/nft
 # The tests of IPVS fail on a kernel without IPVS, unless this variable says so. They run in guests: make matrix.
 export VERDICT_IPVS ?= $(if $(wildcard /proc/net/ip_vs),,none)
 
-.PHONY: help demo build check goldens test tools lint race unit once conformance conformance-case conformance-slice conformance-ipvs bench bench-quick bench-docs bench-go bench-outages bench-ipvs browser fuzz matrix soak cross image release release-check cluster cluster-up cluster-down cluster-test clean
+# No target is a file.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -130,6 +131,9 @@ IPVS_SUITE    ?= --proxy verdict-ipvs --stories 3
 conformance-ipvs: ## run the conformance suite with IPVS, on Linux 6.1 and 6.12 under QEMU
 	@for kernel in $(IPVS_KERNELS); do internal/guest/conformance $$kernel --slow 5 $(IPVS_SUITE) || exit; done
 
+takeover-ipvs: ## have a real kube-proxy in IPVS mode and Verdict take over from each other, on the same kernels
+	@for kernel in $(IPVS_KERNELS); do internal/guest/takeover $$kernel || exit; done
+
 bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linux 6.12 under QEMU
 	internal/guest/bench 6.12 1000,10000 -scale.rounds 5
 
@@ -151,9 +155,10 @@ release: ## make packages, image, chart and all else of a release from the last 
 release-check: release ## the same, twice: every byte must be equal
 	deploy/release/check '$(VERSION)' $(abspath $(BIN))/release
 
-cluster: tools ## test deploy/ at a real API server, and iptables rules against a real kube-proxy's, after building both
+cluster: tools ## test deploy/ at a real API server, and rules and takeovers against a real kube-proxy, after building both
 	cd deploy/test && $(GO) test -tags peers -count=1 -v .
 	$(GO) test -tags peers -count=1 -v -run TestKubeProxy ./nft/iptshim ./internal/compare
+	$(GO) test -tags peers -count=1 -v -run 'TestLiveTakeover/(nft|ip)tables' ./cmd/verdict
 
 # Three nodes with kubelet, containerd and runc in namespaces of this machine. Root only.
 REAL_CLUSTER = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/cluster ./cmd/cluster && $(BIN)/cluster

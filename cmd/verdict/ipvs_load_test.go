@@ -54,6 +54,8 @@ func needIPVS(t *testing.T) {
 // mover is a proxy whose Services go to IPVS and back.
 type mover struct {
 	*victim
+	// patience is how long a client waits for an answer, limit how long a step may take.
+	patience, limit time.Duration
 	// events says when what was done, for failures.
 	events *[]string
 }
@@ -97,9 +99,9 @@ func (m mover) move(scheduler string) {
 	m.event("they are")
 }
 
-func (m mover) until(what string, f func() bool) {
+func (m mover) until(what string, f func() bool, state ...func() string) {
 	m.t.Helper()
-	testkit.Eventually(m.t, time.Minute, what, f, m.said)
+	testkit.Eventually(m.t, m.limit, what, f, append(state, m.said)...)
 }
 
 // load waits until clients have opened some more connections.
@@ -129,10 +131,14 @@ func (m mover) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 			p, to = snapshot.UDP, netip.AddrPortFrom(to.Addr(), 53)
 		}
 		begun := time.Now()
-		if r := from.Dial(p, to, lab.Options{Timeout: loadPatience}); r.Outcome != lab.Answered {
+		r := from.Dial(p, to, lab.Options{Timeout: m.patience})
+		if r.Outcome != lab.Answered {
 			m.fail("%s to %s %s, begun %s: %v", from.Name, to, p, begun.Format(stamp), r)
 		}
 		m.dials.Add(1)
+		for slowest := m.slowest.Load(); int64(r.Latency) > slowest; slowest = m.slowest.Load() {
+			m.slowest.CompareAndSwap(slowest, int64(r.Latency))
+		}
 	}
 }
 
@@ -151,7 +157,7 @@ func (m mover) hold(from *lab.Host, stop <-chan struct{}) {
 		}
 		if n%10 == 0 && len(conns) < 12 {
 			at := netip.AddrPortFrom(lab.Nth(lab.ServiceRange[len(conns)%2], 1+len(conns)%loadServices), 80)
-			c, r := from.Open(snapshot.TCP, at, lab.Options{Timeout: loadPatience})
+			c, r := from.Open(snapshot.TCP, at, lab.Options{Timeout: m.patience})
 			if c == nil {
 				m.fail("%s to %s: %v", from.Name, at, r)
 				continue
@@ -159,7 +165,7 @@ func (m mover) hold(from *lab.Host, stop <-chan struct{}) {
 			conns = append(conns, c)
 		}
 		c := conns[n%len(conns)]
-		if r := c.Ping(loadPatience); r.Outcome != lab.Answered {
+		if r := c.Ping(m.patience); r.Outcome != lab.Answered {
 			m.fail("held connection %d of %s: %v", n%len(conns), from.Name, r)
 			return
 		}
@@ -192,10 +198,12 @@ func (m mover) again(how int) {
 	m.event("it is back")
 }
 
-// clients starts clients that open connections and hold others, until stop is called.
+// clients starts clients that open connections and hold others, until stop is called: outside, the last pod of the
+// node, which may be an endpoint itself, and the nodes.
 func (m mover) clients() (stop func()) {
 	ended, clients := make(chan struct{}), &sync.WaitGroup{}
-	for n, from := range []*lab.Host{m.cluster.Outside, m.cluster.Pods[0], m.cluster.Node, m.cluster.Node2} {
+	pod := m.cluster.Pods[len(m.cluster.Pods)-1]
+	for n, from := range []*lab.Host{m.cluster.Outside, pod, m.cluster.Node, m.cluster.Node2} {
 		clients.Go(func() { m.dial(from, rand.New(rand.NewPCG(uint64(n), 2)), ended) })
 		clients.Go(func() { m.hold(from, ended) })
 	}
@@ -258,19 +266,14 @@ func newMoverWorld(t *testing.T) mover {
 	t.Helper()
 	needIPVS(t)
 	m := mover{
-		events: new([]string),
+		events: new([]string), patience: loadPatience, limit: patience,
 		victim: &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
 			random: rand.New(
 				rand.NewPCG(1, 1),
 			), flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1]),
 				"--ipvs-addresses", fmt.Sprintf("%s,%s", lab.ExternalRange[0], lab.ExternalRange[1])}},
 	}
-	for _, p := range append(append([]*lab.Host{}, m.cluster.Pods...), m.cluster.RemotePods...) {
-		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
-			_, err := p.Serve(protocol, 8080)
-			labtest.Check(t, err)
-		}
-	}
+	m.serve()
 	m.write(
 		"node.yaml",
 		fmt.Sprintf(

@@ -45,10 +45,14 @@ type victim struct {
 	descriptors int
 	log         *os.File
 
-	// dials, pings and edits count what was done; failures say what clients did not get.
-	dials, pings, edits atomic.Int64
-	mu                  sync.Mutex
-	failures            []string
+	// bystanders is how many of the node's pods, the last ones, are no endpoints.
+	bystanders int
+
+	// dials, pings and edits count what was done; failures say what clients did not get. slowest is how long a new
+	// connection took at most, in nanoseconds.
+	dials, pings, edits, slowest atomic.Int64
+	mu                           sync.Mutex
+	failures                     []string
 	// stalls, if not nil, are when nobody could answer; excused counts who then waited in vain.
 	stalls  *labtest.Stalls
 	excused atomic.Int64
@@ -101,11 +105,27 @@ status: {loadBalancer: {ingress: [{ip: %s}]}}
 		30000+i, 31000+i, lab.Nth(lab.ExternalRange[0], i+1))
 }
 
+// endpoints are the pods that serve.
+func (v *victim) endpoints() []*lab.Host {
+	return slices.Concat(v.cluster.Pods[:len(v.cluster.Pods)-v.bystanders], v.cluster.RemotePods)
+}
+
+// serve has all endpoints answer.
+func (v *victim) serve() {
+	v.t.Helper()
+	for _, p := range v.endpoints() {
+		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
+			_, err := p.Serve(protocol, 8080)
+			labtest.Check(v.t, err)
+		}
+	}
+}
+
 // slice gives a Service's endpoints: some of the pods, never none. All pods go on to serve, so whoever is sent to one
 // is answered.
 func (v *victim) slice(i int) string {
 	var out strings.Builder
-	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
+	pods := v.endpoints()
 	v.random.Shuffle(len(pods), func(a, b int) { pods[a], pods[b] = pods[b], pods[a] })
 	pods = pods[:1+v.random.IntN(len(pods))]
 	for f, family := range []string{"IPv4", "IPv6"} {
@@ -306,13 +326,7 @@ func newVictim(t *testing.T) *victim {
 	v := &victim{t: t, cluster: labtest.NewCluster(t, lab.Config{LocalPods: 2, RemotePods: 2}), dir: t.TempDir(),
 		random: rand.New(rand.NewPCG(1, 1)), stalls: labtest.WatchStalls(t),
 		flags: []string{"--cluster-cidr", fmt.Sprintf("%s,%s", lab.PodRange[0], lab.PodRange[1])}}
-	pods := append(append([]*lab.Host{}, v.cluster.Pods...), v.cluster.RemotePods...)
-	for _, p := range pods {
-		for _, protocol := range []snapshot.Protocol{snapshot.TCP, snapshot.UDP} {
-			_, err := p.Serve(protocol, 8080)
-			labtest.Check(t, err)
-		}
-	}
+	v.serve()
 	var services strings.Builder
 	fmt.Fprintf(
 		&services,

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab"
 )
 
 // Node is a node of the cluster.
@@ -99,6 +101,16 @@ func (n *Node) Exec(ctx context.Context, program string, args ...string) (string
 	}
 	enter := []string{fmt.Sprintf("--target=%d", pid), "--mount", "--net", "--pid", "--uts", "--ipc", program}
 	return run(ctx, "nsenter", append(enter, args...)...)
+}
+
+// WatchOwner looks whether Verdict's tables on the node have an owner, until stop is closed: see lab.WatchOwner.
+func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
+	ns, err := os.Open(netnsPath(n.netns))
+	if err != nil {
+		return 0, err
+	}
+	defer ns.Close()
+	return lab.WatchOwner(ns, stop)
 }
 
 // controllers are the hierarchies of control groups, version 1. The kubelet needs a group of the node's own in each.

@@ -163,7 +163,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/sysctl":  {},
 	"internal/testkit": {},
 	"internal/lab": {
-		ours:   []string{"sync/snapshot"},
+		ours:   []string{"internal/netlink", "sync/snapshot"},
 		others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"},
 	},
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},
@@ -200,7 +200,7 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"*"},
 	},
 	"conformance/cluster": {
-		ours:   []string{"conformance/testbed", "internal/lab", "internal/lab/control", "internal/netlink"},
+		ours:   []string{"conformance/testbed", "internal/lab", "internal/lab/control"},
 		others: []string{"*"},
 	},
 	"conformance/cluster/stories": {ours: []string{"conformance/cluster"}, others: []string{"*"}},

@@ -1,4 +1,4 @@
-package cluster
+package lab
 
 import (
 	"errors"
@@ -16,15 +16,15 @@ const (
 	nftaTableOwner = 7
 )
 
-// WatchOwner looks every few milliseconds whether Verdict's tables on the node have an owner, until stop is closed. It
+// WatchOwner looks every few milliseconds whether Verdict's tables on the host have an owner, until stop is closed. It
 // returns the longest time without; a table that is not there does not count.
-func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
-	ns, err := os.Open(netnsPath(n.netns))
-	if err != nil {
-		return 0, err
-	}
-	defer ns.Close()
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, int(ns.Fd()))
+func (h *Host) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
+	return WatchOwner(h.ns, stop)
+}
+
+// WatchOwner is Host.WatchOwner for a network namespace.
+func WatchOwner(netns *os.File, stop <-chan struct{}) (longest time.Duration, err error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, int(netns.Fd()))
 	if err != nil {
 		return 0, err
 	}
