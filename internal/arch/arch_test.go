@@ -234,6 +234,7 @@ var layers = map[string]struct{ ours, others []string }{
 	},
 	"conformance/browser":        {},
 	"conformance/nfteval":        {},
+	"conformance/history":        {},
 	"deploy/release":             {others: []string{"*"}},
 	"cmd/verdict":                {ours: []string{"*"}, others: []string{"*"}},
 	"sync/snapshot/snapshottest": {ours: []string{"sync/snapshot"}},
