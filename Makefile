@@ -39,7 +39,7 @@ goldens: ## renew every golden: read the difference before you commit it
 	@for package in $$(git grep -l 'flag.Bool("update"' -- '*_test.go' | xargs -n1 dirname); do \
 		(cd $$package && $(GO) test -count=1 -run '^($(GOLDEN_TESTS))$$' . -update) || exit; done
 
-test: tools build lint race once conformance-slice ## run everything that CI runs
+test: tools build lint race once conformance-slice history-slice ## run everything that CI runs
 
 # The race detector needs gcc. The tests read and write rulesets with nft, which needs netbase for protocol names, and
 # set up unusual routes with ip. kube-proxy writes with iptables and ipset.
@@ -100,6 +100,20 @@ bench-docs: ## write tables and pictures of the last make bench into docs/ and t
 
 bench-outages: tools ## compare what clients see when endpoints die: some hours; continues after an interruption
 	$(BENCH) outages
+
+HISTORY = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/history ./cmd/history && $(BIN)/history
+
+history: tools ## record how stale Verdict and kube-proxy are: an hour; continues after an interruption
+	$(HISTORY)
+
+# The second and third runs show that the checker catches wrong proxies: status 1 means a violation, and nothing else.
+HISTORY_SLICE = --repeat 1 --length 8s --bound 2s --fresh
+history-slice: tools build ## some short histories: Verdict, and two proxies that must fail
+	$(HISTORY) $(HISTORY_SLICE) --proxy verdict --run '^(churn|affinity-killed)$$' --out $(BIN)/history-slice
+	$(BIN)/history $(HISTORY_SLICE) --proxy conformance/testdata/late.yaml --run '^churn$$' \
+		--out $(BIN)/history-late > $(BIN)/history-late.txt 2>&1; test $$? = 1 && grep -q '^late: ' $(BIN)/history-late.txt
+	$(BIN)/history $(HISTORY_SLICE) --proxy conformance/testdata/lossy.yaml --run '^churn$$' \
+		--out $(BIN)/history-lossy > $(BIN)/history-lossy.txt 2>&1; test $$? = 1 && grep -q '^lost: ' $(BIN)/history-lossy.txt
 
 bench-go: ## measure the whole line to the kernel, and the kernel alone, without a cluster
 	$(GO) test -run XXX -bench . -benchtime 10x ./nft/kernel ./internal/benchmark

@@ -42,6 +42,17 @@ func ThisMachine() (results.Machine, error) {
 	return m, nil
 }
 
+// Load is the machine's load average over a minute; 0 if it does not say.
+func Load() float64 {
+	b, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return 0
+	}
+	first, _, _ := strings.Cut(string(b), " ")
+	n, _ := strconv.ParseFloat(first, 64)
+	return n
+}
+
 // field gives what stands behind a name and a colon, in the first line that begins with it.
 func field(text, name string) string {
 	for line := range strings.Lines(text) {

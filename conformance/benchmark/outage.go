@@ -100,7 +100,7 @@ func (p *OutagePlan) proxy(ctx context.Context, name string, repeat int, peers t
 		return err
 	}
 	defer func() { err = errors.Join(err, tb.Close()) }()
-	if err := ordinaryPeriods(ctx, tb); err != nil {
+	if err := tb.SetMinSyncPeriod(ctx, outageSyncPeriod); err != nil {
 		return err
 	}
 	b, err := newOutageBed(ctx, tb, p.Results.Settings)
@@ -113,20 +113,8 @@ func (p *OutagePlan) proxy(ctx context.Context, name string, repeat int, peers t
 // outageSlow is how many times as long changes may take: the node whose link was cut finds its API server late.
 const outageSlow testbed.Slow = 3
 
-// ordinaryPeriods restarts the proxies with kube-proxy's default minSyncPeriod instead of the suite's shorter one.
-func ordinaryPeriods(ctx context.Context, tb *testbed.Testbed) error {
-	period := map[string]any{"minSyncPeriod": "1s"}
-	for _, proxy := range tb.Proxies {
-		fields := map[string]any{"nftables": period, "iptables": period, "ipvs": period}
-		if !tb.Kind.Adjustable() {
-			fields = nil
-		}
-		if err := errors.Join(proxy.Configure(fields, nil), proxy.Restart(ctx, false)); err != nil {
-			return err
-		}
-	}
-	return tb.Sync(ctx)
-}
+// outageSyncPeriod is kube-proxy's default, for all proxies.
+const outageSyncPeriod = time.Second
 
 // scenarios runs those that share the testbed first, and then the others one by one.
 func (p *OutagePlan) scenarios(ctx context.Context, b *outageBed, all []*scenario, repeat int) error {
@@ -156,7 +144,7 @@ func (p *OutagePlan) cell(ctx context.Context, b *outageBed, s *scenario, repeat
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	cell := &results.Outage{Scenario: s.name, Proxy: b.Kind.Name, Repeat: repeat, Load: load()}
+	cell := &results.Outage{Scenario: s.name, Proxy: b.Kind.Name, Repeat: repeat, Load: Load()}
 	cell.Began = time.Now().UTC().Truncate(time.Second)
 	err := b.play(ctx, s, cell)
 	if ctx.Err() != nil {

@@ -33,13 +33,13 @@ type outageBed struct {
 	// from are two pods of node-a: one waiting client alone is no evidence.
 	from []*lab.Host
 
-	ports, numbers atomic.Int32 // handed out so far
+	ports atomic.Int32 // handed out so far
 }
 
 // newOutageBed adds the second client and looks whether the proxy counts ejections.
 func newOutageBed(ctx context.Context, tb *testbed.Testbed, settings results.OutageSettings) (*outageBed, error) {
 	b := &outageBed{Testbed: tb, settings: settings}
-	second, err := b.addPod("node-a")
+	second, err := b.AddPod("node-a")
 	if err != nil {
 		return nil, err
 	}
@@ -215,30 +215,6 @@ func (s *scene) publish() error {
 
 // until sleeps until a time of the scene.
 func (s *scene) until(at time.Duration) error { return sleep(s.ctx, time.Until(s.began.Add(at))) }
-
-// addPod makes a pod that lives until the testbed is closed.
-func (b *outageBed) addPod(node string) (*lab.Host, error) {
-	n := int(b.numbers.Add(1))
-	host, err := b.NewHost(fmt.Sprintf("x%d", n))
-	if err != nil {
-		return nil, err
-	}
-	a := lab.Attachment{Link: "veth-" + host.Name}
-	own := testbed.RangeOf(node[len(node)-1:] + "1") // the first pod of the node
-	if node == "node-b" {
-		a.Bridge = testbed.PodBridge
-	}
-	for _, p := range own {
-		subnet := netip.PrefixFrom(p.Addr(), map[bool]int{true: 24, false: 64}[p.Addr().Is4()]).Masked()
-		a.Addrs = append(a.Addrs, lab.Nth(subnet, firstOutagePod+n))
-		a.Gateways = append(a.Gateways, lab.Nth(subnet, 1))
-	}
-	gateway := b.Host(node)
-	return host, errors.Join(host.Attach(gateway, a), host.WaitReady(), gateway.WaitReady())
-}
-
-// firstOutagePod is above the numbers of the testbed's pods.
-const firstOutagePod = 50
 
 // ejectionsMetric counts endpoints that Verdict has left out; other proxies have none.
 const ejectionsMetric = "verdict_ejections_total"

@@ -142,7 +142,7 @@ func rollout(name string, grace time.Duration) scenario {
 func prepareRollout(s *scene) error {
 	for i := range 2 * replicas {
 		node := s.Nodes()[i%len(s.Nodes())]
-		host, err := s.addPod(node)
+		host, err := s.AddPod(node)
 		if err != nil {
 			return err
 		}
@@ -275,7 +275,7 @@ const (
 
 // flood sends SYNs from a client that never answers, each again from the same port after a while.
 func flood(s *scene, _ []*endpoint) error {
-	attacker, err := s.addPod("node-a")
+	attacker, err := s.AddPod("node-a")
 	if err != nil {
 		return err
 	}
@@ -312,7 +312,7 @@ func sendFlood(s *scene, attacker *lab.Host, socket int, stop *atomic.Bool) {
 
 // forbid has the pods drop what one client sends, as a NetworkPolicy would, while that client goes on trying.
 func forbid(s *scene, all []*endpoint) error {
-	client, err := s.addPod("node-a")
+	client, err := s.AddPod("node-a")
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"time"
 
@@ -120,7 +119,7 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 			Proxy:  k.Name,
 			Repeat: repeat,
 			Began:  time.Now().UTC().Truncate(time.Second),
-			Load:   load(),
+			Load:   Load(),
 		}
 		began := time.Now()
 		err := p.cell(ctx, w, k, c)
@@ -230,17 +229,6 @@ func (p *Plan) changes(ctx context.Context, n *node, c *results.Cell, step func(
 const settle = 2 * time.Second
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
-
-// load is the machine's load average over a minute.
-func load() float64 {
-	b, err := os.ReadFile("/proc/loadavg")
-	if err != nil {
-		return 0
-	}
-	first, _, _ := strings.Cut(string(b), " ")
-	n, _ := strconv.ParseFloat(first, 64)
-	return n
-}
 
 // summary is a line about a cell.
 func summary(c *results.Cell) string {

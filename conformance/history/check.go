@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -189,8 +190,14 @@ func (k *checker) staleness(g *group, i int) {
 	}
 }
 
-// measure notes that the node saw at a time what had been replaced at another one, and gives the staleness beyond faults.
-func (k *checker) measure(into *Staleness, g *group, replaced, at int64, around func() []string) (beyond time.Duration) {
+// measure notes that the node saw at a time what had been replaced at another one, and gives the staleness beyond
+// faults.
+func (k *checker) measure(
+	into *Staleness,
+	g *group,
+	replaced, at int64,
+	around func() []string,
+) (beyond time.Duration) {
 	total := micros(at - replaced)
 	beyond = total - micros(g.faults.until(at)-g.faults.until(replaced))
 	if total > into.Most {
@@ -354,4 +361,45 @@ func shorten(text string) string {
 		return text[:mostText] + "..."
 	}
 	return text
+}
+
+// String gives the violation with the operations around it, a line for each.
+func (v Violation) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s: %s\n", v.Kind, shorten(v.Text))
+	for _, op := range v.Around {
+		fmt.Fprintf(&b, "    %s\n", op)
+	}
+	return strings.TrimSuffix(b.String(), "\n")
+}
+
+// String gives all that a report says, some lines long.
+func (r *Report) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d connections, %d could not be made, %d writes; e %s, beyond faults %s\n", r.Conns, r.Unjudged,
+		r.Writes, r.E(), r.Beyond())
+	for _, s := range []struct {
+		name string
+		of   *Staleness
+	}{{"removed", &r.Removed}, {"added", &r.Added}, {"unused", &r.Unused}} {
+		fmt.Fprintf(&b, "%-8s %d connections, e %s, beyond faults %s\n", s.name, s.of.Conns, s.of.Most, s.of.Beyond)
+		for _, op := range s.of.Around {
+			fmt.Fprintf(&b, "    %s\n", op)
+		}
+	}
+	switch {
+	case !r.Rested:
+		b.WriteString("there is no rest: lost changes were not looked for\n")
+	case r.Unproven > 0:
+		fmt.Fprintf(&b, "%d endpoints were not seen at rest, with too few connections for a verdict\n", r.Unproven)
+	}
+	for _, kind := range Kinds {
+		if n := r.Counts[kind]; n > 0 {
+			fmt.Fprintf(&b, "%d %s\n", n, kind)
+		}
+	}
+	for _, v := range r.Violations {
+		fmt.Fprintln(&b, v)
+	}
+	return b.String()
 }

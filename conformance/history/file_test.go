@@ -7,6 +7,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 )
 
 // What is written is what is read, and the same verdict comes out.
@@ -78,6 +79,26 @@ func TestTooLong(t *testing.T) {
 	h := &History{Header: Header{Format: Format}, Writes: []Write{{Service: strings.Repeat("s", maxLine)}}}
 	if err := h.WriteFile(filepath.Join(t.TempDir(), "h")); err == nil || !strings.Contains(err.Error(), "too long") {
 		t.Errorf("%v", err)
+	}
+}
+
+// Histories recorded of real proxies: Verdict, Verdict that hears of EndpointSlices 3 s late, and Verdict that loses
+// some changes (conformance/testdata).
+func TestRecorded(t *testing.T) {
+	for name, wrong := range map[string][]Kind{"correct": nil, "late": {Late}, "lossy": {Late, Lost}} {
+		h, err := ReadFile(filepath.Join("testdata", name+".jsonl.gz"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := Check(h, Options{Bound: 2 * time.Second})
+		if len(h.Conns) < 1000 || len(h.Writes) < 40 || len(r.Counts) != len(wrong) || !r.Rested {
+			t.Errorf("%s: %d connections, %d writes\n%s", name, len(h.Conns), len(h.Writes), r)
+		}
+		for _, kind := range wrong {
+			if r.Counts[kind] == 0 || !strings.Contains(r.String(), "\n"+string(kind)+": ") {
+				t.Errorf("%s: no %s\n%s", name, kind, r)
+			}
+		}
 	}
 }
 

@@ -31,7 +31,7 @@ var modelNodes = []string{"node-a", "node-b"}
 const (
 	modelClients  = 3 // of each node
 	modelServices = 3 // the last one has affinity
-	modelRest     = 400_000
+	modelRest     = 250_000
 	modelTimeout  = 2 // seconds
 )
 

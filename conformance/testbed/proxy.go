@@ -2,6 +2,7 @@ package testbed
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -105,6 +106,22 @@ func merge(into, from map[string]any) {
 		}
 		into[k] = v
 	}
+}
+
+// SetMinSyncPeriod restarts the proxies with another minSyncPeriod than the suite's, which is short. At 0 a proxy
+// chooses.
+func (tb *Testbed) SetMinSyncPeriod(ctx context.Context, d time.Duration) error {
+	period := map[string]any{"minSyncPeriod": d.String()}
+	for _, proxy := range tb.Proxies {
+		fields := map[string]any{"nftables": period, "iptables": period, "ipvs": period}
+		if !tb.Kind.Adjustable() {
+			fields = nil
+		}
+		if err := errors.Join(proxy.Configure(fields, nil), proxy.Restart(ctx, false)); err != nil {
+			return err
+		}
+	}
+	return tb.Sync(ctx)
 }
 
 // Restart ends the proxy and starts it again; kill says how it ends.

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -88,6 +89,7 @@ const (
 type Topology struct {
 	*lab.Net
 	hosts map[string]*lab.Host
+	added atomic.Int32 // by AddPod
 }
 
 // NewTopology builds it. Whoever has it must Close it.
@@ -238,6 +240,28 @@ func (t *Topology) addPod(node int, name string, number int) error {
 		a.Addrs, a.Gateways = append(a.Addrs, lab.Nth(r, number)), append(a.Gateways, lab.Nth(r, 1))
 	}
 	return pod.Attach(t.hosts[nodeNames[node]], a)
+}
+
+// firstAddedPod is above the numbers of the pods that are there from the beginning.
+const firstAddedPod = 50
+
+// AddPod makes one more pod of a node. Nothing serves in it, and Host does not know it.
+func (t *Topology) AddPod(node string) (*lab.Host, error) {
+	n := int(t.added.Add(1))
+	host, err := t.NewHost(fmt.Sprintf("x%d", n))
+	if err != nil {
+		return nil, err
+	}
+	i := slices.Index(nodeNames, node)
+	a := lab.Attachment{Link: "veth-" + host.Name}
+	if bridges(i) {
+		a.Bridge = PodBridge
+	}
+	for _, r := range podRange(i) {
+		a.Addrs, a.Gateways = append(a.Addrs, lab.Nth(r, firstAddedPod+n)), append(a.Gateways, lab.Nth(r, 1))
+	}
+	gateway := t.hosts[node]
+	return host, errors.Join(host.Attach(gateway, a), host.WaitReady(), gateway.WaitReady())
 }
 
 func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
