@@ -207,10 +207,9 @@ func staleText(ms float64) string {
 
 // conditions says what was measured, where.
 func (r *Histories) conditions() string {
-	repeats, loads := 0, []float64{}
+	var runs, loads []float64
 	for _, c := range r.Cells {
-		repeats = max(repeats, c.Repeat)
-		loads = append(loads, c.Load)
+		runs, loads = append(runs, float64(len(r.of(c.Scenario, c.Proxy)))), append(loads, c.Load)
 	}
 	var versions []string
 	for _, name := range r.proxies() {
@@ -218,7 +217,17 @@ func (r *Histories) conditions() string {
 	}
 	load, s := spreadOf(loads, 0), r.Settings
 	return fmt.Sprintf("Services change for %v s; each client opens %v connections a second to each of them; %v s at "+
-		"rest; minSyncPeriod %vs; seed %d; %d runs of each. %s. Linux %s, %d cores, %s; load average before each run %.1f to %.1f, median "+
-		"%.1f.", s.Length, s.Rate, s.Look, s.MinSync, s.Seed, repeats, strings.Join(versions, "; "), r.Machine.Kernel,
+		"rest; minSyncPeriod %vs; seed %d; %s runs of each. %s. Linux %s, %d cores, %s; load average before each run %.1f to %.1f, median "+
+		"%.1f.", s.Length, s.Rate, s.Look, s.MinSync, s.Seed, runsText(runs),
+		strings.Join(versions, "; "), r.Machine.Kernel,
 		r.Machine.Cores, r.Machine.CPU, load.Min, load.Max, load.Median)
+}
+
+// runsText prints how many runs there are of what was run least and most: "3", "2 to 3".
+func runsText(runs []float64) string {
+	least, most := count(slices.Min(runs)), count(slices.Max(runs))
+	if least == most {
+		return most
+	}
+	return least + " to " + most
 }
