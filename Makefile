@@ -107,7 +107,7 @@ history: tools ## record how stale Verdict and kube-proxy are: an hour; continue
 	$(HISTORY)
 
 # The second and third runs show that the checker catches wrong proxies: status 1 means a violation, and nothing else.
-HISTORY_SLICE = --repeat 1 --length 8s --bound 3s --fresh
+HISTORY_SLICE = --repeat 1 --length 8s --bound 4s --fresh
 history-slice: tools build ## some short histories: Verdict, and two proxies that must fail
 	$(HISTORY) $(HISTORY_SLICE) --proxy verdict --run '^(churn|affinity-killed)$$' --out $(BIN)/history-slice
 	$(BIN)/history $(HISTORY_SLICE) --proxy conformance/testdata/late.yaml --run '^churn$$' \

@@ -66,8 +66,11 @@ type Report struct {
 	Conns, Writes int
 	// Unjudged is how many attempts to connect could not be made.
 	Unjudged int
-	// Removed is of connections that reached an endpoint that was removed, Added of those that were refused, or not
-	// answered, though there was an endpoint.
+	// Unanswered is how many connections had no answer in time. A server that waits for a processor gives none either, so
+	// they do not say what the proxy did.
+	Unanswered int
+	// Removed is of connections that reached an endpoint that was removed, Added of those that were refused though there
+	// was an endpoint.
 	Removed, Added Staleness
 	// Unused is of endpoints that were added and got none of so many connections that it was no chance.
 	Unused Staleness
@@ -142,8 +145,12 @@ func (k *checker) group() {
 	services, groups := fold(k.h), make(map[key]*group)
 	for i := range k.h.Conns {
 		c := &k.h.Conns[i]
-		if c.Outcome == Failed {
+		switch c.Outcome {
+		case Failed:
 			k.out.Unjudged++
+			continue
+		case TimedOut:
+			k.out.Unanswered++
 			continue
 		}
 		g := groups[key{c.Service, c.Node}]
@@ -376,8 +383,8 @@ func (v Violation) String() string {
 // String gives all that a report says, some lines long.
 func (r *Report) String() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d connections, %d could not be made, %d writes; e %s, beyond faults %s\n", r.Conns, r.Unjudged,
-		r.Writes, r.E(), r.Beyond())
+	fmt.Fprintf(&b, "%d connections, %d could not be made, %d had no answer, %d writes; e %s, beyond faults %s\n",
+		r.Conns, r.Unjudged, r.Unanswered, r.Writes, r.E(), r.Beyond())
 	for _, s := range []struct {
 		name string
 		of   *Staleness

@@ -324,11 +324,13 @@ func TestFaultsStopTheClock(t *testing.T) {
 		Conns: []Conn{
 			{Begin: 5000, End: 5010, Service: "s", Client: "c", Node: "n", Outcome: Answered, Endpoint: "A", At: "a"},
 			{Begin: 6000, End: 6010, Service: "s", Client: "c", Node: "n", Outcome: Failed},
+			{Begin: 6000, End: 9000, Service: "s", Client: "c", Node: "n", Outcome: TimedOut}, // and proves nothing
 		},
 		Faults: []Fault{{From: 1200, To: 3000}, {From: 2000, To: 4000, Node: "n"}, {From: 0, To: 9000, Node: "other"}},
 	}
 	r := Check(h, Options{})
-	if r.Removed.Most != micros(3900) || r.Removed.Beyond != micros(1100) || r.Removed.Conns != 1 || r.Unjudged != 1 {
+	if r.Removed.Most != micros(3900) || r.Removed.Beyond != micros(1100) || r.Removed.Conns != 1 || r.Unjudged != 1 ||
+		r.Unanswered != 1 || r.Added.Most != 0 {
 		t.Errorf("%+v", r)
 	}
 	if r = Check(h, Options{Bound: micros(1100)}); !r.OK() {

@@ -48,6 +48,8 @@ type HistoryCell struct {
 	Writes   int `json:"writes"`
 	Faults   int `json:"faults"`
 	Unjudged int `json:"unjudged"`
+	// Unanswered is how many connections had no answer in time.
+	Unanswered int `json:"unanswered"`
 	// Removed, Added and Unused are the staleness of removals, of additions by refused connections, and of additions by
 	// endpoints that got no connection; Beyond is the largest of them without the times of faults.
 	Removed float64 `json:"removed_ms"`
@@ -152,8 +154,9 @@ var historyColumns = []string{"reused", "stranger", "affinity", "back", "lost"}
 // range; violations of all repeats together.
 func (r *Histories) WriteTables(w io.Writer, scenarios []string) error {
 	var b strings.Builder
-	fmt.Fprintf(&b, "| | proxy | connections | stale | e removed | e added | e unused | e beyond faults | %s |\n|%s\n",
-		strings.Join(historyColumns, " | "), strings.Repeat("---|", 8+len(historyColumns)))
+	fmt.Fprintf(&b,
+		"| | proxy | connections | unanswered | stale | e removed | e added | e unused | e beyond faults | %s |\n|%s\n",
+		strings.Join(historyColumns, " | "), strings.Repeat("---|", 9+len(historyColumns)))
 	for _, s := range scenarios {
 		for _, proxy := range r.proxies() {
 			if cells := r.of(s, proxy); len(cells) > 0 {
@@ -167,10 +170,11 @@ func (r *Histories) WriteTables(w io.Writer, scenarios []string) error {
 }
 
 func historyLine(cells []*HistoryCell) []string {
-	var conns, stale, unproven int
+	var conns, stale, unproven, unanswered int
 	wrong := make(map[string]int)
 	for _, c := range cells {
 		conns, stale, unproven = conns+c.Conns, stale+c.Stale, unproven+c.Unproven
+		unanswered += c.Unanswered
 		for kind, n := range c.Violations {
 			wrong[kind] += n
 		}
@@ -183,7 +187,7 @@ func historyLine(cells []*HistoryCell) []string {
 		return spreadOf(values, 0).text(staleText)
 	}
 	columns := []string{
-		grouped(conns), grouped(stale),
+		grouped(conns), grouped(unanswered), grouped(stale),
 		e(func(c *HistoryCell) float64 { return c.Removed }), e(func(c *HistoryCell) float64 { return c.Added }),
 		e(func(c *HistoryCell) float64 { return c.Unused }), e(func(c *HistoryCell) float64 { return c.Beyond }),
 	}
@@ -216,10 +220,10 @@ func (r *Histories) conditions() string {
 		versions = append(versions, fmt.Sprintf("%s is %s", name, r.Versions[name]))
 	}
 	load, s := spreadOf(loads, 0), r.Settings
-	return fmt.Sprintf("Services change for %v s; each client opens %v connections a second to each of them; %v s at "+
-		"rest; minSyncPeriod %vs; seed %d; %s runs of each. %s. Linux %s, %d cores, %s; load average before each run %.1f to %.1f, median "+
-		"%.1f.", s.Length, s.Rate, s.Look, s.MinSync, s.Seed, runsText(runs),
-		strings.Join(versions, "; "), r.Machine.Kernel,
+	return fmt.Sprintf("Services change for %v s; each client opens %v connections a second to each of them;\n%v s at "+
+		"rest; minSyncPeriod %vs; seed %d; %s runs of each.\n%s.\nLinux %s, %d cores, %s; load average before each run "+
+		"%.1f to %.1f, median %.1f.", s.Length, s.Rate, s.Look, s.MinSync, s.Seed, runsText(runs),
+		strings.Join(versions, ";\n"), r.Machine.Kernel,
 		r.Machine.Cores, r.Machine.CPU, load.Min, load.Max, load.Median)
 }
 

@@ -145,7 +145,8 @@ func summary(h *history.History, r *history.Report, repeat int) *results.History
 	c := &results.HistoryCell{
 		Scenario: h.Header.Scenario, Proxy: h.Header.Proxy, Repeat: repeat, Seed: h.Header.Seed, Began: h.Header.Began,
 		Load: h.Header.Load, Conns: r.Conns, Writes: r.Writes, Faults: len(h.Faults), Unjudged: r.Unjudged,
-		Removed: ms(r.Removed.Most), Added: ms(r.Added.Most), Unused: ms(r.Unused.Most), Beyond: ms(r.Beyond()),
+		Unanswered: r.Unanswered,
+		Removed:    ms(r.Removed.Most), Added: ms(r.Added.Most), Unused: ms(r.Unused.Most), Beyond: ms(r.Beyond()),
 		Stale: r.Removed.Conns + r.Added.Conns, Unproven: r.Unproven, Violations: make(map[string]int),
 	}
 	for kind, n := range r.Counts {
