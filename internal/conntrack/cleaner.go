@@ -122,6 +122,11 @@ func (c *Cleaner) committed(commit reconcile.Commit) {
 			c.pending[k] = now
 		}
 	}
+	if !commit.Full && !commit.First { // those of the first state are as old as the flows to them, or older
+		for _, k := range newTCP(commit.Before, commit.After) {
+			c.pending[k] = now
+		}
+	}
 	c.inSync = true
 	select {
 	case c.wake <- struct{}{}:

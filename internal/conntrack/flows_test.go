@@ -282,6 +282,43 @@ func TestBeforeTheFirst(t *testing.T) {
 	}
 }
 
+// TestBeforeTheFirstTCP: a client's first SYN comes before the Service exists. The next ones from the same port are
+// lost until the look, and then answered.
+func TestBeforeTheFirstTCP(t *testing.T) {
+	p := newProxied(t)
+	lost := 0
+	for i, cl := range p.clients() {
+		from := netip.AddrPortFrom(netip.IPv4Unspecified(), uint16(20000+i))
+		if cl.to.Addr().Is6() {
+			from = netip.AddrPortFrom(netip.IPv6Unspecified(), from.Port())
+		}
+		dial := func(timeout time.Duration) lab.Result {
+			return cl.from.Dial(snapshot.TCP, cl.to, lab.Options{From: from, Timeout: timeout})
+		}
+		p.apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name("dns"): nil}})
+		p.look()
+		r := dial(200 * time.Millisecond)
+		if r.Outcome == lab.Answered {
+			t.Fatalf("%s: %v", cl.name, r)
+		}
+		if r.Outcome != lab.TimedOut {
+			continue // refused: no flow is left of it
+		}
+		p.apply(p.service(nil, 5353, ready(p.Pods[0])...))
+		if r := dial(200 * time.Millisecond); r.Outcome == lab.Answered {
+			continue
+		}
+		lost++
+		p.look()
+		if r := dial(20 * time.Second); r.Endpoint != p.Pods[0].Name {
+			t.Errorf("%s: %v after the look", cl.name, r)
+		}
+	}
+	if lost == 0 {
+		t.Error("no client had sent its SYN too early")
+	}
+}
+
 // TestRightFlowsStay: draining endpoints, policies, more endpoints and a restart do not change any flow.
 func TestRightFlowsStay(t *testing.T) {
 	p := newProxied(t)

@@ -8,7 +8,7 @@
 //
 // TCP connections may outlive the removal of their endpoint, which may serve them to their end. A Releaser deletes only
 // those that nobody answers, and those whose Service has a deadline. Unanswered deletes those that an endpoint has not
-// answered, and is known not to.
+// answered, and is known not to. The Cleaner deletes those that began before their frontend was there.
 package conntrack
 
 import (
@@ -80,6 +80,41 @@ func mayHaveStale(before, now *dataplane.ServicePort) bool {
 	return slices.ContainsFunc(before.Serving, func(e dataplane.Endpoint) bool { return !serves(now, e.AddrPort) })
 }
 
+// newTCP returns the TCP frontends that Services have and did not have before, or had for another port.
+func newTCP(before, after []*dataplane.Service) (added []dataplane.Key) {
+	for i, svc := range after {
+		if svc == nil {
+			continue
+		}
+		was := map[dataplane.PortName][]dataplane.Frontend{}
+		if before[i] != nil {
+			for _, sp := range before[i].Ports {
+				was[sp.Name] = sp.Frontends
+			}
+		}
+		for _, sp := range svc.Ports {
+			if sp.Name.Protocol == snapshot.TCP {
+				added = appendNew(added, was[sp.Name], sp.Frontends)
+			}
+		}
+	}
+	return added
+}
+
+// appendNew appends the keys of after that before does not have. Both are sorted by key.
+func appendNew(to []dataplane.Key, before, after []dataplane.Frontend) []dataplane.Key {
+	for i := range after {
+		k := after[i].Key
+		for len(before) > 0 && before[0].Key.Compare(k) < 0 {
+			before = before[1:]
+		}
+		if len(before) == 0 || before[0].Key != k {
+			to = append(to, k)
+		}
+	}
+	return to
+}
+
 func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 	_, found := slices.BinarySearchFunc(sp.Serving, a, func(e dataplane.Endpoint, a netip.AddrPort) int {
 		return e.AddrPort.Compare(a)
@@ -95,7 +130,13 @@ func serves(sp *dataplane.ServicePort, a netip.AddrPort) bool {
 //
 // In a conntrack zone other than the default one, somebody else tracks packets a second time, as Open vSwitch does. An
 // untranslated flow is normal there.
+//
+// A TCP flow is stale only if it was not translated and nobody has answered it: its client sent the first SYN before
+// the frontend was programmed, and sends the next ones in vain.
 func (fs frontends) stale(f *flow) bool {
+	if f.frontend.Protocol == snapshot.TCP {
+		return !f.zoned && !f.translated() && !f.answered
+	}
 	sp, exists := fs[f.frontend]
 	if (!exists || f.zoned) && !f.translated() {
 		return false

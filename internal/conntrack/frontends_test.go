@@ -121,6 +121,31 @@ func TestFollow(t *testing.T) {
 	}
 }
 
+// TestNewTCP says which TCP frontends of a Service are new.
+func TestNewTCP(t *testing.T) {
+	web := service("web", "10.96.0.1:80/tcp,10.96.0.1:81/tcp,192.0.2.1:30080/tcp>10.0.0.1:80", "10.96.0.1:53/udp")
+	for _, test := range []struct {
+		what          string
+		before, after *dataplane.Service
+		want          string
+	}{
+		{"none", nil, nil, ""},
+		{"gone", web, nil, ""},
+		{"the same", web, web, ""},
+		{"new", nil, web, "10.96.0.1:80/tcp 10.96.0.1:81/tcp 192.0.2.1:30080/tcp"},
+		{"UDP only", nil, service("dns", "10.96.0.1:53/udp>10.0.0.1:53"), ""},
+		{"the first", service("web", "10.96.0.1:81/tcp,192.0.2.1:30080/tcp"), web, "10.96.0.1:80/tcp"},
+		{"the last", service("web", "10.96.0.1:80/tcp,10.96.0.1:81/tcp"), web, "192.0.2.1:30080/tcp"},
+		{"one in between", service("web", "10.96.0.1:80/tcp,192.0.2.1:30080/tcp"), web, "10.96.0.1:81/tcp"},
+		{"other endpoints", service("web", "10.96.0.1:80/tcp,10.96.0.1:81/tcp,192.0.2.1:30080/tcp>10.0.0.9:80"), web, ""},
+	} {
+		got := newTCP([]*dataplane.Service{test.before}, []*dataplane.Service{test.after})
+		if !slices.Equal(got, keys(test.want)) {
+			t.Errorf("%s: %v, want %s", test.what, got, test.want)
+		}
+	}
+}
+
 // TestFrontendMoves: an address goes from one Service to another in one change, in either order of their names.
 func TestFrontendMoves(t *testing.T) {
 	for _, from := range []string{"a", "z"} {
@@ -177,6 +202,9 @@ func TestWrong(t *testing.T) {
 		what, frontend, endpoint string
 		zoned, wrong             bool
 	}{
+		{"TCP, translated", "10.96.0.1:53/tcp", "10.0.0.9:53", false, false},
+		{"TCP, untranslated", "10.96.0.1:53/tcp", "10.96.0.1:53", false, true},
+		{"TCP, zone", "10.96.0.1:53/tcp", "10.96.0.1:53", true, false},
 		{"right", "10.96.0.1:53/udp", "10.0.0.1:53", false, false},
 		{"gone endpoint", "10.96.0.1:53/udp", "10.0.0.2:53", false, true},
 		{"other port", "10.96.0.1:53/udp", "10.0.0.1:54", false, true},
@@ -194,6 +222,9 @@ func TestWrong(t *testing.T) {
 		f := flow{frontend: key(test.frontend), endpoint: netip.MustParseAddrPort(test.endpoint), zoned: test.zoned}
 		if got := fs.stale(&f); got != test.wrong {
 			t.Errorf("%s: wrong is %v", test.what, got)
+		}
+		if f.answered = true; f.frontend.Protocol == snapshot.TCP && fs.stale(&f) {
+			t.Errorf("%s: wrong although somebody has answered", test.what)
 		}
 	}
 }
