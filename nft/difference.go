@@ -62,6 +62,24 @@ func (m *Model) Differences(found *ipfamily.Per[Found], have *ipfamily.Per[Table
 	return out
 }
 
+// Differences returns what transactions in a row write, in their order, as differences: Wanted is added, the rest is
+// deleted. have are the tables before the first of them, with their rules. What only keeps the books, as revisions, is
+// left out.
+func Differences(txns []*Txn, have *ipfamily.Per[Table]) (out []Difference) {
+	for _, txn := range txns {
+		for i, f := range ipfamily.All {
+			tt := &txn.Tables[i]
+			out = append(out, structureDifferences(f, tt, &have[i])...)
+			for set := range NumSets {
+				if set.IsContent() {
+					out = append(out, elementDifferences(f, set, tt, nil)...)
+				}
+			}
+		}
+	}
+	return out
+}
+
 func elementDifferences(f ipfamily.Family, set SetID, tt *TableTxn, own owners) (out []Difference) {
 	s := SetByID(set)
 	gather := func(elements []Element, wanted bool) {

@@ -52,7 +52,8 @@ pods/exec in the namespace of the DaemonSet; explain and wait also read pods, Se
 EndpointSlices (docs/CLUSTER.md).
 
 Exit status of status, verify, diff and wait: 0 all nodes are in order, 1 one is not, 2 something
-went wrong or a node could not be asked. The answers of the others are printed all the same.`,
+went wrong or a node could not be asked; of plan: 0 nothing changes for packets, 1 something does, 2
+likewise. The answers of the others are printed all the same.`,
 		SilenceUsage:      true,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
@@ -67,7 +68,8 @@ went wrong or a node could not be asked. The answers of the others are printed a
 	f.DurationVar(&o.timeout, "node-timeout", cluster.DefaultTimeout, "how long one node may take")
 	f.IntVar(&o.parallel, "parallel", cluster.DefaultParallel, "how many nodes are asked at a time")
 	root.AddCommand(newClusterStatus(o), newClusterExplain(o), newClusterCompare(o, "verify"),
-		newClusterCompare(o, "diff"), newClusterTop(o), newClusterWait(o), newClusterDashboard(o), newVersion())
+		newClusterCompare(o, "diff"), newClusterPlan(o), newClusterTop(o), newClusterWait(o), newClusterDashboard(o),
+		newVersion())
 	setUsage(root)
 	completeWords(root)
 	return root

@@ -69,6 +69,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict run --kubeconfig FILE     the same from an API server; in a cluster without --kubeconfig
   verdict explain SRC DST:PORT      say what happens to a packet, and why
   verdict diff, verdict verify      compare the kernel with the objects, or with what was written
+  verdict plan -f change.yaml       say what a change of objects would do on this node
   verdict top                       show the connections per second of Services, live
   verdict status                    say how far this node's proxy has come
   verdict cleanup                   remove everything that Verdict wrote on this node
@@ -80,7 +81,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
 "kubectl get svc,endpointslices,nodes -A -o yaml" prints a dump.
 
 Exit status: 0 success; 1 error; 2 the kernel lacks a feature, or privileges are missing. For diff,
-verify and compare: 0 equal, 1 different, 2 error.`,
+verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
@@ -90,6 +91,7 @@ verify and compare: 0 equal, 1 different, 2 error.`,
 		newRender(),
 		newExplain(),
 		newDiff(),
+		newPlan(),
 		newComparePackets(),
 		newVerify(),
 		newTop(),

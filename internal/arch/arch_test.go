@@ -91,6 +91,19 @@ var layers = map[string]struct{ ours, others []string }{
 		},
 		others: []string{"golang.org/x/sys"},
 	},
+	"internal/plan": {
+		ours: []string{
+			"internal/conntrack",
+			"internal/inspect",
+			"internal/terminal",
+			"nft",
+			"nft/kernel",
+			"sync/dataplane",
+			"sync/reconcile",
+			"sync/snapshot",
+			"sync/watch",
+		},
+	},
 	"internal/terminal": {others: []string{"golang.org/x/term"}},
 	"internal/units":    {},
 	"internal/backends": {

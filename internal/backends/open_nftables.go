@@ -34,13 +34,20 @@ func OpenKernel(o kernel.Options) (*kernel.Backend, error) {
 	return backend, nil
 }
 
-// OpenCounting is OpenKernel with counters that take so many MiB at most.
-func OpenCounting(o kernel.Options, mib int) (*kernel.Backend, error) {
+// CountersWithin returns how many counters elements may have in so many MiB; at least one.
+func CountersWithin(mib int) (int, error) {
 	cpus, err := sysctl.PossibleCPUs()
 	if err != nil {
+		return 0, err
+	}
+	return max(mib<<20/(nft.CounterBytes*cpus), 1), nil
+}
+
+// OpenCounting is OpenKernel with counters that take so many MiB at most.
+func OpenCounting(o kernel.Options, mib int) (_ *kernel.Backend, err error) {
+	if o.Counters, err = CountersWithin(mib); err != nil {
 		return nil, err
 	}
-	o.Counters = max(mib<<20/(nft.CounterBytes*cpus), 1)
 	return OpenKernel(o)
 }
 

@@ -36,7 +36,9 @@ type API interface {
 // Executor runs commands in pods.
 type Executor interface {
 	// Exec runs argv in a container until it ends, and returns its exit status. It returns an error if it could not run.
-	Exec(ctx context.Context, namespace, pod, container string, argv []string, stdout, stderr io.Writer) (int, error)
+	// A stdin that is nil is empty.
+	Exec(ctx context.Context, namespace, pod, container string, argv []string, stdin io.Reader, stdout, stderr io.Writer,
+	) (int, error)
 }
 
 // client is the API and the Executor of a real cluster.
@@ -145,10 +147,13 @@ func (c *client) Slices(ctx context.Context, namespace, service string) (*discov
 }
 
 // Exec implements Executor, by WebSockets if the server can, else by SPDY.
-func (c *client) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdout, stderr io.Writer,
-) (int, error) {
+func (c *client) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdin io.Reader,
+	stdout, stderr io.Writer) (int, error) {
 	q := c.rest.Post().AbsPath(inNamespace("/api/v1", namespace, "pods"), pod, "exec").Param("container", container).
 		Param("stdout", "true").Param("stderr", "true")
+	if stdin != nil {
+		q.Param("stdin", "true")
+	}
 	for _, a := range argv {
 		q.Param("command", a)
 	}
@@ -166,7 +171,7 @@ func (c *client) Exec(ctx context.Context, namespace, pod, container string, arg
 	if err != nil {
 		return 0, err
 	}
-	err = either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdout: stdout, Stderr: stderr})
+	err = either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdin: stdin, Stdout: stdout, Stderr: stderr})
 	var ended utilexec.ExitError
 	if errors.As(err, &ended) {
 		return ended.ExitStatus(), nil

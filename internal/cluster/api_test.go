@@ -37,7 +37,11 @@ func newServer(t *testing.T) *client {
 		if argv[0] == "false" {
 			ended = `{"status":"Failure","reason":"NonZeroExitCode","details":{"causes":[{"reason":"ExitCode","message":"1"}]}}`
 		}
-		for _, message := range []string{"\x01" + strings.Join(argv[1:], " ") + " in " + r.URL.Query().Get("container"),
+		said := strings.Join(argv[1:], " ")
+		if r.URL.Query().Get("stdin") == "true" {
+			said += readInput(c)
+		}
+		for _, message := range []string{"\x01" + said + " in " + r.URL.Query().Get("container"),
 			"\x02to stderr", "\x03" + ended} {
 			if err := c.WriteMessage(websocket.BinaryMessage, []byte(message)); err != nil {
 				t.Error(err)
@@ -61,6 +65,19 @@ func newServer(t *testing.T) *client {
 	return c
 }
 
+// readInput reads standard input to its end, as the protocol tells it.
+func readInput(c *websocket.Conn) (input string) {
+	for {
+		_, message, err := c.ReadMessage()
+		if err != nil || string(message) == "\xff\x00" {
+			return input
+		}
+		if message[0] == 0 {
+			input += string(message[1:])
+		}
+	}
+}
+
 // TestClient: requests arrive at a server, and what it forbids becomes the name of the right that is missing.
 func TestClient(t *testing.T) {
 	c := newServer(t)
@@ -75,12 +92,18 @@ func TestClient(t *testing.T) {
 	}
 	for argv, code := range map[string]int{"echo some words": 0, "false some words": 1} {
 		var out, errs strings.Builder
-		got, err := c.Exec(t.Context(), "kube-system", "p", "verdict", strings.Fields(argv), &out, &errs)
+		got, err := c.Exec(t.Context(), "kube-system", "p", "verdict", strings.Fields(argv), nil, &out, &errs)
 		if err != nil || got != code || out.String() != "some words in verdict" || errs.String() != "to stderr" {
 			t.Errorf("%s: %d %v, %q and %q", argv, got, err, out.String(), errs.String())
 		}
 	}
-	_, err = c.Exec(t.Context(), "kube-system", "secret", "verdict", []string{"x"}, nil, nil)
+	var out strings.Builder
+	input := strings.Repeat("x", 100000)
+	got, err := c.Exec(t.Context(), "kube-system", "p", "verdict", []string{"cat"}, strings.NewReader(input), &out, &out)
+	if err != nil || got != 0 || !strings.HasPrefix(out.String(), input+" in verdict") {
+		t.Errorf("with standard input: %d %v, %d bytes", got, err, out.Len())
+	}
+	_, err = c.Exec(t.Context(), "kube-system", "secret", "verdict", []string{"x"}, nil, nil, nil)
 	if want := "you lack the right to create pods/exec in namespace kube-system"; err == nil ||
 		!strings.Contains(err.Error(), want) {
 		t.Errorf("%v; want %q", err, want)

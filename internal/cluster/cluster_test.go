@@ -39,6 +39,8 @@ type fake struct {
 	mu             sync.Mutex
 	running, peak  int
 	commandsOfNode map[string][]string
+	// input is what the last command with standard input read.
+	input string
 }
 
 func (f *fake) may(verb, resource string) error {
@@ -80,8 +82,8 @@ func (f *fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSli
 	return &f.slices, nil
 }
 
-func (f *fake) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdout, _ io.Writer,
-) (int, error) {
+func (f *fake) Exec(ctx context.Context, namespace, pod, container string, argv []string, stdin io.Reader,
+	stdout, _ io.Writer) (int, error) {
 	if err := f.may("create", "pods/exec"); err != nil {
 		return 0, err
 	}
@@ -93,6 +95,13 @@ func (f *fake) Exec(ctx context.Context, namespace, pod, container string, argv 
 		f.commandsOfNode = map[string][]string{}
 	}
 	f.commandsOfNode[node] = append(f.commandsOfNode[node], strings.Join(argv, " "))
+	if stdin != nil {
+		text, err := io.ReadAll(stdin)
+		if err != nil {
+			return 0, err
+		}
+		f.input = string(text)
+	}
 	f.mu.Unlock()
 	out, code, err := f.answer(ctx, node, argv)
 	f.mu.Lock()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
 	"sync"
@@ -142,6 +143,11 @@ type Result struct {
 
 // Each runs a command of verdict on every node, some at a time, and returns the results in the order of the targets.
 func (c *Cluster) Each(ctx context.Context, targets []Target, argv func(Target) []string) []Result {
+	return c.EachWith(ctx, targets, "", argv)
+}
+
+// EachWith is Each for commands that read a text from standard input.
+func (c *Cluster) EachWith(ctx context.Context, targets []Target, input string, argv func(Target) []string) []Result {
 	results := make([]Result, len(targets))
 	var group errgroup.Group
 	group.SetLimit(max(c.Parallel, 1))
@@ -149,7 +155,7 @@ func (c *Cluster) Each(ctx context.Context, targets []Target, argv func(Target) 
 	done := 0
 	for i, t := range targets {
 		group.Go(func() error {
-			results[i] = c.run(ctx, t, argv(t))
+			results[i] = c.run(ctx, t, input, argv(t))
 			if c.Progress != nil {
 				mu.Lock()
 				defer mu.Unlock()
@@ -163,7 +169,7 @@ func (c *Cluster) Each(ctx context.Context, targets []Target, argv func(Target) 
 	return results
 }
 
-func (c *Cluster) run(ctx context.Context, t Target, argv []string) Result {
+func (c *Cluster) run(ctx context.Context, t Target, input string, argv []string) Result {
 	r := Result{Target: t}
 	if t.Missing != "" {
 		r.Err = errors.New(t.Missing)
@@ -172,7 +178,12 @@ func (c *Cluster) run(ctx context.Context, t Target, argv []string) Result {
 	limited, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	out, errs := &bounded{left: maxOutput}, &bounded{left: 64 << 10}
-	r.Code, r.Err = c.Exec.Exec(limited, c.Namespace, t.Pod, container, append([]string{"verdict"}, argv...), out, errs)
+	var stdin io.Reader
+	if input != "" {
+		stdin = strings.NewReader(input)
+	}
+	r.Code, r.Err = c.Exec.Exec(limited, c.Namespace, t.Pod, container, append([]string{"verdict"}, argv...), stdin, out,
+		errs)
 	if r.Err != nil && ctx.Err() == nil && errors.Is(limited.Err(), context.DeadlineExceeded) {
 		r.Err = fmt.Errorf("no answer within %v", c.Timeout)
 	}

@@ -121,7 +121,7 @@ func (l *releaseLook) release(flows []flow) error {
 	doomed := map[releasedKey]int{}
 	for i := range flows {
 		f := &flows[i]
-		if f.frontend.Protocol != snapshot.TCP || f.zoned || !f.translated() {
+		if !f.releasable() {
 			continue
 		}
 		if k, reason, ok := l.judge(f); ok {
@@ -139,6 +139,12 @@ func (l *releaseLook) release(flows []flow) error {
 		l.counts[k] += n
 	}
 	return nil
+}
+
+// releasable says whether a flow may be released at all: it is one of TCP that a Service translated, in the default
+// zone.
+func (f *flow) releasable() bool {
+	return f.frontend.Protocol == snapshot.TCP && !f.zoned && f.translated()
 }
 
 // judge says whether a flow must be released, and why.

@@ -126,6 +126,16 @@ func (w *Wanted) Notes() []string {
 // reads, and the health of endpoints from the proxy on this host. PrintProblems writes to standard error what is wrong
 // with the objects.
 func (o *ObjectFlags) Wanted(ctx context.Context, i reconcile.Inspector, printProblems bool) (*Wanted, error) {
+	w, err := o.LoadBeside(ctx, i, printProblems)
+	if err != nil {
+		return nil, err
+	}
+	w.State, _ = dataplane.Compute(w.Objects.Config, w.Objects.Snap)
+	return w, nil
+}
+
+// LoadBeside is Wanted without the State.
+func (o *ObjectFlags) LoadBeside(ctx context.Context, i reconcile.Inspector, printProblems bool) (*Wanted, error) {
 	settings, err := i.Settings(ctx)
 	if err != nil {
 		return nil, err
@@ -136,30 +146,24 @@ func (o *ObjectFlags) Wanted(ctx context.Context, i reconcile.Inspector, printPr
 	}
 	w := &Wanted{}
 	if !present { // then there is nothing to learn from the rules, and no proxy to ask
-		if w.Objects, err = o.Load(ctx, nil, true); err != nil {
-			return nil, err
-		}
-		if printProblems {
-			w.Objects.printProblems()
-		}
-		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
-		w.State, _ = dataplane.Compute(w.Objects.Config, w.Objects.Snap)
-		return w, nil
+		settings = nil
 	}
 	if w.Objects, err = o.Load(ctx, settings, true); err != nil {
 		return nil, err
 	}
 	if printProblems {
-		w.Objects.printProblems()
+		w.Objects.PrintProblems()
+	}
+	if !present || !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
+		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
+	}
+	if !present {
+		return w, nil
 	}
 	for _, flag := range w.Objects.Adopted {
 		w.notes = append(w.notes, "taken from the kernel's rules: "+flag)
 	}
-	if !settings.Scheduler { // then nobody is scheduled by it, whatever the objects ask for
-		w.Objects.Config.IPVS.Mode = dataplane.IPVSNever
-	}
 	w.healthNote = o.addHealth(ctx, w.Objects)
-	w.State, _ = dataplane.Compute(w.Objects.Config, w.Objects.Snap)
 	return w, nil
 }
 

@@ -62,7 +62,7 @@ func (e *explainRun) gather(ctx context.Context) (err error) {
 		if e.objects, err = e.Objects.Load(ctx, e.settings, e.Inspector != nil); err != nil {
 			return err
 		}
-		e.objects.printProblems()
+		e.objects.PrintProblems()
 		if e.Inspector != nil {
 			e.healthNote = e.Objects.addHealth(ctx, e.objects)
 		}

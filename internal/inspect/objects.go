@@ -268,8 +268,8 @@ func await(ctx context.Context, synced <-chan struct{}, failed, ended <-chan err
 	}
 }
 
-// printProblems writes what is wrong with the objects to standard error, as render does.
-func (o *Objects) printProblems() {
+// PrintProblems writes what is wrong with the objects to standard error, as render does.
+func (o *Objects) PrintProblems() {
 	const most = 20
 	for i, p := range o.Problems {
 		if i == most {

@@ -267,7 +267,7 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 		if err := b.setGeneration(); err != nil {
 			return nil, err
 		}
-		ok, err := b.learnSlots(b.pending)
+		ok, err := b.reader.learnSlots(&b.model, b.pending.Services)
 		if err != nil {
 			return nil, err
 		}
@@ -289,15 +289,21 @@ func (b *Backend) plan(want *dataplane.State) (*nft.Txn, error) {
 // planAhead returns a transaction for small changes that need not wait for a part of a large Service. It returns nil if
 // there are none, and every other time, so that the large Services make progress.
 func (b *Backend) planAhead(want *dataplane.State) *nft.Txn {
-	all := b.pending.Services
-	if b.ahead || b.filling || b.maxElements > 0 || b.pending.Globals || len(all) < 2 ||
-		b.model.Fits(want, all, writeAtOnce) {
+	if b.filling || b.maxElements > 0 {
 		b.ahead = false
 		return nil
 	}
-	txn := b.model.PlanAhead(want, all, aheadSize)
+	txn := planAhead(&b.model, want, b.pending, b.ahead)
 	b.ahead = txn != nil
 	return txn
+}
+
+func planAhead(m *nft.Model, want *dataplane.State, pending dataplane.Change, ahead bool) *nft.Txn {
+	all := pending.Services
+	if ahead || pending.Globals || len(all) < 2 || m.Fits(want, all, writeAtOnce) {
+		return nil
+	}
+	return m.PlanAhead(want, all, aheadSize)
 }
 
 // setGeneration gives the next transaction the generation number that the kernel will assign to it.

@@ -12,7 +12,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
-	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -143,24 +142,6 @@ func (c *Conn) readSet(f ipfamily.Family, set nft.SetID, stale *nft.Stale, found
 	return err
 }
 
-// learnSlots reads the slots that the model must know before it can plan a change. ok is false if they are not what
-// they should be.
-func (b *Backend) learnSlots(change dataplane.Change) (ok bool, err error) {
-	unread := b.model.UnknownSlots(change.Services)
-	for i := range unread {
-		x := &unread[i]
-		var read []nft.Element
-		if err := b.reader.get(x.Family, x.Keys[0].Set, x.Keys, func(e nft.Element) { read = append(read, e) }); err != nil {
-			return false, err
-		}
-		if len(read) != len(x.Keys) {
-			return false, nil
-		}
-		x.Keys = read
-	}
-	return b.model.SetSlots(unread), nil
-}
-
 // checkBudget bounds how long a Check takes, because its caller may have a change to write. An inspection continues
 // after a pause of restFactor times as long.
 const (
@@ -228,7 +209,7 @@ func (b *Backend) recount() (more bool, err error) {
 	if len(names) == 0 {
 		return false, nil
 	}
-	if known, err := b.learnSlots(dataplane.Change{Services: names}); err != nil || !known {
+	if known, err := b.reader.learnSlots(&b.model, names); err != nil || !known {
 		return false, err // others changed them, which an inspection will tell
 	}
 	if err := b.setGeneration(); err != nil {
@@ -343,7 +324,7 @@ func (b *Backend) inspect() (found []string, err error) {
 		return found, err
 	}
 	names := in.left[:min(inspectAtOnce, len(in.left))]
-	known, err := b.learnSlots(dataplane.Change{Services: names})
+	known, err := b.reader.learnSlots(&b.model, names)
 	if err != nil {
 		return nil, err
 	}

@@ -216,22 +216,26 @@ type explainer struct {
 	balanced bool
 }
 
-// origin returns where the packet comes from. If the incoming interface is unknown, the Node's pod ranges stand in for
-// it.
+// origin returns where the packet comes from.
 func (e *explainer) origin() Origin {
 	q := &e.x.Question
-	o := Origin{Pods: e.host.pods[ipfamily.Of(q.Key.Addr)]}
-	o.Node = q.Source.IsLoopback() || slices.Contains(e.s.HostAddrs, q.Source)
-	byInterface := o.Pods.Interface != "" || o.Pods.InterfacePrefix != ""
+	return OriginOf(e.host.pods[ipfamily.Of(q.Key.Addr)], e.s, q.Source, q.Interface)
+}
+
+// OriginOf returns where a packet from a source comes from, if pods are recognized so. If the incoming interface is
+// unknown, the Node's pod ranges stand in for it.
+func OriginOf(pods Pods, s *snapshot.Snapshot, source netip.Addr, iface string) Origin {
+	o := Origin{Pods: pods, Node: source.IsLoopback() || slices.Contains(s.HostAddrs, source)}
 	switch {
-	case !byInterface:
-		o.Pod = o.Pods.CIDR.IsValid() && o.Pods.CIDR.Contains(q.Source)
+	case !pods.ByInterface():
+		o.Pod = pods.CIDR.IsValid() && pods.CIDR.Contains(source)
 	case o.Node:
-	case q.Interface != "":
-		o.Pod = o.Pods.HasInterface(q.Interface)
+	case iface != "":
+		o.Pod = pods.HasInterface(iface)
 	default:
-		if i := slices.IndexFunc(e.s.Node.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(q.Source) }); i >= 0 {
-			o.Pod, o.Guess = true, e.s.Node.PodCIDRs[i]
+		in := func(p netip.Prefix) bool { return p.Contains(source) }
+		if i := slices.IndexFunc(s.Node.PodCIDRs, in); i >= 0 {
+			o.Pod, o.Guess = true, s.Node.PodCIDRs[i]
 		}
 	}
 	return o
@@ -356,22 +360,9 @@ func (e *explainer) cause() Cause {
 		}
 		return NotService
 	}
-	if i := slices.IndexFunc(f.Sources, func(p netip.Prefix) bool { return p.Contains(x.Question.Source) }); i >= 0 {
-		x.Source = f.Sources[i]
-	} else if f.Sources != nil {
-		return SourceRefused
-	}
-	switch pool := f.Routes[x.Row].Pool; {
-	case pool == x.Port.Scheduled(f):
-		return FrontendScheduled
-	case len(pool.Endpoints) > 0:
-		return FrontendFound
-	case pool.Empty == Drop:
-		return NoLocalEndpoints
-	case pool.Empty == Pass:
-		return FailoverPassed
-	}
-	return NoEndpoints
+	a := x.Port.Answer(f, x.Question.Source, x.Origin)
+	x.Source = a.Source
+	return a.Cause
 }
 
 // HasInterface reports whether packets from an interface come from a pod, if pods are recognized by interface.

@@ -80,6 +80,38 @@ func (t *slowStarts) observe(
 	return d
 }
 
+// Starts says how endpoints would start if something changed, as a Loop does that has been in sync.
+type Starts struct{ starts slowStarts }
+
+// NewStarts returns a Starts for what is known now. A Service's endpoints that start already are in the snapshot.
+func NewStarts(s *snapshot.Snapshot, now time.Time) *Starts {
+	t := &Starts{}
+	t.starts.reset()
+	for n, svc := range s.Services {
+		if svc.SlowStart == 0 {
+			continue
+		}
+		t.starts.observe(s, nil, []snapshot.Name{n}, now, false)
+		st, starting := t.starts.services[n], s.Starting[n]
+		if starting == nil {
+			continue
+		}
+		st.since = make(map[netip.AddrPort]time.Time, len(starting.Endpoints))
+		for _, e := range starting.Endpoints {
+			st.since[e.Endpoint] = e.Full.Add(-svc.SlowStart)
+		}
+	}
+	return t
+}
+
+// After returns how the endpoints of Services start once these have changed. State is as it was before. It is called
+// once.
+func (t *Starts) After(
+	s *snapshot.Snapshot, state *dataplane.State, changed []snapshot.Name, now time.Time,
+) snapshot.Delta {
+	return t.starts.observe(s, state, changed, now, true)
+}
+
 // follow takes over the Service's slices. It returns the addresses that became ready, each with port 0.
 func (st *slowStart) follow(of map[string]*snapshot.Slice) (came []netip.AddrPort) {
 	if maps.Equal(st.slices, of) {

@@ -25,6 +25,8 @@ type reader struct {
 	// lineSearches counts down the errors whose lines are searched for, so that a file full of errors cannot block the
 	// source.
 	lineSearches atomic.Int32
+	// change, if not nil, says that the text is a change of objects that are known: see LoadChange.
+	change *changeReading
 }
 
 func newReader(nodeName string) *reader {
@@ -45,6 +47,8 @@ type manifest struct {
 	chunks map[uint64][]object
 	// bad means that a newer text could not be used, and this one stays in force.
 	bad bool
+	// others counts the objects of kinds that a proxy does not read.
+	others int
 }
 
 // keepGood puts the objects of an earlier reading in the place of those that have invalid values now: a wrong port must
@@ -89,6 +93,8 @@ type chunkResult struct {
 	bad      bool
 	// unparsed means that the chunk as a whole was not valid YAML or JSON.
 	unparsed bool
+	// others counts the objects of kinds that a proxy does not read.
+	others int
 }
 
 // manifest reads a file's text; before is the file's last content, or nil. The result has the valid part of the text
@@ -96,6 +102,9 @@ type chunkResult struct {
 func (r *reader) manifest(file, text string, before *manifest) (m *manifest, problems []error, bad bool) {
 	r.lineSearches.Store(20)
 	m = &manifest{hash: maphash.String(r.seed, text), chunks: map[uint64][]object{}}
+	if r.change != nil && isDiff(text) {
+		return m, []error{&Problem{File: file, Err: errDiff}}, true
+	}
 	var chunks []chunk
 	docs := documents(text)
 	for i := range docs {
@@ -125,6 +134,7 @@ func (r *reader) manifest(file, text string, before *manifest) (m *manifest, pro
 			m.chunks[r.hash(c)] = got.objects
 		}
 		bad = bad || got.bad
+		m.others += got.others
 	}
 	if hidden > 0 {
 		problems = append(problems, &Problem{File: file, Err: fmt.Errorf("... and %d more problems", hidden)})
@@ -278,6 +288,7 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	}
 	k, known := kinds[kind]
 	if !known {
+		out.others++
 		return
 	}
 	key := objectKey{kind, nameIn(t, k.namespaced)}
@@ -290,10 +301,23 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 		} // else it is another API's kind of the same name: Knative has Services too
 		return
 	}
-	if kind == "Node" && key.name.Name != r.nodeName {
+	if kind == "Node" && key.name.Name != r.nodeName && r.nodeName != anyNode {
 		return
 	}
-	d := &decoder{object: name}
+	if r.change != nil && r.change.deletes {
+		if key.name.Name == "" {
+			reject(name, "metadata.name", "missing")
+			return
+		}
+		out.objects = append(out.objects, object{key: r.ownKey(key), line: t.line})
+		return
+	}
+	r.readObject(t, k, key, out)
+}
+
+// readObject reads an object of a kind.
+func (r *reader) readObject(t *tree, k kind, key objectKey, out *chunkResult) {
+	d := &decoder{object: objectName(key.kind, key.name)}
 	value, problems := k.read(r, d, t)
 	for _, p := range problems {
 		p.Line = t.lineOf(p.Field)
@@ -302,10 +326,13 @@ func (r *reader) readObjects(t *tree, kind, apiVersion string, out *chunkResult)
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	// Copy the strings: nothing that is kept may reference the file's text.
-	key = objectKey{r.intern(kind),
-		snapshot.Name{Namespace: r.intern(key.name.Namespace), Name: string([]byte(key.name.Name))}}
-	out.objects = append(out.objects, object{key, value, t.line, len(problems) > 0})
+	out.objects = append(out.objects, object{r.ownKey(key), value, t.line, len(problems) > 0})
+}
+
+// ownKey copies the strings of a key: nothing that is kept may reference the file's text.
+func (r *reader) ownKey(k objectKey) objectKey {
+	return objectKey{r.intern(k.kind),
+		snapshot.Name{Namespace: r.intern(k.name.Namespace), Name: string([]byte(k.name.Name))}}
 }
 
 // readItems reads the items of a list; kind is empty for a v1 List, whose items name their own.
@@ -358,6 +385,9 @@ func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
 		return nil, nil
 	}
 	setNamespace(&o.Namespace)
+	if r.change != nil {
+		r.change.inherit(o)
+	}
 	f := &problemList{object: d.object}
 	switch o.Spec.Type {
 	case "", corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer,
@@ -376,6 +406,9 @@ func (r *reader) readService(d *decoder, t *tree) (any, []*Problem) {
 		}
 	}
 	s, problems := r.service(o)
+	if r.change != nil {
+		r.change.keepStatus(o, s)
+	}
 	return s, append(f.problems(), problems...)
 }
 
