@@ -120,6 +120,30 @@ func TestSlowStart(t *testing.T) {
 	}
 }
 
+// TestStarts: what begins knows from the snapshot how endpoints start, and says of a change what a Loop would.
+func TestStarts(t *testing.T) {
+	c := newStartingCluster()
+	c.apply(false, startingService(20*time.Second))
+	c.apply(false, readyEndpoints(startingName, 1, 2))
+	c.apply(true, readyEndpoints(startingName, 1, 2, 3))
+	c.wait(8 * time.Second)
+	starts := NewStarts(c.snap, c.now)
+	delta := readyEndpoints(startingName, 1, 2, 3, 4)
+	changed := c.snap.Apply(delta).Services
+	c.snap.Apply(starts.After(c.snap, c.state, changed, c.now))
+	planned := c.tenths(5)
+	c.apply(true, delta)
+	if loop := c.tenths(5); planned != loop || loop != "[10 10 4 1 10]" {
+		t.Errorf("planned %s, the loop has %s", planned, loop)
+	}
+	// Of a Service without slow start, nothing starts; one that is new has endpoints of which nobody knows since when.
+	c.snap.Apply(startingService(0))
+	d := NewStarts(c.snap, c.now).After(c.snap, c.state, []snapshot.Name{startingName}, c.now)
+	if len(d.Starting) != 0 {
+		t.Errorf("without slow start: %v", d.Starting)
+	}
+}
+
 // TestSlowStartIsBounded: however long the time is and however many endpoints start together or one after the other, a
 // Service takes at most ten steps for each time, and none is shorter than a second.
 func TestSlowStartIsBounded(t *testing.T) {
