@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -28,6 +29,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/internal/lab/tableowner"
 )
 
 // These tests need kube-proxy and a control plane, and IPVS mode a kernel with IPVS: internal/guest/takeover 6.12
@@ -291,8 +293,16 @@ func takeOverLive(l *live) {
 	watched, longest := make(chan struct{}), time.Duration(0)
 	var watch sync.WaitGroup
 	watch.Go(func() {
-		var err error
-		if longest, err = l.cluster.Node.WatchOwner(watched); err != nil {
+		var netns *os.File
+		err := l.cluster.Node.Do(func() (err error) {
+			netns, err = os.Open("/proc/thread-self/ns/net")
+			return err
+		})
+		if err == nil {
+			longest, err = tableowner.Watch(netns, watched)
+			err = errors.Join(err, netns.Close())
+		}
+		if err != nil {
 			t.Error(err)
 		}
 	})

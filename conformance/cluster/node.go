@@ -13,7 +13,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/lab/tableowner"
 )
 
 // Node is a node of the cluster.
@@ -103,14 +103,14 @@ func (n *Node) Exec(ctx context.Context, program string, args ...string) (string
 	return run(ctx, "nsenter", append(enter, args...)...)
 }
 
-// WatchOwner looks whether Verdict's tables on the node have an owner, until stop is closed: see lab.WatchOwner.
+// WatchOwner looks whether Verdict's tables on the node have an owner, until stop is closed: see tableowner.Watch.
 func (n *Node) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
 	ns, err := os.Open(netnsPath(n.netns))
 	if err != nil {
 		return 0, err
 	}
 	defer ns.Close()
-	return lab.WatchOwner(ns, stop)
+	return tableowner.Watch(ns, stop)
 }
 
 // controllers are the hierarchies of control groups, version 1. The kubelet needs a group of the node's own in each.

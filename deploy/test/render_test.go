@@ -209,7 +209,8 @@ func rendered(t *testing.T) map[string]string {
 	text, err := template(t, filepath.Join(chartDir, "k3s.yaml"), anImage+"collector: {enabled: true}")
 	check(t, err)
 	all["helm collector"] = text
-	text, err = template(t, filepath.Join(chartDir, "kubeadm.yaml"), anImage+"collector: {enabled: true, hostNetwork: false}")
+	text, err = template(t, filepath.Join(chartDir, "kubeadm.yaml"),
+		anImage+"collector: {enabled: true, hostNetwork: false}")
 	check(t, err)
 	all["helm kubeadm with a collector"] = text
 	text, err = template(t, "", everyValue)

@@ -176,7 +176,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/sysctl":  {},
 	"internal/testkit": {},
 	"internal/lab": {
-		ours:   []string{"internal/netlink", "sync/snapshot"},
+		ours:   []string{"sync/snapshot"},
 		others: []string{"github.com/vishvananda/netlink", "github.com/vishvananda/netns", "golang.org/x/sys"},
 	},
 	"internal/lab/control": {ours: []string{"internal/lab"}, others: []string{"k8s.io/client-go"}},
@@ -184,7 +184,8 @@ var layers = map[string]struct{ ours, others []string }{
 		ours:   []string{"internal/ipvshandle", "internal/netlink"},
 		others: []string{"github.com/moby/ipvs", "github.com/vishvananda/netlink", "golang.org/x/sys"},
 	},
-	"internal/lab/labtest": {ours: []string{"internal/lab"}},
+	"internal/lab/tableowner": {ours: []string{"internal/netlink"}, others: []string{"golang.org/x/sys"}},
+	"internal/lab/labtest":    {ours: []string{"internal/lab"}},
 
 	// A running proxy knows no backend but by internal/backends; of nft/kernel it has the socket that owns the tables.
 	"internal/node": {
@@ -213,7 +214,7 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"*"},
 	},
 	"conformance/cluster": {
-		ours:   []string{"conformance/testbed", "internal/lab", "internal/lab/control"},
+		ours:   []string{"conformance/testbed", "internal/lab", "internal/lab/tableowner", "internal/lab/control"},
 		others: []string{"*"},
 	},
 	"conformance/cluster/stories": {ours: []string{"conformance/cluster"}, others: []string{"*"}},

@@ -194,9 +194,8 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		return err
 	}
 	defer flows.Close()
-	v := servingOf(w, s, events, life.hasLease)
-	v.publisher = publisher
-	if v.everywhere, err = newEverywhere(s); err != nil {
+	v, err := servingOf(w, s, events, publisher, life.hasLease)
+	if err != nil {
 		return err
 	}
 	p := &proxy{config: w, object: object, events: events, updates: make(chan configUpdate),
@@ -215,8 +214,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 		Prober: &outlier.TCP{}, Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		updates: p.updates, minInterval: s.MinSyncPeriod, serving: v,
-		stuck: func(what string) { abort(log, what) },
+		updates: p.updates, minInterval: s.MinSyncPeriod, serving: v, stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil && opened.Owns())

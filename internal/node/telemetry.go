@@ -55,10 +55,12 @@ type serving struct {
 }
 
 // servingOf converts the settings.
-func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place func() bool) serving {
-	v := serving{
+func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, publisher *publisher, place func() bool,
+) (v serving, err error) {
+	v = serving{
 		hardFail: s.HardFail, profiling: s.Profiling, nodePorts: true, late: 2 * s.SyncPeriod, needsNode: s.Manifests == "",
 		maxSeries: s.MetricsMaxSeries, droppedLines: w.log.limit.LeftOut, events: events, holdsLease: place,
+		publisher: publisher,
 		configz: func() any {
 			d := &w.settings.Load().Document
 			return map[string]any{"kubeproxy.config.k8s.io": &d.KubeProxy, "verdict": &d.Verdict}
@@ -73,7 +75,8 @@ func servingOf(w *configWatcher, s *config.Settings, events clusterEvents, place
 	if s.Metrics.IsValid() {
 		v.metrics = s.Metrics.String()
 	}
-	return v
+	v.everywhere, err = newEverywhere(s)
+	return v, err
 }
 
 // telemetry is the health and the metrics of a node.

@@ -84,7 +84,8 @@ func (f *Fake) Slices(context.Context, string, string) (*discoveryv1.EndpointSli
 }
 
 // Exec implements cluster.Executor.
-func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, stdout, _ io.Writer) (int, error) {
+func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, _ io.Reader, stdout, _ io.Writer,
+) (int, error) {
 	f.Asked.Add(1)
 	s := f.Statuses[strings.TrimPrefix(pod, "verdict-")]
 	if s == nil {

@@ -1,4 +1,6 @@
-package lab
+// Package tableowner watches who owns the tables, for tests of takeovers.
+// On Linux 6.9 and later, nobody else may change tables that a socket owns.
+package tableowner
 
 import (
 	"errors"
@@ -16,14 +18,9 @@ const (
 	nftaTableOwner = 7
 )
 
-// WatchOwner looks every few milliseconds whether Verdict's tables on the host have an owner, until stop is closed. It
-// returns the longest time without; a table that is not there does not count.
-func (h *Host) WatchOwner(stop <-chan struct{}) (longest time.Duration, err error) {
-	return WatchOwner(h.ns, stop)
-}
-
-// WatchOwner is Host.WatchOwner for a network namespace.
-func WatchOwner(netns *os.File, stop <-chan struct{}) (longest time.Duration, err error) {
+// Watch looks every few milliseconds whether Verdict's tables in a network namespace have an owner, until stop is
+// closed. It returns the longest time without; a table that is not there does not count.
+func Watch(netns *os.File, stop <-chan struct{}) (longest time.Duration, err error) {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, int(netns.Fd()))
 	if err != nil {
 		return 0, err
