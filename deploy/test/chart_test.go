@@ -83,14 +83,13 @@ func TestSchemaKnowsValues(t *testing.T) {
 	values := valuesOf(t, readFile(t, chartDir+"/values.yaml"))
 	known := schema["properties"].(map[string]any)
 	delete(known, "global") // Helm's
-	var compare func(at string, known, values map[string]any)
-	compare = func(at string, known, values map[string]any) {
+	compare := func(at string, known, values map[string]any) {
 		if a, b := slices.Sorted(maps.Keys(known)), slices.Sorted(maps.Keys(values)); !slices.Equal(a, b) {
 			t.Errorf("%s: the schema has %q, values.yaml %q", at, a, b)
 		}
 	}
 	compare("/", known, values)
-	for _, name := range []string{"image", "apiServer", "monitoring"} {
+	for _, name := range []string{"image", "apiServer", "collector", "monitoring"} {
 		compare(name, known[name].(map[string]any)["properties"].(map[string]any), values[name].(map[string]any))
 	}
 }
