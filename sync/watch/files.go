@@ -409,6 +409,9 @@ func deltaText(delta *snapshot.Delta) string {
 	const few = 3
 	var parts []string
 	count := func(n int, kind string) {
+		if n > 1 {
+			kind += "s"
+		}
 		if n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", n, kind))
 		}
@@ -418,9 +421,9 @@ func deltaText(delta *snapshot.Delta) string {
 			parts = append(parts, objectName("Service", name))
 		}
 	} else {
-		count(n, "Services")
+		count(n, "Service")
 	}
-	count(len(delta.Slices), "EndpointSlices")
+	count(len(delta.Slices), "EndpointSlice")
 	if delta.Node != nil {
 		parts = append(parts, "the Node")
 	}

@@ -586,3 +586,33 @@ func TestCheckFiles(t *testing.T) {
 		cancel()
 	}
 }
+
+// TestDeltaText: an edit is told with the Services by name if they are few, and with the number of other objects.
+func TestDeltaText(t *testing.T) {
+	named := func(kind string, n int) (names []snapshot.Name) {
+		for i := range n {
+			names = append(names, snapshot.Name{Namespace: "default", Name: fmt.Sprint(kind, i)})
+		}
+		return names
+	}
+	for _, test := range []struct {
+		services, slices int
+		want             string
+	}{
+		{1, 0, "Service default/s0"},
+		{0, 1, "1 EndpointSlice"},
+		{2, 2, "Service default/s0, Service default/s1, 2 EndpointSlices"},
+		{4, 1, "4 Services, 1 EndpointSlice"},
+	} {
+		d := snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{}, Slices: map[snapshot.Name]*snapshot.Slice{}}
+		for _, n := range named("s", test.services) {
+			d.Services[n] = nil
+		}
+		for _, n := range named("e", test.slices) {
+			d.Slices[n] = nil
+		}
+		if got := deltaText(&d); got != test.want {
+			t.Errorf("%q; want %q", got, test.want)
+		}
+	}
+}
