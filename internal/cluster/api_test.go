@@ -99,7 +99,7 @@ func TestClient(t *testing.T) {
 	}
 	var out strings.Builder
 	input := strings.Repeat("x", 100000)
-	got, err := c.Exec(t.Context(), "kube-system", "p", "verdict", []string{"cat"}, strings.NewReader(input), &out, &out)
+	got, err := c.Exec(t.Context(), "kube-system", "p", "verdict", []string{"cat"}, strings.NewReader(input), &out, nil)
 	if err != nil || got != 0 || !strings.HasPrefix(out.String(), input+" in verdict") {
 		t.Errorf("with standard input: %d %v, %d bytes", got, err, out.Len())
 	}

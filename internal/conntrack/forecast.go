@@ -157,11 +157,11 @@ func (f *Forecast) judgeAll(flows []flow, do func(OpenFlow)) error {
 
 // fates returns what becomes of a flow without the change, and with it.
 func (f *Forecast) fates(fl *flow) (was, is Fate) {
+	if f.deletes(fl) {
+		return Kept, Deleted
+	}
 	if fl.frontend.Protocol != snapshot.TCP {
-		if f.deletes(fl) {
-			is = Deleted
-		}
-		return Kept, is
+		return Kept, Kept
 	}
 	if sp := f.released[fl.frontend]; sp != nil && fl.releasable() && !serves(sp, fl.endpoint) {
 		if was = Departed; sp.Drain > 0 {
