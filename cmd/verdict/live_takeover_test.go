@@ -214,7 +214,7 @@ func (l *live) end() {
 	l.event("Verdict has ended")
 }
 
-// left says how many frontends of the node's table nftables leaves to IPVS.
+// left says how many pools of the node's table nftables leaves to IPVS.
 func (l *live) left() int {
 	l.t.Helper()
 	text, err := l.cluster.Node.Run("nft", "list", "table", "ip", "verdict")
@@ -231,15 +231,15 @@ func (l *live) toVerdict() time.Duration {
 	l.run()
 	l.load()
 	if n := l.left(); n != 0 {
-		l.t.Errorf("beside kube-proxy, nftables leaves %d frontends to IPVS", n)
+		l.t.Errorf("beside kube-proxy, nftables leaves %d pools to IPVS", n)
 	}
 	ctx, cancel := context.WithTimeout(l.t.Context(), liveLimit)
 	defer cancel()
 	labtest.Check(l.t, l.proxy.Stop(ctx))
 	l.event("kube-proxy has ended")
 	ended := time.Now()
-	if l.mode == "ipvs" { // TCP and UDP at the cluster IP and the node's address
-		l.until("IPVS schedules for Verdict", func() bool { return l.left() >= 4*loadServices })
+	if l.mode == "ipvs" { // the pools of TCP and of UDP, which all frontends of a port share
+		l.until("IPVS schedules for Verdict", func() bool { return l.left() >= 2*loadServices })
 		l.event("IPVS schedules for Verdict")
 	}
 	adopted := time.Since(ended)
