@@ -70,7 +70,10 @@ func TestContents(t *testing.T) {
 }
 
 // documents lists all Markdown files of the repository.
-func documents(t *testing.T) []string {
+func documents(t *testing.T) []string { return filesEnding(t, ".md") }
+
+// filesEnding lists the files of the repository whose names have an ending.
+func filesEnding(t *testing.T, ending string) []string {
 	const root = "../.."
 	var list []string
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
@@ -79,7 +82,7 @@ func documents(t *testing.T) []string {
 			return err
 		case d.IsDir() && strings.HasPrefix(d.Name(), ".") && path != root:
 			return filepath.SkipDir
-		case strings.HasSuffix(path, ".md"):
+		case strings.HasSuffix(path, ending):
 			list = append(list, path)
 		}
 		return nil

@@ -1,9 +1,7 @@
 package arch
 
 import (
-	"io/fs"
 	"os"
-	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -16,31 +14,18 @@ var (
 
 // TestNamedTests: what the documents say is held by a test, is: the tests that they name are there.
 func TestNamedTests(t *testing.T) {
-	const root = "../.."
 	there := map[string]bool{}
-	var documents []string
-	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
-		switch {
-		case err != nil:
-			return err
-		case d.IsDir() && strings.HasPrefix(d.Name(), ".") && path != root:
-			return filepath.SkipDir
-		case strings.HasSuffix(path, ".md"):
-			documents = append(documents, path)
-		case strings.HasSuffix(path, "_test.go"):
-			text, err := os.ReadFile(path)
-			for _, m := range testThere.FindAllSubmatch(text, -1) {
-				there[string(m[1])] = true
-			}
-			return err
+	for _, path := range filesEnding(t, "_test.go") {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
 		}
-		return nil
-	})
-	if err != nil {
-		t.Fatal(err)
+		for _, m := range testThere.FindAllSubmatch(text, -1) {
+			there[string(m[1])] = true
+		}
 	}
 	named := 0
-	for _, document := range documents {
+	for _, document := range documents(t) {
 		text, err := os.ReadFile(document)
 		if err != nil {
 			t.Fatal(err)
