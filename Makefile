@@ -68,9 +68,10 @@ unit: tools ## run all tests without the race detector
 	cd deploy/test && $(GO) test ./...
 	cd deploy/release && $(GO) test ./...
 
-once: ## run each benchmark once, and the test of memory, which the race detector would distort
+once: ## run each benchmark once, and what the race detector would distort: the test of memory, the simulation
 	$(GO) test -run XXX -bench . -benchtime 1x ./nft/... ./sync/... ./internal/benchmark
 	$(GO) test -run Memory -v ./sync/watch
+	$(GO) test -run Simulation -v ./nft/kernel
 
 # The first run builds the control plane and kube-proxy from their modules, which takes some minutes.
 CONFORMANCE = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/conformance ./cmd/conformance && $(BIN)/conformance
@@ -154,6 +155,16 @@ bench-ipvs: ## measure nftables and IPVS with 1,000 and 10,000 Services, on Linu
 soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 kills: about half an hour
 	$(GO) test ./nft/kernel -run 'TestWalk|TestLeaks' -walk.steps 100000 -walk.syncs 10000 -timeout 60m -v
 	$(GO) test ./cmd/verdict -run TestKilled -kills 1000 -timeout 30m -v
+
+SIM_STEPS ?= 100000
+SIM_FIRST ?= 1
+simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: some 500 a second
+	GOGC=800 $(GO) test ./nft/kernel -run 'TestSimulation' -sim.steps $(SIM_STEPS) -sim.first $(SIM_FIRST) -timeout 24h -v
+
+# A fault that is in the table already is not planted again.
+MUTATE_SEED ?= 1
+mutate: ## plant 200 single faults in the product, one at a time, and list which tests find them: half an hour or more
+	cd conformance && $(GO) run ./cmd/mutate -root .. -seed $(MUTATE_SEED) -out $(abspath $(BIN))/mutations-$(MUTATE_SEED).txt
 
 cross: ## build bin/verdict-linux-amd64 and -arm64
 	@for arch in amd64 arm64; do CGO_ENABLED=0 GOARCH=$$arch $(GO) build -trimpath -o $(BIN)/verdict-linux-$$arch ./cmd/verdict || exit; done

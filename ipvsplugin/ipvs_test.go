@@ -184,13 +184,18 @@ func TestIPVSSchedulers(t *testing.T) {
 		w.delta(app{number: 2, scheduling: scheduler("wrr"), here: weighted}),
 		w.delta(app{number: 3, scheduling: scheduler("lc"), here: all}),
 		w.delta(app{number: 4, scheduling: &snapshot.Scheduling{Scheduler: "sh", Port: true, Fallback: true}, here: all}),
-		w.delta(app{number: 5, scheduling: scheduler("rr"), affinity: time.Minute, here: all}))
+		w.delta(app{number: 5, scheduling: scheduler("rr"), affinity: time.Minute, here: all}),
+		w.delta(app{number: 6, here: weighted})) // the node's default is rr, which would ignore weights
 	w.wants()
 	for _, f := range lab.Families() {
 		for _, c := range []struct {
 			number int
 			want   map[string]int
-		}{{1, map[string]int{"pod-1": 7, "pod-2": 7, "pod-3": 7}}, {2, map[string]int{"pod-1": 15, "pod-2": 3, "pod-3": 3}}} {
+		}{
+			{1, map[string]int{"pod-1": 7, "pod-2": 7, "pod-3": 7}},
+			{2, map[string]int{"pod-1": 15, "pod-2": 3, "pod-3": 3}},
+			{6, map[string]int{"pod-1": 15, "pod-2": 3, "pod-3": 3}},
+		} {
 			if got := w.count(w.Pods[3], snapshot.TCP, vip(c.number, f), 21); !maps.Equal(got, c.want) {
 				t.Errorf("%v: %v, want %v", vip(c.number, f), got, c.want)
 			}

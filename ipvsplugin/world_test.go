@@ -43,10 +43,11 @@ func needIPVS(t testing.TB) {
 	}
 }
 
-const (
-	targetPort = 8080
-	patience   = 3 * time.Second // a machine that is emulated
-)
+const targetPort = 8080
+
+// patience is how long an answer may take. A machine that is emulated loses packets when it has to wait for processors;
+// the kernel sends a SYN again after one second, and the INIT of SCTP after three.
+const patience = 10 * time.Second
 
 var protocols = []snapshot.Protocol{snapshot.TCP, snapshot.UDP, snapshot.SCTP}
 

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"bytes"
 	"net/netip"
 	"slices"
 
@@ -166,6 +167,9 @@ func (m *Model) wanted(found *ipfamily.Per[Found], stale *Stale) (out ipfamily.P
 		}
 		for a := range m.tables[i].needed {
 			out[i][a.set] = append(out[i][a.set], a.element())
+		}
+		for _, set := range shared { // the same correction is the same bytes
+			slices.SortFunc(out[i][set], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
 		}
 	}
 	if stale.Shared() {

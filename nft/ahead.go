@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -71,8 +72,10 @@ func sizeOf(svc *dataplane.Service) (n int) {
 	if svc == nil {
 		return 0
 	}
+	limits := slotLimits(svc)
 	for _, sp := range svc.Ports {
-		n += 2*len(sp.Frontends) + len(sp.Cluster.Endpoints) + len(sp.Local.Endpoints)
+		limit := limits[ipfamily.Of(sp.Frontends[0].Key.Addr)]
+		n += 2*len(sp.Frontends) + mostSlots(sp.Cluster, sp.Hash, limit) + mostSlots(sp.Local, sp.Hash, limit)
 	}
 	return n
 }

@@ -114,12 +114,9 @@ func compileService(s *dataplane.Service, q quota) *service {
 	}
 	out := &service{name: s.Name, counters: s.Counters, clusterIPs: s.ClusterIPs, silent: s.SilentClusterIPs,
 		pingable: s.PingableIPs, balanced: s.LoadBalancerIPs, ports: make([]*port, 0, len(s.Ports))}
-	var ports ipfamily.Per[int]
+	limits := slotLimits(s)
 	for _, sp := range s.Ports {
-		ports[ipfamily.Of(sp.Frontends[0].Key.Addr)]++
-	}
-	for _, sp := range s.Ports {
-		p := compilePort(sp, maxServiceSlots/ports[ipfamily.Of(sp.Frontends[0].Key.Addr)])
+		p := compilePort(sp, limits[ipfamily.Of(sp.Frontends[0].Key.Addr)])
 		out.ports = append(out.ports, p)
 		for i := range sp.Frontends {
 			if ranges := sp.Frontends[i].Sources; ranges != nil { // the same for all of a family

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"math/rand/v2"
 	"net/netip"
 	"testing"
 
@@ -121,4 +122,33 @@ func giant(endpoints int) snapshot.Delta {
 	}
 	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{svc.Name: svc},
 		Slices: map[snapshot.Name]*snapshot.Slice{svc.Name: slice}}
+}
+
+// TestNeedsAreWhatIsCounted: what Services are said to take of the budget is how many elements with counters they have,
+// whatever their policies.
+func TestNeedsAreWhatIsCounted(t *testing.T) {
+	w := newCluster(rand.New(rand.NewPCG(1, 3)))
+	w.Asking, w.Weights = false, false
+	snap, planner, kernel := snapshot.New(), dataplane.NewPlanner(testConfig), newFakeKernel()
+	var m Model
+	delta := w.All()
+	for step := range 60 {
+		change, _ := planner.Apply(snap, snap.Apply(delta))
+		if err := kernel.apply(m.Plan(planner.State(), change, 0)); err != nil {
+			t.Fatalf("step %d: %v", step, err)
+		}
+		frontends, all := 0, 0
+		for i := range kernel {
+			for id := range NumSets {
+				if s := SetByID(id); s.Counter && !id.IsDynamic() {
+					all += len(kernel[i].sets[id])
+				}
+			}
+			frontends += len(kernel[i].sets[Services]) + len(kernel[i].sets[OutsideServices])
+		}
+		if n := m.totalNeeds(); n[CountEndpoints] != all || n[CountFrontends] != frontends {
+			t.Fatalf("step %d: needs are %v; counted are %d elements, %d of frontends", step, n, all, frontends)
+		}
+		delta = w.Step()
+	}
 }

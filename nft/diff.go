@@ -47,8 +47,12 @@ func (tm *tableModel) restructure(f ipfamily.Family, wanted Structure) {
 	if tm.structure == wanted {
 		return
 	}
-	tm.digests[sharedBucket].sub(tm.structure.digest(f))
-	tm.digests[sharedBucket].add(wanted.digest(f))
+	was, is := tm.structure, wanted
+	was.Uses, is.Uses = 0, 0
+	if was != is { // what is in use is not in the digest, which takes as long as a small change
+		tm.digests[sharedBucket].sub(was.digest(f))
+		tm.digests[sharedBucket].add(is.digest(f))
+	}
 	tm.structure = wanted
 }
 

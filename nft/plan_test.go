@@ -374,6 +374,54 @@ func TestGiantService(t *testing.T) {
 	}
 }
 
+// TestSlotsCount: what weights and hashes make of a few endpoints counts where a transaction is bounded. A table of a
+// hash is written as a whole, so there may be one more.
+func TestSlotsCount(t *testing.T) {
+	const ports, limit, table = 8, 100, 61
+	for _, hash := range []bool{true, false} {
+		s, slice := webService(), &snapshot.Slice{Name: snapshot.Name{Namespace: "default", Name: "web"}, Service: "web"}
+		s.Ports = nil
+		for p := range ports {
+			name := fmt.Sprint("p", p)
+			s.Ports = append(s.Ports, snapshot.Port{Name: name, Protocol: snapshot.TCP, Port: uint16(1000 + p)})
+			slice.Ports = append(slice.Ports, snapshot.SlicePort{Name: name, Protocol: snapshot.TCP, Port: 8080})
+		}
+		if hash {
+			s.Scheduling = &snapshot.Scheduling{Scheduler: snapshot.Hash}
+		}
+		for i := range 3 {
+			e := snapshot.Endpoint{Addr: addr(fmt.Sprintf("10.244.1.%d", 1+i)), Ready: true, Serving: true}
+			if !hash && i > 0 {
+				e.Weight = snapshot.Weight{Given: true, Parts: snapshot.PartsOf(uint16(997 * i))}
+			}
+			slice.Endpoints = append(slice.Endpoints, e)
+		}
+		snap := snapshot.New()
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+			Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: slice}})
+		st, _ := dataplane.Compute(testConfig, snap)
+		var m Model
+		kernel, all := newFakeKernel(), 0
+		for change := (dataplane.Change{Services: []snapshot.Name{s.Name}}); ; {
+			txn := m.Plan(st, change, limit)
+			if err := kernel.apply(txn); err != nil {
+				t.Fatal(err)
+			}
+			added, replaced, removed := txn.Counts()
+			if n := added + replaced + removed; n > limit+2*table {
+				t.Errorf("hash %v: %d elements in one transaction", hash, n)
+			}
+			all += added
+			if change = txn.Left; change.Empty() {
+				break
+			}
+		}
+		if all < ports*table {
+			t.Errorf("hash %v: %d elements in all, so the test says nothing", hash, all)
+		}
+	}
+}
+
 // TestLongNames says that a name longer than the kernel's limit for comments is cut, not refused.
 func TestLongNames(t *testing.T) {
 	s := webService()

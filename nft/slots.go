@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
@@ -79,7 +80,7 @@ func slotCounts(weights []int, limit int) []int {
 	for _, w := range weights {
 		sum += w
 	}
-	limit = max(min(limit, max(enoughSlots, slotsPerEndpoint*n)), n)
+	limit = slotsFor(n, limit)
 	for slots := n; slots < min(sum, limit); slots += max(slots/16, 1) {
 		if counts := apportion(weights, sum, slots); closeTo(counts, weights, sum, slots) {
 			return counts
@@ -190,6 +191,40 @@ func (pl *pool) fill(name poolID, endpoints []dataplane.Endpoint, hash dataplane
 		}
 	}
 }
+
+// slotLimits returns how many slots each pool of a Service may have, by family.
+func slotLimits(s *dataplane.Service) (limits ipfamily.Per[int]) {
+	var ports ipfamily.Per[int]
+	for _, sp := range s.Ports {
+		ports[ipfamily.Of(sp.Frontends[0].Key.Addr)]++
+	}
+	for f, n := range ports {
+		limits[f] = maxServiceSlots / max(n, 1)
+	}
+	return limits
+}
+
+// mostSlots returns how many slots fill gives a pool at most.
+func mostSlots(p *dataplane.Pool, hash dataplane.Hash, limit int) int {
+	n := len(p.Endpoints)
+	if hash != dataplane.NoHash && n > 1 {
+		if size := hashSize(n, limit); size > 0 {
+			return size
+		}
+	}
+	if !slices.ContainsFunc(p.Endpoints, func(e dataplane.Endpoint) bool { return e.Weight != p.Endpoints[0].Weight }) {
+		return n
+	}
+	sum := 0
+	weights, _ := reduced(p.Endpoints)
+	for _, w := range weights {
+		sum += w
+	}
+	return min(sum, slotsFor(n, limit))
+}
+
+// slotsFor returns how many slots n endpoints with weights may have, within a limit.
+func slotsFor(n, limit int) int { return max(min(limit, max(enoughSlots, slotsPerEndpoint*n)), n) }
 
 // members returns the endpoints of a pool, each once: sorted if they have several slots each.
 func (pl *pool) members() []netip.AddrPort {

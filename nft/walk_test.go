@@ -276,3 +276,16 @@ func withoutBridged(chains []Chain) []Chain {
 	}
 	return out
 }
+
+// TestSum: what is not known of one part is not known of the whole.
+func TestSum(t *testing.T) {
+	two, three := uint64(2), uint64(3)
+	for _, c := range []struct {
+		a, b *uint64
+		want uint64 // 0 is unknown
+	}{{&two, &three, 5}, {nil, &three, 0}, {&two, nil, 0}, {nil, nil, 0}} {
+		if got := sum(c.a, c.b); (got == nil) != (c.want == 0) || got != nil && *got != c.want {
+			t.Errorf("sum of %v and %v is %v; want %d", c.a, c.b, got, c.want)
+		}
+	}
+}

@@ -5,11 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/terminal"
 	"github.com/verdict-proxy/verdict/sync/watch"
 )
@@ -19,6 +22,9 @@ type explainOptions struct {
 	objects                          inspect.ObjectFlags
 	live, json, all, trace, exitCode bool
 	iface                            string
+	// at is a time in the past, of which the ledger tells.
+	at     string
+	ledger ledgerPlace
 }
 
 func newExplain() *cobra.Command {
@@ -40,11 +46,15 @@ explain tells where they disagree.
 Verdict does not touch packets to an address of no Service: explain does not know what other rules
 of this host do with them.
 
+With --at, the answer is that of the kernel at a time in the past, as far as the ledger of this node
+knows (docs/LEDGER.md); addresses, routes and interfaces of this host are those of now.
+
 Flags such as --cluster-cidr must be the same as those of verdict run. With --live, those that are
 not given are taken from the kernel's rules.`,
 		Example: `  verdict explain node 10.96.0.10:53/udp --from cluster.yaml --hostname-override node-1
   verdict explain outside 203.0.113.20:80 --live
-  verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace`,
+  verdict explain pod 10.96.0.10:53/udp --live --in-cluster --trace
+  verdict explain pod 10.96.0.10:53/udp --at 14:03:07`,
 		Args: explainArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q, err := inspect.ParseQuestion(args[0], args[1])
@@ -61,7 +71,11 @@ not given are taken from the kernel's rules.`,
 			return exitStatus(exitDiffers)
 		},
 	}
-	f := cmd.Flags()
+	o.addFlags(cmd.Flags())
+	return cmd
+}
+
+func (o *explainOptions) addFlags(f *pflag.FlagSet) {
 	f.BoolVar(&o.live, "live", false, "ask the kernel of this node; needs CAP_NET_ADMIN")
 	f.StringVar(
 		&o.iface,
@@ -69,12 +83,13 @@ not given are taken from the kernel's rules.`,
 		"",
 		"the interface the packet comes in by (default: the one this host's routes lead back to SRC)",
 	)
-	f.BoolVar(&o.trace, "trace", false, "with --live, show each rule that looks at the packet")
+	f.StringVar(&o.at, "at", "", "ask the ledger for this time: 14:03:07, 2006-01-02 14:03:07 or RFC 3339")
+	o.ledger.addFlags(f)
+	f.BoolVar(&o.trace, "trace", false, "with --live or --at, show each rule that looks at the packet")
 	f.BoolVar(&o.exitCode, "exit-code", false, "exit with status 1 if the kernel and the objects disagree")
 	f.BoolVar(&o.all, "all", false, "show all endpoints, however many there are")
 	addJSON(f, &o.json, "print JSON (docs/ANSWERS.md)")
 	o.objects.AddFlags(f)
-	return cmd
 }
 
 // print writes the answer as text or JSON.
@@ -101,6 +116,9 @@ func explainArgs(_ *cobra.Command, args []string) error {
 
 // answer asks whomever the flags name.
 func (o *explainOptions) answer(ctx context.Context, q inspect.Question) (a *inspect.Answer, err error) {
+	if o.at != "" {
+		return o.answerPast(ctx, q)
+	}
 	if !o.live && !o.objects.Given() {
 		o.objects.InCluster = watch.InCluster()
 		o.live = !o.objects.InCluster
@@ -124,4 +142,57 @@ func (o *explainOptions) answer(ctx context.Context, q inspect.Question) (a *ins
 		defer func() { err = errors.Join(err, x.Inspector.Close()) }()
 	}
 	return x.Explain(ctx, q)
+}
+
+// answerPast asks the ledger.
+func (o *explainOptions) answerPast(ctx context.Context, q inspect.Question) (*inspect.Answer, error) {
+	if o.live || o.exitCode || o.objects.Given() {
+		return nil, errors.New("--at asks the ledger alone: it cannot be combined with --live, --exit-code, --from, " +
+			"--kubeconfig or --in-cluster")
+	}
+	at, err := parseMoment(o.at, time.Now())
+	if err != nil {
+		return nil, fmt.Errorf("--at: %w", err)
+	}
+	o.ledger.config = o.objects.Policy.File()
+	dir, err := o.ledger.path()
+	if err != nil {
+		return nil, err
+	}
+	past, err := backends.OpenPast(dir, at)
+	if err != nil {
+		return nil, err
+	}
+	x := inspect.Explainer{Objects: &o.objects, Interface: o.iface, Inspector: past, At: at}
+	a, err := x.Explain(ctx, q)
+	if err != nil {
+		return nil, err
+	}
+	return a, o.addRecords(a, dir, past)
+}
+
+// addRecords notes which records the answer follows from, and which changed the Service before and after it.
+func (o *explainOptions) addRecords(a *inspect.Answer, dir string, past *backends.Past) error {
+	note := func(format string, args ...any) { a.Notes = append(a.Notes, fmt.Sprintf(format, args...)) }
+	note("after record %d of the ledger, of %s", past.Last.Number, past.Last.At.Local().Format(ledger.TimeLayout))
+	if past.Next == nil {
+		note("that is its last record")
+	}
+	if a.Kernel.Service == nil {
+		return nil
+	}
+	service := a.Kernel.Service.Port.Service.String()
+	before, after, err := ledger.Around(dir, past.Last.Number, service, backends.ServicesIn)
+	if err != nil {
+		return err
+	}
+	if before != nil {
+		note("%s was written before by record %d of %s: %s", service, before.Number,
+			before.At.Local().Format(ledger.TimeLayout), before.Cause())
+	}
+	if after != nil {
+		note("%s was written next by record %d of %s: %s", service, after.Number,
+			after.At.Local().Format(ledger.TimeLayout), after.Cause())
+	}
+	return nil
 }

@@ -256,7 +256,7 @@ func newClusterTop(o *clusterOptions) *cobra.Command {
 			return 0, err
 		}
 		c.Timeout += interval
-		top, err := c.Top(cmd.Context(), interval, "")
+		top, err := c.Top(cmd.Context(), cluster.TopOptions{Interval: interval, All: all})
 		if err != nil {
 			return 0, err
 		}

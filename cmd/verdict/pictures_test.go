@@ -6,17 +6,21 @@ import (
 	"fmt"
 	"html"
 	"io"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unicode/utf8"
 
+	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/terminal"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // pictures are the commands whose pictures stand in docs/images, taken from the real program in a terminal.
@@ -27,10 +31,13 @@ var pictures = []struct {
 	lines int
 	// varies: the command shows counts that differ from run to run, so only -update takes it.
 	varies bool
+	// keys, if there are any, are pressed one after the other once there is a full screen.
+	keys string
 }{
 	{name: "explain", args: "explain pod 10.96.20.3:8080 --live"},
 	{name: "verify", args: "verify"},
 	{name: "demo", args: "demo", lines: 48, varies: true},
+	{name: "top", args: "top", varies: true, keys: "j\r"},
 }
 
 const pictureWidth = 100
@@ -41,7 +48,11 @@ func TestPictures(t *testing.T) {
 	for _, p := range pictures {
 		path := filepath.Join(repository, "docs", "images", "verdict-"+p.name+".svg")
 		if !p.varies || *update {
-			picture := svg("$ verdict "+p.args, firstLines(inTerminal(t, c, strings.Fields(p.args)), p.lines))
+			take := inTerminal
+			if p.keys != "" {
+				take = func(t *testing.T, c *compared, args []string) string { return fullScreen(t, c, args, p.keys) }
+			}
+			picture := svg("$ verdict "+p.args, firstLines(take(t, c, strings.Fields(p.args)), p.lines))
 			if *update {
 				labtest.Check(t, os.WriteFile(path, []byte(picture), 0o644))
 			} else if have, err := os.ReadFile(path); err != nil || string(have) != picture {
@@ -73,6 +84,64 @@ func inTerminal(t *testing.T, c *compared, args []string) string {
 	out, _ := io.ReadAll(ours) // EIO when nobody has the other end open
 	labtest.Check(t, cmd.Wait())
 	return strings.ReplaceAll(string(out), "\r\n", "\n")
+}
+
+// fullScreen gives the screen of a command after some keys, while connections are opened.
+func fullScreen(t *testing.T, c *compared, args []string, keys string) string {
+	labtest.Run(t, c.host, "", "ip", "route", "add", "10.0.0.0/8", "dev", "lo")
+	stop := connectAlways(c, map[string]time.Duration{
+		"10.96.0.10:53/udp": 7 * time.Millisecond, "10.96.20.2:50051/tcp": 20 * time.Millisecond,
+		"10.96.20.3:8080/tcp": 12 * time.Millisecond, "10.96.20.1:80/tcp": 50 * time.Millisecond,
+		"10.96.20.4:80/tcp": 200 * time.Millisecond, "10.96.0.1:443/tcp": 500 * time.Millisecond,
+	})
+	defer stop()
+	ours, theirs := pty(t, pictureWidth, 20)
+	cmd := c.host.Command("/proc/self/exe", args...)
+	cmd.Env = append(os.Environ(), beVerdict+"=1", "TERM=xterm")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = theirs, theirs, theirs
+	labtest.Check(t, cmd.Start())
+	const home = "\x1b[H"
+	screenOf(t, ours, "conn/s")
+	for _, key := range strings.Split(keys, "") {
+		_, err := ours.WriteString(key)
+		labtest.Check(t, err)
+		screenOf(t, ours, home)
+	}
+	seen := ""
+	for range 4 { // so that there are rates of the last seconds
+		seen += screenOf(t, ours, home)
+	}
+	_, err := ours.WriteString("q")
+	labtest.Check(t, err)
+	seen += screenOf(t, ours, "\x1b[?1049l")
+	labtest.Check(t, cmd.Wait())
+	frames := strings.Split(seen, home)
+	whole, _, _ := strings.Cut(frames[len(frames)-1], "\x1b[J")
+	return strings.TrimRight(strings.NewReplacer("\r\n", "\n", "\x1b[K", "").Replace(whole), "\n ")
+}
+
+// connectAlways opens connections from the host to frontends, one in each interval, until it is stopped.
+func connectAlways(c *compared, frontends map[string]time.Duration) (stop func()) {
+	done := make(chan struct{})
+	var wait sync.WaitGroup
+	for text, interval := range frontends {
+		address, protocol, _ := strings.Cut(text, "/")
+		to, p := netip.MustParseAddrPort(address), snapshot.TCP
+		if protocol == "udp" {
+			p = snapshot.UDP
+		}
+		wait.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				case <-time.After(interval):
+				}
+				wait.Go(func() { c.host.Dial(p, to, lab.Options{Timeout: 5 * time.Millisecond}) })
+			}
+		})
+	}
+	return func() { close(done); wait.Wait() }
 }
 
 func firstLines(text string, n int) string {

@@ -72,6 +72,7 @@ with them. The tables are called "verdict"; "nft list table ip verdict" shows on
   verdict plan -f change.yaml       say what a change of objects would do on this node
   verdict top                       show the connections per second of Services, live
   verdict status                    say how far this node's proxy has come
+  verdict log                       list what was written on this node, when and why
   verdict cleanup                   remove everything that Verdict wrote on this node
   verdict takeover                  remove what a kube-proxy left on this node, as run does
   verdict collect                   ask all nodes whether they have a change, for /everywhere
@@ -96,6 +97,7 @@ verify, compare and plan: 0 equal, 1 different, 2 error.`,
 		newVerify(),
 		newTop(),
 		newStatus(),
+		newLedgerLog(),
 		newCleanup(),
 		newTakeover(),
 		newCollect(),

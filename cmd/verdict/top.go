@@ -22,6 +22,7 @@ type topOptions struct {
 	interval        time.Duration
 	order, service  string
 	once, json, all bool
+	limit           int
 	// healthz is where the proxy says which endpoints it has ejected.
 	healthz string
 }
@@ -69,6 +70,7 @@ time; if there are more, 2,000 per second: first those on the screen, then the o
 		"address of the proxy's health server, which knows the ejected endpoints; empty: do not ask")
 	f.BoolVar(&o.once, "once", false, "print one sample")
 	f.BoolVar(&o.all, "all", false, "with --once, print all service ports, not only the first 20")
+	f.IntVar(&o.limit, "limit", 0, "with --once or --json, print only so many service ports, the first by --sort")
 	addJSON(f, &o.json, "print one sample as JSON (docs/ANSWERS.md)")
 	return cmd
 }
@@ -79,6 +81,8 @@ func (o *topOptions) check() error {
 		return fmt.Errorf("--interval: %s is less than 100ms", o.interval)
 	case !slices.Contains(inspect.Orders, o.order):
 		return fmt.Errorf("--sort: %q is not one of %s", o.order, strings.Join(inspect.Orders, ", "))
+	case o.limit < 0:
+		return fmt.Errorf("--limit: %d is negative", o.limit)
 	case o.service != "" && strings.Count(o.service, "/") != 1:
 		return fmt.Errorf("--service: %q is not NAMESPACE/NAME, or NAMESPACE/NAME:PORT", o.service)
 	}
@@ -111,7 +115,10 @@ func (o *topOptions) run(cmd *cobra.Command) error {
 // printOnce prints one sample.
 func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
 	most := inspect.MaxShown
-	if o.json || o.all || o.service != "" {
+	switch {
+	case o.limit > 0:
+		most = o.limit
+	case o.json || o.all || o.service != "":
 		most = math.MaxInt
 	}
 	sample, shown, err := t.Once(cmd.Context(), most)
@@ -119,7 +126,7 @@ func (o *topOptions) printOnce(cmd *cobra.Command, t *inspect.Top) error {
 		return err
 	}
 	if o.json {
-		return inspect.WriteJSON(cmd.OutOrStdout(), sample.JSON())
+		return inspect.WriteJSON(cmd.OutOrStdout(), sample.JSON(shown))
 	}
 	p := terminal.NewPrinter(cmd.OutOrStdout())
 	sample.Print(p, shown)

@@ -129,8 +129,15 @@ func TestTopOnce(t *testing.T) {
 	if math.Abs(sum-got.Ports[0].Rate) > got.Ports[0].Rate/2 {
 		t.Errorf("the endpoints have %v of %v", sum, got.Ports[0].Rate)
 	}
+	out, _ = c.run("top", "--json", "--interval", "500ms", "--limit", "2")
+	got = inspect.SampleJSON{}
+	labtest.Check(t, json.Unmarshal([]byte(out), &got))
+	if len(got.Ports) != 2 || got.PortCount != 14 || got.Ports[0].Service != "shop/checkout" || got.Rate == 0 {
+		t.Errorf("--limit 2: %s", out)
+	}
 	for args, want := range map[string]string{
-		"top --sort x": "--sort", "top --interval 1ms": "--interval", "top --service x": "--service",
+		"top --limit -1": "--limit: -1 is negative",
+		"top --sort x":   "--sort", "top --interval 1ms": "--interval", "top --service x": "--service",
 		"top x": "takes no arguments",
 		"top --once --interval 100ms --service no/body": "--service: the kernel has no frontend of no/body",
 	} {

@@ -144,7 +144,7 @@ func (p *OutagePlan) cell(ctx context.Context, b *outageBed, s *scenario, repeat
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	cell := &results.Outage{Scenario: s.name, Proxy: b.Kind.Name, Repeat: repeat, Load: Load()}
+	cell := &results.Outage{Run: results.Run{Scenario: s.name, Proxy: b.Kind.Name, Repeat: repeat}, Load: Load()}
 	cell.Began = time.Now().UTC().Truncate(time.Second)
 	err := b.play(ctx, s, cell)
 	if ctx.Err() != nil {

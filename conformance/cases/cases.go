@@ -233,9 +233,11 @@ type Case struct {
 type Difference struct {
 	// Proxies are names of proxies.
 	Proxies []string `yaml:"proxies"`
-	// When narrows it down, in a matrix; Step names the step, in a story.
-	When When   `yaml:"when"`
-	Step string `yaml:"step"`
+	// When narrows it down, in a matrix; Step names the step, in a story. Each narrows a story down that stands for
+	// several: to those with one of these values of each key.
+	When When                `yaml:"when"`
+	Step string              `yaml:"step"`
+	Each map[string][]string `yaml:"each"`
 	// Want is what is seen instead: refused, dropped, unanswered, or endpoints.
 	Want Answer `yaml:"want"`
 	// Source is the source that the endpoints see instead, empty for any.

@@ -205,9 +205,31 @@ func expand(n *yaml.Node) ([]*Story, error) {
 			return nil, fmt.Errorf("%s: %w", name, err)
 		}
 		story.Name = name
+		if story.Differs, err = differing(story.Differs, v); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
 		all = append(all, story)
 	}
 	return all, nil
+}
+
+// differing gives the differences of a story that its values are meant by.
+func differing(all []Difference, values map[string]string) ([]Difference, error) {
+	var kept []Difference
+	for _, d := range all {
+		meant := true
+		for key, words := range d.Each {
+			value, ok := values[key]
+			if !ok {
+				return nil, fmt.Errorf("differs: each: the story has no %s", key)
+			}
+			meant = meant && slices.Contains(words, value)
+		}
+		if meant {
+			kept = append(kept, d)
+		}
+	}
+	return kept, nil
 }
 
 // decodeStory reads a story strictly, which takes text, and its lines, which takes the tree.

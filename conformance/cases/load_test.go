@@ -75,6 +75,8 @@ func TestErrors(t *testing.T) {
 			"dropped}]\n  steps: [{api: stop}]", "right and why are needed"},
 		{"difference at no step", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], want: " +
 			"dropped, right: either, why: w, step: z}]\n  steps: [{api: stop}]", "differs: step: z is none of"},
+		{"difference for each of nothing", head + "stories:\n- name: s\n  title: t\n  differs: [{proxies: [verdict], each: " +
+			"{z: [a]}}]\n  steps: [{api: stop}]", "differs: each: the story has no z"},
 		{"twice", head + "stories:\n- {name: s, title: t, steps: [{api: stop}]}\n- {name: s, title: t, steps: [{api: " +
 			"stop}]}", "two cases named x/s"},
 		{"unknown state", head + "matrix:\n- {title: t, states: [gone], frontends: [cluster-ip], senders: [a1]}",
@@ -103,6 +105,7 @@ func TestEach(t *testing.T) {
 - name: s
   title: t
   each: {protocol: [TCP, UDP], family: [ipv4, ipv6]}
+  differs: [{proxies: [p], each: {protocol: [UDP]}, want: refused, right: either, why: w}]
   steps:
   - serve: {on: [a1], port: 901$(number)}
   - open: {as: c, from: a1, to: w, family: $(family), answer: refused}
@@ -117,8 +120,11 @@ func TestEach(t *testing.T) {
 		if port := story.Steps[0].Serve.Port; port != uint16(9011+i) {
 			t.Errorf("%s serves port %d", story.Name, port)
 		}
-		if !strings.HasPrefix(story.Name, "s/"+string(story.Steps[1].Open.Family)) || story.Steps[1].Line != 9 {
+		if !strings.HasPrefix(story.Name, "s/"+string(story.Steps[1].Open.Family)) || story.Steps[1].Line != 10 {
 			t.Errorf("%s opens %s, line %d", story.Name, story.Steps[1].Open.Family, story.Steps[1].Line)
+		}
+		if differs := len(story.Differs) == 1; differs != strings.HasSuffix(story.Name, "/udp") {
+			t.Errorf("%s differs: %v", story.Name, differs)
 		}
 	}
 	if want := "x/s/ipv4/tcp x/s/ipv4/udp x/s/ipv6/tcp x/s/ipv6/udp"; strings.Join(got, " ") != want {

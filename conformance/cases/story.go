@@ -32,7 +32,9 @@ func (s *Story) FullName() string { return s.Theme + "/" + s.Name }
 func (s *Story) Alone() bool {
 	for i := range s.Steps {
 		t := &s.Steps[i]
-		if t.Proxy != nil || t.API != "" || t.Node != nil || t.ServiceCIDR != nil || t.Run != nil {
+		// A proxy may take the addresses of nodes for its own, which cuts nodes off from each other.
+		ofNodes := t.Service != nil && t.Service.BalancerOf != nil
+		if ofNodes || t.Proxy != nil || t.API != "" || t.Node != nil || t.ServiceCIDR != nil || t.Run != nil {
 			return true
 		}
 	}

@@ -23,6 +23,11 @@ func (c *Cluster) InstallNodeVerdict(ctx context.Context, image string, more ...
 	return c.applyOverlay(ctx, "overlays/kubeadm", "components/node-object", image, more)
 }
 
+// InstallEverywhere is InstallVerdict with the collector, which knows whether all nodes have got it.
+func (c *Cluster) InstallEverywhere(ctx context.Context, image string, more ...Addition) error {
+	return c.applyOverlay(ctx, "overlays/kubeadm", "components/collector", image, more)
+}
+
 // Addition is a field of a pod's specification in a DaemonSet, with a JSON pointer as its path.
 type Addition struct {
 	Path, Value string

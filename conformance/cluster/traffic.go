@@ -10,6 +10,7 @@ type Report struct {
 	Connections int
 	// Failed is how many were not, and Broken how many of those that were held ended or fell silent.
 	Failed, Broken int
-	// Errors are the first ones, with target and time.
+	// Noted is how many errors there were, and Errors are the last ones, with target and time.
+	Noted  int
 	Errors []string
 }

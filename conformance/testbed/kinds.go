@@ -34,6 +34,9 @@ type Kind struct {
 	// mode is kube-proxy's word, of which the configuration is made; empty for foreign proxies.
 	mode  string
 	build func(ctx context.Context, from Programs, dir string) (string, error)
+	// older makes an older version of the program; nil if there is none. oldVersion says which one it is.
+	older      func(ctx context.Context, from Programs, dir string) (string, error)
+	oldVersion string
 	// forgetsZone says that the proxy may start without its node's zone, and must be told of it by a change. kube-proxy
 	// registers its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go,
 	// NewNodeTopologyConfig in 1.36 and 1.37).
@@ -61,6 +64,7 @@ func verdict(name, mode string, listings [][]string, witness bool, args ...strin
 		Name: name, mode: mode, Args: append([]string{"run", "--config={config}"}, args...), Listings: listings,
 		Witness: witness,
 		build:   buildVerdict, Version: []string{"run", "--version"},
+		older: buildOldVerdict, oldVersion: OldCommit,
 	}
 }
 
@@ -75,14 +79,20 @@ func kubeProxies(program string) []Kind {
 	for i := range all {
 		k := &all[i]
 		k.Name, k.Args, k.forgetsZone = program+"-"+k.mode, runKubeProxy, true
-		if program != "kube-proxy" {
+		k.build = peer(program)
+		if program == "kube-proxy" {
+			k.older, k.oldVersion = peer("kube-proxy-1.36"), "Kubernetes 1.36"
+		} else {
 			k.Like = "kube-proxy-" + k.mode
-		}
-		k.build = func(ctx context.Context, from Programs, _ string) (string, error) {
-			return first(from.Peers(ctx, program))
 		}
 	}
 	return all
+}
+
+func peer(name string) func(context.Context, Programs, string) (string, error) {
+	return func(ctx context.Context, from Programs, _ string) (string, error) {
+		return first(from.Peers(ctx, name))
+	}
 }
 
 // KindNames gives the names that FindKind knows.
@@ -151,6 +161,15 @@ func (k *Kind) Obtain(ctx context.Context, from Programs, dir string) (binary, v
 	}
 	version, _, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
 	return binary, version, nil
+}
+
+// Older returns an older version of the program, which it builds in the directory dir if need be, and says which one it
+// is. The name is empty if there is none.
+func (k *Kind) Older(ctx context.Context, from Programs, dir string) (binary, version string, err error) {
+	if k.older != nil {
+		binary, err = k.older(ctx, from, dir)
+	}
+	return binary, k.oldVersion, err
 }
 
 // Adjustable says whether stories may change the configuration.

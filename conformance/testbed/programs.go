@@ -54,6 +54,16 @@ func (p Programs) Peers(ctx context.Context, names ...string) ([]string, error) 
 	return paths, nil
 }
 
+// Archive writes Verdict's sources as they were at a commit into a directory.
+func (p Programs) Archive(ctx context.Context, commit, dir string) error {
+	const archive = `git -C "$1" archive "$2" | tar -x -C "$3"`
+	script := exec.CommandContext(ctx, "sh", "-ec", archive, "sh", p.Root, commit, dir)
+	if out, err := script.CombinedOutput(); err != nil {
+		return fmt.Errorf("the sources of commit %.60q: %w: %s", commit, err, out)
+	}
+	return nil
+}
+
 func (p Programs) ready(names []string) (paths []string, err error) {
 	for _, name := range names {
 		path, err := exec.LookPath(filepath.Join(p.Ready, name))
@@ -76,6 +86,23 @@ func buildVerdict(ctx context.Context, from Programs, dir string) (string, error
 		return "", fmt.Errorf("build verdict: %w: %s", err, out)
 	}
 	return binary, nil
+}
+
+// OldCommit is the oldest commit from which Verdict is upgraded in tests.
+const OldCommit = "08c2c1a"
+
+func buildOldVerdict(ctx context.Context, from Programs, dir string) (string, error) {
+	if from.Ready != "" {
+		return first(from.ready([]string{"verdict-old"}))
+	}
+	source := filepath.Join(dir, "old")
+	if err := os.MkdirAll(source, 0o700); err != nil {
+		return "", err
+	}
+	if err := from.Archive(ctx, OldCommit, source); err != nil {
+		return "", err
+	}
+	return buildVerdict(ctx, Programs{Root: source}, source)
 }
 
 func first(paths []string, err error) (string, error) {

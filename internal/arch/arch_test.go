@@ -95,6 +95,7 @@ var layers = map[string]struct{ ours, others []string }{
 		ours: []string{
 			"internal/conntrack",
 			"internal/inspect",
+			"internal/status",
 			"internal/terminal",
 			"nft",
 			"nft/kernel",
@@ -109,6 +110,7 @@ var layers = map[string]struct{ ours, others []string }{
 	"internal/backends": {
 		ours: []string{
 			"internal/config",
+			"internal/ledger",
 			"internal/metrics",
 			"internal/sysctl",
 			"internal/takeover",
@@ -155,6 +157,7 @@ var layers = map[string]struct{ ours, others []string }{
 		others: []string{"golang.org/x/sys"},
 	},
 	"internal/health":  {ours: []string{"sync/snapshot", "sync/dataplane", "sync/reconcile"}},
+	"internal/ledger":  {ours: []string{"internal/terminal", "sync/snapshot", "sync/dataplane", "sync/reconcile"}},
 	"internal/logging": {},
 	"internal/outlier": {
 		ours:   []string{"internal/conntrack", "sync/snapshot", "sync/dataplane", "sync/reconcile"},
@@ -192,7 +195,7 @@ var layers = map[string]struct{ ours, others []string }{
 		ours: []string{
 			"internal/backends", "internal/cgroup", "internal/config", "internal/conntrack",
 			"internal/everywhere", "internal/health",
-			"internal/keeper", "internal/logging", "internal/metrics", "internal/outlier", "internal/status",
+			"internal/keeper", "internal/ledger", "internal/logging", "internal/metrics", "internal/outlier", "internal/status",
 			"internal/sysctl", "internal/takeover", "nft/kernel",
 			"sync/dataplane", "sync/reconcile", "sync/snapshot", "sync/watch"},
 		others: []string{"golang.org/x/sync"}},
@@ -222,6 +225,7 @@ var layers = map[string]struct{ ours, others []string }{
 		ours:   []string{"conformance/testbed", "conformance/cluster", "conformance/cluster/stories"},
 		others: []string{"*"},
 	},
+	"conformance/cmd/mutate":        {},
 	"conformance/cmd/workload":      {ours: []string{"conformance/cluster"}},
 	"conformance/benchmark/results": {others: []string{"gonum.org/v1/plot"}},
 	"conformance/report":            {},

@@ -10,6 +10,7 @@ import (
 	"os"
 
 	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
@@ -53,6 +54,10 @@ type Opened struct {
 	// Evidence opens what reads which endpoints do not answer or refuse, beside the Writer.
 	Evidence func() (EvidenceReader, error)
 	IPVS     metrics.IPVS
+	// Ledger tells a ledger what the kernel holds, and OnSent sets what is called with each batch that the kernel
+	// acknowledged, before the loop hears of it. Without them a ledger has no batches.
+	Ledger ledger.Source
+	OnSent func(func(batch []byte))
 	// Close closes it. What was written stays.
 	Close func() error
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
@@ -103,6 +104,8 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		Counters:       func() (Counters, error) { return kernel.OpenCounters() },
 		Evidence:       func() (EvidenceReader, error) { return kernel.OpenEvidence() },
 		IPVS:           scheduled{scheduler},
+		Ledger:         ledgerSource(tables),
+		OnSent:         func(sent func([]byte)) { tables.Sent = sent },
 	}
 	if compat := openCompat(ctx, s, o.Log); compat != nil {
 		opened.Run, opened.Named = compat.Run, takeover.Own{Variant: compat.Programs.Variant.String(), Compat: true}
@@ -110,6 +113,21 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 	}
 	opened.Close = open.close
 	return opened, nil
+}
+
+// ledgerSource tells what the kernel holds, in the network namespace of the Backend.
+func ledgerSource(tables *kernel.Backend) ledger.Source {
+	return ledger.Source{
+		New: func() ledger.State { return &kernel.Replay{} },
+		Read: func() ([]byte, error) {
+			held, err := tables.Load()
+			if held == nil {
+				return nil, err
+			}
+			return held.Batch()
+		},
+		Revision: tables.LoadRevision,
+	}
 }
 
 // probeNFTables says whether openNFTables works.

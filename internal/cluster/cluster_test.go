@@ -431,7 +431,8 @@ func TestCompareAndTop(t *testing.T) {
 	f.answer = func(_ context.Context, node string, argv []string) (string, int, error) {
 		switch {
 		case argv[1] == "top":
-			return `{"ports":[{"service":"shop/web","port":"http","rate":1.5},{"service":"x/` + node + `","rate":0}]}`, 0, nil
+			return `{"rate":1.5,"portCount":4000,"ports":[{"service":"shop/web","port":"http","rate":1.5},` +
+				`{"service":"x/` + node + `","rate":0}]}`, 0, nil
 		case node == "b":
 			return "- an element\n", 1, nil
 		case node == "c":
@@ -448,9 +449,13 @@ func TestCompareAndTop(t *testing.T) {
 	if got := f.commandsOfNode["a"][0]; got != "verdict diff --in-cluster --hostname-override=a --config=/c" {
 		t.Errorf("asked %q", got)
 	}
-	top, err := f.cluster().Top(t.Context(), time.Second, "")
+	top, err := f.cluster().Top(t.Context(), TopOptions{Interval: time.Second})
 	want0 := TopPort{Service: "shop/web", Port: "http", Rate: 4.5, Nodes: 3}
-	if err != nil || top.Code() != 0 || !reflect.DeepEqual(top.Ports[0], want0) || len(top.Ports) != 4 {
+	if err != nil || top.Code() != 0 || !reflect.DeepEqual(top.Ports[0], want0) || len(top.Ports) != 4 ||
+		top.Rate != 4.5 || top.PortCount != 4000 {
 		t.Errorf("%+v %v", top, err)
+	}
+	if got := f.commandsOfNode["a"][1]; got != "verdict top --json --interval=1s --limit=1000" {
+		t.Errorf("asked %q", got)
 	}
 }

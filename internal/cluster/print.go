@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -243,9 +244,13 @@ func printLines(p *terminal.Printer, lines []string, all bool) {
 
 // Top is what all nodes count.
 type Top struct {
-	Ports  []TopPort
-	Failed []Result
-	Nodes  int
+	Ports []TopPort
+	// Rate is the connections per second of all ports of all nodes, and PortCount how many ports a node has; Ports may
+	// have fewer.
+	Rate      float64
+	PortCount int
+	Failed    []Result
+	Nodes     int
 }
 
 // TopPort is one service port.
@@ -267,20 +272,39 @@ type TopEndpoint struct {
 	Nodes   int     `json:"nodes"`
 }
 
-// Top takes a sample on every node: of all Services, or of one with its endpoints.
-func (c *Cluster) Top(ctx context.Context, interval time.Duration, service string) (*Top, error) {
+// Busiest is how many service ports a node tells of unless all are asked for. So what a node sends is bounded, by some
+// 500 KiB. A port that is none of a node's busiest is counted as idle there.
+const Busiest = 1000
+
+// TopOptions say what Top samples.
+type TopOptions struct {
+	// Interval is the time between the two samples of a node.
+	Interval time.Duration
+	// Service is the only one, with its endpoints; empty means all, without.
+	Service string
+	// All has nodes tell of all service ports, and not only of the Busiest.
+	All bool
+}
+
+// Top takes a sample on every node.
+func (c *Cluster) Top(ctx context.Context, o TopOptions) (*Top, error) {
 	targets, _, err := c.Targets(ctx)
 	if err != nil {
 		return nil, err
 	}
-	argv := []string{"top", "--json", "--interval=" + interval.String()}
-	if service != "" {
-		argv = append(argv, "--service="+service)
+	argv := []string{"top", "--json", "--interval=" + o.Interval.String()}
+	if o.Service != "" {
+		argv = append(argv, "--service="+o.Service)
+	}
+	if !o.All {
+		argv = append(argv, "--limit="+strconv.Itoa(Busiest))
 	}
 	top := adding{Top: &Top{Nodes: len(targets)}, ports: map[[2]string]int{}, endpoints: map[endpointKey]int{}}
 	for _, r := range c.Each(ctx, targets, func(Target) []string { return argv }) {
 		var sample struct {
-			Ports []TopPort
+			Rate      float64
+			PortCount int
+			Ports     []TopPort
 		}
 		if r.Err = r.failure(0); r.Err == nil {
 			r.Err = json.Unmarshal(r.Stdout, &sample)
@@ -288,6 +312,8 @@ func (c *Cluster) Top(ctx context.Context, interval time.Duration, service strin
 		if r.Err != nil {
 			top.Failed = append(top.Failed, r)
 		}
+		top.Rate += sample.Rate
+		top.PortCount = max(top.PortCount, sample.PortCount)
 		for i := range sample.Ports {
 			top.add(&sample.Ports[i])
 		}

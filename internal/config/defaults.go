@@ -72,6 +72,7 @@ func (d *Document) setDefaults() {
 	orPointer(&v.MetricsMaxSeries, 5000)
 	orPointer(&v.CounterMemoryMiB, DefaultCounterMemoryMiB)
 	orDefault(&v.EverywhereToken, "/var/run/secrets/verdict-collector/token")
+	orPointer(&v.LedgerMaxMiB, 64)
 }
 
 func setSectionDefaults(c *v1alpha1.KubeProxyConfiguration) {

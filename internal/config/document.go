@@ -71,6 +71,10 @@ type VerdictConfiguration struct {
 	Everywhere string `json:"everywhere"`
 	// EverywhereToken is the file with the token that tells the collector which node this is.
 	EverywhereToken string `json:"everywhereToken"`
+	// Ledger is the directory of the ledger of changes; empty means that none is kept.
+	Ledger string `json:"ledger"`
+	// LedgerMaxMiB limits the size of its files.
+	LedgerMaxMiB *int32 `json:"ledgerMaxMiB"`
 }
 
 // Switch is a word that may be on or off. YAML reads these two as truth values unless they are in quotes.

@@ -326,6 +326,19 @@ var fields = []field{
 		"the file with the token that tells the collector which node this is",
 		nil,
 	},
+	{
+		verdictKind + ".ledger",
+		Restart,
+		"a directory for a ledger of what was written to the kernel, such as `/var/lib/verdict/ledger`, see " +
+			"[LEDGER.md](LEDGER.md); empty: none is kept",
+		checkDirectory,
+	},
+	{
+		verdictKind + ".ledgerMaxMiB",
+		Restart,
+		"maximum size of the files there; the oldest records go",
+		within(1, 1<<20),
+	},
 }
 
 // fieldNamed returns the field of this name. It panics if there is none.
@@ -521,6 +534,14 @@ func checkVersion(v any) string {
 func checkInterfaceName(s string) string {
 	if len(s) > 15 || strings.ContainsAny(s, "/ \t\n\"\\*") {
 		return quote(s) + " is not an interface name (at most 15 bytes, without spaces, slashes, quotes or stars)"
+	}
+	return ""
+}
+
+// checkDirectory accepts an absolute path, or nothing: the proxy may be started anywhere.
+func checkDirectory(v any) string {
+	if path := v.(string); path != "" && !strings.HasPrefix(path, "/") {
+		return quote(path) + " is not an absolute path"
 	}
 	return ""
 }

@@ -211,6 +211,9 @@ var fieldRows = []struct{ name, standard, good, bad, message string }{
 		`"verdict-collector" is not NAMESPACE/NAME, such as kube-system/verdict-collector` + notSet},
 	{"VerdictConfiguration.everywhereToken", `/var/run/secrets/verdict-collector/token`, `/token`, `[a]`,
 		noText + isDefault + "/var/run/secrets/verdict-collector/token"},
+	{"VerdictConfiguration.ledger", `""`, `/var/lib/verdict/ledger`, `ledger`,
+		`"ledger" is not an absolute path` + notSet},
+	{"VerdictConfiguration.ledgerMaxMiB", `64`, `1`, `0`, `0 is not within 1 to 1048576` + isDefault + "64"},
 }
 
 // TestFields: each field has kube-proxy's default, takes what is right, and says exactly what is wrong otherwise. The

@@ -219,6 +219,13 @@ var serverFlags = []option{
 		func(d *Document) *string { return &d.Verdict.EverywhereToken },
 		verdictKind+".everywhereToken",
 	),
+	text(
+		"ledger",
+		"the directory for a ledger of what is written to the kernel, such as /var/lib/verdict/ledger (default none)",
+		ofRun,
+		func(d *Document) *string { return &d.Verdict.Ledger },
+		verdictKind+".ledger",
+	),
 	address("healthz-bind-address",
 		"IP address, with or without a port, of the health server; empty: disabled (default 0.0.0.0:10256)",
 		func(d *Document) *string { return &d.KubeProxy.HealthzBindAddress }, "healthzBindAddress"),
@@ -423,6 +430,13 @@ var ownFlags = []option{
 		ofRun,
 		func(d *Document, n int32) { d.Verdict.CounterMemoryMiB = &n },
 		verdictKind+".counterMemoryMiB",
+	),
+	number(
+		"ledger-max-mib",
+		"maximum size of the files of the ledger, in MiB (default 64)",
+		ofRun,
+		func(d *Document, n int32) { d.Verdict.LedgerMaxMiB = &n },
+		verdictKind+".ledgerMaxMiB",
 	),
 }
 

@@ -44,7 +44,7 @@ func TestFlagNames(t *testing.T) {
 		"ipvs",
 		"ipvs-addresses",
 		"counter-memory-mib",
-		"everywhere", "everywhere-token",
+		"everywhere", "everywhere-token", "ledger", "ledger-max-mib",
 		"ipvs-services",
 		"metrics-connections",
 		"metrics-max-series",

@@ -83,6 +83,10 @@ type Settings struct {
 	// Everywhere is the Lease of the collector; zero if there is none. EverywhereToken is the file with its token.
 	Everywhere      snapshot.Name
 	EverywhereToken string
+
+	// Ledger is the directory of the ledger, and LedgerMaxMiB the limit of its size; without a directory there is none.
+	Ledger       string
+	LedgerMaxMiB int
 }
 
 // Client configures the connection to the Kubernetes API.
@@ -170,6 +174,7 @@ func (d *Document) settings() *Settings {
 
 		Takeover: v.Takeover, MetricsConnections: v.MetricsConnections, MetricsMaxSeries: int(*v.MetricsMaxSeries),
 		CounterMemoryMiB: int(*v.CounterMemoryMiB), EverywhereToken: v.EverywhereToken,
+		Ledger: v.Ledger, LedgerMaxMiB: int(*v.LedgerMaxMiB),
 		Client: Client{
 			Kubeconfig: c.ClientConnection.Kubeconfig, ContentType: c.ClientConnection.ContentType,
 			AcceptContentTypes: c.ClientConnection.AcceptContentTypes,

@@ -172,7 +172,7 @@ func (f *Forecast) fates(fl *flow) (was, is Fate) {
 	if sp == nil || !fl.releasable() || serves(sp, fl.endpoint) {
 		return was, Kept
 	}
-	if was != Kept && f.released[fl.frontend].Name == sp.Name {
+	if was != Kept && samePort(f.released[fl.frontend], sp) {
 		f.addEarlier(goneKey{sp.Name, fl.endpoint})
 	}
 	k, _, release := f.look.judge(fl)

@@ -2,8 +2,8 @@ package conntrack
 
 import (
 	"context"
+	"maps"
 	"net/netip"
-	"slices"
 	"sync"
 	"time"
 
@@ -169,13 +169,18 @@ func (r *Releaser) committed(c reconcile.Commit) {
 	defer r.mu.Unlock()
 	now := time.Now()
 	r.programmed.replaceTCP(c.Before, c.After)
+	before := make([]earlierPorts, len(c.Before))
+	for i, svc := range c.Before {
+		before[i] = portsBefore(svc)
+	}
+	r.rename(c.After, before)
 	for i, after := range c.After {
 		if after == nil || after.OverCapacity {
 			continue
 		}
 		for _, sp := range after.Ports {
 			if sp.Name.Protocol == snapshot.TCP {
-				r.follow(samePort(c.Before[i], sp), sp, now)
+				r.follow(before[i].of(sp), sp, now)
 			}
 		}
 	}
@@ -187,6 +192,39 @@ func (r *Releaser) committed(c reconcile.Commit) {
 	case r.wake <- struct{}{}:
 	default:
 	}
+}
+
+// portFamily is a port in one IP family.
+type portFamily struct {
+	port dataplane.PortName
+	is4  bool
+}
+
+// rename moves the endpoints that departed from a port to the port's new name. Connections know the port by its
+// frontend, which does not change with the name.
+func (r *Releaser) rename(services []*dataplane.Service, before []earlierPorts) {
+	renamed := map[portFamily]dataplane.PortName{}
+	for i, after := range services {
+		if after == nil {
+			continue
+		}
+		for _, sp := range after.Ports {
+			if was := before[i].of(sp); was != nil && was.Name != sp.Name {
+				renamed[familyOf(was)] = sp.Name
+			}
+		}
+	}
+	if len(renamed) == 0 {
+		return
+	}
+	moved := map[goneKey]*goneEndpoint{}
+	for k, g := range r.gone { // two ports may have swapped their names
+		if name, ok := renamed[portFamily{k.port, k.endpoint.Addr().Is4()}]; ok {
+			moved[goneKey{name, k.endpoint}] = g
+			delete(r.gone, k)
+		}
+	}
+	maps.Copy(r.gone, moved)
 }
 
 // follow records which endpoints a change of a port removed, ejected, or brought back. The port may be new.
@@ -396,16 +434,41 @@ func eachTCP(svc *dataplane.Service, do func(dataplane.Key, *dataplane.ServicePo
 	}
 }
 
-// samePort returns a Service's port with the name and family of another; nil if there is none.
-func samePort(svc *dataplane.Service, as *dataplane.ServicePort) *dataplane.ServicePort {
+// earlierPorts are the ports that a Service had before a change, by first frontend and by name. A Service may have
+// thousands.
+type earlierPorts struct {
+	byFrontend map[dataplane.Key]*dataplane.ServicePort
+	byName     map[portFamily]*dataplane.ServicePort
+}
+
+// portsBefore indexes the ports of a Service, which may be nil.
+func portsBefore(svc *dataplane.Service) (p earlierPorts) {
 	if svc == nil {
-		return nil
+		return p
 	}
-	i := slices.IndexFunc(svc.Ports, func(sp *dataplane.ServicePort) bool {
-		return sp.Name == as.Name && sp.Frontends[0].Key.Addr.Is4() == as.Frontends[0].Key.Addr.Is4()
-	})
-	if i < 0 {
-		return nil
+	p.byFrontend = make(map[dataplane.Key]*dataplane.ServicePort, len(svc.Ports))
+	p.byName = make(map[portFamily]*dataplane.ServicePort, len(svc.Ports))
+	for _, sp := range svc.Ports {
+		p.byFrontend[sp.Frontends[0].Key], p.byName[familyOf(sp)] = sp, sp
 	}
-	return svc.Ports[i]
+	return p
+}
+
+// of returns what a port was: the port with its first frontend, whatever its name was, or else the one with its name
+// and family; nil if the port is new.
+func (p earlierPorts) of(now *dataplane.ServicePort) *dataplane.ServicePort {
+	if was := p.byFrontend[now.Frontends[0].Key]; was != nil {
+		return was
+	}
+	return p.byName[familyOf(now)]
+}
+
+func familyOf(sp *dataplane.ServicePort) portFamily {
+	return portFamily{sp.Name, sp.Frontends[0].Key.Addr.Is4()}
+}
+
+// samePort reports whether two ports are of one Service, and have the same first frontend, or the same name and family.
+func samePort(was, now *dataplane.ServicePort) bool {
+	return was.Name.Service == now.Name.Service &&
+		(was.Frontends[0].Key == now.Frontends[0].Key || familyOf(was) == familyOf(now))
 }

@@ -228,6 +228,36 @@ func TestNotReleased(t *testing.T) {
 	}
 }
 
+// TestReleaseRenamed: ports that get other names, or swap them, keep the endpoints that have departed from them, also
+// those that depart at that moment.
+func TestReleaseRenamed(t *testing.T) {
+	named := func(first, second string, serving string) *dataplane.Service {
+		s := web(webKey+">"+serving, otherKey+">"+serving)
+		s.Ports[0].Name.Port, s.Ports[1].Name.Port = first, second
+		return draining(s, 30*time.Second)
+	}
+	const both, one, none = "10.0.0.1:80,10.0.0.2:80", "10.0.0.2:80", ""
+	for _, names := range [][2]string{{"http", "b"}, {"b", "a"}, {"b", "c"}} {
+		t.Run(fmt.Sprint(names), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				table := &tcpTable{}
+				r := newReleasing(t, table, named("a", "b", both))
+				for _, endpoint := range []string{"10.0.0.1:80", "10.0.0.2:80"} {
+					table.hold(webKey, endpoint)
+					table.hold(otherKey, endpoint)
+				}
+				r.apply(named("a", "b", one))
+				rest(10 * time.Second)
+				r.apply(named(names[0], names[1], none))
+				r.expect(19900*time.Millisecond, "before the first deadline", 4)
+				r.expect(200*time.Millisecond, "after the first deadline", 2)
+				r.expect(9700*time.Millisecond, "before the second deadline", 2)
+				r.expect(200*time.Millisecond, "after the second deadline", 0)
+			})
+		})
+	}
+}
+
 // TestReleaseLater: a client that only waits to read is released soon after it sends.
 func TestReleaseLater(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -44,7 +44,7 @@ func (s *Server) view(ctx context.Context) *View {
 	var top *cluster.Top
 	var topErr error
 	var both sync.WaitGroup
-	both.Go(func() { top, topErr = s.nodes.Top(ctx, time.Second, "") })
+	both.Go(func() { top, topErr = s.nodes.Top(ctx, cluster.TopOptions{Interval: time.Second}) })
 	report, err := s.nodes.Status(ctx)
 	both.Wait()
 	if v.Report = report; err != nil {
@@ -64,10 +64,8 @@ func (v *View) addTop(top *cluster.Top, err error) {
 	for _, f := range top.Failed {
 		v.TopError = f.Node + ": " + f.Err.Error()
 	}
-	for _, p := range top.Ports {
-		v.Rate += p.Rate
-	}
-	v.PortCount, v.Ports = len(top.Ports), append(v.Ports, top.Ports[:min(len(top.Ports), maxPorts)]...)
+	v.Rate, v.PortCount = top.Rate, top.PortCount
+	v.Ports = append(v.Ports, top.Ports[:min(len(top.Ports), maxPorts)]...)
 }
 
 func (v *View) addChanges() {
@@ -97,7 +95,7 @@ func (s *Server) serveService(w http.ResponseWriter, r *http.Request) {
 	if port != "" {
 		text += ":" + port
 	}
-	top, err := s.nodes.Top(r.Context(), time.Second, text)
+	top, err := s.nodes.Top(r.Context(), cluster.TopOptions{Interval: time.Second, Service: text})
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadGateway)
 		return

@@ -52,12 +52,8 @@ func (s *show) expect(ok bool, what string, instead ...string) {
 
 // transaction prints what the proxy has written.
 func (s *show) transaction(t reconcile.Transaction) {
-	noun := "elements"
-	if t.Added == 1 {
-		noun = "element"
-	}
-	s.Line("     %s", s.Paint(terminal.Cyan, fmt.Sprintf("written: %d %s added, %d replaced, %d removed in %s (kernel %s)",
-		t.Added, noun, t.Replaced, t.Removed, units.Brief(t.Total), units.Brief(t.Commit))))
+	s.Line("     %s", s.Paint(terminal.Cyan, fmt.Sprintf("elements: %d added, %d replaced, %d removed in %s (kernel %s)",
+		t.Added, t.Replaced, t.Removed, units.Brief(t.Total), units.Brief(t.Commit))))
 }
 
 // summary says how it went.
@@ -66,7 +62,8 @@ func (s *show) summary(took time.Duration) error {
 	if len(s.failed) == 0 {
 		s.Line("\n%s All %d expectations were met, in %s. Nothing is left behind.", s.Paint(terminal.Green, "✓"), all,
 			units.Brief(took))
-		s.Line(`  Next: "verdict render" for the ruleset of your own cluster, "verdict run" to program its Services.`)
+		s.Line(`  Next: "verdict render" prints the ruleset of your own cluster,`)
+		s.Line(`  and "verdict run" programs its Services.`)
 		return s.status()
 	}
 	s.Line("\n%s %d of %d expectations failed, in %s. Nothing is left behind.", s.Paint(terminal.Red, "✗"),

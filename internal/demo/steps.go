@@ -27,19 +27,19 @@ func (d *demo) topology() {
 	if len(lab.Families()) > 1 {
 		families = "IPv4 and IPv6"
 	}
-	d.Line("%s in network namespaces, which vanish with the demo. All of it speaks %s.\n",
+	d.Line("%s in network namespaces, which vanish with the demo.\nAll of it speaks %s.\n",
 		d.Paint(terminal.Bold, "A cluster"), families)
 	d.Line("   %s──┐", name(d.client))
 	node := d.Paint(terminal.Bold, c.Node.Name) + " " + c.Node.IP4.String()
 	d.Line("   %s──┼── %s ──┬── %s on %s", name(d.pods[0]), node, name(d.pods[2]), c.Node2.Name)
-	d.Line("   %s──┘   runs the proxy    └── %s not in the cluster", name(d.pods[1]), name(c.Outside))
+	d.Line("   %s──┘   runs the proxy    └── %s %s", name(d.pods[1]), c.Outside.Name, c.Outside.IP4)
 }
 
 // showServices prints the Services and waits until the kernel carries them.
 func (d *demo) showServices(ctx context.Context) error {
 	d.heading("Five Services, as manifests in a directory",
-		fmt.Sprintf(`The proxy reads them as "verdict run --from %s" does.`, d.dir))
-	c := terminal.Columns{9, 13, 12, 15, 20}
+		`The proxy reads them as "verdict run --from DIRECTORY" does.`)
+	c := terminal.Columns{8, 12, 11, 15, 19}
 	d.header(c, "Service", "cluster IP", "node port", "load balancer", "endpoints")
 	for _, s := range d.services() {
 		port, balancer, pods, note := "-", "-", "none", ""
@@ -54,9 +54,9 @@ func (d *demo) showServices(ctx context.Context) error {
 		}
 		switch s {
 		case d.sticky:
-			note = "sessionAffinity: ClientIP"
+			note = "affinity"
 		case d.local:
-			note = "externalTrafficPolicy: Local"
+			note = "Local"
 		case d.dns:
 			note = "UDP"
 		}
@@ -67,13 +67,12 @@ func (d *demo) showServices(ctx context.Context) error {
 	return d.await(ctx)
 }
 
-// byFamily gives the names of columns, with one for each family before the last.
-func byFamily(from, to, last string) []string {
-	names := []string{from, to}
+// byFamily gives the names of columns: these, and one for each family.
+func byFamily(names ...string) []string {
 	for _, f := range lab.Families() {
 		names = append(names, f.String())
 	}
-	return append(names, last)
+	return names
 }
 
 // visit is a way to a Service: who goes it, where to, and whom the endpoint must see.
@@ -88,7 +87,8 @@ type visit struct {
 
 // showReach goes all ways to a Service.
 func (d *demo) showReach(ctx context.Context) error {
-	d.heading("web answers whoever asks, at each of its addresses")
+	d.heading("web answers whoever asks, at each of its addresses",
+		"The addresses of IPv6 are alike, as [fd00:10:96::a]:80 is to 10.96.0.10:80.")
 	node, outside := d.cluster.Node, d.cluster.Outside
 	nodePort := func(f ipfamily.Family) netip.AddrPort { return d.web.nodePort(d, f) }
 	loopback := func(f ipfamily.Family) netip.AddrPort {
@@ -97,8 +97,8 @@ func (d *demo) showReach(ctx context.Context) error {
 		}
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), d.web.NodePort)
 	}
-	c := terminal.Columns{9, 17, 27, 32}
-	d.header(c, byFamily("from", "to", "seen as")...)
+	c := terminal.Columns{9, 17, 20, 10, 8, 8}
+	d.header(c, byFamily("from", "to", "address", "seen as")...)
 	for _, v := range []visit{
 		{d.client, "cluster IP", d.web.clusterIP, "itself", nil},
 		{d.client, "node port", nodePort, "the node", nil},
@@ -118,12 +118,12 @@ func (d *demo) showReach(ctx context.Context) error {
 }
 
 func (d *demo) visit(c terminal.Columns, v visit) {
-	cells := []string{v.from.Name, v.place}
+	cells := []string{v.from.Name, v.place, v.to(ipfamily.IPv4).String(), v.saw}
 	var instead []string
 	for _, f := range lab.Families() {
 		to := v.to(f)
 		if !to.IsValid() {
-			cells = append(cells, "")
+			cells = append(cells, "-")
 			continue
 		}
 		r := d.dial(v.from, snapshot.TCP, to)
@@ -141,9 +141,9 @@ func (d *demo) visit(c terminal.Columns, v visit) {
 		default:
 			instead = append(instead, fmt.Sprintf("%s: %s", to, r))
 		}
-		cells = append(cells, fmt.Sprintf("%s → %s", to, answer))
+		cells = append(cells, answer)
 	}
-	d.expect(instead == nil, c.Row(append(cells, v.saw)...), instead...)
+	d.expect(instead == nil, c.Row(cells...), instead...)
 }
 
 // dial waits for an answer. Who asks by a datagram must do so once more if there is none.
@@ -222,7 +222,7 @@ func (d *demo) ask(ctx context.Context, n int, from *lab.Host, p snapshot.Protoc
 func (d *demo) showBalance(ctx context.Context) error {
 	const n = 300
 	d.heading(fmt.Sprintf("Who answers how often: client opens %d connections to web's cluster IP", n),
-		"An endpoint is an element of a map, and counts the connections that are sent to it.")
+		"An endpoint is an element of a map, and counts the connections sent to it.")
 	var asked []*tally
 	var counted []map[string]int
 	for _, f := range lab.Families() {
@@ -244,13 +244,13 @@ func (d *demo) showBalance(ctx context.Context) error {
 		}
 		counted = append(counted, after)
 	}
-	c := terminal.Columns{9, 27, 27}
-	d.header(c, byFamily("", "", "counted in the kernel")[1:]...)
+	c := terminal.Columns{9, 24, 24}
+	d.header(c, append(byFamily(""), "in the kernel")...)
 	same := true
 	for _, pod := range d.web.pods {
 		row, kernel := []string{pod.Name}, []string{}
 		for i := range asked {
-			row = append(row, d.bar(asked[i].answers[pod.Name], n, 32))
+			row = append(row, d.bar(asked[i].answers[pod.Name], n, 24))
 			kernel = append(kernel, fmt.Sprint(counted[i][pod.Name]))
 			same = same && asked[i].answers[pod.Name] == counted[i][pod.Name]
 		}
@@ -294,9 +294,9 @@ func (d *demo) counters(f ipfamily.Family) (map[string]int, error) {
 func (d *demo) showAffinity(ctx context.Context) error {
 	const n = 20
 	d.heading("sticky has three endpoints, but each client stays with the one it met first",
-		"A client is an address: its IPv4 and its IPv6 address are two.")
-	c := terminal.Columns{9, 17, 27, 32}
-	d.header(c, byFamily("from", "to", "")...)
+		"By sessionAffinity: ClientIP. Its IPv4 and its IPv6 address are two clients.")
+	c := terminal.Columns{9, 17, 20, 20}
+	d.header(c, byFamily("from", "to")...)
 	nodePort := func(f ipfamily.Family) netip.AddrPort { return d.sticky.nodePort(d, f) }
 	for _, v := range []visit{
 		{from: d.client, place: "cluster IP", to: d.sticky.clusterIP},
@@ -321,10 +321,11 @@ func (d *demo) showAffinity(ctx context.Context) error {
 // showLocal shows who answers clients from outside, and whom they see, under externalTrafficPolicy Local.
 func (d *demo) showLocal(ctx context.Context) error {
 	const n = 40
-	d.heading("local keeps the address of clients from outside, by externalTrafficPolicy: Local",
-		"Only endpoints on the node they came to answer them. For a pod's connections all endpoints are good.")
-	c := terminal.Columns{9, 15, 25, 25}
-	d.header(c, byFamily("from", "to", "seen as")...)
+	d.heading("local keeps the address of its clients",
+		"By externalTrafficPolicy: Local, only endpoints on the node that they came to",
+		"answer clients of its load balancer. Pods may be answered by all endpoints.")
+	c := terminal.Columns{9, 21, 23, 23}
+	d.header(c, byFamily("from", "seen as")...)
 	for _, v := range []struct {
 		from *lab.Host
 		pods []*lab.Host
@@ -332,7 +333,7 @@ func (d *demo) showLocal(ctx context.Context) error {
 		{d.cluster.Outside, d.pods[:1]},
 		{d.client, d.local.pods},
 	} {
-		row := []string{v.from.Name, "load balancer"}
+		row := []string{v.from.Name, fmt.Sprintf("itself, %s", v.from.IP4)}
 		var instead []string
 		for _, f := range lab.Families() {
 			t, err := d.ask(ctx, n, v.from, snapshot.TCP, d.local.loadBalancer(f))
@@ -345,7 +346,7 @@ func (d *demo) showLocal(ctx context.Context) error {
 				instead = append(instead, fmt.Sprintf("%s: %s, seen as %v", f, t, t.saw))
 			}
 		}
-		d.expect(instead == nil, c.Row(append(row, fmt.Sprintf("itself, %s", v.from.IP4))...), instead...)
+		d.expect(instead == nil, c.Row(row...), instead...)
 	}
 	return nil
 }
@@ -354,8 +355,8 @@ func (d *demo) showLocal(ctx context.Context) error {
 func (d *demo) showDatagrams(ctx context.Context) error {
 	const n = 200
 	d.heading(fmt.Sprintf("dns answers %d questions over UDP, each from a port of its own", n))
-	c := terminal.Columns{9, 17, 27, 32}
-	d.header(c, byFamily("from", "to", "")...)
+	c := terminal.Columns{9, 13, 25, 25}
+	d.header(c, byFamily("from", "to")...)
 	row := []string{d.client.Name, "cluster IP"}
 	ok := true
 	for _, f := range lab.Families() {
@@ -376,8 +377,8 @@ func (d *demo) showNoAnswer(ctx context.Context) error {
 		"Only addresses that no Service has are silent.")
 	unused := func(f ipfamily.Family) netip.AddrPort { return netip.AddrPortFrom(d.web.clusterIP(f).Addr(), 81) }
 	nobody := (&demoService{number: 200}).clusterIP
-	c := terminal.Columns{9, 33, 23, 23}
-	d.header(c, byFamily("from", "to", "")...)
+	c := terminal.Columns{9, 33, 17, 17}
+	d.header(c, byFamily("from", "to")...)
 	for _, v := range []struct {
 		from  *lab.Host
 		place string
@@ -407,7 +408,7 @@ func (d *demo) showNoAnswer(ctx context.Context) error {
 			case r.Outcome == lab.TimedOut:
 				row = append(row, "silence")
 			default:
-				row = append(row, fmt.Sprintf("%s after %s", r.Outcome, units.Brief(r.Latency)))
+				row = append(row, fmt.Sprintf("%s, %s", r.Outcome, units.Brief(r.Latency)))
 			}
 		}
 		d.expect(instead == nil, c.Row(row...), instead...)
@@ -519,8 +520,9 @@ type scaling struct {
 // showScaling changes web's endpoints while connections go on.
 func (d *demo) showScaling(ctx context.Context) error {
 	d.heading("web is scaled and drained while connections go on",
-		"Clients in the pod and outside open connections without a pause; another holds a connection to pod-2.",
-		"All addresses of web lead to one pool. Every endpoint has a slot there, and one element says how many.")
+		"Clients in the pod and outside open connections without a pause. One is held",
+		"to pod-2. All addresses of web lead to one pool. Every endpoint has a slot",
+		"there, and one element says how many there are.")
 	held, r := d.hold(ctx, d.pods[1])
 	if held == nil {
 		d.expect(false, "a connection to pod-2 is held", r.String())
@@ -535,13 +537,13 @@ func (d *demo) showScaling(ctx context.Context) error {
 		}
 	}()
 	one, two, three := d.pods[0], d.pods[1], d.pods[2]
-	c := terminal.Columns{13, 19, 19, 19, 8}
-	d.header(c, "", "pod-1", "pod-2", "pod-3", "failed", "held connection")
+	c := terminal.Columns{13, 15, 15, 15, 8}
+	d.header(c, "", "pod-1", "pod-2", "pod-3", "failed", "held")
 	for _, s := range []scaling{
 		{"", []*lab.Host{one, two}, nil, []*lab.Host{one, two}},
 		{"pod-3 is added", []*lab.Host{one, two, three}, nil, []*lab.Host{one, two, three}},
 		{"pod-3 is removed", []*lab.Host{one, two}, nil, []*lab.Host{one, two}},
-		{"pod-2 drains: it is terminating and still serving, but no longer ready", []*lab.Host{one, two}, two,
+		{"pod-2 drains: it terminates, still serves, and is not ready", []*lab.Host{one, two}, two,
 			[]*lab.Host{one}},
 		{"pod-2 is removed, pod-3 is added", []*lab.Host{one, three}, nil, []*lab.Host{one, three}},
 	} {
@@ -592,12 +594,12 @@ func (d *demo) scale(ctx context.Context, c terminal.Columns, s scaling, held *l
 		row[0] = "1 endpoint"
 	}
 	for _, pod := range d.pods {
-		row = append(row, d.bar(t.answers[pod.Name], t.asked, 14))
+		row = append(row, d.bar(t.answers[pod.Name], t.asked, 10))
 	}
 	row = append(row, fmt.Sprint(len(t.failed)))
 	alive := r.Outcome.String()
 	if r.Outcome == lab.Answered {
-		alive = r.Endpoint + " answers"
+		alive = "answers"
 	}
 	ok := t.fair(s.ready) && r.Outcome == lab.Answered
 	d.expect(ok, c.Row(append(row, alive)...), t.String(), "held connection: "+r.String())
@@ -614,7 +616,8 @@ func (d *demo) showRuleset() error {
 		return err
 	}
 	d.heading("What the kernel holds, as nft lists it",
-		"The proxy has ended, and Services go on as they are. Elements count connections since they were written.")
+		"The proxy has ended, and Services go on as they are.",
+		"Elements count connections since they were written.")
 	for i := range listings {
 		if err := listings[i].Print(d.Out); err != nil {
 			return err

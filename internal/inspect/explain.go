@@ -6,6 +6,7 @@ import (
 	"context"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -19,6 +20,8 @@ type Explainer struct {
 	Objects *ObjectFlags
 	// Inspector, if not nil, reads the kernel of this node, which is then asked too.
 	Inspector reconcile.Inspector
+	// At, if not zero, is when the kernel held what the Inspector reads.
+	At time.Time
 	// Interface is the packet's input interface; empty means the one that this host's routes use for answers.
 	Interface string
 }
@@ -107,6 +110,9 @@ func (e *explainRun) answer(ctx context.Context) (*Answer, error) {
 			return nil, err
 		}
 		a.fillKernel(t)
+		if !e.At.IsZero() {
+			a.Kernel.From += " at " + e.At.Local().Format(time.DateTime)
+		}
 		if a.Kernel.Service != nil {
 			if why := e.uncountedNote(t.Counted, a.Kernel); why != "" {
 				a.Notes = append(a.Notes, why)

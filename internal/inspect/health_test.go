@@ -186,7 +186,7 @@ func TestTopEjected(t *testing.T) {
 		t.Errorf("with its endpoints the screen is\n%s", got)
 	}
 	want := []OutlierJSON{{Address: "10.9.0.1", Port: 80, Cause: "unanswered", Since: since}}
-	if got := sample.JSON().Ports[1].Ejected; !reflect.DeepEqual(got, want) {
+	if got := sample.JSON(len(sample.Ports)).Ports[1].Ejected; !reflect.DeepEqual(got, want) {
 		t.Errorf("as JSON: %+v", got)
 	}
 }

@@ -25,6 +25,9 @@ type Policy struct {
 // AddFlags defines the flags.
 func (p *Policy) AddFlags(f *pflag.FlagSet) { p.flags.AddPolicy(f) }
 
+// File returns the configuration file; empty if there is none.
+func (p *Policy) File() string { return p.flags.Config }
+
 // Config validates the flags and the file. Invalid values go to standard error; the rest of the file still applies, as
 // in run.
 func (p *Policy) Config() (dataplane.Config, error) {

@@ -18,10 +18,12 @@ func WriteJSON(w io.Writer, v any) error {
 
 // SampleJSON is a Sample as JSON: docs/ANSWERS.md.
 type SampleJSON struct {
-	Interval float64          `json:"intervalSeconds"`
-	Rate     float64          `json:"rate"`
-	Ports    []PortSampleJSON `json:"ports"`
-	Counted  string           `json:"counted,omitempty"`
+	Interval float64 `json:"intervalSeconds"`
+	Rate     float64 `json:"rate"`
+	// PortCount is how many service ports there are; Ports may have fewer.
+	PortCount int              `json:"portCount"`
+	Ports     []PortSampleJSON `json:"ports"`
+	Counted   string           `json:"counted,omitempty"`
 }
 
 // PortSampleJSON is a PortSample as JSON.
@@ -82,11 +84,11 @@ type SchedulerJSON struct {
 	ConnectionRate uint64 `json:"connectionRate"`
 }
 
-// JSON gives the form that is printed.
-func (s *Sample) JSON() *SampleJSON {
-	out := &SampleJSON{Interval: s.Interval.Seconds(), Rate: s.Rate, Counted: s.Counted,
-		Ports: make([]PortSampleJSON, len(s.Ports))}
-	for i := range s.Ports {
+// JSON gives the form that is printed, with the first shown ports at most.
+func (s *Sample) JSON(shown int) *SampleJSON {
+	out := &SampleJSON{Interval: s.Interval.Seconds(), Rate: s.Rate, Counted: s.Counted, PortCount: len(s.Ports),
+		Ports: make([]PortSampleJSON, min(shown, len(s.Ports)))}
+	for i := range out.Ports {
 		out.Ports[i] = s.Ports[i].json()
 	}
 	return out

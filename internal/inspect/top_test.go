@@ -410,7 +410,7 @@ func TestTopNames(t *testing.T) {
 	}
 	labtest.Check(t, s.Sample(t.Context(), nil, nil, time.Second, true))
 	var got []string
-	for i, p := range s.Result(ByName, time.Second).JSON().Ports {
+	for i, p := range s.Result(ByName, time.Second).JSON(math.MaxInt).Ports {
 		got = append(got, fmt.Sprintf("%s|%s|%s", s.Result(ByName, time.Second).Ports[i].Name, p.Service, p.Port))
 	}
 	want := []string{"10.0.0.1:80/tcp|10.0.0.1:80/tcp|", "203.0.113.1:80/tcp|203.0.113.1:80/tcp|",

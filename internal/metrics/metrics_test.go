@@ -105,6 +105,7 @@ func newWorld(o Options) *world {
 	o.Ready, o.Owns = func() bool { return true }, func() bool { return true }
 	o.HoldsLease = func() bool { return true }
 	o.SlowStarting = func() int { return 4 }
+	o.Ledger = func() Ledger { return Ledger{Records: 12, Missing: 3, Errors: 1, Bytes: 4096} }
 	o.Everywhere = func() Everywhere {
 		return Everywhere{Connected: true, Waiting: 2, Answers: map[string]uint64{"everywhere": 3}}
 	}

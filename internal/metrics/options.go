@@ -82,6 +82,8 @@ type Options struct {
 	Outliers func() Outliers
 	// Everywhere tells of the connection to the collector.
 	Everywhere func() Everywhere
+	// Ledger tells of the ledger of changes.
+	Ledger func() Ledger
 	// SlowStarting counts the endpoints that start slowly now.
 	SlowStarting func() int
 	// Counters reads what the kernel counts.
@@ -116,6 +118,13 @@ type Everywhere struct {
 	// Waiting is how many wait, and Answers counts those that were answered by their outcome.
 	Waiting int
 	Answers map[string]uint64
+}
+
+// Ledger counts records of a ledger of changes: those written, and those that are missing in it; failures of the disk;
+// and the size of its files.
+type Ledger struct {
+	Records, Missing, Errors uint64
+	Bytes                    int64
 }
 
 // AffinityShare is how many entries of a family's set of remembered clients are a Service's.

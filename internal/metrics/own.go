@@ -135,10 +135,18 @@ func (w *verdictMetrics) registerFuncs(m maker, o *Options) {
 	if o.Conntrack != nil {
 		m.MustRegister(conntrack{o})
 	}
+	registerCollectors(m, o)
+}
+
+// registerCollectors registers what belongs to parts that may be off.
+func registerCollectors(m maker, o *Options) {
 	if o.SlowStarting != nil {
 		m.gaugeFunc("verdict_endpoints_starting_slowly",
 			"Endpoints that do not get all of their share of new connections yet, because their Service has a slow start.",
 			nil, func() float64 { return float64(o.SlowStarting()) })
+	}
+	if o.Ledger != nil {
+		m.MustRegister(changes{o})
 	}
 	if o.Everywhere != nil {
 		m.MustRegister(everywhere{o})

@@ -15,6 +15,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -43,6 +44,9 @@ type Node struct {
 	Listeners []reconcile.Listener
 	// RouteLocalnet lets the host route its loopback range. It is called once, after the rules that guard it are written.
 	RouteLocalnet func() error
+
+	// Ledger, if not nil, keeps a history of what is written.
+	Ledger *ledger.Writer
 
 	// updates, if not nil, delivers replacements of Config and minInterval.
 	updates <-chan configUpdate

@@ -210,17 +210,16 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 			return backends.RemoveOthers(ctx, backends.RemoveOptions{Socket: socket, Beside: opened, Log: log})
 		})
 	n := Node{
-		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet,
-		Prober: &outlier.TCP{}, Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
+		Config: p.policy(), Backend: opened, Flows: flows, Log: log, RouteLocalnet: RouteLocalnet, Prober: &outlier.TCP{},
+		Ledger: newLedger(s, opened, log), serving: v, minInterval: s.MinSyncPeriod, updates: p.updates,
+		Sources: []Source{&nodeSource{objects, object, p.ipvs}, &watch.Host{Report: reporter(log)}},
 		Listeners: []reconcile.Listener{events.listener(),
 			{Written: func(t reconcile.Transaction) { p.written(ctx, t) }}, {Written: cleaner.written}},
-		updates: p.updates, minInterval: s.MinSyncPeriod, serving: v, stuck: func(what string) { abort(log, what) },
+		stuck: func(what string) { abort(log, what) },
 	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil && opened.Owns())
-	if err := keeper.Notify("READY=1"); err != nil {
-		log.Warn(err.Error())
-	}
+	notifyReady(log)
 	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
 	if err := n.Run(ctx); err != nil {
@@ -228,6 +227,13 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	}
 	log.Info("stopped; what is programmed stays in force", "services", p.services.Load())
 	return nil
+}
+
+// notifyReady tells the supervisor that the process works.
+func notifyReady(log *slog.Logger) {
+	if err := keeper.Notify("READY=1"); err != nil {
+		log.Warn(err.Error())
+	}
 }
 
 // openSource returns the source of the objects. An API server also accepts events, and what the settings have the

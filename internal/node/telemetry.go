@@ -17,6 +17,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/everywhere"
 	"github.com/verdict-proxy/verdict/internal/health"
+	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/metrics"
 	"github.com/verdict-proxy/verdict/internal/outlier"
 	"github.com/verdict-proxy/verdict/internal/status"
@@ -94,13 +95,16 @@ type telemetry struct {
 	servers  []*health.Server
 	// everywhere, if not nil, asks the collector and answers it.
 	everywhere *everywhere.Agent
+	// ledger, if not nil, keeps a history.
+	ledger *ledger.Writer
 }
 
 // newTelemetry creates health and metrics. Servers with hardFail listen at once, so that the node does not start
 // without them.
 func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *outliers) (_ *telemetry, err error) {
 	v := n.serving
-	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, outliers: found, pending: &pendingLists{}}
+	t := &telemetry{serving: v, name: n.Config.NodeName, log: n.Log, outliers: found, ledger: n.Ledger,
+		pending: &pendingLists{}}
 	t.health = health.New(health.Options{
 		Late: v.late, NeedsNode: v.needsNode, Waiting: queue.Waiting, Missing: t.pending.names,
 		Quarantined: func() int { return len(loop.Quarantined()) },
@@ -123,6 +127,12 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 			s := t.everywhere.Stats()
 			return metrics.Everywhere{Connected: s.Connected, Waiting: s.Waiting, Answers: s.Answers}
 		}
+	}
+	if t.ledger != nil {
+		if n.Backend.OnSent != nil {
+			n.Backend.OnSent(t.ledger.Sent)
+		}
+		o.Ledger = func() metrics.Ledger { return ledgerMetrics(n.Ledger.Stats()) }
 	}
 	o.SlowStarting = func() int { return countStarting(loop.Starting()) }
 	if found != nil {
@@ -195,6 +205,12 @@ func (t *telemetry) run(ctx context.Context, group *errgroup.Group) {
 			return nil
 		})
 	}
+	if t.ledger != nil {
+		group.Go(func() error {
+			t.ledger.Run(ctx)
+			return nil
+		})
+	}
 }
 
 // close stops what is left after run has ended.
@@ -217,6 +233,9 @@ func (t *telemetry) listeners() []reconcile.Listener {
 	}
 	if t.everywhere != nil { // after the status, which it asks
 		list = append(list, t.everywhere.Listener())
+	}
+	if t.ledger != nil {
+		list = append(list, t.ledger.Listener())
 	}
 	return list
 }

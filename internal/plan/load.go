@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/verdict-proxy/verdict/internal/conntrack"
 	"github.com/verdict-proxy/verdict/internal/inspect"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/watch"
@@ -59,10 +61,42 @@ func (q *Question) Ask(ctx context.Context) (p *Plan, err error) {
 		}
 		defer func() { err = errors.Join(err, in.Flows.Close()) }()
 	}
-	if p, err = Make(ctx, in); err == nil {
-		p.Notes = append(notes, p.Notes...)
+	if p, err = Make(ctx, in); err != nil {
+		return nil, err
 	}
-	return p, err
+	if present {
+		notes = append(notes, q.quarantineNotes(ctx, p)...)
+	}
+	p.Notes = append(notes, p.Notes...)
+	return p, nil
+}
+
+// quarantineNotes asks the proxy on this host which of the Services that change the kernel rejects.
+func (q *Question) quarantineNotes(ctx context.Context, p *Plan) []string {
+	addr := q.Objects.Policy.Settings().Healthz
+	if !addr.IsValid() {
+		return nil // the notes say already that there is no health server
+	}
+	st, err := inspect.LoadStatus(ctx, addr, nil, false)
+	if err != nil {
+		return []string{"which Services are quarantined is not known: " + err.Error()}
+	}
+	return p.quarantined(st.Quarantined)
+}
+
+// quarantined says of each Service of the plan that is quarantined what that means for the plan.
+func (p *Plan) quarantined(q status.Quarantined) (notes []string) {
+	for _, s := range p.Services {
+		i := slices.IndexFunc(q.Services, func(other status.QuarantinedService) bool { return other.Service == s.Name })
+		if i >= 0 {
+			notes = append(notes, fmt.Sprintf("%s is quarantined: the kernel rejects it, and has what it accepted before. "+
+				"Its plan comes true once the kernel accepts it: %.200s", s.Name, q.Services[i].Error))
+		}
+	}
+	if more := q.Count - len(q.Services); more > 0 && len(p.Services) > 0 {
+		notes = append(notes, fmt.Sprintf("%d more Services are quarantined, which the proxy does not name", more))
+	}
+	return notes
 }
 
 // load reads the objects, with what the proxy on this host knows of endpoints.

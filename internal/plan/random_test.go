@@ -241,7 +241,9 @@ func (o *open) follow(f *judged, changed time.Time) {
 	switch {
 	case departed && f.Was == conntrack.Kept:
 		o.left, o.drain, o.port, o.late = changed, f.After.Drain, f.After.Name, late
-	case departed && o.port == f.After.Name:
+	case departed && o.port.Service == f.After.Name.Service &&
+		(o.port == f.After.Name || f.Before.Frontends[0].Key == f.After.Frontends[0].Key):
+		o.port = f.After.Name
 		if o.drain != f.After.Drain {
 			o.drain, o.late = f.After.Drain, afterPause
 		}
@@ -249,7 +251,7 @@ func (o *open) follow(f *judged, changed time.Time) {
 		o.raced = o.raced || !o.left.IsZero() && f.After == nil
 		o.left, o.drain, o.port = time.Time{}, 0, dataplane.PortName{}
 	}
-	// A Releaser may know an endpoint from before, when the port had another name or the address another Service.
+	// A Releaser may know an endpoint from before, when the address was another Service's.
 	serves := func(e dataplane.Endpoint) bool { return e.AddrPort == f.Endpoint }
 	if f.Frontend.Protocol == snapshot.TCP && f.After != nil && !slices.ContainsFunc(f.After.Serving, serves) {
 		o.raced = o.raced || o.left.IsZero()

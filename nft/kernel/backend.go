@@ -34,8 +34,8 @@ type Options struct {
 
 // Backend keeps our tables in one network namespace in line with a dataplane.State. It is not safe for concurrent use.
 type Backend struct {
-	// Sent, if not nil, is called with the batch of each transaction, for Conn.Replay. The bytes are valid until the
-	// next call of the Backend.
+	// Sent, if not nil, is called with the batch of each transaction, for Conn.Replay and Replay. The bytes are valid
+	// until the next call of the Backend.
 	Sent func(batch []byte)
 
 	options Options
@@ -320,7 +320,7 @@ func (b *Backend) setGeneration() error {
 }
 
 // planFrom plans for a kernel that may hold anything.
-func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
+func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 	// Later writes of others change the generation.
 	generation, err := b.reader.Generation()
 	if err != nil {
@@ -336,16 +336,13 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	if !b.tables[0].exists && !b.tables[1].exists {
 		return b.planFirst(want), nil
 	}
-	left, planned := b.pending, (*nft.Txn)(nil)
+	left, planned := b.planContent(want)
+	defer func() {
+		if err != nil && planned != nil { // the model must not hold what was never sent
+			b.model.Rollback(planned)
+		}
+	}()
 	b.unverified = false
-	switch {
-	case b.syncState == stateUnknown || !b.model.Filled():
-		b.model.Load(want)
-		left = dataplane.Change{}
-	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
-		planned = b.model.Plan(want, b.pending, 0) // only the planned content is used
-		left = dataplane.Change{}
-	}
 	var found *ipfamily.Per[nft.Found]
 	if b.syncState != stateUnfixable {
 		if found, err = b.readBack(); err != nil {
@@ -372,10 +369,23 @@ func (b *Backend) planFrom(want *dataplane.State) (*nft.Txn, error) {
 	if err := b.readElements(found, stale); err != nil {
 		return nil, err
 	}
-	txn := b.model.Correct(found, stale)
+	txn = b.model.Correct(found, stale)
 	txn.Left = left
 	txn.RollbackWith(planned)
 	return txn, nil
+}
+
+// planContent brings the model to a state, unless that would be too much for one transaction: then all of what is
+// pending is left. planned, if not nil, is what to roll back if nothing is sent.
+func (b *Backend) planContent(want *dataplane.State) (left dataplane.Change, planned *nft.Txn) {
+	switch {
+	case b.syncState == stateUnknown || !b.model.Filled():
+		b.model.Load(want)
+		return dataplane.Change{}, nil
+	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
+		return dataplane.Change{}, b.model.Plan(want, b.pending, 0) // only the planned content is used
+	}
+	return b.pending, nil
 }
 
 // planFirst plans the first of the transactions that fill new tables.
@@ -409,6 +419,11 @@ func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
 	r.Bytes, r.Messages = len(bytes), b.batch.Count()
 	start = time.Now()
 	defer func() { r.Commit += time.Since(start) }()
+	return b.sendTxn(bytes)
+}
+
+// sendTxn sends the batch of a transaction, and tells whoever listens to them.
+func (b *Backend) sendTxn(bytes []byte) error {
 	err := b.send(bytes)
 	if err == nil && b.Sent != nil {
 		b.Sent(bytes)

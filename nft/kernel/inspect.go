@@ -37,10 +37,21 @@ func (i *Inspector) Present(context.Context) (bool, error) {
 }
 
 // Settings implements reconcile.Inspector. Whether IPVS is in use, it does not know.
-func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) {
+func (i *Inspector) Settings(context.Context) (*dataplane.Settings, error) { return settingsOf(i) }
+
+// tables is where an inspector reads: a Reader or a Replay.
+type tables interface {
+	nft.Elements
+	Revisions() (ipfamily.Per[nft.Revision], error)
+	Table(ipfamily.Family) (*TableFound, error)
+	List(ipfamily.Family, nft.SetID) (elements []nft.Listed, whole bool, err error)
+	Sizes(ipfamily.Family) (n [nft.NumSets]int, known bool, err error)
+}
+
+func settingsOf(from tables) (*dataplane.Settings, error) {
 	s := &dataplane.Settings{}
 	for n, f := range ipfamily.All {
-		t, err := i.Table(f)
+		t, err := from.Table(f)
 		if err != nil {
 			return nil, err
 		}
@@ -71,32 +82,34 @@ func secondChance(s *nft.Structure) snapshot.SecondChance {
 const traceTries = 3
 
 // Trace implements reconcile.Inspector.
-func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.LocalNode) (t *dataplane.Trace,
-	err error) {
+func (i *Inspector) Trace(_ context.Context, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace, error) {
+	return trace(i, p, node)
+}
+
+func trace(from tables, p dataplane.Packet, node dataplane.LocalNode) (t *dataplane.Trace, err error) {
 	f := ipfamily.Of(p.Destination)
 	for range traceTries {
 		var before, after ipfamily.Per[nft.Revision]
-		if before, err = i.Revisions(); err != nil {
+		if before, err = from.Revisions(); err != nil {
 			return nil, err
 		}
-		if t, err = i.traceOnce(f, p, node); err != nil {
+		if t, err = traceOnce(from, f, p, node); err != nil {
 			return nil, err
 		}
 		t.Revision, t.Counted = before[f].Number, before[f].Counted
-		if after, err = i.Revisions(); err != nil || before == after {
+		if after, err = from.Revisions(); err != nil || before == after {
 			return t, err
 		}
 	}
 	return t, nil
 }
 
-func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace,
-	error) {
-	table, err := i.Table(f)
+func traceOnce(from tables, f ipfamily.Family, p dataplane.Packet, node dataplane.LocalNode) (*dataplane.Trace, error) {
+	table, err := from.Table(f)
 	if err != nil {
 		return nil, err
 	}
-	w, err := nft.WalkTable(&table.Table, i.Reader, p, node)
+	w, err := nft.WalkTable(&table.Table, from, p, node)
 	if err != nil {
 		return nil, err
 	}
@@ -110,18 +123,18 @@ func (i *Inspector) traceOnce(f ipfamily.Family, p dataplane.Packet, node datapl
 		t.Notes = append(t.Notes, fmt.Sprintf("the table %s %s is dormant: it does nothing", f.NFT(), nft.TableName))
 	}
 	if _, _, found := w.Frontend(); !found {
-		t.Near, err = i.near(f, p.Destination)
+		t.Near, err = near(from, f, p.Destination)
 	}
 	return t, err
 }
 
 // near gives the frontends at an address, as long as that is cheap.
-func (i *Inspector) near(f ipfamily.Family, at netip.Addr) (near []dataplane.Neighbour, err error) {
-	sizes, known, err := i.Sizes(f)
+func near(from tables, f ipfamily.Family, at netip.Addr) (near []dataplane.Neighbour, err error) {
+	sizes, known, err := from.Sizes(f)
 	if err != nil || !known || sizes[nft.Services] > ListMost {
 		return nil, err
 	}
-	listed, _, err := i.List(f, nft.Services)
+	listed, _, err := from.List(f, nft.Services)
 	if err != nil {
 		return nil, err
 	}

@@ -217,7 +217,7 @@ func (b *Backend) recount() (more bool, err error) {
 	}
 	txn := b.model.Recount(len(names), recountElements)
 	if !txn.Empty() {
-		err = b.send(b.batch.encode(txn))
+		err = b.sendTxn(b.batch.encode(txn))
 	}
 	if err != nil {
 		b.model.Rollback(txn)

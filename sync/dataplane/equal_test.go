@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/verdict-proxy/verdict/internal/testkit"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // TestEqual: no field is forgotten when two versions of a Service, or of what all Services depend on, are compared.
@@ -48,4 +49,25 @@ func TestThen(t *testing.T) {
 	other := Receipt{Adopted: true}
 	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(other.Then(*a), other.Then(*b)) })
 	testkit.Compares(t, func(a, b *Receipt) bool { return reflect.DeepEqual(a.Then(other), b.Then(other)) }, "Left")
+}
+
+// TestSamePackets: who decides about counters and shared addresses may differ, and a Service that is not there does
+// what no other does.
+func TestSamePackets(t *testing.T) {
+	a := &Service{Name: name("a"), Counters: snapshot.CountersFirst, Age: snapshot.Age{Created: 1}}
+	for _, c := range []struct {
+		what string
+		x, y *Service
+		same bool
+	}{
+		{"neither is there", nil, nil, true},
+		{"one comes", nil, a, false},
+		{"one goes", a, nil, false},
+		{"older, and not counted", a, &Service{Name: name("a"), Age: snapshot.Age{Created: 2}}, true},
+		{"another port for health checks", a, &Service{Name: name("a"), HealthCheckNodePort: 1}, false},
+	} {
+		if got := c.x.SamePackets(c.y); got != c.same {
+			t.Errorf("%s: the same is %v", c.what, got)
+		}
+	}
 }

@@ -38,21 +38,40 @@ const (
 	IPVSAlways
 )
 
-// scheduling returns how IPVS schedules a Service; nil if it does not. Services may share the result.
-func (h *host) scheduling(svc *snapshot.Service) *Scheduling {
+// scheduling returns how IPVS schedules a Service of these slices; nil if it does not. Services may share the result.
+func (h *host) scheduling(svc *snapshot.Service, of []*snapshot.Slice) *Scheduling {
 	asked := svc.Scheduling
 	switch {
 	case h.ipvs.Mode == IPVSNever:
 		return nil
 	case asked == nil || asked.Scheduler == "":
-		if h.ipvs.Mode == IPVSAlways {
-			return &h.ipvs.Default
+		if h.ipvs.Mode != IPVSAlways {
+			return nil
 		}
-		return nil
+		if weighted := weightedTwins[h.ipvs.Default.Scheduler]; weighted != "" && asksForShares(svc, of) {
+			return &Scheduling{Scheduler: weighted}
+		}
+		return &h.ipvs.Default
 	case !svc.AsksForIPVS():
 		return nil
 	}
 	return &Scheduling{Scheduler: asked.Scheduler, Port: asked.Port, Fallback: asked.Fallback}
+}
+
+// weightedTwins are the schedulers that choose in proportion to the weights, and with equal weights as those they stand
+// for. A Service that names no scheduler gets one in place of the node's default if it asks for shares of the
+// connections, which need no scheduler with nftables either.
+var weightedTwins = map[string]string{"rr": "wrr", "lc": "wlc"}
+
+// asksForShares reports whether a Service of these slices gives some endpoints more connections than others: by
+// weights, by zones or by a slow start.
+func asksForShares(svc *snapshot.Service, of []*snapshot.Slice) bool {
+	if svc.SlowStart > 0 || svc.Scheduling != nil && (len(svc.Scheduling.Weights) > 0 || svc.Scheduling.PreferNear) {
+		return true
+	}
+	return slices.ContainsFunc(of, func(s *snapshot.Slice) bool {
+		return slices.ContainsFunc(s.Endpoints, func(ep snapshot.Endpoint) bool { return ep.Weight.Given })
+	})
 }
 
 // hashOf returns how the backend chooses an endpoint for a Service where IPVS does not: schedulers of IPVS that hash
@@ -140,7 +159,7 @@ func (b *builder) notScheduled(k Kind, a netip.Addr) NotScheduled {
 
 // schedule records how the endpoints of a Service are chosen.
 func (b *builder) schedule(svc *snapshot.Service) {
-	b.scheduling, b.weights = b.host.scheduling(svc), nil
+	b.scheduling, b.weights = b.host.scheduling(svc, b.slices), nil
 	if svc.Scheduling != nil {
 		b.weights = svc.Scheduling.Weights
 	}

@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"testing"
@@ -25,8 +26,47 @@ func TestScheduling(t *testing.T) {
 		{"never", IPVSNever, &snapshot.Scheduling{Scheduler: "lc"}, nil},
 	} {
 		h := host{ipvs: IPVS{Mode: c.mode, Default: standard}}
-		if got := h.scheduling(&snapshot.Service{Scheduling: c.asks}); !equalScheduling(got, c.want) {
+		if got := h.scheduling(&snapshot.Service{Scheduling: c.asks}, nil); !equalScheduling(got, c.want) {
 			t.Errorf("%s: %+v, want %+v", c.title, got, c.want)
+		}
+	}
+}
+
+// TestSharesNeedNoScheduler: where IPVS schedules all Services, weights, zones and slow starts count without the name
+// of a scheduler, as they do with nftables.
+func TestSharesNeedNoScheduler(t *testing.T) {
+	weights := &snapshot.Scheduling{Weights: map[string]uint16{"here": 3}}
+	given := &snapshot.Slice{Endpoints: []snapshot.Endpoint{{}, {Weight: snapshot.Weight{Given: true, Parts: 300}}}}
+	for _, c := range []struct {
+		title   string
+		mode    IPVSMode
+		normal  Scheduling
+		svc     snapshot.Service
+		slice   *snapshot.Slice
+		want    string
+		nothing bool
+	}{
+		{title: "weights of nodes", svc: snapshot.Service{Scheduling: weights}, want: "wrr"},
+		{title: "weights of a slice", slice: given, want: "wrr"},
+		{title: "zones", svc: snapshot.Service{Scheduling: &snapshot.Scheduling{PreferNear: true}}, want: "wrr"},
+		{title: "a slow start", svc: snapshot.Service{SlowStart: 30}, want: "wrr"},
+		{title: "least connections", normal: Scheduling{Scheduler: "lc"}, svc: snapshot.Service{Scheduling: weights},
+			want: "wlc"},
+		{title: "a default that counts weights itself", normal: Scheduling{Scheduler: "mh", Port: true},
+			svc: snapshot.Service{Scheduling: weights}, want: "mh,port"},
+		{title: "a scheduler of its own", slice: given,
+			svc: snapshot.Service{Scheduling: &snapshot.Scheduling{Scheduler: "rr"}}, want: "rr"},
+		{title: "no shares", slice: &snapshot.Slice{Endpoints: make([]snapshot.Endpoint, 2)}, want: "rr"},
+		{title: "not all Services", mode: IPVSAuto, slice: given, svc: snapshot.Service{Scheduling: weights}, nothing: true},
+	} {
+		h := host{ipvs: IPVS{Mode: cmp.Or(c.mode, IPVSAlways), Default: cmp.Or(c.normal, Scheduling{Scheduler: "rr"})}}
+		var all []*snapshot.Slice
+		if c.slice != nil {
+			all = append(all, c.slice)
+		}
+		got := h.scheduling(&c.svc, all)
+		if c.nothing != (got == nil) || got != nil && got.String() != c.want {
+			t.Errorf("%s: %v, want %s", c.title, got, c.want)
 		}
 	}
 }

@@ -49,6 +49,26 @@ type Commit struct {
 	dataplane.Receipt
 	// First says that the transaction belongs to the first state, which may be written in parts.
 	First bool
+	// Cause says why the transaction was written. It is valid until the call returns.
+	Cause *Cause
+}
+
+// Cause says why the Loop called its Writer. The zero Cause is a call that nothing but a change of the configuration
+// asked for.
+type Cause struct {
+	// Delta holds the objects that changed. It must not be changed.
+	Delta snapshot.Delta
+	// Since is when the oldest change that waited came into the Queue; zero if none waited.
+	Since time.Time
+	// Began is when the Loop took the changes, and Policy how long it took to decide what follows from them.
+	Began  time.Time
+	Policy time.Duration
+	// Retry says that the transaction before this one failed, and Rest that it continues one that was too large.
+	Retry, Rest bool
+	// Trial says that Services which the kernel rejected are tried again.
+	Trial bool
+	// Foreign is how many changes by others are repaired.
+	Foreign int
 }
 
 // Failure is one transaction that failed. The kernel still holds what it held before.
@@ -58,6 +78,8 @@ type Failure struct {
 	// Replan says that the Writer is called again at once, with a state without the Services that were rejected by
 	// name.
 	Replan bool
+	// Cause says why the transaction was to be written. It is valid until the call returns.
+	Cause *Cause
 }
 
 // Check is the result of a check for foreign changes.
@@ -113,7 +135,7 @@ func (l *Loop) apply() (dataplane.Receipt, error) {
 	if err != nil {
 		return r, err
 	}
-	c := Commit{Receipt: r, First: !l.filled}
+	c := Commit{Receipt: r, First: !l.filled, Cause: &l.cause}
 	c.Before, c.After = l.want.committed(r.Left)
 	notify(l, func(h *Listener) func(Commit) { return h.Committed }, c)
 	return r, nil

@@ -1,6 +1,7 @@
 package reconcile
 
 import (
+	"fmt"
 	"log/slog"
 	"testing"
 	"testing/synctest"
@@ -70,5 +71,22 @@ func TestProgressOfTurns(t *testing.T) {
 	turns.next(due, weight)
 	if h := turns.held(); h != (snapshot.Held{}) {
 		t.Errorf("held are %+v; want nothing", h)
+	}
+}
+
+// TestHeldByManyNamespaces: what several namespaces hold is as old as the oldest of it, whichever is looked at first.
+func TestHeldByManyNamespaces(t *testing.T) {
+	now := time.Now()
+	var turns fairQueue
+	for i := range 20 {
+		d := in(fmt.Sprint("n", (i+7)%20), service("a"))
+		d.Versions.Services = snapshot.Version(fmt.Sprint(11 + i))
+		if i == 0 {
+			turns.received.Services = "10"
+		}
+		turns.put(d, now.Add(time.Duration(i)*time.Second))
+	}
+	if h := turns.held(); h.Services != 20 || h.Before.Services != "10" || !h.Since.Equal(now) {
+		t.Errorf("held are %+v; want 20 Services since %v, after version 10", h, now)
 	}
 }

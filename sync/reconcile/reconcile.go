@@ -42,6 +42,8 @@ type Loop struct {
 	partial bool
 	parts   dataplane.Receipt
 	began   time.Time
+	// cause is that of the current step.
+	cause Cause
 	// counted says what had counters after the last transaction: one of dataplane.Counted..., or empty before the
 	// first.
 	counted string
@@ -102,7 +104,11 @@ func (l *Loop) Run(ctx context.Context) error {
 			continue
 		}
 		l.busy.Store(&start)
-		err := l.step(ctx, l.takeTurns(delta, start))
+		waiting := l.Queue.Waiting().Since
+		turn := l.takeTurns(delta, start)
+		l.cause = Cause{Delta: turn, Since: earlier(waiting, l.queued.oldest), Began: start}
+		err := l.step(ctx, turn)
+		l.cause = Cause{}
 		l.busy.Store(nil)
 		took := time.Since(start)
 		heavy := l.queued.charge(start.Add(took), took, l.parts.Left)
@@ -125,6 +131,14 @@ func (l *Loop) Run(ctx context.Context) error {
 		l.retryAt, l.retryWait = time.Now().Add(l.retryWait), min(2*l.retryWait, maxRetry)
 	}
 	return nil
+}
+
+// earlier returns the earlier of two times, of which either may be zero.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
 }
 
 // Busy returns when the current transaction or check started; zero if there is none. It is safe for concurrent use. The
@@ -253,8 +267,10 @@ func (l *Loop) step(ctx context.Context, delta snapshot.Delta) error {
 	l.want.planned(change, before)
 	policy := time.Since(start)
 	l.reportContests(contests)
+	l.cause.Policy, l.cause.Foreign, l.cause.Rest = policy, l.foreign, l.partial
+	l.cause.Retry = l.dirty && !l.retryAt.IsZero()
 	if !l.dirty {
-		l.want.startTrials(start)
+		l.cause.Trial = l.want.startTrials(start)
 	}
 	if l.want.acknowledged() && !l.dirty && l.foreign == 0 && !l.partial {
 		l.publishLists() // a removed Service may have been quarantined
@@ -333,7 +349,8 @@ func (l *Loop) write(ctx context.Context) (dataplane.Receipt, error) {
 		l.want.failed()
 		var refused *dataplane.Refused
 		replan := errors.As(err, &refused) && l.quarantine(refused) && ctx.Err() == nil
-		notify(l, func(h *Listener) func(Failure) { return h.Failed }, Failure{Err: err, Took: took, Replan: replan})
+		notify(l, func(h *Listener) func(Failure) { return h.Failed },
+			Failure{Err: err, Took: took, Replan: replan, Cause: &l.cause})
 		if !replan {
 			l.want.endTrials()
 			return r, err

@@ -304,6 +304,49 @@ func TestCountedIsTold(t *testing.T) {
 	})
 }
 
+// TestCrowdedIsToldOnce: that a Service has too many endpoints is told when it becomes so, and not with each change.
+func TestCrowdedIsToldOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log strings.Builder
+		b := &fakeBackend{}
+		b.loop = &Loop{Log: slog.New(slog.NewTextHandler(&log, nil))}
+		q, cancel := start(t, b)
+		q.Synced()
+		crowd := func(addr string, ports int) {
+			d := endpoint("a", addr)
+			for _, sl := range d.Slices {
+				for i := range ports {
+					sl.Ports = append(sl.Ports, snapshot.SlicePort{Name: "x", Protocol: snapshot.TCP, Port: uint16(i + 1)})
+				}
+			}
+			q.Put(d)
+			time.Sleep(time.Minute)
+		}
+		const many = 1<<16 - 1 // ports of slices are too many, with those that every slice here has
+		var told []int
+		q.Put(service("a"))
+		for _, ports := range []int{many, many, 0, many} {
+			crowd("10.1.0.1", ports)
+			synctest.Wait()
+			told = append(told, strings.Count(log.String(), "too many endpoints"))
+		}
+		d := service("b") // and of one that is new
+		of := endpoint("b", "10.1.0.2")
+		for _, sl := range of.Slices {
+			sl.Ports = append(sl.Ports, make([]snapshot.SlicePort, many)...)
+		}
+		d.Merge(of)
+		q.Put(d)
+		time.Sleep(time.Minute)
+		cancel()
+		synctest.Wait()
+		told = append(told, strings.Count(log.String(), "too many endpoints"))
+		if want := []int{1, 1, 1, 2, 3}; !slices.Equal(told, want) {
+			t.Errorf("told %v times; want %v", told, want)
+		}
+	})
+}
+
 // TestRefusal says that a refused transaction is tried again by itself, less and less often, and at once when there
 // is news; and that the loop goes on as if nothing had been once the kernel takes it.
 func TestRefusal(t *testing.T) {

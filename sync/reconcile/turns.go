@@ -47,6 +47,8 @@ type fairQueue struct {
 	running map[string]int
 	// received are the versions of everything that was taken from the loop's queue.
 	received snapshot.Versions
+	// oldest is when the oldest of what next returned last was taken from the loop's queue.
+	oldest time.Time
 	// lightLast says that the last step had only light changes; the next one takes all.
 	lightLast bool
 }
@@ -164,6 +166,7 @@ func (t *fairQueue) next(now time.Time, weight func(object, *snapshot.Delta) int
 	} else {
 		t.lightLast = false
 	}
+	t.oldest = time.Time{}
 	out, room := snapshot.Delta{}, maxStepWeight
 	for _, name := range ready {
 		if room <= 0 {
@@ -201,6 +204,7 @@ func (t *fairQueue) takeFrom(name string, most int, out *snapshot.Delta, weight 
 			break
 		}
 		sum += w
+		t.oldest = earlier(t.oldest, o.since)
 		ns.take(o.object, out)
 	}
 	if ns.order = ns.order[n:]; len(ns.order) == 0 {
@@ -222,10 +226,15 @@ func (t *fairQueue) due(name string) time.Time {
 	return paid.Add(-share * credit)
 }
 
-// nextDue returns when the first namespace with waiting changes may write; any is false if nothing waits.
+// nextDue returns when the first namespace with waiting changes may write; any is false if nothing waits. One that owes
+// nothing could write as soon as its first change came: it may have let lighter changes go ahead.
 func (t *fairQueue) nextDue() (due time.Time, any bool) {
-	for name := range t.waiting {
-		if at := t.due(name); !any || at.Before(due) {
+	for name, ns := range t.waiting {
+		at := t.due(name)
+		if at.IsZero() {
+			at = ns.order[0].since
+		}
+		if !any || at.Before(due) {
 			due, any = at, true
 		}
 	}

@@ -168,6 +168,27 @@ func TestQuietTenantsAreNotHeldUp(t *testing.T) {
 	})
 }
 
+// TestHeavyChangesFollowLightOnes: a namespace that owes nothing and lets lighter changes go ahead is written right
+// after them, even if nothing else ever changes.
+func TestHeavyChangesFollowLightOnes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, q := startCostly(t, 0)
+		begin := time.Now()
+		both := in("aaa", weighty("heavy", 1))
+		both.Merge(in("bbb", version("light", 1)))
+		q.Put(both)
+		time.Sleep(time.Second)
+		for _, n := range []snapshot.Name{{Namespace: "aaa", Name: "heavy"}, {Namespace: "bbb", Name: "light"}} {
+			if at := c.servedAt(n.Namespace, n.Name); at.Before(begin) {
+				t.Errorf("%v is not written", n)
+			}
+		}
+		if w := q.Waiting(); w != (snapshot.Waiting{}) {
+			t.Errorf("waiting: %+v", w)
+		}
+	})
+}
+
 // TestHeldChangesKeepTheirOrder: what waits is not lost, the oldest goes first, and the node's own changes never wait.
 // Nothing that waits for its turn makes the proxy late.
 func TestHeldChangesKeepTheirOrder(t *testing.T) {
@@ -259,6 +280,25 @@ func TestTurnsAreBounded(t *testing.T) {
 	turns.charge(due.Add(100*time.Hour), 0, nil)
 	if len(turns.paid) != 0 || len(turns.running) != 0 {
 		t.Errorf("accounts are left: %v %v", turns.paid, turns.running)
+	}
+}
+
+// TestLightGoesAheadAgain: what is light goes ahead every other time for as long as something heavy waits.
+func TestLightGoesAheadAgain(t *testing.T) {
+	var turns fairQueue
+	weight := func(o object, _ *snapshot.Delta) int {
+		return map[string]int{"aaa": maxNamespaceWeight, "shop": 3}[o.name.Namespace]
+	}
+	now := time.Unix(1000, 0)
+	for i := range 9 {
+		turns.put(in("aaa", service(fmt.Sprintf("a%02d", i))), now)
+	}
+	for turn := range 8 {
+		turns.put(in("shop", service("web")), now)
+		d := turns.next(now, weight)
+		if n, want := len(d.Services), 1+turn%2; n != want {
+			t.Errorf("turn %d takes %d Services; want %d", turn, n, want)
+		}
 	}
 }
 

@@ -222,14 +222,16 @@ func (w *wanted) keepLast(n snapshot.Name) {
 	w.set(n, last.Within(now))
 }
 
-// startTrials puts quarantined Services that are due back into the state, as the planner wants them.
-func (w *wanted) startTrials(now time.Time) {
+// startTrials puts quarantined Services that are due back into the state, as the planner wants them, and says whether
+// there are any.
+func (w *wanted) startTrials(now time.Time) (any bool) {
 	for n, a := range w.quarantined {
 		if !a.due().After(now) {
-			a.trial = true
+			a.trial, any = true, true
 			w.set(n, w.planner.State().Services[n])
 		}
 	}
+	return any
 }
 
 // nextTrial returns when the first quarantined Service is due.

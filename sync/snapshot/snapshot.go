@@ -58,6 +58,8 @@ type Service struct {
 	Name Name
 	// Age is the object's age.
 	Age Age
+	// Version is the object's at its last change that is of interest here; empty if unknown.
+	Version Version
 	// ClusterIPs has one or two addresses, at most one of each family. A family without one is not served at all.
 	ClusterIPs []netip.Addr
 	// ExternalIPs are spec.externalIPs.
@@ -139,7 +141,9 @@ type Port struct {
 type Slice struct {
 	Name Name
 	// Service is the name of the Service in the same namespace that the slice belongs to.
-	Service   string
+	Service string
+	// Version is the object's at its last change that is of interest here; empty if unknown.
+	Version   Version
 	Ports     []SlicePort
 	Endpoints []Endpoint
 	// Triggered is when the event happened for which the controller last changed the slice; zero if the controller did not

@@ -69,6 +69,7 @@ func (c *converter) service(o *corev1.Service) (*snapshot.Service, []*Problem) {
 	s := &snapshot.Service{
 		Name:          snapshot.Name{Namespace: c.intern(o.Namespace), Name: string([]byte(o.Name))},
 		Age:           readAge(o),
+		Version:       readVersion(o),
 		ClusterIPs:    clusterIPs(f, spec),
 		ExternalIPs:   addrs(f, "spec.externalIPs[%d]", spec.ExternalIPs, unicast),
 		Affinity:      affinity(f, spec),
@@ -121,6 +122,14 @@ func readAge(o metav1.Object) snapshot.Age {
 		a.Created = t.Unix()
 	}
 	return a
+}
+
+// maxVersion is longer than any resourceVersion that an API server gives.
+const maxVersion = 64
+
+// readVersion reads an object's resourceVersion. It keeps no part of the message that the object came in.
+func readVersion(o metav1.Object) snapshot.Version {
+	return snapshot.Version([]byte(cut(o.GetResourceVersion(), maxVersion)))
 }
 
 // isForThisProxy says whether a Service is to be served, and by this proxy.
@@ -342,6 +351,7 @@ func (c *converter) slice(o *discoveryv1.EndpointSlice) (*snapshot.Slice, []*Pro
 	s := &snapshot.Slice{
 		Name:      snapshot.Name{Namespace: c.intern(o.Namespace), Name: string([]byte(o.Name))},
 		Service:   string([]byte(owner)),
+		Version:   readVersion(o),
 		Ports:     c.slicePorts(f, o.Ports),
 		Endpoints: c.endpointsOf(f, o),
 		Triggered: triggered(f, o.Annotations),

@@ -433,6 +433,8 @@ func TestSlice(t *testing.T) {
 		{"when it happened", func(s *discoveryv1.EndpointSlice) {
 			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-02T03:04:05.6Z"}
 		}, func(s *snapshot.Slice) { s.Triggered = time.Date(2026, 1, 2, 3, 4, 5, 6e8, time.UTC) }, nil},
+		{"its version", func(s *discoveryv1.EndpointSlice) { s.ResourceVersion = "4711" },
+			func(s *snapshot.Slice) { s.Version = "4711" }, nil},
 		{"nobody knows when it happened", func(s *discoveryv1.EndpointSlice) {
 			s.Annotations = map[string]string{"endpoints.kubernetes.io/last-change-trigger-time": "noon"}
 		}, func(*snapshot.Slice) {}, []string{

@@ -10,6 +10,7 @@ import (
 // What a proxy does not read changes all the time: annotations, resource versions, conditions of other controllers.
 // Only objects that differ after conversion are passed on.
 
+// sameService ignores Version: that alone changes nothing.
 func sameService(a, b *snapshot.Service) bool {
 	return a == b || a.Name == b.Name && a.Age == b.Age &&
 		a.InternalLocal == b.InternalLocal && a.ExternalLocal == b.ExternalLocal &&
@@ -27,7 +28,7 @@ func sameScheduling(a, b *snapshot.Scheduling) bool {
 		maps.Equal(a.Weights, b.Weights) && a.PreferNear == b.PreferNear && maps.Equal(a.ZoneDemand, b.ZoneDemand)
 }
 
-// sameSlice ignores Triggered: that alone changes nothing.
+// sameSlice ignores Triggered and Version: they alone change nothing.
 func sameSlice(a, b *snapshot.Slice) bool {
 	return a == b || a.Name == b.Name && a.Service == b.Service && slices.Equal(a.Ports, b.Ports) &&
 		slices.EqualFunc(a.Endpoints, b.Endpoints, sameEndpoint)

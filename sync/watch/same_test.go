@@ -8,8 +8,8 @@ import (
 
 // TestSame: no field of an object is forgotten when two of its versions are compared.
 func TestSame(t *testing.T) {
-	testkit.Compares(t, sameService)
+	testkit.Compares(t, sameService, "Version")
 	testkit.Compares(t, sameScheduling)
-	testkit.Compares(t, sameSlice, "Triggered")
+	testkit.Compares(t, sameSlice, "Triggered", "Version")
 	testkit.Compares(t, sameNode)
 }

@@ -1,12 +1,9 @@
 package results
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -14,10 +11,7 @@ import (
 
 // Histories are how stale proxies were, and what they did wrong, by recorded histories.
 type Histories struct {
-	Machine  Machine           `json:"machine"`
-	Settings HistorySettings   `json:"settings"`
-	Versions map[string]string `json:"versions"`
-	Cells    []*HistoryCell    `json:"cells"`
+	Series[HistorySettings, *HistoryCell]
 }
 
 // HistorySettings say how histories were made. Times are in seconds.
@@ -36,11 +30,9 @@ type HistorySettings struct {
 
 // HistoryCell is one history. Times of staleness are in milliseconds.
 type HistoryCell struct {
-	Scenario string    `json:"scenario"`
-	Proxy    string    `json:"proxy"`
-	Repeat   int       `json:"repeat"` // counted from 1
-	Seed     uint64    `json:"seed"`
-	Began    time.Time `json:"began"`
+	Run
+	Seed  uint64    `json:"seed"`
+	Began time.Time `json:"began"`
 	// Load is the machine's load average over a minute, as it was before.
 	Load float64 `json:"load"`
 
@@ -80,71 +72,15 @@ func (c *HistoryCell) String() string {
 	return b.String()
 }
 
-// Find gives a cell; nil if there is none.
-func (r *Histories) Find(scenario, proxy string, repeat int) *HistoryCell {
-	for _, c := range r.Cells {
-		if c.Scenario == scenario && c.Proxy == proxy && c.Repeat == repeat {
-			return c
-		}
-	}
-	return nil
-}
-
 // Wrong says whether any history holds a violation.
 func (r *Histories) Wrong() bool {
 	return slices.ContainsFunc(r.Cells, func(c *HistoryCell) bool { return len(c.Violations) > 0 })
 }
 
-// ReadHistories reads a file that WriteFile wrote. One that does not exist gives nil; an unknown field is an error.
-func ReadHistories(path string) (*Histories, error) {
-	f, err := os.Open(path)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	d := json.NewDecoder(f)
-	d.DisallowUnknownFields()
+// OpenHistories returns the results in a file, or none if there is no such file.
+func OpenHistories(path string, settings HistorySettings, e Earlier) (*Histories, error) {
 	r := &Histories{}
-	if err := d.Decode(r); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
-	}
-	for i, c := range r.Cells {
-		if c == nil || c.Scenario == "" || c.Proxy == "" || c.Repeat < 1 {
-			return nil, fmt.Errorf("%s: cells[%d]: scenario, proxy or repeat is missing", path, i)
-		}
-	}
-	return r, nil
-}
-
-// WriteFile puts the results in the place of a file.
-func (r *Histories) WriteFile(path string) error {
-	b, err := json.MarshalIndent(r, "", " ")
-	if err != nil {
-		return err
-	}
-	return replaceFile(path, append(b, '\n'))
-}
-
-// proxies gives those that were measured, in the order of their names: cells take turns.
-func (r *Histories) proxies() []string {
-	names := make(map[string]bool)
-	for _, c := range r.Cells {
-		names[c.Proxy] = true
-	}
-	return slices.Sorted(maps.Keys(names))
-}
-
-// of gives all repeats of a scenario with one proxy.
-func (r *Histories) of(scenario, proxy string) (cells []*HistoryCell) {
-	for _, c := range r.Cells {
-		if c.Scenario == scenario && c.Proxy == proxy {
-			cells = append(cells, c)
-		}
-	}
-	return cells
+	return r, openSeries(path, &r.Series, settings, e)
 }
 
 // historyColumns are the violations that have a column of their own.
@@ -215,15 +151,11 @@ func (r *Histories) conditions() string {
 	for _, c := range r.Cells {
 		runs, loads = append(runs, float64(len(r.of(c.Scenario, c.Proxy)))), append(loads, c.Load)
 	}
-	var versions []string
-	for _, name := range r.proxies() {
-		versions = append(versions, fmt.Sprintf("%s is %s", name, r.Versions[name]))
-	}
 	load, s := spreadOf(loads, 0), r.Settings
 	return fmt.Sprintf("Services change for %v s; each client opens %v connections a second to each of them;\n%v s at "+
 		"rest; minSyncPeriod %vs; seed %d; %s runs of each.\n%s.\nLinux %s, %d cores, %s; load average before each run "+
 		"%.1f to %.1f, median %.1f.", s.Length, s.Rate, s.Look, s.MinSync, s.Seed, runsText(runs),
-		strings.Join(versions, ";\n"), r.Machine.Kernel,
+		strings.Join(r.versionTexts(), ";\n"), r.Machine.Kernel,
 		r.Machine.Cores, r.Machine.CPU, load.Min, load.Max, load.Median)
 }
 

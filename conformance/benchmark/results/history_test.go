@@ -3,21 +3,19 @@ package results
 import (
 	"os"
 	"path/filepath"
-	"reflect"
 	"strings"
 	"testing"
 )
 
 func histories() *Histories {
-	r := &Histories{
-		Settings: HistorySettings{Length: 20, Look: 4, Rate: 20, Seed: 1},
-		Versions: map[string]string{"kube-proxy-nftables": "v1", "verdict": "v0"},
-	}
+	r := &Histories{}
+	r.Settings = HistorySettings{Length: 20, Look: 4, Rate: 20, Seed: 1}
+	r.Versions = map[string]string{"kube-proxy-nftables": "v1", "verdict": "v0"}
 	for repeat := range 3 {
 		r.Cells = append(r.Cells,
-			&HistoryCell{Scenario: "churn", Proxy: "verdict", Repeat: repeat + 1, Load: 2, Conns: 1000, Removed: 12, Beyond: 12,
+			&HistoryCell{Run: Run{"churn", "verdict", repeat + 1}, Load: 2, Conns: 1000, Removed: 12, Beyond: 12,
 				Stale: 1, Unproven: repeat, Violations: map[string]int{}},
-			&HistoryCell{Scenario: "churn", Proxy: "kube-proxy-nftables", Repeat: repeat + 1, Load: float64(repeat),
+			&HistoryCell{Run: Run{Scenario: "churn", Proxy: "kube-proxy-nftables", Repeat: repeat + 1}, Load: float64(repeat),
 				Conns: 1000, Removed: 1000 + float64(repeat)*100, Added: 5, Beyond: 900, Stale: 10,
 				Violations: map[string]int{"reused": 2, "lost": repeat}})
 	}
@@ -50,33 +48,6 @@ func TestHistoryTables(t *testing.T) {
 	}
 	if r.Wrong() {
 		t.Error("nothing is wrong")
-	}
-}
-
-func TestHistoryFile(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "history.json")
-	if r, err := ReadHistories(path); r != nil || err != nil {
-		t.Fatalf("a file that is missing: %v, %v", r, err)
-	}
-	want := histories()
-	if err := want.WriteFile(path); err != nil {
-		t.Fatal(err)
-	}
-	got, err := ReadHistories(path)
-	if err != nil || !reflect.DeepEqual(got, want) {
-		t.Errorf("%v; read %+v", err, got)
-	}
-	for text, wanted := range map[string]string{
-		`{"cels": []}`:                      `unknown field "cels"`,
-		`{"cells": [{"scenario": "x"}]}`:    "cells[0]: scenario, proxy or repeat is missing",
-		`{"cells": [{"scenario": "x", "p":`: "unexpected EOF",
-	} {
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := ReadHistories(path); err == nil || !strings.Contains(err.Error(), wanted) {
-			t.Errorf("%s: %v", text, err)
-		}
 	}
 }
 

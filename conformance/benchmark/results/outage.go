@@ -1,12 +1,9 @@
 package results
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -14,10 +11,7 @@ import (
 
 // Outages are what clients of Services saw while endpoints were dead, refused or went.
 type Outages struct {
-	Machine  Machine           `json:"machine"`
-	Settings OutageSettings    `json:"settings"`
-	Versions map[string]string `json:"versions"`
-	Cells    []*Outage         `json:"cells"`
+	Series[OutageSettings, *Outage]
 }
 
 // OutageSettings say how it was measured. Times are in seconds.
@@ -39,10 +33,8 @@ type OutageSettings struct {
 
 // Outage is one run of a scenario with one proxy.
 type Outage struct {
-	Scenario string    `json:"scenario"`
-	Proxy    string    `json:"proxy"`
-	Repeat   int       `json:"repeat"` // counted from 1
-	Began    time.Time `json:"began"`
+	Run
+	Began time.Time `json:"began"`
 	// Load is the machine's load average over a minute, as it was before.
 	Load float64 `json:"load"`
 
@@ -104,67 +96,10 @@ func (h *OutageHeld) last() Spread {
 	return spreadOf([]float64{slices.Max(h.Told)}, 0)
 }
 
-// Find gives a cell; nil if there is none.
-func (r *Outages) Find(scenario, proxy string, repeat int) *Outage {
-	for _, c := range r.Cells {
-		if c.Scenario == scenario && c.Proxy == proxy && c.Repeat == repeat {
-			return c
-		}
-	}
-	return nil
-}
-
-// ReadOutages reads a file that WriteFile wrote. One that does not exist gives nil; an unknown field is an error.
-func ReadOutages(path string) (*Outages, error) {
-	f, err := os.Open(path)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	d := json.NewDecoder(f)
-	d.DisallowUnknownFields()
+// OpenOutages returns the results in a file, or none if there is no such file.
+func OpenOutages(path string, settings OutageSettings, e Earlier) (*Outages, error) {
 	r := &Outages{}
-	if err := d.Decode(r); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
-	}
-	for i, c := range r.Cells {
-		if c == nil || c.Scenario == "" || c.Proxy == "" || c.Repeat < 1 {
-			return nil, fmt.Errorf("%s: cells[%d]: scenario, proxy or repeat is missing", path, i)
-		}
-	}
-	return r, nil
-}
-
-// WriteFile puts the results in the place of a file.
-func (r *Outages) WriteFile(path string) error {
-	b, err := json.MarshalIndent(r, "", " ")
-	if err != nil {
-		return err
-	}
-	return replaceFile(path, append(b, '\n'))
-}
-
-// proxies gives those that were measured, in the order of their first cells.
-func (r *Outages) proxies() (names []string) {
-	for _, c := range r.Cells {
-		if !slices.Contains(names, c.Proxy) {
-			names = append(names, c.Proxy)
-		}
-	}
-	return names
-}
-
-// of gives all repeats of a scenario with one proxy.
-func (r *Outages) of(scenario, proxy string) (cells []*Outage) {
-	for _, c := range r.Cells {
-		if c.Scenario == scenario && c.Proxy == proxy {
-			cells = append(cells, c)
-		}
-	}
-	return cells
+	return r, openSeries(path, &r.Series, settings, e)
 }
 
 // WriteTables writes what came out as Markdown, scenarios in the given order: the median of the repeats, and their
@@ -291,14 +226,10 @@ func (r *Outages) conditions() string {
 		repeats = max(repeats, c.Repeat)
 		loads = append(loads, c.Load)
 	}
-	var versions []string
-	for _, name := range r.proxies() {
-		versions = append(versions, fmt.Sprintf("%s is %s", name, r.Versions[name]))
-	}
 	load := spreadOf(loads, 0)
 	s := r.Settings
 	return fmt.Sprintf("%v connections a second for %v s, the harm after %v s, clients give up after %v s; %d repeats. "+
 		"%s. Linux %s, %d cores, %s; load average before each %.1f to %.1f.",
-		s.Rate, s.Length, s.Before, s.Timeout, repeats, strings.Join(versions, "; "), r.Machine.Kernel, r.Machine.Cores,
+		s.Rate, s.Length, s.Before, s.Timeout, repeats, strings.Join(r.versionTexts(), "; "), r.Machine.Kernel, r.Machine.Cores,
 		r.Machine.CPU, load.Min, load.Max)
 }

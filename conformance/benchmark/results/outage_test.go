@@ -3,30 +3,28 @@ package results
 import (
 	"os"
 	"path/filepath"
-	"reflect"
 	"strings"
 	"testing"
 )
 
 func outages() *Outages {
-	r := &Outages{
-		Settings: OutageSettings{Rate: 10, Length: 3, Timeout: 6},
-		Versions: map[string]string{"kube-proxy-nftables": "v1"},
-	}
+	r := &Outages{}
+	r.Settings = OutageSettings{Rate: 10, Length: 3, Timeout: 6}
+	r.Versions = map[string]string{"kube-proxy-nftables": "v1"}
 	for repeat, failed := range []int{4, 6, 5} {
 		r.Cells = append(r.Cells, &Outage{
-			Scenario: plotted, Proxy: "kube-proxy-nftables", Repeat: repeat + 1, Opened: 20, Failed: failed,
+			Run: Run{Scenario: plotted, Proxy: "kube-proxy-nftables", Repeat: repeat + 1}, Opened: 20, Failed: failed,
 			Reasons: map[string]int{"refused": 1, "timed out": failed - 1}, P50: []float64{0.25, 0.5, 2500}[repeat], P99: 6001, Longest: 6100,
 			Timeline: []OutagePoint{{At: 0, Longest: 0.5}, {At: 0.5, Longest: 6100, Failed: failed}},
 		})
 	}
 	r.Cells = append(r.Cells,
 		&Outage{
-			Scenario: "held", Proxy: "verdict", Repeat: 1, Opened: 7, P50: 1, P99: 2, Longest: 2100, Ejections: new(3),
+			Run: Run{Scenario: "held", Proxy: "verdict", Repeat: 1}, Opened: 7, P50: 1, P99: 2, Longest: 2100, Ejections: new(3),
 			Held: &OutageHeld{Connections: 3, Told: []float64{1.5, 1.1, 2}, Limit: 45},
 		},
 		&Outage{
-			Scenario: "held", Proxy: "kube-proxy-nftables", Repeat: 1, Opened: 7, P50: 1, P99: 2, Longest: 2,
+			Run: Run{Scenario: "held", Proxy: "kube-proxy-nftables", Repeat: 1}, Opened: 7, P50: 1, P99: 2, Longest: 2,
 			Held: &OutageHeld{Connections: 3, Told: []float64{1.5}, Limit: 45},
 		})
 	return r
@@ -51,34 +49,6 @@ func TestOutageTables(t *testing.T) {
 	}
 	if strings.Index(b.String(), "| held |") > strings.Index(b.String(), "| "+plotted) {
 		t.Error("the scenarios are in another order than asked for")
-	}
-}
-
-func TestOutageFile(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "outages.json")
-	if r, err := ReadOutages(path); r != nil || err != nil {
-		t.Fatalf("a file that is missing: %v, %v", r, err)
-	}
-	want := outages()
-	if err := want.WriteFile(path); err != nil {
-		t.Fatal(err)
-	}
-	got, err := ReadOutages(path)
-	if err != nil || !reflect.DeepEqual(got, want) {
-		t.Errorf("%v; read %+v", err, got)
-	}
-	for text, wanted := range map[string]string{
-		`{"cels": []}`:                      `unknown field "cels"`,
-		`{"cells": [{"scenario": "x"}]}`:    "cells[0]: scenario, proxy or repeat is missing",
-		`{"cells": [null]}`:                 "cells[0]",
-		`{"cells": [{"scenario": "x", "p":`: "unexpected EOF",
-	} {
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := ReadOutages(path); err == nil || !strings.Contains(err.Error(), wanted) {
-			t.Errorf("%s: %v", text, err)
-		}
 	}
 }
 

@@ -143,15 +143,14 @@ func (b *Bed) reports(ctx context.Context) (map[string]cluster.Report, error) {
 	if err != nil {
 		return nil, err
 	}
-	http := &http.Client{Timeout: 5 * time.Second,
-		Transport: &http.Transport{DialContext: cluster.DialFrom(b.Outside()), DisableKeepAlives: true}}
+	client := b.fromOutside()
 	var mu sync.Mutex
 	var wait sync.WaitGroup
 	reports, errs := map[string]cluster.Report{}, []error{}
 	for name, address := range at {
 		wait.Go(func() {
 			var r cluster.Report
-			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error { return fetch(http, address, &r) })
+			err := cluster.Wait(ctx, time.Minute, "client "+name+" reports", func() error { return fetch(client, address, &r) })
 			mu.Lock()
 			defer mu.Unlock()
 			reports[name], errs = r, append(errs, err)
@@ -159,6 +158,12 @@ func (b *Bed) reports(ctx context.Context) (map[string]cluster.Report, error) {
 	}
 	wait.Wait()
 	return reports, errors.Join(errs...)
+}
+
+// fromOutside returns a client of HTTP that is no part of the cluster.
+func (b *Bed) fromOutside() *http.Client {
+	return &http.Client{Timeout: 5 * time.Second,
+		Transport: &http.Transport{DialContext: cluster.DialFrom(b.Outside()), DisableKeepAlives: true}}
 }
 
 func fetch(client *http.Client, address string, r *cluster.Report) error {

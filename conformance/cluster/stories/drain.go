@@ -17,6 +17,9 @@ import (
 // drain moves all servers off a node and lets it have them again. Held connections end with their server.
 func drain(ctx context.Context, b *Bed) error {
 	n := b.Nodes[2]
+	if err := b.spread(ctx, n); err != nil {
+		return err
+	}
 	seen, err := b.watchEvictions(ctx, n)
 	if err != nil {
 		return err
@@ -28,6 +31,21 @@ func drain(ctx context.Context, b *Bed) error {
 	}
 	_, err = b.Kubectl(ctx, "uncordon", n.Name)
 	return errors.Join(err, b.rolledOut(ctx, "default", "deployment/echo"))
+}
+
+// spread starts the servers anew if none is on a node, as after it was drained.
+func (b *Bed) spread(ctx context.Context, n *cluster.Node) error {
+	if _, err := b.podOf(ctx, "app=echo", n); err == nil {
+		return nil
+	}
+	if _, err := b.Kubectl(ctx, "rollout", "restart", "deployment/echo"); err != nil {
+		return err
+	}
+	if err := b.rolledOut(ctx, "default", "deployment/echo"); err != nil {
+		return err
+	}
+	_, err := b.podOf(ctx, "app=echo", n)
+	return err
 }
 
 // evictions is when servers of a node were asked to end, and what followed.

@@ -74,7 +74,7 @@ func (r *Row) add(name string, before, after cluster.Report) {
 	r.Connections += after.Connections - before.Connections
 	r.Failed += after.Failed - before.Failed
 	r.Broken += after.Broken - before.Broken
-	for _, e := range after.Errors[min(len(before.Errors), len(after.Errors)):] {
+	for _, e := range after.Errors[max(0, len(after.Errors)-(after.Noted-before.Noted)):] {
 		r.Errors = append(r.Errors, name+": "+e)
 	}
 }

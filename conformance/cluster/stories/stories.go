@@ -16,10 +16,11 @@ import (
 )
 
 // All are the stories, in an order in which each finds what it needs. Each begins and ends with Verdict on all nodes;
-// the first three belong together.
+// the first four belong together.
 var All = []Story{
 	{Name: "back to kube-proxy, node by node", Do: backToKubeProxy},
 	{Name: "node drained, under kube-proxy", Do: drain},
+	{Name: "rolling updates, under kube-proxy", Do: rollingUnderKubeProxy},
 	{Name: "from kube-proxy, node by node", Do: fromKubeProxy},
 	{Name: "pod deleted", Do: deletePod("--grace-period=30")},
 	{Name: "pod deleted by force", Do: deletePod("--grace-period=0", "--force")},
@@ -38,6 +39,7 @@ var All = []Story{
 	{Name: "proxy stopped for half a minute, and waited for", Do: stopProxy},
 	{Name: "tables changed by another program", Do: corrupt},
 	{Name: "condition and taint of the Node", Do: nodeObject},
+	{Name: "rolling updates, with the barrier", Do: rolling},
 	{Name: "API server gone", Do: serverGone},
 	{Name: "node drained", Do: drain},
 	{Name: "node rebooted, seen by the others", Do: reboot},

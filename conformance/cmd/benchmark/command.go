@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark"
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
@@ -211,9 +210,8 @@ func (o *options) results() (*results.Results, error) {
 	return r, nil
 }
 
-// inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, the directory is
-// in memory, and its mount vanishes with this process however it ends.
-func (o *options) inside(ctx context.Context, found *results.Results) (err error) {
+// inside runs with a directory for all files, until the end or a signal. Unless they are to be kept, it is in memory.
+func (o *options) inside(ctx context.Context, found *results.Results) error {
 	plan := &benchmark.Plan{Repeats: o.repeat, Budget: o.budget, Results: found, Keep: o.keep}
 	for _, text := range o.sizes {
 		size, err := results.ParseSize(text)
@@ -222,17 +220,18 @@ func (o *options) inside(ctx context.Context, found *results.Results) (err error
 		}
 		plan.Sizes = append(plan.Sizes, size)
 	}
-	if plan.Dir, err = os.MkdirTemp("", "bench-"); err != nil {
-		return err
-	}
+	in := testbed.InMemory
 	if o.keep {
-		fmt.Fprintln(os.Stderr, "logs and configuration are in", plan.Dir)
-	} else {
-		if err := unix.Mount("tmpfs", plan.Dir, "tmpfs", 0, "mode=0700"); err != nil {
-			return fmt.Errorf("mount %s: %w", plan.Dir, err)
-		}
-		defer func() { err = errors.Join(err, unix.Unmount(plan.Dir, unix.MNT_DETACH), os.Remove(plan.Dir)) }()
+		in = testbed.OnDisk
 	}
+	return in("bench-", func(dir string) error {
+		plan.Dir = dir
+		return o.run(ctx, plan)
+	})
+}
+
+// run gets programs and proxies ready, and measures.
+func (o *options) run(ctx context.Context, plan *benchmark.Plan) (err error) {
 	if plan.Programs = benchmark.Programs(o.programs); plan.Programs == nil {
 		if plan.Programs, err = benchmark.Build(ctx, o.source, plan.Dir, o.proxies); err != nil {
 			return err
@@ -321,41 +320,14 @@ func (o *options) show(out io.Writer, r *results.Results) error {
 	if err := r.WriteTables(&tables); err != nil {
 		return err
 	}
-	return publish(out, publication{
-		dir: o.out, tables: tables.String(), file: "tables.md", said: "results.json, tables.md and pictures",
-		plot: func() error { _, err := r.WritePlots(o.out); return err },
-		docs: o.docs, writeDocs: func(tables string) error { return o.writeDocs(r, tables) },
-	})
-}
-
-// publication is what a run has found, and where it goes.
-type publication struct {
-	// tables go to the file in dir, and said names all that is there.
-	dir, tables, file, said string
-	plot                    func() error
-	// docs has writeDocs put the tables into the documentation.
-	docs      bool
-	writeDocs func(tables string) error
-}
-
-// publish writes tables and pictures, and prints the tables.
-func publish(out io.Writer, p publication) error {
-	if err := os.MkdirAll(p.dir, 0o755); err != nil {
-		return err
+	p := results.Publication{
+		Dir: o.out, Tables: tables.String(), File: "tables.md", Said: "results.json, tables.md and pictures",
+		Plot: func() error { _, err := r.WritePlots(o.out); return err },
 	}
-	if err := os.WriteFile(filepath.Join(p.dir, p.file), []byte(p.tables), 0o644); err != nil {
-		return err
+	if o.docs {
+		p.Document = func() error { return o.writeDocs(r, p.Tables) }
 	}
-	if err := p.plot(); err != nil {
-		return err
-	}
-	if p.docs {
-		if err := p.writeDocs(p.tables); err != nil {
-			return err
-		}
-	}
-	_, err := fmt.Fprintf(out, "\n%s\n%s are in %s\n", p.tables, p.said, p.dir)
-	return err
+	return p.Write(out)
 }
 
 // writeDocs puts tables and pictures where the documentation has them.

@@ -8,14 +8,12 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"reflect"
 	"regexp"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark"
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
@@ -146,42 +144,20 @@ func (o *outageOptions) file(name string) string { return filepath.Join(o.out, n
 
 // results gives those that are there, or new ones.
 func (o *outageOptions) results(settings results.OutageSettings) (*results.Outages, error) {
-	var found *results.Outages
-	var err error
-	if !o.fresh || o.render {
-		found, err = results.ReadOutages(o.file("outages.json"))
-	}
-	switch {
-	case err != nil:
-		return nil, err
-	case found == nil && o.render:
-		return nil, fmt.Errorf("--render: there is no %s", o.file("outages.json"))
-	case found == nil:
-		return &results.Outages{Settings: settings, Versions: map[string]string{}}, nil
-	case !o.render && !reflect.DeepEqual(found.Settings, settings):
-		return nil, fmt.Errorf("%s was measured with other settings; --fresh begins anew, --out leaves it alone",
-			o.file("outages.json"))
-	}
-	return found, nil
+	return results.OpenOutages(o.file("outages.json"), settings, results.Earlier{Fresh: o.fresh, Render: o.render})
 }
 
-// measure runs in a directory in memory, whose mount vanishes with this process however it ends.
-func (o *outageOptions) measure(ctx context.Context, found *results.Outages, pattern *regexp.Regexp) (err error) {
-	dir, err := os.MkdirTemp("", "outages-")
-	if err != nil {
-		return err
-	}
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700"); err != nil {
-		return fmt.Errorf("mount %s: %w", dir, err)
-	}
-	defer func() { err = errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH), os.Remove(dir)) }()
-	plan := &benchmark.OutagePlan{
-		Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Parallel: o.parallel, Dir: dir, Results: found,
-		Programs: testbed.Programs{Root: o.source, Ready: o.programs},
-		Save:     func() error { return found.WriteFile(o.file("outages.json")) },
-		Say:      newProgress(os.Stderr, true).say,
-	}
-	return plan.Measure(ctx)
+// measure runs the plan, with a directory in memory for what nobody needs afterwards.
+func (o *outageOptions) measure(ctx context.Context, found *results.Outages, pattern *regexp.Regexp) error {
+	return testbed.InMemory("outages-", func(dir string) error {
+		plan := &benchmark.OutagePlan{
+			Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Parallel: o.parallel, Dir: dir, Results: found,
+			Programs: testbed.Programs{Root: o.source, Ready: o.programs},
+			Save:     func() error { return found.WriteFile(o.file("outages.json")) },
+			Say:      newProgress(os.Stderr, true).say,
+		}
+		return plan.Measure(ctx)
+	})
 }
 
 // show writes tables and the picture, and prints the tables.
@@ -193,11 +169,14 @@ func (o *outageOptions) show(out io.Writer, found *results.Outages) error {
 	if err := found.WriteTables(&tables, benchmark.OutageScenarios()); err != nil {
 		return err
 	}
-	return publish(out, publication{
-		dir: o.out, tables: tables.String(), file: "outages.md", said: "outages.json, outages.md and the picture",
-		plot: func() error { _, err := found.WritePlot(o.out); return err },
-		docs: o.docs, writeDocs: func(tables string) error { return o.writeDocs(found, tables) },
-	})
+	p := results.Publication{
+		Dir: o.out, Tables: tables.String(), File: "outages.md", Said: "outages.json, outages.md and the picture",
+		Plot: func() error { _, err := found.WritePlot(o.out); return err },
+	}
+	if o.docs {
+		p.Document = func() error { return o.writeDocs(found, p.Tables) }
+	}
+	return p.Write(out)
 }
 
 // writeDocs puts tables and the picture where the documentation has them.

@@ -38,7 +38,8 @@ func TestOutageResults(t *testing.T) {
 	if err != nil || found.Settings != s {
 		t.Fatalf("%+v, %v", found, err)
 	}
-	found.Cells = []*results.Outage{{Scenario: "one-blackholed", Proxy: "verdict", Repeat: 1, Opened: 1234}}
+	run := results.Run{Scenario: "one-blackholed", Proxy: "verdict", Repeat: 1}
+	found.Cells = []*results.Outage{{Run: run, Opened: 1234}}
 	if err := found.WriteFile(o.file("outages.json")); err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"regexp"
 	"time"
 
@@ -13,6 +12,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/conformance/cluster"
 	"github.com/verdict-proxy/verdict/conformance/cluster/stories"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
 // testOptions are the flags of "cluster test".
@@ -34,7 +34,7 @@ func newTest(open opener) *cobra.Command {
 			return err
 		}}
 	cmd.Flags().StringVar(&o.run, "run", "", "tell only stories whose names match this regular expression")
-	cmd.Flags().StringVar(&o.old, "old", "08c2c1a", "the commit of the older version")
+	cmd.Flags().StringVar(&o.old, "old", testbed.OldCommit, "the commit of the older version")
 	cmd.Flags().DurationVar(&o.outage, "outage", 5*time.Minute, "how long the API server is gone")
 	return cmd
 }
@@ -80,10 +80,8 @@ func (o *testOptions) loadOld(ctx context.Context, c *cluster.Cluster) error {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	const archive = `git -C "$1" archive "$2" | tar -x -C "$3"`
-	script := exec.CommandContext(ctx, "sh", "-ec", archive, "sh", c.Source(), o.old, dir)
-	if out, err := script.CombinedOutput(); err != nil {
-		return fmt.Errorf("--old=%s: %w: %s", o.old, err, out)
+	if err := (testbed.Programs{Root: c.Source()}).Archive(ctx, o.old, dir); err != nil {
+		return fmt.Errorf("--old: %w", err)
 	}
 	return c.LoadVerdict(ctx, dir, oldImage)
 }

@@ -15,7 +15,6 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/cases"
 	"github.com/verdict-proxy/verdict/conformance/report"
@@ -126,31 +125,26 @@ func (o *options) main(ctx context.Context, out io.Writer) error {
 	return o.inside(ctx, out, r)
 }
 
-// inside runs with a directory for its files, until the end or a signal. Unless they are to be kept, the directory is
-// in memory, and its mount vanishes with this process however it ends.
-func (o *options) inside(ctx context.Context, out io.Writer, r run.Options) (err error) {
-	if r.Dir, err = os.MkdirTemp("", "conformance-"); err != nil {
-		return err
-	}
-	if o.keep {
-		fmt.Fprintln(os.Stderr, "logs and configuration are in", r.Dir)
-	} else {
-		if err := unix.Mount("tmpfs", r.Dir, "tmpfs", 0, "mode=0700"); err != nil {
-			return fmt.Errorf("mount %s: %w", r.Dir, err)
-		}
-		defer func() { err = errors.Join(err, unix.Unmount(r.Dir, unix.MNT_DETACH), os.Remove(r.Dir)) }()
-	}
+// inside runs with a directory for its files, until the end or a signal. Unless they are to be kept, it is in memory.
+func (o *options) inside(ctx context.Context, out io.Writer, r run.Options) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
-	found, runErr := run.Run(ctx, r)
-	if found == nil {
-		return runErr
+	in := testbed.InMemory
+	if o.keep {
+		in = testbed.OnDisk
 	}
-	err = o.show(out, found)
-	if runErr != nil { // it says more than that cases failed
-		return runErr
-	}
-	return err
+	return in("conformance-", func(dir string) error {
+		r.Dir = dir
+		found, err := run.Run(ctx, r)
+		if found == nil {
+			return err
+		}
+		failed := o.show(out, found)
+		if err != nil { // it says more than that cases failed
+			return err
+		}
+		return failed
+	})
 }
 
 // show prints and writes what was found. Failures are an error.

@@ -8,14 +8,12 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"reflect"
 	"regexp"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 	"github.com/verdict-proxy/verdict/conformance/history"
@@ -169,42 +167,20 @@ func (o *options) results() (*results.Histories, error) {
 		Length: o.length.Seconds(), Look: o.look.Seconds(), Rate: o.rate, Seed: o.seed, Bound: o.bound.Seconds(),
 		MinSync: o.minSync.Seconds(),
 	}
-	var found *results.Histories
-	var err error
-	if !o.fresh || o.render {
-		found, err = results.ReadHistories(o.file("history.json"))
-	}
-	switch {
-	case err != nil:
-		return nil, err
-	case found == nil && o.render:
-		return nil, fmt.Errorf("--render: there is no %s", o.file("history.json"))
-	case found == nil:
-		return &results.Histories{Settings: settings, Versions: map[string]string{}}, nil
-	case !o.render && !reflect.DeepEqual(found.Settings, settings):
-		return nil, fmt.Errorf("%s was recorded with other settings; --fresh begins anew, --out leaves it alone",
-			o.file("history.json"))
-	}
-	return found, nil
+	return results.OpenHistories(o.file("history.json"), settings, results.Earlier{Fresh: o.fresh, Render: o.render})
 }
 
-// measure runs in a directory in memory, whose mount vanishes with this process however it ends.
-func (o *options) measure(ctx context.Context, found *results.Histories, pattern *regexp.Regexp) (err error) {
-	dir, err := os.MkdirTemp("", "history-")
-	if err != nil {
-		return err
-	}
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700"); err != nil {
-		return fmt.Errorf("mount %s: %w", dir, err)
-	}
-	defer func() { err = errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH), os.Remove(dir)) }()
-	plan := &recorder.Plan{
-		Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Dir: dir, Histories: o.file("histories"), Results: found,
-		Programs: testbed.Programs{Root: o.source, Ready: o.programs},
-		Save:     func() error { return found.WriteFile(o.file("history.json")) },
-		Say:      func(text string) { fmt.Fprintln(os.Stderr, text) },
-	}
-	return plan.Measure(ctx)
+// measure runs the plan, with a directory in memory for what nobody needs afterwards.
+func (o *options) measure(ctx context.Context, found *results.Histories, pattern *regexp.Regexp) error {
+	return testbed.InMemory("history-", func(dir string) error {
+		plan := &recorder.Plan{
+			Proxies: o.proxies, Repeats: o.repeat, Run: pattern, Dir: dir, Histories: o.file("histories"), Results: found,
+			Programs: testbed.Programs{Root: o.source, Ready: o.programs},
+			Save:     func() error { return found.WriteFile(o.file("history.json")) },
+			Say:      func(text string) { fmt.Fprintln(os.Stderr, text) },
+		}
+		return plan.Measure(ctx)
+	})
 }
 
 // show writes tables and the picture, and prints the tables.
@@ -216,20 +192,15 @@ func (o *options) show(out io.Writer, found *results.Histories) error {
 	if err := found.WriteTables(&tables, recorder.Names()); err != nil {
 		return err
 	}
-	if err := os.WriteFile(o.file("history.md"), []byte(tables.String()), 0o644); err != nil {
-		return err
-	}
-	if _, err := found.WritePlot(o.out, recorder.Names()); err != nil {
-		return err
+	p := results.Publication{
+		Dir: o.out, Tables: tables.String(), File: "history.md",
+		Said: "history.json, history.md, the picture and the histories",
+		Plot: func() error { _, err := found.WritePlot(o.out, recorder.Names()); return err },
 	}
 	if o.docs {
-		if err := o.writeDocs(found, tables.String()); err != nil {
-			return err
-		}
+		p.Document = func() error { return o.writeDocs(found, p.Tables) }
 	}
-	_, err := fmt.Fprintf(out, "\n%s\nhistory.json, history.md, the picture and the histories are in %s\n",
-		tables.String(), o.out)
-	return err
+	return p.Write(out)
 }
 
 // writeDocs puts tables and the picture where the documentation has them.

@@ -44,7 +44,7 @@ func TestResults(t *testing.T) {
 	if err != nil || len(found.Cells) != 0 {
 		t.Fatalf("the first time: %+v, %v", found, err)
 	}
-	found.Cells = []*results.HistoryCell{{Scenario: "churn", Proxy: "verdict", Repeat: 1}}
+	found.Cells = []*results.HistoryCell{{Run: results.Run{Scenario: "churn", Proxy: "verdict", Repeat: 1}}}
 	if err := found.WriteFile(o.file("history.json")); err != nil {
 		t.Fatal(err)
 	}
@@ -80,8 +80,9 @@ func TestDocs(t *testing.T) {
 		t.Fatal(err)
 	}
 	o := &options{source: root}
-	cell := &results.HistoryCell{Scenario: "churn", Proxy: "verdict", Repeat: 1, Removed: 3}
-	found := &results.Histories{Cells: []*results.HistoryCell{cell}}
+	cell := &results.HistoryCell{Run: results.Run{Scenario: "churn", Proxy: "verdict", Repeat: 1}, Removed: 3}
+	found := &results.Histories{}
+	found.Cells = append(found.Cells, cell)
 	if err := o.writeDocs(found, "the tables"); err != nil {
 		t.Fatal(err)
 	}

@@ -49,9 +49,10 @@ func (c *counters) broken(target string, err error) {
 }
 
 func (c *counters) keep(target string, err error) {
-	if len(c.r.Errors) < errorsKept {
-		c.r.Errors = append(c.r.Errors, fmt.Sprintf("%s %s: %v", time.Now().Format("15:04:05.000"), target, err))
+	if c.r.Noted++; len(c.r.Errors) == errorsKept {
+		c.r.Errors = c.r.Errors[1:]
 	}
+	c.r.Errors = append(c.r.Errors, fmt.Sprintf("%s %s: %v", time.Now().Format("15:04:05.000"), target, err))
 }
 
 func connect(address string, targets []string) error {

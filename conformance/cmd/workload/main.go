@@ -2,6 +2,7 @@
 //
 //	workload                             the process that holds a pod's namespaces
 //	workload serve ADDRESS               answers each line with its host's name
+//	workload get URL                     asks it, for hooks
 //	workload connect ADDRESS TARGET...   connects to each target all the time, holds connections, and reports at /report
 package main
 
@@ -19,10 +20,12 @@ func main() {
 		pause()
 	case len(args) == 2 && args[0] == "serve":
 		err = serve(args[1])
+	case len(args) == 2 && args[0] == "get":
+		err = get(args[1])
 	case len(args) > 2 && args[0] == "connect":
 		err = connect(args[1], args[2:])
 	default:
-		err = fmt.Errorf("usage: workload [serve ADDRESS | connect ADDRESS TARGET...]")
+		err = fmt.Errorf("usage: workload [serve ADDRESS | get URL | connect ADDRESS TARGET...]")
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "workload:", err)

@@ -25,7 +25,9 @@ type pod struct {
 type bed struct {
 	*testbed.Testbed
 	clients, pods []*pod
-	number        atomic.Int32 // of the histories and their ports
+	// newer and older are two versions of the proxy's program; older may be empty.
+	newer, older string
+	number       atomic.Int32 // of the histories and their ports
 }
 
 const (
@@ -75,8 +77,9 @@ func (b *bed) play(ctx context.Context, s *scenario, settings Settings, header h
 	header.Format = history.Format
 	r := &recording{
 		bed: b, ctx: ctx, settings: settings, namespace: fmt.Sprintf("history-%d", number), began: time.Now(),
-		history: &history.History{Header: header},
+		history: &history.History{Header: header}, old: map[*testbed.Proxy]bool{},
 	}
+	r.atEnd(r.renew)
 	defer func() { err = errors.Join(err, r.end()) }()
 	if err := r.prepare(s, firstPort+number*maxServices, header.Seed); err != nil {
 		return nil, err

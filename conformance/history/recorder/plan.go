@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark"
@@ -90,7 +91,21 @@ func (p *Plan) open(ctx context.Context, kind *testbed.Kind) (*bed, error) {
 	if err != nil {
 		return nil, errors.Join(err, tb.Close())
 	}
+	b.newer = binary
+	if p.needsOlder() {
+		if b.older, version, err = kind.Older(ctx, p.Programs, p.Dir); err != nil {
+			return nil, errors.Join(err, tb.Close())
+		}
+		if b.older != "" {
+			p.Results.Versions[kind.Name] += ", upgraded from " + version
+		}
+	}
 	return b, nil
+}
+
+// needsOlder says whether any scenario that is chosen needs an older version of the proxies.
+func (p *Plan) needsOlder() bool {
+	return slices.ContainsFunc(scenarios, func(s scenario) bool { return s.older && p.Run.MatchString(s.name) })
 }
 
 // cell makes one history, unless it is there, checks it, and saves both.
@@ -110,6 +125,10 @@ func (p *Plan) cell(ctx context.Context, beds map[string]*bed, proxy string, i, 
 		if beds[proxy], err = p.open(ctx, kind); err != nil {
 			return err
 		}
+	}
+	if s.older && beds[proxy].older == "" {
+		p.Say(fmt.Sprintf("%-16s %-20s left out: there is no older version", s.name, kind.Name))
+		return nil
 	}
 	settings := p.Results.Settings
 	header := history.Header{
@@ -143,7 +162,8 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 func summary(h *history.History, r *history.Report, repeat int) *results.HistoryCell {
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	c := &results.HistoryCell{
-		Scenario: h.Header.Scenario, Proxy: h.Header.Proxy, Repeat: repeat, Seed: h.Header.Seed, Began: h.Header.Began,
+		Run:  results.Run{Scenario: h.Header.Scenario, Proxy: h.Header.Proxy, Repeat: repeat},
+		Seed: h.Header.Seed, Began: h.Header.Began,
 		Load: h.Header.Load, Conns: r.Conns, Writes: r.Writes, Faults: len(h.Faults), Unjudged: r.Unjudged,
 		Unanswered: r.Unanswered,
 		Removed:    ms(r.Removed.Most), Added: ms(r.Added.Most), Unused: ms(r.Unused.Most), Beyond: ms(r.Beyond()),

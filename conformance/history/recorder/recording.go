@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 
 	"github.com/verdict-proxy/verdict/conformance/history"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -31,6 +32,8 @@ type recording struct {
 	namespace string
 	began     time.Time
 	services  []*web
+	// old holds the proxies that run their older version.
+	old map[*testbed.Proxy]bool
 
 	mu      sync.Mutex
 	history *history.History

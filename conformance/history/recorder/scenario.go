@@ -9,6 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/verdict-proxy/verdict/conformance/history"
+	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
 var (
@@ -29,6 +30,8 @@ type scenario struct {
 	all    func(*recording, *rand.Rand) error
 	// fault lets something fail, and mends it before the end.
 	fault func(*recording, *rand.Rand, time.Time) error
+	// older says that the fault needs an older version of the proxy.
+	older bool
 }
 
 // maxServices is how many Services, and so ports, a history has at most.
@@ -43,6 +46,7 @@ var scenarios = []scenario{
 	{name: "affinity", services: 4, step: gentle, affinity: affinityTimeout},
 	{name: "killed", services: 4, step: mixed, fault: killed},
 	{name: "restarted", services: 4, step: mixed, fault: restarted},
+	{name: "upgraded", services: 4, step: mixed, fault: upgraded, older: true},
 	{name: "affinity-killed", services: 4, step: gentle, affinity: affinityTimeout, fault: killed},
 	{name: "api-gone", services: 4, step: mixed, fault: apiGone},
 }
@@ -220,23 +224,48 @@ const (
 )
 
 // killed kills the proxy of a node by SIGKILL, and starts it again.
-func killed(r *recording, rng *rand.Rand, end time.Time) error { return r.proxyFault(rng, end, true) }
+func killed(r *recording, rng *rand.Rand, end time.Time) error {
+	return r.proxyFault(rng, end, true, func(*testbed.Proxy) string { return "proxy killed" })
+}
 
 // restarted ends the proxy of a node as the kubelet does, and starts it again.
 func restarted(r *recording, rng *rand.Rand, end time.Time) error {
-	return r.proxyFault(rng, end, false)
+	return r.proxyFault(rng, end, false, func(*testbed.Proxy) string { return "proxy restarted" })
 }
 
-func (r *recording) proxyFault(rng *rand.Rand, end time.Time, kill bool) error {
+// upgraded does the same and starts the other version of the proxy. Each node begins with the newer one.
+func upgraded(r *recording, rng *rand.Rand, end time.Time) error {
+	return r.proxyFault(rng, end, false, func(proxy *testbed.Proxy) string {
+		if r.old[proxy] = !r.old[proxy]; r.old[proxy] {
+			proxy.SetProgram(r.older)
+			return "proxy downgraded"
+		}
+		proxy.SetProgram(r.newer)
+		return "proxy upgraded"
+	})
+}
+
+// renew restarts the proxies that a history has left in their older version.
+func (r *recording) renew() error {
+	ctx := context.WithoutCancel(r.ctx)
+	var errs []error
+	for proxy, old := range r.old {
+		if old {
+			proxy.SetProgram(r.newer)
+			errs = append(errs, proxy.Restart(ctx, false))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// proxyFault ends the proxy of a node and starts it again. Change is called before and says what happens.
+func (r *recording) proxyFault(rng *rand.Rand, end time.Time, kill bool, change func(*testbed.Proxy) string) error {
 	if over, err := r.untilFault(rng, end); over || err != nil {
 		return err
 	}
 	node := r.Nodes()[rng.IntN(len(r.Nodes()))]
-	f := history.Fault{From: r.floor(), Node: node, What: "proxy restarted"}
-	if kill {
-		f.What = "proxy killed"
-	}
 	proxy := r.Proxies[node]
+	f := history.Fault{From: r.floor(), Node: node, What: change(proxy)}
 	err := errors.Join(proxy.End(r.ctx, kill), sleep(r.ctx, proxyTime), proxy.Start())
 	f.To = r.ceil()
 	r.note(func(h *history.History) { h.Faults = append(h.Faults, f) })

@@ -101,7 +101,11 @@ func (f *Fake) Exec(_ context.Context, _, pod, _ string, argv []string, _ io.Rea
 		if i := slices.IndexFunc(argv, func(a string) bool { return strings.HasPrefix(a, "--service=") }); i >= 0 {
 			only = strings.TrimPrefix(argv[i], "--service=")
 		}
-		return 0, json.NewEncoder(stdout).Encode(map[string]any{"ports": f.portsOf(only)})
+		ports, sum := f.portsOf(only), 0.0
+		for _, p := range ports {
+			sum += p.Rate
+		}
+		return 0, json.NewEncoder(stdout).Encode(map[string]any{"rate": sum, "portCount": len(ports), "ports": ports})
 	case "explain":
 		_, err := io.WriteString(stdout, f.Explanation)
 		return 0, err

@@ -18,10 +18,10 @@ import (
 type Process struct {
 	host *lab.Host
 	log  string
-	name string
 	args []string
 
 	mu   sync.Mutex
+	name string
 	pid  int           // 0 if it was never started
 	done chan struct{} // closed when it has ended
 }
@@ -31,20 +31,35 @@ func NewProcess(host *lab.Host, log, name string, args ...string) *Process {
 	return &Process{host: host, log: log, name: name, args: args}
 }
 
+// SetProgram makes the next Start run another program.
+func (p *Process) SetProgram(name string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.name = name
+}
+
+// program returns the program that Start runs.
+func (p *Process) program() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.name
+}
+
 // Start starts the program, which must not run.
 func (p *Process) Start() error {
+	name := p.program()
 	if !p.Ended() {
-		return fmt.Errorf("%s runs already", filepath.Base(p.name))
+		return fmt.Errorf("%s runs already", filepath.Base(name))
 	}
 	log, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return err
 	}
 	defer log.Close()
-	cmd := p.host.Command(p.name, p.args...)
+	cmd := p.host.Command(name, p.args...)
 	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.StartTied(); err != nil {
-		return fmt.Errorf("start %s: %w", filepath.Base(p.name), err)
+		return fmt.Errorf("start %s: %w", filepath.Base(name), err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -95,7 +110,7 @@ func (p *Process) Stop(ctx context.Context) error {
 	case <-done:
 		return nil
 	case <-ctx.Done():
-		return errors.Join(fmt.Errorf("%s does not end: %w", filepath.Base(p.name), ctx.Err()), p.Kill())
+		return errors.Join(fmt.Errorf("%s does not end: %w", filepath.Base(p.program()), ctx.Err()), p.Kill())
 	}
 }
 

@@ -1,0 +1,277 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ledger"
+	"github.com/verdict-proxy/verdict/internal/terminal"
+)
+
+// defaultLedger is where a ledger is looked for if nobody says where it is.
+const defaultLedger = "/var/lib/verdict/ledger"
+
+// ledgerPlace finds a ledger.
+type ledgerPlace struct{ dir, config string }
+
+func (l *ledgerPlace) addFlags(f *pflag.FlagSet) {
+	f.StringVar(&l.dir, "ledger", "", "the directory of the ledger (default: that of --config, else "+defaultLedger+")")
+}
+
+// path returns the directory of the ledger.
+func (l *ledgerPlace) path() (string, error) {
+	if l.dir != "" || l.config == "" {
+		return cmp.Or(l.dir, defaultLedger), nil
+	}
+	settings, _, err := config.Load(l.config, nil, nil)
+	if err != nil {
+		return "", err
+	}
+	return cmp.Or(settings.Ledger, defaultLedger), nil
+}
+
+// logOptions are what the command line of log says.
+type logOptions struct {
+	place                                   ledgerPlace
+	services                                []string
+	since, at                               string
+	json, follow, check, replay, elementsOf bool
+}
+
+func newLedgerLog() *cobra.Command {
+	var o logOptions
+	cmd := &cobra.Command{
+		Use:   "log",
+		Short: "List what was written on this node, when and why",
+		Long: `Log reads the ledger that verdict run --ledger keeps (docs/LEDGER.md): each transaction with the
+objects that caused it, the elements that it added (+), replaced (~) and removed (-), how long it
+took, and how long the oldest change waited for it. It reads files alone, on any machine, with or
+without a running proxy.
+
+With --check it verifies that no record was changed or taken out, prints where that is not so, and
+exits with status 1. With --replay it writes what the kernel held at the end, or at --at, into the
+tables of the network namespace that it runs in, which must have none; it needs CAP_NET_ADMIN.`,
+		Example: `  verdict log --since 10m
+  verdict log --service shop/cart --elements -f
+  verdict log --check --ledger /tmp/copy-of-ledger
+  ip netns exec empty verdict log --replay --at 14:03:07`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), cmd.OutOrStdout()) },
+	}
+	f := cmd.Flags()
+	addJSON(f, &o.json, "print a line of JSON for each record (docs/LEDGER.md)")
+	o.place.addFlags(f)
+	f.StringVar(&o.place.config, "config", "", "the proxy's configuration file, which says where the ledger is")
+	f.StringSliceVar(&o.services, "service", nil, "only what concerns this Service, NAMESPACE/NAME; may be repeated")
+	f.StringVar(&o.since, "since", "", "only what is not older: a duration such as 10m, or a time as for --at")
+	f.StringVar(&o.at, "at", "", "with --replay, a time: 14:03:07, 2006-01-02 14:03:07 or RFC 3339 (default: the end)")
+	f.BoolVar(&o.elementsOf, "elements", false, "list the elements that were written")
+	f.BoolVarP(&o.follow, "follow", "f", false, "wait for more")
+	f.BoolVar(&o.check, "check", false, "verify the chain of records; exit with status 1 if it is broken")
+	f.BoolVar(&o.replay, "replay", false, "write what the kernel held into this network namespace")
+	cmd.MarkFlagsMutuallyExclusive("check", "replay", "follow")
+	return cmd
+}
+
+func (o *logOptions) run(ctx context.Context, w io.Writer) error {
+	dir, err := o.place.path()
+	if err != nil {
+		return err
+	}
+	switch {
+	case o.at != "" && !o.replay:
+		return errors.New("--at says what to replay: it needs --replay")
+	case o.check:
+		return checkLedger(dir, w)
+	case o.replay:
+		return o.replayLedger(dir, w)
+	}
+	return o.list(ctx, dir, w)
+}
+
+// checkLedger verifies the chain.
+func checkLedger(dir string, w io.Writer) error {
+	r, err := ledger.Open(dir, time.Time{})
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	var first, last *ledger.Record
+	missing := uint64(0)
+	for {
+		record, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		if first == nil {
+			first = record
+		}
+		last = record
+		missing += record.Missing
+	}
+	p := terminal.NewPrinter(w)
+	for _, b := range r.Breaks() {
+		p.Line("%s", p.Paint(terminal.Red, b.String()))
+	}
+	if last == nil {
+		p.Line("no record")
+	} else {
+		p.Line("records %d to %d, %s to %s; the last has digest %s", first.Number, last.Number,
+			first.At.Local().Format(ledger.TimeLayout), last.At.Local().Format(ledger.TimeLayout), last.Sum)
+	}
+	if missing > 0 {
+		p.Line("%d records were lost: they could not be written", missing)
+	}
+	if n := r.Torn(); n > 0 {
+		p.Line("%d bytes of a record at the end are not complete", n)
+	}
+	if len(r.Breaks()) > 0 {
+		return errors.Join(p.Err(), exitStatus(exitDiffers))
+	}
+	return p.Err()
+}
+
+// replayLedger writes what the kernel held into this network namespace.
+func (o *logOptions) replayLedger(dir string, w io.Writer) error {
+	at := time.Now()
+	if o.at != "" {
+		var err error
+		if at, err = parseMoment(o.at, at); err != nil {
+			return fmt.Errorf("--at: %w", err)
+		}
+	}
+	past, err := backends.OpenPast(dir, at)
+	if err != nil {
+		return err
+	}
+	if err := past.Write(); err != nil {
+		return err
+	}
+	p := terminal.NewPrinter(w)
+	p.Line("replayed up to record %d of %s", past.Last.Number, past.Last.At.Local().Format(ledger.TimeLayout))
+	for _, line := range past.Held {
+		p.Line("%s", line)
+	}
+	return p.Err()
+}
+
+// followEvery is how often log looks for more records.
+const followEvery = 300 * time.Millisecond
+
+// list prints records.
+func (o *logOptions) list(ctx context.Context, dir string, w io.Writer) error {
+	var since time.Time
+	if o.since != "" {
+		now := time.Now()
+		if d, err := time.ParseDuration(o.since); err == nil {
+			since = now.Add(-d)
+		} else if since, err = parseMoment(o.since, now); err != nil {
+			return fmt.Errorf("--since: %w", err)
+		}
+	}
+	r, err := ledger.Open(dir, since)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	p := terminal.NewPrinter(w)
+	if !o.json {
+		ledger.PrintHead(p)
+	}
+	seen := 0
+	for p.Err() == nil {
+		record, err := r.Next()
+		for ; seen < len(r.Breaks()) && !o.json; seen++ {
+			p.Line("%s", p.Paint(terminal.Red, r.Breaks()[seen].String()))
+		}
+		switch {
+		case errors.Is(err, io.EOF) && !o.follow:
+			return p.Err()
+		case errors.Is(err, io.EOF):
+			select {
+			case <-ctx.Done():
+				return p.Err()
+			case <-time.After(followEvery):
+			}
+		case err != nil:
+			return err
+		case !record.At.Before(since) && o.concerned(record):
+			if err := o.print(p, w, record); err != nil {
+				return err
+			}
+		}
+	}
+	return p.Err()
+}
+
+// concerned reports whether a record is about one of the Services that were asked for.
+func (o *logOptions) concerned(r *ledger.Record) bool {
+	for _, service := range o.services {
+		if r.Concerns(service, backends.ServicesIn) {
+			return true
+		}
+	}
+	return len(o.services) == 0
+}
+
+// recordJSON is a record as log prints it: without the batch, and with the elements if they were asked for.
+type recordJSON struct {
+	*ledger.Record
+	Batch    *struct{} `json:"batch,omitempty"`
+	Elements []string  `json:"elements,omitempty"`
+}
+
+// print prints a record.
+func (o *logOptions) print(p *terminal.Printer, w io.Writer, r *ledger.Record) (err error) {
+	out := recordJSON{Record: r}
+	if o.elementsOf {
+		if out.Elements, err = backends.Written(r); err != nil {
+			return err
+		}
+	}
+	if o.json {
+		return json.NewEncoder(w).Encode(out)
+	}
+	r.Print(p)
+	for _, line := range out.Elements {
+		p.Line("  %s", line)
+	}
+	return p.Err()
+}
+
+// momentLayouts are how a time may be written.
+var momentLayouts = []string{time.RFC3339, time.DateTime, "2006-01-02T15:04:05", "2006-01-02 15:04", time.TimeOnly,
+	"15:04"}
+
+// parseMoment reads a time in the past. Without a date it is the last time that a clock showed that.
+func parseMoment(text string, now time.Time) (time.Time, error) {
+	for _, layout := range momentLayouts {
+		t, err := time.ParseInLocation(layout, text, time.Local)
+		if err != nil {
+			continue
+		}
+		if !strings.HasPrefix(layout, "2006") {
+			year, month, day := now.Date()
+			t = time.Date(year, month, day, t.Hour(), t.Minute(), t.Second(), t.Nanosecond(), time.Local)
+			if t.After(now) {
+				t = t.AddDate(0, 0, -1)
+			}
+		}
+		return t, nil
+	}
+	return time.Time{}, fmt.Errorf("%q is no time such as 14:03:07, 2006-01-02 14:03:07 or 2006-01-02T14:03:07Z", text)
+}

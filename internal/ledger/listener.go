@@ -1,0 +1,147 @@
+package ledger
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// Bounds of a record without its batch.
+const (
+	maxObjects  = 32
+	maxServices = 64
+	maxFindings = 8
+	maxText     = 500
+)
+
+// Sent takes a copy of a batch that the kernel acknowledged. The event of its transaction follows. It is called in the
+// loop's goroutine.
+func (w *Writer) Sent(batch []byte) {
+	if len(batch) > maxBatch {
+		w.tooLong = len(batch)
+		return
+	}
+	w.sent = append(w.sent, slices.Clone(batch))
+}
+
+// Listener connects the Writer to a loop.
+func (w *Writer) Listener() reconcile.Listener {
+	return reconcile.Listener{Committed: w.committed, Failed: w.transactionFailed, Checked: w.checked}
+}
+
+func (w *Writer) committed(c reconcile.Commit) {
+	e := entry{Record: Record{At: time.Now(), Kind: Change, Added: c.Added, Replaced: c.Replaced, Removed: c.Removed,
+		Left: len(c.Left)}}
+	e.explain(c.Cause)
+	e.addWhy(whyFirst, c.First)
+	e.addWhy(whyAdopted, c.Adopted)
+	e.addWhy(whyRewrite, c.Full && !c.First)
+	if len(e.Objects)+len(e.Why) == 0 {
+		e.addWhy(whyConfig, true)
+	}
+	e.whole, e.repairs = c.Full, c.Cause != nil && c.Cause.Foreign > 0
+	e.nameServices(&c)
+	e.Took.Plan += (c.Plan + c.Encode).Microseconds()
+	e.Took.Kernel = c.Receipt.Commit.Microseconds()
+	w.put(e)
+}
+
+func (w *Writer) transactionFailed(f reconcile.Failure) {
+	e := entry{Record: Record{At: time.Now(), Kind: Failed, Error: cut(f.Err.Error())}}
+	e.explain(f.Cause)
+	e.Took.Kernel = f.Took.Microseconds()
+	w.put(e)
+}
+
+func (w *Writer) checked(c reconcile.Check) {
+	if len(c.Found) > 0 {
+		e := entry{Record: Record{At: time.Now(), Kind: Found}}
+		for _, text := range c.Found[:min(len(c.Found), maxFindings)] {
+			e.Findings = append(e.Findings, cut(text))
+		}
+		w.put(e)
+		return
+	}
+	if len(w.sent)+w.tooLong > 0 { // which elements have counters
+		w.put(entry{Record: Record{At: time.Now(), Kind: Change, Why: []string{whyCounters}}})
+	}
+}
+
+// explain fills in what a cause says.
+func (r *Record) explain(c *reconcile.Cause) {
+	r.Took = &Took{}
+	if c == nil { // a test's loop knows none
+		return
+	}
+	d := &c.Delta
+	r.MoreObjects = len(d.Services) + len(d.Slices) + len(d.Health) + len(d.Starting)
+	named(r, "Service", d.Services, func(o *Object, s *snapshot.Service) { o.Version = string(s.Version) })
+	named(r, "EndpointSlice", d.Slices, func(o *Object, s *snapshot.Slice) {
+		o.Version, o.Service = string(s.Version), s.Name.Namespace+"/"+s.Service
+	})
+	named(r, "Health", d.Health, func(*Object, *snapshot.Health) {})
+	named(r, "SlowStart", d.Starting, func(*Object, *snapshot.Starting) {})
+	slices.SortFunc(r.Objects, func(a, b Object) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
+	})
+	r.MoreObjects -= len(r.Objects)
+	r.addWhy(whyNode, d.Node != nil)
+	r.addWhy(whyRanges, d.ServiceCIDRs != nil)
+	r.addWhy(whyHost, d.HostAddrs != nil)
+	r.addWhy(whyRest, c.Rest)
+	r.addWhy(whyRetry, c.Retry)
+	r.addWhy(whyRepair, c.Foreign > 0)
+	r.addWhy(whyTrial, c.Trial)
+	if !c.Since.IsZero() {
+		r.Took.Wait = c.Began.Sub(c.Since).Microseconds()
+	}
+	r.Took.Plan = c.Policy.Microseconds()
+}
+
+// named adds objects until there are maxObjects.
+func named[T any](r *Record, kind string, objects map[snapshot.Name]*T, fill func(*Object, *T)) {
+	for n, object := range objects {
+		if len(r.Objects) == maxObjects {
+			return
+		}
+		o := Object{Kind: kind, Name: n.String(), Gone: object == nil}
+		if object != nil {
+			fill(&o, object)
+		}
+		r.Objects = append(r.Objects, o)
+	}
+}
+
+func (r *Record) addWhy(word string, yes bool) {
+	if yes {
+		r.Why = append(r.Why, word)
+	}
+}
+
+// nameServices names the Services that a commit changed.
+func (r *Record) nameServices(c *reconcile.Commit) {
+	for i, after := range c.After {
+		var s *dataplane.Service
+		if s = cmp.Or(after, c.Before[i]); s == nil {
+			continue
+		}
+		if len(r.Services) == maxServices {
+			r.MoreServices = len(c.After) - i
+			return
+		}
+		r.Services = append(r.Services, s.Name.String())
+	}
+}
+
+// cut bounds a text.
+func cut(text string) string {
+	if len(text) > maxText {
+		text = strings.ToValidUTF8(text[:maxText], "") + "…"
+	}
+	return text
+}

@@ -1,0 +1,24 @@
+package node
+
+import (
+	"log/slog"
+
+	"github.com/verdict-proxy/verdict/internal/backends"
+	"github.com/verdict-proxy/verdict/internal/config"
+	"github.com/verdict-proxy/verdict/internal/ledger"
+	"github.com/verdict-proxy/verdict/internal/metrics"
+)
+
+// newLedger returns the ledger that the settings ask for; nil if they ask for none.
+func newLedger(s *config.Settings, opened *backends.Opened, log *slog.Logger) *ledger.Writer {
+	if s.Ledger == "" {
+		return nil
+	}
+	return ledger.New(ledger.Options{Dir: s.Ledger, MaxBytes: int64(s.LedgerMaxMiB) << 20, Source: opened.Ledger,
+		Version: BuildInfo().Version, Backend: opened.Name, Log: log})
+}
+
+// ledgerMetrics converts what a ledger counts.
+func ledgerMetrics(s ledger.Stats) metrics.Ledger {
+	return metrics.Ledger{Records: s.Records, Missing: s.Missing, Errors: s.Errors, Bytes: s.Bytes}
+}

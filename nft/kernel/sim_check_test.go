@@ -1,0 +1,305 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
+)
+
+// maxWait is more than anybody waits for his turn while nothing is wrong: 30 s for a namespace that took long, as long
+// until the next try after the last failure, and the rests in between.
+const maxWait = 65 * time.Second
+
+// checkAlways looks at what must hold after each step.
+func (s *sim) checkAlways() {
+	if s.f.risky() || s.k.torn > 0 {
+		s.trouble = time.Now()
+		return
+	}
+	p := s.proc.queue.Progress()
+	if p.Since.IsZero() {
+		return
+	}
+	since := p.Since
+	if since.Before(s.trouble) {
+		since = s.trouble
+	}
+	if waits := time.Since(since); waits > maxWait {
+		s.fail("%d Services and %d slices have waited for %v", p.Services, p.Slices, waits)
+	}
+}
+
+// largestTable is how many slots the table of a hash has at most.
+const largestTable = 16381
+
+// committed looks at a transaction that was just acknowledged: its size, and that no endpoint is left of those that it
+// took away.
+func (s *sim) committed(c reconcile.Commit) {
+	s.note("committed %d added, %d replaced, %d removed, full %v, left %v", c.Added, c.Replaced, c.Removed, c.Full, c.Left)
+	if s.f.dead { // whoever is dead hears nothing
+		return
+	}
+	// A table of a hash is written as a whole, and may be the last that there is room for.
+	most := 2 * (writeAtOnce + largestTable)
+	if c.Full || c.First {
+		most = 2 * (fillAtOnce + largestTable)
+	}
+	if n := c.Added + 2*c.Replaced + c.Removed; n > most {
+		s.fail("a transaction of %d elements", n)
+	}
+	var slots map[string]map[netip.AddrPort]bool
+	for i, after := range c.After {
+		gone := simGone(c.Before[i], after)
+		if len(gone) == 0 {
+			continue
+		}
+		if slots == nil {
+			slots = s.k.endpoints()
+		}
+		name := c.Before[i].Name.String()
+		for _, ep := range gone {
+			if slots[name][ep] {
+				s.fail("%s: %v is gone, and in the kernel after the commit that said so", name, ep)
+			}
+		}
+		s.count["endpoints gone"] += len(gone)
+	}
+}
+
+// simGone gives the endpoints that a Service had and has no longer.
+func simGone(before, after *dataplane.Service) (out []netip.AddrPort) {
+	if before == nil {
+		return nil
+	}
+	now := map[netip.AddrPort]bool{}
+	simEach(after, func(ep netip.AddrPort) { now[ep] = true })
+	simEach(before, func(ep netip.AddrPort) {
+		if !now[ep] {
+			out = append(out, ep)
+		}
+	})
+	return out
+}
+
+func simEach(svc *dataplane.Service, do func(netip.AddrPort)) {
+	if svc == nil {
+		return
+	}
+	for _, sp := range svc.Ports {
+		for _, pool := range []*dataplane.Pool{sp.Cluster, sp.Local} {
+			for _, e := range pool.Endpoints {
+				do(e.AddrPort)
+			}
+		}
+	}
+}
+
+// endpoints gives those that the kernel sends packets to, by Service.
+func (k *simKernel) endpoints() map[string]map[netip.AddrPort]bool {
+	out := map[string]map[netip.AddrPort]bool{}
+	c := k.content()
+	for i := range c {
+		owner := simOwners(&c[i])
+		for _, set := range []nft.SetID{nft.Endpoints, nft.UncountedEndpoints} {
+			for _, e := range c[i].bySet[set] {
+				name := owner[e.ID()]
+				if out[name] == nil {
+					out[name] = map[netip.AddrPort]bool{}
+				}
+				out[name][e.Target()] = true
+			}
+		}
+	}
+	return out
+}
+
+// simOwners says which Service a pool's id belongs to.
+func simOwners(c *tableContent) map[uint32]string {
+	owner := map[uint32]string{}
+	for _, e := range c.bySet[nft.Pools] {
+		owner[e.ID()] = e.Service()
+	}
+	return owner
+}
+
+// inSync looks whether it is true: the kernel holds what a full computation of what was taken asks for, except for
+// quarantined Services; and if nothing is held back, that is all that was told.
+func (s *sim) inSync(in reconcile.InSync) {
+	s.count["in sync"]++
+	if s.f.dead {
+		return
+	}
+	p := s.proc.queue.Progress()
+	if d := s.watch.missing(in.Snapshot, p.Programmed.Services); d != "" {
+		s.fail("said to be programmed: %s", d)
+	}
+	if p.Since.IsZero() {
+		if d := s.watch.differs(in.Snapshot); d != "" {
+			s.fail("said to be in sync: %s", d)
+		}
+	}
+	st, _ := dataplane.Compute(s.proc.loop.Planner.Config(), in.Snapshot)
+	s.compare("said to be in sync", st)
+}
+
+// compare compares the kernel with a state.
+func (s *sim) compare(when string, st *dataplane.State) {
+	c, list := s.k.content(), nft.List(st)
+	s.count["comparisons"]++
+	quarantined := map[string]bool{}
+	for _, q := range s.proc.loop.Quarantined() {
+		quarantined[q.Name.String()] = true
+	}
+	if len(quarantined) == 0 {
+		if d := lacking(&c, list); d != "" {
+			s.fail("%s, and the kernel does not hold what it should:\n%s", when, d)
+		}
+		return
+	}
+	for i := range c {
+		if d := lackingBut(&c[i], &list[i], quarantined); d != "" {
+			s.fail("%s, and the kernel does not hold what it should of %s", when, d)
+		}
+		for _, set := range []nft.SetID{nft.Services, nft.UncountedServices} {
+			for _, e := range c[i].bySet[set] {
+				if svc := st.Services[simName(e.Service())]; svc == nil || !simHas(svc, e.FrontendKey()) {
+					s.fail("%s, and the kernel has what is nobody's or another's: %s", when, elementText(c[i].family, &e))
+				}
+			}
+		}
+	}
+}
+
+func simName(text string) (n snapshot.Name) {
+	for i := range text {
+		if text[i] == '/' {
+			return snapshot.Name{Namespace: text[:i], Name: text[i+1:]}
+		}
+	}
+	return n
+}
+
+func simHas(svc *dataplane.Service, k dataplane.Key) bool {
+	return slices.ContainsFunc(svc.Ports, func(sp *dataplane.ServicePort) bool {
+		return slices.ContainsFunc(sp.Frontends, func(f dataplane.Frontend) bool { return f.Key == k })
+	})
+}
+
+// lackingBut compares what belongs to one Service each, but for some Services.
+func lackingBut(c *tableContent, list *nft.Listing, but map[string]bool) string {
+	want := tableContent{family: c.family}
+	for set := range list.Elements {
+		for _, l := range list.Elements[set] {
+			want.bySet[set] = append(want.bySet[set], l.Element)
+		}
+	}
+	count := map[fact]int{}
+	add := func(c *tableContent, n int) {
+		owner := simOwners(c)
+		for set := range c.bySet {
+			id := nft.SetID(set)
+			if id.IsShared() || !id.IsContent() {
+				continue
+			}
+			for _, e := range c.bySet[set] {
+				name := e.Service()
+				if name == "" {
+					name = owner[e.ID()]
+				}
+				if but[name] {
+					continue
+				}
+				for _, x := range factsOf(e) {
+					count[x] += n
+				}
+			}
+		}
+	}
+	add(c, +1)
+	add(&want, -1)
+	for x, n := range count {
+		if n != 0 {
+			return fmt.Sprintf("%+d %s", n, describeFact(c.family, x))
+		}
+	}
+	return ""
+}
+
+func describeFact(f ipfamily.Family, x fact) string {
+	if x.slot == "" {
+		return elementText(f, &x.element)
+	}
+	return fmt.Sprintf("slot %x, endpoint %x", x.slot, x.data)
+}
+
+// checkRest looks at what must hold when nothing is left to do.
+func (s *sim) checkRest() {
+	s.count["seen at rest"]++
+	st, _ := dataplane.Compute(s.cfg, s.watch.told)
+	s.compare("at rest", st)
+	c := s.k.content()
+	if len(s.proc.loop.Quarantined()) == 0 {
+		if bad := s.k.incomplete(&c); bad != "" {
+			s.fail("at rest: %s", bad)
+		}
+	}
+	for i, f := range ipfamily.All {
+		for _, e := range c[i].bySet[nft.Affinity] {
+			if !s.proc.backend.model.Remembers(f, &e) {
+				s.fail("at rest: a client stays with %v, which is gone", e.Target())
+			}
+		}
+	}
+	if want, _ := dataplane.Compute(s.cfg, s.world.snapshot(s.r)); len(s.watch.told.Health) == 0 &&
+		!reflect.DeepEqual(st, want) {
+		s.fail("at rest, the process was not told everything")
+	}
+}
+
+// incomplete names what leads nowhere.
+func (k *simKernel) incomplete(c *content) string {
+	var found ipfamily.Per[nft.Found]
+	for i := range c {
+		found[i].Elements = c[i].bySet
+	}
+	for _, d := range nft.Inconsistencies(&found) {
+		return d.Text
+	}
+	return ""
+}
+
+// shrink looks for fewer steps of a seed that fail, too.
+func shrink(t *testing.T, s *sim) *sim {
+	t.Helper()
+	deadline := time.Now().Add(time.Minute)
+	at := slices.Index(s.steps, s.step)
+	if at >= 0 {
+		if cut := simulate(t, s.seed, s.steps[:at+1], s.plant); cut.failure != "" {
+			s = cut
+		}
+	}
+	for size := len(s.steps) / 2; size > 0 && time.Now().Before(deadline); {
+		smaller := false
+		for from := 0; from < len(s.steps) && time.Now().Before(deadline); {
+			fewer := slices.Concat(s.steps[:from], s.steps[min(from+size, len(s.steps)):])
+			if x := simulate(t, s.seed, fewer, s.plant); x.failure != "" {
+				s, smaller = x, true
+				continue
+			}
+			from += size
+		}
+		if !smaller || size > 1 {
+			size /= 2
+		}
+	}
+	return s
+}
