@@ -15,18 +15,20 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // canary tells when a proxy has taken all that was written before. It is a Service whose port and whose
 // EndpointSlices' port change each time. A proxy gets the objects of one kind in the order they were written, so once
 // the new port leads to the new target, it has seen all older changes of Services and of EndpointSlices, and programs
-// them no later.
+// them no later; a proxy that may program them later says when it has (Kind.status).
 type canary struct {
 	mu         sync.Mutex
 	generation int
 	service    *v1.Service
 	slices     []*discovery.EndpointSlice
+	written    status.Versions // of what writeCanary wrote last
 	flying     *flight
 	next       *flight
 }
@@ -163,7 +165,13 @@ func (tb *Testbed) round(ctx context.Context) error {
 	}
 	errs := make(chan error)
 	for _, node := range tb.Nodes() {
-		go func() { errs <- tb.seen(ctx, node) }()
+		go func() {
+			err := tb.seen(ctx, node)
+			if err == nil {
+				err = tb.programmed(ctx, node, c.written)
+			}
+			errs <- err
+		}()
 	}
 	var all []error
 	for range tb.Nodes() {
@@ -177,14 +185,19 @@ func (tb *Testbed) writeCanary(ctx context.Context) error {
 	c := &tb.canary
 	for _, slice := range c.slices {
 		slice.ResourceVersion, slice.Ports = "", c.slicePorts()
-		if _, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Update(ctx, slice,
-			metav1.UpdateOptions{}); err != nil {
+		now, err := tb.Client.DiscoveryV1().EndpointSlices(canaryNamespace).Update(ctx, slice, metav1.UpdateOptions{})
+		if err != nil {
 			return err
 		}
+		c.written.EndpointSlices = snapshot.Version(now.ResourceVersion) // the last one's is the newest
 	}
 	c.service.ResourceVersion, c.service.Spec.Ports[0] = "", c.servicePort()
-	_, err := tb.Client.CoreV1().Services(canaryNamespace).Update(ctx, c.service, metav1.UpdateOptions{})
-	return err
+	now, err := tb.Client.CoreV1().Services(canaryNamespace).Update(ctx, c.service, metav1.UpdateOptions{})
+	if err != nil {
+		return err
+	}
+	c.written.Services = snapshot.Version(now.ResourceVersion)
+	return nil
 }
 
 // seen waits until a node shows the canary as it is now.

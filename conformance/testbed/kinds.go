@@ -41,6 +41,8 @@ type Kind struct {
 	// registers its handler of Node events after the first one may have come (cmd/kube-proxy/app/server.go,
 	// NewNodeTopologyConfig in 1.36 and 1.37).
 	forgetsZone bool
+	// status says that the proxy tells up to which versions it has programmed everything.
+	status bool
 }
 
 var (
@@ -62,8 +64,8 @@ var kinds = slices.Concat([]Kind{
 func verdict(name, mode string, listings [][]string, witness bool, args ...string) Kind {
 	return Kind{
 		Name: name, mode: mode, Args: append([]string{"run", "--config={config}"}, args...), Listings: listings,
-		Witness: witness,
-		build:   buildVerdict, Version: []string{"run", "--version"},
+		Witness: witness, status: true,
+		build: buildVerdict, Version: []string{"run", "--version"},
 		older: buildOldVerdict, oldVersion: OldCommit,
 	}
 }
