@@ -15,7 +15,6 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
-	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -28,7 +27,7 @@ type canary struct {
 	generation int
 	service    *v1.Service
 	slices     []*discovery.EndpointSlice
-	written    status.Versions // of what writeCanary wrote last
+	written    versions // of what writeCanary wrote last
 	flying     *flight
 	next       *flight
 }

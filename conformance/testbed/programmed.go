@@ -7,15 +7,26 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/verdict-proxy/verdict/internal/status"
+	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
 // statusURL is where Verdict says how far it is, to processes on its node.
 const statusURL = "http://127.0.0.1:10256/status"
 
+// versions are resourceVersions, as /status has them.
+type versions struct {
+	Services       snapshot.Version `json:"services"`
+	EndpointSlices snapshot.Version `json:"endpointSlices"`
+}
+
+// reached reports whether both versions are those of o or newer.
+func (v versions) reached(o versions) bool {
+	return v.Services.Reached(o.Services) && v.EndpointSlices.Reached(o.EndpointSlices)
+}
+
 // programmed waits until the proxy of a node says that it has programmed everything up to some versions, if it is one
-// that says so. Verdict writes small Services before large ones, so the canary may go ahead of what was written earlier.
-func (tb *Testbed) programmed(ctx context.Context, node string, goal status.Versions) error {
+// that says so. Verdict writes small Services before large ones, so the canary may go ahead of what came earlier.
+func (tb *Testbed) programmed(ctx context.Context, node string, goal versions) error {
 	p := tb.Proxies[node]
 	if p == nil || !p.Kind.status || p.Ended() {
 		return nil
@@ -29,7 +40,7 @@ func (tb *Testbed) programmed(ctx context.Context, node string, goal status.Vers
 		if err != nil && !p.Ended() {
 			return fmt.Errorf("%s: %w\n%s", node, err, p.Tail())
 		}
-		if err == nil && said != nil && !said.Reached(goal) {
+		if err == nil && said != nil && !said.reached(goal) {
 			return fmt.Errorf("%s has programmed %+v and not yet %+v", node, *said, goal)
 		}
 		return nil
@@ -38,7 +49,7 @@ func (tb *Testbed) programmed(ctx context.Context, node string, goal status.Vers
 
 // readProgrammed returns up to which versions a proxy has programmed everything; nil if it does not say, like versions
 // of Verdict before there was a status.
-func readProgrammed(ctx context.Context, client *http.Client) (*status.Versions, error) {
+func readProgrammed(ctx context.Context, client *http.Client) (*versions, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, statusURL, nil)
 	if err != nil {
 		return nil, err
@@ -55,7 +66,9 @@ func readProgrammed(ctx context.Context, client *http.Client) (*status.Versions,
 	default:
 		return nil, fmt.Errorf("%s: %s", statusURL, response.Status)
 	}
-	var said status.Status
+	var said struct {
+		Programmed versions `json:"programmed"`
+	}
 	if err := json.NewDecoder(response.Body).Decode(&said); err != nil {
 		return nil, fmt.Errorf("%s: %w", statusURL, err)
 	}

@@ -7,8 +7,6 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
-
-	"github.com/verdict-proxy/verdict/internal/status"
 )
 
 func TestReadProgrammed(t *testing.T) {
@@ -16,14 +14,14 @@ func TestReadProgrammed(t *testing.T) {
 		name   string
 		code   int
 		body   string
-		want   status.Versions
+		want   versions
 		silent bool
 		err    string
 	}{
 		{
 			name: "both versions", code: 200,
 			body: `{"received":{"services":"9","endpointSlices":"10"},"programmed":{"services":"7","endpointSlices":"8"}}`,
-			want: status.Versions{Services: "7", EndpointSlices: "8"},
+			want: versions{Services: "7", EndpointSlices: "8"},
 		},
 		{name: "nothing is programmed yet", code: 200, body: `{"received":{"services":"9"}}`},
 		{name: "an older version", code: 404, body: "404 page not found", silent: true},
