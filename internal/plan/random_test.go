@@ -181,11 +181,15 @@ func (b *bed) checkConns(n int, flows map[flowKey]judged, changed time.Time) {
 		f, ok := flows[flowKey{o.conn.Local(), o.frontend}]
 		if ok {
 			o.follow(&f, changed)
-		} else if o.drain > 0 && b.servesAgain(o) {
+		} else if o.drain > 0 && b.serves(o) {
 			o.raced = true // it was perhaps reset, and its next packet went to the same endpoint
 		}
+		moves := ok && f.Fate == conntrack.Deleted && !b.serves(o)
 		all.Go(func() {
-			what, wrong := o.check(ok, &f)
+			if moves {
+				o.awaitMove()
+			}
+			what, wrong := o.check(ok, moves, &f)
 			mu.Lock()
 			defer mu.Unlock()
 			b.tally[what]++
@@ -212,16 +216,16 @@ func (b *bed) checkConns(n int, flows map[flowKey]judged, changed time.Time) {
 	maps.DeleteFunc(b.tally, func(_ string, n int) bool { return n == 0 })
 }
 
-// servesAgain reports whether the endpoint of a connection serves at its address.
-func (b *bed) servesAgain(o *open) bool {
+// serves reports whether the pod of a connection serves at its address, whatever its port.
+func (b *bed) serves(o *open) bool {
 	for _, svc := range b.planner.State().Services {
 		for _, sp := range svc.Ports {
 			if !slices.ContainsFunc(sp.Frontends, func(f dataplane.Frontend) bool { return f.Key == o.frontend }) {
 				continue
 			}
 			for _, pod := range b.pods() {
-				at := netip.AddrPortFrom(pod.IP(ipfamily.Of(o.frontend.Addr)), 5353)
-				serves := func(e dataplane.Endpoint) bool { return e.AddrPort == at }
+				at := pod.IP(ipfamily.Of(o.frontend.Addr))
+				serves := func(e dataplane.Endpoint) bool { return e.AddrPort.Addr() == at }
 				if pod.Name == o.server && slices.ContainsFunc(sp.Serving, serves) {
 					return true
 				}
@@ -265,8 +269,19 @@ const (
 	afterPause = time.Minute + late
 )
 
-// check looks how one connection fares. Without a prediction, the change does not concern it.
-func (o *open) check(predicted bool, f *judged) (what, wrong string) {
+// awaitMove waits until a connection's pod, which serves no more, does not answer. If the Cleaner deleted a flow
+// that nobody knew of, it was waited for one flow too few.
+func (o *open) awaitMove() {
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		if r := o.conn.Ping(shortly); r.Outcome != lab.Answered || r.Endpoint != o.server {
+			return
+		}
+	}
+}
+
+// check looks how one connection fares. Without a prediction, the change does not concern it. moves says that its
+// pod serves no more.
+func (o *open) check(predicted, moves bool, f *judged) (what, wrong string) {
 	timeout := 5 * time.Second // which an answer takes on a busy machine at most
 	refused := predicted && f.Fate == conntrack.Deleted && !answered(f.next)
 	deadline := o.left.Add(o.drain)
@@ -294,6 +309,8 @@ func (o *open) check(predicted bool, f *judged) (what, wrong string) {
 		return "cut", ""
 	case r.Outcome != lab.Answered:
 		return "", "it was not answered: " + r.String()
+	case moves && r.Endpoint == o.server:
+		return "", "it is still answered by " + r.Endpoint
 	case predicted && f.Fate == conntrack.Deleted:
 		o.server = r.Endpoint
 		return "moved", ""
