@@ -272,7 +272,7 @@ const (
 // awaitMove waits until a connection's pod, which serves no more, does not answer. If the Cleaner deleted a flow
 // that nobody knew of, it was waited for one flow too few.
 func (o *open) awaitMove() {
-	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
 		if r := o.conn.Ping(shortly); r.Outcome != lab.Answered || r.Endpoint != o.server {
 			return
 		}
