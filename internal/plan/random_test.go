@@ -184,7 +184,7 @@ func (b *bed) checkConns(n int, flows map[flowKey]judged, changed time.Time) {
 		} else if o.drain > 0 && b.serves(o) {
 			o.raced = true // it was perhaps reset, and its next packet went to the same endpoint
 		}
-		moves := ok && f.Fate == conntrack.Deleted && !b.serves(o)
+		moves := ok && f.Fate == conntrack.Deleted && answered(f.next) && !b.serves(o)
 		all.Go(func() {
 			if moves {
 				o.awaitMove()
@@ -269,18 +269,18 @@ const (
 	afterPause = time.Minute + late
 )
 
-// awaitMove waits until a connection's pod, which serves no more, does not answer. If the Cleaner deleted a flow
-// that nobody knew of, it was waited for one flow too few.
+// awaitMove waits until another pod answers a connection whose own serves no more. If the Cleaner deleted a flow that
+// nobody knew of, awaitCleaner waited for one flow too few.
 func (o *open) awaitMove() {
 	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
-		if r := o.conn.Ping(shortly); r.Outcome != lab.Answered || r.Endpoint != o.server {
+		if r := o.conn.Ping(shortly); r.Outcome == lab.Answered && r.Endpoint != o.server {
 			return
 		}
 	}
 }
 
-// check looks how one connection fares. Without a prediction, the change does not concern it. moves says that its
-// pod serves no more.
+// check looks how one connection fares. Without a prediction, the change does not concern it. moves says that
+// another pod has to answer now.
 func (o *open) check(predicted, moves bool, f *judged) (what, wrong string) {
 	timeout := 5 * time.Second // which an answer takes on a busy machine at most
 	refused := predicted && f.Fate == conntrack.Deleted && !answered(f.next)
