@@ -156,7 +156,24 @@ func (b *bed) apply(d snapshot.Delta) dataplane.Receipt {
 		all = all.Then(r)
 	}
 	labtest.Check(b.t, err)
+	b.forget()
 	return all
+}
+
+// forget has the proxy do what it does at once after a transaction: clients forget endpoints that are gone.
+func (b *bed) forget() {
+	b.t.Helper()
+	for {
+		found, again, err := b.loop.Check()
+		labtest.Check(b.t, err)
+		if len(found) > 0 {
+			b.t.Fatalf("the tables are not what was written: %v", found)
+		}
+		if again == 0 {
+			return
+		}
+		time.Sleep(again)
+	}
 }
 
 // clone copies the snapshot, as if it was listed anew.
