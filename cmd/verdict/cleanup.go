@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/signal"
@@ -45,8 +46,9 @@ stop that first.`,
 			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
 				return fmt.Errorf("%w; verdict run may be running without the lease: stop it first, then use --stop", err)
 			case err == nil && !stop:
-				return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
+				return refusal(holder)
 			}
+			warnRestarts(cmd.ErrOrStderr(), holder.Unit())
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 			// So long that a proxy which does not hear has been ended meanwhile.
 			lease := keeper.Lease{
@@ -77,6 +79,22 @@ stop that first.`,
 	cmd.Flags().BoolVar(&stop, "stop", false, `stop "verdict run" first, if it is running here`)
 	cmd.Flags().BoolVar(&stay, "stay", false, "when done, wait for SIGTERM, as a DaemonSet expects it of its pods")
 	return cmd
+}
+
+// refusal says that a proxy is at work, and how to stop it.
+func refusal(holder keeper.Peer) error {
+	if unit := holder.Unit(); unit != "" {
+		return fmt.Errorf("verdict run is running here (%s, %s): run systemctl stop %s first", holder, unit, unit)
+	}
+	return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
+}
+
+// warnRestarts says that a unit which is to be stopped comes back, and what it programs, too.
+func warnRestarts(w io.Writer, unit string) {
+	if unit != "" {
+		fmt.Fprintf(w, "verdict: systemd may start %s again, which programs everything anew: to prevent that, run "+
+			"systemctl stop %s, and verdict cleanup again\n", unit, unit)
+	}
 }
 
 // stayUntilStopped waits for the signal that ends a pod.

@@ -46,6 +46,8 @@ func (r *release) documents() error {
 	for name, source := range map[string]string{
 		"verdict.service": "deploy/systemd/verdict.service",
 		"config.conf":     "deploy/systemd/config.conf",
+		"manifests.conf":  "deploy/systemd/manifests.conf",
+		"services.yaml":   "deploy/systemd/services.yaml",
 		"CHANGELOG.md":    "CHANGELOG.md",
 		"LICENSE":         "LICENSE",
 	} {

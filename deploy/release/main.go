@@ -78,6 +78,10 @@ func (r *release) check() error {
 	if r.out, err = filepath.Abs(r.out); err != nil {
 		return err
 	}
+	// In a worktree, .git is a file, and the go command writes no commit into the programs.
+	if info, err := os.Stat(filepath.Join(r.tree, ".git")); err != nil || !info.IsDir() {
+		return fmt.Errorf("%s is not the top of a clone: make the release in one (git clone)", r.tree)
+	}
 	changes, err := r.output("git", "status", "--porcelain")
 	if err != nil {
 		return err

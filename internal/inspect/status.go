@@ -55,8 +55,11 @@ func PrintStatus(p *terminal.Printer, s *status.Status) {
 	} else {
 		row("programmed", "%s, digest %016x", terminal.Plural(s.Services, "Service"), uint64(s.Digest))
 	}
-	row("versions", "services %s of %s, endpointslices %s of %s", orUnknown(s.Programmed.Services),
-		orUnknown(s.Received.Services), orUnknown(s.Programmed.EndpointSlices), orUnknown(s.Received.EndpointSlices))
+	// Manifests have no versions.
+	if s.Received != (status.Versions{}) || s.Programmed != (status.Versions{}) {
+		row("versions", "services %s of %s, endpointslices %s of %s", orUnknown(s.Programmed.Services),
+			orUnknown(s.Received.Services), orUnknown(s.Programmed.EndpointSlices), orUnknown(s.Received.EndpointSlices))
+	}
 	if w := s.Pending; w.Services+w.EndpointSlices > 0 || w.LagSeconds > 0 {
 		row("pending", "%s and %s, the oldest for %v", terminal.Plural(w.Services, "Service"),
 			terminal.Plural(w.EndpointSlices, "EndpointSlice"), seconds(w.LagSeconds))

@@ -25,8 +25,8 @@ func (s *Sample) Print(p *terminal.Printer, shown int) {
 	if n := s.Notice(); n != "" {
 		p.Line("%s", p.Paint(terminal.Red, n))
 	}
-	p.Line("%s", p.Paint(terminal.Dim, fmt.Sprintf("%s connections/s to %d service ports, over %gs",
-		rateText(s.Rate), len(s.Ports), s.Interval.Seconds())))
+	p.Line("%s", p.Paint(terminal.Dim, fmt.Sprintf("%s connections/s to %s, over %gs",
+		rateText(s.Rate), terminal.Plural(len(s.Ports), "service port"), s.Interval.Seconds())))
 }
 
 // schedulerText is what stands behind the name of what IPVS schedules.

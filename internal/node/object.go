@@ -60,8 +60,12 @@ func (s *nodeSink) Put(d snapshot.Delta) {
 
 func (s *nodeSink) Synced() {
 	if s.node.last.Load() == nil {
+		advice := "is --hostname-override right?"
+		if s.node.config.settings.Load().Manifests != "" {
+			advice = "no manifest has a Node of this name"
+		}
 		s.node.config.log.Error("the Node object does not exist yet: node ports do not answer at its addresses, "+
-			"and no endpoint is in its zone (is --hostname-override right?)", "node", s.node.name)
+			"and no endpoint is in its zone ("+advice+")", "node", s.node.name)
 	}
 	s.Sink.Synced()
 }

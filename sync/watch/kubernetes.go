@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"net/http"
 	"net/netip"
@@ -110,7 +111,12 @@ func (c Client) Config() (*rest.Config, error) {
 	} else {
 		out, err = clientcmd.BuildConfigFromFlags(c.Master, c.Kubeconfig)
 	}
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("client configuration: kubeconfig: %w; it is named by --kubeconfig or by "+
+			"clientConnection.kubeconfig. Without a cluster, name manifests: --from PATH, or the field manifests "+
+			"(docs/CONFIGURATION.md)", err)
+	case err != nil:
 		return nil, fmt.Errorf("client configuration: %w", err)
 	}
 	out.ContentType, out.AcceptContentTypes = cmp.Or(c.ContentType, runtime.ContentTypeProtobuf), c.AcceptContentTypes

@@ -378,7 +378,8 @@ current-context: x
 		c.ContentType != "application/vnd.kubernetes.protobuf" {
 		t.Errorf("%+v %v", c, err)
 	}
-	if _, err := ClientConfig(path + "x"); err == nil || !strings.Contains(err.Error(), "no such file") {
+	if _, err := ClientConfig(path + "x"); err == nil || !strings.Contains(err.Error(), "x: no such file") ||
+		!strings.Contains(err.Error(), "--from PATH") {
 		t.Errorf("missing file: %v", err)
 	}
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
