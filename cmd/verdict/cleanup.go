@@ -41,21 +41,16 @@ While "verdict run" works in the same network namespace, cleanup refuses, unless
 stop that first.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			holder, err := keeper.Holder(node.LeaseName)
-			switch {
-			case err != nil && !errors.Is(err, keeper.ErrNoHolder) && !stop:
-				return fmt.Errorf("%w; verdict run may be running without the lease: stop it first, then use --stop", err)
-			case err == nil && !stop:
-				return refusal(holder)
+			if err := checkHolder(cmd.ErrOrStderr(), stop); err != nil {
+				return err
 			}
-			warnRestarts(cmd.ErrOrStderr(), holder.Unit())
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 			// So long that a proxy which does not hear has been ended meanwhile.
 			lease := keeper.Lease{
 				Name: node.LeaseName, OwnsTables: kernel.OwnsTables, Log: log, HandOverTimeout: 30 * time.Second,
 			}
 			var removed []string
-			err = lease.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
+			err := lease.Evict(cmd.Context(), func(ctx context.Context, socket *os.File) error {
 				var err error
 				removed, err = backends.Remove(ctx, backends.RemoveOptions{Socket: socket, Log: log})
 				for _, what := range removed {
@@ -81,20 +76,23 @@ stop that first.`,
 	return cmd
 }
 
-// refusal says that a proxy is at work, and how to stop it.
-func refusal(holder keeper.Peer) error {
-	if unit := holder.Unit(); unit != "" {
+// checkHolder refuses to work beside a proxy, unless that is to be stopped. It warns if systemd may start it again.
+func checkHolder(w io.Writer, stop bool) error {
+	holder, err := keeper.Holder(node.LeaseName)
+	unit := holder.Unit()
+	switch {
+	case errors.Is(err, keeper.ErrNoHolder):
+	case err != nil && !stop:
+		return fmt.Errorf("%w; verdict run may be running without the lease: stop it first, then use --stop", err)
+	case !stop && unit != "":
 		return fmt.Errorf("verdict run is running here (%s, %s): run systemctl stop %s first", holder, unit, unit)
-	}
-	return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
-}
-
-// warnRestarts says that a unit which is to be stopped comes back, and what it programs, too.
-func warnRestarts(w io.Writer, unit string) {
-	if unit != "" {
+	case !stop:
+		return fmt.Errorf("verdict run is running here (%s): stop it first, or use --stop", holder)
+	case unit != "":
 		fmt.Fprintf(w, "verdict: systemd may start %s again, which programs everything anew: to prevent that, run "+
 			"systemctl stop %s, and verdict cleanup again\n", unit, unit)
 	}
+	return nil
 }
 
 // stayUntilStopped waits for the signal that ends a pod.

@@ -63,6 +63,7 @@ func (r *release) run() error {
 			return err
 		}
 	}
+	log.Printf("made %s in %s", r.version, r.out)
 	return nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -397,6 +398,35 @@ func TestUnit(t *testing.T) {
 	line, _, _ := strings.Cut(rest, "\n")
 	if out, err := exec.Command(verdict, append(strings.Fields(line), "--help")...).CombinedOutput(); err != nil {
 		t.Errorf("verdict %s: %s", line, out)
+	}
+}
+
+// TestUnitOfOldSystemd: before version 254, systemd does not set $FDSTORE, without which the proxy would become the
+// child of a keeper. The unit says the same as its FileDescriptorStoreMax=.
+func TestUnitOfOldSystemd(t *testing.T) {
+	unit := readFile(t, "../systemd/verdict.service")
+	size := regexp.MustCompile(`(?m)^FileDescriptorStoreMax=(\d+)$`).FindStringSubmatch(unit)
+	told := regexp.MustCompile(`(?m)^Environment=FDSTORE=(\d+)$`).FindStringSubmatch(unit)
+	if size == nil || told == nil || size[1] != told[1] {
+		t.Errorf("the unit's store is %q, and it tells the program %q", size, told)
+	}
+}
+
+// TestUnitExamples: the configuration for a host without a cluster is valid, and its example of a manifest is a Service
+// with an endpoint.
+func TestUnitExamples(t *testing.T) {
+	for _, example := range []string{"config.conf", "manifests.conf"} {
+		if out, err := exec.Command(verdict, "run", "--config", "../systemd/"+example, "--write-config-to",
+			filepath.Join(t.TempDir(), "out")).CombinedOutput(); err != nil {
+			t.Errorf("%s: %v: %s", example, err, out)
+		}
+	}
+	out, err := exec.Command(verdict, "render", "--from", "../systemd/services.yaml", "--hostname-override",
+		"this-host").CombinedOutput()
+	for _, want := range []string{"10.96.0.80 . tcp . 80 ", " : 192.0.2.10 . 8080"} {
+		if err != nil || !strings.Contains(string(out), want) {
+			t.Errorf("%v: there is no %q in\n%s", err, want, out)
+		}
 	}
 }
 

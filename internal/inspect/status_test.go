@@ -57,4 +57,9 @@ func TestLoadStatus(t *testing.T) {
 			t.Errorf("there is no %q in\n%s", want, text.String())
 		}
 	}
+	text.Reset()
+	s.Received, s.Programmed = status.Versions{}, status.Versions{}
+	if PrintStatus(terminal.NewPrinter(&text), s); strings.Contains(text.String(), "unknown") {
+		t.Errorf("manifests, which have no versions, have some in\n%s", text.String())
+	}
 }

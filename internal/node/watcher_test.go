@@ -341,7 +341,12 @@ func TestNodeIsTold(t *testing.T) {
 	queue := snapshot.NewQueue(1)
 	sink := &nodeSink{Sink: queue, node: r.object, ipvs: r.ipvs}
 	sink.Synced()
-	r.expect(false, `level=ERROR msg="the Node object does not exist yet`)
+	r.expect(false, `level=ERROR msg="the Node object does not exist yet`, "is --hostname-override right?")
+	ofManifests := *r.config.settings.Load()
+	ofManifests.Manifests = "services"
+	r.config.settings.Store(&ofManifests)
+	sink.Synced()
+	r.expect(false, "no manifest has a Node of this name")
 	n := snapshot.Node{Name: "node", Addresses: []netip.Addr{netip.MustParseAddr("192.0.2.1")}, Zone: "a"}
 	sink.Put(snapshot.Delta{Node: &n})
 	r.expect(false, `msg="the Node is known" addresses=192.0.2.1 primary=IPv4 pods="" zone=a`)
