@@ -130,6 +130,8 @@ fuzz: ## run the fuzz tests, FUZZTIME each, to find new cases
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzRestartAndRepair -fuzztime $(FUZZTIME) ./nft
 	$(GO) test -run XXX -fuzz FuzzPlanEqualsFull -fuzztime $(FUZZTIME) ./nft/iptshim
+	$(GO) test -run XXX -fuzz FuzzReplay -fuzztime $(FUZZTIME) ./nft/kernel
+	$(GO) test -run XXX -fuzz FuzzReader -fuzztime $(FUZZTIME) ./internal/ledger
 
 matrix: ## run the tests of the kernel, takeover, IPVS and iptables on Linux 5.10, 6.1, 6.12 and 7.2 under QEMU: half an hour
 	internal/guest/matrix ./nft/kernel
@@ -161,10 +163,10 @@ SIM_FIRST ?= 1
 simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: some 500 a second
 	GOGC=800 $(GO) test ./nft/kernel -run 'TestSimulation' -sim.steps $(SIM_STEPS) -sim.first $(SIM_FIRST) -timeout 24h -v
 
-# A fault that is in the table already is not planted again.
 MUTATE_SEED ?= 1
+MUTATE_FAULTS ?=
 mutate: ## plant 200 single faults in the product, one at a time, and list which tests find them: half an hour or more
-	cd conformance && $(GO) run ./cmd/mutate -root .. -seed $(MUTATE_SEED) -out $(abspath $(BIN))/mutations-$(MUTATE_SEED).txt
+	cd conformance && $(GO) run ./cmd/mutate -root .. -seed $(MUTATE_SEED) -faults '$(MUTATE_FAULTS)' -out $(abspath $(BIN))/mutations-$(MUTATE_SEED)
 
 cross: ## build bin/verdict-linux-amd64 and -arm64
 	@for arch in amd64 arm64; do CGO_ENABLED=0 GOARCH=$$arch $(GO) build -trimpath -o $(BIN)/verdict-linux-$$arch ./cmd/verdict || exit; done

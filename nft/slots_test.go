@@ -201,3 +201,32 @@ func TestHashMovesFew(t *testing.T) {
 		}
 	}
 }
+
+// TestHashTableWaitsForRoom: the table of a pool with a hash is written as a whole. Until there is room for it, a pool
+// stays as it was, and one that is new starts with one slot.
+func TestHashTableWaitsForRoom(t *testing.T) {
+	var want pool
+	want.fill(somePool, weighted(1, 1, 1), dataplane.HashAddr, 1<<17)
+	for _, before := range [][]dataplane.Endpoint{nil, weighted(1), weighted(1, 1), weighted(2, 1)} {
+		var old pool
+		old.fill(somePool, before, dataplane.NoHash, 1<<17)
+		inPart := pool{hash: old.hash, repeats: old.repeats, slots: old.slots}
+		if len(before) == 0 {
+			inPart = pool{hash: want.hash, repeats: want.repeats, slots: want.slots[:1]}
+		}
+		for _, c := range []struct {
+			room int
+			want pool
+		}{{0, inPart}, {1, want}} {
+			p, step := want, transition{room: c.room, grow: true, done: true}
+			step.slots(&old, &p)
+			if p.hash != c.want.hash || p.repeats != c.want.repeats || !slices.Equal(p.slots, c.want.slots) {
+				t.Errorf("%d slots, room for %d: %d with hash %v, want %d with %v", len(old.slots), c.room, len(p.slots),
+					p.hash, len(c.want.slots), c.want.hash)
+			}
+			if step.done != (c.room > 0) {
+				t.Errorf("%d slots, room for %d: done is %v", len(old.slots), c.room, step.done)
+			}
+		}
+	}
+}

@@ -4,15 +4,18 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/ledger"
+	"github.com/verdict-proxy/verdict/internal/status"
 	"github.com/verdict-proxy/verdict/internal/testkit"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
@@ -83,6 +86,69 @@ func TestLog(t *testing.T) {
 	var status exitStatus
 	if !errors.As(err, &status) || status != 1 || !strings.HasPrefix(text, "ledger-000000000001.jsonl:2: the line was") {
 		t.Errorf("--check of a ledger with an edit: error %v\n%s", err, text)
+	}
+}
+
+// TestStatusKnowsTheEnd: the digest that a running proxy names is that of its last record, so that it shows that the
+// end of the file was cut off, which the chain does not.
+func TestStatusKnowsTheEnd(t *testing.T) {
+	v := newVictim(t)
+	s, dir := &shown{victim: v}, filepath.Join(t.TempDir(), "ledger")
+	v.flags = append(v.flags, "--ledger", dir)
+	v.start()
+	v.wait("all Services are programmed", 1)
+	var end status.Ledger
+	var last *ledger.Record
+	testkit.Eventually(t, patience, "the status names the last record, and nothing is written any more", func() bool {
+		before := end
+		end, last = s.ledgerEnd(), lastRecord(t, dir)
+		return end.Record > 1 && last.Number == end.Record && end == before
+	})
+	if end.Digest != last.Sum || end.Missing > 0 {
+		t.Errorf("the status says %+v; the last record is %d with digest %s", end, last.Number, last.Sum)
+	}
+	files, _ := filepath.Glob(dir + "/*")
+	content, err := os.ReadFile(files[0])
+	labtest.Check(t, err)
+	cut := strings.LastIndexByte(strings.TrimSuffix(string(content), "\n"), '\n') + 1
+	labtest.Check(t, os.Truncate(files[0], int64(cut)))
+	_, err = command("log", "--ledger", dir, "--check")
+	labtest.Check(t, err)
+	if now := s.ledgerEnd(); now.Digest != end.Digest || lastRecord(t, dir).Sum == end.Digest {
+		t.Errorf("after the last record was cut off, the status says %+v", now)
+	}
+	labtest.Check(t, v.keeper.Process.Signal(syscall.SIGTERM))
+	labtest.Check(t, v.keeper.Wait())
+}
+
+// ledgerEnd asks the proxy where its ledger ends.
+func (s *shown) ledgerEnd() (end status.Ledger) {
+	s.t.Helper()
+	var answer status.Status
+	code, _, body := s.get(s.cluster.Node, "http://127.0.0.1:10256/status")
+	if err := json.Unmarshal([]byte(body), &answer); err != nil || code != 200 {
+		s.t.Fatalf("status %d, error %v: %s", code, err, body)
+	}
+	if answer.Ledger != nil {
+		end = *answer.Ledger
+	}
+	return end
+}
+
+// lastRecord returns the last record of a ledger.
+func lastRecord(t *testing.T, dir string) *ledger.Record {
+	t.Helper()
+	r, err := ledger.Open(dir, time.Time{})
+	labtest.Check(t, err)
+	defer r.Close()
+	var last *ledger.Record
+	for {
+		record, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return last
+		}
+		labtest.Check(t, err)
+		last = record
 	}
 }
 

@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"path/filepath"
+	"runtime"
+	"runtime/metrics"
 	"slices"
 	"testing"
 	"time"
@@ -15,57 +18,91 @@ import (
 	"github.com/verdict-proxy/verdict/nft/kernel"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
-	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
+
+// keeping is a backend with a ledger, which has programmed Services.
+type keeping struct {
+	b       *testing.B
+	dir     string
+	tables  *kernel.Backend
+	ledger  *ledger.Writer
+	snap    *snapshot.Snapshot
+	planner *dataplane.Planner
+	// round counts the changes.
+	round int
+}
+
+// newKeeping programs Services. The returned function ends the ledger and the backend.
+func newKeeping(b *testing.B, services, endpoints int, maxBytes int64) (*keeping, func()) {
+	b.Helper()
+	k := &keeping{b: b, dir: filepath.Join(b.TempDir(), "ledger"), snap: snapshot.New(),
+		planner: dataplane.NewPlanner(dataplane.Config{NodeName: "node-1"})}
+	host := labtest.NewHost(b, labtest.NewNet(b), "node")
+	labtest.Check(b, host.Do(func() (err error) {
+		k.tables, err = kernel.Open(kernel.Options{})
+		return err
+	}))
+	k.ledger = ledger.New(ledger.Options{Dir: k.dir, MaxBytes: maxBytes, Source: ledgerSource(k.tables),
+		Log: slog.New(slog.DiscardHandler)})
+	ctx, stop := context.WithCancel(b.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		k.ledger.Run(ctx)
+	}()
+	change, _ := k.planner.Apply(k.snap, k.snap.Apply(manyServices(services, endpoints)))
+	batches := uint64(0)
+	k.tables.Sent = func(batch []byte) {
+		k.ledger.Sent(batch)
+		batches++
+	}
+	_, err := k.tables.ApplyAll(k.planner.State(), change)
+	labtest.Check(b, err)
+	k.tables.Sent = k.ledger.Sent
+	k.ledger.Listener().Committed(reconcile.Commit{Receipt: dataplane.Receipt{Full: true}})
+	testkit.Eventually(b, time.Minute, "the first fill is written", func() bool {
+		return k.ledger.Stats().Records > batches // besides the start
+	})
+	return k, func() {
+		stop()
+		<-done
+		labtest.Check(b, k.tables.Close())
+	}
+}
+
+// change replaces an endpoint of the next Service.
+func (k *keeping) change() dataplane.Change {
+	n := len(k.snap.Services)
+	change, _ := k.planner.Apply(k.snap, k.snap.Apply(oneEndpoint(k.snap, k.round%n, k.round)))
+	k.round++
+	return change
+}
 
 // BenchmarkLedger: what the transaction of one endpoint costs the loop with a ledger and without, in turns, and what a
 // record takes on the disk, and that of the first fill, which is as large as a checkpoint.
 func BenchmarkLedger(b *testing.B) {
-	const endpoints = 10
 	for _, services := range []int{1000, 10000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
-			host := labtest.NewHost(b, labtest.NewNet(b), "node")
-			var tables *kernel.Backend
-			labtest.Check(b, host.Do(func() (err error) {
-				tables, err = kernel.Open(kernel.Options{})
-				return err
-			}))
-			defer tables.Close()
-			w := ledger.New(ledger.Options{Dir: b.TempDir(), MaxBytes: 256 << 20, Source: ledgerSource(tables),
-				Log: slog.New(slog.DiscardHandler)})
-			ctx, stop := context.WithCancel(b.Context())
-			done := make(chan struct{})
-			go func() {
-				defer close(done)
-				w.Run(ctx)
-			}()
-			with := reconciletest.Loop{Writer: tables, Listeners: []reconcile.Listener{w.Listener()}}
-			snap, planner := snapshot.New(), dataplane.NewPlanner(dataplane.Config{NodeName: "node-1"})
-			change, _ := planner.Apply(snap, snap.Apply(manyServices(services, endpoints)))
-			tables.Sent = w.Sent
-			_, err := tables.ApplyAll(planner.State(), change)
-			labtest.Check(b, err)
-			with.Apply(planner.State(), dataplane.Change{})
+			k, end := newKeeping(b, services, 10, 256<<20)
+			tables, w := k.tables, k.ledger
 			before := settled(b, w)
 			var took [2][]time.Duration
 			for i := 0; b.Loop(); i++ {
-				change, _ := planner.Apply(snap, snap.Apply(oneEndpoint(snap, i%services, i)))
+				change := k.change()
 				start := time.Now()
-				if i%2 == 0 {
-					tables.Sent = nil
-					_, err = tables.Apply(planner.State(), change)
-				} else {
+				if tables.Sent = nil; i%2 == 1 {
 					tables.Sent = w.Sent
-					_, err = tables.Apply(planner.State(), change)
-					w.Listener().Committed(commitOf(change, planner.State()))
+				}
+				_, err := tables.Apply(k.planner.State(), change)
+				if i%2 == 1 {
+					w.Listener().Committed(commitOf(change, k.planner.State()))
 				}
 				labtest.Check(b, err)
 				took[i%2] = append(took[i%2], time.Since(start))
 			}
 			after := settled(b, w)
-			stop()
-			<-done
+			end()
 			if len(took[1]) == 0 || after.Records == before.Records {
 				return // the first, short round
 			}
@@ -78,6 +115,95 @@ func BenchmarkLedger(b *testing.B) {
 			b.ReportMetric(float64(before.Bytes), "fill-B")
 		})
 	}
+}
+
+// BenchmarkRotation: what a new file of the usual size takes, which begins with a checkpoint: how long nothing else is
+// written, and how far the heap grows meanwhile, beside how far it grows otherwise. Held is what the elements take.
+func BenchmarkRotation(b *testing.B) {
+	k, end := newKeeping(b, 10000, 10, 64<<20)
+	settled(b, k.ledger)
+	var gap time.Duration
+	var grown [2]int64 // without a new file, and with one
+	for range b.N {
+		for rotated := 0; rotated == 0; {
+			files := k.files()
+			g, n := k.watch(func() { k.changes(500) })
+			rotated = min(k.files()-files, 1)
+			grown[rotated] = max(grown[rotated], n)
+			if rotated == 1 {
+				gap = max(gap, g)
+			}
+		}
+	}
+	before := liveHeap()
+	m, err := ledger.At(k.dir, time.Now(), func() ledger.State { return &kernel.Replay{} })
+	labtest.Check(b, err)
+	b.ReportMetric(float64(liveHeap()-before)/1e6, "held-MB")
+	runtime.KeepAlive(m)
+	b.ReportMetric(float64(before)/1e6, "live-MB")
+	b.ReportMetric(float64(grown[0])/1e6, "usual-MB")
+	b.ReportMetric(float64(grown[1])/1e6, "rotation-MB")
+	b.ReportMetric(float64(gap.Milliseconds()), "gap-ms")
+	end()
+}
+
+// changes makes as many changes, and waits until their records are written.
+func (k *keeping) changes(n int) {
+	k.b.Helper()
+	want := k.ledger.Stats().Records + uint64(n)
+	for range n {
+		change := k.change()
+		_, err := k.tables.Apply(k.planner.State(), change)
+		labtest.Check(k.b, err)
+		k.ledger.Listener().Committed(commitOf(change, k.planner.State()))
+	}
+	testkit.Eventually(k.b, time.Minute, "all records are written", func() bool {
+		return k.ledger.Stats().Records >= want
+	})
+}
+
+// files is how many files the ledger has.
+func (k *keeping) files() int {
+	list, err := filepath.Glob(filepath.Join(k.dir, "*"))
+	labtest.Check(k.b, err)
+	return len(list)
+}
+
+// watch returns the longest time in f in which the ledger wrote no record, and how far the heap grew, with its garbage.
+func (k *keeping) watch(f func()) (gap time.Duration, grown int64) {
+	before, last, since := liveHeap(), k.ledger.Stats().Records, time.Now()
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			if now := k.ledger.Stats().Records; now != last {
+				last, since = now, time.Now()
+			}
+			gap, grown = max(gap, time.Since(since)), max(grown, heap()-before)
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}()
+	f()
+	close(stop)
+	<-done
+	return gap, grown
+}
+
+// heap returns the bytes of all objects on the heap, with those that have not been collected yet.
+func heap() int64 {
+	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
+	metrics.Read(sample)
+	return int64(sample[0].Value.Uint64())
+}
+
+// liveHeap is heap after a collection.
+func liveHeap() int64 {
+	runtime.GC()
+	return heap()
 }
 
 // settled waits until what was handed over is written.

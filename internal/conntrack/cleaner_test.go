@@ -69,6 +69,13 @@ func (t *fakeTable) left() []flow {
 	return slices.Clone(t.flows)
 }
 
+// looks is how many times the table was listed.
+func (t *fakeTable) looks() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.listed)
+}
+
 func (t *fakeTable) add(frontend, endpoint string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -162,6 +169,28 @@ func TestLooksTwice(t *testing.T) {
 		}
 		if !slices.Equal(*told, []SweepResult{want, want}) {
 			t.Errorf("told %+v", *told)
+		}
+	})
+}
+
+// TestSweepsEverything: when a proxy starts, and when it has written everything anew, the flows of all frontends are
+// checked twice, although no frontend has changed.
+func TestSweepsEverything(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &fakeTable{}
+		c, _ := running(t, table, nil)
+		st := state(service("dns", dnsKey+">10.0.0.2:53"))
+		for _, receipt := range []dataplane.Receipt{{}, {Full: true}} {
+			table.add(dnsKey, "10.0.0.1:53")
+			start := time.Now()
+			_, err := behind(c, backendFunc(func(*dataplane.State) (dataplane.Receipt, error) {
+				return receipt, nil
+			})).Apply(st, dataplane.Change{})
+			labtest.Check(t, err)
+			rest(time.Minute)
+			if got := table.since(start); len(table.flows) > 0 || !slices.Equal(got, []float64{0, 1}) {
+				t.Errorf("full %v: looked at %v, %d stale flows are left", receipt.Full, got, len(table.flows))
+			}
 		}
 	})
 }

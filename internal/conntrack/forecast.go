@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -116,7 +115,6 @@ func (f *Forecast) read(ctx context.Context, t table, do func(OpenFlow)) error {
 			keys = append(keys, k)
 		}
 	}
-	slices.SortFunc(keys, dataplane.Key.Compare)
 	for {
 		filters := t.filters()
 		for _, q := range queries(keys, filters) {

@@ -249,6 +249,10 @@ func TestQueries(t *testing.T) {
 	if got := queries(few, false); !slices.Equal(got, []query{{family: ipfamily.IPv4}, {family: ipfamily.IPv6}}) {
 		t.Errorf("without filters: %v", got)
 	}
+	slices.Reverse(few)
+	if got := queries(few, true); !slices.Equal(got, want) {
+		t.Errorf("in another order: %v", got)
+	}
 	if got := queries(nil, true); len(got) != 0 {
 		t.Errorf("nothing: %v", got)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"os"
 	"slices"
 	"testing"
 	"time"
@@ -480,5 +481,25 @@ func TestSmallBuffers(t *testing.T) {
 	}
 	if n, err := conn.remove(seen[:1]); err != nil || n != 0 {
 		t.Errorf("after that: removed %d, %v", n, err)
+	}
+}
+
+// TestLoad: the kernel is asked, so that its sysctls exist afterwards. Whoever must not ask gets an error.
+func TestLoad(t *testing.T) {
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	labtest.Check(t, h.Do(Load))
+	labtest.Check(t, h.Do(func() error {
+		_, err := os.Stat("/proc/sys/net/netfilter/nf_conntrack_max")
+		return err
+	}))
+	err := h.Do(func() error { // on a thread that nobody uses afterwards
+		var none [2]unix.CapUserData
+		if err := unix.Capset(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &none[0]); err != nil {
+			t.Error(err)
+		}
+		return Load()
+	})
+	if !errors.Is(err, unix.EPERM) {
+		t.Errorf("without capabilities: %v, want %v", err, unix.EPERM)
 	}
 }

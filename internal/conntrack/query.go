@@ -54,8 +54,8 @@ func (q query) compare(o query) int {
 // query, so listing all flows of the protocol once is cheaper for more.
 const maxSingle = 4
 
-// queries returns the queries that list the flows to all keys, sorted and without duplicates. Without filters there is
-// one query for each family. The kernel may list other flows, too.
+// queries returns the queries that list the flows to all keys, sorted and without duplicates, whatever the order of the
+// keys. Without filters there is one query for each family. The kernel may list other flows, too.
 func queries(keys []dataplane.Key, filters bool) []query {
 	groups := map[query][]query{}
 	for _, k := range keys {

@@ -156,12 +156,12 @@ func TestReleaseUnanswered(t *testing.T) {
 			table := &tcpTable{}
 			both := ends[0] + ">" + ends[1] + "," + ends[2]
 			r := newReleasing(t, table, web(both))
+			table.wait(ends[0], ends[1]).zoned = true
 			for range 3 {
 				table.wait(ends[0], ends[1])
 				table.wait(ends[0], ends[2])
 				table.hold(ends[0], ends[1])
 			}
-			table.wait(ends[0], ends[1]).zoned = true
 			r.expect(5*time.Minute, "all serve", 10)
 			r.apply(web(ends[0] + ">" + ends[2]))
 			r.expect(900*time.Millisecond, "first look", 10)
@@ -276,6 +276,30 @@ func TestReleaseLater(t *testing.T) {
 	})
 }
 
+// TestReleaseConfirmsAgain: a client that sends after a long time is released soon, also if an earlier look found that
+// the endpoint still lived.
+func TestReleaseConfirmsAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		f := table.hold(webKey, "10.0.0.1:80")
+		sends := func(answered, alive bool) {
+			table.mu.Lock()
+			defer table.mu.Unlock()
+			f.tcp.unacknowledged, f.tcp.left, r.alive["10.0.0.1:80"] = !answered, 280, alive
+		}
+		sends(true, true)
+		r.apply(web(webOne))
+		rest(10 * time.Minute)
+		sends(false, true)
+		r.expect(5*time.Minute, "it lives", 1)
+		sends(true, true)
+		rest(5 * time.Minute)
+		sends(false, false)
+		r.expect(longestPause+3*time.Second, "it is dead", 0)
+	})
+}
+
 // TestReleaseConnecting: a connection that has not even begun is released, too.
 func TestReleaseConnecting(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -323,13 +347,37 @@ func TestReleaseDrain(t *testing.T) {
 		r.expect(time.Hour, "all serve", 10)
 		r.apply(draining(web(webOne), 30*time.Second))
 		r.expect(29900*time.Millisecond, "before the deadline", 10)
+		before := table.looks()
 		r.expect(200*time.Millisecond, "after the deadline", 5)
+		if looks := table.looks() - before; looks != 1 {
+			t.Errorf("%d looks at the deadline", looks)
+		}
 		if r.probed > 0 {
 			t.Errorf("%d probes", r.probed)
 		}
 		if len(r.told) != 1 || r.told[0].Reason != ReleasedDrain || r.told[0].Flows != 5 {
 			t.Errorf("told %v", r.told)
 		}
+	})
+}
+
+// TestReleaseByDefaults: nobody asks for reports, and no endpoint is probed.
+func TestReleaseByDefaults(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		table := &tcpTable{}
+		table.hold(webKey, "10.0.0.1:80")
+		releaser := newReleaser(table, ReleaserOptions{})
+		go releaser.Run(ctx)
+		loop := &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
+		_, err := loop.Apply(state(draining(web(webOne), time.Second)), dataplane.Change{})
+		labtest.Check(t, err)
+		rest(time.Minute)
+		if n := len(table.left()); n > 0 {
+			t.Errorf("%d flows are left after the deadline", n)
+		}
+		cancel()
+		synctest.Wait()
 	})
 }
 
@@ -383,6 +431,18 @@ func TestReleaseAfterRestart(t *testing.T) {
 		r.apply(draining(web(webOne), time.Minute))
 		r.expect(time.Minute, "restarted, before the deadline", 2)
 		r.expect(3*time.Second, "restarted, after the deadline", 1)
+	})
+}
+
+// TestReleaseDiscoversAgain: endpoints that departed while no proxy ran are found, although the first lists fail.
+func TestReleaseDiscoversAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		table.wait(webKey, "10.0.0.1:80")
+		table.wait(webKey, "10.0.0.2:80")
+		table.fails = 2
+		r := newReleasing(t, table, web(webOne))
+		r.expect(time.Minute, "discovered", 1)
 	})
 }
 
@@ -537,5 +597,9 @@ func TestReleaseQueries(t *testing.T) {
 		if got := test.look.queries(test.filters); !slices.Equal(got, test.want) {
 			t.Errorf("%d: %v, want %v", i, got, test.want)
 		}
+	}
+	got := look(many[:maxSingleEndpoints]...).queries(true)
+	if len(got) != maxSingleEndpoints || slices.Contains(got, all4) {
+		t.Errorf("as many as may have one each: %v", got)
 	}
 }

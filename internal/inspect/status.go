@@ -80,6 +80,9 @@ func PrintStatus(p *terminal.Printer, s *status.Status) {
 		}
 	}
 	printDrift(p, row, s)
+	if l := s.Ledger; l != nil {
+		printLedger(p, row, l)
+	}
 	for _, d := range s.Digests {
 		p.Line("%016x %s for %s", uint64(d.Digest), d.Service, age(s.Time, d.Since))
 	}
@@ -105,6 +108,17 @@ func printDrift(p *terminal.Printer, row func(name, format string, args ...any),
 			p.Line("  %s", text)
 		}
 	}
+}
+
+func printLedger(p *terminal.Printer, row func(name, format string, args ...any), l *status.Ledger) {
+	text := "no record was written yet"
+	if l.Record > 0 {
+		text = fmt.Sprintf("record %d, digest %s", l.Record, l.Digest)
+	}
+	if l.Missing > 0 {
+		text += p.Paint(terminal.Red, ", "+terminal.Plural(int(l.Missing), "record")+" missing")
+	}
+	row("ledger", "%s", text)
 }
 
 // age says how long before a moment another one was.

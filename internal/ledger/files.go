@@ -3,9 +3,10 @@ package ledger
 import (
 	"errors"
 	"fmt"
-	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 )
 
 // A ledger has segmentsKept segments, of which the oldest goes when a new one begins.
@@ -39,8 +40,8 @@ func (f *files) open() error {
 		_ = f.file.Close() // the error that matters has been reported
 		f.file = nil
 	}
-	if err := os.MkdirAll(f.dir, 0o700); err != nil {
-		return fmt.Errorf("ledger: %w", err)
+	if err := f.makeDir(); err != nil {
+		return err
 	}
 	list, err := segments(f.dir)
 	if err != nil {
@@ -56,12 +57,40 @@ func (f *files) open() error {
 		return f.next()
 	}
 	f.path = list[len(list)-1]
-	return f.continueLast()
+	return f.continueLast(list[:len(list)-1])
 }
 
-// continueLast opens the last segment behind its last complete record.
-func (f *files) continueLast() error {
-	file, err := os.OpenFile(f.path, os.O_RDWR|os.O_APPEND, 0o600)
+// makeDir makes the directory. One that is there must not be writable by others, who could put other files into the
+// place of the records, or have this process, which has many rights, write to a file of their choice.
+func (f *files) makeDir() error {
+	if err := os.MkdirAll(f.dir, 0o700); err != nil {
+		return fmt.Errorf("ledger: %w", err)
+	}
+	info, err := os.Stat(f.dir)
+	if err != nil {
+		return fmt.Errorf("ledger: %w", err)
+	}
+	if mode := info.Mode().Perm(); mode&0o022 != 0 {
+		return fmt.Errorf("ledger: others than its owner may write to %s, mode %04o: chmod go-w", f.dir, mode)
+	}
+	return nil
+}
+
+// exposed returns the first segment that others than its owner may read or write, and its mode; empty if there is none.
+func (f *files) exposed() (path string, mode fs.FileMode) {
+	list, _ := segments(f.dir) // which open has listed
+	for _, file := range list {
+		if info, err := os.Stat(file); err == nil && info.Mode().Perm()&0o077 != 0 {
+			return file, info.Mode().Perm()
+		}
+	}
+	return "", 0
+}
+
+// continueLast opens the last segment behind its last complete record. If it has none, since its writer ended before
+// the first one was complete, the chain goes on from the segments before it.
+func (f *files) continueLast(before []string) error {
+	file, err := os.OpenFile(f.path, os.O_RDWR|os.O_APPEND|syscall.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return fmt.Errorf("ledger: %w", err)
 	}
@@ -70,15 +99,16 @@ func (f *files) continueLast() error {
 		return errors.Join(err, file.Close())
 	}
 	defer r.Close()
-	for err == nil {
-		_, err = r.Next()
-	}
+	last, err := r.last()
 	info, serr := file.Stat()
-	if !errors.Is(err, io.EOF) || serr != nil {
+	for i := len(before) - 1; last == nil && i >= 0 && err == nil; i-- {
+		last, err = lastOf(before[i])
+	}
+	if err != nil || serr != nil {
 		return errors.Join(err, serr, file.Close())
 	}
-	if r.number > 0 {
-		f.number, f.sum = r.number, r.sum
+	if last != nil {
+		f.number, f.sum = last.Number, last.Sum
 	}
 	f.file, f.size = file, info.Size()-int64(r.Torn())
 	f.total -= int64(r.Torn())

@@ -80,6 +80,7 @@ type node struct {
 	// Unread says that the kernel cannot be read.
 	unread bool
 	stop   func()
+	log    bytes.Buffer
 	// at maps times to what the kernel held then.
 	times []time.Time
 	held  []string
@@ -92,7 +93,7 @@ func newNode(t *testing.T, most int64) *node {
 
 // run starts a process.
 func (n *node) run() {
-	n.Writer = New(Options{Dir: n.dir, MaxBytes: n.most, Log: slog.New(slog.DiscardHandler), Source: Source{
+	n.Writer = New(Options{Dir: n.dir, MaxBytes: n.most, Log: slog.New(slog.NewTextHandler(&n.log, nil)), Source: Source{
 		New: newFake,
 		Read: func() ([]byte, error) {
 			n.mu.Lock()
@@ -218,6 +219,58 @@ func TestRecord(t *testing.T) {
 	})
 }
 
+// TestModes: a directory that others may write to gets no record until that is mended, and says so; segments that
+// others may read are reported; and the last segment is no way to another file.
+func TestModes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, 1<<20)
+		victim := filepath.Join(t.TempDir(), "victim")
+		check := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		check(os.WriteFile(victim, []byte("precious"), 0o600))
+		check(os.Mkdir(n.dir, 0o700))
+		for _, mode := range []os.FileMode{0o777, 0o720, 0o702} {
+			check(os.Chmod(n.dir, mode))
+			n.run()
+			time.Sleep(2 * diskPause)
+			n.stop()
+			want := fmt.Sprintf("%s, mode %04o", n.dir, mode)
+			if list, _ := segments(n.dir); len(list) > 0 || strings.Count(n.log.String(), want) != 1 {
+				t.Errorf("mode %v: %d segments, and the log says %s", mode, len(list), n.log.String())
+			}
+		}
+		n.run()
+		check(os.Chmod(n.dir, 0o755)) // the files are for their owner alone
+		time.Sleep(2 * diskPause)
+		n.commit("a", "1", false)
+		n.stop()
+		list, err := segments(n.dir)
+		if err != nil || len(list) != 1 || n.Stats().Records == 0 {
+			t.Fatalf("mended, there are %d segments with %d records, error %v", len(list), n.Stats().Records, err)
+		}
+		for _, mode := range []os.FileMode{0o600, 0o640, 0o602} {
+			check(os.Chmod(list[0], mode))
+			n.log.Reset()
+			n.run()
+			n.stop()
+			told := strings.Contains(n.log.String(), fmt.Sprintf("file=%s mode=%04o", list[0], mode))
+			if told != (mode != 0o600) {
+				t.Errorf("a file with mode %v: told %v", mode, told)
+			}
+		}
+		check(os.Symlink(victim, filepath.Join(n.dir, "ledger-999999999999.jsonl")))
+		n.run()
+		n.stop()
+		if text, err := os.ReadFile(victim); err != nil || string(text) != "precious" {
+			t.Errorf("wrote to another file: %q, error %v", text, err)
+		}
+	})
+}
+
 func tookText(t *Took) string {
 	if t == nil {
 		return ""
@@ -337,6 +390,49 @@ func TestRotation(t *testing.T) {
 				most)
 		}
 	})
+}
+
+// TestSegmentWithoutRecord: if the writer ended before the first record of a segment was complete, or the disk lost it,
+// the chain goes on from the segment before, and the files are in the order of their records.
+func TestSegmentWithoutRecord(t *testing.T) {
+	for _, c := range []struct {
+		left   string
+		breaks int
+	}{{"", 0}, {`{"n":50,"at":`, 0}, {"garbage\n", 1}} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newNode(t, 64<<10)
+			fill := func() (files []string) {
+				n.run()
+				for i := range 60 {
+					n.commit(fmt.Sprintf("s%d", i%20), fmt.Sprint(i), false)
+					time.Sleep(10 * time.Millisecond)
+				}
+				time.Sleep(time.Second)
+				n.stop()
+				files, err := segments(n.dir)
+				if err != nil || len(files) < 2 {
+					t.Fatal(files, err)
+				}
+				return files
+			}
+			files := fill()
+			if err := os.WriteFile(files[len(files)-1], []byte(c.left), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			before, _ := read(t, n.dir)
+			fill()
+			after, r := read(t, n.dir)
+			if len(r.Breaks()) != c.breaks {
+				t.Errorf("after %q: %v", c.left, r.Breaks())
+			}
+			for i, record := range after {
+				if record.Number != before[0].Number+uint64(i) {
+					t.Fatalf("after %q: record %d is number %d; before there were %d from %d on", c.left, i, record.Number,
+						len(before), before[0].Number)
+				}
+			}
+		})
+	}
 }
 
 // crash ends a process in the middle of a line.
@@ -475,6 +571,48 @@ func TestBounds(t *testing.T) {
 		}
 		if e.Kind == Change && (e.MoreObjects != 2000-maxObjects || e.MoreServices != 2000-maxServices) {
 			t.Errorf("%d more objects, %d more Services", e.MoreObjects, e.MoreServices)
+		}
+	}
+}
+
+// TestFirstObjects: a record names the first objects by kind and name, always the same ones, and says how many more
+// there are.
+func TestFirstObjects(t *testing.T) {
+	names := func(n int) (out []snapshot.Name) {
+		for i := range n {
+			out = append(out, snapshot.Name{Namespace: fmt.Sprintf("ns%d", i%3), Name: fmt.Sprintf("s%04d", i)})
+		}
+		return out
+	}
+	for _, c := range []struct{ slices, health, services, want int }{
+		{0, 0, 1, 1}, {2, 0, 0, 2}, {10, 3, 19, 32}, {10, 3, 20, 32}, {32, 0, 5, 32}, {33, 1, 0, 32}, {900, 900, 900, 32},
+	} {
+		cause := &reconcile.Cause{Delta: snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{},
+			Health: map[snapshot.Name]*snapshot.Health{}, Services: map[snapshot.Name]*snapshot.Service{}}}
+		var want []string
+		for _, n := range names(c.slices) {
+			cause.Delta.Slices[n] = &snapshot.Slice{Name: n}
+			want = append(want, "EndpointSlice "+n.String())
+		}
+		for _, n := range names(c.health) {
+			cause.Delta.Health[n] = &snapshot.Health{}
+			want = append(want, "Health "+n.String())
+		}
+		for _, n := range names(c.services) {
+			cause.Delta.Services[n] = nil
+			want = append(want, "Service "+n.String()+" gone")
+		}
+		slices.Sort(want)
+		for range 5 {
+			var r Record
+			r.explain(cause)
+			var got []string
+			for i := range r.Objects {
+				got = append(got, r.Objects[i].String())
+			}
+			if !slices.Equal(got, want[:c.want]) || r.MoreObjects != len(want)-c.want {
+				t.Fatalf("%+v: got %q and %d more", c, got, r.MoreObjects)
+			}
 		}
 	}
 }

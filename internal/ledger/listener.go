@@ -80,15 +80,12 @@ func (r *Record) explain(c *reconcile.Cause) {
 	}
 	d := &c.Delta
 	r.MoreObjects = len(d.Services) + len(d.Slices) + len(d.Health) + len(d.Starting)
-	named(r, "Service", d.Services, func(o *Object, s *snapshot.Service) { o.Version = string(s.Version) })
 	named(r, "EndpointSlice", d.Slices, func(o *Object, s *snapshot.Slice) {
 		o.Version, o.Service = string(s.Version), s.Name.Namespace+"/"+s.Service
 	})
 	named(r, "Health", d.Health, func(*Object, *snapshot.Health) {})
+	named(r, "Service", d.Services, func(o *Object, s *snapshot.Service) { o.Version = string(s.Version) })
 	named(r, "SlowStart", d.Starting, func(*Object, *snapshot.Starting) {})
-	slices.SortFunc(r.Objects, func(a, b Object) int {
-		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
-	})
 	r.MoreObjects -= len(r.Objects)
 	r.addWhy(whyNode, d.Node != nil)
 	r.addWhy(whyRanges, d.ServiceCIDRs != nil)
@@ -103,18 +100,33 @@ func (r *Record) explain(c *reconcile.Cause) {
 	r.Took.Plan = c.Policy.Microseconds()
 }
 
-// named adds objects until there are maxObjects.
+// named adds the first objects by name until there are maxObjects.
 func named[T any](r *Record, kind string, objects map[snapshot.Name]*T, fill func(*Object, *T)) {
-	for n, object := range objects {
-		if len(r.Objects) == maxObjects {
-			return
-		}
+	for _, n := range first(objects, maxObjects-len(r.Objects)) {
+		object := objects[n]
 		o := Object{Kind: kind, Name: n.String(), Gone: object == nil}
 		if object != nil {
 			fill(&o, object)
 		}
 		r.Objects = append(r.Objects, o)
 	}
+}
+
+// first returns the first n names, sorted. It does not sort all others: a first state may have 100,000.
+func first[T any](objects map[snapshot.Name]*T, n int) []snapshot.Name {
+	if n == 0 {
+		return nil
+	}
+	names := make([]snapshot.Name, 0, min(n, len(objects))+1)
+	for name := range objects {
+		if len(names) == n && name.Compare(names[n-1]) > 0 {
+			continue
+		}
+		i, _ := slices.BinarySearchFunc(names, name, snapshot.Name.Compare)
+		names = slices.Insert(names, i, name)
+		names = names[:min(len(names), n)]
+	}
+	return names
 }
 
 func (r *Record) addWhy(word string, yes bool) {

@@ -6,6 +6,7 @@ import (
 	_ "embed"
 	"fmt"
 	"io"
+	"sync"
 )
 
 // dictionary is what batches have in common: one that was sent for a change of one endpoint. Ledgers that exist can
@@ -38,12 +39,25 @@ func (p *packer) pack(batch []byte) []byte {
 	return p.out.Bytes()
 }
 
+// unpackers are decompressors of batches, which take much more than most batches.
+var unpackers = sync.Pool{New: func() any { return flate.NewReaderDict(nil, dictionary) }}
+
+// mostOfOne is how many bytes deflate can make of one: 258 of two bits.
+const mostOfOne = 1032
+
 // Unpack returns the batch of a record as it was sent: netlink messages. It is empty if the record has none.
 func (r *Record) Unpack() ([]byte, error) {
 	if len(r.Batch) == 0 {
 		return nil, nil
 	}
-	in := flate.NewReaderDict(bytes.NewReader(r.Batch), dictionary)
+	if r.Bytes < 0 || r.Bytes/mostOfOne > len(r.Batch) {
+		return nil, fmt.Errorf("ledger: record %d: batch: %d bytes cannot be of %d", r.Number, r.Bytes, len(r.Batch))
+	}
+	in := unpackers.Get().(io.ReadCloser)
+	defer unpackers.Put(in)
+	if err := in.(flate.Resetter).Reset(bytes.NewReader(r.Batch), dictionary); err != nil {
+		return nil, fmt.Errorf("ledger: record %d: batch: %w", r.Number, err)
+	}
 	batch := make([]byte, r.Bytes)
 	if _, err := io.ReadFull(in, batch); err != nil {
 		return nil, fmt.Errorf("ledger: record %d: batch: %w", r.Number, err)

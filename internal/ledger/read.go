@@ -95,6 +95,31 @@ func firstTime(file string) (time.Time, error) {
 	return record.At, nil
 }
 
+// last reads to the end, and returns the last record; nil if there is none.
+func (r *Reader) last() (*Record, error) {
+	var last *Record
+	for {
+		record, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return last, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		last = record
+	}
+}
+
+// lastOf returns the last record of a segment; nil if it has none.
+func lastOf(file string) (*Record, error) {
+	r := &Reader{}
+	if err := r.open(file); err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	return r.last()
+}
+
 func (r *Reader) open(file string) error {
 	f, err := os.Open(file)
 	if err != nil {

@@ -236,6 +236,10 @@ func (w *Writer) start(revision string) {
 		w.missing()
 		return
 	}
+	if file, mode := w.files.exposed(); file != "" {
+		w.o.Log.Warn("others than the owner may read or write records of the ledger: chmod go=",
+			"file", file, "mode", fmt.Sprintf("%04o", mode))
+	}
 	state := w.replay()
 	w.baseKnown = state != nil && revision != "" && state.Revision() == revision
 	w.write(&Record{At: w.began, Kind: Start, Continues: w.baseKnown, Version: w.o.Version, Backend: w.o.Backend})

@@ -7,6 +7,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/metrics"
+	"github.com/verdict-proxy/verdict/internal/status"
 )
 
 // newLedger returns the ledger that the settings ask for; nil if they ask for none.
@@ -16,6 +17,17 @@ func newLedger(s *config.Settings, opened *backends.Opened, log *slog.Logger) *l
 	}
 	return ledger.New(ledger.Options{Dir: s.Ledger, MaxBytes: int64(s.LedgerMaxMiB) << 20, Source: opened.Ledger,
 		Version: BuildInfo().Version, Backend: opened.Name, Log: log})
+}
+
+// ledgerEnd returns what asks a ledger where it ends; nil if there is none.
+func ledgerEnd(w *ledger.Writer) func() status.Ledger {
+	if w == nil {
+		return nil
+	}
+	return func() status.Ledger {
+		s := w.Stats()
+		return status.Ledger{Record: s.Number, Digest: s.Sum, Missing: s.Missing}
+	}
 }
 
 // ledgerMetrics converts what a ledger counts.

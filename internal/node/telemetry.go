@@ -112,6 +112,7 @@ func newTelemetry(n *Node, queue *snapshot.Queue, loop *reconcile.Loop, found *o
 	t.status = status.New(status.Options{
 		Version: BuildInfo().Version, Backend: backendName(n), Node: n.Config.NodeName,
 		Progress: queue.Progress, Waiting: queue.Waiting, Quarantined: loop.Quarantined, Ejected: found.ejected,
+		Ledger: ledgerEnd(n.Ledger),
 	})
 	t.ports = &health.NodePorts{Config: n.Config, Healthy: t.health.Healthy, Report: t.reportPortFailure}
 	o := metrics.Options{

@@ -38,6 +38,8 @@ type Status struct {
 	Quarantined Quarantined `json:"quarantined"`
 	Ejected     Ejected     `json:"ejected"`
 	Drift       Drift       `json:"drift"`
+	// Ledger is where the ledger ends; nil if the node keeps none.
+	Ledger *Ledger `json:"ledger,omitempty"`
 	// Recent are the last maxRecent transactions that the kernel acknowledged, the newest first.
 	Recent []Change `json:"recent,omitempty"`
 	// Digests are those of single Services, if they were asked for, sorted by name. If Next is not empty there are more:
@@ -132,6 +134,15 @@ type Drift struct {
 // Open reports whether a change that was found is not repaired yet.
 func (d *Drift) Open() bool {
 	return d.FoundAt != nil && (d.Repaired == nil || d.Repaired.Before(*d.FoundAt))
+}
+
+// Ledger is where a ledger ends, by what the process that writes it remembers, and not by its files.
+type Ledger struct {
+	// Record is the number of the last record, 0 if none was written yet, and Digest its digest, which stands for all
+	// before it, too. Missing is how many records could not be written since the process started.
+	Record  uint64 `json:"record"`
+	Digest  string `json:"digest,omitempty"`
+	Missing uint64 `json:"missing,omitempty"`
 }
 
 // Change is one transaction.

@@ -27,6 +27,8 @@ type Options struct {
 	Quarantined func() []reconcile.Quarantined
 	// Ejected, if not nil, returns all ejected endpoints.
 	Ejected func() []EjectedEndpoint
+	// Ledger, if not nil, returns where the ledger ends.
+	Ledger func() Ledger
 }
 
 // Tracker follows a loop and answers with the node's Status. It is safe for concurrent use. Make one with New.
@@ -237,6 +239,10 @@ func (t *Tracker) status() Status {
 	if t.o.Ejected != nil {
 		ejected := t.o.Ejected()
 		s.Ejected = Ejected{len(ejected), ejected[:min(len(ejected), maxNamed)]}
+	}
+	if t.o.Ledger != nil {
+		end := t.o.Ledger()
+		s.Ledger = &end
 	}
 	t.compute()
 	s.Services, s.Digest = len(t.services), t.sum

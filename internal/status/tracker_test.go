@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"net/url"
 	"reflect"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -75,6 +76,23 @@ func service(text string, ready bool) snapshot.Delta {
 
 func gone(text string) snapshot.Delta {
 	return snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{name(text): nil}}
+}
+
+// TestLedger: the status says where the ledger ends now, and nothing if the node keeps none.
+func TestLedger(t *testing.T) {
+	w := newWorld()
+	if l := w.Status().Ledger; l != nil {
+		t.Errorf("without a ledger: %+v", l)
+	}
+	end := Ledger{}
+	w.o.Ledger = func() Ledger { return end }
+	for _, want := range []string{`"ledger":{"record":0}`, `"ledger":{"record":7,"digest":"ab","missing":2}`} {
+		text, err := json.Marshal(w.Status())
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%s, error %v; want %s", text, err, want)
+		}
+		end = Ledger{7, "ab", 2}
+	}
 }
 
 // TestDigestOfAll: two nodes that got to the same objects by other ways have the same digests; a readiness that one has

@@ -101,10 +101,12 @@ func scanRevisions(batch []byte, out *ipfamily.Per[revisionChange]) error {
 				continue
 			}
 			for _, elem := range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-				e := keyElement(nft.RevisionSet, f, parseElement(elem))
-				if msg == unix.NFT_MSG_NEWSETELEM {
+				e, ok := keyElement(nft.RevisionSet, f, parseElement(elem))
+				switch {
+				case !ok:
+				case msg == unix.NFT_MSG_NEWSETELEM:
 					to.number = e.ID()
-				} else {
+				default:
 					to.before = e.ID()
 				}
 			}
@@ -113,15 +115,10 @@ func scanRevisions(batch []byte, out *ipfamily.Per[revisionChange]) error {
 	return nil
 }
 
-// keyElement makes an element of which only the key is known. The zero Element stands for one that is not ours.
-func keyElement(set nft.SetID, f ipfamily.Family, p parsed) nft.Element {
+// keyElement makes an element of which only the key is known; ok is false if it is not ours.
+func keyElement(set nft.SetID, f ipfamily.Family, p parsed) (e nft.Element, ok bool) {
 	s := nft.SetByID(set)
-	data := make([]byte, nft.PaddedLen(f, s.Data))
-	e, ok := nft.ElementFrom(f, set, p.key, p.keyEnd, data, "", p.comment)
-	if !ok {
-		e = nft.Element{Set: set, KeyLen: 4}
-	}
-	return e
+	return nft.ElementFrom(f, set, p.key, p.keyEnd, make([]byte, nft.PaddedLen(f, s.Data)), "", p.comment)
 }
 
 // apply applies a message. One about a table that is not there changes nothing: what made it is missing.
@@ -172,6 +169,10 @@ func (t *replayed) applyElements(f ipfamily.Family, set nft.SetID, attrs []byte,
 	if t.elements[set] == nil {
 		t.elements[set] = map[string]nft.Element{}
 	}
+	if add && set != nft.ServiceCIDRs { // without a list of them: a checkpoint has many
+		eachElement(f, set, attrs, func(l nft.Listed) { t.elements[set][replayKey(&l.Element)] = l.Element })
+		return
+	}
 	elements := elementsOf(f, set, attrs, add)
 	for i := range elements {
 		e := &elements[i].Element
@@ -194,8 +195,9 @@ func elementsOf(f ipfamily.Family, set nft.SetID, attrs []byte, add bool) (eleme
 		return elements
 	}
 	for _, elem := range netlink.Each(netlink.Find(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-		if p := parseElement(elem); !p.isEnd {
-			elements = append(elements, nft.Listed{Element: keyElement(set, f, p)})
+		p := parseElement(elem)
+		if e, ok := keyElement(set, f, p); ok && !p.isEnd {
+			elements = append(elements, nft.Listed{Element: e})
 		}
 	}
 	return elements
@@ -216,9 +218,11 @@ func (t *replayed) revision() nft.Revision {
 
 // sorted returns the elements of a set by their keys.
 func (t *replayed) sorted(set nft.SetID) []nft.Element {
-	return slices.SortedFunc(maps.Values(t.elements[set]), func(a, b nft.Element) int {
+	elements := slices.AppendSeq(make([]nft.Element, 0, len(t.elements[set])), maps.Values(t.elements[set]))
+	slices.SortFunc(elements, func(a, b nft.Element) int {
 		return cmp.Or(bytes.Compare(a.Key(), b.Key()), cmp.Compare(a.Bits, b.Bits))
 	})
+	return elements
 }
 
 // found reads the structure as TableFound has it.
@@ -239,7 +243,8 @@ func (t *replayed) found(f ipfamily.Family) *TableFound {
 	return out
 }
 
-// Batch returns a batch that makes both tables as they are here, whatever there is.
+// Batch returns a batch that makes both tables as they are here, whatever there is. It cannot if a rule is not one of
+// this version of Verdict.
 func (r *Replay) Batch() ([]byte, error) {
 	var txn nft.Txn
 	for i, f := range ipfamily.All {
@@ -248,6 +253,9 @@ func (r *Replay) Batch() ([]byte, error) {
 			return nil, fmt.Errorf("nft: replay: there is no table %s %s", f.NFT(), nft.TableName)
 		}
 		table := t.found(f).Table
+		if what := foreignRule(&table); what != "" {
+			return nil, fmt.Errorf("nft: replay: table %s %s has a rule of another version: %s", f.NFT(), nft.TableName, what)
+		}
 		txn.Tables[i].Create = &table
 		for set := range nft.NumSets {
 			txn.Tables[i].Add[set] = t.sorted(set)
@@ -255,6 +263,18 @@ func (r *Replay) Batch() ([]byte, error) {
 	}
 	var b batch
 	return b.encode(&txn), nil
+}
+
+// foreignRule describes the first rule of a table that is not recognized; empty if there is none.
+func foreignRule(t *nft.Table) string {
+	for i := range t.Chains {
+		for _, rule := range t.Chains[i].Rules {
+			if foreign, ok := rule[0].(nft.Foreign); ok {
+				return "chain " + t.Chains[i].ID.Name() + ": " + foreign.What
+			}
+		}
+	}
+	return ""
 }
 
 // Revision identifies what both tables hold; empty if there is none.

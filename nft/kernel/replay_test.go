@@ -207,6 +207,27 @@ func TestReplayGap(t *testing.T) {
 	}
 }
 
+// TestReplayOfAnotherVersion: rules that another version wrote are replayed, until this one replaces them, but
+// no batch is made of them.
+func TestReplayOfAnotherVersion(t *testing.T) {
+	_, b := host(t)
+	var first []byte
+	b.Sent = func(batch []byte) { first = slices.Clone(batch) }
+	apply(t, b, &dataplane.State{})
+	var r Replay
+	if whole, err := r.Apply(first); !whole || err != nil {
+		t.Fatalf("whole %v, error %v", whole, err)
+	}
+	if _, err := r.Batch(); err != nil {
+		t.Error(err)
+	}
+	chain := nft.ChainID{Kind: nft.Prerouting}.Name()
+	r.held[0].rules[chain] = append(r.held[0].rules[chain], r.held[0].rules[nft.ChainID{Kind: nft.Postrouting}.Name()]...)
+	if batch, err := r.Batch(); err == nil || !strings.Contains(err.Error(), "chain "+chain) {
+		t.Errorf("a batch of %d bytes, error %v", len(batch), err)
+	}
+}
+
 // FuzzReplay: no batch, whatever somebody has made of it, ends the process: files of a ledger are read at each start.
 func FuzzReplay(f *testing.F) {
 	snap := cluster(rand.New(rand.NewPCG(5, 1)), 3, true)
@@ -218,6 +239,11 @@ func FuzzReplay(f *testing.F) {
 	change := dataplane.Change{Services: []snapshot.Name{{Namespace: "default", Name: "s1"}}}
 	made := slices.Clone(w.Bytes())
 	f.Add(made, slices.Clone(w.encode(m.Plan(st, change, 0))), uint16(40))
+	// It deletes an element whose key is too short for its set.
+	f.Add([]byte{}, []byte("T\x00\x00\x00\x0e\n\x01\x00\a\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"+
+		"\f\x00\x01\x00verdict\x00\x16\x00\x02\x00external-services\x00\x00\x00"+
+		"\x1c\x00\x03\x80\x18\x00\x01\x80\x14\x00\x01\x80"+
+		"\x10\x00\x01\xa2\xb3\x00\xc0\x00\x02\x01\x06\x00\x00\x00u1"), uint16(97))
 	f.Fuzz(func(t *testing.T, first, second []byte, at uint16) {
 		var r Replay
 		for _, batch := range [][]byte{first, second, made, second} {

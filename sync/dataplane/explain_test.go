@@ -91,6 +91,9 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 	if (fe == nil) != (x.Frontend == nil) {
 		t.Fatalf("%v: the State has %v, the explanation %v", q, fe, x.Frontend)
 	}
+	if want := unserved(st, conflicts, s, q.Key.Addr); !slices.Equal(x.Unserved, want) {
+		t.Fatalf("%v: %v name the address in vain, want %v", q, x.Unserved, want)
+	}
 	guarded := st.LocalhostNodePorts && q.Key.Addr == localhost && !x.Origin.Node
 	if guarded != (x.Cause == FromOutsideToLoopback) {
 		t.Fatalf("%v: %v", q, x.Cause)
@@ -131,6 +134,21 @@ func checkExplanation(t *testing.T, st *State, conflicts []Conflict, s *snapshot
 	checkTaken(t, st, x, route)
 }
 
+// unserved returns the Services that name an address and have no frontend there, not even one that another has won.
+func unserved(st *State, conflicts []Conflict, s *snapshot.Snapshot, a netip.Addr) (names []snapshot.Name) {
+	for n, svc := range s.Services {
+		has := slices.ContainsFunc(conflicts, func(c Conflict) bool {
+			return c.Key.Addr == a && c.Loser.Port.Service == n
+		})
+		st.Services[n].eachClaim(func(k Key, _ Claim) { has = has || k.Addr == a })
+		if named, _ := referencesKey(svc, Key{Addr: a}); named && !has {
+			names = append(names, n)
+		}
+	}
+	slices.SortFunc(names, snapshot.Name.Compare)
+	return names
+}
+
 // servicesAlone says whether a frontend's address is one that nobody but Services can have, or this host's own.
 func servicesAlone(st *State, f *Frontend) bool {
 	a := f.Key.Addr
@@ -153,6 +171,9 @@ func checkTaken(t *testing.T, st *State, x *Explanation, route Route) {
 	for _, c := range x.Endpoints {
 		if c.Reason == ExcludedUnanswered || c.Reason == ExcludedRefused {
 			ejected = append(ejected, *c.Unhealthy)
+			if (c.Reason == ExcludedRefused) != (c.Unhealthy.Cause == snapshot.Refused) {
+				t.Fatalf("%v: %v is %v, but %v", x.Question, c.Endpoint, c.Reason, c.Unhealthy.Cause)
+			}
 		}
 		if c.Reason.Included() {
 			taken = append(taken, c.Endpoint)

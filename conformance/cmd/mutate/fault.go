@@ -36,6 +36,12 @@ func (f *fault) text() string {
 	return short(f.before()) + " => " + short(f.instead)
 }
 
+// entry is the fault's line in a table.
+func (f *fault) entry() string { return f.name() + "\t" + f.text() }
+
+// overlaps says whether two faults are in the same place, or one within the other.
+func (f *fault) overlaps(o fault) bool { return o.file == f.file && o.from < f.to && f.from < o.to }
+
 func (f *fault) before() string { return string(f.source[f.from:f.to]) }
 
 // faultsOf returns all faults that can be planted in a package, in the order of its files.

@@ -3,6 +3,7 @@ package main
 import (
 	"go/parser"
 	"go/token"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -61,5 +62,26 @@ func TestFaults(t *testing.T) {
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got\n%q\nwant\n%q", got, want)
+	}
+}
+
+// TestMatching: the faults of one name are found without a seed, and a name of two that overlap is refused.
+func TestMatching(t *testing.T) {
+	faults, err := faultsIn("p.go", []byte(example))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		named string
+		want  int
+		wrong bool
+	}{
+		{`^p\.go:7:\d+ number\t`, 2, false}, {`:7:6 .*=> v < 0 &&`, 1, false}, {"branch", 1, false},
+		{"no such fault", 0, false}, {"p.go:7:", 0, true},
+	} {
+		found, err := (&choice{named: regexp.MustCompile(c.named)}).matching(faults)
+		if len(found) != c.want || (err != nil) != c.wrong {
+			t.Errorf("%s: %d faults, error %v", c.named, len(found), err)
+		}
 	}
 }

@@ -42,7 +42,9 @@ var (
 	loop       = tests{dir: "sync/reconcile"}
 	plan       = tests{dir: "nft"}
 	// simulated has a table and a clock of its own, and needs no network namespace.
-	simulated = tests{dir: "internal/conntrack", run: "^(TestRelease|TestForecast|TestUnanswered|TestFrontends|TestPace)"}
+	simulated = tests{dir: "internal/conntrack", run: "^(TestRelease|TestForecast|TestUnanswered|TestFrontend|" +
+		"TestPauses|TestLooksTwice|TestSweeps|TestNothing|TestStorm|TestEndpointArrives|TestFailure|TestNewTCP|TestWrong|" +
+		"TestQueries)"}
 )
 
 var targets = []target{
@@ -57,12 +59,15 @@ func main() {
 	root := flag.String("root", "..", "the product's module")
 	seed := flag.Uint64("seed", 1, "chooses the places")
 	only := flag.String("only", "", "a regular expression: only packages that match")
+	names := flag.String("faults", "", "a regular expression: faults whose lines in a table match, in place of the seed's")
 	out := flag.String("out", "mutations", "a folder for the tables, one for each package, and for the programs")
 	flag.Parse()
 	which, err := regexp.Compile(*only)
+	named, nerr := regexp.Compile(*names)
+	err = errors.Join(err, nerr)
 	for i := range targets {
 		if err == nil && which.MatchString(targets[i].dir) {
-			err = plantAll(*root, *out, *seed, &targets[i])
+			err = plantAll(*root, *out, &choice{*seed, named}, &targets[i])
 		}
 	}
 	if err != nil {
@@ -71,8 +76,14 @@ func main() {
 	}
 }
 
+// choice says which faults are planted: those that the seed chooses, or all whose lines match, if named is not empty.
+type choice struct {
+	seed  uint64
+	named *regexp.Regexp
+}
+
 // plantAll plants the faults of one package, one after the other, and writes the table.
-func plantAll(root, out string, seed uint64, t *target) error {
+func plantAll(root, out string, which *choice, t *target) error {
 	root, err := filepath.Abs(root)
 	if err != nil {
 		return err
@@ -90,7 +101,7 @@ func plantAll(root, out string, seed uint64, t *target) error {
 			return err
 		}
 	}
-	faults, err := chosen(root, dir, seed, t)
+	faults, err := which.of(root, dir, t)
 	if err != nil {
 		return err
 	}
@@ -109,24 +120,27 @@ func plantAll(root, out string, seed uint64, t *target) error {
 		if err != nil {
 			return err
 		}
-		fmt.Fprintf(table, "%d\t%s\t%s\t%s\n", i+1, found, f.name(), f.text())
+		fmt.Fprintf(table, "%d\t%s\t%s\n", i+1, found, f.entry())
 	}
 	return nil
 }
 
-// chosen chooses the faults of a package. None lies within another one, and all compile.
-func chosen(root, dir string, seed uint64, t *target) ([]fault, error) {
+// of returns the faults of a package to plant. None lies within another one, and all compile.
+func (c *choice) of(root, dir string, t *target) ([]fault, error) {
 	all, err := faultsOf(root, t.dir)
 	if err != nil {
 		return nil, err
 	}
-	r := rand.New(rand.NewPCG(seed, uint64(len(t.dir))))
+	if c.named.String() != "" {
+		return c.matching(all)
+	}
+	r := rand.New(rand.NewPCG(c.seed, uint64(len(t.dir))))
 	r.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 	var out []fault
 	for len(all) > 0 && len(out) < t.count {
 		f := all[0]
 		all = all[1:]
-		if !slices.ContainsFunc(out, func(o fault) bool { return o.file == f.file && o.from < f.to && f.from < o.to }) {
+		if !slices.ContainsFunc(out, f.overlaps) {
 			out = append(out, f)
 		}
 		if len(out) == t.count {
@@ -134,6 +148,20 @@ func chosen(root, dir string, seed uint64, t *target) ([]fault, error) {
 				return nil, err
 			}
 		}
+	}
+	return out, nil
+}
+
+// matching returns the faults whose lines in a table match.
+func (c *choice) matching(all []fault) (out []fault, err error) {
+	for _, f := range all {
+		if !c.named.MatchString(f.entry()) {
+			continue
+		}
+		if slices.ContainsFunc(out, f.overlaps) {
+			return nil, fmt.Errorf("%s lies within another one that matches", f.name())
+		}
+		out = append(out, f)
 	}
 	return out, nil
 }

@@ -1,0 +1,89 @@
+package conntrack
+
+import (
+	"context"
+	"net/netip"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
+	"github.com/verdict-proxy/verdict/sync/reconcile"
+	"github.com/verdict-proxy/verdict/sync/reconcile/reconciletest"
+)
+
+// slowTable lists flow by flow, and each takes twice as long as may be worked without a pause.
+type slowTable struct {
+	fakeTable
+	at []time.Time
+}
+
+func (t *slowTable) list(_ query, do func([]flow) error) error {
+	for _, f := range t.left() {
+		time.Sleep(2 * workAtOnce)
+		t.at = append(t.at, time.Now())
+		if err := do([]flow{f}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// TestPauses: within a list of many flows, and not only behind it, there is a pause as long as the work before it.
+func TestPauses(t *testing.T) {
+	type worker interface {
+		Listener() reconcile.Listener
+		Run(context.Context) error
+	}
+	for _, c := range []struct {
+		key  string
+		made func(*slowTable) worker
+	}{
+		{dnsKey, func(t *slowTable) worker { return newCleaner(t, nil) }},
+		{webKey, func(t *slowTable) worker { return newReleaser(t, ReleaserOptions{}) }},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			table := &slowTable{}
+			for range 5 {
+				table.add(c.key, "10.0.0.1:80")
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			w := c.made(table)
+			go w.Run(ctx)
+			loop := &reconciletest.Loop{Listeners: []reconcile.Listener{w.Listener()}, Writer: backendFunc(fine)}
+			_, err := loop.Apply(state(service("web", c.key+">10.0.0.1:80")), dataplane.Change{})
+			labtest.Check(t, err)
+			rest(time.Minute)
+			if len(table.at) < 5 {
+				t.Fatalf("%s: %d flows were listed", c.key, len(table.at))
+			}
+			for i := range 4 {
+				if gap := table.at[i+1].Sub(table.at[i]); gap != 4*workAtOnce {
+					t.Errorf("%s: %v from flow %d to the next, want %v", c.key, gap, i, 4*workAtOnce)
+				}
+			}
+			cancel()
+			synctest.Wait()
+		})
+	}
+}
+
+// TestUnansweredOnce: each flow of a list that comes in parts is taken once.
+func TestUnansweredOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &slowTable{}
+		for range 5 {
+			table.add(webKey, "10.0.0.1:80")
+		}
+		flows, endpoints := 0, []netip.AddrPort{netip.MustParseAddrPort("10.0.0.1:80")}
+		u := &Unanswered{table}
+		labtest.Check(t, u.each(t.Context(), endpoints, func(part []flow) error {
+			flows += len(part)
+			return nil
+		}))
+		if flows != 5 {
+			t.Errorf("took %d flows of 5", flows)
+		}
+	})
+}
