@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -46,6 +47,8 @@ type Backend struct {
 	// draining are the virtual services with destinations that wait for their connections to end.
 	draining map[dataplane.Key]bool
 	progress checkProgress
+	// heard is when the kernel last answered.
+	heard atomic.Pointer[time.Time]
 
 	// statisticsConn is for Statistics.
 	statisticsConn struct {
@@ -71,7 +74,24 @@ func New(inner reconcile.Writer, o Options) (*Backend, error) {
 	if err := errors.Join(errs[:]...); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
+	for _, s := range []*socket{b.ipvs.socket, b.net.socket, b.guard.socket} {
+		s.heard = b.hear
+	}
 	return b, nil
+}
+
+func (b *Backend) hear() {
+	now := time.Now()
+	b.heard.Store(&now)
+}
+
+// Heard returns when the kernel last answered; zero if it never did. It is safe for concurrent use. IPVS has no bulk
+// operations, so one Apply for a large cluster takes many messages, and may take minutes while all is well.
+func (b *Backend) Heard() time.Time {
+	if at := b.heard.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
 }
 
 // Close closes the sockets, but not the wrapped Writer. What is in the kernel stays.

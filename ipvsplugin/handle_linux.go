@@ -106,6 +106,7 @@ func (v *client) services() ([]listed, error) {
 
 func (v *client) destinations(k dataplane.Key) ([]Destination, error) {
 	all, err := v.handle.Destinations(named(k))
+	v.hear()
 	var list []Destination
 	for _, d := range all {
 		list = append(list, destinationOf(d))
@@ -116,6 +117,7 @@ func (v *client) destinations(k dataplane.Key) ([]Destination, error) {
 // service asks for one virtual service.
 func (v *client) service(k dataplane.Key) (l listed, there bool, err error) {
 	s, err := v.handle.Service(named(k))
+	v.hear()
 	if err != nil || s == nil {
 		return l, false, err
 	}

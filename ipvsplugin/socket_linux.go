@@ -16,6 +16,15 @@ type socket struct {
 	out netlink.Buffer
 	// messages and bytes count what was committed.
 	messages, bytes int
+	// heard, if not nil, is called with each answer of the kernel.
+	heard func()
+}
+
+// hear says that the kernel has answered.
+func (s *socket) hear() {
+	if s.heard != nil {
+		s.heard()
+	}
 }
 
 // receiveBuffer has room for what the kernel answers to maxBatch messages, of which each takes less than a kilobyte,
@@ -51,6 +60,7 @@ func (s *socket) commit() (refused, error) {
 	if err != nil {
 		return nil, err
 	}
+	s.hear()
 	s.messages += s.out.Count()
 	s.bytes += s.out.Len()
 	r := refused{}

@@ -178,6 +178,7 @@ func (v bulk) destinations(k dataplane.Key) (all []Destination, err error) {
 // if the list changed meanwhile.
 func (v *client) dumpServices(restart func(), each func(listed, Statistics)) error {
 	err := v.Dump(v.request(cmdGetService, unix.NLM_F_DUMP, nil), restart, func(body []byte) {
+		v.hear()
 		if l, s, ok := parseService(body); ok {
 			each(l, s)
 		}
@@ -192,6 +193,7 @@ func (v *client) dumpServices(restart func(), each func(listed, Statistics)) err
 func (v *client) dumpDestinations(k dataplane.Key, restart func(), each func(*ipvs.Destination, Statistics)) error {
 	request := v.request(cmdGetDest, unix.NLM_F_DUMP, named(k))
 	err := v.Dump(request, restart, func(body []byte) {
+		v.hear()
 		if d, s := parseDestination(body, number(k.Addr)); d.Address != nil {
 			each(d, s)
 		}

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"time"
 
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ledger"
@@ -44,6 +45,9 @@ type Opened struct {
 	Named takeover.Own
 	// ProbeScheduler says why schedulers of IPVS cannot be had. Nil means that it leaves no choice of endpoints to IPVS.
 	ProbeScheduler func(schedulers ...string) error
+	// Heard, if not nil, says when the kernel last answered, for transactions of many messages. It is called beside the
+	// Writer.
+	Heard func() time.Time
 	// Run, if not nil, works beside the loop until the context ends.
 	Run func(context.Context)
 	// Fill tells how full its sets are, and AffinityShares which Services hold most of one that is nearly full.

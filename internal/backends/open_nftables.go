@@ -104,6 +104,7 @@ func openNFTables(ctx context.Context, o OpenOptions) (_ *Opened, err error) {
 		Counters:       func() (Counters, error) { return kernel.OpenCounters() },
 		Evidence:       func() (EvidenceReader, error) { return kernel.OpenEvidence() },
 		IPVS:           scheduled{scheduler},
+		Heard:          scheduler.Heard,
 		Ledger:         ledgerSource(tables),
 		OnSent:         func(sent func([]byte)) { tables.Sent = sent },
 	}

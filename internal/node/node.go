@@ -54,8 +54,8 @@ type Node struct {
 	minInterval time.Duration
 	// serving configures health and metrics. With the zero value, the node listens nowhere.
 	serving serving
-	// stuck, if not nil, is called when a transaction, or a reading of the kernel, takes longer than stuckAfter. It must
-	// end the process.
+	// stuck, if not nil, is called when a transaction, or a reading of the kernel, takes longer than stuckAfter without
+	// an answer of the kernel. It must end the process.
 	stuck func(what string)
 }
 
@@ -66,7 +66,7 @@ type configUpdate struct {
 	minInterval time.Duration
 }
 
-// stuckAfter is when a transaction counts as stuck. The kubelet restarts the proxy after two minutes, too: one until a
+// stuckAfter is when a transaction without an answer counts as stuck. The kubelet restarts the proxy after two minutes, too: one until a
 // change is late, and one of failing /livez.
 var stuckAfter = 2 * time.Minute
 
@@ -146,7 +146,7 @@ func (n *Node) localnet(planner *dataplane.Planner) reconcile.Listener {
 	}}
 }
 
-// watchdog calls stuck if the loop makes no progress. It counts ticks, so that time does not count during which this
+// watchdog calls stuck if the kernel does not answer the loop. It counts ticks, so that time does not count during which this
 // process was stopped.
 func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 	const looks = 20
@@ -159,7 +159,7 @@ func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 			return
 		case <-tick.C:
 		}
-		busy := loop.Busy()
+		busy := n.unanswered(loop)
 		if seen++; busy.IsZero() || busy != since {
 			since, seen = busy, 0
 		}
@@ -167,6 +167,19 @@ func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 			n.stuck(fmt.Sprintf("the kernel has not answered since %v", busy.Format(time.RFC3339)))
 		}
 	}
+}
+
+// unanswered returns since when the loop waits for the kernel; zero if it does not. A transaction of many messages is
+// not stuck as long as the kernel answers them.
+func (n *Node) unanswered(loop *reconcile.Loop) time.Time {
+	busy := loop.Busy()
+	if busy.IsZero() || n.Backend == nil || n.Backend.Heard == nil {
+		return busy
+	}
+	if heard := n.Backend.Heard(); heard.After(busy) {
+		return heard
+	}
+	return busy
 }
 
 // applyUpdates applies updates until the context ends.

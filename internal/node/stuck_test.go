@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/verdict-proxy/verdict/internal/backends"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/reconcile"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -34,16 +35,19 @@ func (b *slowWriter) Check() ([]string, time.Duration, error) {
 func (b *slowWriter) Remove() error { return nil }
 
 // TestLoopThatIsStuck: one transaction that does not end, and one look at the kernel, end the process; many slow ones
-// do not.
+// do not, nor does one of which the kernel answers a part now and then.
 func TestLoopThatIsStuck(t *testing.T) {
 	for _, c := range []struct {
 		what         string
 		apply, check time.Duration
+		answers      time.Duration // how often the kernel answers meanwhile; 0 means never
 		stuck        bool
 	}{
-		{"slow", stuckAfter / 2, stuckAfter / 2, false},
-		{"a transaction", 24 * time.Hour, 0, true},
-		{"a check", 0, 24 * time.Hour, true},
+		{"slow", stuckAfter / 2, stuckAfter / 2, 0, false},
+		{"a transaction", 24 * time.Hour, 0, 0, true},
+		{"a transaction of many messages", 24 * time.Hour, 0, stuckAfter / 2, false},
+		{"a transaction whose messages are not answered in time", 24 * time.Hour, 0, 24 * time.Hour, true},
+		{"a check", 0, 24 * time.Hour, 0, true},
 	} {
 		t.Run(c.what, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -56,6 +60,11 @@ func TestLoopThatIsStuck(t *testing.T) {
 				var why []string
 				began, at := time.Now(), time.Duration(0)
 				n := Node{stuck: func(what string) { why, at = append(why, what), time.Since(began) }}
+				if c.answers > 0 {
+					n.Backend = &backends.Opened{Heard: func() time.Time {
+						return began.Add(time.Since(began).Truncate(c.answers))
+					}}
+				}
 				ctx, cancel := context.WithCancel(t.Context())
 				go loop.Run(ctx)
 				go n.watchdog(ctx, &loop)
