@@ -36,7 +36,7 @@ var (
 )
 
 const (
-	scaleLimit   = 20 * time.Minute
+	scaleLimit   = time.Hour
 	scaleFlows   = 4000 // new UDP flows of a round
 	scaleSockets = 64
 	scaleForget  = 12 * time.Second // after which IPVS forgets the flows of a round

@@ -64,7 +64,7 @@ func (tb *Testbed) open(ctx context.Context, binary string, peers Peers) error {
 	}
 	tb.Plane, err = control.Start(ctx, control.Config{
 		Host: tb.Host("control"), Etcd: peers.Etcd, APIServer: peers.APIServer, ControllerManager: peers.ControllerManager,
-		Dir: dir, ServiceRanges: ServiceRange,
+		Dir: dir, ServiceRanges: ServiceRange, RequestTimeout: tb.requestTimeout(),
 	})
 	if err != nil {
 		return err
@@ -95,6 +95,12 @@ func (tb *Testbed) open(ctx context.Context, binary string, peers Peers) error {
 		return err
 	}
 	return tb.AwaitZones(ctx)
+}
+
+// requestTimeout is how long the API server may take for a request: on a slow machine longer than usual, but not as much
+// longer, since it takes that long to end, too.
+func (tb *Testbed) requestTimeout() time.Duration {
+	return max(10*time.Second, tb.Slow.Times(5*time.Second))
 }
 
 // watchStart ends the wait for proxies if one of them ends itself, with what it said last.
