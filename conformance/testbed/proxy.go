@@ -57,6 +57,9 @@ func (p *Proxy) Configure(fields, own map[string]any) error {
 	text := p.expand(p.Kind.Config)
 	if p.Kind.mode != "" {
 		document := kubeProxyConfig(p.Kind.mode, p.Node, p.testbed.Plane.Kubeconfig())
+		if !p.Kind.status {
+			merge(document, map[string]any{"ipvs": map[string]any{"minSyncPeriod": ipvsPause(p.testbed.Slow).String()}})
+		}
 		merge(document, fields)
 		b, err := yaml.Marshal(document)
 		if err != nil {
@@ -73,6 +76,12 @@ func (p *Proxy) Configure(fields, own map[string]any) error {
 		}
 	}
 	return os.WriteFile(p.config, []byte(text), 0o600)
+}
+
+// ipvsPause is kube-proxy's minSyncPeriod in mode ipvs, where each sync runs a dozen programs and writes everything. On
+// an emulated machine, one after the other would leave the API server no time to answer.
+func ipvsPause(s Slow) time.Duration {
+	return max(20*time.Millisecond, (s - 1).Times(time.Second))
 }
 
 // kubeProxyConfig is kube-proxy's file for a node. What concerns the whole machine and not the node's namespace is
