@@ -97,8 +97,8 @@ func (tb *Testbed) open(ctx context.Context, binary string, peers Peers) error {
 	return tb.AwaitZones(ctx)
 }
 
-// requestTimeout is how long the API server may take for a request: on a slow machine longer than usual, but not as much
-// longer, since it takes that long to end, too.
+// requestTimeout is how long the API server may take for a request: on a slow machine longer than usual, but not as
+// much longer, since it takes that long to end, too.
 func (tb *Testbed) requestTimeout() time.Duration {
 	return max(10*time.Second, tb.Slow.Times(5*time.Second))
 }

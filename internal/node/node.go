@@ -66,8 +66,8 @@ type configUpdate struct {
 	minInterval time.Duration
 }
 
-// stuckAfter is when a transaction without an answer counts as stuck. The kubelet restarts the proxy after two minutes, too: one until a
-// change is late, and one of failing /livez.
+// stuckAfter is when a transaction without an answer counts as stuck. The kubelet restarts the proxy after two minutes,
+// too: one until a change is late, and one of failing /livez.
 var stuckAfter = 2 * time.Minute
 
 // Run runs the node until ctx is done. What the kernel holds stays in force.
