@@ -8,6 +8,7 @@ import (
 	"hash/fnv"
 	"math/bits"
 	"strings"
+	"sync"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 )
@@ -151,6 +152,29 @@ const formatVersion = 2
 // that hash: chains in use are compared anyway. It includes sets that are not in use, because what is in use follows
 // from the elements.
 func (s Structure) digest(f ipfamily.Family) Digest {
+	structureDigests.Lock()
+	defer structureDigests.Unlock()
+	known := structureDigests.last[f]
+	if known == nil || known.structure != s {
+		known = &structureDigest{s, s.newDigest(f)}
+		structureDigests.last[f] = known
+	}
+	return known.digest
+}
+
+// structureDigests holds each family's last digest of a structure. That takes as long as a small change, and the same
+// structure is asked for again and again.
+var structureDigests struct {
+	sync.Mutex
+	last ipfamily.Per[*structureDigest]
+}
+
+type structureDigest struct {
+	structure Structure
+	digest    Digest
+}
+
+func (s Structure) newDigest(f ipfamily.Family) Digest {
 	var b bytes.Buffer
 	b.WriteByte(formatVersion)
 	l := Listing{Table: probeTable(f, s, RememberFor)}

@@ -38,8 +38,12 @@ func List(s *dataplane.State) ipfamily.Per[Listing] {
 		out[i].Table = *tt.Create
 		out[i].Table.Chains = append(out[i].Table.Chains, tt.AddChains...)
 		for set, elements := range tt.Add {
-			for _, e := range elements {
-				out[i].Elements[set] = append(out[i].Elements[set], Listed{Element: e})
+			if len(elements) == 0 {
+				continue
+			}
+			out[i].Elements[set] = make([]Listed, len(elements))
+			for n := range elements {
+				out[i].Elements[set][n].Element = elements[n]
 			}
 		}
 	}

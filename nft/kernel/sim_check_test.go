@@ -2,6 +2,8 @@ package kernel
 
 import (
 	"fmt"
+	"hash/maphash"
+	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -148,25 +150,42 @@ func (s *sim) inSync(in reconcile.InSync) {
 		}
 	}
 	st, _ := dataplane.Compute(s.proc.loop.Planner.Config(), in.Snapshot)
-	s.compare("said to be in sync", st)
+	s.compare("said to be in sync", st, false)
 }
 
-// compare compares the kernel with a state.
-func (s *sim) compare(when string, st *dataplane.State) {
-	c, list := s.k.content(), nft.List(st)
+// compare compares the kernel with a state. If both are what they were when they were last found equal, there is nothing
+// to do. Otherwise the sums of what the sets hold are compared, and each element if they differ, or to be thorough.
+func (s *sim) compare(when string, st *dataplane.State, thorough bool) {
 	s.count["comparisons"]++
-	quarantined := map[string]bool{}
+	holds, quarantined := s.k.sums(), map[string]bool{}
 	for _, q := range s.proc.loop.Quarantined() {
 		quarantined[q.Name.String()] = true
 	}
-	if len(quarantined) == 0 {
-		if d := lacking(&c, list); d != "" {
-			s.fail("%s, and the kernel does not hold what it should:\n%s", when, d)
-		}
+	if !thorough && s.equal.holds == holds && maps.Equal(s.equal.but, quarantined) && reflect.DeepEqual(s.equal.to, st) {
+		s.count["comparisons of the same"]++
 		return
 	}
+	list := nft.List(st)
+	wanted := sumsOf(&list)
+	switch {
+	case len(quarantined) > 0:
+		s.compareBut(when, st, &list, quarantined)
+	case thorough || holds != wanted:
+		c := s.k.content()
+		if d := lacking(&c, list); d != "" {
+			s.fail("%s, and the kernel does not hold what it should:\n%s", when, d)
+		} else if holds != wanted {
+			s.fail("%s, and the sums differ, but no element: %v and %v", when, holds, wanted)
+		}
+	}
+	s.equal.holds, s.equal.but, s.equal.to = holds, quarantined, st
+}
+
+// compareBut is compare for what belongs to one Service each, but for some Services.
+func (s *sim) compareBut(when string, st *dataplane.State, list *ipfamily.Per[nft.Listing], but map[string]bool) {
+	c := s.k.content()
 	for i := range c {
-		if d := lackingBut(&c[i], &list[i], quarantined); d != "" {
+		if d := lackingBut(&c[i], &list[i], but); d != "" {
 			s.fail("%s, and the kernel does not hold what it should of %s", when, d)
 		}
 		for _, set := range []nft.SetID{nft.Services, nft.UncountedServices} {
@@ -177,6 +196,71 @@ func (s *sim) compare(when string, st *dataplane.State) {
 			}
 		}
 	}
+}
+
+// contentSums stand for what lacking compares of all sets.
+type contentSums ipfamily.Per[struct {
+	bySet [nft.NumSets]uint64
+	// revision is what the revision says besides its number.
+	revision string
+}]
+
+var sumSeed = maphash.MakeSeed()
+
+// sumOf stands for the facts that an element is: see factsOf. So the sum of a set stands for all of its facts; that of
+// other facts is the same once in 2^64 times.
+func sumOf(e *nft.Element) uint64 {
+	if e.Set != nft.Endpoints && e.Set != nft.UncountedEndpoints {
+		return maphash.Comparable(sumSeed, *e)
+	}
+	var room [64]byte
+	slot := append(append(room[:0], byte(e.Set)), e.Key()...)
+	sum := maphash.Bytes(sumSeed, slot)
+	return sum + maphash.Bytes(sumSeed, append(slot[:len(slot)-4], e.Data()...))
+}
+
+// sums gives those of what the kernel holds.
+func (k *simKernel) sums() (out contentSums) {
+	for i, f := range ipfamily.All {
+		t := k.tables[f.NFProto()]
+		if t == nil {
+			continue
+		}
+		for _, s := range t.sets {
+			switch s.id {
+			case nft.Affinity:
+			case nft.ServiceCIDRs:
+				for _, e := range t.cidrs(f) {
+					out[i].bySet[s.id] += sumOf(&e)
+				}
+			case nft.RevisionSet:
+				for _, e := range s.held {
+					out[i].revision += e.Comment
+				}
+			default:
+				out[i].bySet[s.id] = s.sum
+			}
+		}
+	}
+	return out
+}
+
+// sumsOf gives those of what the kernel should hold.
+func sumsOf(list *ipfamily.Per[nft.Listing]) (out contentSums) {
+	for i := range list {
+		for set := range nft.NumSets {
+			for n := range list[i].Elements[set] {
+				switch e := &list[i].Elements[set][n].Element; set {
+				case nft.Affinity:
+				case nft.RevisionSet:
+					out[i].revision += e.Comment
+				default:
+					out[i].bySet[set] += sumOf(e)
+				}
+			}
+		}
+	}
+	return out
 }
 
 func simName(text string) (n snapshot.Name) {
@@ -202,36 +286,48 @@ func lackingBut(c *tableContent, list *nft.Listing, but map[string]bool) string 
 			want.bySet[set] = append(want.bySet[set], l.Element)
 		}
 	}
+	var sums [2]uint64
+	eachBut(c, but, func(e *nft.Element) { sums[0] += sumOf(e) })
+	eachBut(&want, but, func(e *nft.Element) { sums[1] += sumOf(e) })
+	if sums[0] == sums[1] {
+		return ""
+	}
 	count := map[fact]int{}
-	add := func(c *tableContent, n int) {
-		owner := simOwners(c)
-		for set := range c.bySet {
-			id := nft.SetID(set)
-			if id.IsShared() || !id.IsContent() {
-				continue
-			}
-			for _, e := range c.bySet[set] {
-				name := e.Service()
-				if name == "" {
-					name = owner[e.ID()]
-				}
-				if but[name] {
-					continue
-				}
-				for _, x := range factsOf(e) {
-					count[x] += n
-				}
+	adds := func(n int) func(*nft.Element) {
+		return func(e *nft.Element) {
+			for _, x := range factsOf(*e) {
+				count[x] += n
 			}
 		}
 	}
-	add(c, +1)
-	add(&want, -1)
+	eachBut(c, but, adds(+1))
+	eachBut(&want, but, adds(-1))
 	for x, n := range count {
 		if n != 0 {
 			return fmt.Sprintf("%+d %s", n, describeFact(c.family, x))
 		}
 	}
-	return ""
+	return "no element, but the sums differ"
+}
+
+// eachBut gives the elements that belong to one Service each, but for some Services.
+func eachBut(c *tableContent, but map[string]bool, do func(*nft.Element)) {
+	owner := simOwners(c)
+	for set := range c.bySet {
+		if id := nft.SetID(set); id.IsShared() || !id.IsContent() {
+			continue
+		}
+		for n := range c.bySet[set] {
+			e := &c.bySet[set][n]
+			name := e.Service()
+			if name == "" {
+				name = owner[e.ID()]
+			}
+			if !but[name] {
+				do(e)
+			}
+		}
+	}
 }
 
 func describeFact(f ipfamily.Family, x fact) string {
@@ -245,7 +341,7 @@ func describeFact(f ipfamily.Family, x fact) string {
 func (s *sim) checkRest() {
 	s.count["seen at rest"]++
 	st, _ := dataplane.Compute(s.cfg, s.watch.told)
-	s.compare("at rest", st)
+	s.compare("at rest", st, true)
 	c := s.k.content()
 	if len(s.proc.loop.Quarantined()) == 0 {
 		if bad := s.k.incomplete(&c); bad != "" {

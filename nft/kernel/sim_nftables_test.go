@@ -55,6 +55,8 @@ type simSet struct {
 	attrs []byte
 	size  int
 	held  map[string]*simElement
+	// sum is that of the hashes of what it holds: see sumOf.
+	sum uint64
 	// users is how many rules look into it.
 	users int
 }
@@ -153,14 +155,24 @@ func (x *simBatch) rollback() {
 
 func (u *simUndo) do() {
 	if now := u.set.held[u.key]; now != nil {
-		u.t.use(now.chain, -1)
+		u.t.remove(u.set, u.key, now)
 	}
-	if u.held == nil {
-		delete(u.set.held, u.key)
-		return
+	if u.held != nil {
+		u.t.put(u.set, u.key, u.held)
 	}
-	u.set.held[u.key] = u.held
-	u.t.use(u.held.chain, +1)
+}
+
+// put puts an element into a set that has none with its key.
+func (t *simTable) put(s *simSet, key string, e *simElement) {
+	s.held[key] = e
+	s.sum += sumOf(&e.Element)
+	t.use(e.chain, +1)
+}
+
+func (t *simTable) remove(s *simSet, key string, e *simElement) {
+	delete(s.held, key)
+	s.sum -= sumOf(&e.Element)
+	t.use(e.chain, -1)
 }
 
 func (t *simTable) use(chain string, n int) {
@@ -397,8 +409,7 @@ func (x *simBatch) element(t *simTable, s *simSet, f ipfamily.Family, msg uint16
 			return 0
 		}
 		x.undoElements = append(x.undoElements, simUndo{s, t, key, held, len(x.undo)})
-		delete(s.held, key)
-		t.use(held.chain, -1)
+		t.remove(s, key, held)
 		return 0
 	}
 	e := &simElement{raw: bytes.Clone(raw), chain: p.chain, isEnd: p.isEnd}
@@ -424,8 +435,7 @@ func (x *simBatch) element(t *simTable, s *simSet, f ipfamily.Family, msg uint16
 		return 0
 	}
 	x.undoElements = append(x.undoElements, simUndo{s, t, key, nil, len(x.undo)})
-	s.held[key] = e
-	t.use(e.chain, +1)
+	t.put(s, key, e)
 	return 0
 }
 
@@ -475,12 +485,19 @@ type simAnswer struct {
 const simDatagram = 16 << 10
 
 func (a *simAnswer) object(msg uint16, family uint8, attrs ...[]byte) {
-	start := a.w.Netfilter(netlink.NFTables(msg), unix.NLM_F_MULTI, family)
+	start := a.begin(msg, family)
 	for _, b := range attrs {
 		a.w.Append(b...)
 	}
-	a.w.End(start)
-	if a.w.Len() > simDatagram {
+	a.end(start)
+}
+
+func (a *simAnswer) begin(msg uint16, family uint8) int {
+	return a.w.Netfilter(netlink.NFTables(msg), unix.NLM_F_MULTI, family)
+}
+
+func (a *simAnswer) end(start int) {
+	if a.w.End(start); a.w.Len() > simDatagram {
 		a.flush()
 	}
 }
@@ -577,13 +594,13 @@ func listElements(a *simAnswer, t *simTable, attrs []byte, dump bool) unix.Errno
 		return unix.ENOENT
 	}
 	give := func(e *simElement) {
-		var w netlink.Buffer
-		w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
-		w.Text(unix.NFTA_SET_ELEM_LIST_SET, name)
-		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
-		w.Attr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, e.raw...)
-		w.Close(list)
-		a.object(unix.NFT_MSG_NEWSETELEM, a.m.Body[0], w.Bytes())
+		start := a.begin(unix.NFT_MSG_NEWSETELEM, a.m.Body[0])
+		a.w.Text(unix.NFTA_SET_ELEM_LIST_TABLE, nft.TableName)
+		a.w.Text(unix.NFTA_SET_ELEM_LIST_SET, name)
+		list := a.w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		a.w.Attr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, e.raw...)
+		a.w.Close(list)
+		a.end(start)
 	}
 	if dump {
 		for _, key := range slices.Sorted(maps.Keys(s.held)) {

@@ -44,7 +44,6 @@ var planted = []struct {
 
 // TestSimulationSeesFaults: each planted fault is seen by one of a few seeds, and with fewer steps than it took.
 func TestSimulationSeesFaults(t *testing.T) {
-	notUnderRace(t)
 	const seeds = 12
 	for _, p := range planted {
 		t.Run(p.name, func(t *testing.T) {

@@ -6,7 +6,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -64,7 +63,7 @@ func (s *sim) take() {
 		s.rest()
 		return
 	}
-	synctest.Wait()
+	s.turns.wait()
 	if s.r.IntN(4) > 0 {
 		s.pass(1 + time.Duration(s.r.Int64N(int64(2*time.Second)))>>s.r.IntN(20))
 	}
@@ -120,7 +119,7 @@ func (s *sim) remember() {
 			s.clients++
 			s.count["clients"]++
 			e, raw := simClient(f, of[key].ID(), uint32(s.clients), of[key].Member())
-			set.held[string(e.Key())] = &simElement{Element: e, raw: raw}
+			t.put(set, string(e.Key()), &simElement{Element: e, raw: raw})
 		}
 	}
 }
@@ -238,27 +237,33 @@ func (s *sim) adopt() {
 // listener hears what the loop says.
 func (s *sim) listener() reconcile.Listener {
 	return reconcile.Listener{
-		Committed: s.committed,
-		InSync:    s.inSync,
-		Failed: func(f reconcile.Failure) {
-			s.count["failed transactions"]++
-			s.note("failed: %v", f.Err)
-		},
-		Quarantined: func(r *dataplane.Refused) {
-			s.count["quarantined"] += len(r.Services)
-			for _, n := range sortedKeys(r.Services) {
-				s.note("quarantined: %v", n)
-				// A false refusal, when the backend asks for the reason of a true one, looks like a true one.
-				if svc := s.proc.loop.Planner.State().Services[n]; s.f.lies == 0 && (svc == nil || !simPoisoned(svc)) {
-					s.fail("%v is quarantined, and has nothing that the kernel refuses", n)
-				}
-			}
-		},
-		Checked: func(c reconcile.Check) {
-			if len(c.Found) > 0 && s.f.harm == 0 {
-				s.note("found: %v", c.Found)
-			}
-		},
+		Committed:   entering(&s.turns, s.committed),
+		InSync:      entering(&s.turns, s.inSync),
+		Failed:      entering(&s.turns, s.failed),
+		Quarantined: entering(&s.turns, s.quarantined),
+		Checked:     entering(&s.turns, s.checked),
+	}
+}
+
+func (s *sim) failed(f reconcile.Failure) {
+	s.count["failed transactions"]++
+	s.note("failed: %v", f.Err)
+}
+
+func (s *sim) quarantined(r *dataplane.Refused) {
+	s.count["quarantined"] += len(r.Services)
+	for _, n := range sortedKeys(r.Services) {
+		s.note("quarantined: %v", n)
+		// A false refusal, when the backend asks for the reason of a true one, looks like a true one.
+		if svc := s.proc.loop.Planner.State().Services[n]; s.f.lies == 0 && (svc == nil || !simPoisoned(svc)) {
+			s.fail("%v is quarantined, and has nothing that the kernel refuses", n)
+		}
+	}
+}
+
+func (s *sim) checked(c reconcile.Check) {
+	if len(c.Found) > 0 && s.f.harm == 0 {
+		s.note("found: %v", c.Found)
 	}
 }
 

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -39,6 +40,7 @@ const (
 	simLength  = 250
 	simDefault = 2500
 	simShort   = 1500
+	simRace    = 1000
 )
 
 // TestSimulation runs the whole line in one bubble of time: the loop, the queue, the planner and the backend of a node,
@@ -46,19 +48,23 @@ const (
 // the process is killed between two datagrams and started again. A seed always does the same. A failure names the seed
 // and the fewest steps that still fail.
 func TestSimulation(t *testing.T) {
-	notUnderRace(t)
 	if *simSeed != 0 {
-		steps := cmpSteps(*simSteps, simLength)
-		s := simulate(t, *simSeed, onlySteps(steps), nil)
+		s := simulate(t, *simSeed, onlySteps(cmp.Or(*simSteps, simLength)), nil)
 		t.Logf("digest %x: %d transactions\n%s", s.trace.Sum64(), s.count["transactions"], s.tally())
 		if s.failure != "" {
 			t.Fatal(s.describe())
 		}
 		return
 	}
-	all := cmpSteps(*simSteps, simDefault)
-	if testing.Short() && *simSteps == 0 {
+	all := *simSteps
+	switch {
+	case all > 0:
+	case raceEnabled:
+		all = simRace
+	case testing.Short():
 		all = simShort
+	default:
+		all = simDefault
 	}
 	start, total := time.Now(), map[string]int{}
 	for seed, left := *simFirst, all; left > 0; seed, left = seed+1, left-simLength {
@@ -91,20 +97,12 @@ var simMustSee = []string{"transactions", "in sync", "seen at rest", "kills", "r
 
 // TestSimulationIsDeterministic: a seed that is simulated twice sends the same bytes at the same times.
 func TestSimulationIsDeterministic(t *testing.T) {
-	notUnderRace(t)
 	for seed := range uint64(2) {
 		a, b := simulate(t, 1000+seed, allSteps(simLength), nil), simulate(t, 1000+seed, allSteps(simLength), nil)
 		if x, y := a.trace.Sum64(), b.trace.Sum64(); x != y {
 			t.Errorf("seed %d: digests %x and %x", 1000+seed, x, y)
 		}
 	}
-}
-
-func cmpSteps(asked, otherwise int) int {
-	if asked > 0 {
-		return asked
-	}
-	return otherwise
 }
 
 func allSteps(n int) []int {
@@ -128,15 +126,6 @@ func onlySteps(n int) (steps []int) {
 	return steps
 }
 
-// notUnderRace leaves simulations to "make once". What orders the driver and the loop is the clock of the bubble: one
-// sleeps while the other works. The race detector does not know that, and reports each field that both use.
-func notUnderRace(t *testing.T) {
-	t.Helper()
-	if raceEnabled {
-		t.Skip("the clock of the bubble orders goroutines, which the race detector does not see: run it by make once")
-	}
-}
-
 // sim is one simulation.
 type sim struct {
 	seed  uint64
@@ -148,6 +137,7 @@ type sim struct {
 	// r makes the choices of one step, and begins anew with each: steps can be left out without changing the others.
 	r      *rand.Rand
 	tastes simTastes
+	turns  simTurns
 	world  *walkWorld
 	cfg    dataplane.Config
 	k      *simKernel
@@ -160,6 +150,13 @@ type sim struct {
 	writer func(reconcile.Writer) reconcile.Writer
 	// lose, if not nil, has the watch lose events: a planted fault.
 	lose func(simEvent) bool
+
+	// equal is what was last found equal: what the kernel held and what it should, but for some Services.
+	equal struct {
+		holds contentSums
+		to    *dataplane.State
+		but   map[string]bool
+	}
 
 	trace interface {
 		Write([]byte) (int, error)
@@ -263,9 +260,9 @@ func (s *sim) tally() string {
 // start starts a process, which is told what there is in some order, part of it late.
 func (s *sim) start() {
 	p := &simProcess{queue: snapshot.NewQueue(1), done: make(chan struct{})}
-	s.proc, s.trouble = p, time.Now()
+	s.proc, s.trouble, s.turns.queue = p, time.Now(), p.queue
 	s.watch = &simWatch{world: s.world, queue: p.queue, told: snapshot.New(), version: 1 + s.r.IntN(1000),
-		versions: map[simObject]int{}, lose: s.lose}
+		versions: map[simObject]int{}, lose: s.lose, turns: &s.turns}
 	s.f.dead, s.f.left, s.f.dials = false, -1, 0
 	p.backend = s.newBackend()
 	var w reconcile.Writer = p.backend
@@ -284,14 +281,16 @@ func (s *sim) start() {
 		defer close(p.done)
 		defer func() {
 			if x := recover(); x != nil {
+				s.turns.enter()
 				s.fail("panic: %v\n%s", x, debug.Stack())
 			}
 		}()
 		if err := p.loop.Run(ctx); err != nil {
+			s.turns.enter()
 			s.fail("the loop ended with %v", err)
 		}
 	}()
-	synctest.Wait()
+	s.turns.wait()
 }
 
 // newBackend opens a backend over wires to the kernel in memory.
@@ -301,12 +300,13 @@ func (s *sim) newBackend() *Backend {
 		panic(err)
 	}
 	b := &Backend{netns: netns, dumpMost: oneOf(s.r, dumpMost, 4), dial: func(int) (*Conn, error) {
+		s.turns.enter()
 		if s.f.dials > 0 {
 			s.f.dials--
 			s.f.harm++
 			return nil, unix.EMFILE
 		}
-		return &Conn{Conn: netlink.New(&walkWire{Wire: &simWire{k: s.k}, f: s.f}, false)}, nil
+		return &Conn{Conn: netlink.New(&simSocket{&walkWire{Wire: &simWire{k: s.k}, f: s.f}, &s.turns}, false)}, nil
 	}}
 	for _, c := range []**Conn{&b.reader, &b.sweeper, &b.conn} {
 		if *c, err = b.openReader(); err != nil {
@@ -319,6 +319,7 @@ func (s *sim) newBackend() *Backend {
 // stop ends the process. Nothing is taken away by that.
 func (s *sim) stop() {
 	s.proc.cancel()
+	s.turns.end()
 	<-s.proc.done
 	if err := s.proc.backend.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		s.fail("close: %v", err)
@@ -334,7 +335,7 @@ func (s *sim) restart() {
 
 // settleDown lets the loop come to rest, starts a killed process anew, and looks at what must hold at any time.
 func (s *sim) settleDown() {
-	synctest.Wait()
+	s.turns.wait()
 	if s.f.dead {
 		s.note("the process is dead")
 		s.count["kills"]++
@@ -349,6 +350,5 @@ func (s *sim) settleDown() {
 
 // pass lets time pass.
 func (s *sim) pass(d time.Duration) {
-	time.Sleep(d)
-	synctest.Wait()
+	s.turns.pass(d)
 }

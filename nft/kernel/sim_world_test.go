@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
-	"testing/synctest"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/lab"
@@ -193,6 +192,7 @@ type simWatch struct {
 	world *walkWorld
 	queue *snapshot.Queue
 	// told is what the process was told of.
+	turns   *simTurns
 	told    *snapshot.Snapshot
 	pending []simEvent
 	broken  bool
@@ -213,7 +213,7 @@ func (w *simWatch) put(d snapshot.Delta) {
 	}
 	w.told.Apply(d)
 	w.queue.Put(d)
-	synctest.Wait() // who runs beside the loop does not always meet it at the same place
+	w.turns.wait() // who runs beside the loop does not always meet it at the same place
 }
 
 // simCopy copies what the world may change while it waits in the queue.
