@@ -379,8 +379,10 @@ func (m *Model) expected(s *dataplane.State) Counting {
 	return CountEndpoints.within(m.counters(), &all)
 }
 
-// Load makes the model hold a state as if it were already written.
-func (m *Model) Load(s *dataplane.State) {
+// Load makes the model hold a state as if it were already written. The transaction that it returns writes nothing; its
+// Rollback restores what the model held before.
+func (m *Model) Load(s *dataplane.State) *Txn {
+	whole := *m
 	m.clear(s)
 	p := m.planner()
 	p.silent = true
@@ -388,6 +390,7 @@ func (m *Model) Load(s *dataplane.State) {
 	p.applyRecount()
 	p.cidrs(s.ServiceCIDRs)
 	p.chains()
+	return &Txn{undo: wholeUndo(&whole)}
 }
 
 // applyRecount makes the model hold what Recount would write, as if it were already written.

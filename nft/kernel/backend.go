@@ -380,8 +380,7 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 func (b *Backend) planContent(want *dataplane.State) (left dataplane.Change, planned *nft.Txn) {
 	switch {
 	case b.syncState == stateUnknown || !b.model.Filled():
-		b.model.Load(want)
-		return dataplane.Change{}, nil
+		return dataplane.Change{}, b.model.Load(want)
 	case b.model.Fits(want, b.pending.Services, b.limit(writeAtOnce)):
 		return dataplane.Change{}, b.model.Plan(want, b.pending, 0) // only the planned content is used
 	}

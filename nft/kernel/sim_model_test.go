@@ -1,11 +1,14 @@
 package kernel
 
 import (
+	"errors"
+	"maps"
 	"math/rand/v2"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -39,5 +42,57 @@ func TestFailedReadLeavesTheModel(t *testing.T) {
 		if b.model.Digests(0) != before {
 			t.Errorf("%s: the model holds what the kernel never saw", verbNames[v])
 		}
+	}
+}
+
+// TestRefusedAfterFailedRewrite: tables are to be rewritten in several transactions, and the first cannot be sent. The
+// model holds nothing then, so that the next Apply loads all that is wanted. If the kernel refuses a Service of that,
+// the Apply after it must write the others.
+func TestRefusedAfterFailedRewrite(t *testing.T) {
+	s := &sim{k: newSimKernel(), f: newFaults(), r: rand.New(rand.NewPCG(1, 1))}
+	s.k.sent = func([]byte, int, error) {}
+	s.k.strict = func(text string) { t.Error(text) }
+	b := s.newBackend()
+	world, planner := newWalkWorld(s.r), dataplane.NewPlanner(simConfig(s.r))
+	all, _ := planner.Apply(world.snapshot(s.r), snapshot.Change{})
+	if _, err := b.Apply(planner.State(), all); err != nil {
+		t.Fatal(err)
+	}
+
+	b.syncState, b.maxElements = stateUnfixable, 8
+	s.f.armed = []*trouble{{verb: verbBatch, illness: sendFails, errno: unix.ENOBUFS}}
+	if _, err := b.Apply(planner.State(), all); !errors.Is(err, unix.ENOBUFS) {
+		t.Fatalf("error %v; want ENOBUFS", err)
+	}
+
+	bad := all.Services[0]
+	s.k.refuse = func(e *nft.Element) unix.Errno {
+		if e.Service() == bad.String() {
+			return unix.EINVAL
+		}
+		return 0
+	}
+	table := s.k.tables[unix.NFPROTO_IPV4]
+	for _, set := range table.sets { // so that the refused elements have to be written
+		if set.id == nft.Services || set.id == nft.UncountedServices {
+			for key, e := range set.held {
+				table.remove(set, key, e)
+			}
+		}
+	}
+	_, err := b.Apply(planner.State(), dataplane.Change{})
+	var refused *dataplane.Refused
+	if !errors.As(err, &refused) || refused.Services[bad] == nil {
+		t.Fatalf("error %v; want a refusal of %s", err, bad)
+	}
+	rest := *planner.State()
+	rest.Services = maps.Clone(rest.Services)
+	delete(rest.Services, bad)
+	if _, err := b.ApplyAll(&rest, dataplane.Change{Services: []snapshot.Name{bad}}); err != nil {
+		t.Fatalf("without %s: %v", bad, err)
+	}
+	c := s.k.content()
+	if d := lacking(&c, nft.List(&rest)); d != "" {
+		t.Error(d)
 	}
 }
