@@ -1,11 +1,14 @@
 package kernel
 
 import (
+	"context"
+	"slices"
 	"sync/atomic"
 	"testing/synctest"
 	"time"
 
 	"github.com/verdict-proxy/verdict/internal/netlink"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -75,4 +78,30 @@ func (w *simSocket) Room(n int) (int, error) {
 func (w *simSocket) Close() error {
 	w.turns.enter()
 	return w.Wire.Close()
+}
+
+// observe reads what metrics and health read of a process while it runs, and takes no turns: whatever the loop changes
+// without a lock after it has shown it is a race.
+func (p *simProcess) observe(ctx context.Context) (seen int) {
+	for {
+		select {
+		case <-ctx.Done():
+			return seen
+		case <-time.After(701 * time.Millisecond):
+		}
+		waiting, progress := p.queue.Waiting(), p.queue.Progress()
+		seen += waiting.Services + progress.Slices
+		for _, q := range slices.Concat(p.loop.Quarantined(), p.loop.Unscheduled()) {
+			seen += len(q.Err.Error())
+		}
+		for _, s := range p.loop.Starting() {
+			seen += len(s.Endpoints)
+		}
+		if fill := p.backend.Fill(); fill != nil {
+			seen += fill[0][nft.Services].Elements
+		}
+		if !p.loop.Busy().IsZero() {
+			seen++
+		}
+	}
 }
