@@ -153,15 +153,17 @@ func (s *sim) inSync(in reconcile.InSync) {
 	s.compare("said to be in sync", st, false)
 }
 
-// compare compares the kernel with a state. If both are what they were when they were last found equal, there is nothing
-// to do. Otherwise the sums of what the sets hold are compared, and each element if they differ, or to be thorough.
+// compare compares the kernel with a state. If both are what they were when they were last found equal, there is
+// nothing to do. Otherwise it compares the sums of what the sets hold; to be thorough, and if the sums differ, each
+// element.
 func (s *sim) compare(when string, st *dataplane.State, thorough bool) {
 	s.count["comparisons"]++
 	holds, quarantined := s.k.sums(), map[string]bool{}
 	for _, q := range s.proc.loop.Quarantined() {
 		quarantined[q.Name.String()] = true
 	}
-	if !thorough && s.equal.holds == holds && maps.Equal(s.equal.but, quarantined) && reflect.DeepEqual(s.equal.to, st) {
+	same := s.equal.holds == holds && maps.Equal(s.equal.but, quarantined) && reflect.DeepEqual(s.equal.to, st)
+	if same && !thorough {
 		s.count["comparisons of the same"]++
 		return
 	}
