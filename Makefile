@@ -159,7 +159,7 @@ soak: tools ## run the long random test, 10,000 syncs to find leaks, and 1,000 k
 
 SIM_STEPS ?= 100000
 SIM_FIRST ?= 1
-simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: 0.4 ms each
+simulate: ## simulate SIM_STEPS steps of the whole line over a kernel in memory, from seed SIM_FIRST on: half a millisecond each
 	GOGC=800 $(GO) test ./nft/kernel -run 'TestSimulation' -sim.steps $(SIM_STEPS) -sim.first $(SIM_FIRST) -timeout 24h -v
 
 MUTATE_SEED ?= 1

@@ -402,23 +402,35 @@ func TestSlotsCount(t *testing.T) {
 		st, _ := dataplane.Compute(testConfig, snap)
 		var m Model
 		kernel, all := newFakeKernel(), 0
-		for change := (dataplane.Change{Services: []snapshot.Name{s.Name}}); ; {
-			txn := m.Plan(st, change, limit)
-			if err := kernel.apply(txn); err != nil {
-				t.Fatal(err)
-			}
-			added, replaced, removed := txn.Counts()
-			if n := added + replaced + removed; n > limit+2*table {
-				t.Errorf("hash %v: %d elements in one transaction", hash, n)
-			}
-			all += added
-			if change = txn.Left; change.Empty() {
-				break
+		write := func(what string, st *dataplane.State) {
+			for change := (dataplane.Change{Services: []snapshot.Name{s.Name}}); ; {
+				txn := m.Plan(st, change, limit)
+				if err := kernel.apply(txn); err != nil {
+					t.Fatal(err)
+				}
+				added, replaced, removed := txn.Counts()
+				if n := added + replaced + removed; n > limit+2*table {
+					t.Errorf("hash %v, %s: %d elements in one transaction", hash, what, n)
+				}
+				all += added
+				if change = txn.Left; change.Empty() {
+					return
+				}
 			}
 		}
+		write("new", st)
 		if all < ports*table {
 			t.Errorf("hash %v: %d elements in all, so the test says nothing", hash, all)
 		}
+		plain, one := *s, *slice
+		plain.Scheduling = nil
+		one.Endpoints = slices.Clone(slice.Endpoints[:1])
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: &plain},
+			Slices: map[snapshot.Name]*snapshot.Slice{slice.Name: &one}})
+		few, _ := dataplane.Compute(testConfig, snap)
+		write("one endpoint", few)
+		write("several again", st)
+		write("gone", &dataplane.State{})
 	}
 }
 

@@ -85,6 +85,13 @@ func (t *transition) port(old, want *port) *port {
 		want = &port{}
 	}
 	next.frontends = t.frontends(old.frontends, want.frontends)
+	defer func() { // what goes with the last frontend that leads to it leaves less room for others
+		for i := range old.pools {
+			if len(next.frontends) == 0 || !next.pools[i].used {
+				t.room -= len(old.pools[i].slots)
+			}
+		}
+	}()
 	if len(next.frontends) == 0 {
 		return nil
 	}
@@ -135,10 +142,15 @@ func (t *transition) frontends(old, want []frontend) (next []frontend) {
 
 // slots keeps in a pool the slots that its endpoints had, and as many new ones as there is room for, but at least one
 // in all. The table of a pool with a hash is written as a whole; without room, the pool stays as it was, or starts with
-// one slot.
+// one slot. So does a pool of which endpoints had several slots each, and have fewer now.
 func (t *transition) slots(old, p *pool) {
+	gone := max(len(old.slots)-len(p.slots), 0)
+	if p.hash == dataplane.NoHash && old.repeats && gone > 0 && !t.reserve(gone) {
+		p.verdict, p.hash, p.repeats, p.slots = old.verdict, old.hash, old.repeats, old.slots
+		return
+	}
 	if p.hash != dataplane.NoHash {
-		switch n := p.distance(old); {
+		switch n := p.distance(old) + gone; {
 		case n == 0 || t.reserve(n):
 		case len(old.slots) > 0:
 			p.hash, p.repeats, p.slots = old.hash, old.repeats, old.slots
