@@ -146,8 +146,8 @@ func (n *Node) localnet(planner *dataplane.Planner) reconcile.Listener {
 	}}
 }
 
-// watchdog calls stuck if the kernel does not answer the loop. It counts ticks, so that time does not count during which this
-// process was stopped.
+// watchdog calls stuck if the kernel does not answer the loop. It counts ticks, so that time does not count during
+// which this process was stopped.
 func (n *Node) watchdog(ctx context.Context, loop *reconcile.Loop) {
 	const looks = 20
 	tick := time.NewTicker(stuckAfter / looks)

@@ -184,10 +184,11 @@ func (b *bed) checkConns(n int, flows map[flowKey]judged, changed time.Time) {
 		} else if o.drain > 0 && b.serves(o) {
 			o.raced = true // it was perhaps reset, and its next packet went to the same endpoint
 		}
-		moves := ok && f.Fate == conntrack.Deleted && answered(f.next) && !b.serves(o)
+		deleted := ok && f.Fate == conntrack.Deleted && !o.raced
+		ends, moves := deleted && !answered(f.next), deleted && answered(f.next) && !b.serves(o)
 		all.Go(func() {
-			if moves {
-				o.awaitMove()
+			if ends || moves {
+				o.awaitDeletion(ends)
 			}
 			what, wrong := o.check(ok, moves, &f)
 			mu.Lock()
@@ -269,12 +270,20 @@ const (
 	afterPause = time.Minute + late
 )
 
-// awaitMove waits until another pod answers a connection whose own serves no more. If the Cleaner deleted a flow that
-// nobody knew of, awaitCleaner waited for one flow too few.
-func (o *open) awaitMove() {
+// awaitDeletion waits until another pod answers a connection; if it ends, until nobody does, several times. If the
+// Cleaner deleted a flow that nobody knew of, awaitCleaner waited for one flow too few.
+func (o *open) awaitDeletion(ends bool) {
+	silent := 0
 	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
-		if r := o.conn.Ping(shortly); r.Outcome == lab.Answered && r.Endpoint != o.server {
+		switch r := o.conn.Ping(shortly); {
+		case r.Outcome == lab.Answered && r.Endpoint == o.server:
+			silent = 0
+		case r.Outcome == lab.Answered:
 			return
+		default:
+			if silent++; ends && silent == 3 {
+				return
+			}
 		}
 	}
 }
