@@ -208,8 +208,10 @@ func (st *slowStart) starting(now time.Time) *snapshot.Starting {
 	return out
 }
 
-// put adds a Service's Starting to a delta if it differs from that in the snapshot.
+// put shows a Service's Starting, and adds it to a delta if it differs from that in the snapshot. The snapshot may have
+// lost it already, as when the Service was deleted and came back.
 func (t *slowStarts) put(d *snapshot.Delta, s *snapshot.Snapshot, n snapshot.Name, is *snapshot.Starting) {
+	t.show(n, is)
 	was := s.Starting[n]
 	if was == is || was != nil && is != nil && slices.Equal(was.Endpoints, is.Endpoints) {
 		return
@@ -218,6 +220,10 @@ func (t *slowStarts) put(d *snapshot.Delta, s *snapshot.Snapshot, n snapshot.Nam
 		d.Starting = map[snapshot.Name]*snapshot.Starting{}
 	}
 	d.Starting[n] = is
+}
+
+// show tells others than the loop how a Service's endpoints start; nil if none does.
+func (t *slowStarts) show(n snapshot.Name, is *snapshot.Starting) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.shown[n] = is; is == nil {
@@ -228,9 +234,6 @@ func (t *slowStarts) put(d *snapshot.Delta, s *snapshot.Snapshot, n snapshot.Nam
 func (t *slowStarts) remove(st *slowStart) {
 	t.stop(st)
 	delete(t.services, st.name)
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	delete(t.shown, st.name)
 }
 
 func (t *slowStarts) stop(st *slowStart) {

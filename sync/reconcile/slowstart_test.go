@@ -196,6 +196,26 @@ func TestSlowStartEndsWithItsCause(t *testing.T) {
 	}
 }
 
+// TestSlowStartOfServiceThatIsReplaced: a Service is deleted and comes back while an endpoint of it starts, and the
+// endpoint leaves. Nobody is told any more that it starts.
+func TestSlowStartOfServiceThatIsReplaced(t *testing.T) {
+	c := newStartingCluster()
+	c.apply(false, startingService(20*time.Second))
+	c.apply(true, readyEndpoints(startingName, 1))
+	if len(c.starts.shown) != 1 {
+		t.Fatal("the endpoint does not start")
+	}
+	var d snapshot.Delta
+	d.Merge(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{startingName: nil}})
+	d.Merge(startingService(20 * time.Second))
+	d.Merge(readyEndpoints(startingName))
+	c.apply(true, d)
+	if len(c.starts.shown) != 0 || len(c.starts.steps) != 0 || len(c.snap.Starting) != 0 {
+		t.Errorf("still shown %v, with %d steps, and in the snapshot %v", c.starts.shown, len(c.starts.steps),
+			c.snap.Starting)
+	}
+}
+
 // TestEjectedEndpointStartsSlowly: an endpoint that comes back from ejection starts, one that leaves it as it is
 // unready does not.
 func TestEjectedEndpointStartsSlowly(t *testing.T) {
