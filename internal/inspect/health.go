@@ -18,12 +18,11 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-const (
-	// healthTimeout limits how long the proxy may take to report the health of endpoints.
-	healthTimeout = 2 * time.Second
-	// maxHealthBytes limits the report: about 16,384 endpoints, as many as the kernel has evidence of.
-	maxHealthBytes = 8 << 20
-)
+// maxHealthBytes limits the report: about 16,384 endpoints, as many as the kernel has evidence of.
+const maxHealthBytes = 8 << 20
+
+// healthTimeout limits how long the proxy may take to report the health of endpoints.
+var healthTimeout = 2 * time.Second
 
 // Outlier is an endpoint of a Service that does not answer this node, or refuses connections.
 type Outlier struct {

@@ -56,6 +56,8 @@ func TestLoadOutliers(t *testing.T) {
 
 // TestLoadOutliersErrors: whatever answers at that address, the error says it, is short, and comes in time.
 func TestLoadOutliersErrors(t *testing.T) {
+	defer func(d time.Duration) { healthTimeout = d }(healthTimeout)
+	healthTimeout = time.Minute // the largest report takes seconds with the race detector, on a busy machine
 	long := strings.Repeat("x", 1<<20)
 	for want, answer := range map[string]func(http.ResponseWriter){
 		"status 404":                func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
