@@ -56,8 +56,6 @@ type victim struct {
 	// stalls, if not nil, are when nobody could answer; excused counts who then waited in vain.
 	stalls  *labtest.Stalls
 	excused atomic.Int64
-	// again counts the clients of UDP that asked again.
-	again atomic.Int64
 }
 
 func (v *victim) fail(format string, args ...any) {
@@ -188,21 +186,12 @@ func (v *victim) dial(from *lab.Host, random *rand.Rand, stop <-chan struct{}) {
 			p = snapshot.UDP
 		}
 		start := time.Now()
-		r := from.Dial(p, targets[n], lab.Options{})
-		if p == snapshot.UDP && r.Outcome == lab.TimedOut && v.mayAskAgain() {
-			start = time.Now()
-			r = from.Dial(p, targets[n], lab.Options{})
-		}
-		if r.Outcome != lab.Answered {
+		if r := from.Dial(p, targets[n], lab.Options{}); r.Outcome != lab.Answered {
 			v.failSince(start, r, "%s to %s %s: %v", from.Name, targets[n], p, r)
 		}
 		v.dials.Add(1)
 	}
 }
-
-// mayAskAgain reports whether a client of UDP may ask again, as few may. Flows to an endpoint that leaves its Service
-// are deleted. If a question is on its way there at that moment, its answer does not find the client.
-func (v *victim) mayAskAgain() bool { return v.again.Add(1) <= 1+v.dials.Load()/10_000 }
 
 // hold keeps a TCP connection and pings over it until it is stopped.
 func (v *victim) hold(from *lab.Host, i int, stop <-chan struct{}) {
@@ -373,7 +362,7 @@ func TestKilled(t *testing.T) {
 	}
 	t.Logf(
 		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; "+
-			"%d failures, %d late since the machine was busy, %d asked again over UDP",
+			"%d failures, %d late since the machine was busy",
 		children,
 		keepers,
 		time.Since(start).Round(time.Millisecond),
@@ -383,7 +372,6 @@ func TestKilled(t *testing.T) {
 		v.pings.Load(),
 		len(v.failures),
 		v.excused.Load(),
-		v.again.Load(),
 	)
 	v.failed()
 	v.settle()
