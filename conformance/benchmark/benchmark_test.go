@@ -286,7 +286,7 @@ func TestMissing(t *testing.T) {
 		}
 		return strings.Join(all, " ")
 	}
-	for repeat, want := range []string{"no-proxy a b c", "no-proxy b c a", "no-proxy c a b", "no-proxy a b c"} {
+	for repeat, want := range []string{"a b c", "b c a", "c a b", "a b c"} {
 		if got := names(repeat + 1); got != want {
 			t.Errorf("repeat %d: %s, want %s", repeat+1, got, want)
 		}
@@ -295,8 +295,20 @@ func TestMissing(t *testing.T) {
 		{Size: size, Proxy: "b", Repeat: 2},
 		{Size: size, Proxy: "c", Repeat: 1, Start: &results.Wait{Limit: true}},
 	}
-	if got := names(2); got != "no-proxy a" {
+	if got := names(2); got != "a" {
 		t.Errorf("what is left of the second repeat: %s", got)
+	}
+	for _, c := range []struct {
+		size results.Size
+		want string
+	}{
+		{results.Size{Services: 20, Endpoints: 1}, "a b"},
+		{results.Size{Services: 10, Endpoints: 2}, "a b"},
+		{results.Size{Services: 9, Endpoints: 2}, "a b c"},
+	} {
+		if size = c.size; names(1) != c.want {
+			t.Errorf("%s: to be measured are %s, want %s", size, names(1), c.want)
+		}
 	}
 }
 

@@ -21,7 +21,7 @@ import (
 // The addresses. Endpoints are counted up from the beginning of their range, those that come in the place of others
 // from its middle. The server's host answers at all of them.
 var (
-	serviceRange  = netip.MustParsePrefix("10.96.0.0/16")
+	serviceRange  = netip.MustParsePrefix("10.96.0.0/15")
 	endpointRange = netip.MustParsePrefix("10.128.0.0/10")
 	podRange      = netip.MustParsePrefix("10.128.0.0/9")
 	firstService  = number(netip.MustParseAddr("10.96.1.0"))

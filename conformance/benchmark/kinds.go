@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 	"github.com/verdict-proxy/verdict/conformance/testbed"
 )
 
@@ -224,6 +223,3 @@ func (k *Kind) warm() error {
 	_, err := os.ReadFile(k.Binary)
 	return err
 }
-
-// isBaseline says that there is no proxy at all.
-func (k *Kind) isBaseline() bool { return k.Name == results.Baseline }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"runtime"
 	"strconv"
 	"strings"
@@ -39,7 +40,20 @@ func ThisMachine() (results.Machine, error) {
 		return m, err
 	}
 	m.Kernel = unix.ByteSliceToString(name.Release[:])
+	m.Tools = tools()
 	return m, nil
+}
+
+// tools gives the versions of the programs that proxies call, of those that are there.
+func tools() (versions []string) {
+	for _, name := range []string{"nft", "xtables-legacy-multi iptables"} {
+		words := strings.Fields(name)
+		out, err := exec.Command(words[0], append(words[1:], "--version")...).Output()
+		if err == nil {
+			versions = append(versions, strings.TrimSpace(string(out)))
+		}
+	}
+	return versions
 }
 
 // Load is the machine's load average over a minute; 0 if it does not say.

@@ -61,15 +61,11 @@ func (p *Plan) Run(ctx context.Context) (complete bool, err error) {
 	return true, nil
 }
 
-// missing gives the proxies whose cells are not there, beginning with another in each repeat. The node without a
-// proxy is the first.
+// missing gives the proxies whose cells are not there, beginning with another in each repeat.
 func (p *Plan) missing(size results.Size, repeat int) (missing []*Kind) {
 	n := len(p.Kinds)
-	order := []*Kind{{Name: results.Baseline}}
 	for i := range n {
-		order = append(order, p.Kinds[(i+repeat-1)%n])
-	}
-	for _, k := range order {
+		k := p.Kinds[(i+repeat-1)%n]
 		if p.Results.Find(size, k.Name, repeat) == nil && !p.hopeless(size, k.Name) {
 			missing = append(missing, k)
 		}
@@ -77,10 +73,11 @@ func (p *Plan) missing(size results.Size, repeat int) (missing []*Kind) {
 	return missing
 }
 
-// hopeless says that a proxy did not even start in time: it is not tried again.
+// hopeless says that a proxy did not even start in time in a cluster of this size, or in a smaller one: it is not
+// tried again.
 func (p *Plan) hopeless(size results.Size, proxy string) bool {
 	for _, c := range p.Results.Cells {
-		if c.Size == size && c.Proxy == proxy && c.Start != nil && c.Start.Limit {
+		if c.Size.Services <= size.Services && c.Size.Endpoints <= size.Endpoints && c.Proxy == proxy && c.Start != nil && c.Start.Limit {
 			return true
 		}
 	}
@@ -151,9 +148,8 @@ func (p *Plan) cell(ctx context.Context, w *world, k *Kind, c *results.Cell) (er
 	}
 	defer func() { err = errors.Join(err, n.close()) }()
 	s := p.Results.Settings
-	if k.isBaseline() {
-		step("connections without a proxy")
-		c.Data, err = n.data(ctx, seconds(s.DataTime), true)
+	step("connections without a proxy")
+	if c.Bare, err = n.data(ctx, seconds(s.DataTime), true); err != nil {
 		return err
 	}
 	step("start")

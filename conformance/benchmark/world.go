@@ -163,7 +163,7 @@ func (n *node) build(k *Kind) error {
 	for _, h := range []*lab.Host{n.host, n.client, n.server, n.world.host} {
 		err = errors.Join(err, h.WaitReady())
 	}
-	if err != nil || k.isBaseline() {
+	if err != nil {
 		return err
 	}
 	return n.prepare(k)

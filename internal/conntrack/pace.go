@@ -7,11 +7,15 @@ import (
 )
 
 // Work is done for workAtOnce, then there is a pause as long. When all of it is done, there is a pause restFactor times
-// as long as the work took. So many changes in a row cost at most a fifth of a core, and changes that arrive during the
-// pause are handled together.
+// as long as the work took, and leastRest at least. So many changes in a row cost at most a fifth of a core, and
+// changes that arrive during the pause are handled together.
+//
+// Even an empty table takes long to list: the kernel locks each of its 262,144 buckets, some 10 ms in all on a virtual
+// machine. Without leastRest, 100 changed endpoints a second took 0.22 cores, with it 0.11.
 const (
 	workAtOnce = 10 * time.Millisecond
 	restFactor = 4
+	leastRest  = 200 * time.Millisecond
 )
 
 // pace spreads work over time, and measures it.
@@ -94,6 +98,6 @@ func repeat(ctx context.Context, wake <-chan struct{}, next func() (due time.Tim
 		} else {
 			retry = retryFirst
 		}
-		pause(ctx, min(restFactor*worked, mostRest))
+		pause(ctx, max(leastRest, min(restFactor*worked, mostRest)))
 	}
 }

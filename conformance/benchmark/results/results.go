@@ -33,6 +33,8 @@ type Machine struct {
 	Cores  int    `json:"cores"`
 	Memory uint64 `json:"memory_bytes"`
 	Kernel string `json:"kernel"`
+	// Tools are the versions of the programs that proxies use, as they print them: "nftables v1.1.3 ...".
+	Tools []string `json:"tools,omitempty"`
 	// Guest says that it is a machine emulated in software, whose figures compare with each other only.
 	Guest bool `json:"guest,omitempty"`
 }
@@ -58,7 +60,7 @@ type Settings struct {
 
 // Method is the number of the way in which is measured now. It is counted up when figures would no longer compare
 // with those before.
-const Method = 2
+const Method = 3
 
 // Size is how large a cluster is: so many Services with so many endpoints each.
 type Size struct {
@@ -88,7 +90,7 @@ func ParseSize(text string) (Size, error) {
 
 // What there are addresses for, and how many endpoints a slice holds.
 const (
-	MaxServices  = 60000
+	MaxServices  = 100000
 	MaxEndpoints = 100
 	MaxTotal     = 2000000
 )
@@ -114,7 +116,9 @@ type Cell struct {
 	Churn   []Churn `json:"churn,omitempty"`
 	Memory  *Memory `json:"memory,omitempty"`
 	Data    *Data   `json:"data,omitempty"`
-	Giant   *Giant  `json:"giant,omitempty"`
+	// Bare is the same just before the proxy was started on this node, of connections to the endpoints themselves.
+	Bare  *Data  `json:"bare,omitempty"`
+	Giant *Giant `json:"giant,omitempty"`
 }
 
 // Wait is how long something took, in seconds. Limit says that it was not done by then.

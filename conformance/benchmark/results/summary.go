@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// Baseline is the name under which a node without a proxy is measured.
+// Baseline is the name under which nodes without a proxy are shown: all of them before their proxies were started.
 const Baseline = "no-proxy"
 
 // Row is what all repeats of a proxy in one size say together.
@@ -25,7 +25,10 @@ type Row struct {
 	Resident, Peak, Kernel Spread
 	// First, Slowest and Flow are in microseconds, Connections a second, Gigabits a second.
 	First, Slowest, Flow, Connections, Gigabits Spread
-	GiantCreated, GiantDeleted                  GiantRow
+	// Above is First less that of the same node just before, in microseconds. OpenShare and CarriedShare are Connections
+	// and Gigabits divided by those.
+	Above, OpenShare, CarriedShare Spread
+	GiantCreated, GiantDeleted     GiantRow
 }
 
 // GiantRow is what all repeats say of the giant when it was created, or deleted.
@@ -48,7 +51,11 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row := &Row{Size: size, Proxy: proxy, Churn: map[float64]ChurnRow{}}
 	var cells []*Cell
 	for _, c := range r.Cells {
-		if c.Size == size && c.Proxy == proxy {
+		switch {
+		case c.Size != size:
+		case proxy == Baseline && c.Bare != nil:
+			cells = append(cells, &Cell{Data: c.Bare})
+		case c.Proxy == proxy:
 			cells = append(cells, c)
 			if c.Error != "" {
 				row.Errors = append(row.Errors, c.Error)
@@ -73,20 +80,33 @@ func (r *Results) Row(size Size, proxy string) *Row {
 	row.Resident = memory(func(m Memory) uint64 { return m.Resident })
 	row.Peak = memory(func(m Memory) uint64 { return m.Peak })
 	row.Kernel = memory(func(m Memory) uint64 { return m.Kernel })
-	data := func(of func(Data) float64) Spread {
+	row.data(cells)
+	row.GiantCreated = giantRow(cells, func(g Giant) GiantStep { return g.Created })
+	row.GiantDeleted = giantRow(cells, func(g Giant) GiantStep { return g.Deleted })
+	return row
+}
+
+// data sums up what clients saw.
+func (row *Row) data(cells []*Cell) {
+	seen := func(of func(Data) float64) Spread {
 		return spreadOf(gather(cells, func(c *Cell) (float64, bool) { return of(deref(c.Data)), c.Data != nil }), 0)
 	}
-	row.First = data(func(d Data) float64 { return d.First })
-	row.Slowest = data(func(d Data) float64 { return d.Slowest })
+	row.First = seen(func(d Data) float64 { return d.First })
+	row.Slowest = seen(func(d Data) float64 { return d.Slowest })
+	row.Connections = seen(func(d Data) float64 { return d.Connections })
+	row.Gigabits = seen(func(d Data) float64 { return d.Gigabits })
 	row.Flow = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
 		flow := deref(c.Data).Flow
 		return deref(flow), flow != nil
 	}), 0)
-	row.Connections = data(func(d Data) float64 { return d.Connections })
-	row.Gigabits = data(func(d Data) float64 { return d.Gigabits })
-	row.GiantCreated = giantRow(cells, func(g Giant) GiantStep { return g.Created })
-	row.GiantDeleted = giantRow(cells, func(g Giant) GiantStep { return g.Deleted })
-	return row
+	beside := func(of func(with, without Data) float64) Spread {
+		return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+			return of(deref(c.Data), deref(c.Bare)), c.Data != nil && c.Bare != nil
+		}), 0)
+	}
+	row.Above = beside(func(with, without Data) float64 { return with.First - without.First })
+	row.OpenShare = beside(func(with, without Data) float64 { return with.Connections / without.Connections })
+	row.CarriedShare = beside(func(with, without Data) float64 { return with.Gigabits / without.Gigabits })
 }
 
 func giantRow(cells []*Cell, step func(Giant) GiantStep) (row GiantRow) {
@@ -183,10 +203,10 @@ func (r *Results) Sizes() (sizes []Size) {
 	return sizes
 }
 
-// Proxies gives the proxies that were measured, the known ones in their order; the baseline is none.
+// Proxies gives the proxies that were measured, the known ones in their order.
 func (r *Results) Proxies() (names []string) {
 	for _, c := range r.Cells {
-		if c.Proxy != Baseline && !slices.Contains(names, c.Proxy) {
+		if !slices.Contains(names, c.Proxy) {
 			names = append(names, c.Proxy)
 		}
 	}

@@ -82,6 +82,8 @@ func behind(s float64) string {
 }
 
 func growth(b float64) string        { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
+func above(us float64) string        { return fmt.Sprintf("%+.0f", us) }
+func percent(n float64) string       { return fmt.Sprintf("%.0f%%", n*100) }
 func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
 func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
 func microseconds(us float64) string { return fmt.Sprintf("%.0f µs", us) }
@@ -132,12 +134,13 @@ func (r *Results) tables() []table {
 				}
 				return strings.Join([]string{row.Resident.short(mebibytes), row.Peak.short(mebibytes), row.Kernel.short(mebibytes)}, " / ")
 			}, false},
-		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median / median of the slowest Service.",
+		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median, and how much that is above the same node before the proxy was started / median of the slowest Service.",
 			func(row *Row) string {
 				if row.First.N == 0 {
 					return none
 				}
-				return row.First.short(microseconds) + " / " + row.Slowest.short(microseconds)
+				return beside(row.First.short(microseconds), row.Above, row.Above.short(above)) + " / " +
+					row.Slowest.short(microseconds)
 			}, true},
 		table{"New flow", "Processor time of the first packet of a connection that the node itself sends to a Service, above one to an endpoint.",
 			func(row *Row) string {
@@ -146,12 +149,13 @@ func (r *Results) tables() []table {
 				}
 				return row.Flow.short(tenths)
 			}, false},
-		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection.",
+		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node before the proxy was started.",
 			func(row *Row) string {
 				if row.Connections.N == 0 {
 					return none
 				}
-				return row.Connections.short(thousands) + " / " + row.Gigabits.short(gigabits)
+				return beside(row.Connections.short(thousands), row.OpenShare, row.OpenShare.short(percent)) + " / " +
+					beside(row.Gigabits.short(gigabits), row.CarriedShare, row.CarriedShare.short(percent))
 			}, true},
 	)
 	return append(all, giantTables...)
@@ -176,6 +180,14 @@ func (g GiantRow) text() string {
 		g.Wait.text(Seconds), g.Longest.text(Milliseconds), g.Processor.short(Seconds),
 		g.Peak.short(growth), g.Resident.short(growth), g.Kernel.short(growth),
 	}, " / ")
+}
+
+// beside adds in brackets how a figure compares with that of a node without a proxy, if that was measured.
+func beside(text string, compared Spread, comparison string) string {
+	if compared.N == 0 {
+		return text
+	}
+	return text + " (" + comparison + ")"
 }
 
 // text prints the median and the 99th percentile.
@@ -253,6 +265,9 @@ func (r *Results) writeNotes(b *strings.Builder) {
 		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
 	if s.GiantLimit > 0 {
 		fmt.Fprintf(b, " The giant Service has %v s to come, and to go.", s.GiantLimit)
+	}
+	if len(m.Tools) > 0 {
+		fmt.Fprintf(b, " Programs of the machine: %s.", strings.Join(m.Tools, ", "))
 	}
 	b.WriteString("\n\n")
 	for _, name := range r.columns(false) {

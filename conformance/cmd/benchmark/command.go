@@ -46,7 +46,7 @@ type options struct {
 // The ordinary run, and --quick.
 var (
 	fullSettings = results.Settings{
-		Method: results.Method, StartLimit: 300, Changes: 30, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 60,
+		Method: results.Method, StartLimit: 300, Changes: 25, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 30,
 		DrainLimit: 60, DataTime: 3,
 		GiantLimit: 60,
 	}
@@ -55,7 +55,7 @@ var (
 		DrainLimit: 10, DataTime: 1,
 		GiantLimit: 30,
 	}
-	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1"}
+	fullSizes  = []string{"1000x10", "5000x10", "10000x10", "30000x10", "5000x50", "45000x1", "100000x10"}
 	quickSizes = []string{"1000x10", "5000x10"}
 	// An emulated API server takes 20 to 50 changes a second.
 	guestRates = []float64{10, 100}
@@ -282,7 +282,7 @@ func (o *options) kinds(ctx context.Context, plan *benchmark.Plan) error {
 	}
 	maps.Copy(r.Versions, versions)
 	here, err := benchmark.ThisMachine()
-	if err == nil && len(r.Cells) > 0 && r.Machine != here {
+	if err == nil && len(r.Cells) > 0 && !reflect.DeepEqual(r.Machine, here) {
 		return fmt.Errorf("%s holds results of another machine, %+v; --fresh begins anew, --out leaves it alone",
 			o.file("results.json"), r.Machine)
 	}
