@@ -4,6 +4,7 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -56,6 +57,8 @@ type victim struct {
 	// stalls, if not nil, are when nobody could answer; excused counts who then waited in vain.
 	stalls  *labtest.Stalls
 	excused atomic.Int64
+	// lost counts the datagrams that a server has answered in vain.
+	lost atomic.Int64
 }
 
 func (v *victim) fail(format string, args ...any) {
@@ -64,9 +67,13 @@ func (v *victim) fail(format string, args ...any) {
 	v.failures = append(v.failures, time.Now().Format("05.000 ")+fmt.Sprintf(format, args...))
 }
 
-// failSince reports what did not work, unless nobody came because the machine was busy: that may happen to one in a
-// hundred.
+// failSince reports what did not work, with two exceptions. Nobody answers while the machine is busy: that may happen
+// to one in a hundred. And a datagram may be on its way just when its endpoint leaves the Service: then the proxy
+// deletes the flow, and the answer, which comes a moment later, finds no way back.
 func (v *victim) failSince(start time.Time, r lab.Result, format string, args ...any) {
+	if r.Lost && v.lost.Add(1) <= 2+v.dials.Load()/10000 {
+		return
+	}
 	if r.Outcome == lab.TimedOut && v.stalls != nil && v.stalls.Since(start) &&
 		v.excused.Add(1) <= 10+(v.dials.Load()+v.pings.Load())/100 {
 		return
@@ -362,7 +369,7 @@ func TestKilled(t *testing.T) {
 	}
 	t.Logf(
 		"%d children and %d keepers killed in %v, %d flushes; %d edits; %d connections opened, %d pings over held ones; "+
-			"%d failures, %d late since the machine was busy",
+			"%d failures, %d late since the machine was busy, %d answers lost",
 		children,
 		keepers,
 		time.Since(start).Round(time.Millisecond),
@@ -372,9 +379,36 @@ func TestKilled(t *testing.T) {
 		v.pings.Load(),
 		len(v.failures),
 		v.excused.Load(),
+		v.lost.Load(),
 	)
 	v.failed()
 	v.settle()
+}
+
+// TestReady: a unit that systemd starts after the proxy finds the Services of the manifests programmed.
+func TestReady(t *testing.T) {
+	v := newVictim(t)
+	name := filepath.Join(t.TempDir(), "notify")
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
+	labtest.Check(t, err)
+	defer systemd.Close()
+	v.env = []string{"NOTIFY_SOCKET=" + name}
+	v.start()
+	labtest.Check(t, systemd.SetReadDeadline(time.Now().Add(patience)))
+	for ready, buf := false, make([]byte, 4096); !ready; {
+		n, err := systemd.Read(buf)
+		labtest.Check(t, err)
+		ready = slices.Contains(strings.Fields(string(buf[:n])), "READY=1")
+	}
+	for i := range killServices {
+		to := netip.AddrPortFrom(lab.Nth(lab.ExternalRange[0], i+1), 80)
+		if r := v.cluster.Outside.Dial(snapshot.TCP, to, lab.Options{}); r.Outcome != lab.Answered {
+			t.Errorf("%s: %v", to, r)
+		}
+	}
+	labtest.Check(t, v.keeper.Process.Signal(syscall.SIGTERM))
+	labtest.Check(t, v.keeper.Wait())
+	labtest.Check(t, v.cluster.Node.Do(removeRules))
 }
 
 // failed reports what clients did not get.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -219,9 +220,7 @@ func TestResting(t *testing.T) {
 // A process that is followed counts with what it has started.
 func TestUsage(t *testing.T) {
 	u := &usage{}
-	if err := u.follow(os.Getpid()); err != nil {
-		t.Fatal(err)
-	}
+	u.follow(os.Getpid())
 	if n := u.processes(); len(n) < 1 || n[0].pid != os.Getpid() {
 		t.Errorf("processes are %+v", n)
 	}
@@ -230,6 +229,23 @@ func TestUsage(t *testing.T) {
 	}
 	if u.kernel() != 0 {
 		t.Error("without a control group something is charged")
+	}
+	if err := u.close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestUsageChildren: what a proxy starts at once is in its control group, too.
+func TestUsageChildren(t *testing.T) {
+	u, err := newUsage()
+	if err != nil {
+		t.Fatal(err)
+	}
+	line := u.command("/usr/bin/env", "WORD=said", "/bin/sh", "-c", "/bin/cat /proc/self/cgroup; echo $WORD")
+	out, err := exec.Command(line[0], line[1:]...).CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "said") ||
+		u.group != "" && !strings.Contains(string(out), "/"+filepath.Base(u.group)+"\n") {
+		t.Errorf("%v: the child is not in %q:\n%s", err, u.group, out)
 	}
 	if err := u.close(); err != nil {
 		t.Error(err)

@@ -38,14 +38,10 @@ func (n *node) data(ctx context.Context, length time.Duration, direct bool) (*re
 	if out.Connections, err = n.connections(ctx, to, length); err != nil {
 		return nil, err
 	}
-	if out.Gigabits, err = n.throughput(ctx, n.target(n.sink(), direct), length); err != nil || direct {
-		return out, err
+	if out.Gigabits, err = n.throughput(ctx, n.target(n.sink(), direct), length); err != nil {
+		return nil, err
 	}
-	above, err := n.flow(ctx)
-	if err == nil {
-		out.Flow = &above
-	}
-	return out, err
+	return out, n.flow(ctx, direct, out)
 }
 
 // target is where a Service is reached, or if that is asked for its first endpoint.

@@ -25,13 +25,13 @@ const (
 	flowTOS = 0x08
 )
 
-// flow gives what a new flow to a Service costs above one straight to an endpoint, in microseconds of processor time:
-// of the thread that sends its SYN from the node itself, until the packet is out of the node. Both are measured by
-// turns, so that what else goes on concerns both; the median of the rounds' differences is given.
-func (n *node) flow(ctx context.Context) (float64, error) {
+// flow measures what a new flow costs, one to a Service and one straight to an endpoint, or only the latter: the
+// processor time of the thread that sends its SYN from the node itself, until the packet is out of the node. Both are
+// measured by turns, so that what else goes on concerns both. The results are the medians of the rounds.
+func (n *node) flow(ctx context.Context, onlyDirect bool, out *results.Data) error {
 	undo, err := n.flowRoutes()
 	if err != nil {
-		return 0, err
+		return err
 	}
 	f := flowSender{random: rand.New(rand.NewPCG(uint64(n.size.Services), 7))}
 	err = n.host.Do(func() (err error) { // packets from the address that the node has among pods are not masqueraded
@@ -43,30 +43,44 @@ func (n *node) flow(ctx context.Context) (float64, error) {
 		return err
 	})
 	defer f.close()
-	var above []float64
+	took := map[bool][]float64{} // by whether it is direct
 	for round := 0; round < flowRounds && err == nil && ctx.Err() == nil; round++ {
-		services := make([]int, flows)
-		for i := range services {
-			services[i] = f.random.IntN(n.size.Services)
-		}
-		var took [2]time.Duration
-		for i := range took {
-			direct := (i + round) % 2
-			if err = f.connections.ConntrackTableFlush(netlink.ConntrackTable); err != nil {
-				break
-			}
-			if took[direct], err = f.send(n, services, direct == 1); err != nil {
-				break
-			}
-		}
-		if round > 0 {
-			above = append(above, float64((took[0]-took[1]).Nanoseconds())/1000/flows)
-		}
+		err = f.round(n, round, onlyDirect, took)
 	}
 	if err = errors.Join(err, ctx.Err(), undo()); err != nil {
-		return 0, fmt.Errorf("new flows: %w", err)
+		return fmt.Errorf("new flows: %w", err)
 	}
-	return results.Median(above), nil
+	out.DirectFlow = new(results.Median(took[true]))
+	if !onlyDirect {
+		out.ServiceFlow = new(results.Median(took[false]))
+	}
+	return nil
+}
+
+// round sends to the same Services in both ways, in an order that alternates, and adds what each flow took in
+// microseconds. The first round is not counted.
+func (f *flowSender) round(n *node, round int, onlyDirect bool, took map[bool][]float64) error {
+	services := make([]int, flows)
+	for i := range services {
+		services[i] = f.random.IntN(n.size.Services)
+	}
+	for i := range 2 {
+		direct := (i+round)%2 == 1
+		if onlyDirect && !direct {
+			continue
+		}
+		if err := f.connections.ConntrackTableFlush(netlink.ConntrackTable); err != nil {
+			return err
+		}
+		all, err := f.send(n, services, direct)
+		if err != nil {
+			return err
+		}
+		if round > 0 {
+			took[direct] = append(took[direct], float64(all.Nanoseconds())/1000/flows)
+		}
+	}
+	return nil
 }
 
 // flowRoutes has the node send what it has for Services, as a default route would, and the server throw SYNs away.

@@ -54,18 +54,22 @@ func newUsage() (*usage, error) {
 	return u, nil
 }
 
-// follow begins with a process, the only one from now on, and what it starts.
-func (u *usage) follow(pid int) error {
-	if u.group != "" {
-		if err := os.WriteFile(filepath.Join(u.group, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0); err != nil {
-			return err
-		}
+// command gives one that joins the control group and then becomes another, whose children are in the group, too.
+func (u *usage) command(name string, args ...string) []string {
+	if u.group == "" {
+		return append([]string{name}, args...)
 	}
+	join := []string{"/bin/sh", "-c", `echo 0 > "$0" && exec "$@"`, filepath.Join(u.group, "cgroup.procs"), name}
+	return append(join, args...)
+}
+
+// follow begins with a process, the only one from now on, and what it starts.
+func (u *usage) follow(pid int) {
 	u.mu.Lock()
 	u.root = pid
 	u.mu.Unlock()
 	if u.stop != nil {
-		return nil
+		return
 	}
 	u.stop = make(chan struct{})
 	u.wait.Go(func() {
@@ -83,7 +87,6 @@ func (u *usage) follow(pid int) error {
 			}
 		}
 	})
-	return nil
 }
 
 // resident is the memory of all processes in bytes; what two of them share counts by halves.

@@ -210,10 +210,12 @@ func (n *node) prepare(k *Kind) error {
 	for _, a := range k.args {
 		args = append(args, strings.ReplaceAll(a, "{config}", config))
 	}
-	// env becomes the proxy, so the process is the proxy's own.
-	n.proxy = control.NewProcess(n.host, n.log, "/usr/bin/env", args...)
-	n.usage, err = newUsage()
-	return errors.Join(err, k.warm(), n.hint(k))
+	if n.usage, err = newUsage(); err != nil {
+		return err
+	}
+	args = n.usage.command("/usr/bin/env", args...)
+	n.proxy = control.NewProcess(n.host, n.log, args[0], args[1:]...)
+	return errors.Join(k.warm(), n.hint(k))
 }
 
 // hint makes the chain by which a kubelet says which variant of iptables is the host's.
@@ -239,7 +241,8 @@ func (n *node) start() error {
 	if err := n.proxy.Start(); err != nil {
 		return err
 	}
-	return n.usage.follow(n.proxy.PID())
+	n.usage.follow(n.proxy.PID())
+	return nil
 }
 
 // ended is an error if the proxy runs no more.

@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -51,12 +52,17 @@ type Result struct {
 	Latency time.Duration
 	// Err is what the kernel said, nil if an endpoint answered.
 	Err error
+	// Lost says that a Server got the datagram, and that its answer did not arrive.
+	Lost bool
 }
 
 // String is for messages: "answered by pod-1 at 10.244.1.10:80, which saw 10.244.1.11:40000", "refused: ...".
 func (r Result) String() string {
 	if r.Outcome == Answered {
 		return fmt.Sprintf("answered by %s at %s, which saw %s", r.Endpoint, r.Destination, r.Source)
+	}
+	if r.Lost {
+		return fmt.Sprintf("%s: %v, and a server has answered", r.Outcome, r.Err)
 	}
 	return fmt.Sprintf("%s: %v", r.Outcome, r.Err)
 }
@@ -167,10 +173,23 @@ func (c *Conn) Ping(timeout time.Duration) Result {
 	return r
 }
 
+// questions are the datagrams of this process that wait for an answer: an *atomic.Bool says whether a Server got them.
+var (
+	questions sync.Map
+	asked     atomic.Int64
+)
+
 // exchangeDatagram sends a datagram and waits for its answer.
 func (c *Conn) exchangeDatagram(deadline time.Time) Result {
-	c.pings++
-	question := fmt.Sprintf("ping %d", c.pings)
+	question, received := fmt.Sprintf("ping %d", asked.Add(1)), &atomic.Bool{}
+	questions.Store(question, received)
+	defer questions.Delete(question)
+	r := c.ask(question, deadline)
+	r.Lost = r.Outcome != Answered && received.Load()
+	return r
+}
+
+func (c *Conn) ask(question string, deadline time.Time) Result {
 	if err := c.conn.SetDeadline(deadline); err != nil {
 		return failedResult(err)
 	}

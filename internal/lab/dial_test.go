@@ -119,6 +119,25 @@ func TestDialNobody(t *testing.T) {
 	})
 }
 
+// A client knows whether its datagram or the answer to it was dropped.
+func TestDialLost(t *testing.T) {
+	needNft(t)
+	c := labtest.NewCluster(t, lab.Config{LocalPods: 1})
+	serve(t, c.Pods, 8080)
+	for dropped, lost := range map[string]bool{"dport": false, "sport": true} {
+		labtest.Run(t, c.Node, fmt.Sprintf(`
+			table inet t
+			delete table inet t
+			table inet t { chain pre { type filter hook prerouting priority 0; udp %s 8080 drop; }; }`, dropped),
+			"nft", "-f", "-")
+		to := netip.AddrPortFrom(c.Pods[0].IP(ipfamily.IPv4), 8080)
+		r := c.Outside.Dial(snapshot.UDP, to, lab.Options{Timeout: 200 * time.Millisecond})
+		if r.Outcome != lab.TimedOut || r.Lost != lost {
+			t.Errorf("udp %s is dropped: %v; lost is %v, want %v", dropped, r, r.Lost, lost)
+		}
+	}
+}
+
 // The client may choose its address and port, and the port is free again afterwards.
 func TestDialFrom(t *testing.T) {
 	c := labtest.NewCluster(t, lab.Config{LocalPods: 1})

@@ -163,6 +163,9 @@ func (s *Server) serveUDP(c *net.UDPConn, port uint16) {
 		if err != nil {
 			continue
 		}
+		if received, waiting := questions.Load(string(buf[:n])); waiting {
+			received.(*atomic.Bool).Store(true)
+		}
 		to := destination(oob[:oobn])
 		answer := greeting(s.host.Name, from, netip.AddrPortFrom(to, port)) + "\n" + string(buf[:n])
 		// An answer that can't be sent is one that got lost: the client times out.

@@ -156,6 +156,8 @@ type proxy struct {
 	updates chan configUpdate
 	// programmed is true once all Services are programmed. Nothing else on the host is changed before.
 	programmed atomic.Bool
+	// ready tells the supervisor so, once.
+	ready func()
 	// services is the number of Services at the last transaction.
 	services atomic.Int64
 }
@@ -219,7 +221,7 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	}
 	log.Info("starting verdict", "version", Version(), "node", name, "from", s.Manifests, "mode", opened.Mode,
 		"owns_tables", opened.Owns != nil && opened.Owns())
-	notifyReady(log)
+	defer p.awaitReady(s.Manifests != "", log).Stop()
 	beside.Go(func() { p.runBackground(ctx, opened, cleaner) })
 	starting.Stop()
 	if err := n.Run(ctx); err != nil {
@@ -229,11 +231,23 @@ func runProxy(ctx context.Context, socket *os.File, w *configWatcher, life lifet
 	return nil
 }
 
-// notifyReady tells the supervisor that the process works.
-func notifyReady(log *slog.Logger) {
-	if err := keeper.Notify("READY=1"); err != nil {
-		log.Warn(err.Error())
+// longestStart is when a proxy counts as ready that has not programmed all Services of its manifests: systemd would
+// kill it after 90 seconds. Nobody waits for the Services of an API server, which may be started by a unit that waits
+// for the proxy.
+const longestStart = 30 * time.Second
+
+// awaitReady has ready tell the supervisor that the proxy works, and calls it at once if objects come from an API
+// server.
+func (p *proxy) awaitReady(manifests bool, log *slog.Logger) *time.Timer {
+	p.ready = sync.OnceFunc(func() {
+		if err := keeper.Notify("READY=1"); err != nil {
+			log.Warn(err.Error())
+		}
+	})
+	if !manifests {
+		p.ready()
 	}
+	return time.AfterFunc(longestStart, p.ready)
 }
 
 // openSource returns the source of the objects. An API server also accepts events, and what the settings have the
@@ -324,6 +338,7 @@ func (p *proxy) written(ctx context.Context, t reconcile.Transaction) {
 		go p.sendUpdate(ctx) // who takes it waits for the loop
 	}
 	if !p.programmed.Swap(true) {
+		p.ready()
 		setSysctls(p.config.host, s, p.config.log)
 	}
 }

@@ -76,11 +76,12 @@ func (r *Results) ReadmeTable() string {
 		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)
 	})
 	line("first packet of a connection", func(row *Row) string { return row.First.short(microseconds) })
-	line("processor time of a new flow, above one without a proxy", func(row *Row) string {
-		if row.Flow.N == 0 {
-			return none
-		}
-		return row.Flow.short(tenths)
-	})
+	line("processor time of a new flow to a Service / straight to an endpoint, above one without a proxy",
+		func(row *Row) string {
+			if row.ServiceAbove.N == 0 || row.DirectAbove.N == 0 {
+				return none
+			}
+			return row.ServiceAbove.short(tenths) + " / " + row.DirectAbove.short(tenths)
+		})
 	return b.String()
 }

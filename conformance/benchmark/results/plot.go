@@ -168,7 +168,8 @@ func (r *Results) draw(p picture) ([]byte, error) {
 	}
 	pl := plot.New()
 	pl.BackgroundColor = color.White
-	pl.X.Label.Text, pl.Y.Label.Text = fmt.Sprintf("Services, %d endpoints each", pictureEndpoints), p.unit
+	pl.X.Label.Text = fmt.Sprintf("Services, %d endpoints each (logarithmic)", pictureEndpoints)
+	pl.Y.Label.Text = p.unit + " (logarithmic)"
 	style(pl)
 	axes(pl, lines)
 	grid := plotter.NewGrid()

@@ -60,7 +60,7 @@ type Settings struct {
 
 // Method is the number of the way in which is measured now. It is counted up when figures would no longer compare
 // with those before.
-const Method = 3
+const Method = 4
 
 // Size is how large a cluster is: so many Services with so many endpoints each.
 type Size struct {
@@ -171,9 +171,10 @@ type Data struct {
 	Connections float64 `json:"connections"`
 	// Gigabits is what an established connection carried a second.
 	Gigabits float64 `json:"gigabits"`
-	// Flow is the processor time of the first packet of a new flow above that of one straight to an endpoint, in
-	// microseconds; nil without a proxy.
-	Flow *float64 `json:"flow_us,omitempty"`
+	// ServiceFlow is the processor time of the first packet of a new flow to a Service, in microseconds; nil without a
+	// proxy. DirectFlow is that of one straight to an endpoint; nil if it was not measured.
+	ServiceFlow *float64 `json:"service_flow_us,omitempty"`
+	DirectFlow  *float64 `json:"direct_flow_us,omitempty"`
 }
 
 // Giant is what a Service costs with 300 externalIPs, 50 ports and 100 endpoints, in a proxy at rest: when it

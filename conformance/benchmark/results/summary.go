@@ -23,12 +23,14 @@ type Row struct {
 	Churn map[float64]ChurnRow
 	// Resident, Peak and Kernel are in bytes.
 	Resident, Peak, Kernel Spread
-	// First, Slowest and Flow are in microseconds, Connections a second, Gigabits a second.
-	First, Slowest, Flow, Connections, Gigabits Spread
-	// Above is First less that of the same node just before, in microseconds. OpenShare and CarriedShare are Connections
-	// and Gigabits divided by those.
-	Above, OpenShare, CarriedShare Spread
-	GiantCreated, GiantDeleted     GiantRow
+	// First, Slowest and both flows are in microseconds, Connections a second, Gigabits a second.
+	First, Slowest, Connections, Gigabits Spread
+	ServiceFlow, DirectFlow               Spread
+	// FirstAbove is First less that of the same node just before, in microseconds. ServiceAbove and DirectAbove are the
+	// flows less DirectFlow then. OpenShare and CarriedShare are Connections and Gigabits divided by those.
+	FirstAbove, ServiceAbove, DirectAbove Spread
+	OpenShare, CarriedShare               Spread
+	GiantCreated, GiantDeleted            GiantRow
 }
 
 // GiantRow is what all repeats say of the giant when it was created, or deleted.
@@ -95,16 +97,25 @@ func (row *Row) data(cells []*Cell) {
 	row.Slowest = seen(func(d Data) float64 { return d.Slowest })
 	row.Connections = seen(func(d Data) float64 { return d.Connections })
 	row.Gigabits = seen(func(d Data) float64 { return d.Gigabits })
-	row.Flow = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
-		flow := deref(c.Data).Flow
-		return deref(flow), flow != nil
-	}), 0)
+	flow := func(of func(Data) *float64) (took, above Spread) {
+		took = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+			flow := of(deref(c.Data))
+			return deref(flow), flow != nil
+		}), 0)
+		above = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+			flow, bare := of(deref(c.Data)), deref(c.Bare).DirectFlow
+			return deref(flow) - deref(bare), flow != nil && bare != nil
+		}), 0)
+		return took, above
+	}
+	row.ServiceFlow, row.ServiceAbove = flow(func(d Data) *float64 { return d.ServiceFlow })
+	row.DirectFlow, row.DirectAbove = flow(func(d Data) *float64 { return d.DirectFlow })
 	beside := func(of func(with, without Data) float64) Spread {
 		return spreadOf(gather(cells, func(c *Cell) (float64, bool) {
 			return of(deref(c.Data), deref(c.Bare)), c.Data != nil && c.Bare != nil
 		}), 0)
 	}
-	row.Above = beside(func(with, without Data) float64 { return with.First - without.First })
+	row.FirstAbove = beside(func(with, without Data) float64 { return with.First - without.First })
 	row.OpenShare = beside(func(with, without Data) float64 { return with.Connections / without.Connections })
 	row.CarriedShare = beside(func(with, without Data) float64 { return with.Gigabits / without.Gigabits })
 }

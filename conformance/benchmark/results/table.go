@@ -83,6 +83,7 @@ func behind(s float64) string {
 
 func growth(b float64) string        { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
 func above(us float64) string        { return fmt.Sprintf("%+.0f", us) }
+func aboveTenths(us float64) string  { return fmt.Sprintf("%+.1f", us) }
 func percent(n float64) string       { return fmt.Sprintf("%.0f%%", n*100) }
 func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
 func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
@@ -139,16 +140,11 @@ func (r *Results) tables() []table {
 				if row.First.N == 0 {
 					return none
 				}
-				return beside(row.First.short(microseconds), row.Above, row.Above.short(above)) + " / " +
+				return beside(row.First.short(microseconds), row.FirstAbove, row.FirstAbove.short(above)) + " / " +
 					row.Slowest.short(microseconds)
 			}, true},
-		table{"New flow", "Processor time of the first packet of a connection that the node itself sends to a Service, above one to an endpoint.",
-			func(row *Row) string {
-				if row.Flow.N == 0 {
-					return none
-				}
-				return row.Flow.short(tenths)
-			}, false},
+		table{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the same node before the proxy was started.",
+			(*Row).flows, true},
 		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node before the proxy was started.",
 			func(row *Row) string {
 				if row.Connections.N == 0 {
@@ -180,6 +176,18 @@ func (g GiantRow) text() string {
 		g.Wait.text(Seconds), g.Longest.text(Milliseconds), g.Processor.short(Seconds),
 		g.Peak.short(growth), g.Resident.short(growth), g.Kernel.short(growth),
 	}, " / ")
+}
+
+// flows prints what new flows cost.
+func (row *Row) flows() string {
+	if row.DirectFlow.N == 0 {
+		return none
+	}
+	direct := beside(row.DirectFlow.short(tenths), row.DirectAbove, row.DirectAbove.short(aboveTenths))
+	if row.ServiceFlow.N == 0 {
+		return none + " / " + direct
+	}
+	return beside(row.ServiceFlow.short(tenths), row.ServiceAbove, row.ServiceAbove.short(aboveTenths)) + " / " + direct
 }
 
 // beside adds in brackets how a figure compares with that of a node without a proxy, if that was measured.
