@@ -242,3 +242,68 @@ func TestAskedMeanwhile(t *testing.T) {
 		}
 	}
 }
+
+// TestAskedInParts: a large Service's wish changes, and the process ends when a part of it is written. The next one does
+// not take the tables for what they should be, whatever the Service asks for by then.
+func TestAskedInParts(t *testing.T) {
+	state := func(wish snapshot.Counters, ports int) *dataplane.State {
+		s := webService()
+		s.Counters = wish
+		slice := &snapshot.Slice{Name: s.Name, Service: s.Name.Name}
+		port := s.Ports[0]
+		s.Ports = nil
+		for i := range ports {
+			port.Name, port.Port = fmt.Sprintf("p%d", i), uint16(80+i)
+			s.Ports = append(s.Ports, port)
+			slice.Ports = append(slice.Ports, snapshot.SlicePort{Name: port.Name, Protocol: snapshot.TCP, Port: 8080})
+		}
+		for e := range 20 {
+			slice.Endpoints = append(slice.Endpoints, snapshot.Endpoint{
+				Addr: netip.AddrFrom4([4]byte{10, 128, 0, byte(e)}), Ready: true, Serving: true})
+		}
+		snap := snapshot.New()
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: s},
+			Slices: map[snapshot.Name]*snapshot.Slice{s.Name: slice}})
+		st, _ := dataplane.Compute(testConfig, snap)
+		return st
+	}
+	mixed := 0
+	for _, wishes := range [][2]snapshot.Counters{
+		{snapshot.CountersByBudget, snapshot.CountersNever}, {snapshot.CountersNever, snapshot.CountersByBudget},
+	} {
+		before, now := state(wishes[0], 3), state(wishes[1], 2)
+		for limit := 1; ; limit += 4 {
+			var m Model
+			m.Load(before)
+			txn := m.Plan(now, dataplane.Change{Services: sortedNames(now.Services)}, limit)
+			if len(txn.Left.Services) == 0 {
+				break
+			}
+			var found ipfamily.Per[Found]
+			for i, f := range ipfamily.All {
+				found[i] = Found{Revision: m.Revision(f), Digests: m.Digests(f)}
+			}
+			held := m.services[txn.Left.Services[0]]
+			if !slices.ContainsFunc(held.ports, func(p *port) bool { return p.counting != m.quota().of(held) }) {
+				continue
+			}
+			mixed++
+			for _, next := range []*dataplane.State{state(wishes[0], len(held.ports)), state(wishes[1], len(held.ports))} {
+				var is Model
+				is.Load(next)
+				if !is.Stale(&found).All() {
+					t.Errorf("from %v to %v, %d elements: not everything is stale", wishes[0], wishes[1], limit)
+				}
+			}
+			for len(m.Recounts(1)) > 0 {
+				m.Recount(1, 1000)
+			}
+			if got := m.Revision(ipfamily.IPv4).Counted; got != m.counting.String() {
+				t.Errorf("after the recount, the tables count %q", got)
+			}
+		}
+	}
+	if mixed == 0 {
+		t.Error("no Service was written in part")
+	}
+}

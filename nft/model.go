@@ -163,6 +163,7 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 // added.
 func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
+	defer p.recountParts()
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
 	for _, name := range names {
 		done := true
@@ -190,6 +191,18 @@ func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int)
 		if p.planned >= limit {
 			*left = slices.Clone(names[i+1:])
 			return
+		}
+	}
+}
+
+// recountParts schedules recounts of Services of which this transaction writes a part, if the rest is counted in another
+// way: a process that finds the tables as they are then must not take them for written.
+func (p *planner) recountParts() {
+	m := p.m
+	for _, was := range p.txn.undo.services {
+		held := m.services[was.name]
+		if held != nil && slices.ContainsFunc(held.ports, func(q *port) bool { return q.counting != m.quota().of(held) }) {
+			m.recount = append(slices.Clip(m.recount), was.name)
 		}
 	}
 }
