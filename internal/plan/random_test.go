@@ -194,7 +194,7 @@ func (b *bed) checkConns(n int, flows map[flowKey]judged, changed time.Time) {
 			mu.Lock()
 			defer mu.Unlock()
 			b.tally[what]++
-			if what == "cut" {
+			if what == "cut" || what == newRefused { // a sweep after an earlier change may find the unanswered packet
 				b.unanswered++
 			}
 			if wrong != "" {
@@ -335,6 +335,9 @@ func (o *open) check(predicted, moves bool, f *judged) (what, wrong string) {
 	return "not concerned", ""
 }
 
+// newRefused is what became of a connection that stays while no new one is let in.
+const newRefused = "kept, new ones refused"
+
 // checkRefused looks whether a new connection of the same client is refused.
 func (o *open) checkRefused() (what, wrong string) {
 	k := o.frontend
@@ -342,6 +345,5 @@ func (o *open) checkRefused() (what, wrong string) {
 	if r.Outcome == lab.Answered && r.Endpoint != "" {
 		return "", "a new connection was answered by " + r.Endpoint
 	}
-
-	return "kept, new ones refused", ""
+	return newRefused, ""
 }
