@@ -139,12 +139,14 @@ func (p *planner) recountRequests() {
 	p.changedRequests = nil
 }
 
-// markCounted updates the digest of what is counted, or is not, because a Service asks for it. Digests of elements
-// leave that out.
+// markCounted updates the digest of what is counted, or is not, because a Service asks for it or is written in part.
+// Digests of elements leave that out.
 func (p *planner) markCounted(s *service, do func(*Digest, Digest)) {
 	for _, port := range s.ports {
 		asked := &p.m.tables[port.id.family].asked
 		switch {
+		case s.mixed: // no process ever wants this, so the next one writes everything that is not as it should be
+			do(asked, digestOf([]byte("written in part "+port.id.name.String())))
 		case s.counters == snapshot.CountersNever:
 			do(asked, digestOf([]byte("not counted "+port.id.name.String())))
 		case s.counters == snapshot.CountersFirst && port.counting == CountEndpoints:

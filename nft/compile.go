@@ -29,7 +29,9 @@ const (
 type service struct {
 	name snapshot.Name
 	// counters is its claim on the budget for counters.
-	counters   snapshot.Counters
+	counters snapshot.Counters
+	// mixed says that a change is written in part, so that its ports are not all counted as they should be.
+	mixed      bool
 	clusterIPs []netip.Addr
 	// silent, pingable and balanced are elements of SilentClusterIPs, PingableIPs and LoadBalancerIPs.
 	silent, pingable, balanced []netip.Addr

@@ -147,6 +147,7 @@ func (f *frontend) elements() int {
 // counted copies a service, with another counting.
 func (s *service) counted(q quota) *service {
 	out, level := s.shallowCopy(), q.of(s)
+	out.mixed = false
 	for _, p := range out.ports {
 		p.counting = level
 	}

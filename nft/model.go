@@ -163,13 +163,12 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 // added.
 func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
-	defer p.recountParts()
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
 	for _, name := range names {
 		done := true
 		if before := p.m.services[name]; before != nil && before.losesFrontend(s.Services[name]) {
 			var next *service
-			next, done = before.stepToward(target(name), limit-p.planned, false)
+			next, done = p.stepToward(before, target(name), limit-p.planned, false)
 			p.service(name, next)
 		}
 		if !done || p.planned >= limit {
@@ -182,7 +181,7 @@ func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int)
 	for i, name := range names {
 		before, next, done := p.m.serviceOrEmpty(name), target(name), true
 		if room := limit - p.planned; next.size()+before.size()+before.rangesChange(s.Services[name]) > room {
-			next, done = before.stepToward(next, room, true)
+			next, done = p.stepToward(before, next, room, true)
 		}
 		p.service(name, next)
 		if !done {
@@ -195,16 +194,12 @@ func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int)
 	}
 }
 
-// recountParts schedules recounts of Services of which this transaction writes a part, if the rest is counted in another
-// way: a process that finds the tables as they are then must not take them for written.
-func (p *planner) recountParts() {
-	m := p.m
-	for _, was := range p.txn.undo.services {
-		held := m.services[was.name]
-		if held != nil && slices.ContainsFunc(held.ports, func(q *port) bool { return q.counting != m.quota().of(held) }) {
-			m.recount = append(slices.Clip(m.recount), was.name)
-		}
-	}
+// stepToward takes a Service a step further.
+func (p *planner) stepToward(before, want *service, room int, grow bool) (next *service, done bool) {
+	next, done = before.stepToward(want, room, grow)
+	level := p.m.quota().of(next)
+	next.mixed = slices.ContainsFunc(next.ports, func(q *port) bool { return q.counting != level })
+	return next, done
 }
 
 // losesFrontend reports whether a Service has a frontend that it should not have.
@@ -244,8 +239,8 @@ func (m *Model) Recounts(n int) []snapshot.Name { return m.recount[:min(n, len(m
 
 // shallowCopy copies a service; its pools share their slots with it.
 func (s *service) shallowCopy() *service {
-	out := &service{name: s.name, counters: s.counters, clusterIPs: s.clusterIPs, silent: s.silent, pingable: s.pingable,
-		balanced: s.balanced, sources: s.sources,
+	out := &service{name: s.name, counters: s.counters, mixed: s.mixed, clusterIPs: s.clusterIPs, silent: s.silent,
+		pingable: s.pingable, balanced: s.balanced, sources: s.sources,
 		ports: make([]*port, len(s.ports))}
 	for i, p := range s.ports {
 		q := *p
