@@ -52,9 +52,10 @@ func (s *sim) committed(c reconcile.Commit) {
 	}
 	// A table of a hash is written as a whole, and may be the last that there is room for.
 	most := 2 * (writeAtOnce + largestTable)
-	if c.Full || c.First {
+	if c.Full || c.First || s.proc.filling {
 		most = 2 * (fillAtOnce + largestTable)
 	}
+	s.proc.filling = (c.Full || s.proc.filling) && len(c.Left) > 0
 	if n := c.Added + 2*c.Replaced + c.Removed; n > most {
 		s.fail("a transaction of %d elements", n)
 	}

@@ -176,6 +176,8 @@ type simProcess struct {
 	backend *Backend
 	cancel  context.CancelFunc
 	done    chan struct{}
+	// filling says that new tables are written in parts, and not complete yet.
+	filling bool
 }
 
 // simulate takes some steps of a seed.
