@@ -224,7 +224,7 @@ func followFile(t *testing.T, text string) *reloading {
 	w := newConfigWatcher(&config.Flags{Config: r.path}, s, problems, newLogger(r.said, s.Log))
 	w.host = hostFiles(t)
 	w.start()
-	r.proxy = &proxy{config: w, object: &nodeObject{name: "node", config: w, seen: func() {}},
+	r.proxy = &proxy{config: w, ready: func() {}, object: &nodeObject{name: "node", config: w, seen: func() {}},
 		updates: make(chan configUpdate), ipvs: &ipvsChoice{log: w.log.Logger, probe: func(...string) error { return nil }}}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
