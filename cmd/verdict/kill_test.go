@@ -71,7 +71,7 @@ func (v *victim) fail(format string, args ...any) {
 // to one in a hundred. And a datagram may be on its way just when its endpoint leaves the Service: then the proxy
 // deletes the flow, and the answer, which comes a moment later, finds no way back.
 func (v *victim) failSince(start time.Time, r lab.Result, format string, args ...any) {
-	if r.Lost && v.lost.Add(1) <= 2+v.dials.Load()/10000 {
+	if r.Lost && v.lost.Add(1) <= 1+v.dials.Load()/50000 {
 		return
 	}
 	if r.Outcome == lab.TimedOut && v.stalls != nil && v.stalls.Since(start) &&

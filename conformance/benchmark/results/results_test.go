@@ -129,7 +129,8 @@ func TestParseSize(t *testing.T) {
 	if s, err := ParseSize("10000x10"); err != nil || s != (Size{10000, 10}) || s.String() != "10000x10" {
 		t.Errorf("%v, %v", s, err)
 	}
-	for _, bad := range []string{"", "10000", "x", "0x10", "10x0", "10x10x10", "-1x10", "100001x1", "1x101", "60000x100", "a x b"} {
+	for _, bad := range []string{"", "10000", "x", "0x10", "10x0", "10x10x10", "-1x10", "100001x1",
+		"1x101", "60000x100", "a x b"} {
 		if s, err := ParseSize(bad); err == nil {
 			t.Errorf("%q is %v", bad, s)
 		}
@@ -177,7 +178,8 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	slow := map[string]float64{"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
 	service, direct, bare := 5+n/50, 3+n/80, 2.5
-	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20, ServiceFlow: &service, DirectFlow: &direct}
+	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20,
+		ServiceFlow: &service, DirectFlow: &direct}
 	c.Bare = &Data{First: 18, Slowest: 19 + float64(repeat), Connections: 21000, Gigabits: 21, DirectFlow: &bare}
 	if proxy == "kube-proxy-nftables" && size.Services == 30000 {
 		c.Start, c.Data = &Wait{Seconds: 300, Limit: true, Processor: 250}, nil

@@ -135,7 +135,8 @@ func (r *Results) tables() []table {
 				}
 				return strings.Join([]string{row.Resident.short(mebibytes), row.Peak.short(mebibytes), row.Kernel.short(mebibytes)}, " / ")
 			}, false},
-		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median, and how much that is above the same node before the proxy was started / median of the slowest Service.",
+		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median, and how much " +
+			"that is above the same node before the proxy was started / median of the slowest Service.",
 			func(row *Row) string {
 				if row.First.N == 0 {
 					return none
@@ -143,9 +144,13 @@ func (r *Results) tables() []table {
 				return beside(row.First.short(microseconds), row.FirstAbove, row.FirstAbove.short(above)) + " / " +
 					row.Slowest.short(microseconds)
 			}, true},
-		table{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the same node before the proxy was started.",
+		table{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a " +
+			"Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the " +
+			"same node before the proxy was started.",
 			(*Row).flows, true},
-		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node before the proxy was started.",
+		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of " +
+			"the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node " +
+			"before the proxy was started.",
 			func(row *Row) string {
 				if row.Connections.N == 0 {
 					return none
