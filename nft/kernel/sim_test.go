@@ -92,16 +92,19 @@ func TestSimulation(t *testing.T) {
 var simMustSee = []string{"transactions", "in sync", "seen at rest", "kills", "restarts", "quarantined", "breaks",
 	"failed transactions", "adopted", "clients"}
 
-// TestSimulationIsDeterministic: a seed that is simulated twice sends the same bytes at the same times.
+// TestSimulationIsDeterministic: a seed that is simulated again sends the same bytes at the same times.
 func TestSimulationIsDeterministic(t *testing.T) {
-	seeds := []uint64{1000, 1001}
+	seeds, times := []uint64{1000, 1001, 1002}, 4
 	if raceEnabled { // which takes ten times as long
-		seeds = seeds[:1]
+		seeds, times = seeds[:1], 2
 	}
 	for _, seed := range seeds {
-		a, b := simulate(t, seed, allSteps(simLength), nil), simulate(t, seed, allSteps(simLength), nil)
-		if x, y := a.trace.Sum64(), b.trace.Sum64(); x != y {
-			t.Errorf("seed %d: digests %x and %x", seed, x, y)
+		digests := map[uint64]bool{}
+		for range times {
+			digests[simulate(t, seed, allSteps(simLength), nil).trace.Sum64()] = true
+		}
+		if len(digests) > 1 {
+			t.Errorf("seed %d: digests %x", seed, slices.Collect(maps.Keys(digests)))
 		}
 	}
 }

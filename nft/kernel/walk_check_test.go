@@ -50,7 +50,11 @@ func (w *walker) content() (c content) {
 func (w *walker) readElements(t *tableContent, i int) {
 	w.t.Helper()
 	t.family = ipfamily.All[i]
+	count := w.setCounts(t.family)
 	for set := range nft.NumSets {
+		if n, told := count[set.String()]; told && n == 0 && !nft.SetByID(set).Interval {
+			continue // most sets are empty, and asking each takes most of a walk's time
+		}
 		listed, err := w.eye.Elements(t.family, set)
 		w.must(err)
 		t.bySet[set] = make([]nft.Element, len(listed))
@@ -58,6 +62,19 @@ func (w *walker) readElements(t *tableContent, i int) {
 			t.bySet[set][n] = listed[n].Element
 		}
 	}
+}
+
+// setCounts gives how many elements each set has, if the kernel tells (Linux 6.16). A set of
+// ranges with one that has no end counts one too few.
+func (w *walker) setCounts(f ipfamily.Family) map[string]int {
+	w.t.Helper()
+	count := map[string]int{}
+	w.must(w.eye.objects(f, unix.NFT_MSG_GETSET, func(attrs netlink.Attributes) {
+		if v := attrs[nftaSetCount]; len(v) == 4 {
+			count[attrs[unix.NFTA_SET_NAME].Text()] = int(v.Big32())
+		}
+	}))
+	return count
 }
 
 // elements gives those of all sets.

@@ -1,6 +1,7 @@
 package reconcile
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"maps"
@@ -133,4 +134,52 @@ func nameOfEither(a, b *dataplane.Service) snapshot.Name {
 		return a.Name
 	}
 	return b.Name
+}
+
+// threeParts is a kernel that takes a part of the first transaction, fails at the rest, and takes what comes then.
+type threeParts struct {
+	queue *snapshot.Queue
+	at    []time.Time
+}
+
+func (w *threeParts) Apply(want *dataplane.State, change dataplane.Change) (r dataplane.Receipt, err error) {
+	time.Sleep(time.Millisecond)
+	switch w.at = append(w.at, time.Now()); len(w.at) {
+	case 1:
+		w.queue.Put(service("b"))
+		r.Left = change.Services
+	case 2:
+		err = errors.New("no memory")
+	}
+	return r, err
+}
+
+func (w *threeParts) Check() ([]string, time.Duration, error) { return nil, 0, nil }
+
+func (w *threeParts) Remove() error { return nil }
+
+// TestRetryWaits: if a change comes while a part is written, and goes out with the rest, it does not hasten the retry.
+// That was so in every other case: select takes any of two channels that are ready.
+func TestRetryWaits(t *testing.T) {
+	for range 20 {
+		synctest.Test(t, func(t *testing.T) {
+			q := snapshot.NewQueue(1)
+			w := &threeParts{queue: q}
+			l := &Loop{Queue: q, Planner: dataplane.NewPlanner(dataplane.Config{}), Writer: w,
+				Log: slog.New(slog.DiscardHandler)}
+			q.Put(service("a"))
+			q.Synced()
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			if err := l.Run(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if len(w.at) != 3 {
+				t.Fatalf("transactions at %v; want 3", w.at)
+			}
+			if waited := w.at[2].Sub(w.at[1]); waited < retryFirst {
+				t.Fatalf("the retry came after %v; want %v at least", waited, retryFirst)
+			}
+		})
+	}
 }

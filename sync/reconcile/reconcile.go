@@ -199,18 +199,20 @@ func (l *Loop) await(ctx context.Context, alarm *time.Timer) bool {
 		}
 		select {
 		case <-ctx.Done():
-			return false
 		case <-l.Queue.Wake():
-			return true
+			check = false
 		case <-alarm.C:
+			select { // of several that are ready, select takes any: a change comes first
+			case <-l.Queue.Wake():
+				check = false
+			default:
+			}
+		}
+		if ctx.Err() != nil {
+			return false
 		}
 		if !check {
 			return true
-		}
-		select {
-		case <-l.Queue.Wake(): // a change comes first
-			return true
-		default:
 		}
 		if l.check(); l.foreign > 0 {
 			return true
@@ -247,10 +249,9 @@ func (l *Loop) pause(ctx context.Context, rest *time.Timer, rested time.Time) bo
 	}
 	select {
 	case <-ctx.Done():
-		return false
 	case <-rest.C:
-		return true
 	}
+	return ctx.Err() == nil
 }
 
 // step applies one delta and writes the difference.
