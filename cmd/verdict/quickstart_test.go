@@ -9,7 +9,6 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -19,11 +18,14 @@ import (
 // shBlock is a block of code that a document gives a shell to run.
 var shBlock = regexp.MustCompile("(?ms)^```sh\n(.*?)^```")
 
+// shellLine is the line by which docs/QUICKSTART.md opens a shell in namespaces of its own.
+var shellLine = regexp.MustCompile(`(?m)^    # unshare (.* sh)$`)
+
 // bePython makes the test program what docs/QUICKSTART.md starts python3 for: a server of one page.
 const bePython = "VERDICT_TEST_BE_PYTHON"
 
-// TestQuickstart types what docs/QUICKSTART.md says, in a network namespace: both servers answer, then one is taken out
-// of the file, and at the end the tables are gone.
+// TestQuickstart types what docs/QUICKSTART.md says, in namespaces of its own: both servers answer, then one is taken
+// out of the file, at the end the tables are gone, and no process outlives the shell.
 func TestQuickstart(t *testing.T) {
 	document, err := os.ReadFile(filepath.Join(repository, "docs", "QUICKSTART.md"))
 	labtest.Check(t, err)
@@ -31,7 +33,11 @@ func TestQuickstart(t *testing.T) {
 	for i, m := range shBlock.FindAllSubmatch(document, -1) {
 		script += "echo ==== " + strconv.Itoa(i) + "\n" + string(m[1])
 	}
-	script += "echo ==== end\nnft list tables\nkill $(jobs -p) 2> /dev/null || true\n"
+	script += "echo ==== end\nnft list tables\n"
+	shell := shellLine.FindSubmatch(document)
+	if shell == nil {
+		t.Fatal("no line of the document opens a shell in namespaces of its own")
+	}
 
 	dir, bin := t.TempDir(), t.TempDir()
 	self, err := os.Executable()
@@ -42,11 +48,9 @@ func TestQuickstart(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
-	sh := exec.CommandContext(ctx, "bash", "-c", script)
+	sh := exec.CommandContext(ctx, "unshare", append(strings.Fields(string(shell[1])), "-c", script)...)
 	sh.Dir = dir
 	sh.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"))
-	sh.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Setpgid: true}
-	sh.Cancel = func() error { return syscall.Kill(-sh.Process.Pid, syscall.SIGKILL) }
 	sh.WaitDelay = 5 * time.Second
 	out, err := sh.CombinedOutput()
 	if err != nil {
@@ -68,6 +72,23 @@ func TestQuickstart(t *testing.T) {
 	if strings.Contains(parts[4], "verdict") {
 		t.Errorf("tables are left:\n%s", parts[4])
 	}
+	if left := processesIn(t, dir); len(left) > 0 {
+		t.Errorf("processes outlive the shell: %q", left)
+	}
+}
+
+// processesIn returns the command lines of all processes whose working directory is dir.
+func processesIn(t *testing.T, dir string) (lines []string) {
+	t.Helper()
+	list, err := filepath.Glob("/proc/[0-9]*/cwd")
+	labtest.Check(t, err)
+	for _, link := range list {
+		if at, err := os.Readlink(link); err == nil && at == dir {
+			line, _ := os.ReadFile(filepath.Join(filepath.Dir(link), "cmdline"))
+			lines = append(lines, string(line))
+		}
+	}
+	return lines
 }
 
 // servePage does what "python3 -m http.server --directory DIR --bind ADDRESS PORT" does, by the same arguments.
