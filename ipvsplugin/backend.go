@@ -37,6 +37,8 @@ type Backend struct {
 	services []netip.Prefix
 	// dirty says that the kernel may not hold want, so that all of it has to be compared.
 	dirty bool
+	// unacked is what inner was asked for since Apply last succeeded as a whole.
+	unacked dataplane.Change
 	// active says that IPVS is in use, or that something of ours is left in it. have, routes, guarded and devices are
 	// then what the kernel holds, unless stale is set: then they are read again.
 	active, stale bool
@@ -157,7 +159,9 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 		b.dirty = true
 		return r, err
 	}
-	inner, err := b.inner.Apply(want, change)
+	// It acknowledged what it wrote before an error, but the caller never heard of that.
+	b.unacked = b.unacked.With(change)
+	inner, err := b.inner.Apply(want, b.unacked)
 	// Nothing may be removed from IPVS while packets are still sent there.
 	for err == nil && len(inner.Left) > 0 && b.active {
 		var r dataplane.Receipt
@@ -172,7 +176,9 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 	if b.active {
 		err = b.finish(touched, &r)
 	}
-	b.dirty = err != nil
+	if b.dirty = err != nil; !b.dirty {
+		b.unacked = dataplane.Change{}
+	}
 	after := b.sent()
 	return sum(inner, r, dataplane.Receipt{
 		Messages: after.Messages - before.Messages, Bytes: after.Bytes - before.Bytes, Commit: spent + time.Since(start),

@@ -1032,6 +1032,48 @@ func TestIPVSBreaksLater(t *testing.T) {
 	w.wants()
 }
 
+// inParts is a backend that leaves something of what it is asked for first, fails at that, and then goes on.
+type inParts struct {
+	reconcile.Writer
+	told []dataplane.Change
+}
+
+func (p *inParts) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	switch p.told = append(p.told, change); len(p.told) {
+	case 1:
+		return dataplane.Receipt{Left: change.Services}, nil
+	case 2:
+		return dataplane.Receipt{}, errors.New("no")
+	}
+	return p.Writer.Apply(want, change)
+}
+
+// TestIPVSTellsAgain: the other backend acknowledges a part and fails at the rest. Whoever calls both believes then
+// that neither wrote anything, and may not name the Service again, since it wants again what was there before. So the
+// other backend is told again what it was told.
+func TestIPVSTellsAgain(t *testing.T) {
+	w := newWorld(t, 2, 0, dataplane.IPVSAuto)
+	a := app{number: 1, scheduling: scheduler("rr"), here: ready(0)}
+	w.apply(w.delta(a))
+	inner := &inParts{Writer: w.nft}
+	w.backend.inner = inner
+	a.here = ready(1)
+	if _, err := w.try(w.delta(a)); err == nil {
+		t.Fatal("there was no error")
+	}
+	for _, want := range []int{1, 0} {
+		before := len(inner.told)
+		w.apply()
+		named := 0
+		for _, c := range inner.told[before:] {
+			named += len(c.Services)
+		}
+		if named != want {
+			t.Errorf("the other backend was told of %d Services: %+v; want %d", named, inner.told[before:], want)
+		}
+	}
+}
+
 // TestIPVSRefuses refuses one Service, by name, and serves the other.
 func TestIPVSRefuses(t *testing.T) {
 	w := newWorld(t, 1, 0, dataplane.IPVSAlways)

@@ -204,7 +204,8 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 			r.Left, r.Counted = txn.Left.Services, b.model.Counting().String()
 			fill := b.model.Fill()
 			b.fill.Store(&fill)
-			return r, b.committed(txn)
+			b.committed(txn)
+			return r, nil
 		}
 		if err = b.failed(txn, err); err != nil || attempt == maxAttempts {
 			return r, errors.Join(err, errAttempts(err, attempt))
@@ -522,8 +523,9 @@ func (b *Backend) refusals(refused []netlink.Error) error {
 	return errors.Join(errs...)
 }
 
-// committed does what follows a committed transaction.
-func (b *Backend) committed(txn *nft.Txn) error {
+// committed does what follows a committed transaction. Whatever fails here does not undo it, and is done again by a
+// Check.
+func (b *Backend) committed(txn *nft.Txn) {
 	sweeps := false
 	for i := range txn.Tables {
 		tt := &txn.Tables[i]
@@ -536,25 +538,22 @@ func (b *Backend) committed(txn *nft.Txn) error {
 		}
 	}
 	if sweeps {
-		// Most maps are small, and clients wait to be sent elsewhere. Check does the rest, and what failed once more.
+		// Most maps are small, and clients wait to be sent elsewhere.
 		_, _ = b.sweepUntil(time.Now().Add(checkBudget))
 	}
-	return b.rememberTables()
+	b.rememberTables()
 }
 
 // rememberTables records the identity of our tables, so that a later check can tell whether they are still the same.
-func (b *Backend) rememberTables() error {
+func (b *Backend) rememberTables() {
 	for i, f := range ipfamily.All {
 		if b.tables[i].exists {
 			continue
 		}
-		info, err := b.reader.table(f)
-		if err != nil {
-			return err
+		if info, err := b.reader.table(f); err == nil {
+			b.tables[i] = info
 		}
-		b.tables[i] = info
 	}
-	return nil
 }
 
 // Replay sends a batch that another Backend made: see Conn.Replay.

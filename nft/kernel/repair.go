@@ -244,7 +244,9 @@ func (b *Backend) checkTables() ([]string, error) {
 			return nil, err
 		}
 		was := b.tables[i]
-		tables[i] = info
+		if tables[i] = info; !was.exists { // it could not be read after the transaction
+			was = info
+		}
 		switch {
 		case !info.exists:
 			found = append(found, fmt.Sprintf("%s %s: the table is gone", f.NFT(), nft.TableName))

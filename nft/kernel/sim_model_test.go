@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
@@ -94,5 +95,31 @@ func TestRefusedAfterFailedRewrite(t *testing.T) {
 	c := s.k.content()
 	if d := lacking(&c, nft.List(&rest)); d != "" {
 		t.Error(d)
+	}
+}
+
+// TestCommittedThoughTablesWereNotSeen: after a transaction the identity of new tables cannot be read. The kernel has
+// committed it, so Apply must not fail: its caller would believe that the kernel holds what it held before. A Check
+// reads it later, and does not take our own tables for others.
+func TestCommittedThoughTablesWereNotSeen(t *testing.T) {
+	s := &sim{k: newSimKernel(), f: newFaults(), r: rand.New(rand.NewPCG(1, 1))}
+	s.k.sent = func([]byte, int, error) {}
+	s.k.strict = func(text string) { t.Error(text) }
+	b := s.newBackend()
+	planner := dataplane.NewPlanner(simConfig(s.r))
+	change, _ := planner.Apply(newWalkWorld(s.r).snapshot(s.r), snapshot.Change{})
+	s.f.armed = []*trouble{{verb: verbTable, illness: closedBefore, skip: len(ipfamily.All)}}
+	if _, err := b.Apply(planner.State(), change); err != nil {
+		t.Errorf("Apply: %v", err)
+	}
+	if len(s.f.armed) > 0 || b.tables[0].exists {
+		t.Fatalf("the tables were seen: %+v", b.tables)
+	}
+	s.k.noise()
+	if found, _, err := b.Check(); len(found) > 0 || err != nil {
+		t.Errorf("Check found %q, %v", found, err)
+	}
+	if !b.tables[0].exists {
+		t.Error("the Check did not see the tables")
 	}
 }

@@ -11,9 +11,9 @@ import (
 type Writer interface {
 	// Apply brings the kernel to a state in one transaction, or closer to it if one would be too large. In that case
 	// Receipt.Left names the Services that are not written completely, and the caller calls Apply again, maybe with
-	// another state. After an error the kernel still holds what it held before, and the next Apply must compare the
-	// whole state, whatever its Change says. That Change starts at the last acknowledged state, so a Writer that knows
-	// that the kernel holds exactly that state may rely on it.
+	// another state. After an error the caller takes it that the kernel still holds what it held before: the Change of
+	// the next Apply starts at the last acknowledged state. A Writer that knows that the kernel holds exactly that state
+	// may rely on it. Any other must compare whatever it may have written meanwhile, although no Change names it.
 	//
 	// If the kernel rejects what belongs to some Services, the error wraps a *dataplane.Refused that names them.
 	Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error)
