@@ -46,7 +46,8 @@ type options struct {
 // The ordinary run, and --quick.
 var (
 	fullSettings = results.Settings{
-		Method: results.Method, StartLimit: 300, Changes: 25, ChangesLimit: 90, Rates: []float64{100, 1000}, ChurnTime: 30,
+		// Three repeats make it 36 changes and 45 s of each rate.
+		Method: results.Method, StartLimit: 300, Changes: 12, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 15,
 		DrainLimit: 60, DataTime: 3,
 		GiantLimit: 60,
 	}
