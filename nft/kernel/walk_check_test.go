@@ -52,11 +52,7 @@ func (w *walker) readElements(t *tableContent, i int) {
 	t.family = ipfamily.All[i]
 	count := w.setCounts(t.family)
 	for set := range nft.NumSets {
-		if n, told := count[set.String()]; told && n == 0 && !nft.SetByID(set).Interval {
-			continue // most sets are empty, and asking each takes most of a walk's time
-		}
-		listed, err := w.eye.Elements(t.family, set)
-		w.must(err)
+		listed := w.listed(t.family, set, count)
 		t.bySet[set] = make([]nft.Element, len(listed))
 		for n := range listed {
 			t.bySet[set][n] = listed[n].Element
@@ -64,8 +60,26 @@ func (w *walker) readElements(t *tableContent, i int) {
 	}
 }
 
-// setCounts gives how many elements each set has, if the kernel tells (Linux 6.16). A set of
-// ranges with one that has no end counts one too few.
+// listed gives the elements of a set. Reading takes most of a walk's time, so the sets that are empty are not listed,
+// and the others are not counted again.
+func (w *walker) listed(f ipfamily.Family, set nft.SetID, count map[string]int) []nft.Listed {
+	w.t.Helper()
+	if n, told := count[set.String()]; told && !nft.SetByID(set).Interval {
+		if n == 0 {
+			return nil
+		}
+		list, twice, err := w.eye.list(f, set)
+		if err == nil && !twice && len(list) == n {
+			return list
+		}
+	}
+	list, err := w.eye.Elements(f, set)
+	w.must(err)
+	return list
+}
+
+// setCounts gives how many elements each set has, if the kernel tells (Linux 6.16). A set of ranges counts one too few
+// if one of them has no end.
 func (w *walker) setCounts(f ipfamily.Family) map[string]int {
 	w.t.Helper()
 	count := map[string]int{}
