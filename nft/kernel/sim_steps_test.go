@@ -218,8 +218,9 @@ func (s *sim) cleanse() {
 
 // adopt starts another process on what the kernel holds: if nothing is refused, it has nothing to write.
 func (s *sim) adopt() {
-	if len(s.proc.loop.Quarantined())+len(s.watch.told.Health) > 0 { // which the next process does not know
-		return
+	fresh, _ := dataplane.Compute(s.cfg, s.watch.told)
+	if len(s.proc.loop.Quarantined())+len(s.watch.told.Health)+len(s.slotsByHistory(fresh)) > 0 {
+		return // the next process does not know of that
 	}
 	before := s.count["transactions"]
 	s.restart()
