@@ -217,15 +217,23 @@ func (s *service) losesFrontend(want *dataplane.Service) bool {
 	})
 }
 
-// Recount plans some of the Services whose elements have another level of counting than they should, up to a limit of
-// elements. Their slots must be known: Recounts names the Services.
+// Recount plans some of the Services whose elements have another level of counting than they should, up to about limit
+// elements: at least one port. Their slots must be known: Recounts names the Services.
 func (m *Model) Recount(n, limit int) *Txn {
 	p := m.planner()
 	names := m.recount[:min(n, len(m.recount))]
 	done := 0
 	for ; done < len(names) && p.planned < limit; done++ {
-		if held := m.services[names[done]]; held != nil {
-			p.service(names[done], held.counted(m.quota()))
+		held := m.services[names[done]]
+		if held == nil {
+			continue
+		}
+		next, all := held.counted(m.quota()), true
+		if room := limit - p.planned; held.size()+next.size() > room {
+			next, all = p.stepToward(held, next, room, true)
+		}
+		if p.service(names[done], next); !all {
+			break
 		}
 	}
 	m.recount = m.recount[done:]

@@ -402,6 +402,11 @@ func TestSlotsCount(t *testing.T) {
 		st, _ := dataplane.Compute(testConfig, snap)
 		var m Model
 		kernel, all := newFakeKernel(), 0
+		check := func(what string, n int) {
+			if n > limit+2*table+6 { // the last port's
+				t.Errorf("hash %v, %s: %d elements in one transaction", hash, what, n)
+			}
+		}
 		write := func(what string, st *dataplane.State) {
 			for change := (dataplane.Change{Services: []snapshot.Name{s.Name}}); ; {
 				txn := m.Plan(st, change, limit)
@@ -409,9 +414,7 @@ func TestSlotsCount(t *testing.T) {
 					t.Fatal(err)
 				}
 				added, replaced, removed := txn.Counts()
-				if n := added + replaced + removed; n > limit+2*table {
-					t.Errorf("hash %v, %s: %d elements in one transaction", hash, what, n)
-				}
+				check(what, added+replaced+removed)
 				all += added
 				if change = txn.Left; change.Empty() {
 					return
@@ -421,6 +424,24 @@ func TestSlotsCount(t *testing.T) {
 		write("new", st)
 		if all < ports*table {
 			t.Errorf("hash %v: %d elements in all, so the test says nothing", hash, all)
+		}
+		sticky := *s
+		sticky.Affinity = time.Hour
+		snap.Apply(snapshot.Delta{Services: map[snapshot.Name]*snapshot.Service{s.Name: &sticky}})
+		remembered, _ := dataplane.Compute(testConfig, snap)
+		write("with affinity", remembered)
+		write("without affinity", st)
+		for _, level := range []Counting{CountFrontends, CountEndpoints} {
+			m.counting, m.recount = level, m.Names()
+			for len(m.Recounts(1)) > 0 {
+				txn := m.Recount(1, limit)
+				if err := kernel.apply(txn); err != nil {
+					t.Fatal(err)
+				}
+				added, replaced, removed := txn.Counts()
+				check(fmt.Sprint("counted: ", level), added+replaced+removed)
+				all += added
+			}
 		}
 		plain, one := *s, *slice
 		plain.Scheduling = nil

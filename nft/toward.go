@@ -84,6 +84,12 @@ func (t *transition) port(old, want *port) *port {
 	if want == nil {
 		want = &port{}
 	}
+	changes := t.grow && len(want.frontends) > 0
+	if changes {
+		if n := old.moving(want); n > 0 && !t.reserve(n) {
+			return &next
+		}
+	}
 	next.frontends = t.frontends(old.frontends, want.frontends)
 	defer func() { // what goes with the last frontend that leads to it leaves less room for others
 		for i := range old.pools {
@@ -95,13 +101,14 @@ func (t *transition) port(old, want *port) *port {
 	if len(next.frontends) == 0 {
 		return nil
 	}
-	if t.grow && len(want.frontends) > 0 {
+	if changes {
 		next.timeout, next.counting, next.local, next.pools = want.timeout, want.counting, want.local, want.pools
 		for i := range next.pools {
-			if next.pools[i].used {
-				t.slots(&old.pools[i], &next.pools[i])
-			} else {
+			switch {
+			case !next.pools[i].used:
 				next.pools[i] = old.pools[i]
+			case !old.movesSlots(want, poolIndex(i)): // otherwise there is room
+				t.slots(&old.pools[i], &next.pools[i])
 			}
 		}
 	}
@@ -112,6 +119,28 @@ func (t *transition) port(old, want *port) *port {
 		}
 	}
 	return &next
+}
+
+// movesSlots reports whether the slots of a pool go into another map, since counting or session affinity changes.
+func (p *port) movesSlots(want *port, i poolIndex) bool {
+	return len(p.pools[i].slots) > 0 && want.pools[i].used && p.slotSet(i) != want.slotSet(i)
+}
+
+// moving returns how many elements of a port go into other maps, or become members, or are members no longer. They all
+// do so in one transaction.
+func (p *port) moving(want *port) (n int) {
+	for i := range numPools {
+		if len(p.pools[i].slots) == 0 || !want.pools[i].used {
+			continue
+		}
+		if p.movesSlots(want, i) {
+			n += len(p.pools[i].slots) + len(want.pools[i].slots)
+		}
+		if p.memberSet() != want.memberSet() || p.sticky(i) != want.sticky(i) {
+			n += len(p.members(i)) + len(want.members(i))
+		}
+	}
+	return n
 }
 
 // frontends walks both sorted lists side by side.

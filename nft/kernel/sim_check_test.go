@@ -50,10 +50,11 @@ func (s *sim) committed(c reconcile.Commit) {
 	if s.f.dead { // whoever is dead hears nothing
 		return
 	}
-	// A table of a hash is written as a whole, and may be the last that there is room for.
-	most := 2 * (writeAtOnce + largestTable)
+	// A port that goes into other maps does so as a whole, and may be the last that there is room for: two tables of a
+	// hash, removed and added.
+	most := 2*writeAtOnce + 4*largestTable
 	if c.Full || c.First || s.proc.filling {
-		most = 2 * (fillAtOnce + largestTable)
+		most = 2*fillAtOnce + 4*largestTable
 	}
 	s.proc.filling = (c.Full || s.proc.filling) && len(c.Left) > 0
 	if n := c.Added + 2*c.Replaced + c.Removed; n > most {
