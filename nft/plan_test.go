@@ -455,6 +455,53 @@ func TestSlotsCount(t *testing.T) {
 	}
 }
 
+// TestSmallTransactionsEnd: whatever a port is and becomes, transactions take it there, each with something to do,
+// however few elements one may have.
+func TestSmallTransactionsEnd(t *testing.T) {
+	type shape struct {
+		affinity   time.Duration
+		scheduling *snapshot.Scheduling
+		counters   snapshot.Counters
+		endpoints  int
+	}
+	var shapes []shape
+	for _, affinity := range []time.Duration{0, time.Hour} {
+		for _, scheduling := range []*snapshot.Scheduling{nil, {Scheduler: snapshot.Hash}} {
+			for _, counters := range []snapshot.Counters{snapshot.CountersByBudget, snapshot.CountersNever} {
+				for _, endpoints := range []int{0, 1, 4} {
+					shapes = append(shapes, shape{affinity, scheduling, counters, endpoints})
+				}
+			}
+		}
+	}
+	state := func(sh shape) *dataplane.State {
+		s := webService()
+		s.Affinity, s.Scheduling, s.Counters = sh.affinity, sh.scheduling, sh.counters
+		s.ExternalIPs = []netip.Addr{addr("203.0.113.1")}
+		return stateOf(s, []int{1, 2, 3, 4}[:sh.endpoints]...)
+	}
+	name := webService().Name
+	for _, from := range shapes {
+		for _, to := range shapes {
+			for _, limit := range []int{1, 5, 30} {
+				var m Model
+				kernel := newFakeKernel()
+				for _, st := range []*dataplane.State{state(from), state(to)} {
+					for change, n := (dataplane.Change{Services: []snapshot.Name{name}}), 0; !change.Empty(); n++ {
+						txn := m.Plan(st, change, limit)
+						if err := kernel.apply(txn); err != nil {
+							t.Fatal(err)
+						}
+						if change = txn.Left; txn.Empty() && !change.Empty() || n > 100 {
+							t.Fatalf("from %+v to %+v, %d elements each: transaction %d does nothing", from, to, limit, n)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
 // TestLongNames says that a name longer than the kernel's limit for comments is cut, not refused.
 func TestLongNames(t *testing.T) {
 	s := webService()

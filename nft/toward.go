@@ -84,10 +84,12 @@ func (t *transition) port(old, want *port) *port {
 	if want == nil {
 		want = &port{}
 	}
-	changes := t.grow && len(want.frontends) > 0
+	changes, moves := t.grow && len(want.frontends) > 0, false
 	if changes {
-		if n := old.moving(want); n > 0 && !t.reserve(n) {
-			return &next
+		if n := old.moving(want); n > 0 {
+			if moves = t.reserve(n); !moves {
+				return &next
+			}
 		}
 	}
 	next.frontends = t.frontends(old.frontends, want.frontends)
@@ -107,7 +109,7 @@ func (t *transition) port(old, want *port) *port {
 			switch {
 			case !next.pools[i].used:
 				next.pools[i] = old.pools[i]
-			case !old.movesSlots(want, poolIndex(i)): // otherwise there is room
+			case !moves: // otherwise there is room
 				t.slots(&old.pools[i], &next.pools[i])
 			}
 		}
@@ -121,24 +123,20 @@ func (t *transition) port(old, want *port) *port {
 	return &next
 }
 
-// movesSlots reports whether the slots of a pool go into another map, since counting or session affinity changes.
-func (p *port) movesSlots(want *port, i poolIndex) bool {
-	return len(p.pools[i].slots) > 0 && want.pools[i].used && p.slotSet(i) != want.slotSet(i)
-}
-
-// moving returns how many elements of a port go into other maps, or become members, or are members no longer. They all
-// do so in one transaction.
+// moving returns how many elements of a port change at once if slots go into other maps, since counting or session
+// affinity changes, or if endpoints become members or are members no longer; 0 if neither is so. The port then changes
+// as a whole: one that kept some of its slots could be what it was before, and never come to an end.
 func (p *port) moving(want *port) (n int) {
+	moves := false
 	for i := range numPools {
-		if len(p.pools[i].slots) == 0 || !want.pools[i].used {
-			continue
-		}
-		if p.movesSlots(want, i) {
-			n += len(p.pools[i].slots) + len(want.pools[i].slots)
-		}
-		if p.memberSet() != want.memberSet() || p.sticky(i) != want.sticky(i) {
-			n += len(p.members(i)) + len(want.members(i))
-		}
+		moves = moves || len(p.pools[i].slots) > 0 && want.pools[i].used &&
+			(p.slotSet(i) != want.slotSet(i) || p.memberSet() != want.memberSet() || p.sticky(i) != want.sticky(i))
+	}
+	if !moves {
+		return 0
+	}
+	for i := range numPools {
+		n += len(p.pools[i].slots) + len(p.members(i)) + len(want.pools[i].slots) + len(want.members(i))
 	}
 	return n
 }

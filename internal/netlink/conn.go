@@ -143,8 +143,9 @@ func (c *Conn) makeRoom(n int) error {
 	return nil
 }
 
-// errTorn ends a list from which objects may be missing.
-var errTorn = fmt.Errorf("others changed what is listed: %w", unix.EINTR)
+// ErrTorn ends a list from which objects may be missing, since others changed what is listed. It is EINTR, as is a
+// request that the kernel refuses with that number.
+var ErrTorn = fmt.Errorf("others changed what is listed: %w", unix.EINTR)
 
 // Ask sends a request whose answer Next reads. A request that is no dump is made to be acknowledged, which ends the
 // answer.
@@ -164,8 +165,8 @@ func (c *Conn) Ask(request []byte) error {
 }
 
 // Next reads one datagram of the answer, and calls do with the body of each object in it, which is valid until do
-// returns. Done says that nothing follows; the error is then what the kernel says to the request: an *Error, or one
-// that is EINTR if others changed a list while it was read, so that objects may be missing. The next request discards
+// returns. Done says that nothing follows; the error is then what the kernel says to the request: an *Error, or
+// ErrTorn if others changed a list while it was read, so that objects may be missing. The next request discards
 // an answer that is not read to its end.
 func (c *Conn) Next(do func(body []byte)) (done bool, err error) {
 	n, err := c.recv(true)
@@ -199,7 +200,7 @@ func (c *Conn) objects(n int, do func(body []byte)) (done bool, err error) {
 			return true, e
 		}
 		if c.torn {
-			return true, errTorn
+			return true, ErrTorn
 		}
 		return true, nil
 	}

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
 )
 
@@ -89,7 +90,7 @@ func (b *Backend) sweepStep() (done bool, err error) {
 	done, err = b.sweeper.Next(withAttributes(func(attrs []byte) {
 		eachElement(f, nft.Affinity, attrs, func(e nft.Listed) { s.add(&e.Element, b.model.Remembers(f, &e.Element)) })
 	}))
-	if done && (errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EINTR)) {
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, netlink.ErrTorn) {
 		err = nil
 	}
 	return done, err

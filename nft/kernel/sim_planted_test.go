@@ -38,6 +38,9 @@ var planted = []struct {
 	})},
 	{"a transaction is said to be written", func(s *sim) { s.writer = wrong(nil, true, false) }},
 	{"an innocent Service is blamed", func(s *sim) { s.writer = wrong(nil, false, true) }},
+	{"the last Service is left for ever", func(s *sim) {
+		s.writer = func(w reconcile.Writer) reconcile.Writer { return &endlessWriter{w} }
+	}},
 	{"the watch loses a slice", loses("slice")},
 	{"the watch loses a Service", loses("service")},
 }
@@ -131,4 +134,15 @@ func (w *wrongWriter) Apply(want *dataplane.State, change dataplane.Change) (dat
 		return dataplane.Receipt{}, &dataplane.Refused{Services: map[snapshot.Name]error{change.Services[0]: unix.EINVAL}}
 	}
 	return w.Writer.Apply(&st, change)
+}
+
+// endlessWriter says of some changes that a Service is still to be written.
+type endlessWriter struct{ reconcile.Writer }
+
+func (w *endlessWriter) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	r, err := w.Writer.Apply(want, change)
+	if err == nil && len(change.Services) == 1 {
+		r.Left = change.Services
+	}
+	return r, err
 }

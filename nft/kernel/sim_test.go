@@ -166,6 +166,8 @@ type sim struct {
 		Write([]byte) (int, error)
 		Sum64() uint64
 	}
+	// applies counts the transactions of a step.
+	applies int
 	count   map[string]int
 	notes   []string
 	failure string
@@ -194,6 +196,7 @@ func simulate(t *testing.T, seed uint64, steps []int, plant func(*sim)) *sim {
 func (s *sim) run() {
 	s.begin()
 	for _, s.step = range s.steps {
+		s.applies = 0
 		s.r = rand.New(rand.NewPCG(s.seed, uint64(s.step)))
 		s.f.random = s.r
 		s.take()
@@ -275,6 +278,7 @@ func (s *sim) start() {
 	if s.writer != nil {
 		w = s.writer(w)
 	}
+	w = &countingWriter{w, s}
 	p.loop = &reconcile.Loop{Queue: p.queue, Planner: dataplane.NewPlanner(s.cfg), Writer: w,
 		Log: slog.New(slog.DiscardHandler), Listeners: []reconcile.Listener{s.listener()}}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -300,6 +304,23 @@ func (s *sim) start() {
 		}
 	}()
 	s.turns.wait()
+}
+
+// maxApplies is more transactions than a step takes, however little each may hold.
+const maxApplies = 50_000
+
+// countingWriter ends a loop that never comes to rest, which no time would.
+type countingWriter struct {
+	reconcile.Writer
+	s *sim
+}
+
+func (w *countingWriter) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
+	w.s.turns.enter()
+	if w.s.applies++; w.s.applies > maxApplies {
+		panic("there is no end of transactions")
+	}
+	return w.Writer.Apply(want, change)
 }
 
 // newBackend opens a backend over wires to the kernel in memory.

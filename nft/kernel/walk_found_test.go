@@ -88,25 +88,35 @@ func TestSocketsAreReplaced(t *testing.T) {
 	}
 }
 
-// TestSweepThatCannotAsk: an error in asking for the affinity map is an error, and no reason to wait for the answer.
-func TestSweepThatCannotAsk(t *testing.T) {
+// TestSweepFails: an error in asking for the affinity map is an error, and no reason to wait for the answer. A refusal
+// of the kernel, whatever its number, is no end of the list. The map is swept once more.
+func TestSweepFails(t *testing.T) {
 	s := newSite(t, 4, Options{})
 	b := s.backend
-	sick(b.sweeper, []error{unix.ENOMEM}, nil)
-	b.sweep.schedule(0, 1, time.Now())
-	for {
-		_, again, err := b.Check()
-		if err != nil {
-			break
+	for name, plant := range map[string]func(){
+		"sending": func() { sick(b.sweeper, []error{unix.ENOMEM}, nil) },
+		"refused": func() {
+			f := newFaults()
+			f.armed, f.random = []*trouble{{verb: verbSweep, illness: refusedFalsely, errno: unix.EINTR}}, s.random
+			b.sweeper.Wire = &walkWire{Wire: b.sweeper.Wire, f: f}
+		},
+	} {
+		plant()
+		b.sweep.schedule(0, 1, time.Now())
+		for {
+			_, again, err := b.Check()
+			if err != nil {
+				break
+			}
+			if again == 0 {
+				t.Fatalf("%s: no error", name)
+			}
 		}
-		if again == 0 {
-			t.Fatal("no error")
+		if b.sweep.left[0] == 0 {
+			t.Errorf("%s: nobody looks at the map once more", name)
 		}
+		quiet(t, b)
 	}
-	if b.sweep.left[0] == 0 {
-		t.Error("nobody looks at the map once more")
-	}
-	quiet(t, b)
 }
 
 // TestRefusedInDoubt: while tables are in doubt, a Service is refused. Asked for what was acknowledged before, of
