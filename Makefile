@@ -177,8 +177,10 @@ image: ## build the container image, with buildah or docker
 release: ## make packages, image, chart and all else of a release from the last commit, into bin/release: VERSION=v0.2.0
 	$(GO) run -C deploy/release . --version '$(VERSION)' --out $(abspath $(BIN))/release
 
-# The second build is of a clone in another directory.
-release-check: release ## the same, twice: every byte must be equal
+# The second build is of a clone in another directory. Without buildah there would be no image in either.
+release-check: ## the same, twice: every byte must be equal
+	internal/guest/install buildah
+	$(MAKE) --no-print-directory release VERSION='$(VERSION)'
 	deploy/release/check '$(VERSION)' $(abspath $(BIN))/release
 
 cluster: tools ## test deploy/ at a real API server, and rules and takeovers against a real kube-proxy, after building both
