@@ -16,6 +16,8 @@ import (
 type table interface {
 	// filters says whether list leaves out flows that a query does not ask for.
 	filters() bool
+	// narrow says whether queries should ask for less than all flows of a family: the kernel filters, and has many.
+	narrow() bool
 	list(q query, do func([]flow) error) error
 	remove([]flow) (removed int, err error)
 }
@@ -229,8 +231,8 @@ func (s *sweep) run(ctx context.Context) SweepResult {
 }
 
 func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResult) error {
-	filters := s.table.filters()
-	for _, q := range queries(keys, filters) {
+	narrow := s.table.narrow()
+	for _, q := range queries(keys, narrow) {
 		l.Lists++
 		err := s.table.list(q, func(flows []flow) error {
 			if err := s.deleteStale(flows, &l.Flows[q.family]); err != nil {
@@ -242,7 +244,7 @@ func (s *sweep) listAll(ctx context.Context, keys []dataplane.Key, l *SweepResul
 		if err != nil {
 			return err
 		}
-		if filters && !s.table.filters() {
+		if narrow && !s.table.filters() {
 			return s.listAll(ctx, keys, l) // now one family at a time
 		}
 		s.throttle(ctx)

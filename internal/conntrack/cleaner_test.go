@@ -34,6 +34,8 @@ var errTable = errors.New("the table is upset")
 
 func (t *fakeTable) filters() bool { return true }
 
+func (t *fakeTable) narrow() bool { return true }
+
 func (t *fakeTable) list(q query, do func([]flow) error) error {
 	t.mu.Lock()
 	t.listed = append(t.listed, time.Now())

@@ -11,6 +11,7 @@ import (
 const (
 	messageGet    = unix.NFNL_SUBSYS_CTNETLINK<<8 | 1
 	messageDelete = unix.NFNL_SUBSYS_CTNETLINK<<8 | 2
+	messageStats  = unix.NFNL_SUBSYS_CTNETLINK<<8 | 5
 )
 
 // The fields that a filter compares: CTA_FILTER_F_* of net/netfilter/nf_internals.h. They are part of the kernel's

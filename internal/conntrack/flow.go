@@ -54,6 +54,8 @@ const (
 	ctaZone       = 18
 	ctaFilter     = 25 // since 5.8
 
+	ctaStatsEntries = 1
+
 	ctaTupleIP    = 1
 	ctaTupleProto = 2
 	ctaTupleZone  = 3

@@ -116,13 +116,13 @@ func (f *Forecast) read(ctx context.Context, t table, do func(OpenFlow)) error {
 		}
 	}
 	for {
-		filters := t.filters()
-		for _, q := range queries(keys, filters) {
+		narrow := t.narrow()
+		for _, q := range queries(keys, narrow) {
 			if err := t.list(q, func(flows []flow) error { return errors.Join(f.judgeAll(flows, do), ctx.Err()) }); err != nil {
 				return err
 			}
 		}
-		if filters == t.filters() {
+		if !narrow || t.filters() {
 			return nil
 		}
 	}

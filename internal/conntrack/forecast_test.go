@@ -81,6 +81,8 @@ type flowList struct {
 
 func (l *flowList) filters() bool { return true }
 
+func (l *flowList) narrow() bool { return true }
+
 func (l *flowList) list(_ query, do func([]flow) error) error {
 	return errors.Join(do(l.flows), do(l.flows)) // a list that is interrupted shows flows twice
 }

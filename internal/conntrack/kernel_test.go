@@ -24,6 +24,7 @@ import (
 func TestMain(m *testing.M) { labtest.Main(m) }
 
 // open gives a connection to a host's table.
+// open opens a Conn that asks for as little as it can, even if there are few flows.
 func open(t testing.TB, h *lab.Host) *Conn {
 	t.Helper()
 	var c *Conn
@@ -32,6 +33,7 @@ func open(t testing.TB, h *lab.Host) *Conn {
 		return err
 	}))
 	t.Cleanup(func() { c.Close() })
+	c.few = 0
 	return c
 }
 
@@ -198,14 +200,14 @@ func mixed() (entries []entry, fronts []dataplane.Key) {
 }
 
 // TestExactFlows removes one endpoint of one frontend among flows that differ in one field each. It runs with filters
-// for each frontend, for a protocol, and without filters.
+// for each frontend, for a protocol, and without filters, because the kernel has none or because there are few flows.
 func TestExactFlows(t *testing.T) {
 	entries, fronts := mixed()
 	for _, k := range fronts {
 		if k.Port != 53 {
 			continue
 		}
-		for _, how := range []string{"filters", "no filters", "everything"} {
+		for _, how := range []string{"filters", "no filters", "few flows", "everything"} {
 			t.Run(k.String()+"/"+how, func(t *testing.T) {
 				v6 := 0
 				if k.Addr.Is6() {
@@ -220,6 +222,9 @@ func TestExactFlows(t *testing.T) {
 				labtest.Check(t, err)
 				c.all, full.full = pendingSweep{}, how == "everything"
 				conn.unfiltered = how == "no filters"
+				if how == "few flows" {
+					conn.few = uint32(len(entries))
+				}
 				before := listAll(t, conn)
 				_, err = b.Apply(state(service("dns", fmt.Sprintf("%v>%v", k, endpoints[v6][0]))),
 					dataplane.Change{Services: []snapshot.Name{name("dns")}})
@@ -242,6 +247,30 @@ func TestExactFlows(t *testing.T) {
 					t.Errorf("the kernel filters: %v", !conn.unfiltered)
 				}
 			})
+		}
+	}
+}
+
+// TestFewFlows: how many flows there are decides whether frontends of all protocols and families take a list each, or
+// one for each family.
+func TestFewFlows(t *testing.T) {
+	conn := emptyHost(t)
+	entries, fronts := mixed()
+	insert(t, conn, entries...)
+	if n, err := conn.count(); err != nil || int(n) != len(entries) {
+		t.Fatalf("%d flows; want %d, %v", n, len(entries), err)
+	}
+	var ports []string
+	for _, k := range fronts {
+		ports = append(ports, fmt.Sprintf("%v>%v", k, endpoints[ipfamily.Of(k.Addr)][0]))
+	}
+	for few, want := range map[uint32]int{uint32(len(entries)): 2, 0: 6} {
+		conn.few = few
+		c := NewCleaner(conn, nil)
+		_, err := behind(c, &noBackend{true}).Apply(state(service("dns", ports...)), dataplane.Change{})
+		labtest.Check(t, err)
+		if l := lookNow(t, c); l.Lists != want || l.Err != nil {
+			t.Errorf("up to %d flows are few: %+v; want %d lists", few, l, want)
 		}
 	}
 }

@@ -55,12 +55,12 @@ func (q query) compare(o query) int {
 const maxSingle = 4
 
 // queries returns the queries that list the flows to all keys, sorted and without duplicates, whatever the order of the
-// keys. Without filters there is one query for each family. The kernel may list other flows, too.
-func queries(keys []dataplane.Key, filters bool) []query {
+// keys. If they are not narrow, there is one query for each family. The kernel may list other flows, too.
+func queries(keys []dataplane.Key, narrow bool) []query {
 	groups := map[query][]query{}
 	for _, k := range keys {
 		q := queryFor(k)
-		if !filters {
+		if !narrow {
 			q = query{family: q.family}
 		}
 		all := query{family: q.family, protocol: q.protocol}
@@ -85,7 +85,7 @@ const maxSingleEndpoints = 8
 
 // endpointQueries returns the queries that list the TCP flows to some endpoints, or to all: at most maxSingleEndpoints
 // for each family. The kernel may list other flows, too.
-func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, filters bool) (list []query) {
+func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, narrow bool) (list []query) {
 	var byFamily ipfamily.Per[[]query]
 	for e := range endpoints {
 		f := ipfamily.Of(e.Addr())
@@ -100,7 +100,7 @@ func endpointQueries(endpoints iter.Seq[netip.AddrPort], all, filters bool) (lis
 	for _, f := range ipfamily.All {
 		switch group := byFamily[f]; {
 		case len(group) == 0 && !all:
-		case !filters:
+		case !narrow:
 			list = append(list, query{family: f})
 		case all || len(group) > maxSingleEndpoints:
 			list = append(list, query{family: f, protocol: snapshot.TCP})

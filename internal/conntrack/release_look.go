@@ -77,8 +77,8 @@ func (l *releaseLook) run(ctx context.Context) ReleaseResult {
 }
 
 func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error {
-	filters := l.table.filters()
-	for _, q := range l.queries(filters) {
+	narrow := l.table.narrow()
+	for _, q := range l.queries(narrow) {
 		result.Lists++
 		err := l.table.list(q, func(flows []flow) error {
 			if err := l.release(flows); err != nil {
@@ -90,7 +90,7 @@ func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error 
 		if err != nil {
 			return err
 		}
-		if filters && !l.table.filters() {
+		if narrow && !l.table.filters() {
 			return l.listAll(ctx, result) // now one family at a time
 		}
 		l.throttle(ctx)
@@ -99,14 +99,14 @@ func (l *releaseLook) listAll(ctx context.Context, result *ReleaseResult) error 
 }
 
 // queries returns the queries that list the flows to the endpoints.
-func (l *releaseLook) queries(filters bool) []query {
+func (l *releaseLook) queries(narrow bool) []query {
 	return endpointQueries(func(yield func(netip.AddrPort) bool) {
 		for k := range l.due {
 			if !yield(k.endpoint) {
 				return
 			}
 		}
-	}, l.all, filters)
+	}, l.all, narrow)
 }
 
 // release deletes those of a few flows that must be released. The lock keeps transactions out between the decision and

@@ -80,9 +80,9 @@ func (u *Unanswered) each(ctx context.Context, endpoints []netip.AddrPort, do fu
 	for _, e := range endpoints {
 		wanted[e] = true
 	}
-	filters := u.table.filters()
+	narrow := u.table.narrow()
 	var found []flow
-	for _, q := range endpointQueries(slices.Values(endpoints), false, filters) {
+	for _, q := range endpointQueries(slices.Values(endpoints), false, narrow) {
 		err := u.table.list(q, func(flows []flow) error {
 			found = found[:0]
 			for i := range flows {
@@ -101,7 +101,7 @@ func (u *Unanswered) each(ctx context.Context, endpoints []netip.AddrPort, do fu
 		if err != nil {
 			return err
 		}
-		if filters && !u.table.filters() {
+		if narrow && !u.table.filters() {
 			return u.each(ctx, endpoints, do) // now one family at a time
 		}
 	}
