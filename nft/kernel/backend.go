@@ -55,9 +55,9 @@ type Backend struct {
 	// is no limit.
 	maxElements int
 	syncState   syncState
-	// unverified says that the current transaction relies on digests, and that somebody has written to nf_tables since
-	// those were written. The digests may then match although the elements do not: somebody may have changed the tables
-	// before we owned them, and the process before us may not have checked.
+	// unverified says that somebody else may have changed the tables in a way that digests do not tell, and that no
+	// inspection has ended since. What is written meanwhile has no generation as its revision's number, so that a process
+	// that starts before the inspection has ended inspects everything, too.
 	unverified bool
 	// filling says that new tables are not complete yet.
 	filling bool
@@ -196,8 +196,11 @@ func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (datapla
 			r.Adopted = true
 		}
 		if err == nil {
-			if b.unverified {
-				b.unverified, b.generation = false, 0
+			switch {
+			case txn.Tables[0].Create != nil:
+				b.unverified = false
+			case b.unverified && b.syncState != stateInSync:
+				b.generation = 0 // the next Check begins an inspection
 			}
 			b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 			b.syncState, b.pending = stateInSync, txn.Left
@@ -307,8 +310,13 @@ func planAhead(m *nft.Model, want *dataplane.State, pending dataplane.Change, ah
 	return m.PlanAhead(want, all, aheadSize)
 }
 
-// setGeneration gives the next transaction the generation number that the kernel will assign to it.
+// setGeneration gives the next transaction the generation number that the kernel will assign to it; none if the tables
+// are unverified.
 func (b *Backend) setGeneration() error {
+	if b.unverified {
+		b.model.Generation = 0
+		return nil
+	}
 	generation := b.generation
 	if generation == 0 {
 		var err error
@@ -343,7 +351,6 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 			b.model.Rollback(planned)
 		}
 	}()
-	b.unverified = false
 	var found *ipfamily.Per[nft.Found]
 	if b.syncState != stateUnfixable {
 		if found, err = b.readBack(); err != nil {
@@ -360,7 +367,9 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 			stale = b.model.Stale(found)
 		}
 		b.model.Adopt(found, stale)
-		b.unverified = !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation
+		if !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation {
+			b.unverified, b.model.Generation = true, 0
+		}
 		if !stale.Any() {
 			var txn nft.Txn // the earlier process may have ended before its sweep
 			txn.Tables[0].Sweep, txn.Tables[1].Sweep = true, true

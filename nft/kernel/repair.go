@@ -275,7 +275,7 @@ func (b *Backend) checkTables() ([]string, error) {
 		if found, err = b.checkStructure(); err != nil {
 			return nil, err
 		}
-		b.inspection = inspection{running: true, left: b.model.Names()}
+		b.inspection, b.unverified = inspection{running: true, left: b.model.Names()}, true
 	}
 	b.tables, b.generation = tables, generation // not before all was seen: after an error all is to be looked at again
 	return found, nil
@@ -323,6 +323,7 @@ func (b *Backend) inspect() (found []string, err error) {
 			return nil, nil
 		}
 		in.running = err != nil
+		b.unverified = in.running || len(found) > 0
 		return found, err
 	}
 	names := in.left[:min(inspectAtOnce, len(in.left))]

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
 	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/nft"
@@ -578,4 +579,67 @@ func chainHandles(t *testing.T, c *Conn) map[string][]byte {
 		handles[unix.ByteSliceToString(attrs[unix.NFTA_CHAIN_NAME])] = attrs[unix.NFTA_CHAIN_HANDLE]
 	}))
 	return handles
+}
+
+// TestUnseenStaysUnverified: somebody exchanges an element before a process starts, or while it runs. The process
+// writes before it has inspected everything, and loses the answer or ends. What follows must not take it that nobody
+// else has written since the last revision.
+func TestUnseenStaysUnverified(t *testing.T) {
+	exchange := func(s *site) {
+		s.nft(fmt.Sprintf("delete element ip verdict services { %v . tcp . 80 }\n"+
+			"add element ip verdict services { 192.0.2.77 . tcp . 80 : dead:beef }", lab.Nth(lab.ServiceRange[0], 1)))
+	}
+	write := func(s *site) error {
+		var change dataplane.Change
+		for i := 1; change.Empty(); i++ {
+			change = s.change(1 + i%5) // not the Service whose element it was
+		}
+		_, err := s.backend.ApplyAll(s.planner.State(), change)
+		return err
+	}
+	for name, strange := range map[string]func(s *site){
+		"the answer is lost": func(s *site) {
+			s.restart(Options{})
+			exchange(s)
+			f := newFaults()
+			f.armed, f.random = []*trouble{{verb: verbBatch, illness: closedAfter}}, s.random
+			s.backend.conn.Wire = &walkWire{Wire: s.backend.conn.Wire, f: f}
+			dial := s.backend.dial
+			s.backend.dial = func(int) (*Conn, error) { return nil, errors.New("no more sockets") }
+			if err := write(s); err == nil {
+				t.Error("no answer was lost")
+			}
+			s.backend.dial = dial
+			_, err := s.backend.ApplyAll(s.planner.State(), dataplane.Change{})
+			labtest.Check(t, err)
+		},
+		"it ends after a write": func(s *site) {
+			s.restart(Options{})
+			exchange(s)
+			labtest.Check(t, write(s))
+			s.restart(Options{})
+			labtest.Check(t, write(s))
+		},
+		"it ends during an inspection": func(s *site) {
+			exchange(s)
+			_, err := s.backend.checkTables()
+			labtest.Check(t, err)
+			labtest.Check(t, write(s))
+			s.restart(Options{})
+			labtest.Check(t, write(s))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSite(t, 6, Options{})
+			strange(s)
+			if check(t, s.backend) == nil {
+				t.Error("nobody has seen it")
+			}
+			s.apply(dataplane.Change{})
+			quiet(t, s.backend)
+			if s.backend.unverified {
+				t.Error("the tables stay unverified")
+			}
+		})
+	}
 }

@@ -347,7 +347,7 @@ func (w *walker) change(want *dataplane.State) (c dataplane.Change) {
 func (w *walker) apply(want *dataplane.State) error {
 	w.t.Helper()
 	var before content
-	risky, meddled, harm := w.faults.risky(), w.meddled, w.faults.harm
+	risky, meddled, harm, first := w.faults.risky(), w.meddled, w.faults.harm, w.acked.Services == nil
 	change := w.change(want)
 	w.watch.expect(w, want, change)
 	if risky || w.refusable {
@@ -361,6 +361,7 @@ func (w *walker) apply(want *dataplane.State) error {
 		w.count["parts"]++
 		w.renewed = w.renewed || r.Full
 		w.acknowledged() // a port that moves is gone for a moment
+		w.ack(want, r.Left)
 		var more dataplane.Receipt
 		more, err = w.backend.Apply(want, dataplane.Change{})
 		r = r.Then(more)
@@ -372,12 +373,12 @@ func (w *walker) apply(want *dataplane.State) error {
 		w.note("  applied %d Services: %d added, %d replaced, %d removed, full %v, adopted %v",
 			len(change.Services), r.Added, r.Replaced,
 			r.Removed, r.Full, r.Adopted)
-		if r.Full && !w.renewed && w.acked.Services != nil {
+		if r.Full && !w.renewed && !first {
 			w.count["made anew for larger sets"]++
 			w.renewed = true
 		}
-		w.acked, w.adopted = *want, w.adopted || r.Adopted
-		w.acked.Services = maps.Clone(want.Services)
+		w.adopted = w.adopted || r.Adopted
+		w.ack(want, nil)
 		w.acknowledged()
 		return nil
 	}
@@ -395,6 +396,18 @@ func (w *walker) apply(want *dataplane.State) error {
 		w.unchanged(before, want, !errors.As(err, &refused) || w.faults.most > 0)
 	}
 	return err
+}
+
+// ack records what the backend was asked for with success. What it left is as it was before.
+func (w *walker) ack(want *dataplane.State, left []snapshot.Name) {
+	before := w.acked.Services
+	w.acked = *want
+	w.acked.Services = maps.Clone(want.Services)
+	for _, n := range left {
+		if w.acked.Services[n] = before[n]; before[n] == nil {
+			delete(w.acked.Services, n)
+		}
+	}
 }
 
 // unchanged looks at the kernel after an Apply that failed.
