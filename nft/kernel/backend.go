@@ -328,15 +328,24 @@ func (b *Backend) setGeneration() error {
 	return nil
 }
 
-// planFrom plans for a kernel that may hold anything.
-func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
-	// Later writes of others change the generation.
-	generation, err := b.reader.Generation()
-	if err != nil {
-		return nil, err
+// begin reads the generation, which later writes of others change, and takes ownership. othersFirst says that somebody
+// wrote in between, perhaps to our tables right before we owned them.
+func (b *Backend) begin() (generation uint32, othersFirst bool, err error) {
+	if generation, err = b.reader.Generation(); err != nil {
+		return 0, false, err
 	}
 	b.generation = generation
-	if err := b.takeOwnership(); err != nil {
+	if err = b.takeOwnership(); err != nil {
+		return 0, false, err
+	}
+	now, err := b.reader.Generation()
+	return generation, now != b.generation, err
+}
+
+// planFrom plans for a kernel that may hold anything.
+func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
+	generation, othersFirst, err := b.begin()
+	if err != nil {
 		return nil, err
 	}
 	if err := b.setGeneration(); err != nil {
@@ -367,7 +376,8 @@ func (b *Backend) planFrom(want *dataplane.State) (txn *nft.Txn, err error) {
 			stale = b.model.Stale(found)
 		}
 		b.model.Adopt(found, stale)
-		if !stale.All() && max(found[0].Revision.Number, found[1].Revision.Number) != generation {
+		last := max(found[0].Revision.Number, found[1].Revision.Number)
+		if !stale.All() && (othersFirst || last != generation) {
 			b.unverified, b.model.Generation = true, 0
 		}
 		if !stale.Any() {
