@@ -169,7 +169,7 @@ func newWalker(t *testing.T, seed uint64) *walker {
 	for i := range w.clients {
 		w.clients[i] = map[nft.Element]bool{}
 	}
-	t.Cleanup(w.close)
+	t.Cleanup(w.forget)
 	for _, c := range []**Conn{&w.other, &w.eye} {
 		w.must(w.host.Do(func() (err error) {
 			*c, err = Dial(0)
@@ -185,8 +185,7 @@ func newWalker(t *testing.T, seed uint64) *walker {
 	return w
 }
 
-// close ends the process, and lets go of the socket it would hand on. A test that has ended holds on to what cleaned it
-// up, so the walker forgets everything: a million steps are 2,000 tests.
+// close ends the process, and lets go of the socket it would hand on.
 func (w *walker) close() {
 	if w.backend != nil {
 		w.backend.Close()
@@ -195,6 +194,12 @@ func (w *walker) close() {
 		w.options.Socket.Close()
 	}
 	w.watch.stop()
+}
+
+// forget ends the walk. A test that has ended holds on to what cleaned it up, so the walker forgets everything: a
+// million steps are 2,000 tests.
+func (w *walker) forget() {
+	w.close()
 	for _, c := range []*Conn{w.other, w.eye} {
 		if c != nil {
 			c.Close()
