@@ -101,6 +101,9 @@ bench-docs: ## write tables and pictures of the last make bench into docs/ and t
 bench-outages: tools ## compare what clients see when endpoints die: some hours; continues after an interruption
 	$(BENCH) outages
 
+bench-compare: tools ## run "verdict compare" beside real kube-proxies with up to 30,000 Services: most of an hour
+	$(BENCH) compare
+
 HISTORY = CGO_ENABLED=0 $(GO) build -C conformance -trimpath -o $(abspath $(BIN))/history ./cmd/history && $(BIN)/history
 
 history: tools ## record how stale Verdict and kube-proxy are: an hour; continues after an interruption

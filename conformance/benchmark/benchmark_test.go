@@ -3,6 +3,7 @@ package benchmark
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -67,6 +68,40 @@ func TestReplace(t *testing.T) {
 	}
 	if _, other := c.replace(3, 0); other == newcomer || !endpointRange.Contains(other) {
 		t.Errorf("newcomers are %s and %s", newcomer, other)
+	}
+}
+
+// No two varied Services share a node port or an address, and each kind is there.
+func TestVaried(t *testing.T) {
+	c := newCluster(results.Size{Services: 45000, Endpoints: 1})
+	c.varied = true
+	ports, addrs, kinds := map[int32]bool{}, map[string]bool{}, map[string]int{}
+	for i := range c.endpoints {
+		s := c.service(i)
+		for _, p := range []int32{s.Spec.Ports[0].NodePort, s.Spec.HealthCheckNodePort} {
+			if p != 0 && (ports[p] || p < 30000 || p > 32767) {
+				t.Fatalf("Service %d has the port %d", i, p)
+			}
+			ports[p] = true
+		}
+		taken := append([]string{s.Spec.ClusterIP}, s.Spec.ExternalIPs...)
+		for _, ingress := range s.Status.LoadBalancer.Ingress {
+			taken = append(taken, ingress.IP)
+		}
+		for _, a := range taken {
+			if addrs[a] {
+				t.Fatalf("Service %d has the address %s of another one", i, a)
+			}
+			addrs[a] = true
+		}
+		kinds[fmt.Sprintf("%s %s %s %t %t", s.Spec.Type, s.Spec.ExternalTrafficPolicy, s.Spec.SessionAffinity,
+			s.Spec.ExternalIPs != nil, s.Spec.LoadBalancerSourceRanges != nil)]++
+	}
+	if len(kinds) != 14 {
+		t.Errorf("there are %d kinds: %v", len(kinds), kinds)
+	}
+	if s := c.service(c.sink()); s.Spec.Type != v1.ServiceTypeClusterIP || s.Spec.SessionAffinity != v1.ServiceAffinityNone {
+		t.Errorf("the Services that are measured vary, too: %+v", s.Spec)
 	}
 }
 

@@ -51,6 +51,8 @@ const (
 // cluster is the objects: size.Services ordinary Services, after them the probes, and one that leads to the sink.
 type cluster struct {
 	size results.Size
+	// varied says that the ordinary Services are of many kinds; otherwise all have a cluster IP and no more.
+	varied bool
 
 	mu sync.Mutex
 	// endpoints are those that each Service has now.
@@ -124,7 +126,58 @@ func (c *cluster) service(i int) *v1.Service {
 			Name: "http", Port: servicePort, Protocol: v1.ProtocolTCP, TargetPort: intstr.FromInt32(c.targetPort(i)),
 		}},
 	}
+	if c.varied && i < c.size.Services {
+		c.vary(s, i)
+	}
 	return s
+}
+
+// The addresses of varied Services, and how many node ports there are of each kind: the range has 2,768.
+var (
+	firstBalancer = number(netip.MustParseAddr("198.18.1.0"))
+	firstExternal = number(netip.MustParseAddr("198.19.1.0"))
+)
+
+const (
+	firstNodePort, firstHealthPort = 30000, 32000
+	nodePorts, healthPorts         = 1900, 700
+)
+
+// vary makes the Service one of eight kinds, so that policies, affinity and ranges of sources meet.
+func (c *cluster) vary(s *v1.Service, i int) {
+	n := i / 8
+	if n%3 == 1 {
+		s.Spec.SessionAffinity = v1.ServiceAffinityClientIP
+		s.Spec.SessionAffinityConfig = &v1.SessionAffinityConfig{ClientIP: &v1.ClientIPConfig{TimeoutSeconds: new(int32(10800))}}
+	}
+	external := v1.ServiceExternalTrafficPolicyCluster
+	if n%2 == 1 {
+		external = v1.ServiceExternalTrafficPolicyLocal
+	}
+	switch i % 8 {
+	case 1:
+		if n < nodePorts {
+			s.Spec.Type, s.Spec.ExternalTrafficPolicy = v1.ServiceTypeNodePort, external
+			s.Spec.Ports[0].NodePort = int32(firstNodePort + n)
+		}
+	case 3, 5:
+		if external == v1.ServiceExternalTrafficPolicyLocal && (i%8 != 3 || n >= healthPorts) {
+			external = v1.ServiceExternalTrafficPolicyCluster
+		}
+		if external == v1.ServiceExternalTrafficPolicyLocal {
+			s.Spec.HealthCheckNodePort = int32(firstHealthPort + n)
+		}
+		s.Spec.Type, s.Spec.ExternalTrafficPolicy = v1.ServiceTypeLoadBalancer, external
+		s.Spec.AllocateLoadBalancerNodePorts = new(false)
+		ip := address(firstBalancer + uint32(i)).String()
+		s.Status.LoadBalancer.Ingress = []v1.LoadBalancerIngress{{IP: ip, IPMode: new(v1.LoadBalancerIPModeVIP)}}
+		if i%8 == 5 {
+			s.Spec.LoadBalancerSourceRanges = []string{"198.51.100.0/24", address(firstEndpoint+uint32(i)).String() + "/32"}
+		}
+	case 7:
+		s.Spec.ExternalIPs = []string{address(firstExternal + uint32(i)).String()}
+		s.Spec.ExternalTrafficPolicy = v1.ServiceExternalTrafficPolicyCluster
+	}
 }
 
 // ipAddress is the object by which the API server remembers that a cluster IP is taken.

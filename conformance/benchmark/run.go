@@ -98,7 +98,7 @@ func (p *Plan) size(ctx context.Context, size results.Size, repeat int, save fun
 		defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	}
 	label := fmt.Sprintf("%s, repeat %d", size, repeat)
-	w, err := newWorld(ctx, size, p.Programs, dir, func(text string) { p.Progress(label + ": " + text) })
+	w, err := newWorld(ctx, newCluster(size), p.Programs, dir, func(text string) { p.Progress(label + ": " + text) })
 	if err != nil && ctx.Err() != nil { // whatever had just begun says how it ended, at length
 		err = context.Cause(ctx)
 	}

@@ -16,7 +16,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/control"
 )
@@ -41,8 +40,8 @@ var (
 const wire = "br0"
 
 // newWorld starts a control plane in an empty directory of its own and fills it. Whoever has it must close it.
-func newWorld(ctx context.Context, size results.Size, p Programs, dir string, progress func(string)) (*world, error) {
-	w := &world{cluster: newCluster(size), net: lab.New(), dir: dir}
+func newWorld(ctx context.Context, c *cluster, p Programs, dir string, progress func(string)) (*world, error) {
+	w := &world{cluster: c, net: lab.New(), dir: dir}
 	if err := w.open(ctx, p, progress); err != nil {
 		return nil, errors.Join(err, w.close())
 	}
@@ -195,9 +194,12 @@ func (n *node) ownAddresses(all netip.Prefix) error {
 	return nil
 }
 
+// config is the file with the proxy's configuration.
+func (n *node) config() string { return n.log + ".conf" }
+
 // prepare makes all that the proxy needs for its start.
 func (n *node) prepare(k *Kind) error {
-	config := n.log + ".conf"
+	config := n.config()
 	if err := os.WriteFile(config, []byte(k.config(n.plane.Kubeconfig())), 0o600); err != nil {
 		return err
 	}

@@ -43,6 +43,8 @@ const (
 	FromPod      Sender = "pod"
 	FromOtherPod Sender = "pod of another node"
 	FromNode     Sender = "node"
+	// FromBridge is the node, from an address among the pods', as a bridge has it that pods are plugged into.
+	FromBridge   Sender = "node, by an address among the pods'"
 	FromOutside  Sender = "outside"
 	FromEdge     Sender = "edge of a source range"
 	FromEndpoint Sender = "endpoint itself"
@@ -88,7 +90,8 @@ func newNode(host []netip.Addr, known ipfamily.Per[dataplane.Pods], ranges []net
 		inside := lastAddr(cidr).Prev()
 		n.senders[f] = []sender{
 			{FromPod, inside, n.podInterface}, {FromOtherPod, inside.Prev(), outsideInterface},
-			{kind: FromNode}, {FromOutside, outside(f, append(slices.Clone(ranges), cidr)), outsideInterface},
+			{kind: FromNode}, {kind: FromBridge, addr: n.bridge(f)},
+			{FromOutside, outside(f, append(slices.Clone(ranges), cidr)), outsideInterface},
 		}
 	}
 	return n
@@ -116,11 +119,13 @@ func outside(f ipfamily.Family, ranges []netip.Prefix) netip.Addr {
 
 // packet is what a sender sends to a destination. It is not ok if the sender cannot send there.
 func (n *node) packet(s sender, k packets.Key) (p packets.Packet, ok bool) {
-	if s.kind == FromNode || slices.Contains(n.addrs, s.addr) {
+	switch {
+	case s.kind == FromNode:
+		s.iface, s.addr = "", n.sourceTo(k.Addr)
+	case s.kind == FromBridge && (k.Addr.IsLoopback() || s.addr == n.sourceTo(k.Addr)):
+		return p, false
+	case slices.Contains(n.addrs, s.addr):
 		s.iface = ""
-		if s.kind == FromNode {
-			s.addr = n.sourceTo(k.Addr)
-		}
 	}
 	if !s.addr.IsValid() || s.iface != "" && k.Addr.IsLoopback() || s.addr.Is4() != k.Addr.Is4() {
 		return p, false
@@ -129,17 +134,35 @@ func (n *node) packet(s sender, k packets.Key) (p packets.Packet, ok bool) {
 		Destination: netip.AddrPortFrom(k.Addr, k.Port), Protocol: k.Protocol, Interface: s.iface}, true
 }
 
-// sourceTo returns the address from which this node sends to another: the same, if it is its own.
+// sourceTo returns the address from which this node sends to another: the same, if it is its own, and otherwise one
+// that is not among the pods', if there is one.
 func (n *node) sourceTo(to netip.Addr) netip.Addr {
 	if to.IsLoopback() || slices.Contains(n.addrs, to) {
 		return to
 	}
-	for _, a := range n.addrs {
-		if a.Is4() == to.Is4() && !a.IsLoopback() && !a.IsLinkLocalUnicast() {
-			return a
-		}
+	f := ipfamily.Of(to)
+	if i := slices.IndexFunc(n.addrs, func(a netip.Addr) bool { return sends(f, a) && !n.amongPods(a) }); i >= 0 {
+		return n.addrs[i]
+	}
+	return n.bridge(f)
+}
+
+// bridge returns the first address of this node that is among the pods'; the zero Addr if there is none.
+func (n *node) bridge(f ipfamily.Family) netip.Addr {
+	if i := slices.IndexFunc(n.addrs, func(a netip.Addr) bool { return sends(f, a) && n.amongPods(a) }); i >= 0 {
+		return n.addrs[i]
 	}
 	return netip.Addr{}
+}
+
+// sends reports whether an address of this node may be that of a packet to elsewhere.
+func sends(f ipfamily.Family, a netip.Addr) bool {
+	return ipfamily.Of(a) == f && !a.IsLoopback() && !a.IsLinkLocalUnicast()
+}
+
+func (n *node) amongPods(a netip.Addr) bool {
+	cidr := n.pods[ipfamily.Of(a)].CIDR
+	return cidr.IsValid() && cidr.Contains(a)
 }
 
 // edges returns the senders at the edges of ranges: the first, the last, the one before and the one after. Single

@@ -40,14 +40,20 @@ var Reasons = []Reason{
 	{"iptables-node-no-endpoints", "kube-proxy's iptables mode does not reject what this node sends to an external " +
 		"address without endpoints",
 		func(d *Difference) bool {
-			return d.between(IPTables) && d.has(packets.Rejected) && d.aUntouched() && d.Sender == FromNode &&
-				(d.Kind == LoadBalancerIP || d.Kind == ExternalIP)
+			return d.between(IPTables) && d.has(packets.Rejected) && d.aUntouched() &&
+				(d.Sender == FromNode || d.Sender == FromBridge) && (d.Kind == LoadBalancerIP || d.Kind == ExternalIP)
 		}},
 	{"iptables-ranges-no-endpoints", "kube-proxy's iptables mode does not look at source ranges of a Service without " +
 		"endpoints",
 		func(d *Difference) bool {
 			return d.between(IPTables) && d.Kind == LoadBalancerIP && d.has(packets.Dropped) &&
 				(d.has(packets.Rejected) || d.aUntouched())
+		}},
+	{"node-with-pod-address", "this node sends from an address among the pods' to an external address with policy " +
+		"Local: kube-proxy takes it for a pod, and Verdict masquerades it, as all packets of the node (docs/KUBE-PROXY.md)",
+		func(d *Difference) bool {
+			return d.Sender == FromBridge && d.frontend != nil && d.Kind != ClusterIP && d.frontend.Route(dataplane.Node).SNAT &&
+				!d.frontend.Route(dataplane.Pod).SNAT && d.sameButMasquerade()
 		}},
 	{"slots", "the Service has weights or a hash, and shares are rounded to slots (docs/decisions/0019-chances.md)",
 		func(d *Difference) bool {
@@ -108,6 +114,14 @@ func (d *Difference) weighted() bool {
 // sameEndpoints reports whether only the chances differ.
 func (d *Difference) sameEndpoints() bool {
 	return slices.EqualFunc(d.outcomes[0], d.outcomes[1], func(a, b packets.Outcome) bool { return a.Ending == b.Ending })
+}
+
+// sameButMasquerade reports whether only the source address differs that receivers see.
+func (d *Difference) sameButMasquerade() bool {
+	return slices.EqualFunc(d.outcomes[0], d.outcomes[1], func(a, b packets.Outcome) bool {
+		a.Masqueraded = b.Masqueraded
+		return a.Ending == b.Ending && a.Chance == b.Chance
+	})
 }
 
 // nearChances reports whether no chance differs by more than rounding to slots explains: 2 % of it, or one slot of the

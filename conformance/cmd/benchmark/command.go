@@ -92,7 +92,7 @@ behind.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.main(cmd.Context(), cmd.OutOrStdout()) },
 	}
 	o.addFlags(cmd)
-	cmd.AddCommand(newOutagesCommand())
+	cmd.AddCommand(newOutagesCommand(), newCompareCommand())
 	return cmd
 }
 
