@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
-	"github.com/verdict-proxy/verdict/internal/compare"
 )
 
 // ComparePlan says in which clusters "verdict compare" is to look at which proxies.
@@ -103,6 +102,6 @@ func (n *node) compare(program string, r *results.Comparison) error {
 	if usage, ok := cmd.ProcessState.SysUsage().(*syscall.Rusage); ok {
 		r.Memory = usage.Maxrss << 10
 	}
-	r.Certificate = &compare.Certificate{}
+	r.Certificate = &results.Certificate{}
 	return json.Unmarshal(certificate.Bytes(), r.Certificate)
 }

@@ -82,7 +82,9 @@ type Difference struct {
 	frontend *frontend
 	// host says that the destination is an address of this host, and balancer that it is a load balancer's.
 	host, balancer bool
-	outcomes       [2][]packets.Outcome
+	// bridge says that the sender is this node, by an address among the pods'.
+	bridge   bool
+	outcomes [2][]packets.Outcome
 }
 
 // Group counts differences that have a reason in common.
@@ -290,7 +292,9 @@ func (p *part) note(d *destination, s sender, packet packets.Packet, remembered 
 		same = false
 		diff := &Difference{Sides: [2]string{p.sides[0].Name, p.sides[i].Name}, Service: d.service, Kind: d.kind,
 			Sender: s.kind, Source: packet.Source.Addr().String(), Destination: d.key.String(), Remembered: remembered,
-			key: d.key, host: slices.Contains(p.node.addrs, d.key.Addr), outcomes: [2][]packets.Outcome{all[0], all[i]}}
+			key: d.key, host: slices.Contains(p.node.addrs, d.key.Addr),
+			bridge:   packet.Interface == "" && p.node.amongPods(packet.Source.Addr()),
+			outcomes: [2][]packets.Outcome{all[0], all[i]}}
 		if p.objects != nil {
 			if fe, ok := p.objects.frontends[d.key]; ok {
 				diff.frontend = &fe

@@ -31,7 +31,7 @@ kind: KubeProxyConfiguration
 mode: %s
 hostnameOverride: node-1
 clusterCIDR: 10.244.0.0/16,fd00:10:244::/48
-nodePortAddresses: [192.0.2.10/32, "2001:db8:2::10/128", 127.0.0.0/8]
+nodePortAddresses: [192.0.2.10/32, "2001:db8:2::10/128", 127.0.0.0/8, 10.244.0.1/32]
 clientConnection: {kubeconfig: %q, qps: 1000, burst: 1000}
 conntrack: {maxPerCore: 0, min: 0}
 metricsBindAddress: 127.0.0.1:10249
@@ -39,17 +39,14 @@ healthzBindAddress: 127.0.0.1:10256
 oomScoreAdj: 0
 `
 
-// bridge4 and bridge6 are addresses of the node among the pods'.
-const bridge4, bridge6 = "10.244.1.254", "fd00:10:244:1::ffff"
-
 // TestKubeProxy has real kube-proxies of two versions and both modes program the same objects, and compares every class
 // of packets with the objects. Every difference must have a reason, and Verdict itself must have none.
 func TestKubeProxy(t *testing.T) {
 	plane, host, programs := startPlane(t)
 	create(t, plane.Client)
 	m := load(t, readBack(t, plane.Client), "--hostname-override", "node-1", "--cluster-cidr",
-		"10.244.0.0/16,fd00:10:244::/48", "--nodeport-addresses", "192.0.2.10/32,2001:db8:2::10/128,127.0.0.0/8")
-	m.host = append(m.host, netip.MustParseAddr(bridge4), netip.MustParseAddr(bridge6))
+		"10.244.0.0/16,fd00:10:244::/48", "--nodeport-addresses",
+		"192.0.2.10/32,2001:db8:2::10/128,127.0.0.0/8,10.244.0.1/32")
 	ours := compare.NewSide(compare.Verdict, read(t, write(t, m.state), "verdict", m.host))
 	for version, program := range map[string]string{"1.37": programs[2], "1.36": programs[3]} {
 		for _, mode := range []string{"nftables", "iptables"} {
@@ -118,7 +115,7 @@ func startPlane(t *testing.T) (*control.Plane, *lab.Host, []string) {
 	labtest.Check(t, err)
 	programs := strings.Fields(string(out))
 	host := labtest.NewHost(t, labtest.NewNet(t), "node")
-	for _, a := range append([]string{"192.0.2.10/32", "2001:db8:2::10/128"}, bridge4+"/32", bridge6+"/128") {
+	for _, a := range []string{"192.0.2.10/32", "2001:db8:2::10/128", "10.244.0.1/32", "fd00:10:244::1/128"} {
 		_, err := host.Run("ip", "addr", "add", a, "dev", "lo")
 		labtest.Check(t, err)
 	}

@@ -52,7 +52,7 @@ var Reasons = []Reason{
 	{"node-with-pod-address", "this node sends from an address among the pods' to an external address with policy " +
 		"Local: kube-proxy takes it for a pod, and Verdict masquerades it, as all packets of the node (docs/KUBE-PROXY.md)",
 		func(d *Difference) bool {
-			return d.Sender == FromBridge && d.frontend != nil && d.Kind != ClusterIP && d.frontend.Route(dataplane.Node).SNAT &&
+			return d.bridge && d.frontend != nil && d.Kind != ClusterIP && d.frontend.Route(dataplane.Node).SNAT &&
 				!d.frontend.Route(dataplane.Pod).SNAT && d.sameButMasquerade()
 		}},
 	{"slots", "the Service has weights or a hash, and shares are rounded to slots (docs/decisions/0019-chances.md)",

@@ -7,8 +7,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-
-	"github.com/verdict-proxy/verdict/internal/compare"
 )
 
 // Comparison is what "verdict compare" found on a node that a proxy had programmed.
@@ -23,7 +21,30 @@ type Comparison struct {
 	Memory             int64
 	// Load is the machine's load average before.
 	Load        float64
-	Certificate *compare.Certificate
+	Certificate *Certificate
+}
+
+// Certificate is what is read here of the JSON that "verdict compare" prints (docs/COMPARE.md).
+type Certificate struct {
+	Sides []struct {
+		Name string
+		Size struct{ Rules int }
+	}
+	Result struct {
+		Classes, Same, Unexplained, Unknown int
+		Errors                              []string
+		Groups                              []struct {
+			Reason   string
+			Count    int
+			Examples []Example
+		}
+	}
+}
+
+// Example is a class of packets with which two sides do different things.
+type Example struct {
+	Sides, Outcomes                                        [2]string
+	Service, Kind, Sender, Source, Destination, Remembered string
 }
 
 func (c *Comparison) String() string {
