@@ -23,7 +23,6 @@ import (
 
 func TestMain(m *testing.M) { labtest.Main(m) }
 
-// open gives a connection to a host's table.
 // open opens a Conn that asks for as little as it can, even if there are few flows.
 func open(t testing.TB, h *lab.Host) *Conn {
 	t.Helper()

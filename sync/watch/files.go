@@ -262,10 +262,15 @@ func (d *manifestDir) read(name, file string) {
 		return
 	}
 	if before != nil {
+		kept, mended := m.keepGood(before)
 		if before.bad {
 			d.notice(file + " is valid again")
+			mended = nil // which says as much
 		}
-		for _, object := range m.keepGood(before) {
+		for _, object := range mended {
+			d.notice(file + ": " + object + " is valid again")
+		}
+		for _, object := range kept {
 			d.report(&Problem{File: file, Object: object,
 				Err: errors.New("the last good version of this object stays in force")})
 		}

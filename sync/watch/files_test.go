@@ -319,8 +319,13 @@ func TestFilesKeepsTheLastGoodObject(t *testing.T) {
 	write(t, path, wrong+"---\n"+service("api", "10.96.0.4")) // the good one is not forgotten
 	v.awaitServices("default/api 10.96.0.4", "default/web 10.96.0.1")
 	wantNotice("applying changed manifests: Service default/api")
+	v.take(2)
+	write(t, path, service("web", "10.96.0.1")+"---\n"+service("api", "10.96.0.4")) // as it was: nothing is applied
+	wantNotice(path + ": Service default/web is valid again")
+	write(t, path, wrong+"---\n"+service("api", "10.96.0.4"))
+	v.take(2)
 	write(t, path, "kind: [\n")
-	v.take(4)
+	v.take(2)
 	write(t, path, service("web", "10.96.0.9"))
 	v.awaitServices("default/web 10.96.0.9")
 	wantNotice(path + " is valid again")

@@ -52,22 +52,27 @@ type manifest struct {
 }
 
 // keepGood puts the objects of an earlier reading in the place of those that have invalid values now: a wrong port must
-// not take the others away. It returns the names of those that it kept.
-func (m *manifest) keepGood(before *manifest) (kept []string) {
-	good := map[objectKey]*object{}
+// not take the others away. It returns the names of those that it kept, and of those that it kept before and that are
+// valid again.
+func (m *manifest) keepGood(before *manifest) (kept, mended []string) {
+	earlier := map[objectKey]*object{}
 	for i := range before.objects {
-		if o := &before.objects[i]; !o.flawed {
-			good[o.key] = o
+		if o := &before.objects[i]; earlier[o.key] == nil || !o.flawed {
+			earlier[o.key] = o
 		}
 	}
 	for i := range m.objects {
 		o := &m.objects[i]
-		if last := good[o.key]; o.flawed && last != nil {
-			o.value, o.flawed = last.value, false
+		switch last := earlier[o.key]; {
+		case last == nil:
+		case !o.flawed && last.kept:
+			mended = append(mended, objectName(o.key.kind, o.key.name))
+		case o.flawed && !last.flawed:
+			o.value, o.flawed, o.kept = last.value, false, true
 			kept = append(kept, objectName(o.key.kind, o.key.name))
 		}
 	}
-	return kept
+	return kept, mended
 }
 
 // object is one object of a manifest. Its value is a *snapshot.Service, *snapshot.Slice, []*snapshot.Slice (of an
@@ -79,6 +84,8 @@ type object struct {
 	line  int
 	// flawed means that the object has invalid values, which the value does without.
 	flawed bool
+	// kept means that the value is that of an earlier text, because this one has invalid values.
+	kept bool
 }
 
 type objectKey struct {
@@ -326,7 +333,7 @@ func (r *reader) readObject(t *tree, k kind, key objectKey, out *chunkResult) {
 	if out.bad = out.bad || d.bad; d.bad {
 		return
 	}
-	out.objects = append(out.objects, object{r.ownKey(key), value, t.line, len(problems) > 0})
+	out.objects = append(out.objects, object{key: r.ownKey(key), value: value, line: t.line, flawed: len(problems) > 0})
 }
 
 // ownKey copies the strings of a key: nothing that is kept may reference the file's text.
