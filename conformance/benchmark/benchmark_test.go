@@ -394,3 +394,22 @@ func TestGiant(t *testing.T) {
 		t.Errorf("the sample is %v", sample)
 	}
 }
+
+// TestPeakOf: a process that sleeps has a few MiB, and not what this one has.
+func TestPeakOf(t *testing.T) {
+	cmd := exec.Command("sleep", "60")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	close(ended)
+	peak := peakOf(cmd.Process.Pid, ended)
+	for deadline := time.Now().Add(time.Minute); peak < 100<<10 && time.Now().Before(deadline); {
+		peak = peakOf(cmd.Process.Pid, ended)
+	}
+	if peak < 100<<10 || peak > 16<<20 {
+		t.Errorf("%d bytes", peak)
+	}
+	_ = cmd.Process.Kill()
+	_ = cmd.Wait()
+}

@@ -8,7 +8,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"syscall"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/verdict-proxy/verdict/conformance/benchmark/results"
@@ -92,16 +93,40 @@ func (n *node) compare(program string, r *results.Comparison) error {
 	var certificate, said bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &certificate, &said
 	began := time.Now()
-	err := cmd.Run()
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	ended := make(chan struct{})
+	peak := make(chan int64)
+	go func() { peak <- peakOf(cmd.Process.Pid, ended) }()
+	err := cmd.Wait()
 	r.Seconds = time.Since(began).Seconds()
+	close(ended)
+	r.Memory = <-peak
 	// Status 1 says that something differs, which the certificate tells.
 	if cmd.ProcessState == nil || cmd.ProcessState.ExitCode() > 1 || certificate.Len() == 0 {
 		return fmt.Errorf("verdict compare: %w: %s", err, said.String())
 	}
 	r.Processor = (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds()
-	if usage, ok := cmd.ProcessState.SysUsage().(*syscall.Rusage); ok {
-		r.Memory = usage.Maxrss << 10
-	}
 	r.Certificate = &results.Certificate{}
 	return json.Unmarshal(certificate.Bytes(), r.Certificate)
+}
+
+// peakOf gives the most that a process has had resident, as far as it was seen until it had ended. What the kernel says
+// of a process that has ended includes the one that started it.
+func peakOf(pid int, ended <-chan struct{}) (peak int64) {
+	for {
+		text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		for line := range strings.Lines(string(text)) {
+			if value, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+				kib, _ := strconv.ParseInt(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(value), "kB")), 10, 64)
+				peak = max(peak, kib<<10)
+			}
+		}
+		select {
+		case <-ended:
+			return peak
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
 }

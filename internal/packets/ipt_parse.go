@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"fmt"
+	"io"
 	"math"
 	"net/netip"
 	"slices"
@@ -44,22 +45,25 @@ type iptKey struct {
 	port     uint16
 }
 
-// iptRule is a rule.
+// iptRule is a rule. A large cluster has a million of them, so a rule keeps nothing of the text that it was read from,
+// unless something in it is not known.
 type iptRule struct {
-	text    string
 	source  *iptPrefix
 	dest    *iptPrefix
 	proto   Protocol // 0 if any
+	jump    bool     // -g is no jump
 	port    uint16   // 0 if any
 	matches []iptMatch
 	// chance is that of a match by statistic; the zero Chance if there is none.
 	chance Chance
 	// remember is the list that the client is added to; empty if none.
 	remember string
-	target   string
-	jump     bool // -g is no jump
-	args     map[string]string
-	unknown  string
+	// target is the name of the target, and call the chain if it is one. value is what the target is given: an address
+	// and port, a mark, or a kind of rejection.
+	target, value string
+	call          *iptChain
+	// unknown is what is not known of the rule, and text the rule then.
+	unknown, text string
 }
 
 // iptPrefix is -s or -d.
@@ -81,46 +85,13 @@ const kubePrefix = "KUBE-"
 // indexFrom is how many rules a chain must have to get an index.
 const indexFrom = 8
 
-// ParseChains reads what iptables-save and ip6tables-save print of all tables.
+// ParseChains reads what iptables-save and ip6tables-save print of all tables. It keeps nothing of the text.
 func ParseChains(text ipfamily.Per[[]byte], host *Host) (*Chains, error) {
 	c := &Chains{host: host, seconds: map[string]uint32{}}
 	digest := sha256.New()
 	for f, family := range ipfamily.All {
 		c.tables[f] = map[string]map[string]*iptChain{}
-		table := ""
-		lines := bufio.NewScanner(bytes.NewReader(text[f]))
-		lines.Buffer(nil, 1<<20)
-		for lines.Scan() {
-			line := strings.TrimSpace(lines.Text())
-			switch {
-			case strings.HasPrefix(line, "*"):
-				table = line[1:]
-				c.tables[f][table] = map[string]*iptChain{}
-			case strings.HasPrefix(line, ":"):
-				words := strings.Fields(line[1:])
-				builtin := len(words) > 1 && words[1] != "-"
-				c.tables[f][table][words[0]] = &iptChain{table: table, name: words[0], builtin: builtin}
-			case strings.HasPrefix(line, "-A "), strings.HasPrefix(line, "["):
-				rule, chain, err := parseRule(family, line)
-				if err != nil {
-					return nil, fmt.Errorf("iptables, table %s: %w", table, err)
-				}
-				to := c.tables[f][table][chain]
-				if to == nil {
-					return nil, fmt.Errorf("iptables, table %s: a rule of the unknown chain %q", table, chain)
-				}
-				if to.builtin && !strings.HasPrefix(rule.target, kubePrefix) {
-					continue
-				}
-				to.rules = append(to.rules, rule)
-				if n, err := strconv.ParseUint(rule.args["--seconds"], 10, 32); err == nil {
-					c.seconds[rule.args["--name"]] = uint32(n)
-				}
-				fmt.Fprintf(digest, "%s %s %s\n", family, table, rule.text)
-				c.size.Rules++
-			}
-		}
-		if err := lines.Err(); err != nil {
+		if err := c.parse(family, text[f], digest); err != nil {
 			return nil, fmt.Errorf("iptables, %s: %w", family, err)
 		}
 		for _, chains := range c.tables[f] {
@@ -136,6 +107,55 @@ func ParseChains(text ipfamily.Per[[]byte], host *Host) (*Chains, error) {
 	return c, nil
 }
 
+// parse reads the tables of a family.
+func (c *Chains) parse(f ipfamily.Family, text []byte, digest io.Writer) error {
+	p := iptParser{family: f, names: map[string]string{}, options: map[string]string{}}
+	lines := bufio.NewScanner(bytes.NewReader(text))
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		line := bytes.TrimSpace(lines.Bytes())
+		switch {
+		case bytes.HasPrefix(line, []byte("*")):
+			p.table, p.chains = string(line[1:]), map[string]*iptChain{}
+			c.tables[f][p.table] = p.chains
+		case bytes.HasPrefix(line, []byte(":")):
+			words := strings.Fields(string(line[1:]))
+			name := strings.Clone(words[0])
+			p.chains[name] = &iptChain{table: p.table, name: name, builtin: len(words) > 1 && words[1] != "-"}
+		case bytes.HasPrefix(line, []byte("-A ")), bytes.HasPrefix(line, []byte("[")):
+			if err := c.parseRule(&p, line, digest); err != nil {
+				return fmt.Errorf("table %s: %w", p.table, err)
+			}
+		}
+	}
+	return lines.Err()
+}
+
+// parseRule adds a rule to its chain. Rules of others in built-in chains are passed over.
+func (c *Chains) parseRule(p *iptParser, line []byte, digest io.Writer) error {
+	if end := bytes.Index(line, []byte("] ")); line[0] == '[' && end > 0 { // counters
+		line = line[end+2:]
+	}
+	rule, chain, err := p.rule(line)
+	if err != nil {
+		return err
+	}
+	to := p.chains[chain]
+	if to == nil {
+		return fmt.Errorf("a rule of the unknown chain %.200q", chain)
+	}
+	if to.builtin && !strings.HasPrefix(rule.target, kubePrefix) {
+		return nil
+	}
+	to.rules = append(to.rules, rule)
+	if n, err := strconv.ParseUint(p.options["--seconds"], 10, 32); err == nil {
+		c.seconds[p.name(p.options["--name"])] = uint32(n)
+	}
+	fmt.Fprintf(digest, "%s %s %s\n", p.family, p.table, line)
+	c.size.Rules++
+	return nil
+}
+
 // Size says how much there is.
 func (c *Chains) Size() Size { return c.size }
 
@@ -144,6 +164,7 @@ func (c *Chains) Digest() [sha256.Size]byte { return c.digest }
 
 // makeIndex sorts the rules of a long chain by what they ask for.
 func (c *iptChain) makeIndex() {
+	c.rules = slices.Clone(c.rules) // which takes no more room than it needs
 	if len(c.rules) < indexFrom {
 		return
 	}
@@ -188,88 +209,123 @@ func (c *iptChain) candidates(to netip.AddrPort, p Protocol) []int {
 	return list
 }
 
-// words splits a line as a shell does, but for backslashes outside of quotes.
-func words(line string) (list []string, err error) {
-	var word strings.Builder
-	inWord, quoted := false, false
+// words splits a line as a shell does, but for backslashes outside of quotes, and adds the words to a list.
+func words(list []string, line string) ([]string, error) {
+	for line = strings.TrimLeft(line, " "); line != ""; line = strings.TrimLeft(line, " ") {
+		if end := strings.IndexAny(line, ` "`); end != 0 && (end < 0 || line[end] == ' ') { // nothing is quoted
+			if end < 0 {
+				end = len(line)
+			}
+			list, line = append(list, line[:end]), line[end:]
+			continue
+		}
+		word, rest, err := quotedWord(line)
+		if err != nil {
+			return nil, err
+		}
+		list, line = append(list, word), rest
+	}
+	return list, nil
+}
+
+// quotedWord reads a word of which some is in quotes.
+func quotedWord(line string) (word, rest string, err error) {
+	var b strings.Builder
+	quoted := false
 	for i := 0; i < len(line); i++ {
 		ch := line[i]
 		switch {
 		case quoted && ch == '\\' && i+1 < len(line):
 			i++
-			word.WriteByte(line[i])
+			b.WriteByte(line[i])
 		case ch == '"':
-			quoted, inWord = !quoted, true
+			quoted = !quoted
 		case ch == ' ' && !quoted:
-			if inWord {
-				list = append(list, word.String())
-				word.Reset()
-			}
-			inWord = false
+			return b.String(), line[i:], nil
 		default:
-			word.WriteByte(ch)
-			inWord = true
+			b.WriteByte(ch)
 		}
 	}
-	if inWord {
-		list = append(list, word.String())
-	}
 	if quoted {
-		return nil, fmt.Errorf("a quote is not closed: %.200q", line)
+		return "", "", fmt.Errorf("a quote is not closed: %.200q", line)
 	}
-	return list, nil
+	return b.String(), "", nil
 }
 
 // options that have no value.
 var iptFlags = map[string]bool{"--rcheck": true, "--set": true, "--update": true, "--reap": true, "--rsource": true,
 	"--random-fully": true, "--random": true, "--persistent": true}
 
-// parseRule reads a line that appends a rule.
-func parseRule(f ipfamily.Family, line string) (r iptRule, chain string, err error) {
-	if end := strings.Index(line, "] "); strings.HasPrefix(line, "[") && end > 0 { // counters
-		line = line[end+2:]
+// iptParser reads rules of a family.
+type iptParser struct {
+	family ipfamily.Family
+	table  string
+	chains map[string]*iptChain // of that table
+	// names has each name once that rules have in common.
+	names map[string]string
+	// words and options are those of the rule that is being read, and share its text.
+	words   []string
+	options map[string]string
+}
+
+// name returns a name that may be kept.
+func (p *iptParser) name(s string) string {
+	if chain := p.chains[s]; chain != nil {
+		return chain.name
 	}
-	r.text = line
-	list, err := words(line)
-	if err != nil || len(list) < 2 || list[0] != "-A" {
+	kept, ok := p.names[s]
+	if !ok {
+		kept = strings.Clone(s)
+		p.names[kept] = kept
+	}
+	return kept
+}
+
+// rule reads a line that appends a rule.
+func (p *iptParser) rule(text []byte) (r iptRule, chain string, err error) {
+	line := string(text)
+	p.words, err = words(p.words[:0], line)
+	if err != nil || len(p.words) < 2 || p.words[0] != "-A" {
 		return r, "", fmt.Errorf("no rule: %.200q (%w)", line, err)
 	}
-	chain = list[1]
-	r.args = map[string]string{}
+	clear(p.options)
 	inverted := false
-	for i := 2; i < len(list); i++ {
-		option := list[i]
+	for i := 2; i < len(p.words); i++ {
+		option := p.words[i]
 		if option == "!" {
 			inverted = true
 			continue
 		}
 		value := ""
 		if !iptFlags[option] {
-			if i++; i >= len(list) {
+			if i++; i >= len(p.words) {
 				return r, "", fmt.Errorf("%s has no value: %.200q", option, line)
 			}
-			value = list[i]
+			value = p.words[i]
 		}
-		if err := r.option(f, option, value, inverted); err != nil {
+		if err := p.option(&r, option, value, inverted); err != nil {
 			return r, "", fmt.Errorf("%s: %w: %.200q", option, err, line)
 		}
 		inverted = false
 	}
-	r.finish()
-	return r, chain, nil
+	p.finish(&r)
+	if r.unknown != "" {
+		r.unknown, r.text = strings.Clone(r.unknown), line
+	}
+	return r, p.words[1], nil
 }
 
 // option reads one option with its value.
-func (r *iptRule) option(f ipfamily.Family, option, value string, inverted bool) (err error) {
+func (p *iptParser) option(r *iptRule, option, value string, inverted bool) (err error) {
 	switch option {
 	case "-m", "--comment", "--nfacct-name":
 	case "-s":
-		r.source, err = parsePrefix(f, value, inverted)
+		r.source, err = parsePrefix(p.family, value, inverted)
 	case "-d":
-		r.dest, err = parsePrefix(f, value, inverted)
+		r.dest, err = parsePrefix(p.family, value, inverted)
 	case "-p":
-		p, ok := ParseProtocol(value)
-		if r.proto = p; !ok || inverted {
+		proto, ok := ParseProtocol(value)
+		if r.proto = proto; !ok || inverted {
 			r.proto = 255 // no packet that is followed has it
 			if inverted {
 				r.unknown = "! -p " + value
@@ -281,20 +337,21 @@ func (r *iptRule) option(f ipfamily.Family, option, value string, inverted bool)
 			r.unknown = "--dport " + value
 		}
 	case "-j", "-g":
-		r.target, r.jump = value, option == "-j"
+		r.target, r.call, r.jump = p.name(value), p.chains[value], option == "-j"
 	case "--mark":
 		m := iptMatch{option: option, inverted: inverted}
 		m.mark, m.mask, err = parseMark(value)
 		r.matches = append(r.matches, m)
 	case "--ctstate", "--dst-type", "--src-type", "-i":
-		r.matches = append(r.matches, iptMatch{option: option, value: value, inverted: inverted})
+		r.matches = append(r.matches, iptMatch{option: p.name(option), value: p.name(value), inverted: inverted})
 	case "--probability":
 		r.chance, err = parseProbability(value)
+	case "--to-destination", "--set-xmark", "--reject-with":
+		r.value = strings.Clone(value)
 	case "--rcheck", "--update", "--set":
-		r.args[option] = strconv.FormatBool(!inverted)
-	case "--mode", "--seconds", "--reap", "--mask", "--rsource", "--name", "--to-destination", "--set-xmark",
-		"--reject-with", "--random-fully", "--every", "--packet":
-		r.args[option] = value
+		p.options[option] = strconv.FormatBool(!inverted)
+	case "--mode", "--seconds", "--reap", "--mask", "--rsource", "--name", "--random-fully", "--every", "--packet":
+		p.options[option] = value
 	default:
 		r.unknown = option
 	}
@@ -302,8 +359,8 @@ func (r *iptRule) option(f ipfamily.Family, option, value string, inverted bool)
 }
 
 // finish judges options that belong together.
-func (r *iptRule) finish() {
-	switch mode, every := r.args["--mode"], r.args["--every"]; {
+func (p *iptParser) finish(r *iptRule) {
+	switch mode, every := p.options["--mode"], p.options["--every"]; {
 	case mode == "nth":
 		n, err := strconv.ParseUint(every, 10, 32)
 		if r.chance = NewChance(1, max(n, 1)); err != nil || n == 0 {
@@ -312,17 +369,18 @@ func (r *iptRule) finish() {
 	case mode == "random" && r.chance.Den == 0, mode != "" && mode != "random":
 		r.unknown = "--mode " + mode
 	}
-	name := r.args["--name"]
+	set, rcheck, update := p.options["--set"], p.options["--rcheck"], p.options["--update"]
 	switch {
-	case r.args["--set"] == "true":
-		r.remember = name
-	case r.args["--rcheck"] != "" || r.args["--update"] != "":
-		if r.args["--update"] != "" {
+	case set == "true":
+		r.remember = p.name(p.options["--name"])
+	case rcheck != "" || update != "":
+		name := p.name(p.options["--name"])
+		if update != "" {
 			r.remember = name
 		}
 		r.matches = append(r.matches, iptMatch{option: "--rcheck", value: name,
-			inverted: r.args["--rcheck"] == "false" || r.args["--update"] == "false"})
-	case r.args["--set"] == "false":
+			inverted: rcheck == "false" || update == "false"})
+	case set == "false":
 		r.unknown = "! --set"
 	}
 }

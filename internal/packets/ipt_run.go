@@ -153,17 +153,27 @@ func (w *iptWalker) chain(m *iptMachine) (ended bool, err error) {
 		rule := &f.chain.rules[i]
 		matched, err := w.matches(m, rule, i)
 		if err != nil {
-			return true, fmt.Errorf("table %s: %w: %.300s", f.chain.table, err, rule.text)
+			return true, fmt.Errorf("%s: %w: %.300s", f.chain.place(i), err, rule.text)
 		}
 		f.next = i + 1
 		if !matched {
 			continue
 		}
-		if ended, err := w.target(m, rule); ended || err != nil {
-			return true, err
+		chain := f.chain // the target may change the stack
+		ended, err := w.target(m, rule)
+		if err != nil {
+			return true, fmt.Errorf("%s: %w", chain.place(i), err)
+		}
+		if ended {
+			return true, nil
 		}
 	}
 	return false, nil
+}
+
+// place says where a rule is.
+func (c *iptChain) place(rule int) string {
+	return fmt.Sprintf("table %s, rule %d of chain %s", c.table, rule+1, c.name)
 }
 
 // nextRule returns the place of the next rule that may match.
@@ -275,17 +285,17 @@ func (w *iptWalker) target(m *iptMachine, r *iptRule) (ended bool, err error) {
 	case "DROP":
 		return true, w.end(m, Ending{Verdict: Dropped})
 	case "REJECT":
-		return true, w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.args["--reject-with"])})
+		return true, w.end(m, Ending{Verdict: Rejected, Reject: iptReject(r.value)})
 	case "MARK":
-		mark, mask, err := parseMark(r.args["--set-xmark"])
+		mark, mask, err := parseMark(r.value)
 		if err != nil {
-			return true, fmt.Errorf("MARK: %w: %.300s", err, r.text)
+			return true, fmt.Errorf("MARK: %w", err)
 		}
 		m.mark = m.mark&^mask ^ mark
 	case "DNAT":
-		to, err := netip.ParseAddrPort(r.args["--to-destination"])
+		to, err := netip.ParseAddrPort(r.value)
 		if err != nil {
-			return true, fmt.Errorf("DNAT: %w: %.300s", err, r.text)
+			return true, fmt.Errorf("DNAT: %w", err)
 		}
 		m.to, m.translated, m.stack = to, true, nil
 	case "MASQUERADE":
@@ -299,15 +309,14 @@ func (w *iptWalker) target(m *iptMachine, r *iptRule) (ended bool, err error) {
 // call goes to another chain.
 func (w *iptWalker) call(m *iptMachine, r *iptRule) error {
 	f := &m.stack[len(m.stack)-1]
-	to := w.chains.tables[w.family][f.chain.table][r.target]
-	if to == nil {
-		return fmt.Errorf("table %s: what the target %s does is not known: %.300s", f.chain.table, r.target, r.text)
+	if r.call == nil {
+		return fmt.Errorf("what the target %s does is not known", r.target)
 	}
 	if !r.jump {
-		*f = iptFrame{chain: to}
+		*f = iptFrame{chain: r.call}
 		return nil
 	}
-	m.stack = append(slices.Clip(m.stack), iptFrame{chain: to})
+	m.stack = append(slices.Clip(m.stack), iptFrame{chain: r.call})
 	return nil
 }
 

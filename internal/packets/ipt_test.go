@@ -3,6 +3,7 @@ package packets_test
 import (
 	"fmt"
 	"net/netip"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -89,5 +90,53 @@ func TestUnknownMatch(t *testing.T) {
 	_, err := walkSaved(t, "192.0.2.1:1", "10.96.0.2:80", nil)
 	if err == nil || !strings.Contains(err.Error(), "--length") || !strings.Contains(err.Error(), "KUBE-SERVICES") {
 		t.Errorf("the error is %v", err)
+	}
+}
+
+// manyRules are those of so many Services with ten endpoints each, as iptables-save prints them.
+func manyRules(services int) string {
+	var chains, rules strings.Builder
+	chains.WriteString("*nat\n:PREROUTING ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n")
+	rules.WriteString("-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n")
+	for i := range services {
+		svc, ip := fmt.Sprintf("KUBE-SVC-%016X", i), fmt.Sprintf("10.96.%d.%d", i>>8, i&255)
+		comment := fmt.Sprintf("-m comment --comment \"team-%d/service-%05d:http", i%20, i)
+		fmt.Fprintf(&chains, ":%s - [0:0]\n", svc)
+		fmt.Fprintf(&rules, "-A KUBE-SERVICES -d %s/32 -p tcp %s cluster IP\" -m tcp --dport 80 -j %s\n", ip, comment, svc)
+		for e := range 10 {
+			sep, addr := fmt.Sprintf("KUBE-SEP-%015X%X", i, e), fmt.Sprintf("10.%d.%d.%d", 128+e, i>>8, i&255)
+			fmt.Fprintf(&chains, ":%s - [0:0]\n", sep)
+			fmt.Fprintf(&rules, "-A %s %s -> %s:8080\" -m statistic --mode random --probability 0.10000000009 -j %s\n", svc,
+				comment, addr, sep)
+			fmt.Fprintf(&rules, "-A %s -s %s/32 %s\" -j KUBE-MARK-MASQ\n", sep, addr, comment)
+			fmt.Fprintf(&rules, "-A %s -p tcp %s\" -m tcp -j DNAT --to-destination %s:8080\n", sep, comment, addr)
+		}
+	}
+	return chains.String() + rules.String() + "COMMIT\n"
+}
+
+// BenchmarkParseChains says what a rule takes: in memory that stays, its text included, and in all that is allocated.
+func BenchmarkParseChains(b *testing.B) {
+	const services = 1000
+	for b.Loop() {
+		var before, after runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&before)
+		text := ipfamily.Per[[]byte]{[]byte(manyRules(services))}
+		built := before
+		runtime.ReadMemStats(&built)
+		chains, err := packets.ParseChains(text, &packets.Host{})
+		if err != nil {
+			b.Fatal(err)
+		}
+		runtime.ReadMemStats(&after)
+		allocated := after.TotalAlloc - built.TotalAlloc
+		text = ipfamily.Per[[]byte]{}
+		runtime.GC()
+		runtime.ReadMemStats(&after)
+		rules := float64(chains.Size().Rules)
+		b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/rules, "B/rule")
+		b.ReportMetric(float64(allocated)/rules, "allocated-B/rule")
+		runtime.KeepAlive(chains)
 	}
 }
