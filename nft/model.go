@@ -159,8 +159,8 @@ func (m *Model) fitting(s *dataplane.State, names []snapshot.Name, limit int) in
 	return len(names)
 }
 
-// planPart is plan for more Services than fit. An address may move from one to another: it is deleted before it is
-// added.
+// planPart is plan for more Services than fit. A frontend may move from one to another, or from one port to another: it
+// is deleted before it is added.
 func (p *planner) planPart(s *dataplane.State, names []snapshot.Name, limit int) {
 	left := &p.txn.Left.Services
 	target := func(name snapshot.Name) *service { return compileService(s.Services[name], p.m.quota()) }
@@ -202,18 +202,22 @@ func (p *planner) stepToward(before, want *service, room int, grow bool) (next *
 	return next, done
 }
 
-// losesFrontend reports whether a Service has a frontend that it should not have.
+// losesFrontend reports whether a Service has a frontend that it should not have, or that belongs to another port.
 func (s *service) losesFrontend(want *dataplane.Service) bool {
-	keys := map[dataplane.Key]bool{}
+	type owned struct {
+		port dataplane.PortName
+		key  dataplane.Key
+	}
+	stay := map[owned]bool{}
 	if want != nil {
 		for _, sp := range want.Ports {
 			for i := range sp.Frontends {
-				keys[sp.Frontends[i].Key] = true
+				stay[owned{sp.Name, sp.Frontends[i].Key}] = true
 			}
 		}
 	}
 	return slices.ContainsFunc(s.ports, func(p *port) bool {
-		return slices.ContainsFunc(p.frontends, func(f frontend) bool { return !keys[f.key] })
+		return slices.ContainsFunc(p.frontends, func(f frontend) bool { return !stay[owned{p.id.name, f.key}] })
 	})
 }
 

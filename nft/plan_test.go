@@ -502,6 +502,36 @@ func TestSmallTransactionsEnd(t *testing.T) {
 	}
 }
 
+// TestFrontendMovesBetweenPorts: two ports of a Service exchange their numbers. However few elements a transaction may
+// have, a frontend of one port goes before it comes back as one of the other.
+func TestFrontendMovesBetweenPorts(t *testing.T) {
+	service := func(numbers ...uint16) *dataplane.State {
+		s := webService()
+		s.Ports = nil
+		for i, n := range numbers {
+			s.Ports = append(s.Ports, snapshot.Port{Name: string(rune('a' + i)), Protocol: snapshot.TCP, Port: n})
+		}
+		s.ExternalIPs = []netip.Addr{addr("203.0.113.1"), addr("203.0.113.2")}
+		return stateOf(s, 1, 2)
+	}
+	for limit := range 30 {
+		var m Model
+		kernel := newFakeKernel()
+		for _, st := range []*dataplane.State{service(80, 81), service(81, 80), service(80, 81)} {
+			for change := (dataplane.Change{Services: []snapshot.Name{webService().Name}}); !change.Empty(); {
+				txn := m.Plan(st, change, limit)
+				if err := kernel.apply(txn); err != nil {
+					t.Fatalf("%d elements each: %v", limit, err)
+				}
+				change = txn.Left
+			}
+		}
+		if n := len(kernel[0].sets[Services]); n != 6 {
+			t.Errorf("%d elements each: %d frontends; want 6", limit, n)
+		}
+	}
+}
+
 // TestLongNames says that a name longer than the kernel's limit for comments is cut, not refused.
 func TestLongNames(t *testing.T) {
 	s := webService()
