@@ -368,8 +368,8 @@ func (w *walker) apply(want *dataplane.State) error {
 	}
 	r, err := w.backend.Apply(want, change)
 	for part := 1; err == nil && len(r.Left) > 0; part++ { // what is in stays in
-		// A burst by small datagrams has hundreds of parts; to read all before each would be most of a walk's time.
-		if known = mayFail && (part < 4 || w.r.IntN(16) == 0); known {
+		// A burst by small datagrams has hundreds of parts. To read all before each would take a fifth of a long walk.
+		if known = mayFail && (part < 4 || w.r.IntN(16) == 0 || *walkSteps <= walkDefault); known {
 			before = w.content()
 		}
 		w.count["parts"]++

@@ -40,7 +40,8 @@ func TestComparisons(t *testing.T) {
 	}
 	err := all[0].Unexplained()
 	for _, want := range []string{
-		"1 like this: shop/cart, pod from 10.0.0.1 () to cluster IP 10.96.0.1:80/tcp: objects: drop; kube-proxy-nftables: untouched",
+		"1 like this: shop/cart, pod from 10.0.0.1 () to cluster IP 10.96.0.1:80/tcp: objects: drop; " +
+			"kube-proxy-nftables: untouched",
 		"unknown: no such expression",
 	} {
 		if err == nil || !strings.Contains(err.Error(), want) {
