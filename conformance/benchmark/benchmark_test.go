@@ -27,7 +27,9 @@ func TestAddresses(t *testing.T) {
 	if !podRange.Contains(endpointRange.Addr()) || !podRange.Contains(clientAddr) || endpointRange.Contains(serverAddr) {
 		t.Error("ranges do not fit each other")
 	}
-	for _, size := range []results.Size{{Services: 1, Endpoints: 1}, {Services: 300, Endpoints: 10}, {Services: results.MaxServices, Endpoints: 10}} {
+	for _, size := range []results.Size{
+		{Services: 1, Endpoints: 1}, {Services: 300, Endpoints: 10}, {Services: results.MaxServices, Endpoints: 10},
+	} {
 		c := newCluster(size)
 		if len(c.endpoints) != size.Services+probes+1 || c.sink() != len(c.endpoints)-1 {
 			t.Fatalf("%s: %d Services", size, len(c.endpoints))
@@ -100,8 +102,9 @@ func TestVaried(t *testing.T) {
 	if len(kinds) != 14 {
 		t.Errorf("there are %d kinds: %v", len(kinds), kinds)
 	}
-	if s := c.service(c.sink()); s.Spec.Type != v1.ServiceTypeClusterIP || s.Spec.SessionAffinity != v1.ServiceAffinityNone {
-		t.Errorf("the Services that are measured vary, too: %+v", s.Spec)
+	sink := c.service(c.sink()).Spec
+	if sink.Type != v1.ServiceTypeClusterIP || sink.SessionAffinity != v1.ServiceAffinityNone {
+		t.Errorf("the Services that are measured vary, too: %+v", sink)
 	}
 }
 
@@ -182,10 +185,8 @@ func TestAwait(t *testing.T) {
 	}
 	gone := errors.New("it has ended")
 	began := time.Now().Add(-2 * time.Second)
-	if _, err := await(t.Context(), began, time.Minute, func() error { return gone }, func() bool { return false }); !errors.Is(
-		err,
-		gone,
-	) {
+	never := func() bool { return false }
+	if _, err := await(t.Context(), began, time.Minute, func() error { return gone }, never); !errors.Is(err, gone) {
 		t.Errorf("ended: %v", err)
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())

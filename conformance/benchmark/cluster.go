@@ -149,7 +149,9 @@ func (c *cluster) vary(s *v1.Service, i int) {
 	n := i / 8
 	if n%25 == 1 {
 		s.Spec.SessionAffinity = v1.ServiceAffinityClientIP
-		s.Spec.SessionAffinityConfig = &v1.SessionAffinityConfig{ClientIP: &v1.ClientIPConfig{TimeoutSeconds: new(int32(10800))}}
+		s.Spec.SessionAffinityConfig = &v1.SessionAffinityConfig{
+			ClientIP: &v1.ClientIPConfig{TimeoutSeconds: new(int32(10800))},
+		}
 	}
 	external := v1.ServiceExternalTrafficPolicyCluster
 	if n%2 == 1 {

@@ -26,12 +26,15 @@ const (
 
 // data measures what a client sees. Without a proxy it asks the endpoints themselves.
 func (n *node) data(ctx context.Context, length time.Duration, direct bool) (*results.Data, error) {
-	var to []netip.AddrPort
+	var to, straight []netip.AddrPort
 	for _, i := range n.spread(dialed) {
 		to = append(to, n.target(i, direct))
+		if !direct {
+			straight = append(straight, n.target(i, true))
+		}
 	}
 	out := &results.Data{}
-	err := n.client.Do(func() error { return latencies(ctx, to, out) })
+	err := n.client.Do(func() error { return latencies(ctx, to, straight, out) })
 	if err != nil {
 		return nil, err
 	}
@@ -52,19 +55,31 @@ func (n *node) target(i int, direct bool) netip.AddrPort {
 	return n.frontend(i)
 }
 
-// latencies opens connections one after the other, by turns to each. The first round is not counted.
-func latencies(ctx context.Context, to []netip.AddrPort, out *results.Data) error {
+// latencies opens connections one after the other, by turns to each. After each to a Service follows one straight to an
+// endpoint, if there are any: a busy machine changes its pace many times a second, and the two see the same of that.
+// The first round is not counted.
+func latencies(ctx context.Context, to, straight []netip.AddrPort, out *results.Data) error {
 	of := make([][]float64, len(to))
+	var beside []float64
 	for round := range triesOfEach + 1 {
 		for i, a := range to {
 			took, err := dial(a, false)
+			var other time.Duration
+			if err == nil && straight != nil {
+				other, err = dial(straight[i], false)
+			}
 			if err := errors.Join(err, ctx.Err()); err != nil {
 				return err
 			}
 			if round > 0 {
 				of[i] = append(of[i], float64(took.Nanoseconds())/1000)
+				beside = append(beside, float64((took-other).Nanoseconds())/1000)
 			}
 		}
+	}
+	if straight != nil {
+		median := results.Median(beside)
+		out.Beside = &median
 	}
 	for _, values := range of {
 		out.Slowest = max(out.Slowest, results.Median(values))

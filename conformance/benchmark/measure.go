@@ -99,7 +99,8 @@ func (n *node) untilAll(ctx context.Context, began time.Time, limit time.Duratio
 	}
 	for _, i := range sample {
 		var err error
-		if took, err = await(ctx, began, limit, n.ended, func() bool { return n.reaches(n.frontend(i)).IsValid() }); err != nil {
+		answers := func() bool { return n.reaches(n.frontend(i)).IsValid() }
+		if took, err = await(ctx, began, limit, n.ended, answers); err != nil {
 			return n.wait(took, err)
 		}
 	}

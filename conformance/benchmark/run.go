@@ -77,7 +77,8 @@ func (p *Plan) missing(size results.Size, repeat int) (missing []*Kind) {
 // tried again.
 func (p *Plan) hopeless(size results.Size, proxy string) bool {
 	for _, c := range p.Results.Cells {
-		if c.Size.Services <= size.Services && c.Size.Endpoints <= size.Endpoints && c.Proxy == proxy && c.Start != nil && c.Start.Limit {
+		smaller := c.Size.Services <= size.Services && c.Size.Endpoints <= size.Endpoints
+		if smaller && c.Proxy == proxy && c.Start != nil && c.Start.Limit {
 			return true
 		}
 	}

@@ -216,8 +216,9 @@ func (u *usage) close() error {
 	if u.group == "" {
 		return nil
 	}
-	// A process that was killed leaves its group a moment after it was waited for.
-	deadline := time.Now().Add(5 * time.Second)
+	// A process that was killed leaves its group a moment after it was waited for. A child of it that is in the middle
+	// of a large table of iptables takes seconds.
+	deadline := time.Now().Add(time.Minute)
 	for {
 		err := os.Remove(u.group)
 		if err == nil || time.Now().After(deadline) {

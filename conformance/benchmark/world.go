@@ -69,8 +69,8 @@ func (w *world) open(ctx context.Context, p Programs, progress func(string)) err
 	}
 	progress("starting etcd")
 	w.plane, err = control.Start(ctx, control.Config{
-		Host: w.host, Etcd: p["etcd"], APIServer: p["kube-apiserver"], Dir: w.dir, ServiceRanges: []netip.Prefix{serviceRange},
-		RequestTimeout: time.Minute, Fill: fill,
+		Host: w.host, Etcd: p["etcd"], APIServer: p["kube-apiserver"], Dir: w.dir,
+		ServiceRanges: []netip.Prefix{serviceRange}, RequestTimeout: time.Minute, Fill: fill,
 	})
 	if err != nil {
 		return err

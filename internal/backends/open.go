@@ -157,6 +157,7 @@ func first(ctx context.Context, s *config.Settings, try func(Backend) error, log
 // RemoveOthers removes what other backends than the one that has taken over wrote on this node, before it was
 // started with this one. It is called once all Services are programmed.
 func RemoveOthers(ctx context.Context, o RemoveOptions) error {
+	takeover.AwaitPackets(ctx)
 	var errs []error
 	for _, b := range All {
 		if b.Remove == nil || b.Name == o.Beside.Name {
@@ -173,6 +174,7 @@ func RemoveOthers(ctx context.Context, o RemoveOptions) error {
 
 // Remove removes what all backends wrote on this node, and names it.
 func Remove(ctx context.Context, o RemoveOptions) (removed []string, err error) {
+	takeover.AwaitPackets(ctx) // a kube-proxy may have programmed the node a moment ago
 	var errs []error
 	for _, b := range All {
 		if b.Remove != nil {

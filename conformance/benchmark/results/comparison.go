@@ -52,7 +52,8 @@ func (c *Comparison) String() string {
 		return fmt.Sprintf("%-9s %-24s not programmed within %s", c.Size, c.Proxy, Seconds(c.Start.Seconds))
 	}
 	r := c.Certificate.Result
-	return fmt.Sprintf("%-9s %-24s %s classes, %s the same, %d unexplained, %d unknown; %s, %s of a processor, %s  load %.1f",
+	return fmt.Sprintf("%-9s %-24s %s classes, %s the same, %d unexplained, %d unknown; %s, %s of a processor, %s  "+
+		"load %.1f",
 		c.Size, c.Proxy, grouped(r.Classes), grouped(r.Same), r.Unexplained, r.Unknown, Seconds(c.Seconds),
 		Seconds(c.Processor), mebibytes(float64(c.Memory)), c.Load)
 }
@@ -88,8 +89,8 @@ func (c *Comparison) Unexplained() error {
 			continue
 		}
 		d := g.Examples[0]
-		fmt.Fprintf(&b, "\n  %d like this: %s, %s from %s (%s) to %s %s: %s: %s; %s: %s", g.Count, d.Service, d.Sender, d.Source,
-			d.Remembered, d.Kind, d.Destination, d.Sides[0], d.Outcomes[0], d.Sides[1], d.Outcomes[1])
+		fmt.Fprintf(&b, "\n  %d like this: %s, %s from %s (%s) to %s %s: %s: %s; %s: %s", g.Count, d.Service, d.Sender,
+			d.Source, d.Remembered, d.Kind, d.Destination, d.Sides[0], d.Outcomes[0], d.Sides[1], d.Outcomes[1])
 	}
 	for _, text := range r.Errors {
 		fmt.Fprintf(&b, "\n  unknown: %s", text)
@@ -110,8 +111,8 @@ func (c *Comparison) rules() string {
 // WriteComparisons writes a table in Markdown.
 func WriteComparisons(w io.Writer, all []*Comparison) error {
 	var b strings.Builder
-	b.WriteString("| Services x endpoints | proxy | rules | classes | the same | differ, and why | unexplained or unknown | " +
-		"time / of a processor | memory |\n|---|---|---|---|---|---|---|---|---|\n")
+	b.WriteString("| Services x endpoints | proxy | rules | classes | the same | differ, and why | " +
+		"unexplained or unknown | time / of a processor | memory |\n|---|---|---|---|---|---|---|---|---|\n")
 	for _, c := range all {
 		if c.Certificate == nil {
 			fmt.Fprintf(&b, "| %s x %d | %s | not programmed within %s | | | | | | |\n",

@@ -30,7 +30,8 @@ func TestHistoryTables(t *testing.T) {
 	}
 	for _, want := range []string{
 		"| churn | verdict | 3,000 | 0 | 3 | 12 ms | 0 ms | 0 ms | 12 ms | 0 | 0 | 0 | 0 | 0 (3 unproven) |",
-		"| churn | kube-proxy-nftables | 3,000 | 0 | 30 | 1.1 s (1.0 to 1.2 s) | 5.0 ms | 0 ms | 900 ms | 6 | 0 | 0 | 0 | 3 |",
+		"| churn | kube-proxy-nftables | 3,000 | 0 | 30 | 1.1 s (1.0 to 1.2 s) | 5.0 ms | 0 ms | 900 ms | " +
+			"6 | 0 | 0 | 0 | 3 |",
 		"kube-proxy-nftables is v1;\nverdict is v0", "3 runs of each", "0.0 to 2.0, median 2.0",
 	} {
 		if !strings.Contains(b.String(), want) {

@@ -228,8 +228,8 @@ func (r *Outages) conditions() string {
 	}
 	load := spreadOf(loads, 0)
 	s := r.Settings
-	return fmt.Sprintf("%v connections a second for %v s, the harm after %v s, clients give up after %v s; %d repeats. "+
-		"%s. Linux %s, %d cores, %s; load average before each %.1f to %.1f.",
-		s.Rate, s.Length, s.Before, s.Timeout, repeats, strings.Join(r.versionTexts(), "; "), r.Machine.Kernel, r.Machine.Cores,
-		r.Machine.CPU, load.Min, load.Max)
+	return wrap(fmt.Sprintf("%v connections a second for %v s, the harm after %v s, clients give up after %v s; "+
+		"%d repeats. %s. Linux %s, %d cores, %s; load average before each %.1f to %.1f.",
+		s.Rate, s.Length, s.Before, s.Timeout, repeats, strings.Join(r.versionTexts(), "; "),
+		r.Machine.Kernel, r.Machine.Cores, r.Machine.CPU, load.Min, load.Max))
 }

@@ -14,7 +14,8 @@ func outages() *Outages {
 	for repeat, failed := range []int{4, 6, 5} {
 		r.Cells = append(r.Cells, &Outage{
 			Run: Run{Scenario: plotted, Proxy: "kube-proxy-nftables", Repeat: repeat + 1}, Opened: 20, Failed: failed,
-			Reasons: map[string]int{"refused": 1, "timed out": failed - 1}, P50: []float64{0.25, 0.5, 2500}[repeat], P99: 6001, Longest: 6100,
+			Reasons: map[string]int{"refused": 1, "timed out": failed - 1},
+			P50:     []float64{0.25, 0.5, 2500}[repeat], P99: 6001, Longest: 6100,
 			Timeline: []OutagePoint{{At: 0, Longest: 0.5}, {At: 0.5, Longest: 6100, Failed: failed}},
 		})
 	}
@@ -38,7 +39,8 @@ func TestOutageTables(t *testing.T) {
 	for _, want := range []string{
 		"| held | verdict | 7 | 0 | 1.0 ms | 2.0 ms | 2.1 s | 3 |",
 		// Whoever gave up waited at least as long as the limit. A range names both units if they differ.
-		"| " + plotted + " | kube-proxy-nftables | 20 | 5 (4 to 6): timed out, refused | 0.50 ms (0.25 ms to 2.5 s) | > 6.0 s | > 6.0 s | – |",
+		"| " + plotted + " | kube-proxy-nftables | 20 | 5 (4 to 6): timed out, refused | " +
+			"0.50 ms (0.25 ms to 2.5 s) | > 6.0 s | > 6.0 s | – |",
 		"| held | verdict | 3 | 3 | 1.5 s | 2.0 s |",
 		"| held | kube-proxy-nftables | 3 | 1 | > 45 s | > 45 s |",
 		"kube-proxy-nftables is v1",

@@ -167,6 +167,9 @@ type Data struct {
 	First float64 `json:"first_us"`
 	// Slowest is the median of that Service of them whose median is highest.
 	Slowest float64 `json:"slowest_us"`
+	// Beside is the median of how much longer each took than one straight to an endpoint right after it; nil without a
+	// proxy, and if it was not measured.
+	Beside *float64 `json:"beside_us,omitempty"`
 	// Connections is how many were opened, answered and closed a second.
 	Connections float64 `json:"connections"`
 	// Gigabits is what an established connection carried a second.

@@ -96,7 +96,8 @@ func TestLimits(t *testing.T) {
 
 func TestText(t *testing.T) {
 	for _, c := range []struct{ got, want string }{
-		{Milliseconds(0.4), "0.40 ms"}, {Milliseconds(3.21), "3.2 ms"}, {Milliseconds(18.42), "18 ms"}, {Milliseconds(999), "999 ms"},
+		{Milliseconds(0.4), "0.40 ms"}, {Milliseconds(3.21), "3.2 ms"},
+		{Milliseconds(18.42), "18 ms"}, {Milliseconds(999), "999 ms"},
 		{Milliseconds(1500), "1.5 s"}, {Milliseconds(18420), "18 s"}, {Milliseconds(math.NaN()), none},
 		{WaitText(Wait{Seconds: 139}), "139 s"}, {WaitText(Wait{Seconds: 300, Limit: true}), "> 300 s"},
 		{Spread{}.text(Seconds), none},
@@ -145,8 +146,8 @@ func example() *Results {
 			CPU: "Example", Cores: 2, Memory: 8 << 30, Kernel: "6.18.0", Tools: []string{"nftables v1.1.3", "iptables v1.8.11"},
 		},
 		Settings: Settings{
-			StartLimit: 300, Changes: 3, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60, DataTime: 3,
-			GiantLimit: 60,
+			StartLimit: 300, Changes: 3, ChangesLimit: 60, Rates: []float64{100, 1000}, ChurnTime: 60, DrainLimit: 60,
+			DataTime: 3, GiantLimit: 60,
 		},
 		Versions: map[string]string{
 			"verdict-nftables":    "verdict v1",
@@ -177,8 +178,8 @@ func exampleCell(size Size, proxy string, repeat, i int) *Cell {
 	}
 	slow := map[string]float64{"verdict-nftables": 1, "kube-proxy-nftables": 40, "kube-proxy-iptables": 20}[proxy]
 	n := float64(size.Services) / 1000 * slow * (1 + 0.1*float64(repeat))
-	service, direct, bare := 5+n/50, 3+n/80, 2.5
-	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Connections: 20000 - n, Gigabits: 20,
+	service, direct, bare, beside := 5+n/50, 3+n/80, 2.5, n/10
+	c.Data = &Data{First: 20 + n/10, Slowest: 30 + n/7, Beside: &beside, Connections: 20000 - n, Gigabits: 20,
 		ServiceFlow: &service, DirectFlow: &direct}
 	c.Bare = &Data{First: 18, Slowest: 19 + float64(repeat), Connections: 21000, Gigabits: 21, DirectFlow: &bare}
 	if proxy == "kube-proxy-nftables" && size.Services == 30000 {

@@ -78,8 +78,8 @@ func (r *Series[S, C]) of(scenario, proxy string) (cells []C) {
 	return cells
 }
 
-// readSeries reads a file that WriteFile wrote into r. It returns false if there is no such file. An unknown field is an
-// error.
+// readSeries reads a file that WriteFile wrote into r. It returns false if there is no such file. An unknown field is
+// an error.
 func readSeries[S any, C runner](path string, r *Series[S, C]) (bool, error) {
 	f, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {

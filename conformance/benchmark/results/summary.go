@@ -26,11 +26,13 @@ type Row struct {
 	// First, Slowest and both flows are in microseconds, Connections a second, Gigabits a second.
 	First, Slowest, Connections, Gigabits Spread
 	ServiceFlow, DirectFlow               Spread
-	// FirstAbove is First less that of the same node just before, in microseconds. ServiceAbove and DirectAbove are the
+	// FirstAbove is First less that of the same node just before, in microseconds, and FirstBeside what one took longer
+	// than one straight to an endpoint, made by turns with it. ServiceAbove and DirectAbove are the
 	// flows less DirectFlow then. OpenShare and CarriedShare are Connections and Gigabits divided by those.
-	FirstAbove, ServiceAbove, DirectAbove Spread
-	OpenShare, CarriedShare               Spread
-	GiantCreated, GiantDeleted            GiantRow
+	FirstAbove, FirstBeside    Spread
+	ServiceAbove, DirectAbove  Spread
+	OpenShare, CarriedShare    Spread
+	GiantCreated, GiantDeleted GiantRow
 }
 
 // GiantRow is what all repeats say of the giant when it was created, or deleted.
@@ -95,6 +97,10 @@ func (row *Row) data(cells []*Cell) {
 	}
 	row.First = seen(func(d Data) float64 { return d.First })
 	row.Slowest = seen(func(d Data) float64 { return d.Slowest })
+	row.FirstBeside = spreadOf(gather(cells, func(c *Cell) (float64, bool) {
+		beside := deref(c.Data).Beside
+		return deref(beside), beside != nil
+	}), 0)
 	row.Connections = seen(func(d Data) float64 { return d.Connections })
 	row.Gigabits = seen(func(d Data) float64 { return d.Gigabits })
 	flow := func(of func(Data) *float64) (took, above Spread) {

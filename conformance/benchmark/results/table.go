@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"unicode/utf8"
 )
 
 // Milliseconds prints a time that is given in milliseconds, to two digits or more: "3.2 ms", "18 s".
@@ -81,17 +82,18 @@ func behind(s float64) string {
 	return Milliseconds(s * 1000)
 }
 
-func growth(b float64) string        { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
-func above(us float64) string        { return fmt.Sprintf("%+.0f", us) }
-func aboveTenths(us float64) string  { return fmt.Sprintf("%+.1f", us) }
-func percent(n float64) string       { return fmt.Sprintf("%.0f%%", n*100) }
-func mebibytes(b float64) string     { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
-func tenths(us float64) string       { return fmt.Sprintf("%.1f µs", us) }
-func microseconds(us float64) string { return fmt.Sprintf("%.0f µs", us) }
-func thousands(n float64) string     { return fmt.Sprintf("%.1fk", n/1000) }
-func gigabits(n float64) string      { return fmt.Sprintf("%.1f", n) }
-func cores(n float64) string         { return fmt.Sprintf("%.2f", n) }
-func perSecond(n float64) string     { return fmt.Sprintf("%.0f", n) }
+func growth(b float64) string             { return fmt.Sprintf("%+.0f MiB", math.Round(b/(1<<20))+0) }
+func above(us float64) string             { return fmt.Sprintf("%+.0f", us) }
+func aboveTenths(us float64) string       { return fmt.Sprintf("%+.1f", us) }
+func aboveMicroseconds(us float64) string { return fmt.Sprintf("%+.1f µs", us) }
+func percent(n float64) string            { return fmt.Sprintf("%.0f%%", n*100) }
+func mebibytes(b float64) string          { return fmt.Sprintf("%.0f MiB", b/(1<<20)) }
+func tenths(us float64) string            { return fmt.Sprintf("%.1f µs", us) }
+func microseconds(us float64) string      { return fmt.Sprintf("%.0f µs", us) }
+func thousands(n float64) string          { return fmt.Sprintf("%.1fk", n/1000) }
+func gigabits(n float64) string           { return fmt.Sprintf("%.1f", n) }
+func cores(n float64) string              { return fmt.Sprintf("%.2f", n) }
+func perSecond(n float64) string          { return fmt.Sprintf("%.0f", n) }
 
 // table is one that is shown: what a proxy's row says in each size.
 type table struct {
@@ -105,18 +107,21 @@ func (r *Results) tables() []table {
 	all := []table{
 		{"Start", "From the start of the process until every Service answers, median and range of the repeats.",
 			func(row *Row) string { return row.Start.text(Seconds) }, false},
-		{"Restart, nothing changed", "Stopped and started again, with all rules in the kernel, until the processes are at rest.",
+		{"Restart, nothing changed",
+			"Stopped and started again, with all rules in the kernel, until the processes are at rest.",
 			func(row *Row) string { return row.Restart.text(Seconds) }, false},
 		{"Restart, one endpoint changed meanwhile", "Stopped and started again, until connections end at the new endpoint.",
 			func(row *Row) string { return row.Away.text(Seconds) }, false},
-		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode included; of what hit its limit, until the limit. The restart is that without a change.",
+		{"Processor time of a start and a restart", "What the process and its children used until then, kernel mode " +
+			"included; of what hit its limit, until the limit. The restart is that without a change.",
 			func(row *Row) string {
 				if row.StartCPU.N == 0 {
 					return none
 				}
 				return row.StartCPU.short(Seconds) + " / " + row.RestartCPU.short(Seconds)
 			}, false},
-		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: median / 99th percentile, which of fewer than 100 is the longest. Nothing else changes.",
+		{"One endpoint changed", "From before the write to the API server until connections end at the new endpoint: " +
+			"median / 99th percentile, which of fewer than 100 is the longest. Nothing else changes.",
 			func(row *Row) string { return row.Change.text() }, false},
 	}
 	for _, rate := range r.Settings.Rates {
@@ -124,42 +129,47 @@ func (r *Results) tables() []table {
 			"The same while endpoints of Services chosen by chance change at this rate: median / 99th percentile.",
 			func(row *Row) string { return row.Churn[rate].Quantiles.text() }, false},
 			table{fmt.Sprintf("%v changes a second: the load", rate),
-				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / changes a second that the API server took / how long it took for one, a part of the times above.",
+				"Processor cores that the proxy and its children used / how long after the last change the kernel had it / " +
+					"changes a second that the API server took / how long it took for one, a part of the times above.",
 				func(row *Row) string { return row.Churn[rate].load() }, false})
 	}
-	all = append(all,
-		table{"Memory", "Resident memory of the process and its children after the start / at the peak / what the kernel charged to it after the start.",
-			func(row *Row) string {
-				if row.Resident.N == 0 {
-					return none
-				}
-				return strings.Join([]string{row.Resident.short(mebibytes), row.Peak.short(mebibytes), row.Kernel.short(mebibytes)}, " / ")
-			}, false},
-		table{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median, and how much " +
-			"that is above the same node before the proxy was started / median of the slowest Service.",
-			func(row *Row) string {
-				if row.First.N == 0 {
-					return none
-				}
-				return beside(row.First.short(microseconds), row.FirstAbove, row.FirstAbove.short(above)) + " / " +
-					row.Slowest.short(microseconds)
-			}, true},
-		table{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a " +
-			"Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the " +
-			"same node before the proxy was started.",
-			(*Row).flows, true},
-		table{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of " +
-			"the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node " +
-			"before the proxy was started.",
-			func(row *Row) string {
-				if row.Connections.N == 0 {
-					return none
-				}
-				return beside(row.Connections.short(thousands), row.OpenShare, row.OpenShare.short(percent)) + " / " +
-					beside(row.Gigabits.short(gigabits), row.CarriedShare, row.CarriedShare.short(percent))
-			}, true},
-	)
-	return append(all, giantTables...)
+	return slices.Concat(all, restTables, giantTables)
+}
+
+// restTables are of a proxy at rest.
+var restTables = []table{
+	{"Memory", "Resident memory of the process and its children after the start / at the peak / what the " +
+		"kernel charged to it after the start.",
+		func(row *Row) string {
+			if row.Resident.N == 0 {
+				return none
+			}
+			return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes) + " / " + row.Kernel.short(mebibytes)
+		}, false},
+	{"First packet", "From SYN to SYN-ACK of new connections to Services spread over all: median / how much one " +
+		"takes longer than one straight to an endpoint, made by turns with it / median of the slowest Service. In " +
+		"brackets, how much the median is above that of the same node before the proxy was started.",
+		func(row *Row) string {
+			if row.First.N == 0 {
+				return none
+			}
+			return beside(row.First.short(microseconds), row.FirstAbove, row.FirstAbove.short(above)) + " / " +
+				row.FirstBeside.short(aboveMicroseconds) + " / " + row.Slowest.short(microseconds)
+		}, true},
+	{"New flow", "Processor time of the first packet of a connection that the node itself opens: to a " +
+		"Service / straight to an endpoint. In brackets, how much that is above one straight to an endpoint on the " +
+		"same node before the proxy was started.",
+		(*Row).flows, true},
+	{"Connections", "New connections a second, by four clients on this machine, each answered by a byte of " +
+		"the server / Gbit/s of one established connection. In brackets, the share of what it was on the same node " +
+		"before the proxy was started.",
+		func(row *Row) string {
+			if row.Connections.N == 0 {
+				return none
+			}
+			return beside(row.Connections.short(thousands), row.OpenShare, row.OpenShare.short(percent)) + " / " +
+				beside(row.Gigabits.short(gigabits), row.CarriedShare, row.CarriedShare.short(percent))
+		}, true},
 }
 
 var giantTables = []table{
@@ -215,14 +225,16 @@ func (c ChurnRow) load() string {
 	if c.P50.N == 0 {
 		return none
 	}
-	return strings.Join([]string{c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond), c.Write.short(Milliseconds)}, " / ")
+	return strings.Join([]string{
+		c.Cores.short(cores), c.Behind.short(behind), c.Written.short(perSecond), c.Write.short(Milliseconds),
+	}, " / ")
 }
 
 // WriteTables writes all tables in Markdown.
 func (r *Results) WriteTables(w io.Writer) error {
 	var b strings.Builder
 	for _, t := range r.tables() {
-		fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, t.about)
+		fmt.Fprintf(&b, "### %s\n\n%s\n\n", t.title, wrap(t.about))
 		r.writeTable(&b, t, r.Sizes(), r.columns(t.baseline))
 		b.WriteByte('\n')
 	}
@@ -243,16 +255,18 @@ func (r *Results) writeTable(b *strings.Builder, t table, sizes []Size, proxies 
 	fmt.Fprintf(b, "| Services x endpoints | %s |\n", strings.Join(proxies, " | "))
 	fmt.Fprintf(b, "|---|%s\n", strings.Repeat("---|", len(proxies)))
 	for _, size := range sizes {
-		fmt.Fprintf(b, "| %s x %d |", grouped(size.Services), size.Endpoints)
-		for _, proxy := range proxies {
+		texts, measured := make([]string, len(proxies)), false
+		for i, proxy := range proxies {
 			row := r.Row(size, proxy)
-			text := t.cell(row)
-			if text == none && len(row.Errors) > 0 {
-				text = "failed"
+			texts[i] = t.cell(row)
+			if texts[i] == none && len(row.Errors) > 0 {
+				texts[i] = "failed"
 			}
-			fmt.Fprintf(b, " %s |", text)
+			measured = measured || texts[i] != none
 		}
-		b.WriteByte('\n')
+		if measured {
+			fmt.Fprintf(b, "| %s x %d | %s |\n", grouped(size.Services), size.Endpoints, strings.Join(texts, " | "))
+		}
 	}
 }
 
@@ -271,29 +285,56 @@ func (r *Results) writeNotes(b *strings.Builder) {
 	if m.Guest {
 		where = "in a guest, emulated without hardware support,"
 	}
-	fmt.Fprintf(b, "Measured %s %s, %d cores, %.0f GiB, Linux %s, in %s. ", where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent))
 	repeats, low, high := r.span()
-	fmt.Fprintf(b, "Repeats: %s. Load average before each measurement: %.1f to %.1f. ", repeats, low, high)
-	fmt.Fprintf(b, "Limits: %v s for a start or restart, after which nothing else of that proxy is measured, %v s for single changes, and %v s after %v s of churn for what was behind.",
+	text := fmt.Sprintf("Measured %s %s, %d cores, %.0f GiB, Linux %s, in %s. "+
+		"Repeats: %s. Load average before each measurement: %.1f to %.1f. "+
+		"Limits: %v s for a start or restart, after which nothing else of that proxy is measured, "+
+		"%v s for single changes, and %v s after %v s of churn for what was behind.",
+		where, m.CPU, m.Cores, float64(m.Memory)/(1<<30), m.Kernel, duration(r.Spent), repeats, low, high,
 		s.StartLimit, s.ChangesLimit, s.DrainLimit, s.ChurnTime)
 	if s.GiantLimit > 0 {
-		fmt.Fprintf(b, " The giant Service has %v s to come, and to go.", s.GiantLimit)
+		text += fmt.Sprintf(" The giant Service has %v s to come, and to go.", s.GiantLimit)
 	}
 	if len(m.Tools) > 0 {
-		fmt.Fprintf(b, " Programs of the machine: %s.", strings.Join(m.Tools, ", "))
+		text += fmt.Sprintf(" Programs of the machine: %s.", strings.Join(m.Tools, ", "))
 	}
-	b.WriteString("\n\n")
+	fmt.Fprintf(b, "%s\n\n", wrap(text))
+	item := func(format string, args ...any) {
+		fmt.Fprintf(b, "%s\n", strings.ReplaceAll(wrap("- "+fmt.Sprintf(format, args...)), "\n", "\n  "))
+	}
 	for _, name := range r.columns(false) {
-		fmt.Fprintf(b, "- %s: %s\n", name, r.Versions[name])
+		item("%s: %s", name, r.Versions[name])
 	}
 	for _, name := range sortedKeys(r.LeftOut) {
-		fmt.Fprintf(b, "- %s: %s\n", name, r.LeftOut[name])
+		item("%s: %s", name, r.LeftOut[name])
 	}
 	for _, c := range r.Cells {
 		if c.Error != "" {
-			fmt.Fprintf(b, "- %s, %s, repeat %d failed: %s\n", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
+			item("%s, %s, repeat %d failed: %s", c.Size, c.Proxy, c.Repeat, Shortened(c.Error))
 		}
 	}
+}
+
+// wrap breaks text at spaces into lines of at most 118 columns, so that they fit into 120 in a list, too. A longer word
+// stays whole.
+func wrap(text string) string {
+	var b strings.Builder
+	column := 0
+	for word := range strings.FieldsSeq(text) {
+		n := utf8.RuneCountInString(word)
+		switch {
+		case column == 0:
+		case column+1+n > 118:
+			b.WriteByte('\n')
+			column = 0
+		default:
+			b.WriteByte(' ')
+			column++
+		}
+		b.WriteString(word)
+		column += n
+	}
+	return b.String()
 }
 
 // Shortened leaves of an error its first line, and of what a program said the last that says something.

@@ -1,0 +1,21 @@
+package takeover
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestGracePeriod: where the kernel has the command, it is the one that is asked for, so nobody waits for the timeout.
+func TestGracePeriod(t *testing.T) {
+	const query = 0 // MEMBARRIER_CMD_QUERY: a mask of the commands that this kernel has
+	has, _, errno := unix.Syscall(unix.SYS_MEMBARRIER, query, 0, 0)
+	switch err := gracePeriod(); {
+	case errno != 0 || has&membarrierGlobal == 0:
+		if err == nil {
+			t.Errorf("the kernel has no such command (%#x, %v), and it succeeds", has, errno)
+		}
+	case err != nil:
+		t.Errorf("the kernel has the command (%#x): %v", has, err)
+	}
+}
