@@ -75,9 +75,8 @@ func (r *Results) ReadmeTable() string {
 	line("memory, after the start / peak", func(row *Row) string {
 		return row.Resident.short(mebibytes) + " / " + row.Peak.short(mebibytes)
 	})
-	line("first packet of a connection / longer than one straight to an endpoint", func(row *Row) string {
-		return row.First.short(microseconds) + " / " + row.FirstBeside.short(aboveMicroseconds)
-	})
+	line("first packet of a connection, above one straight to an endpoint, made by turns with it",
+		func(row *Row) string { return row.FirstBeside.short(aboveMicroseconds) })
 	line("processor time of a new flow to a Service / straight to an endpoint, above one without a proxy",
 		func(row *Row) string {
 			if row.ServiceAbove.N == 0 || row.DirectAbove.N == 0 {
