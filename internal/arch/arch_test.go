@@ -112,6 +112,7 @@ var layers = map[string]struct{ ours, others []string }{
 			"internal/config",
 			"internal/ledger",
 			"internal/metrics",
+			"internal/netlink",
 			"internal/sysctl",
 			"internal/takeover",
 			"ipvsplugin",

@@ -13,6 +13,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/config"
 	"github.com/verdict-proxy/verdict/internal/ledger"
 	"github.com/verdict-proxy/verdict/internal/metrics"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 	"github.com/verdict-proxy/verdict/internal/sysctl"
 	"github.com/verdict-proxy/verdict/internal/takeover"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
@@ -157,7 +158,7 @@ func first(ctx context.Context, s *config.Settings, try func(Backend) error, log
 // RemoveOthers removes what other backends than the one that has taken over wrote on this node, before it was
 // started with this one. It is called once all Services are programmed.
 func RemoveOthers(ctx context.Context, o RemoveOptions) error {
-	takeover.AwaitPackets(ctx)
+	netlink.AwaitPackets()
 	var errs []error
 	for _, b := range All {
 		if b.Remove == nil || b.Name == o.Beside.Name {
@@ -174,7 +175,7 @@ func RemoveOthers(ctx context.Context, o RemoveOptions) error {
 
 // Remove removes what all backends wrote on this node, and names it.
 func Remove(ctx context.Context, o RemoveOptions) (removed []string, err error) {
-	takeover.AwaitPackets(ctx) // a kube-proxy may have programmed the node a moment ago
+	netlink.AwaitPackets() // a kube-proxy may have programmed the node a moment ago
 	var errs []error
 	for _, b := range All {
 		if b.Remove != nil {

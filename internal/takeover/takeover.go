@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
+	"github.com/verdict-proxy/verdict/internal/netlink"
 )
 
 // Found holds the objects of a kube-proxy in a network namespace.
@@ -262,7 +263,7 @@ func (f *Found) Kept() []string {
 // virtual services and their addresses stay as long as there are any, and so does the chain that guards these
 // addresses. Sets go last, since rules refer to them and virtual services of node ports are found by them.
 func (f *Found) Remove(ctx context.Context) error {
-	AwaitPackets(ctx)
+	netlink.AwaitPackets()
 	var errs []error
 	for _, remove := range []func(context.Context) error{f.removeTables, f.removeIPVS, f.removeNFT, f.removeLegacy,
 		f.removeSets} {

@@ -579,6 +579,10 @@ func (b *Backend) rememberTables() {
 func (b *Backend) Replay(batch []byte) error { return b.conn.Replay(batch) }
 
 // Remove deletes our tables. It is no error if there are none.
+//
+// The rules go first. A packet in the middle of them still follows all of them, but it looks elements up as they are at
+// that moment: if the whole table went at once, the elements of maps would be gone and those of sets would not
+// (nft_map_deactivate), so it could find its Service gone and its address still known as a cluster IP, and be rejected.
 func (b *Backend) Remove() error {
 	if err := b.reopenSockets(); err != nil {
 		return err
@@ -587,12 +591,22 @@ func (b *Backend) Remove() error {
 	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = ipfamily.Per[tableInfo]{}
+	if err := b.eachTable(b.batch.deleteRules); err != nil {
+		return err
+	}
+	netlink.AwaitPackets()
+	return b.eachTable(b.batch.deleteTable)
+}
+
+// eachTable commits a message about each table. It adds the tables first, so that the message succeeds whether they
+// exist or not.
+func (b *Backend) eachTable(message func(ipfamily.Family)) error {
 	b.batch.Reset()
 	b.batch.messages = b.batch.messages[:0]
 	b.batch.Begin()
 	for _, f := range ipfamily.All {
 		b.batch.End(b.batch.object(f, unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "add table"))
-		b.batch.deleteTable(f)
+		message(f)
 	}
 	b.batch.Finish()
 	return b.ownerError(b.send(b.batch.Bytes()))

@@ -218,6 +218,11 @@ func (b *batch) deleteTable(f ipfamily.Family) {
 	b.End(b.object(f, unix.NFT_MSG_DELTABLE, 0, "delete table"))
 }
 
+// deleteRules deletes the rules of all chains of the table.
+func (b *batch) deleteRules(f ipfamily.Family) {
+	b.End(b.object(f, unix.NFT_MSG_DELRULE, 0, "delete all rules"))
+}
+
 func (b *batch) newSet(f ipfamily.Family, s *nft.Set) {
 	m := b.object(f, unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE, "add set "+s.Name())
 	b.Text(unix.NFTA_SET_NAME, s.Name())

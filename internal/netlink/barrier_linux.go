@@ -1,7 +1,6 @@
-package takeover
+package netlink
 
 import (
-	"context"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -15,18 +14,11 @@ const (
 )
 
 // AwaitPackets waits until every packet that the kernel is working on now has left the hooks of netfilter, in most
-// cases some milliseconds. Call it after the new proxy's rules are programmed, and before another proxy's are removed.
-//
-// A packet may have passed the new proxy's hook a moment before the rules were there, and its processor was then
-// interrupted. If the other proxy's rules are gone when it goes on, nobody translates it, and what listens at the
-// node's own port, or nothing, answers it.
-func AwaitPackets(ctx context.Context) {
-	if gracePeriod() == nil {
-		return
-	}
-	select {
-	case <-ctx.Done():
-	case <-time.After(barrierTimeout):
+// cases some milliseconds. Call it after new rules are programmed, and before what older ones need is removed: a packet
+// may have passed the new rules' hook a moment before they were there, or be in the middle of the older ones.
+func AwaitPackets() {
+	if gracePeriod() != nil {
+		time.Sleep(barrierTimeout)
 	}
 }
 
