@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -41,26 +40,9 @@ func moments(b *testing.B, others int) {
 	apply(b, backend, large)
 	s := flowService{number: 1}
 	to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
-	var clients sync.WaitGroup
-	var dials, lost atomic.Int64
-	end := make(chan struct{})
-	for _, from := range []*lab.Host{c.Outside, c.Node2, c.Pods[2]} {
-		clients.Go(func() {
-			for {
-				select {
-				case <-end:
-					return
-				default:
-				}
-				// a client whose packet is left alone would wait for minutes
-				r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 500 * time.Millisecond})
-				if r.Outcome != lab.Answered {
-					lost.Add(1)
-				}
-				dials.Add(1)
-			}
-		})
-	}
+	var lost atomic.Int64
+	// a client whose packet is left alone would wait for minutes
+	stop := connect(c, to, 500*time.Millisecond, func(*lab.Host, lab.Result) { lost.Add(1) })
 	changes := 0
 	for b.Loop() {
 		for began := time.Now(); time.Since(began) < momentTime; changes++ {
@@ -72,8 +54,7 @@ func moments(b *testing.B, others int) {
 			labtest.Check(b, err)
 		}
 	}
-	close(end)
-	clients.Wait()
-	b.ReportMetric(float64(lost.Load())*1e6/float64(dials.Load()), "lost/million")
-	b.ReportMetric(float64(changes)/float64(dials.Load()), "changes/connection")
+	dials := float64(stop())
+	b.ReportMetric(float64(lost.Load())*1e6/dials, "lost/million")
+	b.ReportMetric(float64(changes)/dials, "changes/connection")
 }

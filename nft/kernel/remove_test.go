@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"fmt"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -14,8 +15,8 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// removals is how often TestRemoveRejectsNobody removes the tables: without the two steps of Remove, one in some
-// twenty rejected a client, on two processors.
+// removals is how often TestRemoveRejectsNobody removes the tables: without the two steps of Remove, one in thirty
+// rejected a client, on two processors.
 const removals = 150
 
 // TestRemoveRejectsNobody removes the tables again and again, while another proxy's rules take what ours leave, and
@@ -30,6 +31,19 @@ func TestRemoveRejectsNobody(t *testing.T) {
 			ip daddr %s tcp dport %d dnat to %s:%d
 		}
 	}`, to.Addr(), to.Port(), c.Pods[0].IP(ipfamily.IPv4), targetPort), "nft", "-f", "-")
+	stop := connect(c, to, 10*time.Second, func(from *lab.Host, r lab.Result) { t.Errorf("%s: %v", from.Name, r) })
+	for range removals {
+		labtest.Check(t, b.Remove())
+		apply(t, b, st)
+	}
+	t.Logf("%d connections during %d removals", stop(), removals)
+}
+
+// connect has three clients open connections all the time until stop is called, which returns how many there were. Of
+// each that is not answered in time, failed is told.
+func connect(
+	c *lab.Cluster, to netip.AddrPort, timeout time.Duration, failed func(*lab.Host, lab.Result),
+) (stop func() int64) {
 	var clients sync.WaitGroup
 	var dials atomic.Int64
 	end := make(chan struct{})
@@ -41,18 +55,16 @@ func TestRemoveRejectsNobody(t *testing.T) {
 					return
 				default:
 				}
-				if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: 10 * time.Second}); r.Outcome != lab.Answered {
-					t.Errorf("%s, after %d connections: %v", from.Name, dials.Load(), r)
+				if r := from.Dial(snapshot.TCP, to, lab.Options{Timeout: timeout}); r.Outcome != lab.Answered {
+					failed(from, r)
 				}
 				dials.Add(1)
 			}
 		})
 	}
-	for range removals {
-		labtest.Check(t, b.Remove())
-		apply(t, b, st)
+	return func() int64 {
+		close(end)
+		clients.Wait()
+		return dials.Load()
 	}
-	close(end)
-	clients.Wait()
-	t.Logf("%d connections during %d removals", dials.Load(), removals)
 }

@@ -27,8 +27,8 @@ type Row struct {
 	First, Slowest, Connections, Gigabits Spread
 	ServiceFlow, DirectFlow               Spread
 	// FirstAbove is First less that of the same node just before, in microseconds, and FirstBeside what one took longer
-	// than one straight to an endpoint, made by turns with it. ServiceAbove and DirectAbove are the
-	// flows less DirectFlow then. OpenShare and CarriedShare are Connections and Gigabits divided by those.
+	// than one straight to an endpoint, made by turns with it. ServiceAbove and DirectAbove are the flows less DirectFlow
+	// then. OpenShare and CarriedShare are Connections and Gigabits divided by those.
 	FirstAbove, FirstBeside    Spread
 	ServiceAbove, DirectAbove  Spread
 	OpenShare, CarriedShare    Spread
