@@ -591,6 +591,17 @@ func (b *Backend) Remove() error {
 	b.sweep, b.inspection, b.maxElements = affinitySweep{}, inspection{}, 0
 	b.fill.Store(nil)
 	b.tables = ipfamily.Per[tableInfo]{}
+	there := false
+	for _, f := range ipfamily.All {
+		info, err := b.reader.table(f)
+		if err != nil {
+			return err
+		}
+		there = there || info.exists
+	}
+	if !there {
+		return nil
+	}
 	if err := b.eachTable(b.batch.deleteRules); err != nil {
 		return err
 	}

@@ -39,6 +39,18 @@ func TestRemoveRejectsNobody(t *testing.T) {
 	t.Logf("%d connections during %d removals", stop(), removals)
 }
 
+// TestRemoveInterrupted: whoever removes the tables may be killed when only the rules are gone. The next proxy does not
+// take the digests' word for it, and writes the rules again.
+func TestRemoveInterrupted(t *testing.T) {
+	s := newSite(t, 8, Options{})
+	labtest.Check(t, s.backend.eachTable(s.backend.batch.deleteRules))
+	s.restart(Options{})
+	if r := s.apply(dataplane.Change{}); r.Adopted || r.Full {
+		t.Errorf("the rules were written by %+v", r)
+	}
+	quiet(t, s.backend)
+}
+
 // connect has three clients open connections all the time until stop is called, which returns how many there were. Of
 // each that is not answered in time, failed is told.
 func connect(
