@@ -121,10 +121,13 @@ func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 	p := m.planner()
 	wanted := m.wanted(found, stale)
 	for i, f := range ipfamily.All {
-		tm, tt := &m.tables[i], &p.txn.Tables[i]
+		tt := &p.txn.Tables[i]
 		tt.Add = wanted[i]
 		tt.Sweep = true // whoever wrote what is corrected may have ended before it swept
 		p.correct(f, &found[i], stale)
+	}
+	for i, f := range ipfamily.All {
+		tm, tt := &m.tables[i], &p.txn.Tables[i]
 		tt.Add[DigestSet] = tm.digests.elements()
 		replaced := tt.Replaced // which does not count them
 		tt.compare(DigestSet, found[i].DigestElements)
@@ -133,7 +136,7 @@ func (m *Model) Correct(found *ipfamily.Per[Found], stale *Stale) *Txn {
 		if tt.empty() && len(tt.Add[DigestSet])+len(tt.Del[DigestSet]) == 0 && m.Revision(f) == found[i].Revision {
 			continue
 		}
-		tm.revision = m.number(tm.revision)
+		tm.revision = p.number(tm.revision)
 		tt.Del[RevisionSet] = found[i].Revisions // whatever claims to be one
 		tt.Add[RevisionSet] = []Element{m.Revision(f).element()}
 	}

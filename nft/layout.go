@@ -439,11 +439,28 @@ func loadBalancers(s Structure) Chain {
 	return c
 }
 
+// again looks up once more what a transaction may have moved between two lookups. A frontend that was in the last map
+// may be in the first one now. A pool whose id was read may be gone, since its frontends have another one now; the
+// scratch field tells who read an id, so that other packets look up nothing again.
+func again(maps []SetID) []Rule {
+	var rules []Rule
+	for i, m := range maps {
+		rule := dispatch(m)
+		if i > 0 || len(maps) == 1 {
+			rule = append(Rule{PriorityIs{Not: true}}, rule...)
+		}
+		rules = append(rules, rule)
+	}
+	return rules
+}
+
 func frontends(s Structure) Chain {
 	c := Chain{ID: Frontends.id()}
-	for _, m := range s.withUncounted(Services) {
+	maps := s.withUncounted(Services)
+	for _, m := range maps {
 		c.Rules = append(c.Rules, dispatch(m))
 	}
+	c.Rules = append(c.Rules, again(maps)...)
 	toAddress := Concat{Fields: []Field{DestAddr}}
 	toClusterIP := SetLookup{Key: toAddress, Set: ClusterIPs}
 	toServiceCIDR := SetLookup{Key: toAddress, Set: ServiceCIDRs}
@@ -478,8 +495,8 @@ func translated(s Structure) Chain {
 	rules = append(rules, Rule{ClearPriority{}})
 	if s.Uses.Has(ExternalServices) {
 		rules = append(rules, perProtocol(nil, SetPriority{Key: tupleKey, Map: ExternalServices})...)
-		rules = append(rules, Rule{PriorityIs{externalAll}, Goto{MasqueradeAll.id()}},
-			Rule{PriorityIs{externalNode}, Goto{MasqueradeNode.id()}})
+		rules = append(rules, Rule{PriorityIs{Value: externalAll}, Goto{MasqueradeAll.id()}},
+			Rule{PriorityIs{Value: externalNode}, Goto{MasqueradeNode.id()}})
 	}
 	if !s.MasqueradeAll && s.Pods.ByInterface() {
 		// Packets between pods on one bridge seem to have no incoming interface, and so none of the pods'.
@@ -565,9 +582,15 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 }
 
 // numbered returns a chain of a kind that exists once for each N in use.
+//
+// A packet may come here that has read of the pool before a transaction, and looks up its slots after it. If its slot
+// is gone, the first endpoint takes it. If they all are, it is dropped: the client sends it again, and finds the pool
+// as it is then. If it were left alone, so would its connection be, until the client gives up.
 func numbered(id ChainID, s Structure) Chain {
 	c := Chain{ID: id}
-	pick := func(by Field, m SetID) []Rule { return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}} }
+	pick := func(by Field, m SetID) []Rule {
+		return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}, {DNAT{Key: slotKey(RandomSlot, 1), Map: m}}, {Drop{}}}
+	}
 	switch id.Kind {
 	case Pick:
 		c.Rules = pick(RandomSlot, Endpoints)

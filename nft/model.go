@@ -16,8 +16,8 @@ import (
 type Model struct {
 	// Counters is how many counters elements may have, in both tables together; 0 means no limit.
 	Counters int
-	// Generation is the revision number of the next transaction; 0 means one more than the last. If it is the kernel's own
-	// number of that transaction, a later process can tell that nobody has written anything since.
+	// Generation is the revision number of the next transaction, or of its first part; 0 means one more than the last. If
+	// it is the kernel's own number of that transaction, a later process can tell that nobody has written anything since.
 	Generation uint32
 
 	filled   bool
@@ -485,16 +485,17 @@ func (m *Model) emptyTables() {
 
 // create adds the structure to everything that was planned for empty tables.
 func (p *planner) create() {
-	m := p.m
 	p.chains()
 	for i, f := range ipfamily.All {
+		t := layout(f, p.m.tables[i].structure)
+		p.txn.Tables[i].Create = &t
+	}
+	for i, f := range ipfamily.All {
 		tm, tt := &p.m.tables[i], &p.txn.Tables[i]
-		t := layout(f, tm.structure)
-		tt.Create = &t
 		tt.Del, tt.DelChains, tt.Replaced = [NumSets][]Element{}, nil, 0
 		// The kernel lists ranges in the order in which they were added: use the order in which nft loads them.
 		slices.SortFunc(tt.Add[SourceRanges], func(a, b Element) int { return bytes.Compare(a.Key(), b.Key()) })
-		tm.revision = m.number(tm.revision)
+		tm.revision = p.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Add[DigestSet] = tm.digests.elements()
 	}
@@ -502,7 +503,6 @@ func (p *planner) create() {
 
 // revise replaces the revision of the tables to which the transaction writes.
 func (p *planner) revise() {
-	m := p.m
 	for i, f := range ipfamily.All {
 		tm, was, tt := &p.m.tables[i], &p.txn.undo.tables[i], &p.txn.Tables[i]
 		if tt.empty() && was.asked == tm.asked && p.txn.undo.countingText() == countingText(p.m.counting, p.m.recount) {
@@ -510,18 +510,21 @@ func (p *planner) revise() {
 		}
 		before := Revision{was.revision, was.digests[sharedBucket], p.txn.undo.countingText(), was.asked}
 		tt.Del[RevisionSet] = []Element{before.element()}
-		tm.revision = m.number(tm.revision)
+		tm.revision = p.number(tm.revision)
 		tt.Add[RevisionSet] = []Element{p.m.Revision(f).element()}
 		tt.Del[DigestSet], tt.Add[DigestSet] = was.digests.changed(&tm.digests)
 	}
 }
 
-// number returns the number of a table's next revision.
-func (m *Model) number(last uint32) uint32 {
-	if m.Generation != 0 {
-		return m.Generation
+// number returns the number of a table's next revision, once all chains are planned.
+func (p *planner) number(last uint32) uint32 {
+	switch {
+	case p.m.Generation == 0:
+		return last + 1
+	case p.txn.InTwo(): // the revision is in the second of two transactions
+		return p.m.Generation + 1
 	}
-	return last + 1
+	return p.m.Generation
 }
 
 // Revision returns a table's revision after the last planned transaction.

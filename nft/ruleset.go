@@ -180,11 +180,15 @@ type SetLookup struct {
 }
 
 func (s SetLookup) text(f ipfamily.Family) string {
-	not := ""
-	if s.Not {
-		not = "!= "
+	return s.Key.text(f) + " " + notEqual(s.Not) + "@" + s.Set.String()
+}
+
+// notEqual is the operator that a text needs for not.
+func notEqual(not bool) string {
+	if not {
+		return "!= "
 	}
-	return s.Key.text(f) + " " + not + "@" + s.Set.String()
+	return ""
 }
 
 // VerdictMap executes the verdict that a map holds for a key. Without one, it does nothing.
@@ -217,11 +221,18 @@ func (s SetPriority) text(f ipfamily.Family) string {
 	return "meta priority set " + s.Key.text(f) + " map @" + s.Map.String()
 }
 
-// PriorityIs matches packets with a value in the scratch field.
-type PriorityIs struct{ Value uint32 }
+// PriorityIs matches packets with a value in the scratch field, or those with another one.
+type PriorityIs struct {
+	Value uint32
+	Not   bool
+}
 
 func (s PriorityIs) text(ipfamily.Family) string {
-	return fmt.Sprintf("meta priority %x:%x", s.Value>>16, s.Value&0xffff)
+	text := fmt.Sprintf("%x:%x", s.Value>>16, s.Value&0xffff)
+	if s.Value == 0 {
+		text = "none"
+	}
+	return "meta priority " + notEqual(s.Not) + text
 }
 
 // Accept ends the base chain: the packet goes on to the next hook.
@@ -285,10 +296,7 @@ type FromPods struct {
 }
 
 func (s FromPods) text(f ipfamily.Family) string {
-	op := ""
-	if s.Not {
-		op = "!= "
-	}
+	op := notEqual(s.Not)
 	switch {
 	case s.Pods.Interface != "":
 		return `iifname ` + op + `"` + s.Pods.Interface + `"`

@@ -1,11 +1,14 @@
 package nft
 
 import (
+	"slices"
+
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 )
 
-// Txn is one transaction: what has to be written to take the kernel from what it holds to what it should hold.
+// Txn is one transaction: what has to be written to take the kernel from what it holds to what it should hold. Split
+// says which part of it has to be committed before the rest.
 type Txn struct {
 	// Tables are in the order of Families.
 	Tables ipfamily.Per[TableTxn]
@@ -38,6 +41,50 @@ type TableTxn struct {
 	// deletes them: elements of dynamic maps come and go by themselves, and deleting one that is gone would fail this
 	// transaction.
 	Sweep bool
+}
+
+// Split returns what is committed before the rest of a transaction, nil if there is nothing, and the rest. A packet
+// that entered the rules before a transaction sees the chains that it adds as empty, and may yet be led to one by an
+// element that it changes. So chains for pools of a size that no pool had are there one transaction earlier.
+func (t *Txn) Split() (first, rest *Txn) {
+	if !t.InTwo() {
+		return nil, t
+	}
+	first, rest = &Txn{}, &Txn{Tables: t.Tables}
+	for i := range t.Tables {
+		tt := &rest.Tables[i]
+		first.Tables[i].AddSets, first.Tables[i].AddChains = tt.AddSets, tt.AddChains
+		tt.AddSets, tt.AddChains = nil, nil
+	}
+	return first, rest
+}
+
+// InTwo reports whether Split gives two parts: whether chains come to which elements lead, in tables that are in use.
+func (t *Txn) InTwo() bool {
+	for i := range t.Tables {
+		tt := &t.Tables[i]
+		numbered := func(c Chain) bool { return c.ID.Kind > numFixedChains }
+		if tt.Create == nil && slices.ContainsFunc(tt.AddChains, numbered) {
+			return true
+		}
+	}
+	return false
+}
+
+// Undoing returns a transaction that takes away again what the first part of another has added.
+func (t *Txn) Undoing() *Txn {
+	out := &Txn{}
+	for i := range t.Tables {
+		tt := &out.Tables[i]
+		for _, c := range t.Tables[i].AddChains {
+			tt.DelChains = append(tt.DelChains, c.ID)
+		}
+		for _, s := range t.Tables[i].AddSets {
+			tt.DelSets = append(tt.DelSets, s.ID)
+		}
+		tt.sortChains()
+	}
+	return out
 }
 
 // RollbackWith makes Rollback also undo a transaction that was planned before this one and is not written; nil means

@@ -258,7 +258,7 @@ func (w *tracer) match(st Statement, s *packetState) (ok, isMatch bool) {
 	case OffLoopback:
 		return s.input != "lo" && s.addr(st.Field).IsLoopback(), true
 	case PriorityIs:
-		return s.priority == st.Value, true
+		return (s.priority == st.Value) != st.Not, true
 	case Translated:
 		return s.to.IsValid(), true
 	case StatusIs:
@@ -372,16 +372,23 @@ func (c Concat) slots() int {
 func (w *tracer) translate(s *packetState, found []Listed, n int) verdict {
 	share, of := s.share, s.of*n
 	first := len(w.walk.Endings)
-	at := map[netip.AddrPort]int{} // an endpoint may have several slots
+	at := map[netip.AddrPort]int{} // an endpoint may have several slots, and take what those that are missing would have
+	for i := range w.walk.Endings {
+		if end := &w.walk.Endings[i]; end.Of == of && end.Element.Set == found[0].Set {
+			at[end.Endpoint] = i
+		}
+	}
 	for i := range found {
 		e := &found[i]
 		if n, ok := at[e.Target()]; ok && s.end == nil {
-			end := &w.walk.Endings[first+n]
+			end := &w.walk.Endings[n]
 			end.Share += share
-			end.Connections = sum(end.Connections, e.connections())
+			if n >= first {
+				end.Connections = sum(end.Connections, e.connections())
+			}
 			continue
 		}
-		at[e.Target()] = len(at)
+		at[e.Target()] = len(w.walk.Endings)
 		s.share, s.of = share, of
 		end := Ending{Element: *e, priority: s.priority,
 			Ending: dataplane.Ending{Outcome: dataplane.Sent, Endpoint: e.Target(), Connections: e.connections()}}
@@ -518,6 +525,9 @@ func (w *Walk) Cause() dataplane.Cause {
 		}
 		if w.Endings[0].Outcome == dataplane.Untouched {
 			continue
+		}
+		if s.Chain.Kind > numFixedChains { // it is dropped since its pool has no slots
+			return dataplane.FrontendFound
 		}
 		switch s.Chain.Kind {
 		case GuardLoopback:

@@ -142,8 +142,11 @@ func TestDisagreements(t *testing.T) {
 		{"as it is", func(*Listing) {}, ""},
 		{"frontend gone", func(l *Listing) { l.Elements[Services] = nil }, "the objects say endpoint, the kernel reject"},
 		{"slot gone", func(l *Listing) { l.Elements[UncountedEndpoints] = l.Elements[UncountedEndpoints][:1] },
-			"the objects say endpoint, the kernel untouched in 1 of 2 cases; " +
+			"10.244.1.1:8080: the objects say 1 of 2 connections, the kernel 2 of 2; " +
 				"10.244.1.2:8080: the objects say an endpoint, the kernel none of the endpoints"},
+		{"first slot gone", func(l *Listing) { l.Elements[UncountedEndpoints] = l.Elements[UncountedEndpoints][1:] },
+			"the objects say endpoint, the kernel drop in 1 of 2 cases; " +
+				"10.244.1.1:8080: the objects say an endpoint, the kernel none of the endpoints"},
 		{"another endpoint",
 			func(l *Listing) {
 				l.Elements[UncountedEndpoints][1].setTarget(netip.MustParseAddrPort("10.244.9.9:1"))

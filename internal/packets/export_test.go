@@ -61,7 +61,7 @@ func (t *nfTable) ruleFaults(c *nfChain) (list []Fault) {
 				change("is missing", slices.Delete(other, k, k+1))
 			case op.kind == opVerdict && op.chain != nil:
 				other[k].chain = t.otherChain(op.chain)
-				change("leads to "+other[k].chain.name, other)
+				change("leads to "+other[k].chain.name+", not "+op.chain.name, other)
 			case op.kind == opLookup && op.inverted:
 				other[k].inverted = false
 				change("is the other way round", other)
@@ -116,7 +116,7 @@ func (t *nfTable) setFaults(s *nfSet) (list []Fault) {
 		if e.chain != nil {
 			changed := e
 			changed.chain = t.otherChain(e.chain)
-			with("leads to "+changed.chain.name, key, func(m map[string]nfElement) { m[key] = changed })
+			with("leads to "+changed.chain.name+", not "+e.chain.name, key, func(m map[string]nfElement) { m[key] = changed })
 		}
 	}
 	for i, r := range s.ranges {

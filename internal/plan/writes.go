@@ -95,8 +95,10 @@ func (m *maker) writes(b *kernel.Base) error {
 	txns := b.Plan(m.planner.State(), m.change)
 	m.forget(b, remembered)
 	w := &m.out.Writes
-	w.Transactions = len(txns)
 	for _, txn := range txns {
+		if w.Transactions++; txn.InTwo() {
+			w.Transactions++
+		}
 		added, replaced, removed := txn.Counts()
 		w.Added, w.Replaced, w.Removed = w.Added+added, w.Replaced+replaced, w.Removed+removed
 		for i := range txn.Tables {

@@ -171,8 +171,9 @@ const (
 // complete. The next Apply continues with them after what its own change names.
 //
 // Tables of an earlier process are adopted if they match, corrected if they nearly match, and replaced otherwise. After
-// an error the kernel holds what it held before. The error is a *dataplane.Refused if the kernel accepts everything
-// except what some Services ask for.
+// an error the kernel holds what it held before, and perhaps chains to which nothing leads (see nft.Txn.Split), which
+// the next Apply removes. The error is a *dataplane.Refused if the kernel accepts everything except what some Services
+// ask for.
 func (b *Backend) Apply(want *dataplane.State, change dataplane.Change) (dataplane.Receipt, error) {
 	var r dataplane.Receipt
 	defer b.batch.trim()
@@ -429,25 +430,50 @@ func (b *Backend) planFull(want *dataplane.State, left dataplane.Change, planned
 	return txn, nil
 }
 
-// commit writes a transaction.
+// commit writes a transaction, in two parts if it has two.
 func (b *Backend) commit(txn *nft.Txn, r *dataplane.Receipt) error {
-	start := time.Now()
 	describe(txn, r)
-	bytes := b.batch.encode(txn)
-	r.Encode += time.Since(start)
-	r.Bytes, r.Messages = len(bytes), b.batch.Count()
-	start = time.Now()
-	defer func() { r.Commit += time.Since(start) }()
-	return b.sendTxn(bytes)
+	r.Bytes, r.Messages = 0, 0
+	first, rest := txn.Split()
+	if first == nil {
+		return b.write(rest, r)
+	}
+	if err := b.write(first, r); err != nil {
+		return err
+	}
+	err := b.write(rest, r)
+	if err != nil {
+		b.retract(first, err)
+	}
+	return err
 }
 
-// sendTxn sends the batch of a transaction, and tells whoever listens to them.
-func (b *Backend) sendTxn(bytes []byte) error {
+// write writes one part of a transaction, and tells whoever listens.
+func (b *Backend) write(txn *nft.Txn, r *dataplane.Receipt) error {
+	start := time.Now()
+	bytes := b.batch.encode(txn)
+	r.Encode += time.Since(start)
+	r.Bytes, r.Messages = r.Bytes+len(bytes), r.Messages+b.batch.Count()
+	start = time.Now()
+	defer func() { r.Commit += time.Since(start) }()
 	err := b.send(bytes)
 	if err == nil && b.Sent != nil {
 		b.Sent(bytes)
 	}
 	return err
+}
+
+// retract takes away the first part of a transaction, since the second one failed. If that fails, too, or if it is not
+// known whether the second part is committed, the tables are read back.
+func (b *Backend) retract(first *nft.Txn, cause error) {
+	var large *netlink.TooLarge
+	var r *rejected
+	if errors.As(cause, &large) || errors.As(cause, &r) {
+		if b.write(first.Undoing(), &dataplane.Receipt{}) == nil {
+			return
+		}
+	}
+	b.syncState = min(b.syncState, stateStale)
 }
 
 // describe fills in the receipt of a transaction.

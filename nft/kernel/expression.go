@@ -83,7 +83,7 @@ func plainExprs(f ipfamily.Family, s nft.Statement) []expr.Any {
 	case nft.ProtocolIs:
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(0)}, equal(false, []byte{byte(s.Protocol)})}
 	case nft.PriorityIs:
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(0)}, equal(false, native(s.Value))}
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(0)}, equal(s.Not, native(s.Value))}
 	case nft.FromPods:
 		return matchPods(f, s.Pods, s.Not)
 	case nft.NoInput:

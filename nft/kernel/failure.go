@@ -113,12 +113,33 @@ func (b *Backend) resolveUnknownOutcome(txn *nft.Txn, err error) error {
 		}
 		b.syncState = min(b.syncState, stateStale)
 		b.model.Rollback(txn)
+		if rerr == nil && b.holdsFirst(txn) {
+			return nil // the tables are read back, and the rest is written
+		}
 		return errors.Join(err, rerr)
 	}
 	// It is committed, as the model says. What remains is to read the tables back, and to write what had no room.
 	b.syncState, b.pending = stateStale, mergeChange(txn.Left, b.pending)
 	b.filling = (b.filling || txn.Tables[0].Create != nil) && len(txn.Left.Services) > 0
 	return nil
+}
+
+// holdsFirst says whether the kernel holds the first part of a transaction that has two.
+func (b *Backend) holdsFirst(txn *nft.Txn) bool {
+	first, _ := txn.Split()
+	if first == nil {
+		return false
+	}
+	for i, f := range ipfamily.All {
+		for _, c := range first.Tables[i].AddChains {
+			there := false
+			err := b.reader.objects(f, unix.NFT_MSG_GETCHAIN, func(attrs netlink.Attributes) {
+				there = there || attrs[unix.NFTA_CHAIN_NAME].Text() == c.ID.Name()
+			})
+			return err == nil && there // as is one, so are all
+		}
+	}
+	return false
 }
 
 // revision reads the revision of a table.

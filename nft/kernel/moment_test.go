@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -12,49 +11,74 @@ import (
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
-// BenchmarkMoments has one Service's pool shrink and grow as fast as the kernel takes it, while clients connect, and
-// reports how many of a million connections get no answer, and how many changes there were for each. Every endpoint
-// serves all the time, so none should be lost (decision 0031). Either other Services have pools of both sizes, or the
-// chains of a size come and go with the change.
-func BenchmarkMoments(b *testing.B) {
-	b.Run("others have these sizes", func(b *testing.B) { moments(b, 2) })
-	b.Run("nobody else has these sizes", func(b *testing.B) { moments(b, 0) })
+// moment is a change of a Service, forth and back, between two versions that both answer.
+type moment struct {
+	name string
+	// first are the endpoints in the first version; in the second, there are both.
+	first endpointState
+	// second makes the other differences.
+	second func(*snapshot.Service)
+	// others says that other Services have pools of the same sizes, and elements in all maps.
+	others bool
+	// times is how many changes lost about ten clients, on two processors, before packets were prepared for them.
+	times int
 }
 
-// momentTime is how long one round takes.
-const momentTime = 2 * time.Second
-
-func moments(b *testing.B, others int) {
-	c, backend := proxied(b, lab.Config{LocalPods: 3, RemotePods: 3})
+func moments() []moment {
 	alone := endpointState{"one", nil, []condition{ready}}
-	states := func(first endpointState) *dataplane.State {
+	same := func(*snapshot.Service) {}
+	return []moment{
+		{"a pool grows and shrinks", alone, same, true, 30000},
+		{"a chain comes and goes", alone, same, false, 4000},
+		{"a frontend changes its pool", both, func(s *snapshot.Service) { s.InternalLocal = true }, true, 8000},
+		{"session affinity", both, func(s *snapshot.Service) { s.Affinity = time.Hour }, true, 3000},
+		{"counters", both, func(s *snapshot.Service) { s.Counters = snapshot.CountersNever }, true, 8000},
+	}
+}
+
+// TestChangesLoseNobody changes a Service as fast as the kernel takes it, while clients connect all the time. A packet
+// that a transaction overtakes reads one map as it was and the next one as it is. It must not be rejected, and not be
+// left alone: its connection would be, too, for minutes (decision 0031).
+func TestChangesLoseNobody(t *testing.T) {
+	for _, m := range moments() {
+		t.Run(m.name, func(t *testing.T) {
+			c, b := proxied(t, lab.Config{LocalPods: 3, RemotePods: 3})
+			s, states := flowService{number: 1}, m.states(c)
+			apply(t, b, states[0])
+			to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+			stop := connect(c, to, 10*time.Second, func(from *lab.Host, r lab.Result) { t.Errorf("%s: %v", from.Name, r) })
+			for i := range m.times {
+				_, err := b.ApplyAll(states[(i+1)%2], dataplane.Change{Services: []snapshot.Name{s.name()}})
+				labtest.Check(t, err)
+			}
+			t.Logf("%d connections during %d changes", stop(), m.times)
+			quiet(t, b)
+		})
+	}
+}
+
+// states returns both versions.
+func (m moment) states(c *lab.Cluster) [2]*dataplane.State {
+	state := func(first flowService, change func(*snapshot.Service)) *dataplane.State {
 		snap := snapshot.New()
 		snap.Apply(facts(c))
-		for i, e := range []endpointState{first, alone, both}[:1+others] {
-			snap.Apply(flowService{number: 1 + i, state: e}.delta(c))
+		d := first.delta(c)
+		change(d.Services[first.name()])
+		snap.Apply(d)
+		if m.others {
+			for i, e := range []endpointState{moments()[0].first, both} {
+				counted, uncounted := flowService{number: 2 + i, state: e}, flowService{number: 4 + i, state: e}
+				snap.Apply(counted.delta(c))
+				d = uncounted.delta(c)
+				d.Services[uncounted.name()].Counters = snapshot.CountersNever
+				snap.Apply(d)
+			}
 		}
 		st, _ := dataplane.Compute(dataplane.Config{NodeName: "node", DetectLocal: clusterCIDR}, snap)
 		return st
 	}
-	large, small := states(both), states(alone)
-	apply(b, backend, large)
-	s := flowService{number: 1}
-	to := s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
-	var lost atomic.Int64
-	// a client whose packet is left alone would wait for minutes
-	stop := connect(c, to, 500*time.Millisecond, func(*lab.Host, lab.Result) { lost.Add(1) })
-	changes := 0
-	for b.Loop() {
-		for began := time.Now(); time.Since(began) < momentTime; changes++ {
-			next := small
-			if changes%2 == 1 {
-				next = large
-			}
-			_, err := backend.ApplyAll(next, dataplane.Change{Services: []snapshot.Name{s.name()}})
-			labtest.Check(b, err)
-		}
+	return [2]*dataplane.State{
+		state(flowService{number: 1, state: m.first}, func(*snapshot.Service) {}),
+		state(flowService{number: 1, state: both}, m.second),
 	}
-	dials := float64(stop())
-	b.ReportMetric(float64(lost.Load())*1e6/dials, "lost/million")
-	b.ReportMetric(float64(changes)/dials, "changes/connection")
 }

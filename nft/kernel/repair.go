@@ -12,6 +12,7 @@ import (
 
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/nft"
+	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
 
@@ -217,7 +218,7 @@ func (b *Backend) recount() (more bool, err error) {
 	}
 	txn := b.model.Recount(len(names), recountElements)
 	if !txn.Empty() {
-		err = b.sendTxn(b.batch.encode(txn))
+		err = b.commit(txn, &dataplane.Receipt{})
 	}
 	if err != nil {
 		b.model.Rollback(txn)

@@ -132,6 +132,19 @@ func (c *content) difference(now *content) string {
 	return strings.Join(out[:min(len(out), 20)], "\n")
 }
 
+// withoutChains returns the content without the chains that were not there before.
+func (c *content) withoutChains(before *content) content {
+	out := *c
+	for i := range out {
+		out[i].chains = maps.Clone(c[i].chains)
+		maps.DeleteFunc(out[i].chains, func(name, _ string) bool {
+			_, was := before[i].chains[name]
+			return !was
+		})
+	}
+	return out
+}
+
 func elementText(f ipfamily.Family, e *nft.Element) string {
 	set := nft.SetByID(e.Set)
 	return fmt.Sprintf("%s %s { %s }", f.NFT(), set.Name(), e.Text(f, &set))

@@ -428,9 +428,12 @@ func (w *walker) ack(want *dataplane.State, left []snapshot.Name) {
 func (w *walker) unchanged(before content, want *dataplane.State, unclear bool) {
 	w.t.Helper()
 	now := w.content()
+	rest := now.withoutChains(&before)
 	switch d := before.difference(&now); {
 	case d == "":
 		w.count["failed: all as before"]++
+	case w.backend.syncState != stateInSync && before.difference(&rest) == "":
+		w.count["failed: chains of the first part stay"]++
 	case unclear && lacking(&now, nft.List(want)) == "":
 		w.count["failed: all in"]++
 	case unclear && (w.faults.steps > 0 || w.faults.most > 0 || w.backend.maxElements > 0):
