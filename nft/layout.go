@@ -119,6 +119,8 @@ const (
 	MasqueradeNode
 	LeftToIPVS
 	PassOn
+	FirstEndpoint
+	UncountedFirstEndpoint
 	RefusedChain
 	UnansweredChain
 	Evidence
@@ -145,9 +147,9 @@ func (k ChainKind) isSticky() bool { return k == StickyPick || k == StickyHash }
 
 var chainNames = [...]string{
 	"", "guard-loopback", "prerouting", "output", "input", "postrouting", "restrict", "frontends", "load-balancers",
-	"no-endpoints",
-	"no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated", "masquerade-all",
-	"masquerade-node", "left-to-ipvs", "pass-on", "refused", "unanswered", "evidence", "evidence-input", "", "pick",
+	"no-endpoints", "no-local-endpoints", "affinity-lookup", "remember-affinity", "not-remembered", "translated",
+	"masquerade-all", "masquerade-node", "left-to-ipvs", "pass-on", "first-endpoint", "uncounted-first-endpoint",
+	"refused", "unanswered", "evidence", "evidence-input", "", "pick",
 	"uncounted-pick", "sticky", "remember", "hash", "uncounted-hash", "hash-port", "uncounted-hash-port", "sticky-hash",
 }
 
@@ -323,6 +325,8 @@ func layout(f ipfamily.Family, s Structure) Table {
 		Chain{ID: NoLocalEndpoints.id(), Comment: "traffic policy Local, endpoints on other nodes only",
 			Rules: []Rule{resetOthers(), {Drop{}}}},
 		Chain{ID: PassOn.id(), Comment: "verdict/external-failover: pass", Rules: []Rule{{Accept{}}}},
+		firstEndpoint(FirstEndpoint, Endpoints),
+		firstEndpoint(UncountedFirstEndpoint, UncountedEndpoints),
 	)
 	if s.Uses.Has(Remember) {
 		t.Chains = append(t.Chains, affinityLookup(), rememberAffinity(s),
@@ -439,13 +443,16 @@ func loadBalancers(s Structure) Chain {
 	return c
 }
 
-// again looks up once more what a transaction may have moved between two lookups. A frontend that was in the last map
-// may be in the first one now. A pool whose id was read may be gone, since its frontends have another one now; the
-// scratch field tells who read an id, so that other packets look up nothing again.
+// again drops the packets of frontends that no rule before has led to a pool, although they are there. A transaction
+// has come between two lookups: a frontend that was in the last map is in the first one now, or a pool whose id was
+// read is gone, since its frontends have another one. The client sends the packet again. Only the scratch field tells
+// who read an id, so that other packets look up nothing again.
+//
+// The rules do not look into pools: the kernel checks all of that map, for each way to it, whenever one pool changes.
 func again(maps []SetID) []Rule {
 	var rules []Rule
 	for i, m := range maps {
-		rule := dispatch(m)
+		rule := Rule{SetPriority{Key: toFrontend, Map: m}, Drop{}}
 		if i > 0 || len(maps) == 1 {
 			rule = append(Rule{PriorityIs{Not: true}}, rule...)
 		}
@@ -538,6 +545,17 @@ func hairpin(s Structure) []Rule {
 	return []Rule{{SetLookup{Key: Concat{Fields: []Field{SourceAddr, DestAddr}}, Set: Hairpin}, Masquerade{}}}
 }
 
+// firstEndpoint gets the packets that found nothing in their slot: they have read of their pool before a transaction,
+// and look up its slots after it. The first endpoint takes them. If it is gone, too, they are dropped: the client sends
+// them again, and finds the pool as it is then. If they were left alone, so would their connections be, until the
+// client gives up.
+//
+// It is one chain for all, since the kernel goes through the whole map whenever a new rule looks it up.
+func firstEndpoint(kind ChainKind, m SetID) Chain {
+	return Chain{ID: kind.id(), Comment: "the endpoint that was chosen is gone",
+		Rules: []Rule{{DNAT{Key: slotKey(RandomSlot, 1), Map: m}}, {Drop{}}}}
+}
+
 // affinityLookup sends a client to the endpoint it had before.
 func affinityLookup() Chain {
 	return Chain{ID: AffinityLookup.id(), Rules: perProtocol(nil, DNAT{Key: affinityKey, Map: Affinity})}
@@ -582,14 +600,14 @@ func perProtocol(before Rule, after ...Statement) []Rule {
 }
 
 // numbered returns a chain of a kind that exists once for each N in use.
-//
-// A packet may come here that has read of the pool before a transaction, and looks up its slots after it. If its slot
-// is gone, the first endpoint takes it. If they all are, it is dropped: the client sends it again, and finds the pool
-// as it is then. If it were left alone, so would its connection be, until the client gives up.
 func numbered(id ChainID, s Structure) Chain {
 	c := Chain{ID: id}
 	pick := func(by Field, m SetID) []Rule {
-		return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}, {DNAT{Key: slotKey(RandomSlot, 1), Map: m}}, {Drop{}}}
+		first := FirstEndpoint
+		if m == UncountedEndpoints {
+			first = UncountedFirstEndpoint
+		}
+		return []Rule{{DNAT{Key: slotKey(by, id.N), Map: m}}, {Goto{first.id()}}}
 	}
 	switch id.Kind {
 	case Pick:

@@ -526,10 +526,9 @@ func (w *Walk) Cause() dataplane.Cause {
 		if w.Endings[0].Outcome == dataplane.Untouched {
 			continue
 		}
-		if s.Chain.Kind > numFixedChains { // it is dropped since its pool has no slots
-			return dataplane.FrontendFound
-		}
 		switch s.Chain.Kind {
+		case FirstEndpoint, UncountedFirstEndpoint: // its pool has no slots
+			return dataplane.FrontendFound
 		case GuardLoopback:
 			return dataplane.FromOutsideToLoopback
 		case NoEndpoints:
@@ -537,18 +536,27 @@ func (w *Walk) Cause() dataplane.Cause {
 		case NoLocalEndpoints:
 			return dataplane.NoLocalEndpoints
 		case Frontends, LoadBalancers:
-			if slices.ContainsFunc(s.Rule, func(st Statement) bool {
-				set, ok := st.(SetLookup)
-				return ok && (set.Set == ClusterIPs || set.Set == LoadBalancerIPs)
-			}) {
-				return dataplane.UnusedPort
-			}
-			return dataplane.Unallocated
+			return causeOf(s.Rule)
 		case Restrict:
 			return dataplane.SourceRefused
 		}
 	}
 	return dataplane.NotService
+}
+
+// causeOf says why a rule behind all frontends ended a packet's way.
+func causeOf(r Rule) dataplane.Cause {
+	for _, st := range r {
+		switch st := st.(type) {
+		case SetPriority: // there is a frontend, of which the pool is gone
+			return dataplane.FrontendFound
+		case SetLookup:
+			if st.Set == ClusterIPs || st.Set == LoadBalancerIPs {
+				return dataplane.UnusedPort
+			}
+		}
+	}
+	return dataplane.Unallocated
 }
 
 // Frontend gives the element that led the packet to its pool, and that of the pool.

@@ -77,6 +77,8 @@ var harmless = []struct{ place, what, why string }{
 	{"hairpin", "element c000020ac000020a", "the node's own packets are masqueraded anyway"},
 	{"pools", "element 4d31d8db", "no endpoints: the rule for unused ports rejects it just so"},
 	{"services", "element 0a601405060000000050", "the same"},
+	{"services", "element 0a6000020600000000500000 has other data",
+		"no local endpoints: a frontend without a pool is dropped just so"},
 	{"postrouting", "rule 0, expression 2 is missing", "packets that are not translated match no rule behind"},
 	{"pick-1", "rule 0 is missing", "the rule behind takes the only slot"},
 	{"pick-1", "rule 0, expression 2 has one more value", "the same"},
