@@ -70,6 +70,8 @@ type Releaser struct {
 	table table
 	o     ReleaserOptions
 	wake  chan struct{}
+	// probes are those under way.
+	probes sync.WaitGroup
 
 	// mu is locked while the loop writes, as in a Cleaner. inSync says that the last transaction succeeded. Otherwise
 	// nothing is judged.
@@ -89,20 +91,22 @@ type goneKey struct {
 	endpoint netip.AddrPort
 }
 
-// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses the fields after due, between
-// looks.
+// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses the fields after silent,
+// between looks.
 type goneEndpoint struct {
 	// since is when the endpoint departed, or was ejected.
 	since time.Time
 	due   time.Time
+	// probing says that the endpoint is being probed. silent is when it last answered no probe; zero if it answered the
+	// last one.
+	probing bool
+	silent  time.Time
 	// looks is how many looks there were, without those that confirm another. empty is how many of the last ones found no
 	// flow.
 	looks, empty int
 	confirming   bool
 	// quick counts the looks that came after openingFor, since clients are opening connections.
 	quick int
-	// silent is when the endpoint last answered no probe; zero if it answered the last one.
-	silent time.Time
 	// suspects are the flows without an answer that the last look found, and when each was found first.
 	suspects map[flowID]time.Time
 }
@@ -298,6 +302,7 @@ func (r *Releaser) add(k goneKey, t time.Time) {
 
 // Run looks until the context ends, and then returns nil. A look that fails is reported and repeated.
 func (r *Releaser) Run(ctx context.Context) error {
+	defer r.probes.Wait()
 	repeat(ctx, r.wake, r.next, func(retry time.Duration) (time.Duration, error) {
 		l := r.takeDue()
 		result := l.run(ctx)

@@ -46,8 +46,9 @@ type lookedAt struct {
 	*goneEndpoint
 	flows int
 	found map[flowID]time.Time
-	// opening says that a flow was found that the endpoint has never answered, and that openingFor applies to.
-	opening bool
+	// opening says that a flow was found that the endpoint has never answered, and that openingFor applies to. doubtful
+	// says that one was found that only a probe can judge.
+	opening, doubtful bool
 	// drain is the port's drain deadline.
 	drain time.Duration
 }
@@ -218,29 +219,47 @@ func (l *releaseLook) unanswered(g *lookedAt, f *flow, serving bool) bool {
 		g.opening = true
 		return l.now.Sub(first) >= openingFor
 	}
+	g.doubtful = true
 	return l.now.Sub(first) >= unansweredFor && l.now.Sub(g.silent) < probeHolds &&
 		(!f.answered || f.tcp.left <= l.idle)
 }
 
-// probe probes the endpoints with unanswered flows.
+// probe probes the endpoints that need it, each once at a time. It does not wait for that, which may take a second:
+// clients that open connections to these and other endpoints must not wait either.
 func (l *releaseLook) probe(ctx context.Context) {
 	if l.o.Probe == nil {
 		return
 	}
-	var keys []goneKey
+	var probed []*goneEndpoint
 	var endpoints []netip.AddrPort
+	l.mu.Lock()
 	for k, g := range l.due {
-		if len(g.found) > 0 {
-			keys, endpoints = append(keys, k), append(endpoints, k.endpoint)
+		if g.doubtful && !g.probing {
+			g.probing = true
+			probed, endpoints = append(probed, g.goneEndpoint), append(endpoints, k.endpoint)
 		}
 	}
-	if len(endpoints) == 0 {
-		return
+	l.mu.Unlock()
+	if len(probed) > 0 {
+		l.probes.Go(func() { l.probed(probed, l.now.Add(confirmAfter), l.o.Probe(ctx, endpoints)) })
 	}
-	for i, answers := range l.o.Probe(ctx, endpoints) {
-		l.due[keys[i]].silent = time.Time{}
-		if !answers {
-			l.due[keys[i]].silent = time.Now()
+}
+
+// probed records which endpoints answered. Those that did not are looked at again by some time, or now.
+func (r *Releaser) probed(endpoints []*goneEndpoint, again time.Time, answers []bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i, g := range endpoints {
+		g.probing, g.silent = false, time.Time{}
+		if !answers[i] {
+			g.silent = time.Now()
+			if g.due.After(again) {
+				g.due = again
+			}
 		}
+	}
+	select {
+	case r.wake <- struct{}{}:
+	default:
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -65,14 +66,16 @@ type releasing struct {
 	// alive are the endpoints that answer probes. probed counts the probes.
 	alive  map[string]bool
 	probed int
-	st     *dataplane.State
-	stop   func()
+	// probing is how long a probe takes.
+	probing time.Duration
+	st      *dataplane.State
+	stop    func()
 }
 
 const webKey, otherKey = "10.96.0.1:80/tcp", "10.96.0.2:80/tcp"
 
 func newReleasing(t *testing.T, table *tcpTable, services ...*dataplane.Service) *releasing {
-	r := &releasing{t: t, table: table, alive: map[string]bool{}}
+	r := &releasing{t: t, table: table, alive: map[string]bool{}, probing: 500 * time.Millisecond}
 	r.start()
 	r.apply(services...)
 	rest(2 * time.Second)
@@ -83,7 +86,7 @@ func (r *releasing) start() {
 	ctx, cancel := context.WithCancel(context.Background())
 	releaser := newReleaser(r.table, ReleaserOptions{
 		Probe: func(_ context.Context, endpoints []netip.AddrPort) (answers []bool) {
-			time.Sleep(500 * time.Millisecond)
+			time.Sleep(r.probing)
 			r.table.mu.Lock()
 			defer r.table.mu.Unlock()
 			for _, e := range endpoints {
@@ -94,8 +97,9 @@ func (r *releasing) start() {
 		},
 		Report: func(l ReleaseResult) { r.told = append(r.told, l.Released...) },
 	})
-	go releaser.Run(ctx)
-	r.stop = func() { cancel(); synctest.Wait() }
+	var run sync.WaitGroup
+	run.Go(func() { releaser.Run(ctx) })
+	r.stop = func() { cancel(); run.Wait() }
 	r.t.Cleanup(func() { r.stop() })
 	r.loop = &reconciletest.Loop{Listeners: []reconcile.Listener{releaser.Listener()}, Writer: backendFunc(fine)}
 }
@@ -332,6 +336,27 @@ func TestReleaseOpening(t *testing.T) {
 			t.Error("the wrong one is left")
 		}
 		r.expect(time.Minute, "it is answered", 1)
+	})
+}
+
+// TestReleaseOpeningDuringProbe: who opens a connection does not wait until an endpoint is probed because of others,
+// neither the one it goes to nor another one. These are released once the probe has ended.
+func TestReleaseOpeningDuringProbe(t *testing.T) {
+	const three, two, one = ">10.0.0.1:80,10.0.0.2:80,10.0.0.3:80", ">10.0.0.2:80,10.0.0.3:80", ">10.0.0.3:80"
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webKey+three))
+		r.probing = 1500 * time.Millisecond
+		for _, endpoint := range []string{"10.0.0.1:80", "10.0.0.2:80"} {
+			table.wait(webKey, endpoint)
+			table.hold(webKey, endpoint).answered = false
+		}
+		r.apply(web(webKey + two))
+		r.expect(600*time.Millisecond, "one departed", 3)
+		r.apply(web(webKey + one))
+		r.expect(600*time.Millisecond, "another one departed", 2)
+		r.expect(800*time.Millisecond, "the first probe has ended", 1)
+		r.expect(800*time.Millisecond, "the second probe has ended", 0)
 	})
 }
 

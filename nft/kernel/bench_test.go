@@ -96,6 +96,44 @@ func BenchmarkLoadBalancers(b *testing.B) {
 	b.ReportMetric(float64(last.Replaced+last.Added+last.Removed), "elements-an-endpoint")
 }
 
+// BenchmarkSizes gives a Service another number of endpoints, in turns with the number that all others have: one that
+// one more Service has, and one that nobody has. The kernel goes through all pools then, and through all endpoints if
+// the number is new (decision 0031).
+func BenchmarkSizes(b *testing.B) {
+	const most, others, nobody = 10, 9, 7
+	for _, services := range []int{10000, 100000} {
+		_, back := host(b)
+		snap, planner := snapshot.New(), dataplane.NewPlanner(configs["cluster CIDR"])
+		delta := large(services, most)
+		planner.Apply(snap, snap.Apply(delta))
+		// resize changes a Service, and returns how long that took.
+		resize := func(service, endpoints int) time.Duration {
+			n := snapshot.Name{Namespace: "default", Name: fmt.Sprintf("service-%d", service)}
+			s := *delta.Slices[n]
+			s.Endpoints = s.Endpoints[:endpoints]
+			d := snapshot.Delta{Slices: map[snapshot.Name]*snapshot.Slice{n: &s}}
+			change, _ := planner.Apply(snap, snap.Apply(d))
+			start := time.Now()
+			_, err := back.ApplyAll(planner.State(), change)
+			labtest.Check(b, err)
+			return time.Since(start)
+		}
+		resize(1, others) // fills the tables
+		for name, size := range map[string]int{"others": others, "nobody": nobody} {
+			b.Run(fmt.Sprint(services, "/", name), func(b *testing.B) {
+				var took time.Duration
+				for b.Loop() {
+					took += resize(0, size)
+					b.StopTimer()
+					resize(0, most)
+					b.StartTimer()
+				}
+				b.ReportMetric(float64(took.Microseconds())/float64(b.N), "us/change")
+			})
+		}
+	}
+}
+
 // BenchmarkEncode measures turning 10,000 Services with 10 endpoints into bytes.
 func BenchmarkEncode(b *testing.B) {
 	snap := snapshot.New()
