@@ -155,7 +155,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 }
 
 // next returns when the earliest pending sweep is due.
-func (c *Cleaner) next() (due time.Time, any bool) {
+func (c *Cleaner) next(rested, _ time.Time) (due time.Time, any bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.inSync {
@@ -169,7 +169,7 @@ func (c *Cleaner) next() (due time.Time, any bool) {
 			due, any = t.due, true
 		}
 	}
-	return due, any
+	return later(due, rested), any
 }
 
 // takeDue starts a sweep of everything that is due.

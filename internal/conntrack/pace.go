@@ -68,13 +68,15 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// repeat calls work whenever it is due, until the context ends. next says when that is, if at all; wake makes it ask
-// again. Work that fails is due again after retry, and returns how long it worked.
-func repeat(ctx context.Context, wake <-chan struct{}, next func() (due time.Time, any bool),
+// repeat calls work whenever it is due, until the context ends. next says when that is, if at all: not before rested,
+// when the rest after the last work is over, or not before early, when a short rest is, if clients wait for it. wake
+// makes it ask again. Work that fails is due again after retry, and returns how long it worked.
+func repeat(ctx context.Context, wake <-chan struct{}, next func(rested, early time.Time) (due time.Time, any bool),
 	work func(retry time.Duration) (worked time.Duration, err error), mostRest time.Duration) {
 	retry := retryFirst
+	var rested, early time.Time
 	for {
-		due, any := next()
+		due, any := next(rested, early)
 		timer := time.NewTimer(time.Until(due))
 		timeout := timer.C
 		if !any {
@@ -98,6 +100,16 @@ func repeat(ctx context.Context, wake <-chan struct{}, next func() (due time.Tim
 		} else {
 			retry = retryFirst
 		}
-		pause(ctx, max(leastRest, min(restFactor*worked, mostRest)))
+		now := time.Now()
+		rested = now.Add(max(leastRest, min(restFactor*worked, mostRest)))
+		early = now.Add(max(leastRest, min(worked, mostRest)))
 	}
+}
+
+// later returns the later of two times.
+func later(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return b
+	}
+	return a
 }

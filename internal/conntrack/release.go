@@ -80,6 +80,8 @@ type Releaser struct {
 	programmed frontends
 	// gone holds the endpoints that have departed, and those that are ejected as unanswered.
 	gone map[goneKey]*goneEndpoint
+	// inFront counts the last looks in a row that left others than urgent endpoints out.
+	inFront int
 	// discover is when all flows to all frontends are to be listed, to find endpoints that departed unseen; zero if they
 	// need not be.
 	discover time.Time
@@ -101,6 +103,9 @@ type goneEndpoint struct {
 	// last one.
 	probing bool
 	silent  time.Time
+	// urgent says that clients may be opening connections to the endpoint: it departed just now, or the last look found
+	// some.
+	urgent bool
 	// looks is how many looks there were, without those that confirm another. empty is how many of the last ones found no
 	// flow.
 	looks, empty int
@@ -125,6 +130,9 @@ const (
 	longestPause = time.Minute
 	// mostQuick bounds the looks that come after openingFor.
 	mostQuick = 4
+	// mostInFront bounds the looks in a row that are only for urgent endpoints: the kernel walks its table for each
+	// endpoint, and some may have many.
+	mostInFront = 2
 )
 
 // longestRest bounds the pause after a look at a very large table, or on a busy host. Clients wait.
@@ -282,7 +290,7 @@ func eachMissing(was, now []dataplane.Endpoint, do func(netip.AddrPort)) {
 // restart looks anew at an endpoint that departed just now. It may have been ejected before.
 func (r *Releaser) restart(k goneKey, t time.Time) {
 	if g := r.gone[k]; g != nil {
-		g.since, g.due, g.looks, g.empty, g.quick = t, t, 0, 0, 0
+		g.since, g.due, g.looks, g.empty, g.quick, g.urgent = t, t, 0, 0, 0, true
 	}
 }
 
@@ -322,33 +330,49 @@ func (r *Releaser) Run(ctx context.Context) error {
 }
 
 // next returns when the next look is due.
-func (r *Releaser) next() (due time.Time, any bool) {
+func (r *Releaser) next(rested, early time.Time) (due time.Time, any bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.inSync {
 		return due, false
 	}
-	due, any = r.discover, !r.discover.IsZero()
+	due, any = later(r.discover, rested), !r.discover.IsZero()
 	for _, g := range r.gone {
-		if !any || g.due.Before(due) {
-			due, any = g.due, true
+		at := later(g.due, rested)
+		if g.urgent {
+			at = later(g.due, early)
+		}
+		if !any || at.Before(due) {
+			due, any = at, true
 		}
 	}
 	return due, any
 }
 
-// takeDue starts a look for all endpoints that are due.
+// takeDue starts a look for the endpoints that are due, or for the urgent ones among them.
 func (r *Releaser) takeDue() *releaseLook {
 	timeout := r.o.ShortestTimeout()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
 	l := &releaseLook{Releaser: r, now: now, idle: idleLimit(timeout), due: map[goneKey]*lookedAt{}}
+	var others []goneKey
 	for k, g := range r.gone {
 		if !g.due.After(now) {
 			l.due[k] = &lookedAt{goneEndpoint: g}
+			if !g.urgent {
+				others = append(others, k)
+			}
 		}
 	}
+	if len(others) > 0 && len(others) < len(l.due) && r.inFront < mostInFront {
+		r.inFront++
+		for _, k := range others {
+			delete(l.due, k)
+		}
+		return l
+	}
+	r.inFront = 0
 	if !r.discover.IsZero() && !r.discover.After(now) {
 		l.all, r.discover = true, time.Time{}
 	}
@@ -384,7 +408,7 @@ func (r *Releaser) requeue(l *releaseLook) {
 			continue
 		}
 		g.due = l.now.Add(g.nextPause(len(g.found) > 0))
-		if g.opening && g.quick < mostQuick {
+		if g.urgent = g.opening && g.quick < mostQuick; g.urgent {
 			g.quick++
 			g.due = l.now.Add(openingFor)
 		}

@@ -360,6 +360,37 @@ func TestReleaseOpeningDuringProbe(t *testing.T) {
 	})
 }
 
+// TestReleaseOpeningFirst: who opens a connection to an endpoint that departs is sent elsewhere soon, at whatever
+// moment that is, although each look at the flows to others, which departed earlier, takes long.
+func TestReleaseOpeningFirst(t *testing.T) {
+	endpoints := func(from int) (list string) {
+		for i := from; i <= 8; i++ {
+			list += fmt.Sprintf(",10.0.0.%d:80", i)
+		}
+		return webKey + ">" + list[1:]
+	}
+	for at := 2 * time.Second; at < 4*time.Second; at += 50 * time.Millisecond {
+		synctest.Test(t, func(t *testing.T) {
+			table := &tcpTable{}
+			r := newReleasing(t, table, web(endpoints(1)))
+			for i := 1; i <= 6; i++ {
+				table.hold(webKey, fmt.Sprintf("10.0.0.%d:80", i))
+			}
+			table.takes = 30 * time.Millisecond
+			r.apply(web(endpoints(7)))
+			rest(at)
+			table.hold(webKey, "10.0.0.7:80").answered = false
+			r.apply(web(endpoints(8)))
+			r.expect(900*time.Millisecond, fmt.Sprint("departed after ", at), 6)
+			before := table.looks()
+			rest(10 * time.Second)
+			if looks := table.looks() - before; looks < 6*4 {
+				t.Errorf("%d lists of the others in 10 s", looks)
+			}
+		})
+	}
+}
+
 // TestReleaseDrain: the deadline ends connections that are answered, and not before.
 func TestReleaseDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
