@@ -57,6 +57,14 @@ func (t *tcpTable) wait(frontend, endpoint string) *flow {
 	return f
 }
 
+// open adds a flow that its endpoint has not answered yet.
+func (t *tcpTable) open(frontend, endpoint string) {
+	f := t.hold(frontend, endpoint)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	f.answered = false
+}
+
 // releasing is a Releaser at work in a bubble of synctest.
 type releasing struct {
 	t     *testing.T
@@ -324,7 +332,7 @@ func TestReleaseOpening(t *testing.T) {
 		r := newReleasing(t, table, web(webKey+">10.0.0.1:80,10.0.0.2:80"))
 		r.revive("10.0.0.1:80")
 		for range 2 {
-			table.hold(webKey, "10.0.0.1:80").answered = false
+			table.open(webKey, "10.0.0.1:80")
 		}
 		r.apply(web(webKey + ">10.0.0.2:80"))
 		rest(10 * time.Millisecond)
@@ -349,7 +357,7 @@ func TestReleaseOpeningDuringProbe(t *testing.T) {
 		r.probing = 1500 * time.Millisecond
 		for _, endpoint := range []string{"10.0.0.1:80", "10.0.0.2:80"} {
 			table.wait(webKey, endpoint)
-			table.hold(webKey, endpoint).answered = false
+			table.open(webKey, endpoint)
 		}
 		r.apply(web(webKey + two))
 		r.expect(600*time.Millisecond, "one departed", 3)
@@ -379,7 +387,7 @@ func TestReleaseOpeningFirst(t *testing.T) {
 			table.takes = 30 * time.Millisecond
 			r.apply(web(endpoints(7)))
 			rest(at)
-			table.hold(webKey, "10.0.0.7:80").answered = false
+			table.open(webKey, "10.0.0.7:80")
 			r.apply(web(endpoints(8)))
 			r.expect(900*time.Millisecond, fmt.Sprint("departed after ", at), 6)
 			before := table.looks()
