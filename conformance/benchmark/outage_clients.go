@@ -72,9 +72,14 @@ func connectOnce(ctx context.Context, from *lab.Host, to netip.AddrPort, limit t
 	if err := errors.Join(c.(*net.TCPConn).SetLinger(0), c.SetReadDeadline(time.Now().Add(limit))); err != nil {
 		return took, err
 	}
-	_, err = c.Read(make([]byte, 1))
+	if _, err = c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
+		err = errNoByte
+	}
 	return took, err
 }
+
+// errNoByte says that a client was connected, and waited for the first byte in vain.
+var errNoByte = errors.New("no first byte")
 
 // reason names a failure; empty if there is none.
 func reason(err error) string {

@@ -1,6 +1,7 @@
 package lab
 
 import (
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"net"
@@ -181,6 +182,9 @@ func (h *Host) Forward() error {
 func (h *Host) WaitReady() error {
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
 		waiting, err := h.unsettled()
+		if errors.Is(err, netlink.ErrDumpInterrupted) {
+			waiting, err = "what changes while it is listed", nil
+		}
 		if err != nil {
 			return fmt.Errorf("lab: %s: look at links: %w", h.Name, err)
 		}
