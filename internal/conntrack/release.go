@@ -93,7 +93,7 @@ type goneKey struct {
 	endpoint netip.AddrPort
 }
 
-// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses the fields after silent,
+// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses suspects,
 // between looks.
 type goneEndpoint struct {
 	// since is when the endpoint departed, or was ejected.
@@ -103,6 +103,8 @@ type goneEndpoint struct {
 	// last one.
 	probing bool
 	silent  time.Time
+	// looked is when the last look at it began.
+	looked time.Time
 	// urgent says that clients may be opening connections to the endpoint: it departed just now, or the last look found
 	// some.
 	urgent bool
@@ -397,7 +399,7 @@ func (r *Releaser) requeue(l *releaseLook) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for k, g := range l.due {
-		g.suspects = g.found
+		g.suspects, g.looked = g.found, l.now
 		if g.empty++; g.flows > 0 {
 			g.empty = 0
 		}

@@ -241,21 +241,24 @@ func (l *releaseLook) probe(ctx context.Context) {
 	}
 	l.mu.Unlock()
 	if len(probed) > 0 {
-		l.probes.Go(func() { l.probed(probed, l.now.Add(confirmAfter), l.o.Probe(ctx, endpoints)) })
+		l.probes.Go(func() { l.probed(probed, l.now, l.o.Probe(ctx, endpoints)) })
 	}
 }
 
-// probed records which endpoints answered. Those that did not are looked at again by some time, or now.
-func (r *Releaser) probed(endpoints []*goneEndpoint, again time.Time, answers []bool) {
+// probed records which endpoints answered, since a look began. If a later look could not know yet that one does not, it
+// is repeated now, and confirms the first.
+func (r *Releaser) probed(endpoints []*goneEndpoint, began time.Time, answers []bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	now := time.Now()
 	for i, g := range endpoints {
 		g.probing, g.silent = false, time.Time{}
-		if !answers[i] {
-			g.silent = time.Now()
-			if g.due.After(again) {
-				g.due = again
-			}
+		if answers[i] {
+			continue
+		}
+		g.silent = now
+		if g.looked.After(began) && g.due.After(now) {
+			g.due, g.confirming = now, true
 		}
 	}
 	select {

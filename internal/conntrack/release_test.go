@@ -399,6 +399,24 @@ func TestReleaseOpeningFirst(t *testing.T) {
 	}
 }
 
+// TestReleaseBacksOff: flows that nobody answers, and that may not be released all the same, are looked at less and
+// less often, however long a probe takes.
+func TestReleaseBacksOff(t *testing.T) {
+	for _, probing := range []time.Duration{500 * time.Millisecond, 1500 * time.Millisecond} {
+		synctest.Test(t, func(t *testing.T) {
+			table := &tcpTable{}
+			r := newReleasing(t, table, web(webBoth))
+			r.probing = probing
+			table.wait(webKey, "10.0.0.1:80").tcp.left = 299 // the client sends without a pause
+			r.apply(web(webOne))
+			r.expect(time.Hour, "never released", 1)
+			if looks := table.looks(); looks > 250 || r.probed > 250 {
+				t.Errorf("probes of %v: %d looks and %d probes in an hour", probing, looks, r.probed)
+			}
+		})
+	}
+}
+
 // TestReleaseDrain: the deadline ends connections that are answered, and not before.
 func TestReleaseDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -33,9 +33,10 @@ func (n *Node) newReleaser(shown *telemetry) (*releaser, error) {
 		n.Log.Warn("connections to endpoints that are gone will hang: the kernel takes up no connection in the middle",
 			"sysctl", "net.netfilter.nf_conntrack_tcp_loose", "value", loose)
 	}
+	places := make(chan struct{}, maxReleaseProbes)
 	return &releaser{conntrack.NewReleaser(flows, conntrack.ReleaserOptions{
 		Probe: func(ctx context.Context, endpoints []netip.AddrPort) []bool {
-			return probeAll(ctx, n.Prober, endpoints)
+			return probeAll(ctx, n.Prober, places, endpoints)
 		},
 		ShortestTimeout: shortestTimeout,
 		Report: func(r conntrack.ReleaseResult) {
@@ -85,10 +86,10 @@ func (n *Node) logRelease(r conntrack.ReleaseResult) {
 // maxReleaseProbes is how many endpoints are probed at a time.
 const maxReleaseProbes = 32
 
-// probeAll probes endpoints, for a second at most. Those it did not come to count as endpoints that answer.
-func probeAll(ctx context.Context, prober outlier.Prober, endpoints []netip.AddrPort) []bool {
+// probeAll probes endpoints, for a second at most. Those it did not come to count as endpoints that answer. A probe
+// takes one of the places, which all calls share.
+func probeAll(ctx context.Context, prober outlier.Prober, places chan struct{}, endpoints []netip.AddrPort) []bool {
 	answers := make([]bool, len(endpoints))
-	places := make(chan struct{}, maxReleaseProbes)
 	late := time.After(time.Second)
 	var all sync.WaitGroup
 	defer all.Wait()

@@ -74,8 +74,9 @@ func TestProbeAll(t *testing.T) {
 		for i := range 250 {
 			endpoints = append(endpoints, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80))
 		}
+		places := make(chan struct{}, maxReleaseProbes)
 		start, dead := time.Now(), 0
-		for i, answers := range probeAll(t.Context(), slowProber{}, endpoints) {
+		for i, answers := range probeAll(t.Context(), slowProber{}, places, endpoints) {
 			if !answers && i%2 == 0 {
 				t.Errorf("%v counts as dead", endpoints[i])
 			}
@@ -85,6 +86,35 @@ func TestProbeAll(t *testing.T) {
 		}
 		if took := time.Since(start); took > 1500*time.Millisecond || dead != 4*maxReleaseProbes/2 {
 			t.Errorf("%d are dead, after %v", dead, took)
+		}
+	})
+}
+
+// TestProbesShareTheirPlaces: looks that probe at the same time probe no more endpoints than one alone.
+func TestProbesShareTheirPlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		places, dead := make(chan struct{}, maxReleaseProbes), make(chan int, 4)
+		var endpoints []netip.AddrPort
+		for range 100 {
+			endpoints = append(endpoints, netip.MustParseAddrPort("10.0.0.1:80"))
+		}
+		for range cap(dead) {
+			go func() {
+				n := 0
+				for _, answers := range probeAll(t.Context(), slowProber{}, places, endpoints) {
+					if !answers {
+						n++
+					}
+				}
+				dead <- n
+			}()
+		}
+		all := 0
+		for range cap(dead) {
+			all += <-dead
+		}
+		if all != 4*maxReleaseProbes {
+			t.Errorf("%d probes ended within a second, with %d places of 300 ms", all, maxReleaseProbes)
 		}
 	})
 }

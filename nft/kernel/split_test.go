@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -91,26 +92,29 @@ func TestChainsGoAhead(t *testing.T) {
 // TestChainsWithoutElements: chains have gone ahead, and what leads to them is refused, is not sent, or is nobody's any
 // more, since the process ended.
 func TestChainsWithoutElements(t *testing.T) {
-	t.Run("refused", func(t *testing.T) {
-		g := newGrowing(t)
-		chains, bad := g.chains(t), *g.after
-		name := g.change.Services[0]
-		bad.Services = maps.Clone(bad.Services)
-		bad.Services[name] = poison(bad.Services[name])
-		parts := 0
-		g.b.Sent = func([]byte) { parts++ }
-		var refused *dataplane.Refused
-		if _, err := g.b.Apply(&bad, g.change); !errors.As(err, &refused) || refused.Services[name] == nil {
-			t.Fatalf("got %v", err)
-		}
-		if parts == 0 || parts%2 != 0 {
-			t.Errorf("%d transactions: each that adds chains is undone by another", parts)
-		}
-		if now := g.chains(t); now != chains {
-			t.Error(labtest.FirstDifference(now, chains))
-		}
-		g.isIn(t, g.b, g.before)
-	})
+	for _, evidence := range []bool{false, true} { // with evidence, sets and base chains go ahead, too
+		t.Run(fmt.Sprint("refused, evidence ", evidence), func(t *testing.T) {
+			g := newGrowing(t)
+			chains, bad := g.chains(t), *g.after
+			name := g.change.Services[0]
+			bad.Services = maps.Clone(bad.Services)
+			bad.Services[name] = poison(bad.Services[name])
+			bad.Evidence, g.change.Globals = evidence, evidence
+			parts := 0
+			g.b.Sent = func([]byte) { parts++ }
+			var refused *dataplane.Refused
+			if _, err := g.b.Apply(&bad, g.change); !errors.As(err, &refused) || refused.Services[name] == nil {
+				t.Fatalf("got %v", err)
+			}
+			if parts == 0 || parts%2 != 0 {
+				t.Errorf("%d transactions: each that adds chains is undone by another", parts)
+			}
+			if now := g.chains(t); now != chains {
+				t.Error(labtest.FirstDifference(now, chains))
+			}
+			g.isIn(t, g.b, g.before)
+		})
+	}
 	t.Run("not sent", func(t *testing.T) {
 		g := newGrowing(t)
 		g.b.conn.Wire = &faulty{Wire: g.b.conn.Wire, sendErr: []error{nil, unix.ENOBUFS}}
