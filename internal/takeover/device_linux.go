@@ -25,6 +25,27 @@ type device struct {
 	sockets int
 }
 
+// maxListings bounds how often a list is read again because links, addresses or routes changed meanwhile.
+const maxListings = 100
+
+// stable reads a list again as long as it changes while it is read: then entries may be missing from it.
+func stable[T any](read func() ([]T, error)) (list []T, err error) {
+	for range maxListings {
+		if list, err = read(); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return list, err
+}
+
+func listAddrs(link netlink.Link, family int) ([]netlink.Addr, error) {
+	return stable(func() ([]netlink.Addr, error) { return netlink.AddrList(link, family) })
+}
+
+func listRoutes(family int, filter *netlink.Route, mask uint64) ([]netlink.Route, error) {
+	return stable(func() ([]netlink.Route, error) { return netlink.RouteListFiltered(family, filter, mask) })
+}
+
 // findDevice returns nil if there is none.
 func findDevice() (*device, error) {
 	link, err := netlink.LinkByName(proxyDevice)
@@ -38,7 +59,7 @@ func findDevice() (*device, error) {
 		return nil, nil
 	}
 	d := &device{link: link}
-	addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL)
+	addrs, err := listAddrs(link, netlink.FAMILY_ALL)
 	if err != nil {
 		return nil, fmt.Errorf("addresses of %s: %w", proxyDevice, err)
 	}
@@ -55,7 +76,7 @@ func findDevice() (*device, error) {
 
 // localAddrs returns the addresses of this host that are on other devices.
 func localAddrs() (map[netip.Addr]bool, error) {
-	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	addrs, err := listAddrs(nil, netlink.FAMILY_ALL)
 	if err != nil {
 		return nil, fmt.Errorf("addresses of this host: %w", err)
 	}
@@ -83,7 +104,7 @@ func (d *device) redirectSources() error {
 	}
 	for _, f := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 		filter := netlink.Route{Table: unix.RT_TABLE_LOCAL, LinkIndex: d.link.Attrs().Index}
-		routes, err := netlink.RouteListFiltered(f, &filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_OIF)
+		routes, err := listRoutes(f, &filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_OIF)
 		if err != nil || len(routes) == 0 {
 			errs = append(errs, err)
 			continue
@@ -125,7 +146,7 @@ func setRouteSource(old netlink.Route, own net.IP) error {
 
 // outboundAddr returns this host's source address towards the outside, nil if there is no default route.
 func outboundAddr(f int) (net.IP, error) {
-	routes, err := netlink.RouteListFiltered(f, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+	routes, err := listRoutes(f, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
 	if err != nil {
 		return nil, err
 	}
@@ -146,7 +167,7 @@ func outboundAddr(f int) (net.IP, error) {
 		if err != nil {
 			continue
 		}
-		addrs, err := netlink.AddrList(link, f)
+		addrs, err := listAddrs(link, f)
 		if err != nil {
 			return nil, err
 		}

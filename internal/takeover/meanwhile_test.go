@@ -2,7 +2,9 @@ package takeover
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
@@ -55,6 +57,45 @@ func TestOthersWriteMeanwhile(t *testing.T) {
 			t.Errorf("after %d removals there are %d rules of somebody else's, want %d", removals, n, rules)
 		}
 	})
+}
+
+// TestAddressesChangeMeanwhile lists this host's addresses again and again while others come and go. The kernel says of
+// such a list that it may lack some.
+func TestAddressesChangeMeanwhile(t *testing.T) {
+	const own, looks = 500, 100
+	h := labtest.NewHost(t, labtest.NewNet(t), "node")
+	for i := range own {
+		a := netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
+		labtest.Check(t, h.AddAddr("lo", netip.PrefixFrom(a, 32)))
+	}
+	done := make(chan struct{})
+	var others sync.WaitGroup
+	var failed error
+	others.Go(func() {
+		theirs := netip.MustParsePrefix("192.0.2.10/32")
+		for failed == nil {
+			select {
+			case <-done:
+				return
+			default:
+				failed = errors.Join(h.AddAddr("lo", theirs), h.DelAddr("lo", theirs))
+			}
+		}
+	})
+	inside(t, h, func() error {
+		defer func() { close(done); others.Wait() }()
+		for range looks {
+			local, err := localAddrs()
+			if err != nil {
+				return err
+			}
+			if len(local) < own {
+				return fmt.Errorf("found %d addresses of %d at least", len(local), own)
+			}
+		}
+		return nil
+	})
+	labtest.Check(t, failed)
 }
 
 // TestVerify has a chain removed to which a rule that stays leads: nothing is to be written then.
