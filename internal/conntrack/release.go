@@ -400,6 +400,9 @@ func (r *Releaser) requeue(l *releaseLook) {
 	defer r.mu.Unlock()
 	for k, g := range l.due {
 		g.suspects, g.looked = g.found, l.now
+		if g.since.After(l.now) {
+			continue // it departed meanwhile, and the next look is due already
+		}
 		if g.empty++; g.flows > 0 {
 			g.empty = 0
 		}

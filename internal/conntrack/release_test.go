@@ -556,6 +556,30 @@ func TestReleaseEjected(t *testing.T) {
 	})
 }
 
+// TestReleaseDepartsDuringLook: an ejected endpoint departs while its flows are listed. Who opens a connection to it in
+// that moment does not wait for the look after the next pause.
+func TestReleaseDepartsDuringLook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		table := &tcpTable{}
+		r := newReleasing(t, table, web(webBoth))
+		table.hold(webKey, "10.0.0.1:80") // so that its flows are looked at again
+		ejects := web(webBoth)
+		ejects.Ports[0].Cluster.Ejected = []snapshot.Unhealthy{
+			{Endpoint: netip.MustParseAddrPort("10.0.0.1:80"), Cause: snapshot.Unanswered, Since: time.Now()}}
+		r.apply(ejects)
+		rest(500 * time.Millisecond)
+		departed := make(chan struct{})
+		table.mu.Lock()
+		table.takes = 10 * time.Millisecond
+		table.during = func() { r.apply(web(webOne)); close(departed) }
+		table.mu.Unlock()
+		<-departed
+		time.Sleep(time.Millisecond)
+		table.open(webKey, "10.0.0.1:80")
+		r.expect(900*time.Millisecond, "it departed during a look", 1)
+	})
+}
+
 // TestReleaseFailure: while nobody knows what is programmed, nothing is judged.
 func TestReleaseFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
