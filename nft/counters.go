@@ -87,8 +87,11 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 	return out
 }
 
-// Refuses returns why a rule with a counter refuses packets, given the set that it looks up.
-func Refuses(set string) (dataplane.Refusal, bool) {
+// Refuses returns why a rule with a counter refuses packets, given its chain and the first set that it looks up, if any.
+func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
+	if chain == FirstEndpoint || chain == UncountedFirstEndpoint {
+		return dataplane.RefusedOvertaken, true
+	}
 	switch set {
 	case RestrictedServices.String():
 		return dataplane.RefusedSourceRanges, true
@@ -96,6 +99,8 @@ func Refuses(set string) (dataplane.Refusal, bool) {
 		return dataplane.RefusedUnusedPort, true
 	case ServiceCIDRs.String():
 		return dataplane.RefusedUnallocated, true
+	case Services.String(), UncountedServices.String():
+		return dataplane.RefusedOvertaken, true
 	}
 	return 0, false
 }

@@ -452,7 +452,7 @@ func loadBalancers(s Structure) Chain {
 func again(maps []SetID) []Rule {
 	var rules []Rule
 	for i, m := range maps {
-		rule := Rule{SetPriority{Key: toFrontend, Map: m}, Drop{}}
+		rule := Rule{SetPriority{Key: toFrontend, Map: m}, Counter{}, Drop{}}
 		if i > 0 || len(maps) == 1 {
 			rule = append(Rule{PriorityIs{Not: true}}, rule...)
 		}
@@ -553,7 +553,7 @@ func hairpin(s Structure) []Rule {
 // It is one chain for all, since the kernel goes through the whole map whenever a new rule looks it up.
 func firstEndpoint(kind ChainKind, m SetID) Chain {
 	return Chain{ID: kind.id(), Comment: "the endpoint that was chosen is gone",
-		Rules: []Rule{{DNAT{Key: slotKey(RandomSlot, 1), Map: m}}, {Drop{}}}}
+		Rules: []Rule{{DNAT{Key: slotKey(RandomSlot, 1), Map: m}}, {Counter{}, Drop{}}}}
 }
 
 // affinityLookup sends a client to the endpoint it had before.

@@ -465,8 +465,9 @@ func TestOwnValues(t *testing.T) {
 		"max_entries{} 1000",
 	)
 	expect("verdict_refused_packets_total",
-		"{ip_family=IPv4,reason=source-ranges,verdict=drop} 0", "{ip_family=IPv4,reason=unallocated,verdict=drop} 0",
-		"{ip_family=IPv4,reason=unused-port,verdict=reject} 5", "{ip_family=IPv6,reason=source-ranges,verdict=drop} 0",
+		"{ip_family=IPv4,reason=overtaken,verdict=drop} 0", "{ip_family=IPv4,reason=source-ranges,verdict=drop} 0",
+		"{ip_family=IPv4,reason=unallocated,verdict=drop} 0", "{ip_family=IPv4,reason=unused-port,verdict=reject} 5",
+		"{ip_family=IPv6,reason=overtaken,verdict=drop} 0", "{ip_family=IPv6,reason=source-ranges,verdict=drop} 0",
 		"{ip_family=IPv6,reason=unallocated,verdict=drop} 0", "{ip_family=IPv6,reason=unused-port,verdict=reject} 0")
 	expect("verdict_readyz_total", "{code=200} 0", "{code=503} 1")
 	expect("verdict_service_")

@@ -219,8 +219,9 @@ func (c *Counters) Endpoints(of []dataplane.FrontendCount, members func(dataplan
 	return nil
 }
 
-// refusing are the chains whose rules turn packets away that no frontend is responsible for.
-var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends, nft.LoadBalancers}
+// refusing are the chains whose rules turn packets away that no frontend counts as refused.
+var refusing = [...]nft.ChainKind{nft.Restrict, nft.Frontends, nft.LoadBalancers, nft.FirstEndpoint,
+	nft.UncountedFirstEndpoint}
 
 // Refused reads how many packets rules have rejected or dropped. Packets to frontends without endpoints are counted at
 // the frontends.
@@ -232,7 +233,7 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	for i, f := range ipfamily.All {
 		for _, kind := range refusing {
 			err := c.conn.query(rulesRequest(f, nft.ChainID{Kind: kind}.Name()), func(attrs []byte) {
-				if refusal, n, ok := refusedBy(attrs); ok {
+				if refusal, n, ok := refusedBy(kind, attrs); ok {
 					packets[i][refusal] += n
 				}
 			})
@@ -245,6 +246,7 @@ func (c *Counters) Refused() ([]dataplane.RefusedCount, error) {
 	for i, f := range ipfamily.All {
 		for _, r := range [...]dataplane.Refusal{
 			dataplane.RefusedSourceRanges, dataplane.RefusedUnusedPort, dataplane.RefusedUnallocated,
+			dataplane.RefusedOvertaken,
 		} {
 			out = append(out, dataplane.RefusedCount{Family: f, Refusal: r, Packets: packets[i][r]})
 		}
@@ -262,20 +264,21 @@ func rulesRequest(f ipfamily.Family, chain string) []byte {
 	return w.Bytes()
 }
 
-// refusedBy reads a rule that looks at one of our sets and counts what it turns away.
-func refusedBy(attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool) {
-	known := false
+// refusedBy reads a rule of a chain. It counts what it turns away if ok says so.
+func refusedBy(chain nft.ChainKind, attrs []byte) (refusal dataplane.Refusal, packets uint64, ok bool) {
+	counts, set := false, ""
 	for _, e := range netlink.Each(netlink.Find(attrs, unix.NFTA_RULE_EXPRESSIONS)) {
 		switch expressionName(e) {
 		case "counter":
-			ok, packets, _ = counter(e)
+			counts, packets, _ = counter(e)
 		case "lookup":
-			if !known { // the first set says which packets; others make exceptions
-				refusal, known = nft.Refuses(netlink.Find(expressionData(e), unix.NFTA_LOOKUP_SET).Text())
+			if set == "" { // the first set says which packets; others make exceptions
+				set = netlink.Find(expressionData(e), unix.NFTA_LOOKUP_SET).Text()
 			}
 		}
 	}
-	return refusal, packets, ok && known
+	refusal, ok = nft.Refuses(chain, set)
+	return refusal, packets, ok && counts
 }
 
 // Affinity counts the remembered clients of each family. Kernels before Linux 6.16 do not know the number, so the

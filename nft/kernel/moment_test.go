@@ -7,6 +7,7 @@ import (
 	"github.com/verdict-proxy/verdict/internal/ipfamily"
 	"github.com/verdict-proxy/verdict/internal/lab"
 	"github.com/verdict-proxy/verdict/internal/lab/labtest"
+	"github.com/verdict-proxy/verdict/nft"
 	"github.com/verdict-proxy/verdict/sync/dataplane"
 	"github.com/verdict-proxy/verdict/sync/snapshot"
 )
@@ -54,6 +55,27 @@ func TestChangesLoseNobody(t *testing.T) {
 			t.Logf("%d connections during %d changes", stop(), m.times)
 			quiet(t, b)
 		})
+	}
+}
+
+// TestOvertakenPacketsCount takes away what a change takes away between two lookups. The packets that find only half of
+// a Service are dropped, and counted.
+func TestOvertakenPacketsCount(t *testing.T) {
+	c, _, s, st := one(t, both, asIs)
+	counters, to := openCounters(t, c.Node), s.frontendOf(c, dataplane.ClusterIP, ipfamily.IPv4)
+	connections(t, c.Pods[2], to, 10, lab.Answered)
+	before := countAll(t, counters, st).refused[dataplane.RefusedOvertaken]
+	if before != 0 {
+		t.Errorf("%d packets are counted although nothing has changed", before)
+	}
+	for _, gone := range []nft.SetID{nft.Endpoints, nft.Pools} {
+		labtest.Run(t, c.Node, "", "nft", "flush", "map", "ip", "verdict", gone.String())
+		connections(t, c.Pods[2], to, 1, lab.TimedOut)
+		now := countAll(t, counters, st).refused[dataplane.RefusedOvertaken]
+		if now <= before {
+			t.Errorf("without %s, %d packets are counted, as many as before", gone, now-before)
+		}
+		before = now
 	}
 }
 

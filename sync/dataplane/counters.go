@@ -81,12 +81,15 @@ const (
 	RefusedUnusedPort
 	// RefusedUnallocated: an address in a service range that no Service has. It is dropped.
 	RefusedUnallocated
+	// RefusedOvertaken: the Service changed between two lookups for the packet. It is dropped, and the client sends it
+	// again.
+	RefusedOvertaken
 	// NumRefusals is how many there are.
 	NumRefusals
 )
 
 var refusalNames = [NumRefusals]string{"no-endpoints", "no-local-endpoints", "source-ranges", "unused-port",
-	"unallocated"}
+	"unallocated", "overtaken"}
 
 func (r Refusal) String() string { return refusalNames[r] }
 
