@@ -190,6 +190,7 @@ func (b *Backend) markInSync(want *dataplane.State, tables int) error {
 	}
 	if b.state != inSync { // all was read
 		i.suspect = b.foreignWrites
+		i.rest() // to write all may have taken longer than the interval, and a check takes much memory
 	}
 	if b.programs.Variant == NFT && seen.generation != before.generation+uint32(tables) {
 		i.suspect = true // somebody else wrote in between

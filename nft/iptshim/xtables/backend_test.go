@@ -162,12 +162,17 @@ func (w *world) calm() {
 // TestWrites: a change writes only what changes, in one call for each family, and nothing is not written.
 func TestWrites(t *testing.T) {
 	eachVariant(t, func(t *testing.T, w *world) {
-		if r := w.write(merged(web(1, 2), web(2, 2))); !r.Full || r.Messages != 2 || r.Added == 0 {
+		begin := time.Now()
+		r := w.write(merged(web(1, 2), web(2, 2)))
+		if !r.Full || r.Messages != 2 || r.Added == 0 {
 			t.Errorf("the first: %+v", r)
+		}
+		if i := &w.backend.drift; i.due.Before(begin.Add(i.lastDuration + r.Commit + driftInterval)) {
+			t.Errorf("the first is checked %v after its beginning, of which it took %v", i.due.Sub(begin), r.Commit)
 		}
 		w.calm()
 		before := w.saved()
-		r := w.write(web(2, 3))
+		r = w.write(web(2, 3))
 		if r.Full || r.Messages != 2 || r.Replaced > 2*2+4 {
 			t.Errorf("one endpoint more: %+v", r)
 		}

@@ -54,7 +54,12 @@ type driftResult struct {
 func (i *driftCheck) recordRead(took time.Duration) {
 	i.lastDuration, i.wasted = took, 0
 	i.postpone()
-	i.due = time.Now().Add(max(driftInterval, driftPauseFactor*took))
+	i.rest()
+}
+
+// rest lets the interval for which nothing calls for a check begin now.
+func (i *driftCheck) rest() {
+	i.due = time.Now().Add(max(driftInterval, driftPauseFactor*i.lastDuration))
 }
 
 // postpone delays the next check.
