@@ -437,3 +437,19 @@ func TestUpdate(t *testing.T) {
 		}
 	}
 }
+
+// TestSpan: the repeats are those of the proxy that was measured least often, unless it never started in time.
+func TestSpan(t *testing.T) {
+	r := &Results{}
+	for i := range 3 {
+		r.Cells = append(r.Cells, &Cell{Size: Size{1000, 10}, Proxy: "often", Repeat: i + 1, Load: float64(i)})
+	}
+	r.Cells = append(r.Cells, &Cell{Size: Size{1000, 10}, Proxy: "late", Repeat: 1, Start: &Wait{Limit: true}})
+	if repeats, low, high := r.span(); repeats != "3" || low != 0 || high != 2 {
+		t.Errorf("without one that never started: %s repeats, load %v to %v", repeats, low, high)
+	}
+	r.Cells = append(r.Cells, &Cell{Size: Size{5000, 10}, Proxy: "often", Repeat: 1})
+	if repeats, _, _ := r.span(); repeats != "1 to 3" {
+		t.Errorf("one size was measured once: %s repeats", repeats)
+	}
+}

@@ -358,16 +358,21 @@ func sortedKeys(m map[string]string) (keys []string) {
 	return keys
 }
 
-// span gives how many repeats the sizes have, as "3" or "1 to 3", and the lowest and highest load average.
+// span gives how many repeats there are of each proxy in each size, as "3" or "1 to 3", and the lowest and highest load average.
 func (r *Results) span() (repeats string, low, high float64) {
-	least, most := math.MaxInt, 0
-	for _, size := range r.Sizes() {
-		n := 0
-		for _, c := range r.Cells {
-			if c.Size == size {
-				n = max(n, c.Repeat)
-			}
+	type measured struct {
+		size  Size
+		proxy string
+	}
+	times := map[measured]int{}
+	for _, c := range r.Cells {
+		if c.Start == nil || !c.Start.Limit { // else it is not repeated
+			k := measured{c.Size, c.Proxy}
+			times[k] = max(times[k], c.Repeat)
 		}
+	}
+	least, most := math.MaxInt, 0
+	for _, n := range times {
 		least, most = min(least, n), max(most, n)
 	}
 	low = math.Inf(1)
@@ -375,10 +380,10 @@ func (r *Results) span() (repeats string, low, high float64) {
 		low, high = min(low, c.Load), max(high, c.Load)
 	}
 	switch {
-	case most == 0:
+	case len(r.Cells) == 0:
 		return "none", 0, 0
-	case least == most:
-		return fmt.Sprint(most), low, high
+	case least >= most:
+		return fmt.Sprint(max(most, 1)), low, high
 	}
 	return fmt.Sprintf("%d to %d", least, most), low, high
 }
