@@ -87,7 +87,8 @@ func (m *Model) Fill() (out ipfamily.Per[Fill]) {
 	return out
 }
 
-// Refuses returns why a rule with a counter refuses packets, given its chain and the first set that it looks up, if any.
+// Refuses returns why a rule with a counter refuses packets, given its chain and the first set that it looks up, if
+// any.
 func Refuses(chain ChainKind, set string) (dataplane.Refusal, bool) {
 	if chain == FirstEndpoint || chain == UncountedFirstEndpoint {
 		return dataplane.RefusedOvertaken, true

@@ -358,7 +358,8 @@ func sortedKeys(m map[string]string) (keys []string) {
 	return keys
 }
 
-// span gives how many repeats there are of each proxy in each size, as "3" or "1 to 3", and the lowest and highest load average.
+// span gives how many repeats there are of each proxy in each size, as "3" or "1 to 3", and the lowest and highest load
+// average.
 func (r *Results) span() (repeats string, low, high float64) {
 	type measured struct {
 		size  Size
