@@ -93,8 +93,7 @@ type goneKey struct {
 	endpoint netip.AddrPort
 }
 
-// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses suspects,
-// between looks.
+// goneEndpoint is an endpoint whose flows are looked at from time to time. Run alone uses suspects, between looks.
 type goneEndpoint struct {
 	// since is when the endpoint departed, or was ejected.
 	since time.Time
@@ -401,7 +400,7 @@ func (r *Releaser) requeue(l *releaseLook) {
 	for k, g := range l.due {
 		g.suspects, g.looked = g.found, l.now
 		if g.since.After(l.now) {
-			continue // it departed meanwhile, and the next look is due already
+			continue // it departed during the look, and restart has made the next one due
 		}
 		if g.empty++; g.flows > 0 {
 			g.empty = 0

@@ -32,10 +32,10 @@ const maxListings = 100
 func stable[T any](read func() ([]T, error)) (list []T, err error) {
 	for range maxListings {
 		if list, err = read(); !errors.Is(err, netlink.ErrDumpInterrupted) {
-			break
+			return list, err
 		}
 	}
-	return list, err
+	return nil, fmt.Errorf("others changed the list each of %d times it was read; try again: %w", maxListings, err)
 }
 
 func listAddrs(link netlink.Link, family int) ([]netlink.Addr, error) {
